@@ -1,0 +1,157 @@
+"""The one queue: admission, places, and the (payload, future) pairs on their way to the worker.
+
+A handler has its payloads accepted and awaits their futures; feeders take pairs off the other
+end. All of it runs on the event loop. The bound counts what is accepted and unanswered, wherever
+it is by then, so no second, unbounded queue can form. Batches are not made here.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from batching.errors import ClientGone, DeadlineHopeless, QueueFull, Refused
+
+
+class WorkItem:
+    """A (payload, future) pair and what becomes of it. Times are monotonic seconds."""
+
+    __slots__ = (
+        "accepted_at",
+        "arrived_at",
+        "batch_size",
+        "deadline",
+        "finished_at",
+        "future",
+        "key",
+        "open",
+        "payload",
+        "prepared",
+        "rows",
+        "started_at",
+        "tokens",
+    )
+
+    def __init__(
+        self, payload: Any, future: asyncio.Future[Any] | None, deadline: float, accepted_at: float
+    ) -> None:
+        self.payload = payload
+        self.future: asyncio.Future[Any] = future  # type: ignore[assignment]  # warm-ups have none
+        self.deadline = deadline
+        self.accepted_at = accepted_at
+        self.open = True  # somebody still waits; other threads only read it
+        self.prepared: Any = None
+        self.rows = 1  # model rows the item needs
+        self.tokens = 1  # tokens of all rows together
+        self.key: Hashable = None  # items with equal keys may share a batch
+        self.arrived_at = self.started_at = self.finished_at = accepted_at
+        self.batch_size = 0
+
+    def resolve(self, outcome: Any) -> bool:
+        """Answer the item, once: True if this was the answer, False if it had one. Loop only."""
+        if not self.open:
+            return False
+        self.open = False
+        if self.future.cancelled():  # its handler was, with the whole server
+            return False
+        if isinstance(outcome, BaseException):
+            self.future.set_exception(outcome)
+        else:
+            self.future.set_result(outcome)
+        return True
+
+
+class ServiceRate:
+    """Items per second while the worker is busy, recent batches weighing most."""
+
+    def __init__(self, memory: float = 0.9) -> None:
+        self.memory = memory
+        self._items = 0.0
+        self._seconds = 0.0
+
+    def record(self, items: int, seconds: float) -> None:
+        self._items = self._items * self.memory + items
+        self._seconds = self._seconds * self.memory + seconds
+
+    def seconds_for(self, items: int) -> float:
+        """Expected time to serve `items`; 0 as long as nothing was measured."""
+        return items * self._seconds / self._items if self._items else 0.0
+
+
+class RequestQueue:
+    def __init__(self, capacity: int, clock: Callable[[], float]) -> None:
+        self.capacity = capacity
+        self.clock = clock
+        self.rate = ServiceRate()
+        self.closed: Refused | None = None  # why nothing is accepted
+        self.waiting: set[WorkItem] = set()  # accepted and unanswered, one place each
+        self._pairs: asyncio.Queue[WorkItem] = asyncio.Queue()
+        self._settled = asyncio.Event()
+        self._settled.set()
+
+    def _admit(self, count: int, deadline: float) -> None:
+        if self.closed is not None:
+            raise type(self.closed)(str(self.closed), self.closed.retry_after_s or 1.0)
+        expected_s = self.rate.seconds_for(self.pending)
+        if self.pending + count > self.capacity:
+            raise QueueFull(
+                f"the queue is full: {self.pending} of {self.capacity} places are taken",
+                retry_after(expected_s),
+            )
+        if self.pending and self.clock() + expected_s > deadline:
+            raise DeadlineHopeless(
+                f"the {self.pending} requests ahead need about {expected_s:.1f} s, "
+                "longer than this request may take",
+                retry_after(expected_s),
+            )
+
+    def accept(self, payloads: Sequence[Any], deadline: float) -> list[WorkItem]:
+        """Take a place for each payload and queue them, or raise a Refused (503) at once.
+
+        Each answer arrives at its `item.future`; the caller must `forget` the items in the end.
+        """
+        self._admit(len(payloads), deadline)
+        loop, now = asyncio.get_running_loop(), self.clock()
+        items = [WorkItem(p, loop.create_future(), deadline, now) for p in payloads]
+        self.waiting.update(items)
+        self._settled.clear()
+        for item in items:
+            self._pairs.put_nowait(item)
+        return items
+
+    def forget(self, items: Sequence[WorkItem]) -> None:
+        """The handler is done with the items, answered or not: their places are free again."""
+        for item in items:
+            if item.open:
+                item.resolve(ClientGone("the client has gone"))
+            if not item.future.cancelled():
+                item.future.exception()  # seen: a list's second failure is nobody's news
+        self.waiting.difference_update(items)
+        if not self.waiting:
+            self._settled.set()
+
+    @property
+    def pending(self) -> int:
+        """Accepted and unanswered."""
+        return len(self.waiting)
+
+    async def take(self) -> list[WorkItem]:
+        """Wait for a pair, then take all that are there."""
+        items = [await self._pairs.get()]
+        while not self._pairs.empty():
+            items.append(self._pairs.get_nowait())
+        return items
+
+    def resolve_all(self, error: Exception) -> None:
+        """Answer everything that still waits, wherever it is."""
+        for item in self.waiting:
+            item.resolve(error)
+
+    async def settled(self) -> None:
+        """Return once nothing accepted is unanswered."""
+        await self._settled.wait()
+
+
+def retry_after(expected_s: float) -> float:
+    """Whole seconds for a Retry-After header: the time the queue needs, 1 to 60."""
+    return float(min(60, max(1, math.ceil(expected_s))))

@@ -1,0 +1,176 @@
+"""The small HTTP/1.1 client of load_test.py: keep-alive connections and chat streams.
+
+It costs little processor time, which the server under test would otherwise have to share, and it
+hands on event data as it comes. It speaks plain http to one address: no https, proxies, redirects.
+"""
+
+import asyncio
+import contextlib
+import errno
+import json
+import socket
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+from urllib.parse import SplitResult
+
+# Below the usual server keep-alive (5 s), so that a request never races the server's close.
+MAX_IDLE_S = 2.0
+# What a broken or overloaded server can cause, odd JSON included: counted, never fatal.
+FAILURES = (
+    OSError,
+    EOFError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    asyncio.LimitOverrunError,
+)
+
+
+class StreamError(ValueError):
+    """The stream carried an error event."""
+
+
+class IncompleteStreamError(ValueError):
+    """The stream ended without [DONE]."""
+
+
+class Response(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    keep_alive: bool
+
+
+OnData = Callable[[bytes], None]
+
+
+class Connection:
+    """One keep-alive connection: writes a request, reads its response."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+        self.last_used = time.perf_counter()
+
+    @property
+    def usable(self) -> bool:
+        closed = self.reader.at_eof() or self.reader.exception() or self.writer.is_closing()
+        return not closed and time.perf_counter() - self.last_used < MAX_IDLE_S
+
+    async def exchange(self, request: bytes, on_event_data: OnData | None) -> Response:
+        # No drain(): a server may answer (413, 503) before it has read the whole body.
+        self.writer.write(request)
+        status = 100
+        while status < 200:
+            head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+            first, *lines = head[:-4].split("\r\n")
+            version, code = first.split(" ", 2)[:2]
+            status = int(code)
+        headers = {
+            name.lower(): value.strip() for name, _, value in (x.partition(":") for x in lines)
+        }
+        connection = headers.get("connection", "").lower()
+        keep_alive = version == "HTTP/1.1" and connection != "close"
+        if "text/event-stream" not in headers.get("content-type", ""):
+            on_event_data = None
+        parts: list[bytes] = []
+        chunked = headers.get("transfer-encoding", "").lower() == "chunked"
+        if chunked:
+            await self.read_chunks(on_event_data or parts.append)
+        elif "content-length" in headers:
+            body = await self.reader.readexactly(int(headers["content-length"]))
+            (on_event_data or parts.append)(body)
+        elif status not in (204, 304):
+            keep_alive = False
+            while data := await self.reader.read(65536):
+                (on_event_data or parts.append)(data)
+        self.last_used = time.perf_counter()
+        return Response(status, headers, b"".join(parts), keep_alive)
+
+    async def read_chunks(self, on_data: OnData) -> None:
+        while size := int((await self.reader.readuntil(b"\r\n")).split(b";")[0], 16):
+            on_data((await self.reader.readexactly(size + 2))[:-2])
+        while await self.reader.readuntil(b"\r\n") != b"\r\n":
+            pass
+
+
+class Client:
+    """A pool of keep-alive connections to one address; the last one used is used first."""
+
+    def __init__(self, host: str, port: int, head: bytes) -> None:
+        self.host, self.port, self.head = host, port, head
+        self.idle: list[Connection] = []
+
+    async def resolve(self) -> None:
+        """Settle on one address, so that no look-up and no fall-back counts as latency."""
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(socket.gaierror):
+            found = await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+            addresses = list(dict.fromkeys(str(info[4][0]) for info in found))
+            self.host = addresses[0]
+            for address in addresses if len(addresses) > 1 else ():
+                with contextlib.suppress(OSError):
+                    _, writer = await asyncio.open_connection(address, self.port)
+                    writer.close()
+                    self.host = address
+                    return
+
+    async def post(self, body: bytes, on_event_data: OnData | None) -> Response:
+        while self.idle:
+            connection = self.idle.pop()
+            if connection.usable:
+                break
+            connection.writer.transport.abort()
+        else:
+            connection = Connection(*await asyncio.open_connection(self.host, self.port))
+        keep_alive = False
+        try:
+            request = self.head + b"content-length: %d\r\n\r\n" % len(body) + body
+            response = await connection.exchange(request, on_event_data)
+            keep_alive = response.keep_alive
+        finally:
+            if keep_alive:
+                self.idle.append(connection)
+            else:
+                connection.writer.transport.abort()
+        return response
+
+    def close(self) -> None:
+        for connection in self.idle:
+            connection.writer.transport.abort()
+
+
+class ChatStream:
+    """Reads server-sent chat completion chunks and notes when each content delta came."""
+
+    def __init__(self) -> None:
+        self.buffer = b""
+        self.times: list[float] = []
+        self.usage: int | None = None
+        self.done = False
+
+    def feed(self, data: bytes) -> None:
+        now = time.perf_counter()
+        *lines, self.buffer = (self.buffer + data).split(b"\n")
+        for line in lines:
+            event = line.removeprefix(b"data:").strip()
+            if not line.startswith(b"data:") or not event:
+                continue
+            if event == b"[DONE]":
+                self.done = True
+                continue
+            chunk = json.loads(event)
+            if chunk.get("error"):
+                raise StreamError
+            if chunk.get("usage"):
+                self.usage = chunk["usage"]["completion_tokens"]
+            if any((choice.get("delta") or {}).get("content") for choice in chunk["choices"]):
+                self.times.append(now)
+
+
+def error_name(error: BaseException) -> str:
+    name = type(error).__name__
+    if type(error) is OSError and error.errno:
+        name += f" {errno.errorcode.get(error.errno, error.errno)}"
+    return name

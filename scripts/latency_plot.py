@@ -1,0 +1,176 @@
+"""The latency plot of load_test.py: a canvas (SVG, or PNG by Pillow), axes and two panels."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+WIDTH, HEIGHT = 1100, 460
+INK, GRID = "#333333", "#e4e4e4"
+COLORS = ("#2b6cb0", "#dd6b20", "#c53030", "#6b46c1", "#2f855a", "#718096")
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Nearest rank; nan for no values."""
+    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)] if ordered else math.nan
+
+
+class SvgCanvas:
+    """Where a plot is drawn; coordinates are pixels from the top left."""
+
+    def __init__(self) -> None:
+        size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
+        self.parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">',
+            '<rect width="100%" height="100%" fill="white"/>',
+        ]
+
+    def line(self, points: Sequence[tuple[float, float]], color: str, width: float) -> None:
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        style = f'fill="none" stroke="{color}" stroke-width="{width}"'
+        self.parts.append(f'<polyline points="{path}" {style}/>')
+
+    def dot(self, x: float, y: float, radius: float, color: str) -> None:
+        self.parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{color}"/>')
+
+    def text(self, x: float, y: float, text: str, anchor: str = "l", size: int = 12) -> None:
+        place = {"l": "start", "m": "middle", "r": "end"}[anchor]
+        style = f'font-size="{size}" text-anchor="{place}" fill="{INK}"'
+        self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>')
+
+    def save(self, path: str) -> None:
+        Path(path).write_text("\n".join([*self.parts, "</svg>\n"]), encoding="utf-8")
+
+
+class PngCanvas:
+    """The same with Pillow, drawn at four times the size and halved for smooth edges."""
+
+    def __init__(self) -> None:
+        from PIL import Image, ImageDraw, ImageFont
+
+        self.font = ImageFont.load_default
+        self.image = Image.new("RGB", (4 * WIDTH, 4 * HEIGHT), "white")
+        self.draw = ImageDraw.Draw(self.image)
+
+    def line(self, points: Sequence[tuple[float, float]], color: str, width: float) -> None:
+        self.draw.line([(4 * x, 4 * y) for x, y in points], color, round(4 * width), "curve")
+
+    def dot(self, x: float, y: float, radius: float, color: str) -> None:
+        self.draw.circle((4 * x, 4 * y), 4 * radius, color)
+
+    def text(self, x: float, y: float, text: str, anchor: str = "l", size: int = 12) -> None:
+        self.draw.text((4 * x, 4 * y), text, INK, self.font(4 * size), f"{anchor}s")
+
+    def save(self, path: str) -> None:
+        self.image.reduce(2).save(path)
+
+
+Canvas = SvgCanvas | PngCanvas
+
+
+class Axis:
+    """Maps values to pixels, from 0 or (where the values lie far apart) logarithmically."""
+
+    def __init__(self, values: Sequence[float], start: float, end: float, log: bool = False):
+        self.start, self.end, self.log = start, end, log
+        low, high = min(values), max(values)
+        steps = [m * 10.0**e for e in range(-6, 9) for m in (1, 2, 5)]
+        if log:
+            self.low = max(step for step in steps if step <= max(low, steps[0]))
+            self.high = min(step for step in steps if step >= high)
+            self.ticks = [step for step in steps if self.low <= step <= self.high]
+            if len(self.ticks) > 8:
+                self.ticks = [tick for tick in self.ticks if tick in steps[::3]]
+        else:
+            step = next(step for step in steps if step >= high / 6)
+            self.low, self.high = 0.0, max(high, step) * 1.02
+            self.ticks = [i * step for i in range(int(self.high / step) + 1)]
+
+    def at(self, value: float) -> float:
+        share = (value - self.low) / (self.high - self.low)
+        if self.log:
+            share = math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
+        return self.start + share * (self.end - self.start)
+
+
+def frame(canvas: Canvas, x: Axis, y: Axis, x_label: str, y_label: str) -> None:
+    """Grid, ticks and labels of one panel."""
+    for tick in y.ticks:
+        canvas.line([(x.start, y.at(tick)), (x.end, y.at(tick))], GRID, 1)
+        canvas.text(x.start - 8, y.at(tick) + 4, f"{tick:.6g}", "r")
+    for tick in x.ticks:
+        canvas.line([(x.at(tick), y.start), (x.at(tick), y.end)], GRID, 1)
+        canvas.text(x.at(tick), y.start + 18, f"{tick:.6g}", "m")
+    canvas.line([(x.start, y.end), (x.start, y.start), (x.end, y.start)], INK, 1)
+    canvas.text(
+        (x.start + x.end) / 2, y.start + 38, x_label + (", log scale" if x.log else ""), "m"
+    )
+    canvas.text(x.start - 40, y.end - 12, y_label + (", log scale" if y.log else ""))
+
+
+def legend(canvas: Canvas, x: Axis, entries: Sequence[tuple[str, str]]) -> None:
+    """Two rows above a panel; what does not fit is left out."""
+    left, row = x.start - 40, 66
+    for label, color in entries:
+        width = 22 + 6.6 * len(label)
+        if left + width > x.end:
+            left, row = x.start - 40, row + 18
+        if row <= 84:
+            canvas.dot(left + 4, row, 4, color)
+            canvas.text(left + 14, row + 4, label)
+        left += width + 12
+
+
+def plot_over_time(canvas: Canvas, samples: Sequence[Sample], x: Axis, y: Axis) -> None:
+    counts = Counter(sample.status for sample in samples)
+    ranked = sorted(counts, key=lambda status: (not status.startswith("2"), -counts[status]))
+    colors = {status: COLORS[min(i, len(COLORS) - 1)] for i, status in enumerate(ranked)}
+    seen = set()
+    for sample in samples:
+        place = x.at(sample.start), y.at(1000 * sample.latency)
+        # One dot per pixel and status looks the same and keeps the file small.
+        key = (sample.status, round(place[0]), round(place[1]))
+        if key not in seen:
+            seen.add(key)
+            canvas.dot(*place, 1.8, colors[sample.status])
+    legend(canvas, x, [(f"{status} ({counts[status]})", colors[status]) for status in ranked])
+
+
+def plot_distribution(canvas: Canvas, curves: dict[str, list[float]], x: Axis, y: Axis) -> None:
+    labels = []
+    for (name, values), color in zip(curves.items(), COLORS, strict=False):
+        ordered = [1000 * value for value in sorted(values)]
+        ranks = [i / 4 for i in range(401)]
+        canvas.line([(x.at(percentile(ordered, rank)), y.at(rank)) for rank in ranks], color, 2)
+        marks = {rank: percentile(ordered, rank) for rank in (50, 95, 99)}
+        for rank, value in marks.items():
+            canvas.dot(x.at(value), y.at(rank), 4, color)
+        parts = ", ".join(f"p{rank} {value:.3g}" for rank, value in marks.items())
+        labels.append((f"{name}: {parts} ms", color))
+    legend(canvas, x, labels)
+
+
+def plot(path: str, args: argparse.Namespace, record: Record, result: dict[str, Any]) -> None:
+    canvas: Canvas = PngCanvas() if path.endswith(".png") else SvgCanvas()
+    canvas.text(20, 26, describe(args)[:120], size=16)
+    canvas.text(20, 46, totals(result))
+    samples = record.samples
+    curves = {"latency": record.latencies}
+    if first := [sample.ttft for sample in samples if sample.ttft is not None]:
+        curves["first token"] = first
+    if samples:
+        times = [1000 * sample.latency for sample in samples]
+        log = max(times) > 30 * percentile(sorted(times), 5)
+        y = Axis(times, HEIGHT - 60, 124, log)
+        x = Axis([sample.start for sample in samples], 70, WIDTH / 2 - 20)
+        frame(canvas, x, y, "start of the request (s)", "latency (ms)")
+        plot_over_time(canvas, samples, x, y)
+    if record.latencies:
+        times = [1000 * value for values in curves.values() for value in values]
+        log = max(times) > 30 * percentile(sorted(times), 5)
+        x = Axis(times, WIDTH / 2 + 70, WIDTH - 25, log)
+        y = Axis([0, 100], HEIGHT - 60, 124)
+        frame(canvas, x, y, "time (ms)", "2xx answers within that time (%)")
+        plot_distribution(canvas, curves, x, y)
+    canvas.save(path)

@@ -1,0 +1,195 @@
+"""The ASGI app: `uvicorn server.app:app`.
+
+`create_app` wires settings, queue, worker, engine and routes; the lifespan starts the worker
+and drains it on SIGTERM, before uvicorn hears of the signal. One process, one worker thread.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import FrameType
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from batching.breaker import Breaker
+from batching.dynamic import DynamicBatcher
+from batching.errors import OnequeueError
+from batching.request_queue import RequestQueue
+from server import errors, health, logs
+from server.body import BodyRefused
+from server.front import Front
+from server.metrics import Metrics, metrics
+from server.root import Root
+from server.settings import Settings, SettingsError, load_settings
+from worker.engine import Engine
+from worker.payloads import Runner
+from worker.tasks import ALIASES
+from worker.worker import Worker
+
+log = logging.getLogger("onequeue.app")
+
+# How long a thread keeps the interpreter while another waits for it. Python's own 5 ms is as long
+# as a small forward pass, and each pass changes hands several times on its way.
+SWITCH_S = 0.001
+STARTUP_FAILURE = 3  # the exit status at which uvicorn's supervisor does not start another
+
+
+def create_app(settings: Settings, load: Callable[[], Runner] | None = None) -> ASGIApp:
+    """`load` makes the runner, on the worker thread; by default from the settings."""
+    pool_threads = max(2, min(8, (os.cpu_count() or 2) // 2))
+    queue = RequestQueue(settings.max_queue_size, time.monotonic)
+    batcher = DynamicBatcher(
+        settings.max_batch_size, settings.max_batch_tokens, settings.max_batch_wait_ms / 1000
+    )
+    worker = Worker(load or loader(settings, pool_threads), batcher, Breaker())
+    observer = Metrics(lambda: queue.pending, settings.max_batch_size)
+    engine = Engine(worker, queue, observer, pool_threads, settings.stuck_after_s)
+    task = ALIASES.get(settings.pipeline_task, settings.pipeline_task)
+    routes = [
+        Route("/", Root(settings, engine, task), methods=["POST"]),
+        Route("/health", health.health),
+        Route("/ready", health.ready),
+        Route("/metrics", metrics),
+    ]
+    middleware = []
+    if settings.cors_origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.cors_origins,
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=["X-Request-Id", "X-Batch-Size", "Server-Timing", "Retry-After"],
+            )
+        )
+    app = Starlette(
+        routes=routes,
+        middleware=middleware,
+        exception_handlers={
+            OnequeueError: errors.on_known,
+            HTTPException: errors.on_http,
+            BodyRefused: lambda request, error: error.response,
+        },
+        lifespan=lifespan,
+    )
+    app.state.settings = settings
+    app.state.engine = engine
+    app.state.metrics = observer
+    return Front(app, observer, settings.api_keys, {route.path for route in routes})
+
+
+def loader(settings: Settings, pool_threads: int) -> Callable[[], Runner]:
+    def load() -> Runner:
+        from worker.loading import LoadOptions  # torch and transformers: seconds, and in the thread
+        from worker.pipelines import load_runner
+
+        options = LoadOptions(
+            settings.pipeline_task,
+            settings.pipeline_model,
+            settings.device,
+            settings.dtype,
+            settings.attn_implementation,
+        )
+        return load_runner(options, settings.max_batch_size, pool_threads)
+
+    return load
+
+
+@asynccontextmanager
+async def lifespan(app: Starlette) -> AsyncIterator[None]:
+    engine: Engine = app.state.engine
+    grace_s: float = app.state.settings.shutdown_grace_s
+    logs.configure()
+    sys.setswitchinterval(SWITCH_S)
+    engine.start()
+    restore = drain_on_signal(engine, grace_s)
+    try:
+        yield
+    finally:
+        restore()
+        if not engine.draining:
+            await engine.drain(grace_s)
+        await engine.stop()
+        log.info("stopped")
+
+
+def drain_on_signal(engine: Engine, grace_s: float) -> Callable[[], None]:
+    """On SIGTERM or SIGINT drain first, then hand on to the handler that was there.
+
+    uvicorn would close its listeners and wait, while clients already inside still wait for a
+    model. A second signal ends the wait at once. Returns a function that undoes it.
+    """
+    loop = asyncio.get_running_loop()
+    before: dict[int, Any] = {}
+    drains: list[asyncio.Task[None]] = []
+
+    async def drain(number: int, frame: FrameType | None) -> None:
+        log.info("draining unanswered=%d grace_s=%g", engine.queue.pending, grace_s)
+        await engine.drain(grace_s)
+        before[number](number, frame)
+
+    def on_first(number: int, frame: FrameType | None) -> None:
+        if not drains:
+            drains.append(loop.create_task(drain(number, frame)))
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if engine.draining:
+            loop.call_soon_threadsafe(engine.give_up)
+        else:
+            loop.call_soon_threadsafe(on_first, number, frame)
+
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            handler = signal.getsignal(number)
+            if callable(handler):
+                before[number] = handler
+                signal.signal(number, on_signal)
+    except ValueError:  # not the main thread: whoever embeds us handles signals
+        return lambda: None
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    return restore
+
+
+def refuse_several_workers() -> None:
+    """Each process would load its own model and keep its own queue, batcher and metrics."""
+    words = sys.argv[1:]
+    asked = os.environ.get("WEB_CONCURRENCY", "1")
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word == "--workers":
+            asked = following
+        elif word.startswith("--workers="):
+            asked = word.partition("=")[2]
+    if asked.isdigit() and int(asked) > 1:
+        raise SettingsError(
+            f"--workers {asked}: one process serves the model, with one queue and one worker "
+            "thread; run more of them on ports of their own behind a load balancer"
+        )
+
+
+def __getattr__(name: str) -> Any:
+    """`app`, made from the environment when it is first asked for (tests make their own)."""
+    if name != "app":
+        raise AttributeError(name)
+    try:
+        refuse_several_workers()
+        made = create_app(load_settings())
+    except SettingsError as error:
+        print(f"onequeue: {error}", file=sys.stderr)
+        raise SystemExit(STARTUP_FAILURE) from None
+    globals()["app"] = made
+    return made

@@ -1,0 +1,118 @@
+"""Reading a request: its body within limits, its JSON, its time limit."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive
+
+from batching.errors import ClientGone, InvalidInput
+from server.errors import http_error
+from server.settings import Settings
+
+# A refused body is still read for so long, so that clients get to the answer.
+LINGER_S = 5.0
+
+Headers = Mapping[bytes, bytes]  # names in lower case, as ASGI gives them
+
+
+class BodyRefused(Exception):
+    """408 or 413, ready to be sent."""
+
+    def __init__(self, response: Response) -> None:
+        self.response = response
+
+
+class Patience:
+    """Cancels the task that waits for a body once nothing has arrived for `limit_s`.
+
+    One timer a request, re-armed only if it fires: most bodies are there already.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self.over = False
+        self.loop = asyncio.get_running_loop()
+        self.task = asyncio.current_task(self.loop)
+        self.progress_at = self.loop.time()
+        self.timer = self.loop.call_later(limit_s, self._look)
+
+    def progress(self) -> None:
+        self.progress_at = self.loop.time()
+
+    def _look(self) -> None:
+        left_s = self.progress_at + self.limit_s - self.loop.time()
+        if left_s > 0:
+            self.timer = self.loop.call_later(left_s, self._look)
+        elif self.task:
+            self.over = True
+            self.task.cancel()
+
+
+async def read_body(receive: Receive, headers: Headers, settings: Settings) -> bytes:
+    """The whole body; BodyRefused (408, 413) or ClientGone."""
+    limit = int(settings.max_body_mb * 1_000_000)
+    declared = headers.get(b"content-length", b"")
+    if declared.isdigit() and int(declared) > limit:
+        await _refuse_large(receive, headers, limit)
+    patience = Patience(settings.body_timeout_s)
+    chunks, size = [], 0
+    try:
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone("the client has gone")
+            chunk = message.get("body", b"")
+            size += len(chunk)
+            if size > limit:
+                break
+            chunks.append(chunk)
+            if not message.get("more_body", False):
+                return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+            patience.progress()
+    except asyncio.CancelledError:
+        if not patience.over:
+            raise
+        late = f"no more of the body arrived for {settings.body_timeout_s:g} s"
+        raise BodyRefused(http_error(408, late, None, {"Connection": "close"})) from None
+    finally:
+        patience.timer.cancel()
+    await _refuse_large(receive, headers, limit)
+
+
+async def _refuse_large(receive: Receive, headers: Headers, limit: int) -> NoReturn:
+    """413; unless the client waits to be told to go on, what it sends is read and dropped."""
+    if headers.get(b"expect", b"").lower() != b"100-continue":
+        try:
+            async with asyncio.timeout(LINGER_S):
+                while (await receive()).get("more_body", False):
+                    pass
+        except TimeoutError:
+            pass
+    much = f"the body is larger than {limit / 1_000_000:g} MB"
+    raise BodyRefused(http_error(413, much, None, {"Connection": "close"}))
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """A JSON object; InvalidInput says what is wrong with anything else."""
+    try:
+        parsed = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidInput(f"the body is not valid JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise InvalidInput("the body must be a JSON object")
+    return parsed
+
+
+def deadline_of(headers: Headers, settings: Settings) -> float:
+    """Monotonic seconds; the header X-Request-Timeout-Ms may only shorten the setting."""
+    timeout_s = settings.request_timeout_s
+    given = headers.get(b"x-request-timeout-ms")
+    if given is not None:
+        if not given.isdigit() or not 0 < int(given[:12]) <= 10**9:
+            raise InvalidInput("must be a positive whole number", "X-Request-Timeout-Ms")
+        timeout_s = min(timeout_s, int(given) / 1000)
+    return time.monotonic() + timeout_s

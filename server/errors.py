@@ -1,0 +1,108 @@
+"""Exception → HTTP status and envelope: one table, one shape.
+
+    {"error": {"message", "type", "param", "code"}}
+
+Internals (the chained cause) are added to the message only in debug mode.
+"""
+
+import logging
+from collections.abc import Mapping
+
+import orjson
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from batching.errors import (
+    BreakerOpen,
+    ClientGone,
+    DeadlineExceeded,
+    DeadlineHopeless,
+    Draining,
+    InvalidInput,
+    ItemFailed,
+    NotReady,
+    OutOfMemory,
+    QueueFull,
+    WorkerDown,
+    WrongResultCount,
+)
+
+log = logging.getLogger("onequeue.errors")
+
+MAX_MESSAGE = 4000
+
+# exception: (status, type, code)
+TABLE: Mapping[type[Exception], tuple[int, str, str]] = {
+    InvalidInput: (400, "invalid_request_error", "invalid_value"),
+    QueueFull: (503, "overloaded_error", "queue_full"),
+    DeadlineHopeless: (503, "overloaded_error", "deadline_hopeless"),
+    NotReady: (503, "unavailable_error", "not_ready"),
+    Draining: (503, "unavailable_error", "draining"),
+    BreakerOpen: (503, "unavailable_error", "breaker_open"),
+    WorkerDown: (503, "unavailable_error", "worker_down"),
+    DeadlineExceeded: (504, "timeout_error", "deadline_exceeded"),
+    ItemFailed: (500, "server_error", "item_failed"),
+    OutOfMemory: (500, "server_error", "out_of_memory"),
+    WrongResultCount: (500, "server_error", "wrong_result_count"),
+    ClientGone: (499, "invalid_request_error", "client_gone"),  # nobody reads it
+}
+
+HTTP_CODES = {
+    400: ("invalid_request_error", "invalid_request"),
+    401: ("authentication_error", "invalid_api_key"),
+    404: ("invalid_request_error", "not_found"),
+    405: ("invalid_request_error", "method_not_allowed"),
+    408: ("timeout_error", "body_timeout"),
+    413: ("invalid_request_error", "body_too_large"),
+    415: ("invalid_request_error", "unsupported_media_type"),
+}
+
+
+def envelope(
+    status: int,
+    message: str,
+    type_: str,
+    code: str,
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    error = {"message": message[:MAX_MESSAGE], "type": type_, "param": param, "code": code}
+    body = orjson.dumps({"error": error})
+    return Response(body, status, headers, media_type="application/json")
+
+
+def http_error(
+    status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+) -> Response:
+    return envelope(status, message, *HTTP_CODES[status], param, headers)
+
+
+def error_kind(error: BaseException) -> str:
+    """The code of an exception of ours, as metrics label it."""
+    known = TABLE.get(type(error))  # type: ignore[arg-type]  # a BaseException is just not found
+    return known[2] if known else "internal"
+
+
+async def on_known(request: Request, error: Exception) -> Response:
+    """Any OnequeueError."""
+    status, type_, code = TABLE[type(error)]
+    message = str(error)
+    if request.app.state.settings.debug and error.__cause__ is not None:
+        message += f" ({error.__cause__!r})"
+    if status == 500:
+        log.error("request failed id=%s error=%r", request.scope.get("request_id"), error.__cause__)
+    retry = getattr(error, "retry_after_s", None)
+    headers = {"Retry-After": f"{retry:.0f}"} if retry is not None else None
+    return envelope(status, message, type_, code, getattr(error, "param", None), headers)
+
+
+async def on_http(request: Request, error: Exception) -> Response:
+    """Starlette's own: no such route, method not allowed."""
+    assert isinstance(error, HTTPException)
+    message = {
+        404: f"there is no {request.url.path[:200]} here",
+        405: f"{request.url.path[:200]} does not take {request.method[:20]}",
+    }.get(error.status_code, error.detail)
+    type_, code = HTTP_CODES.get(error.status_code, ("invalid_request_error", "http_error"))
+    return envelope(error.status_code, message, type_, code, None, error.headers)

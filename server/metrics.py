@@ -1,0 +1,108 @@
+"""Prometheus metrics, one registry per app: turns the worker's reports into numbers."""
+
+import importlib.metadata
+import platform
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Info,
+)
+from prometheus_client.exposition import generate_latest
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server import __version__
+from server.errors import error_kind
+from worker.payloads import BatchReport, ModelInfo
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+TOKENS = (16, 64, 256, 1024, 4096, 16384, 65536)
+
+
+M = TypeVar("M", Counter, Gauge, Info)
+
+
+class Metrics:
+    """Implements worker.engine.Observer; `request` is for the HTTP side."""
+
+    def __init__(self, queue_depth: Callable[[], float], batch_cap: int) -> None:
+        self.registry = CollectorRegistry()
+        self._children: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
+        self.requests = self._make(Counter, "requests", "Requests answered", "endpoint", "status")
+        self.latency = self._histogram("request_seconds", "Request to answer", SECONDS, "endpoint")
+        self._make(Gauge, "queue_depth", "Inputs accepted and unanswered").set_function(queue_depth)
+        self.wait = self._histogram("queue_wait_seconds", "Acceptance to forward", SECONDS)
+        self.batch_size = self._histogram("batch_size", "Items a batch", SIZES)
+        self.batch_tokens = self._histogram("batch_tokens", "Tokens a batch, unpadded", TOKENS)
+        self.padding = self._make(Gauge, "padding_share", "Padding in the last batch, 0 to 1")
+        self.forward = self._histogram("forward_seconds", "Forward pass of a batch", SECONDS)
+        self.errors = self._make(Counter, "errors", "Inputs not served, by kind", "kind")
+        self.out_of_memory = self._make(Counter, "out_of_memory", "Forwards that ran out of memory")
+        self.cap = self._make(Gauge, "batch_cap", "Rows a batch may have now")
+        self.cap.set(batch_cap)
+        self.breaker_open = self._make(Gauge, "breaker_open", "1 while the worker keeps failing")
+        self.build = self._make(Info, "build", "Versions")
+        self.build.info({"version": __version__, **_versions()})
+        self.model = self._make(Info, "model", "The loaded pipeline")
+
+    def _make(self, kind: type[M], name: str, text: str, *labels: str) -> M:
+        return kind(f"onequeue_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        name = f"onequeue_{name}"
+        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
+
+    def request(self, endpoint: str, status: int, seconds: float) -> None:
+        children = self._children.get((endpoint, status))
+        if children is None:  # labels() takes longer than counting
+            children = self.requests.labels(endpoint, str(status)), self.latency.labels(endpoint)
+            self._children[endpoint, status] = children
+        children[0].inc()
+        children[1].observe(seconds)
+
+    def batch(self, report: BatchReport) -> None:
+        self.batch_size.observe(report.size)
+        self.batch_tokens.observe(report.tokens)
+        self.forward.observe(report.forward_s)
+        self.padding.set(report.padded_tokens / (report.tokens + report.padded_tokens or 1))
+        self.cap.set(report.cap)
+        self.out_of_memory.inc(report.out_of_memory)
+        for wait_s in report.waits_s:
+            self.wait.observe(wait_s)
+
+    def failed(self, error: BaseException) -> None:
+        self.errors.labels(error_kind(error)).inc()
+
+    def breaker(self, is_open: bool) -> None:
+        self.breaker_open.set(is_open)
+
+    def loaded(self, info: ModelInfo) -> None:
+        self.model.info(
+            {
+                "task": info.task,
+                "model": info.model,
+                "device": info.device,
+                "dtype": info.dtype,
+                "batching": info.batching,
+            }
+        )
+
+
+def _versions() -> dict[str, str]:
+    names = ("torch", "transformers", "starlette", "uvicorn")
+    return {
+        "python": platform.python_version(),
+        **{n: importlib.metadata.version(n) for n in names},
+    }
+
+
+async def metrics(request: Request) -> Response:
+    registry = request.app.state.metrics.registry
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

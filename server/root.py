@@ -1,0 +1,146 @@
+"""`POST /`: raw text, image or sound bytes, or JSON, to whatever pipeline is loaded.
+
+The answer is what `pipeline(...)` returns for that input. A list of inputs makes a work item
+of each; they are answered together.
+"""
+
+import time
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from batching.errors import ClientGone, InvalidInput
+from batching.request_queue import WorkItem
+from server.body import BodyRefused, Headers, deadline_of, parse_json, read_body
+from server.errors import http_error
+from server.settings import Settings
+from worker.engine import Engine
+from worker.payloads import PipelineInput
+from worker.tasks import TASKS, Task, check_parameters
+
+
+class Root:
+    """The endpoint, as an ASGI app: it is the hot path, and Request and Response cost more
+    than the queue."""
+
+    def __init__(self, settings: Settings, engine: Engine, task_name: str) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.task_name = task_name
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        deadline = deadline_of(headers, self.settings)
+        task = TASKS[self.task_name]
+        body = await read_body(receive, headers, self.settings)
+        media = media_type(headers)
+        if wrong := wrong_media(media, task):
+            raise BodyRefused(http_error(415, f"{self.task_name} {wrong}, not {media[:100]!r}"))
+        inputs, many = parse(body, media, self.task_name, task)
+        answers, items = await run(receive, self.engine, inputs, deadline)
+        if many and not (task.unwraps_single and len(answers) == 1):
+            content = b"[" + b",".join(answers) + b"]"
+        else:
+            content = answers[0]
+        fields = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(content)),
+            *timing_headers(items),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": fields})
+        await send({"type": "http.response.body", "body": content})
+
+
+def media_type(headers: Headers) -> str:
+    return headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
+
+
+def wrong_media(media: str, task: Task) -> str | None:
+    """What the task takes, if it is not this content type. curl's form type counts as raw."""
+    if media in ("", "application/json", "application/x-www-form-urlencoded"):
+        return None
+    if task.kind == "json":
+        return "takes application/json"
+    main = "text" if task.kind == "text" else task.kind
+    if media == "application/octet-stream" or media.startswith(main + "/"):
+        return None
+    if task.kind == "audio" and media == "video/webm":
+        return None
+    return f"takes {main}/…, raw bytes or application/json"
+
+
+def parse(body: bytes, media: str, name: str, task: Task) -> tuple[list[PipelineInput], bool]:
+    """The inputs of a request, and whether they came as a list."""
+    if not body:
+        raise InvalidInput(f"the body is empty: post the {task.kind} itself, or JSON", "inputs")
+    if media != "application/json":
+        if task.kind == "json":
+            keys = ", ".join(f'"{key}": …' for key in task.json_keys)
+            raise InvalidInput(f'{name} takes application/json: {{"inputs": {{{keys}}}}}', "inputs")
+        check_parameters(name, {})
+        return [PipelineInput(decode_text(body) if task.kind == "text" else body)], False
+    document = parse_json(body)
+    if "inputs" not in document:
+        raise InvalidInput('the object needs a field "inputs"', "inputs")
+    parameters = document.get("parameters")
+    if parameters is None:
+        parameters = {}
+    if not isinstance(parameters, dict):
+        raise InvalidInput("must be an object", "parameters")
+    check_parameters(name, parameters)
+    inputs = document["inputs"]
+    if not isinstance(inputs, list) or is_chat(inputs):
+        return [PipelineInput(inputs, parameters)], False
+    if not inputs:
+        raise InvalidInput("the list is empty", "inputs")
+    return [PipelineInput(each, parameters) for each in inputs], True
+
+
+def is_chat(inputs: list[Any]) -> bool:
+    """A list of messages is one conversation, not several inputs."""
+    return bool(inputs) and all(
+        isinstance(m, dict) and {"role", "content"} <= set(m) for m in inputs
+    )
+
+
+def decode_text(body: bytes) -> str:
+    try:
+        return body.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"the text is not valid UTF-8 at byte {error.start}", "inputs") from None
+
+
+async def run(
+    receive: Receive, engine: Engine, inputs: list[PipelineInput], deadline: float
+) -> tuple[list[bytes], list[WorkItem]]:
+    """Queue the inputs and wait for their answers, the deadline or the client's leaving."""
+    if len(inputs) > engine.queue.capacity:
+        raise InvalidInput(f"at most {engine.queue.capacity} inputs fit in one request", "inputs")
+    items = engine.submit(inputs, deadline)
+    loop = engine.loop
+    timer = loop.call_later(deadline - time.monotonic(), engine.expire, items)
+    loop.create_task(watch(receive, items))  # its receive() keeps hold of it
+    try:
+        return [await item.future for item in items], items
+    finally:
+        timer.cancel()
+        engine.queue.forget(items)
+
+
+async def watch(receive: Receive, items: list[WorkItem]) -> None:
+    """Abort the items when the client leaves; the server also says so after the answer."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    for item in items:
+        item.resolve(ClientGone("the client has gone"))
+
+
+def timing_headers(items: list[WorkItem]) -> list[tuple[bytes, bytes]]:
+    """Where the time went, in milliseconds; of several items, the one that took longest."""
+    item = items[0] if len(items) == 1 else max(items, key=lambda item: item.finished_at)
+    timing = b"queue;dur=%.2f, batch;dur=%.2f, model;dur=%.2f" % (
+        (item.arrived_at - item.accepted_at) * 1e3,
+        (item.started_at - item.arrived_at) * 1e3,
+        (item.finished_at - item.started_at) * 1e3,
+    )
+    return [(b"server-timing", timing), (b"x-batch-size", b"%d" % item.batch_size)]

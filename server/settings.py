@@ -1,0 +1,96 @@
+"""Settings: the only place that reads environment variables (and `.env`).
+
+Each field is an environment variable in capitals and a flag of `python -m server`. A value
+that cannot be used is refused at start-up by name. Nothing is looked up again later.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from dotenv import dotenv_values
+
+
+class SettingsError(ValueError):
+    """Says which setting is wrong and what it may be."""
+
+
+def setting(
+    default: Any, text: str, choices: tuple[str, ...] = (), minimum: float | None = None
+) -> Any:
+    return field(default=default, metadata={"help": text, "choices": choices, "minimum": minimum})
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    pipeline_task: str = setting("fill-mask", "what POST / runs: a transformers pipeline task")
+    pipeline_model: str = setting("demo", "a hub id, a local path, or demo")
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N")
+    dtype: str = setting(
+        "auto",
+        "precision of the weights; auto is the checkpoint's own",
+        ("auto", "float32", "bfloat16", "float16"),
+    )
+    attn_implementation: str = setting("auto", "attention backend, as transformers names them")
+    max_batch_size: int = setting(32, "rows in one forward pass at most", minimum=1)
+    max_batch_tokens: int = setting(16384, "tokens in one forward pass at most", minimum=1)
+    max_batch_wait_ms: float = setting(
+        1.0, "how long the first item of a batch waits for others, in milliseconds", minimum=0
+    )
+    max_queue_size: int = setting(1024, "accepted and unanswered inputs; beyond it 503", minimum=1)
+    request_timeout_s: float = setting(60.0, "a request that takes longer gets 504", minimum=0.001)
+    body_timeout_s: float = setting(
+        10.0, "a body without progress for so long gets 408", minimum=0.001
+    )
+    max_body_mb: float = setting(32.0, "larger bodies get 413", minimum=0.000001)
+    shutdown_grace_s: float = setting(
+        30.0, "how long accepted work may take after SIGTERM", minimum=0
+    )
+    stuck_after_s: float = setting(
+        120.0, "a forward longer than this turns /health red", minimum=0.001
+    )
+    api_keys: tuple[str, ...] = setting((), "comma-separated; empty: everybody may call")
+    cors_origins: tuple[str, ...] = setting((), "comma-separated origins of web pages, or *")
+    debug: bool = setting(False, "show internals in error messages")
+
+
+def load_settings(
+    environ: Mapping[str, str] | None = None, overrides: Mapping[str, str] | None = None
+) -> Settings:
+    """From `.env`, over it the environment, over it `overrides` (flags), all by field name."""
+    if environ is None:
+        environ = {k: v for k, v in dotenv_values(".env").items() if v is not None} | os.environ
+    given = {spec.name: environ.get(spec.name.upper()) for spec in fields(Settings)}
+    given.update(overrides or {})
+    values = {
+        spec.name: _parse(spec, raw)
+        for spec in fields(Settings)
+        if (raw := given[spec.name]) is not None
+    }
+    return Settings(**values)
+
+
+def _parse(spec: Any, raw: str) -> Any:
+    name, raw = spec.name.upper(), raw.strip()
+    kind = type(spec.default)
+    if kind is bool:
+        if raw.lower() not in ("", "0", "1", "true", "false", "on", "off", "yes", "no"):
+            raise SettingsError(f"{name}={raw!r}: must be 1 or 0")
+        return raw.lower() in ("1", "true", "on", "yes")
+    if kind is tuple:
+        return tuple(part.strip() for part in raw.split(",") if part.strip())
+    if kind is str:
+        choices = spec.metadata["choices"]
+        if not raw or (choices and raw not in choices):
+            wanted = "one of " + ", ".join(choices) if choices else "a name"
+            raise SettingsError(f"{name}={raw!r}: must be {wanted}")
+        return raw
+    try:
+        value = kind(raw)
+    except ValueError:
+        what = "a whole number" if kind is int else "a number"
+        raise SettingsError(f"{name}={raw!r}: must be {what}") from None
+    if not spec.metadata["minimum"] <= value < float("inf"):
+        raise SettingsError(f"{name}={raw!r}: must be at least {spec.metadata['minimum']:g}")
+    return value

@@ -1,0 +1,59 @@
+"""A runner without a model: answers each text with what a gate and a script say."""
+
+import threading
+from collections.abc import Callable
+from typing import Any, Literal
+
+from batching.errors import InvalidInput
+from batching.request_queue import WorkItem
+from worker.failures import diagnose
+from worker.payloads import ModelInfo
+
+INFO = ModelInfo("fill-mask", "fake", "cpu", "float32", 0, "packed")
+
+
+class FakeRunner:
+    """Answers `text` with `{"echo": text}`; raises on texts that contain `bad`.
+
+    `gate`: forwards wait for it. `before`: called with the texts of each forward; may raise.
+    """
+
+    info = INFO
+
+    def __init__(self, before: Callable[[list[str]], None] | None = None) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Semaphore(0)  # released at each forward's start
+        self.before = before or (lambda texts: None)
+        self.batches: list[list[str]] = []
+        self.healthy = True
+        self.warm_ups = 0
+
+    def prepare(self, item: WorkItem) -> None:
+        text = item.payload.inputs
+        if text == "refused":
+            raise InvalidInput("this text is refused", "inputs")
+        item.prepared = text
+        item.tokens = len(text.split())
+
+    def forward(self, prepared: list[Any]) -> list[Any]:
+        self.batches.append(list(prepared))
+        self.entered.release()
+        assert self.gate.wait(30)
+        self.before(prepared)
+        if any("bad" in text for text in prepared):
+            raise ValueError("bad text")
+        return [text.upper() for text in prepared]
+
+    def finish(self, item: WorkItem, raw: Any) -> bytes:
+        if raw == "UNFINISHED":
+            raise ValueError("cannot be finished")
+        return b'{"echo":"%b"}' % raw.lower().encode()
+
+    def diagnose(self, error: Exception) -> Literal["item", "memory", "fatal"]:
+        return diagnose(error)
+
+    def warm_up(self) -> None:
+        self.warm_ups += 1
+        if not self.healthy:
+            raise RuntimeError("the worker is broken")

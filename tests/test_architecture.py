@@ -1,0 +1,55 @@
+"""Who may import whom: batching ← worker ← server, torch in worker alone, HTTP in server alone."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+WEB = {"starlette", "uvicorn", "prometheus_client"}
+TORCH = {"torch", "transformers"}
+FORBIDDEN = {
+    "batching": WEB | TORCH | {"worker", "server", "threading", "time", "anyio"},
+    "worker": WEB | {"server"},
+    "server": TORCH,
+}
+# What the server imports when it starts, before the worker thread loads a model.
+TORCH_FREE = {"worker.payloads", "worker.tasks", "worker.engine", "worker.worker"}
+
+
+def imports(path: Path, module_level: bool = False) -> set[str]:
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if module_level else list(ast.walk(tree))
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+@pytest.mark.parametrize("package", sorted(FORBIDDEN))
+def test_a_package_imports_only_what_it_may(package: str) -> None:
+    paths = sorted((ROOT / package).rglob("*.py"))
+    assert len(paths) > 3
+    for path in paths:
+        tops = {name.split(".")[0] for name in imports(path)}
+        assert not tops & FORBIDDEN[package], path.name
+
+
+def test_the_server_starts_without_loading_torch() -> None:
+    for name in TORCH_FREE:
+        path = ROOT / (name.replace(".", "/") + ".py")
+        tops = {imported.split(".")[0] for imported in imports(path)}
+        assert not tops & TORCH, name
+    for path in (ROOT / "server").glob("*.py"):
+        from_worker = {name for name in imports(path, True) if name.startswith("worker")}
+        assert from_worker <= TORCH_FREE, path.name
+
+
+def test_the_environment_is_read_in_settings_alone() -> None:
+    for package in FORBIDDEN:
+        for path in (ROOT / package).rglob("*.py"):
+            if path.name not in ("settings.py", "app.py"):
+                assert "os.environ" not in path.read_text(), path.name

@@ -1,0 +1,57 @@
+"""A client that leaves frees its place, before or during the run, and costs nothing more."""
+
+import socket
+
+import httpx
+
+from tests.fakes import FakeRunner
+from tests.serving import Server, read_answer, serving, wait_until
+
+
+def send(server: Server, text: str) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", server.port))
+    client.sendall(
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(text), text.encode())
+    )
+    return client
+
+
+def test_leaving_while_queued_frees_the_place_and_costs_no_forward() -> None:
+    runner = FakeRunner()
+    with serving(lambda: runner, max_queue_size=2) as server:
+        runner.gate.clear()
+        running = send(server, "running")
+        assert runner.entered.acquire(timeout=10)
+        queued = send(server, "queued")
+        wait_until(lambda: server.engine.queue.pending == 2)
+        queued.close()
+        wait_until(lambda: server.engine.queue.pending == 1)
+        other = send(server, "other")
+        wait_until(lambda: server.engine.queue.pending == 2)
+        runner.gate.set()
+        assert read_answer(other) == (200, b'{"echo":"other"}')
+        assert read_answer(running) == (200, b'{"echo":"running"}')
+        assert not any("queued" in batch for batch in runner.batches)
+        assert httpx.post(server.url, content="x").status_code == 200
+
+
+def test_leaving_while_running_frees_the_place_at_once() -> None:
+    runner = FakeRunner()
+    with serving(lambda: runner, max_queue_size=1) as server:
+        runner.gate.clear()
+        running = send(server, "running")
+        assert runner.entered.acquire(timeout=10)
+        running.close()
+        wait_until(lambda: server.engine.queue.pending == 0)
+        runner.gate.set()
+        assert httpx.post(server.url, content="x").status_code == 200
+        wait_until(lambda: not server.engine.queue.waiting)
+
+
+def test_leaving_in_the_middle_of_the_body_leaves_nothing_behind() -> None:
+    with serving(FakeRunner) as server:
+        client = socket.create_connection(("127.0.0.1", server.port))
+        client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")
+        client.close()
+        assert httpx.post(server.url, content="x").status_code == 200
+        assert server.engine.queue.pending == 0

@@ -1,0 +1,185 @@
+"""Which inputs are refused, in which words, and that it takes no time."""
+
+import time
+from typing import Any
+
+import pytest
+from transformers import pipeline
+
+from batching.errors import InvalidInput
+from tests.parity import item, refusal, runner, serve
+from tests.test_media import tone
+from tests.tiny_tokenizers import llama_tokenizer
+
+# ── texts ──
+
+
+def test_text_without_a_mask_is_refused_with_the_mask_to_write() -> None:
+    wrong = refusal("fill-mask", "roberta-mlm", "The capital of France is [MASK].")
+    assert "there is no <mask> in the text" in str(wrong)
+    assert wrong.param == "inputs"
+
+
+def test_text_beyond_the_context_is_refused_with_both_counts() -> None:
+    for task, model in (
+        ("text-classification", "bert-classify"),
+        ("feature-extraction", "bert-base"),
+    ):
+        wrong = refusal(task, model, "the " * 100)
+        assert str(wrong) == "the text has 102 tokens; the model takes 64"
+    run = runner("feature-extraction", "bert-base")
+    run.prepare(item("the " * 62))
+    assert len(serve(run, [item("the " * 100, truncation=True)])[0][0]) == 64
+
+
+def test_limit_of_models_that_count_positions_from_padding_is_known() -> None:
+    run = runner("fill-mask", "roberta-mlm")
+    assert run.pipe.model.config.max_position_embeddings == 66
+    assert run.limit == 64
+    texts = ["the " * n + "<mask>" for n in range(70)]
+    by_count = {len(run.pipe.tokenizer(each)["input_ids"]): each for each in texts}
+    assert len(serve(run, [item(by_count[64])])[0]) == 5
+    assert "65 tokens" in str(refusal("fill-mask", "roberta-mlm", by_count[65]))
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "wrap"),
+    [
+        ("text-classification", "bert-classify", lambda text: text),
+        ("text-classification", "bert-classify", lambda text: {"text": "short", "text_pair": text}),
+        ("text-generation", "llama-lm", lambda text: [{"role": "user", "content": text}]),
+        ("zero-shot-classification", "bert-nli", lambda text: text),
+        (
+            "table-question-answering",
+            "tapas",
+            lambda text: {"query": "how?", "table": {"a": [text]}},
+        ),
+        ("table-question-answering", "tapas", lambda text: {"query": text, "table": {"a": ["1"]}}),
+        (
+            "document-question-answering",
+            "layoutlm",
+            lambda text: {"question": text, "word_boxes": []},
+        ),
+    ],
+)
+def test_hundred_thousand_words_are_refused_in_under_a_second(
+    task: str, model: str, wrap: Any
+) -> None:
+    inputs = wrap("hello " * 100_000)
+    labels = {"candidate_labels": "a"} if task == "zero-shot-classification" else {}
+    runner(task, model)
+    started = time.perf_counter()
+    refusal(task, model, inputs, **labels)
+    assert time.perf_counter() - started < 1
+
+
+@pytest.mark.parametrize(
+    ("task", "model"),
+    [
+        ("text-classification", "bert-classify"),
+        ("token-classification", "bert-ner"),
+        ("feature-extraction", "bert-base"),
+        ("text-generation", "llama-lm"),
+    ],
+)
+def test_anything_but_a_text_is_refused(task: str, model: str) -> None:
+    for inputs in ("", None, 7, True, ["a"], [["a", "b"]], {"a": "b"}, b"bytes", {}, []):
+        assert refusal(task, model, inputs).param in ("inputs", "inputs[0]")
+    if task != "text-generation":
+        assert str(refusal(task, model, " \n\t")) == "the text is empty"
+
+
+def test_malformed_pairs_are_refused() -> None:
+    for pair in ({"text_pair": "a"}, {"text": "a", "text_pair": 5}, {"text": "a", "other": "b"}):
+        assert "a pair is" in str(refusal("text-classification", "bert-classify", pair))
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        (
+            [{"role": "user", "content": [{"type": "image", "url": "http://127.0.0.1/x.png"}]}],
+            "inputs[0].content",
+        ),
+        ([{"role": "user", "content": [{"type": "text", "text": "hello"}]}], "inputs[0].content"),
+        ([{"role": "user", "content": "a"}, {"role": 7, "content": "a"}], "inputs[1].role"),
+        ([{"role": "user"}], "inputs[0].content"),
+        ([{"role": "user", "content": "a", "image": "/etc/passwd"}], "inputs[0]"),
+        (["hello"], "inputs[0]"),
+        ([], "inputs"),
+    ],
+)
+def test_messages_of_other_than_strings_are_refused(messages: list[Any], param: str) -> None:
+    assert refusal("text-generation", "llama-lm", messages).param == param
+
+
+def test_conversation_needs_a_chat_template() -> None:
+    run = runner("text-generation", "gpt2-nopad-lm")
+    assert run.pipe.tokenizer.chat_template
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(run.pipe.tokenizer), "chat_template", None, raising=False)
+        make: Any = pipeline
+        plain = make("text-generation", model=run.pipe.model, tokenizer=llama_tokenizer(None))
+        patch.setattr(run, "_copies", type(run._copies)(plain, 1))
+        with pytest.raises(InvalidInput, match="no chat template"):
+            run.prepare(item([{"role": "user", "content": "hello"}]))
+
+
+# ── objects ──
+
+BOX = [0, 0, 10, 10]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "param"),
+    [
+        ("a string", "inputs"),
+        ({"question": "what?"}, "inputs"),
+        ({"question": "", "word_boxes": [["one", BOX]]}, "inputs.question"),
+        ({"question": ["what?"], "word_boxes": [["one", BOX]]}, "inputs.question"),
+        ({"question": "what?", "word_boxes": "one"}, "inputs.word_boxes"),
+        ({"question": "what?", "word_boxes": [["one", [0, 0, 10]]]}, "inputs.word_boxes"),
+        ({"question": "what?", "word_boxes": [["one", [0, 0, 10, 1001]]]}, "inputs.word_boxes"),
+        ({"question": "what?", "word_boxes": [["one", [0, 0, 1.5, 10]]]}, "inputs.word_boxes"),
+        ({"question": "what?", "word_boxes": [["one", [20, 0, 10, 10]]]}, "inputs.word_boxes"),
+        ({"question": "what?", "word_boxes": [["one", BOX]], "other": 1}, "inputs"),
+        ({"question": "what?", "image": "/etc/passwd"}, "inputs.image"),
+        ({"question": "what?", "image": "http://127.0.0.1/x.png"}, "inputs.image"),
+    ],
+)
+def test_malformed_documents_are_refused(inputs: Any, param: str) -> None:
+    assert refusal("document-question-answering", "layoutlm", inputs).param == param
+
+
+@pytest.mark.parametrize(
+    "table",
+    ["/etc/passwd", [], {}, {"a": "b"}, {"a": ["1"], "b": []}, {"a": [["1"]]}, [{"a": "1"}], 7],
+)
+def test_malformed_tables_are_refused(table: Any) -> None:
+    inputs = {"table": table, "query": "how many?"}
+    assert refusal("table-question-answering", "tapas", inputs).param == "inputs.table"
+
+
+def test_cells_that_are_numbers_or_empty_are_read_as_text() -> None:
+    inputs = {"table": {"a": [1, 2.5, None, True]}, "query": "how many?"}
+    assert "answer" in serve(runner("table-question-answering", "tapas"), [item(inputs)])[0]
+
+
+# ── sound ──
+
+
+def test_pieces_of_sound_that_bring_nothing_new_are_refused() -> None:
+    for chunk_s, stride_s in ((0.2, 0.1), (0.1, 0.049995)):
+        wrong = refusal(
+            "automatic-speech-recognition",
+            "wav2vec2-ctc",
+            tone(20),
+            chunk_length_s=chunk_s,
+            stride_length_s=stride_s,
+        )
+        assert wrong.param == "parameters.chunk_length_s"
+
+
+def test_long_sound_must_be_cut_into_pieces() -> None:
+    wrong = refusal("automatic-speech-recognition", "wav2vec2-ctc", tone(301))
+    assert "set chunk_length_s" in str(wrong)

@@ -1,0 +1,221 @@
+"""Runs scripts/load_test.py against a small real server on loopback."""
+
+import asyncio
+import importlib.util
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "load_test.py"
+
+
+class Target:
+    """A server that answers at once and keeps what it was sent."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.headers: list[dict[str, str]] = []
+        self.asked = threading.Event()
+        self.url = ""
+
+    async def answer(self, request: Request) -> Response:
+        self.bodies.append(await request.body())
+        self.headers.append(dict(request.headers))
+        self.asked.set()
+        return PlainTextResponse("ok")
+
+    async def busy(self, request: Request) -> Response:
+        return PlainTextResponse("busy", 503, {"Retry-After": "7"})
+
+    async def chat(self, request: Request) -> Response:
+        self.bodies.append(await request.body())
+        asked = json.loads(self.bodies[-1])
+        return StreamingResponse(self.events(asked["model"]), media_type="text/event-stream")
+
+    async def events(self, model: str) -> AsyncIterator[str]:
+        yield 'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n'
+        for _ in range(3):
+            yield 'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
+        if model == "failing":
+            yield 'data: {"error": {"message": "no"}}\n\n'
+        if model == "with-usage":
+            yield 'data: {"choices": [], "usage": {"completion_tokens": 5}}\n\n'
+        if model != "cut-off":
+            yield "data: [DONE]\n\n"
+
+
+@pytest.fixture
+def target() -> Iterator[Target]:
+    target = Target()
+    routes = [
+        Route("/", target.answer, methods=["POST"]),
+        Route("/busy", target.busy, methods=["POST"]),
+        Route("/v1/chat/completions", target.chat, methods=["POST"]),
+    ]
+    config = uvicorn.Config(Starlette(routes=routes), log_level="error", lifespan="off")
+    server = uvicorn.Server(config)
+    # It listens before the thread starts, so a request waits for the server and not the test.
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        target.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        yield target
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def load_test() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("load_test", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["load_test"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(*args: str | Path) -> dict[str, Any]:
+    command = [sys.executable, SCRIPT, *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == ""
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_closed_loop_counts_every_request_but_the_warmup(target: Target) -> None:
+    result = run(target.url, "--concurrency", "4", "--requests", "50", "--warmup", "5")
+    assert len(target.bodies) == 55
+    assert result["requests"] == result["ok"] == 50
+    assert result["statuses"] == {"200": 50}
+    assert 0 < result["latency_ms"]["p50"] <= result["latency_ms"]["max"]
+    assert result["settings"]["concurrency"] == 4
+
+
+def test_the_texts_follow_the_options(target: Target) -> None:
+    options = (
+        "--requests",
+        "20",
+        "--words",
+        "2,5",
+        "--mask",
+        "[MASK]",
+        "--header",
+        "X-Key: secret",
+    )
+    result = run(target.url, *options)
+    texts = [body.decode().split() for body in target.bodies]
+    assert all(text.count("[MASK]") == 1 and 3 <= len(text) <= 6 for text in texts)
+    assert target.headers[0]["x-key"] == "secret"
+    assert "secret" not in json.dumps(result)
+
+    run(target.url, *options)
+    assert target.bodies[:20] == target.bodies[20:]
+
+
+def test_json_kind_posts_the_text_under_the_key(target: Target) -> None:
+    run(target.url, "--kind", "json", "--json-key", "text", "--requests", "1")
+    assert list(json.loads(target.bodies[0])) == ["text"]
+    assert target.headers[0]["content-type"] == "application/json"
+
+
+def test_open_loop_keeps_to_the_rate(target: Target) -> None:
+    result = run(target.url, "--rate", "100", "--arrivals", "constant", "--duration", "1.005")
+    assert result["requests"] == 100
+    assert 1 <= result["elapsed_s"] < 3
+    assert result["send_lag_p99_ms"] > 0
+
+
+def test_open_loop_latency_counts_from_the_schedule(load_test: ModuleType, target: Target) -> None:
+    args = load_test.make_parser().parse_args([target.url, "--rate", "1"])
+    test = load_test.LoadTest(args, load_test.make_client(args))
+    asyncio.run(test.send(time.perf_counter() - 0.5))
+    (sample,) = test.record.samples
+    assert sample.status == "200"
+    assert sample.latency > sample.send_lag >= 0.5
+
+
+def test_open_loop_drops_what_exceeds_the_bound_and_counts_timeouts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        bound = ("--max-in-flight", "2", "--timeout", "0.5")
+        result = run(url, "--rate", "1000", "--requests", "10", *bound)
+    assert result["statuses"] == {"TimeoutError": 2}
+    assert result["dropped"] == 8
+
+
+def test_refused_connections_are_counted_by_name() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    result = run(f"http://127.0.0.1:{port}", "--requests", "3")
+    assert result["statuses"] == {"ConnectionRefusedError": 3}
+    assert result["latency_ms"] is None
+
+
+def test_503_is_counted_with_its_retry_after(target: Target) -> None:
+    result = run(f"{target.url}/busy", "--requests", "5")
+    assert result["statuses"] == {"503": 5}
+    assert result["retry_after"] == {"7": 5}
+    assert result["ok"] == 0
+
+
+def test_streamed_chat_measures_tokens(target: Target) -> None:
+    chat = ("--kind", "chat", "--stream", "--requests", "4", "--max-tokens", "9")
+    result = run(target.url, *chat, "--model", "with-usage")
+    assert result["output_tokens"] == 20
+    assert 0 < result["ttft_ms"]["p50"] <= result["latency_ms"]["max"]
+    assert result["inter_token_ms"]["p95"] >= 0
+    asked = json.loads(target.bodies[0])
+    assert asked["max_tokens"] == 9
+    assert asked["stream_options"] == {"include_usage": True}
+
+    assert run(target.url, *chat, "--model", "without-usage")["output_tokens"] == 12
+
+
+def test_a_stream_that_fails_is_an_error(target: Target) -> None:
+    chat = ("--kind", "chat", "--stream", "--requests", "2")
+    assert run(target.url, *chat, "--model", "failing")["statuses"] == {"StreamError": 2}
+    assert run(target.url, *chat, "--model", "cut-off")["statuses"] == {"IncompleteStreamError": 2}
+
+
+def test_an_interrupted_run_still_reports(target: Target) -> None:
+    command = [sys.executable, str(SCRIPT), target.url, "--duration", "60"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert target.asked.wait(30)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    result = json.loads(output.splitlines()[-1])
+    assert result["interrupted"]
+    assert result["requests"] + result["unfinished"] >= 1
+
+
+def test_plots(target: Target, tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    svg, png = tmp_path / "a.svg", tmp_path / "a.png"
+    run(target.url + "/?a=1&b=2", "--requests", "20", "--plot", svg)
+    root = ElementTree.parse(svg).getroot()
+    texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "latency (ms)" in texts
+    assert any("?a=1&b=2" in text for text in texts)
+    assert any(text.startswith("200 (20)") for text in texts)
+
+    run(target.url + "/busy", "--requests", "20", "--plot", png)
+    with image.open(png) as picture:
+        assert picture.width > picture.height > 0
+        picture.load()

@@ -1,0 +1,176 @@
+"""Images and sound are decoded here, within bounds; nothing is ever opened by name."""
+
+import base64
+import io
+import random
+import struct
+import warnings
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from PIL import Image
+
+from batching.errors import InvalidInput
+from worker import media
+from worker.media import to_audio, to_bytes, to_image
+
+RATE = 16000
+
+
+def picture(kind: str = "PNG", size: tuple[int, int] = (9, 5)) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, (10, 200, 30)).save(buffer, format=kind)
+    return buffer.getvalue()
+
+
+def tone(seconds: float, rate: int = RATE, channels: int = 1, kind: str = "WAV") -> bytes:
+    samples = 0.3 * np.sin(2 * np.pi * 440 * np.arange(int(seconds * rate)) / rate)
+    buffer = io.BytesIO()
+    soundfile.write(buffer, np.stack([samples] * channels, axis=1), rate, format=kind)
+    return buffer.getvalue()
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A file that claims to be large and holds next to nothing."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 99))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_image_formats_are_read(kind: str) -> None:
+    assert to_image(picture(kind)).size == (9, 5)
+
+
+def test_base64_and_data_urls_are_decoded() -> None:
+    encoded = base64.b64encode(picture()).decode()
+    in_lines = base64.encodebytes(picture() * 3).decode()
+    assert to_image(encoded).size == (9, 5)
+    assert to_image(f"data:image/png;base64,{encoded}").size == (9, 5)
+    assert to_bytes(in_lines, "inputs") == picture() * 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "https://example.com/cat.png",
+        "file:///etc/passwd",
+        "data:text/plain,hello",
+        "../cat.png",
+        "",
+    ],
+)
+def test_links_and_paths_are_not_opened(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.open", None)
+    with pytest.raises(InvalidInput) as caught:
+        to_image(name, "inputs.image")
+    assert caught.value.param == "inputs.image"
+    with pytest.raises(InvalidInput):
+        to_audio(name, RATE)
+
+
+def test_the_path_of_an_existing_image_is_not_opened(tmp_path: Path) -> None:
+    path = tmp_path / "cat.png"
+    path.write_bytes(picture())
+    with pytest.raises(InvalidInput):
+        to_image(str(path))
+
+
+@pytest.mark.parametrize("size", [(60_000, 60_000), (10_000, 10_000), (8_001, 8_000)])
+def test_image_that_unpacks_into_too_much_is_refused_undecoded(size: tuple[int, int]) -> None:
+    with pytest.raises(InvalidInput, match="pixels"):
+        to_image(png_header(*size))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(InvalidInput, match="pixels"):
+            to_image(png_header(*size))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of the TIFF reader
+def test_broken_images_are_refused() -> None:
+    rng = random.Random(0)
+    for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"):
+        whole = picture(kind, (40, 30))
+        for _ in range(60):
+            broken = bytearray(whole[: rng.randrange(1, len(whole))])
+            broken[rng.randrange(len(broken))] = rng.randrange(256)
+            try:
+                to_image(bytes(broken))
+            except InvalidInput:
+                continue
+    for garbage in (b"", b"hello", b"\0" * 1000, png_header(5, 5)[:40]):
+        with pytest.raises(InvalidInput, match="not an image"):
+            to_image(garbage)
+
+
+def test_formats_that_start_other_programs_are_not_read() -> None:
+    with pytest.raises(InvalidInput, match="not an image"):
+        to_image(picture("EPS"))
+
+
+@pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "MP3"])
+def test_sound_formats_are_read(kind: str) -> None:
+    samples = to_audio(tone(0.5, kind=kind), RATE)
+    assert samples.dtype == np.float32
+    assert len(samples) == pytest.approx(8000, abs=2500)  # MP3 pads
+    assert np.abs(samples).max() == pytest.approx(0.3, abs=0.05)
+
+
+@pytest.mark.parametrize("rate", [8000, 22050, 44100, 48000])
+def test_sound_is_mixed_down_and_resampled(rate: int) -> None:
+    samples = to_audio(tone(3.0, rate, channels=2), RATE)
+    assert len(samples) == pytest.approx(3 * RATE, abs=2)
+    expected = 0.3 * np.sin(2 * np.pi * 440 * np.arange(len(samples)) / RATE)
+    assert np.abs(samples - expected)[500:-500].max() < 1e-2
+
+
+def test_resampling_in_blocks_leaves_no_seams(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = to_audio(tone(1.0, 44100), RATE)
+    monkeypatch.setattr(media, "BLOCK", 1000)
+    np.testing.assert_allclose(to_audio(tone(1.0, 44100), RATE), whole, atol=1e-5)
+
+
+def test_broken_and_empty_sounds_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    rng = random.Random(0)
+    for kind in ("WAV", "FLAC", "OGG", "MP3"):
+        whole = tone(0.2, kind=kind)
+        for _ in range(40):
+            broken = bytearray(whole[: rng.randrange(1, len(whole))])
+            broken[rng.randrange(min(len(broken), 60))] = rng.randrange(256)
+            try:
+                to_audio(bytes(broken), RATE)
+            except InvalidInput:
+                continue
+    for garbage in (b"", b"hello", b"\0" * 1000, picture()):
+        with pytest.raises(InvalidInput, match="not a sound file"):
+            to_audio(garbage, RATE)
+    with pytest.raises(InvalidInput, match="at least"):
+        to_audio(tone(0.001), RATE)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_sound_that_is_too_long_is_refused_undecoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media, "MAX_AUDIO_S", 2)
+    monkeypatch.setattr(soundfile.SoundFile, "blocks", None)
+    with pytest.raises(InvalidInput, match="3 seconds"):
+        to_audio(tone(3.0), RATE)
+    monkeypatch.setattr(media, "MAX_SAMPLES", 30_000)
+    with pytest.raises(InvalidInput, match="2 channels"):
+        to_audio(tone(1.0, channels=2), RATE)
+
+
+def test_samples_that_are_no_numbers_are_refused() -> None:
+    samples = np.zeros(8000, np.float32)
+    samples[77] = np.nan
+    buffer = io.BytesIO()
+    soundfile.write(buffer, samples, RATE, format="WAV", subtype="FLOAT")
+    with pytest.raises(InvalidInput, match="finite"):
+        to_audio(buffer.getvalue(), RATE)

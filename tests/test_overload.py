@@ -1,0 +1,221 @@
+"""A full queue, hopeless and passed deadlines, a broken or stuck worker: answers, at once."""
+
+import asyncio
+import collections
+import os
+import random
+import resource
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from tests.fakes import FakeRunner
+from tests.serving import metric, serving, wait_until
+
+
+def post(url: str, text: str, **headers: str) -> httpx.Response:
+    return httpx.post(url, content=text, headers=headers, timeout=30)
+
+
+def test_full_queue_answers_503_at_once() -> None:
+    runner = FakeRunner()
+    with serving(lambda: runner, max_queue_size=4) as server, ThreadPoolExecutor(4) as pool:
+        runner.gate.clear()
+        accepted = [pool.submit(post, server.url, f"t{n}") for n in range(4)]
+        wait_until(lambda: server.engine.queue.pending == 4)
+        started = time.monotonic()
+        refused = post(server.url, "one more")
+        assert time.monotonic() - started < 1
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "queue_full"
+        assert int(refused.headers["retry-after"]) >= 1
+        runner.gate.set()
+        assert [answer.result().status_code for answer in accepted] == [200] * 4
+        assert post(server.url, "again").status_code == 200
+
+
+def test_hopeless_deadline_is_refused_before_it_costs_anything() -> None:
+    runner = FakeRunner()
+    with serving(lambda: runner) as server, ThreadPoolExecutor(1) as pool:
+        server.engine.queue.rate.record(1, 10.0)
+        runner.gate.clear()
+        waiting = pool.submit(post, server.url, "ahead")
+        assert runner.entered.acquire(timeout=10)
+        refused = post(server.url, "late", **{"X-Request-Timeout-Ms": "500"})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "deadline_hopeless"
+        assert refused.headers["retry-after"] == "10"
+        runner.gate.set()
+        assert waiting.result().status_code == 200
+        assert not any("late" in batch for batch in runner.batches)
+
+
+def test_a_deadline_that_passes_gets_504_in_the_queue_and_while_running() -> None:
+    runner = FakeRunner()
+    with serving(lambda: runner) as server, ThreadPoolExecutor(1) as pool:
+        runner.gate.clear()
+        running = pool.submit(post, server.url, "running", **{"X-Request-Timeout-Ms": "300"})
+        assert runner.entered.acquire(timeout=10)
+        queued = post(server.url, "queued", **{"X-Request-Timeout-Ms": "100"})
+        assert queued.status_code == 504
+        assert queued.json()["error"]["code"] == "deadline_exceeded"
+        assert running.result().status_code == 504
+        runner.gate.set()
+        assert post(server.url, "after").status_code == 200
+        assert not any("queued" in batch for batch in runner.batches)
+        assert metric(server, 'onequeue_errors_total{kind="deadline_exceeded"}') == 2
+
+
+def test_the_header_may_only_shorten_the_time_limit() -> None:
+    runner = FakeRunner()
+    with serving(lambda: runner, request_timeout_s=0.2) as server:
+        runner.gate.clear()
+        assert post(server.url, "x", **{"X-Request-Timeout-Ms": "60000"}).status_code == 504
+        runner.gate.set()
+
+
+def test_a_stuck_worker_turns_health_red_and_everybody_is_answered() -> None:
+    runner = FakeRunner()
+    with serving(lambda: runner, stuck_after_s=0.3) as server, ThreadPoolExecutor(2) as pool:
+        runner.gate.clear()
+        first = pool.submit(post, server.url, "stuck")
+        assert runner.entered.acquire(timeout=10)
+        second = pool.submit(post, server.url, "behind")
+        assert first.result().status_code == 503
+        assert second.result().json()["error"]["code"] == "worker_down"
+        assert httpx.get(server.url + "/health").status_code == 503
+        assert httpx.get(server.url + "/ready").status_code == 503
+        assert post(server.url, "new").status_code == 503
+        runner.gate.set()  # it comes back after all
+        wait_until(lambda: httpx.get(server.url + "/health").status_code == 200)
+        wait_until(lambda: post(server.url, "new").status_code == 200)
+
+
+def test_a_dead_worker_turns_health_red_and_everybody_is_answered() -> None:
+    def lost(texts: list[str]) -> None:
+        if texts != ["first"]:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+    runner = FakeRunner(lost)
+    with serving(lambda: runner) as server, ThreadPoolExecutor(8) as pool:
+        runner.gate.clear()
+        first = pool.submit(post, server.url, "first")
+        assert runner.entered.acquire(timeout=10)
+        rest = [pool.submit(post, server.url, f"t{n}") for n in range(7)]
+        wait_until(lambda: server.engine.queue.pending == 8)
+        runner.gate.set()
+        assert first.result().status_code == 200
+        for answer in rest:
+            assert answer.result().status_code == 503
+            assert answer.result().json()["error"]["code"] == "worker_down"
+        assert httpx.get(server.url + "/health").status_code == 503
+        assert post(server.url, "new").status_code == 503
+
+
+def test_an_open_breaker_answers_503_and_closes_again() -> None:
+    runner = FakeRunner()
+    with serving(lambda: runner) as server:
+        server.engine.worker.breaker.cooldown_s = 0.3
+        runner.healthy = False
+        assert [post(server.url, "bad").status_code for _ in range(3)] == [500] * 3
+        wait_until(lambda: metric(server, "onequeue_breaker_open") == 1)
+        refused = post(server.url, "good")
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "breaker_open"
+        assert httpx.get(server.url + "/health").status_code == 200
+        runner.healthy = True
+        wait_until(lambda: metric(server, "onequeue_breaker_open") == 0)
+        assert post(server.url, "good").status_code == 200
+
+
+async def storm(
+    port: int, clients: int, leave_share: float, in_flight: int
+) -> collections.Counter[str]:
+    """Each client posts once on a connection of its own; some leave at a random moment."""
+    answers: collections.Counter[str] = collections.Counter()
+    slots = asyncio.Semaphore(in_flight)
+    chance = random.Random(0)
+
+    async def client(number: int) -> None:
+        leaves, after_s = chance.random() < leave_share, chance.random() * 0.02
+        async with slots:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            body = b"text %d" % number
+            head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+            writer.write(head % len(body) + body)
+            if leaves:
+                await asyncio.sleep(after_s)
+                writer.transport.abort()
+                answers["left"] += 1
+                return
+            status = (await reader.readline()).split()[1].decode()
+            headers = await reader.readuntil(b"\r\n\r\n")
+            length = int(headers.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            answer = await reader.readexactly(length)
+            if status == "200":
+                assert answer == b'{"echo":"%b"}' % body, "somebody else's answer"
+            answers[status] += 1
+            writer.close()
+
+    await asyncio.gather(*(client(number) for number in range(clients)))
+    return answers
+
+
+def every_third(runner: FakeRunner) -> None:
+    def raises(texts: list[str]) -> None:
+        if len(runner.batches) % 3 == 0:
+            raise RuntimeError("every third batch")
+
+    runner.before = raises
+
+
+def check_storm(clients: int, in_flight: int) -> None:
+    runner = FakeRunner()
+    with serving(lambda: runner) as server:
+        every_third(runner)
+        answers = asyncio.run(storm(server.port, clients, 0.2, in_flight))
+        assert sum(answers.values()) == clients
+        assert set(answers) <= {"200", "500", "503", "left"}
+        assert answers["200"] > clients * 0.2
+        wait_until(lambda: server.engine.queue.pending == 0)
+        wait_until(lambda: not server.engine.queue.waiting)
+        assert metric(server, "onequeue_queue_depth") == 0
+        runner.before = lambda texts: None
+        started = time.monotonic()
+        after = asyncio.run(storm(server.port, 50, 0.0, 16))
+        assert after == {"200": 50}
+        assert time.monotonic() - started < 1
+
+
+def test_every_accepted_request_is_answered_exactly_once_in_a_storm() -> None:
+    check_storm(clients=1500, in_flight=300)
+
+
+@pytest.mark.slow
+def test_ten_thousand_connections_at_once() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * 10_000 + 500
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        pytest.skip(f"at most {hard} open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    check_storm(clients=10_000, in_flight=10_000)
+
+
+def resident_mb() -> float:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+@pytest.mark.slow
+def test_memory_stays_flat_over_many_requests() -> None:
+    runner = FakeRunner()
+    with serving(lambda: runner) as server:
+        asyncio.run(storm(server.port, 5000, 0.2, 200))
+        runner.batches.clear()
+        before = resident_mb()
+        for _ in range(5):
+            asyncio.run(storm(server.port, 5000, 0.2, 200))
+            runner.batches.clear()
+        assert resident_mb() - before < 20

@@ -1,0 +1,122 @@
+import asyncio
+
+import pytest
+
+from batching.errors import (
+    ClientGone,
+    DeadlineExceeded,
+    DeadlineHopeless,
+    Draining,
+    NotReady,
+    QueueFull,
+)
+from batching.request_queue import RequestQueue, ServiceRate, retry_after
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def queue(capacity: int = 2) -> RequestQueue:
+    return RequestQueue(capacity, lambda: 100.0)
+
+
+async def test_places_are_bounded_and_come_back() -> None:
+    q = queue(2)
+    first, second = q.accept(["a"], 200), q.accept(["b"], 200)
+    with pytest.raises(QueueFull):
+        q.accept(["c"], 200)
+    assert q.pending == 2
+    q.forget(first)
+    q.accept(["c"], 200)
+    q.forget(second)
+    assert q.pending == 1
+
+
+async def test_a_list_is_accepted_whole_or_not_at_all() -> None:
+    q = queue(3)
+    q.accept(["a", "b"], 200)
+    with pytest.raises(QueueFull):
+        q.accept(["c", "d"], 200)
+    assert q.pending == 2
+
+
+async def test_retry_after_is_the_time_the_queue_needs() -> None:
+    q = queue(10)
+    q.rate.record(items=10, seconds=20.0)
+    q.accept(range(10), 1000)
+    with pytest.raises(QueueFull) as refused:
+        q.accept(["x"], 1000)
+    assert refused.value.retry_after_s == 20
+    assert retry_after(0.001) == 1
+    assert retry_after(1e6) == 60
+
+
+async def test_hopeless_deadline_is_refused_at_once_and_only_then() -> None:
+    q = queue(100)
+    ahead = q.accept(range(10), 101)  # nothing measured yet: no guess
+    q.rate.record(items=10, seconds=5.0)
+    q.forget(q.accept(["x"], 100 + 5.1))
+    with pytest.raises(DeadlineHopeless):
+        q.accept(["x"], 100 + 4.9)
+    q.forget(ahead)
+    q.accept(["x"], 100.001)  # an empty queue is never hopeless: it measures anew
+
+
+def test_rate_follows_recent_batches() -> None:
+    rate = ServiceRate()
+    assert rate.seconds_for(5) == 0
+    rate.record(10, 1.0)
+    assert rate.seconds_for(10) == pytest.approx(1.0)
+    for _ in range(60):
+        rate.record(10, 2.0)
+    assert rate.seconds_for(10) == pytest.approx(2.0, rel=0.01)
+
+
+async def test_a_closed_queue_says_why() -> None:
+    q = queue()
+    q.closed = NotReady("the model is loading", 5)
+    with pytest.raises(NotReady, match="loading") as refused:
+        q.accept(["x"], 200)
+    assert refused.value.retry_after_s == 5
+
+
+async def test_items_resolve_once() -> None:
+    q = queue()
+    (item,) = q.accept(["x"], 200)
+    assert item.resolve(DeadlineExceeded("late"))
+    assert not item.resolve("answer")
+    with pytest.raises(DeadlineExceeded):
+        await item.future
+    q.forget([item])
+    assert not q.waiting
+
+
+async def test_forgotten_items_count_as_gone() -> None:
+    q = queue()
+    (item,) = q.accept(["x"], 200)
+    q.forget([item])
+    assert not item.open
+    assert isinstance(item.future.exception(), ClientGone)
+
+
+async def test_take_hands_out_all_there_is_in_order() -> None:
+    q = queue(10)
+    items = q.accept(range(5), 200)
+    assert await q.take() == items
+
+
+async def test_settled_waits_for_the_last_place() -> None:
+    q = queue(10)
+    await q.settled()
+    (item,) = q.accept(["x"], 200)
+    waiting = asyncio.create_task(q.settled())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    q.resolve_all(Draining("stopping"))
+    assert isinstance(item.future.exception(), Draining)
+    q.forget([item])
+    await waiting

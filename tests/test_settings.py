@@ -1,0 +1,74 @@
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from server.settings import Settings, SettingsError, load_settings
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_defaults_need_nothing() -> None:
+    assert load_settings({}) == Settings()
+
+
+def test_values_are_parsed_by_their_type() -> None:
+    settings = load_settings(
+        {
+            "MAX_BATCH_SIZE": "8",
+            "MAX_BATCH_WAIT_MS": "0",
+            "API_KEYS": "a, b,,",
+            "DEBUG": "1",
+            "DTYPE": "bfloat16",
+        }
+    )
+    assert settings.max_batch_size == 8
+    assert settings.max_batch_wait_ms == 0
+    assert settings.api_keys == ("a", "b")
+    assert settings.debug is True
+    assert settings.dtype == "bfloat16"
+
+
+def test_flags_win_over_the_environment() -> None:
+    settings = load_settings({"MAX_BATCH_SIZE": "8"}, {"max_batch_size": "9"})
+    assert settings.max_batch_size == 9
+
+
+def test_env_file_is_read_and_the_environment_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".env").write_text("MAX_BATCH_SIZE=5\nMAX_QUEUE_SIZE=6\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MAX_QUEUE_SIZE", "7")
+    settings = load_settings()
+    assert (settings.max_batch_size, settings.max_queue_size) == (5, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("DTYPE", "float8"),
+        ("MAX_BATCH_SIZE", "0"),
+        ("MAX_BATCH_SIZE", "many"),
+        ("MAX_BATCH_SIZE", "1.5"),
+        ("MAX_BATCH_WAIT_MS", "-1"),
+        ("REQUEST_TIMEOUT_S", "nan"),
+        ("REQUEST_TIMEOUT_S", "inf"),
+        ("DEBUG", "perhaps"),
+        ("PIPELINE_MODEL", ""),
+    ],
+)
+def test_an_unusable_value_is_refused_by_name(name: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=name):
+        load_settings({name: value})
+
+
+def test_help_lists_every_setting() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "server", "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    for spec in fields(Settings):
+        assert "--" + spec.name.replace("_", "-") in done.stdout

@@ -1,0 +1,124 @@
+"""SIGTERM: what was accepted is answered, what is new gets 503, within the grace."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from tests.serving import wait_until
+
+ROOT = Path(__file__).parent.parent
+
+PROGRAM = """
+    import socket, threading, uvicorn
+    from server.app import create_app
+    from server.settings import Settings
+    from tests.fakes import FakeRunner
+
+    never = threading.Event()
+    runner = FakeRunner(lambda texts: "hold" in texts and never.wait({hold_s}))
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    print(listener.getsockname()[1], flush=True)
+    app = create_app(Settings(shutdown_grace_s={grace_s}), lambda: runner)
+    uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
+"""
+
+
+@contextmanager
+def process(grace_s: float, hold_s: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server process; the text `hold` keeps its worker busy for `hold_s`."""
+    code = textwrap.dedent(PROGRAM).format(grace_s=grace_s, hold_s=hold_s)
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert child.stdout is not None
+        url = f"http://127.0.0.1:{int(child.stdout.readline())}"
+        wait_until(lambda: is_ready(url), 60)
+        yield child, url
+    finally:
+        child.kill()
+        child.wait()
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(url + "/ready").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def post(url: str, text: str) -> httpx.Response:
+    return httpx.post(url, content=text, timeout=30)
+
+
+def depth(url: str) -> float:
+    lines = httpx.get(url + "/metrics").text.splitlines()
+    return next(
+        float(line.split()[1]) for line in lines if line.startswith("onequeue_queue_depth ")
+    )
+
+
+def test_accepted_work_is_finished_and_new_work_refused() -> None:
+    with process(grace_s=20, hold_s=2) as (child, url), ThreadPoolExecutor(4) as pool:
+        accepted = [pool.submit(post, url, text) for text in ("hold", "a", "b")]
+        wait_until(lambda: depth(url) == 3)
+        child.send_signal(signal.SIGTERM)
+        wait_until(lambda: httpx.get(url + "/ready").status_code == 503)
+        refused = post(url, "new")
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "draining"
+        assert httpx.get(url + "/health").status_code == 200
+        assert [answer.result().status_code for answer in accepted] == [200] * 3
+        assert child.wait(15) in (0, -signal.SIGTERM)
+
+
+def test_the_grace_is_a_bound_and_what_is_left_gets_503() -> None:
+    with process(grace_s=0.5, hold_s=60) as (child, url), ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(post, url, "hold")
+        wait_until(lambda: depth(url) == 1)
+        started = time.monotonic()
+        child.send_signal(signal.SIGTERM)
+        assert accepted.result().status_code == 503
+        assert child.wait(15) in (0, -signal.SIGTERM)  # a busy worker thread does not block exit
+        assert time.monotonic() - started < 10
+
+
+def test_a_second_signal_goes_through_at_once() -> None:
+    with process(grace_s=60, hold_s=60) as (child, url), ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(post, url, "hold")
+        wait_until(lambda: depth(url) == 1)
+        child.send_signal(signal.SIGINT)
+        wait_until(lambda: httpx.get(url + "/ready").status_code == 503)
+        started = time.monotonic()
+        child.send_signal(signal.SIGINT)
+        assert accepted.result().status_code == 503
+        child.wait(15)
+        assert time.monotonic() - started < 10
+
+
+def test_several_workers_are_refused_with_the_reason() -> None:
+    command = [sys.executable, "-m", "uvicorn", "server.app:app", "--workers", "2", "--port", "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 or "failed to start" in done.stderr
+    assert "one process serves the model" in done.stderr
+
+
+def test_a_wrong_setting_is_refused_by_name_without_a_traceback() -> None:
+    command = [sys.executable, "-m", "uvicorn", "server.app:app", "--port", "0"]
+    environment = {**os.environ, "MAX_BATCH_SIZE": "zero"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 3
+    assert "MAX_BATCH_SIZE='zero': must be a whole number" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,161 @@
+"""Which tasks, parameters and inputs are served; what is refused, and in which words."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.pipelines import PIPELINE_REGISTRY
+
+from batching.errors import InvalidInput
+from tests.parity import item, refusal, runner
+from worker.loading import LoadingFailed, LoadOptions, check_task, load_pipeline
+from worker.tasks import NOT_SERVED, TASKS, check_parameters
+
+# ── tasks and models ──
+
+
+def test_every_task_of_transformers_is_served_or_said_not_to_be() -> None:
+    assert set(PIPELINE_REGISTRY.supported_tasks) == set(TASKS) | set(NOT_SERVED)
+
+
+@pytest.mark.parametrize(
+    "task", ["summarization", "translation", "question-answering", "text2text-generation"]
+)
+def test_dropped_tasks_are_refused_as_dropped(task: str) -> None:
+    with pytest.raises(LoadingFailed, match=f"transformers 5 has dropped the task '{task}'"):
+        check_task(task)
+
+
+def test_unknown_and_unserved_tasks_are_refused_by_name() -> None:
+    with pytest.raises(LoadingFailed, match=r"unknown task 'fill-mast'; known are: .*fill-mask"):
+        check_task("fill-mast")
+    with pytest.raises(LoadingFailed, match="paths and URLs only"):
+        check_task("video-classification")
+    assert check_task("ner") == "token-classification"
+
+
+def test_unknown_models_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for model in ("/no/such/folder", "no-such-user/no-such-model", str(tmp_path)):
+        with pytest.raises(LoadingFailed, match="could not be loaded") as caught:
+            load_pipeline(LoadOptions("fill-mask", model, device="cpu"))
+        assert model in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_demo_model_serves_its_own_task_only() -> None:
+    with pytest.raises(LoadingFailed, match="demo serves fill-mask only: name a model"):
+        load_pipeline(LoadOptions("text-generation", "demo"))
+
+
+def test_code_of_a_model_is_never_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "mine", "auto_map": {"AutoConfig": "c.C"}}'
+    )
+    (tmp_path / "c.py").write_text("raise SystemExit('it ran')")
+    with pytest.raises(LoadingFailed):
+        load_pipeline(LoadOptions("fill-mask", str(tmp_path), device="cpu"))
+
+
+# ── parameters ──
+
+
+@pytest.mark.parametrize("task", sorted(TASKS))
+@pytest.mark.parametrize(
+    "name",
+    [
+        "trust_remote_code",
+        "custom_generate",
+        "assistant_model",
+        "tokenizer_kwargs",
+        "tokenize_kwargs",
+        "generation_config",
+        "generate_kwargs",
+        "image_processor_kwargs",
+        "model_kwargs",
+        "timeout",
+        "return_tensors",
+        "tesseract_config",
+        "x" * 5000,
+    ],
+)
+def test_parameters_outside_the_list_are_refused_by_name(task: str, name: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        check_parameters(task, {name: "value"})
+    assert caught.value.param == f"parameters.{name[:100]}"
+    assert "it takes:" in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    ("fill-mask", {"top_k": 0}),
+    ("fill-mask", {"top_k": True}),
+    ("fill-mask", {"top_k": 2.0}),
+    ("fill-mask", {"top_k": "5"}),
+    ("fill-mask", {"targets": []}),
+    ("fill-mask", {"targets": ["fine", 7]}),
+    ("fill-mask", {"targets": "  "}),
+    ("text-classification", {"function_to_apply": "exec"}),
+    ("token-classification", {"aggregation_strategy": ["none"]}),
+    ("token-classification", {"stride": -1}),
+    ("token-classification", {"ignore_labels": {}}),
+    ("zero-shot-classification", {}),
+    ("zero-shot-classification", {"candidate_labels": []}),
+    ("zero-shot-classification", {"candidate_labels": ["a"] * 513}),
+    ("zero-shot-classification", {"candidate_labels": "a", "hypothesis_template": "no place"}),
+    ("zero-shot-classification", {"candidate_labels": "a", "hypothesis_template": "{} and {}"}),
+    (
+        "zero-shot-classification",
+        {"candidate_labels": "a", "hypothesis_template": "{0.__class__}{}"},
+    ),
+    ("zero-shot-classification", {"candidate_labels": "a", "multi_label": "yes"}),
+    ("feature-extraction", {"truncation": 1}),
+    ("text-generation", {"temperature": 0}),
+    ("text-generation", {"top_p": float("nan")}),
+    ("text-generation", {"max_new_tokens": 0}),
+    ("text-generation", {"stop_sequence": [""]}),
+    ("automatic-speech-recognition", {"return_timestamps": 1}),
+    ("automatic-speech-recognition", {"chunk_length_s": -1}),
+    ("document-question-answering", {"max_seq_len": 10**9}),
+]
+
+
+@pytest.mark.parametrize(("task", "parameters"), WRONG)
+def test_values_of_wrong_type_or_range_are_refused(task: str, parameters: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        check_parameters(task, parameters)
+    assert str(caught.value.param).startswith("parameters.")
+
+
+def test_values_that_the_model_cannot_take_are_refused() -> None:
+    wrong = refusal("fill-mask", "bert-mlm", "a [MASK]", top_k=261)
+    assert str(wrong) == "the model has 260 tokens"
+    assert wrong.param == "parameters.top_k"
+    assert refusal("token-classification", "bert-ner", "a", stride=33).param == "parameters.stride"
+    for name, value in (("max_seq_len", 65), ("doc_stride", 40)):
+        boxes = [["one", [0, 0, 10, 10]]]
+        inputs = {"question": "what?", "word_boxes": boxes}
+        wrong = refusal("document-question-answering", "layoutlm", inputs, **{name: value})
+        assert wrong.param == f"parameters.{name}"
+
+
+def test_a_panic_in_the_tokenizer_is_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.pipelines.check_strides", lambda *_: None)
+    run = runner("token-classification", "bert-ner")
+    with pytest.raises(ValueError, match="stride"):
+        run.prepare(item("a b c " * 60, stride=62, aggregation_strategy="simple"))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"max_new_tokens": 300}, "context is 256"),
+        ({"num_return_sequences": 2, "do_sample": False}, "num_return_sequences"),
+        ({"num_return_sequences": 3, "num_beams": 2, "do_sample": False}, "num_return_sequences"),
+        ({"min_new_tokens": 9, "max_new_tokens": 3}, "min_new_tokens is above max_new_tokens"),
+    ],
+)
+def test_impossible_generation_is_refused(parameters: dict[str, Any], words: str) -> None:
+    assert words in str(refusal("text-generation", "llama-lm", "hello", **parameters))

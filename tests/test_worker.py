@@ -1,0 +1,265 @@
+"""The worker thread with a runner without a model: failing small, exactly once, breaker."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from batching.breaker import Breaker
+from batching.dynamic import DynamicBatcher
+from batching.errors import BreakerOpen, ItemFailed, OnequeueError, OutOfMemory, WrongResultCount
+from batching.request_queue import WorkItem
+from tests.fakes import FakeRunner
+from tests.serving import wait_until
+from worker.payloads import BatchReport, PipelineInput, State
+from worker.worker import Outcome, Worker
+
+
+class Recorder:
+    """Collects what the worker posts, on the worker's own thread."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, list[Any]] = {}
+        self.reports: list[BatchReport] = []
+        self.states: list[State] = []
+        self.errors: list[Exception | None] = []
+        self.breaker: list[bool] = []
+
+    def on_state(self, state: State, error: Exception | None) -> None:
+        self.errors.append(error)
+        self.states.append(state)
+
+    def on_breaker(self, error: BreakerOpen | None) -> None:
+        self.breaker.append(error is not None)
+
+    def outputs(self, outcomes: list[Outcome]) -> None:
+        for item, outcome in outcomes:
+            self.outcomes.setdefault(item.payload.inputs, []).append(outcome)
+
+    def on_batch(self, report: BatchReport, failed: list[Outcome]) -> None:
+        self.reports.append(report)
+        self.outputs(failed)
+
+    def on_rejected(self, items: list[WorkItem], error: OnequeueError) -> None:
+        for item in items:
+            self.outcomes.setdefault(item.payload.inputs, []).append(error)
+
+    def count(self) -> int:
+        return sum(map(len, self.outcomes.values()))
+
+
+class Bench:
+    """A running worker, its recorder, and a clock that the test moves."""
+
+    def __init__(self, runner: FakeRunner, cooldown_s: float = 5.0) -> None:
+        self.runner, self.recorder = runner, Recorder()
+        self.batcher = DynamicBatcher(max_size=8, max_tokens=1000, max_wait_s=0.0)
+        self.worker = Worker(lambda: runner, self.batcher, Breaker(3, cooldown_s))
+
+    def submit(self, *texts: str) -> list[WorkItem]:
+        items = []
+        for text in texts:
+            item = WorkItem(PipelineInput(text), None, 1e12, 0.0)
+            self.runner.prepare(item)
+            items.append(item)
+            self.worker.submit([item])
+        return items
+
+    def together(self, *texts: str) -> None:
+        """Make texts wait behind a first forward, so that they share the next batch."""
+        self.runner.gate.clear()
+        self.submit("first")
+        assert self.runner.entered.acquire(timeout=10)
+        self.submit(*texts)
+        self.runner.gate.set()
+        self.wait_for(len(texts) + 1)
+
+    def wait_for(self, outcomes: int) -> None:
+        wait_until(lambda: self.recorder.count() >= outcomes)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Bench]]:
+    benches: list[Bench] = []
+
+    def make(runner: FakeRunner | None = None, **settings: Any) -> Bench:
+        bench = Bench(runner or FakeRunner(), **settings)
+        benches.append(bench)
+        bench.worker.start(bench.recorder, lambda function, *args: function(*args))
+        return bench
+
+    yield make
+    for bench in benches:
+        bench.runner.gate.set()
+        bench.worker.stop()
+        bench.worker.thread.join(10)
+        assert not bench.worker.thread.is_alive()
+
+
+def test_loads_and_warms_up_on_its_own_thread_before_ready(start: Callable[..., Bench]) -> None:
+    bench = start()
+    wait_until(lambda: bench.worker.state == "ready")
+    assert bench.recorder.states == ["warming", "ready"]
+    assert bench.runner.warm_ups == 1
+    assert bench.worker.thread.name == "worker"
+    assert bench.worker.thread.daemon
+
+
+def test_items_that_arrive_during_a_forward_share_the_next_batch(
+    start: Callable[..., Bench],
+) -> None:
+    bench = start()
+    bench.together("a", "b", "c")
+    assert bench.runner.batches == [["first"], ["a", "b", "c"]]
+    assert bench.recorder.outcomes["b"] == ["B"]
+    assert bench.recorder.reports[-1].size == 3
+
+
+def test_one_bad_input_fails_alone(start: Callable[..., Bench]) -> None:
+    bench = start()
+    texts = [f"t{n}" for n in range(7)] + ["bad"]
+    bench.together(*texts)
+    for text in texts[:-1]:
+        assert bench.recorder.outcomes[text] == [text.upper()]
+    (failure,) = bench.recorder.outcomes["bad"]
+    assert type(failure) is ItemFailed
+    assert bench.recorder.reports[-1].failed == 1
+    assert bench.runner.warm_ups == 1  # others succeeded: the worker was never in doubt
+
+
+def test_a_bad_input_alone_is_not_a_worker_failure(start: Callable[..., Bench]) -> None:
+    bench = start()
+    for n in range(5):
+        bench.submit(f"bad {n}")
+        bench.wait_for(n + 1)
+    bench.submit("good")
+    bench.wait_for(6)
+    assert bench.recorder.outcomes["good"] == ["GOOD"]
+    assert bench.recorder.breaker == []
+    assert bench.runner.warm_ups == 1 + 5  # asked after each batch in which nothing succeeded
+
+
+def test_out_of_memory_halves_the_batch_and_retries(start: Callable[..., Bench]) -> None:
+    def two_fit(texts: list[str]) -> None:
+        if len(texts) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    bench = start(FakeRunner(two_fit))
+    texts = [f"t{n}" for n in range(8)]
+    bench.together(*texts)
+    assert all(bench.recorder.outcomes[text] == [text.upper()] for text in texts)
+    assert bench.recorder.reports[-1].out_of_memory == 3  # 8, 4 and the other 4
+    assert bench.recorder.reports[-1].cap == 2
+    assert bench.batcher.cap == 2
+
+
+def test_an_item_too_large_for_memory_fails_alone(start: Callable[..., Bench]) -> None:
+    def raises(texts: list[str]) -> None:
+        if "huge" in texts:
+            raise MemoryError
+
+    bench = start(FakeRunner(raises))
+    bench.together("a", "huge", "b")
+    assert bench.recorder.outcomes["a"] == ["A"]
+    assert type(bench.recorder.outcomes["huge"][0]) is OutOfMemory
+
+
+def test_wrong_number_of_results_is_an_error_for_that_batch(start: Callable[..., Bench]) -> None:
+    class Forgetful(FakeRunner):
+        def forward(self, prepared: list[Any]) -> list[Any]:
+            answers = super().forward(prepared)
+            return answers[:-1] if len(answers) > 1 else answers
+
+    bench = start(Forgetful())
+    bench.together("a", "b")
+    assert type(bench.recorder.outcomes["a"][0]) is WrongResultCount
+    assert type(bench.recorder.outcomes["b"][0]) is WrongResultCount
+    bench.submit("c")
+    bench.wait_for(4)
+    assert bench.recorder.outcomes["c"] == ["C"]
+
+
+def test_worker_failures_in_a_row_open_the_breaker_and_a_probe_closes_it(
+    start: Callable[..., Bench],
+) -> None:
+    bench = start(cooldown_s=0.2)
+    wait_until(lambda: bench.worker.state == "ready")
+    bench.runner.healthy = False
+    for n in range(3):
+        bench.submit(f"bad {n}")
+        bench.wait_for(n + 1)
+    wait_until(lambda: bench.recorder.breaker == [True])
+    bench.submit("meanwhile")
+    bench.wait_for(4)
+    assert type(bench.recorder.outcomes["meanwhile"][0]) is BreakerOpen
+    assert not any("meanwhile" in batch for batch in bench.runner.batches)
+    bench.runner.healthy = True
+    wait_until(lambda: bench.recorder.breaker[-1:] == [False])
+    bench.submit("after")
+    bench.wait_for(5)
+    assert bench.recorder.outcomes["after"] == ["AFTER"]
+
+
+def test_a_lost_device_ends_the_worker_without_bisection(start: Callable[..., Bench]) -> None:
+    def lost(texts: list[str]) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    bench = start(FakeRunner(lost))
+    bench.submit("a")
+    wait_until(lambda: bench.worker.state == "dead")
+    assert bench.runner.batches == [["a"]]
+    assert "illegal memory access" in str(bench.recorder.errors[-1])
+
+
+def test_failed_loading_is_told_and_ends_the_thread() -> None:
+    def load() -> FakeRunner:
+        raise ValueError("no such model")
+
+    recorder = Recorder()
+    worker = Worker(load, DynamicBatcher(8, 100, 0), Breaker())
+    worker.start(recorder, lambda function, *args: function(*args))
+    worker.thread.join(10)
+    assert recorder.states == ["dead"]
+    assert "no such model" in str(recorder.errors[0])
+
+
+def test_items_nobody_waits_for_cost_no_forward(start: Callable[..., Bench]) -> None:
+    bench = start()
+    bench.runner.gate.clear()
+    bench.submit("first")
+    assert bench.runner.entered.acquire(timeout=10)
+    gone, *_ = bench.submit("gone", "stays")
+    gone.open = False
+    bench.runner.gate.set()
+    bench.wait_for(2)
+    assert bench.runner.batches == [["first"], ["stays"]]
+
+
+def test_an_item_that_leaves_during_bisection_is_not_run_again(start: Callable[..., Bench]) -> None:
+    leaving: list[WorkItem] = []
+
+    def leaves(texts: list[str]) -> None:
+        if "bad" in texts:
+            leaving[0].open = False
+
+    bench = start(FakeRunner(leaves))
+    bench.runner.gate.clear()
+    bench.submit("first")
+    assert bench.runner.entered.acquire(timeout=10)
+    items = bench.submit("bad", "b", "c", "d")
+    leaving.append(items[3])
+    bench.runner.gate.set()
+    bench.wait_for(5)
+    assert bench.runner.batches[1] == ["bad", "b", "c", "d"]
+    assert ["c"] in bench.runner.batches
+    assert not any("d" in batch for batch in bench.runner.batches[2:])
+
+
+def test_idle_worker_sleeps(start: Callable[..., Bench]) -> None:
+    """Nothing polls: with an empty inbox the thread waits without a timeout."""
+    bench = start()
+    wait_until(lambda: bench.worker.state == "ready")
+    assert bench.worker._wait_s() is None
+    assert threading.active_count() >= 2

@@ -1,0 +1,279 @@
+"""Tiny random-weight models with real tokenizers, made on the spot: no network, no files kept.
+
+Weights are drawn wide, so that outputs differ between inputs and a leak between sequences of
+a batch shows. `folder(name)` builds a model once per process and returns where it was saved.
+The answers of these models mean nothing.
+"""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import importlib
+import json
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.tiny_tokenizers import (
+    LIMIT,
+    bert_tokenizer,
+    byte_bpe,
+    llama_tokenizer,
+    roberta_tokenizer,
+    wordpiece,
+)
+
+hf: Any = importlib.import_module("transformers")  # half of it is not annotated
+
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "initializer_range": 0.5,
+}
+
+
+def labels(*names: str) -> dict[str, Any]:
+    return {
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: i for i, name in enumerate(names)},
+    }
+
+
+NLI = labels("contradiction", "neutral", "entailment")
+NER = labels("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
+STARS = labels("bad", "fair", "good")
+_root = tempfile.TemporaryDirectory(prefix="tiny-models-")
+
+
+@cache
+def folder(name: str) -> Path:
+    path = Path(_root.name) / name
+    torch.manual_seed(sum(name.encode()))
+    for part in BUILDERS[name]():
+        part.save_pretrained(path)
+    return path
+
+
+# ── text models ──
+
+
+def encoder(
+    config: Any, head: str, tokenizer: Callable[[], Any] = bert_tokenizer, **more: Any
+) -> Any:
+    """A builder for `AutoModelFor<head>` (or `AutoModel`) of a config class."""
+
+    def build() -> list[Any]:
+        made = tokenizer()
+        sizes = {"vocab_size": len(made), "max_position_embeddings": LIMIT, **SMALL}
+        auto = getattr(hf, f"AutoModelFor{head}" if head else "AutoModel")
+        return [auto.from_config(config(pad_token_id=made.pad_token_id, **{**sizes, **more})), made]
+
+    return build
+
+
+def decoder(config: Any, head: str, pads: bool = True, **more: Any) -> Any:
+    def build() -> list[Any]:
+        made = llama_tokenizer()
+        made.pad_token = made.pad_token if pads else None
+        sizes = {**SMALL, "vocab_size": len(made), "max_position_embeddings": 256}
+        ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2 if pads else None}
+        auto = getattr(hf, f"AutoModelFor{head}" if head else "AutoModel")
+        return [auto.from_config(config(**{**sizes, **ids, **more})), made]
+
+    return build
+
+
+DISTIL: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}
+MODERN: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "global_attn_every_n_layers": 2,
+    "local_attention": 8,
+    "cls_token_id": 2,
+    "sep_token_id": 3,
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+    # ModernBERT's own initialisation is narrower than the range given, by depth
+    "initializer_range": 2.0,
+    "initializer_cutoff_factor": 4.0,
+}
+
+
+def xlnet() -> list[Any]:
+    tokenizer = bert_tokenizer()
+    config = hf.XLNetConfig(
+        vocab_size=len(tokenizer),
+        d_model=32,
+        n_layer=2,
+        n_head=4,
+        d_inner=64,
+        initializer_range=0.5,
+    )
+    return [hf.XLNetModel(config), tokenizer]
+
+
+def tapas() -> list[Any]:
+    vocab = Path(_root.name) / "tapas-vocab.txt"
+    vocab.write_text("\n".join(sorted(wordpiece(), key=wordpiece().__getitem__)))
+    config = hf.TapasConfig(
+        vocab_size=len(wordpiece()),
+        max_position_embeddings=128,
+        num_aggregation_labels=4,
+        aggregation_labels={0: "NONE", 1: "SUM", 2: "AVERAGE", 3: "COUNT"},
+        no_aggregation_label_index=0,
+        **SMALL,
+    )
+    tokenizer = hf.TapasTokenizer(str(vocab), model_max_length=128)
+    return [hf.TapasForQuestionAnswering(config), tokenizer]
+
+
+# ── images and sound ──
+
+
+def vit() -> list[Any]:
+    config = hf.ViTConfig(image_size=32, patch_size=8, **SMALL, **STARS)
+    processor = hf.ViTImageProcessorPil(size={"height": 32, "width": 32})
+    return [hf.ViTForImageClassification(config), processor]
+
+
+WAV2VEC2 = {
+    **SMALL,
+    "conv_dim": (32, 32),
+    "conv_kernel": (10, 8),
+    "conv_stride": (10, 8),
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 2,
+    "layerdrop": 0.0,
+}
+
+
+def wav2vec2(classify: bool) -> list[Any]:
+    letters = ["<pad>", "<s>", "</s>", "<unk>", "|", *"abcdefghijklmnopqrstuvwxyz'"]
+    extractor = hf.Wav2Vec2FeatureExtractor(
+        feature_size=1, sampling_rate=16000, do_normalize=True, return_attention_mask=False
+    )
+    if classify:
+        config = hf.Wav2Vec2Config(**WAV2VEC2, **STARS)
+        return [hf.Wav2Vec2ForSequenceClassification(config), extractor]
+    vocab = Path(_root.name) / "letters.json"
+    vocab.write_text(json.dumps({letter: i for i, letter in enumerate(letters)}))
+    config = hf.Wav2Vec2Config(**WAV2VEC2, vocab_size=len(letters), pad_token_id=0)
+    return [hf.Wav2Vec2ForCTC(config), extractor, hf.Wav2Vec2CTCTokenizer(str(vocab))]
+
+
+def whisper() -> list[Any]:
+    """Takes two seconds at a time; longer sound goes through its own long-form generation."""
+    tasks = ["<|translate|>", "<|transcribe|>", "<|startoflm|>", "<|startofprev|>"]
+    special = ["<|startoftranscript|>", "<|en|>", "<|de|>", *tasks, "<|nospeech|>"]
+    special.append("<|notimestamps|>")
+    vocab, merges = byte_bpe()
+    tokenizer = hf.WhisperTokenizer(vocab=dict(vocab), merges=merges, pad_token="<|endoftext|>")
+    tokenizer.add_tokens(special, special_tokens=True)
+    tokenizer.add_tokens([f"<|{i * 0.02:.2f}|>" for i in range(101)])
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in special}
+    end = tokenizer.eos_token_id
+    config = hf.WhisperConfig(
+        vocab_size=len(tokenizer),
+        num_mel_bins=16,
+        d_model=32,
+        **{f"{side}_layers": 2 for side in ("encoder", "decoder")},
+        **{f"{side}_attention_heads": 4 for side in ("encoder", "decoder")},
+        **{f"{side}_ffn_dim": 64 for side in ("encoder", "decoder")},
+        max_source_positions=100,
+        max_target_positions=32,
+        init_std=0.5,
+        pad_token_id=end,
+        bos_token_id=end,
+        eos_token_id=end,
+        decoder_start_token_id=ids["<|startoftranscript|>"],
+        begin_suppress_tokens=None,
+    )
+    model = hf.WhisperForConditionalGeneration(config)
+    model.generation_config = hf.GenerationConfig(
+        max_length=32,
+        pad_token_id=end,
+        eos_token_id=end,
+        decoder_start_token_id=config.decoder_start_token_id,
+        is_multilingual=True,
+        lang_to_id={token: ids[token] for token in ("<|en|>", "<|de|>")},
+        task_to_id={"transcribe": ids["<|transcribe|>"], "translate": ids["<|translate|>"]},
+        no_timestamps_token_id=ids["<|notimestamps|>"],
+        alignment_heads=[[1, 0], [1, 2]],
+    )
+    return [model, tokenizer, hf.WhisperFeatureExtractor(feature_size=16, chunk_length=2)]
+
+
+Bert, Llama = hf.BertConfig, hf.LlamaConfig
+BUILDERS: dict[str, Callable[[], list[Any]]] = {
+    "bert-base": encoder(Bert, ""),
+    "bert-mlm": encoder(Bert, "MaskedLM"),
+    "bert-classify": encoder(Bert, "SequenceClassification", **STARS),
+    "bert-nli": encoder(Bert, "SequenceClassification", **NLI),
+    "bert-ner": encoder(Bert, "TokenClassification", **NER),
+    "roberta-mlm": encoder(
+        hf.RobertaConfig, "MaskedLM", roberta_tokenizer, max_position_embeddings=LIMIT + 2
+    ),
+    "distilbert-mlm": encoder(hf.DistilBertConfig, "MaskedLM", **DISTIL),
+    "electra-classify": encoder(
+        hf.ElectraConfig, "SequenceClassification", embedding_size=32, **STARS
+    ),
+    "modernbert-mlm": encoder(hf.ModernBertConfig, "MaskedLM", **MODERN),
+    "deberta-mlm": encoder(
+        hf.DebertaV2Config, "MaskedLM", relative_attention=True, pos_att_type=["p2c", "c2p"]
+    ),
+    "fnet-mlm": encoder(hf.FNetConfig, "MaskedLM"),
+    "albert-base": encoder(hf.AlbertConfig, "", embedding_size=32),
+    "layoutlm": encoder(hf.LayoutLMConfig, "DocumentQuestionAnswering"),
+    "xlnet-base": xlnet,
+    "gpt2-base": decoder(hf.GPT2Config, ""),
+    "gpt2-lm": decoder(hf.GPT2Config, "CausalLM"),
+    "llama-lm": decoder(Llama, "CausalLM", num_key_value_heads=2),
+    "gpt2-classify": decoder(hf.GPT2Config, "SequenceClassification", **STARS),
+    "llama-classify": decoder(Llama, "SequenceClassification", num_key_value_heads=2, **STARS),
+    "gpt2-nopad-lm": decoder(hf.GPT2Config, "CausalLM", pads=False),
+    "gpt2-nopad-classify": decoder(hf.GPT2Config, "SequenceClassification", pads=False, **STARS),
+    "mistral-classify": decoder(
+        hf.MistralConfig, "SequenceClassification", num_key_value_heads=2, sliding_window=8, **STARS
+    ),
+    "tapas": tapas,
+    "vit": vit,
+    "wav2vec2-classify": lambda: wav2vec2(classify=True),
+    "wav2vec2-ctc": lambda: wav2vec2(classify=False),
+    "whisper": whisper,
+}
+TASKS = {
+    "bert-base": "feature-extraction",
+    "bert-mlm": "fill-mask",
+    "bert-classify": "text-classification",
+    "bert-nli": "zero-shot-classification",
+    "bert-ner": "token-classification",
+    "roberta-mlm": "fill-mask",
+    "distilbert-mlm": "fill-mask",
+    "electra-classify": "text-classification",
+    "modernbert-mlm": "fill-mask",
+    "deberta-mlm": "fill-mask",
+    "fnet-mlm": "fill-mask",
+    "xlnet-base": "feature-extraction",
+    "albert-base": "feature-extraction",
+    "gpt2-nopad-lm": "text-generation",
+    "gpt2-nopad-classify": "text-classification",
+    "mistral-classify": "text-classification",
+    "layoutlm": "document-question-answering",
+    "gpt2-base": "feature-extraction",
+    "gpt2-lm": "text-generation",
+    "llama-lm": "text-generation",
+    "gpt2-classify": "text-classification",
+    "llama-classify": "text-classification",
+    "tapas": "table-question-answering",
+    "vit": "image-classification",
+    "wav2vec2-classify": "audio-classification",
+    "wav2vec2-ctc": "automatic-speech-recognition",
+    "whisper": "automatic-speech-recognition",
+}

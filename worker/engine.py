@@ -1,0 +1,247 @@
+"""The loop side of the worker: from the queue to the thread and back to the futures.
+
+    accept → drain task → prepare (pool) → worker: batch, forward → finish (pool) → future
+
+The loop is not asked in between: the pool hands items to the worker, the worker hands outputs to
+the pool, and each group of answers is one call into the loop. Every item is resolved here, once.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from batching.errors import (
+    BreakerOpen,
+    DeadlineExceeded,
+    Draining,
+    InvalidInput,
+    ItemFailed,
+    NotReady,
+    OnequeueError,
+    WorkerDown,
+)
+from batching.request_queue import RequestQueue, WorkItem
+from worker.payloads import BatchReport, ModelInfo, State
+from worker.pool import Pool, Stage
+from worker.worker import Outcome, Worker
+
+log = logging.getLogger("onequeue.engine")
+
+
+class Observer(Protocol):
+    """Told what happens, for metrics."""
+
+    def batch(self, report: BatchReport) -> None: ...
+    def failed(self, error: BaseException) -> None: ...
+    def breaker(self, is_open: bool) -> None: ...
+    def loaded(self, info: ModelInfo) -> None: ...
+
+
+class Engine:
+    def __init__(
+        self,
+        worker: Worker,
+        queue: RequestQueue,
+        observer: Observer,
+        pool_threads: int,
+        stuck_after_s: float,
+    ) -> None:
+        self.worker = worker
+        self.queue = queue
+        self.observer = observer
+        self.stuck_after_s = stuck_after_s
+        self.failure: Exception | None = None  # why the worker is dead
+        self.draining = False
+        self.pool = Pool(pool_threads)
+        self._prepare, self._finish = Stage(self._prepare_items), Stage(self._finish_items)
+        self._drain_task: asyncio.Task[None] | None = None
+        self._watchdog: asyncio.TimerHandle | None = None
+        self._stuck_refusal = WorkerDown("the worker is stuck in a forward pass", 60)
+        queue.closed = NotReady("the model is loading", 5)
+
+    # ── life ──
+
+    def start(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._drain_task = self.loop.create_task(self._drain_queue())
+        self.pool.start()
+        self.worker.start(self, self._post)
+
+    def _post(self, function: Callable[..., None], *args: Any) -> None:
+        """Call a function on the loop, from any thread; nobody is left to call once it closed."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(function, *args)
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse what is new, wait for what was accepted, answer 503 to what is left."""
+        self.draining = True
+        self.queue.closed = Draining("the server is stopping", 5)
+        try:
+            async with asyncio.timeout(grace_s):
+                await self.queue.settled()
+        except TimeoutError:
+            log.warning("drain incomplete unanswered=%d", self.queue.pending)
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Answer everything that still waits."""
+        self.queue.resolve_all(Draining("the server has stopped", 5))
+
+    async def stop(self) -> None:
+        if not self.draining:
+            await self.drain(0)
+        self.worker.stop()
+        if self._watchdog:
+            self._watchdog.cancel()
+        self.pool.stop()
+        if self._drain_task:
+            self._drain_task.cancel()
+
+    # ── health ──
+
+    @property
+    def stuck(self) -> bool:
+        since = self.worker.busy_since
+        return since is not None and time.monotonic() - since > self.stuck_after_s
+
+    @property
+    def dead(self) -> bool:
+        return self.worker.state == "dead" or (
+            self.worker.state != "loading" and not self.worker.thread.is_alive()
+        )
+
+    # ── one item ──
+
+    def submit(self, payloads: Sequence[Any], deadline: float) -> list[WorkItem]:
+        """Queue payloads, or raise a Refused; their futures get the answers or the errors."""
+        items = self.queue.accept(payloads, deadline)
+        if self._watchdog is None:
+            self._watch(self.stuck_after_s)
+        return items
+
+    def expire(self, items: list[WorkItem]) -> None:
+        """The items' deadline has passed, wherever they are."""
+        for item in items:
+            self._resolve(
+                item, DeadlineExceeded("the request did not finish within its time limit")
+            )
+
+    async def _drain_queue(self) -> None:
+        while True:
+            self.pool.put(self._prepare, await self.queue.take())
+
+    def _prepare_items(self, items: list[WorkItem]) -> None:
+        """In a pool thread: prepare items and send them on to the worker."""
+        runner = self.worker.runner
+        assert runner is not None  # nothing is admitted before the model is loaded
+        prepared: list[WorkItem] = []
+        failed: list[Outcome] = []
+        for item in items:
+            if not item.open or item.deadline <= time.monotonic():
+                continue  # its client has left, or its timer answers
+            try:
+                runner.prepare(item)
+            except OnequeueError as error:
+                failed.append((item, error))
+            except Exception as error:
+                log.info("input refused error=%r", error)
+                refusal = InvalidInput(f"the input does not fit the task {runner.info.task}")
+                refusal.__cause__ = error
+                failed.append((item, refusal))
+            else:
+                prepared.append(item)
+        self.worker.submit(prepared)
+        if failed:
+            self._post(self._resolve_all, failed)
+
+    def _finish_items(self, outcomes: list[Outcome]) -> None:
+        """In a pool thread: turn raw outputs into answers."""
+        runner = self.worker.runner
+        assert runner is not None
+        answers: list[Outcome] = []
+        for item, raw in outcomes:
+            if not item.open:
+                continue
+            try:
+                answers.append((item, runner.finish(item, raw)))
+            except Exception as error:
+                log.warning("postprocessing failed error=%r", error)
+                failure = ItemFailed("the model's output for this input could not be processed")
+                failure.__cause__ = error
+                answers.append((item, failure))
+        self._post(self._resolve_all, answers)
+
+    def _resolve_all(self, outcomes: list[Outcome]) -> None:
+        for item, outcome in outcomes:
+            self._resolve(item, outcome)
+
+    def _resolve(self, item: WorkItem, outcome: Any) -> None:
+        if item.resolve(outcome) and isinstance(outcome, BaseException):
+            self.observer.failed(outcome)
+
+    # ── the worker's side: `outputs` on its thread, the rest on the loop ──
+
+    def outputs(self, outcomes: list[Outcome]) -> None:
+        self.pool.put(self._finish, outcomes)
+
+    def on_batch(self, report: BatchReport, failed: list[Outcome]) -> None:
+        if self.queue.closed is self._stuck_refusal:
+            self.queue.closed = None  # it has come back
+        self.queue.rate.record(report.size, report.total_s)
+        self.observer.batch(report)
+        self._resolve_all(failed)
+
+    def on_rejected(self, items: list[WorkItem], error: OnequeueError) -> None:
+        for item in items:
+            self._resolve(item, error)
+
+    def on_breaker(self, error: BreakerOpen | None) -> None:
+        self.observer.breaker(error is not None)
+        if error is None:
+            log.info("breaker closed")
+        else:
+            log.error("breaker open retry_after_s=%.0f", error.retry_after_s or 0)
+        if not self.draining and self.failure is None:
+            self.queue.closed = error
+
+    def on_state(self, state: State, error: Exception | None) -> None:
+        info = self.worker.runner.info if self.worker.runner else None
+        if state == "warming" and info:
+            self.observer.loaded(info)
+            log.info(
+                "model loaded task=%s model=%s device=%s dtype=%s parameters=%d batching=%s%s",
+                info.task, info.model, info.device, info.dtype, info.parameters,
+                info.batching, f" because={info.why!r}" if info.why else "",
+            )  # fmt: skip
+            self.queue.closed = NotReady("the model is warming up", 1)
+        elif state == "ready" and not self.draining:
+            self.queue.closed = None
+            log.info("ready")
+        elif state == "dead":
+            self._bury(error)
+
+    def _bury(self, error: Exception | None) -> None:
+        self.failure = error or RuntimeError("the worker thread has ended")
+        if isinstance(error, OnequeueError):  # loading failed and says why
+            log.critical("%s", error)
+        self.queue.closed = WorkerDown("the model is not being served: the worker is down", 60)
+        self.queue.resolve_all(self.queue.closed)
+
+    def _watch(self, delay_s: float) -> None:
+        """Look again in `delay_s`, as long as somebody waits; a stuck worker's clients get 503."""
+
+        def look() -> None:
+            self._watchdog = None
+            if self.stuck:
+                log.critical("worker stuck busy_s=%.0f", self.stuck_after_s)
+                self.queue.closed = self.queue.closed or self._stuck_refusal
+                self.queue.resolve_all(self._stuck_refusal)
+            elif self.queue.pending:
+                since = self.worker.busy_since
+                busy_s = 0.0 if since is None else time.monotonic() - since
+                self._watch(self.stuck_after_s - busy_s + 0.01)
+
+        self._watchdog = self.loop.call_later(delay_s, look)

@@ -1,0 +1,69 @@
+"""A few daemon threads for pre- and post-processing, fed by the group.
+
+Work goes from thread to thread without passing through the event loop, and several items make
+one call: on short texts a hop costs more than the work. Images should spread over the threads,
+so the size of a group follows the measured cost of an item.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+log = logging.getLogger("onequeue.pool")
+
+# How long one call should take: well above a thread hop, well below a forward pass.
+CALL_S = 0.004
+MAX_GROUP = 32
+
+
+class Stage:
+    """A function over a list of items, and how long an item takes it."""
+
+    def __init__(self, function: Callable[[list[Any]], None]) -> None:
+        self.function = function
+        self.item_s = CALL_S / 4
+
+    def groups(self, items: Sequence[Any]) -> list[list[Any]]:
+        size = max(1, min(MAX_GROUP, round(CALL_S / self.item_s)))
+        return [list(items[i : i + size]) for i in range(0, len(items), size)]
+
+    def run(self, items: list[Any]) -> None:
+        started = time.perf_counter()
+        self.function(items)
+        seconds = max(time.perf_counter() - started, 1e-6)
+        self.item_s += 0.2 * (seconds / len(items) - self.item_s)
+
+
+class Pool:
+    """What is waiting here is bounded by the queue's places. A stuck call blocks no exit."""
+
+    def __init__(self, threads: int) -> None:
+        self.jobs: queue.SimpleQueue[tuple[Stage, list[Any]] | None] = queue.SimpleQueue()
+        self.threads = [
+            threading.Thread(target=self._work, name=f"pool-{n}", daemon=True)
+            for n in range(threads)
+        ]
+
+    def start(self) -> None:
+        for thread in self.threads:
+            thread.start()
+
+    def stop(self) -> None:
+        for _ in self.threads:
+            self.jobs.put(None)
+
+    def put(self, stage: Stage, items: Sequence[Any]) -> None:
+        """Have `items` go through `stage`, in groups. From any thread."""
+        for group in stage.groups(items):
+            self.jobs.put((stage, group))
+
+    def _work(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            stage, items = job
+            try:
+                stage.run(items)
+            except Exception:
+                log.exception("bug in a pool stage items=%d", len(items))

@@ -1,0 +1,232 @@
+"""The tasks `POST /` can run: what their input is, which parameters a request may set.
+
+The parameters are an allow-list, because pipelines forward what they don't know to `generate`,
+which can load and run a repository's code: no paths, models, callables or `trust_remote_code`.
+No torch here; how a task is run is in pipelines.py.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from batching.errors import InvalidInput
+
+Kind = Literal["text", "image", "audio", "json"]
+Check = Callable[[Any], str | None]  # None if the value is fine, else what it must be
+
+MAX_TEXTS = 512
+MAX_NEW_TOKENS = 1 << 20
+
+
+def integer(low: int, high: int = 1 << 20) -> Check:
+    def check(value: Any) -> str | None:
+        fine = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+        return None if fine else f"must be a whole number from {low} to {high}"
+
+    return check
+
+
+def number(low: float, high: float) -> Check:
+    def check(value: Any) -> str | None:
+        fine = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return (
+            None if fine and low <= value <= high else f"must be a number from {low:g} to {high:g}"
+        )
+
+    return check
+
+
+def one_of(*choices: Any) -> Check:
+    def check(value: Any) -> str | None:
+        fine = any(value == choice and type(value) is type(choice) for choice in choices)
+        return None if fine else "must be one of " + ", ".join(map(str, choices))
+
+    return check
+
+
+def text(value: Any) -> str | None:
+    return None if isinstance(value, str) and len(value) <= 10_000 else "must be a string"
+
+
+def texts(value: Any) -> str | None:
+    """A non-empty string or list of strings."""
+    many = value if isinstance(value, list) else [value]
+    fine = 0 < len(many) <= MAX_TEXTS and all(isinstance(v, str) and v.strip() for v in many)
+    return None if fine else f"must be a string or a list of 1 to {MAX_TEXTS} strings, none empty"
+
+
+def template(value: Any) -> str | None:
+    """Exactly one `{}` and no other braces: a format string may reach into objects."""
+    fine = isinstance(value, str) and value.count("{}") == 1
+    fine = fine and not set("{}") & set(value.replace("{}", ""))
+    return None if fine else "must be a string with one {} where the label goes"
+
+
+def optional(check: Check) -> Check:
+    return lambda value: None if value is None else check(value)
+
+
+flag = one_of(True, False)
+scores = one_of("sigmoid", "softmax", "none")
+TOP_K = {"top_k": integer(1, 100_000)}
+CLASSIFY: Mapping[str, Check] = {"top_k": optional(integer(1)), "function_to_apply": scores}
+ZERO_SHOT: Mapping[str, Check] = {"candidate_labels": texts, "hypothesis_template": template}
+GENERATE: Mapping[str, Check] = {
+    "max_new_tokens": integer(1, MAX_NEW_TOKENS),
+    "min_new_tokens": integer(0, MAX_NEW_TOKENS),
+    "do_sample": flag,
+    "temperature": number(0.01, 100),
+    "top_k": integer(1),
+    "top_p": number(0.001, 1),
+    "min_p": number(0, 1),
+    "typical_p": number(0.001, 1),
+    "repetition_penalty": number(0.01, 10),
+    "no_repeat_ngram_size": integer(0, 100),
+    "num_beams": integer(1, 8),
+    "num_return_sequences": integer(1, 16),
+    "stop_sequence": texts,
+    "return_full_text": flag,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """`stages`: run by the pipeline's own stages; otherwise the pipeline is called whole, one
+    input at a time. `batches`: whether rows of several requests may share a forward."""
+
+    kind: Kind
+    parameters: Mapping[str, Check] = field(default_factory=dict)
+    required: tuple[str, ...] = ()
+    stages: bool = True
+    batches: bool = True
+    json_keys: tuple[str, ...] = ()  # keys a JSON input must have
+    wraps_string: bool = False  # a lone string is answered with a list of one
+    unwraps_single: bool = False  # a list of one is answered without the list
+
+
+TASKS: Mapping[str, Task] = {
+    "fill-mask": Task("text", {**TOP_K, "targets": texts}, unwraps_single=True),
+    "text-classification": Task("text", CLASSIFY, wraps_string=True),
+    "token-classification": Task(
+        "text",
+        {
+            "aggregation_strategy": one_of("none", "simple", "first", "average", "max"),
+            "ignore_labels": lambda v: None if v == [] else texts(v),
+            "stride": integer(0),
+        },
+    ),
+    "zero-shot-classification": Task(
+        "text", {**ZERO_SHOT, "multi_label": flag}, required=("candidate_labels",)
+    ),
+    "feature-extraction": Task("text", {"truncation": flag}),
+    "text-generation": Task("text", GENERATE),
+    "text-to-audio": Task("text", stages=False),
+    "table-question-answering": Task(
+        "json",
+        {"sequential": flag},
+        batches=False,
+        json_keys=("table", "query"),
+        unwraps_single=True,
+    ),
+    "document-question-answering": Task(
+        "json",
+        {
+            "top_k": integer(1, 1000),
+            "doc_stride": integer(1),
+            "max_answer_len": integer(1, 10_000),
+            "max_seq_len": integer(8),
+            "max_question_len": integer(1),
+            "handle_impossible_answer": flag,
+        },
+        batches=False,
+        json_keys=("question",),
+    ),
+    "image-classification": Task(
+        "image", {"top_k": integer(1, 100_000), "function_to_apply": scores}
+    ),
+    "image-feature-extraction": Task("image", {"pool": flag}),
+    "image-segmentation": Task(
+        "image",
+        {
+            "subtask": one_of("panoptic", "instance", "semantic"),
+            "threshold": number(0, 1),
+            "mask_threshold": number(0, 1),
+            "overlap_mask_area_threshold": number(0, 1),
+        },
+        batches=False,
+    ),
+    "object-detection": Task("image", {"threshold": number(0, 1)}, batches=False),
+    "depth-estimation": Task("image", batches=False),
+    "mask-generation": Task(
+        "image",
+        {"points_per_batch": integer(1, 1024), "pred_iou_thresh": number(0, 1)},
+        stages=False,
+    ),
+    "zero-shot-image-classification": Task(
+        "image", ZERO_SHOT, required=("candidate_labels",), stages=False
+    ),
+    "zero-shot-object-detection": Task(
+        "json",
+        {"threshold": number(0, 1), "top_k": integer(1)},
+        stages=False,
+        json_keys=("image", "candidate_labels"),
+    ),
+    "image-text-to-text": Task(
+        "json",
+        {key: GENERATE[key] for key in ("max_new_tokens", "return_full_text")},
+        stages=False,
+        json_keys=("images", "text"),
+    ),
+    "audio-classification": Task(
+        "audio", {"top_k": optional(integer(1, 100_000)), "function_to_apply": scores}
+    ),
+    "automatic-speech-recognition": Task(
+        "audio",
+        {
+            "return_timestamps": one_of(True, False, "word", "char"),
+            "chunk_length_s": number(0, 300),
+            "stride_length_s": number(0, 150),
+            "max_new_tokens": integer(1, 4096),
+            "language": text,
+            "task": one_of("transcribe", "translate"),
+        },
+    ),
+    "zero-shot-audio-classification": Task(
+        "audio", ZERO_SHOT, required=("candidate_labels",), stages=False
+    ),
+}
+
+NOT_SERVED = {
+    "video-classification": "its pipeline reads videos from paths and URLs only",
+    "keypoint-matching": "it takes two images at a time",
+    "any-to-any": "it has no single form of input",
+    "decision": "it has no single form of input",
+}
+
+ALIASES = {
+    "sentiment-analysis": "text-classification",
+    "ner": "token-classification",
+    "text-to-speech": "text-to-audio",
+}
+
+
+def check_parameters(task_name: str, parameters: Mapping[str, Any]) -> None:
+    """Raises InvalidInput unless every parameter is one of the task's and well-formed."""
+    task = TASKS[task_name]
+    for name, value in parameters.items():
+        check = task.parameters.get(name)
+        if check is None:
+            known = ", ".join(sorted(task.parameters)) or "none"
+            raise InvalidInput(
+                f"{task_name} does not take the parameter {name[:100]!r}; it takes: {known}",
+                f"parameters.{name[:100]}",
+            )
+        if wrong := check(value):
+            raise InvalidInput(f"{name} {wrong}", f"parameters.{name}")
+    for name in task.required:
+        if name not in parameters:
+            raise InvalidInput(
+                f"{task_name} needs the parameter {name}: post "
+                f'{{"inputs": …, "parameters": {{"{name}": …}}}} as application/json',
+                f"parameters.{name}",
+            )

@@ -1,0 +1,271 @@
+"""The worker: one dedicated thread that loads the model, batches and runs forwards.
+
+All scheduling state (batcher, breaker) belongs to this thread. It is sent items and a stop
+through its inbox; outputs go straight to the pool, and one report a batch to the event loop:
+
+    load → warm up → (receive → step)* → stopped, or dead with a reason
+
+HTTP, the asyncio queue and pre- and post-processing are not here (see engine.py).
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from batching.breaker import Breaker
+from batching.dynamic import DynamicBatcher
+from batching.errors import (
+    BreakerOpen,
+    ClientGone,
+    ItemFailed,
+    OnequeueError,
+    OutOfMemory,
+    WrongResultCount,
+)
+from batching.request_queue import WorkItem
+from worker.payloads import BatchReport, Runner, State
+
+log = logging.getLogger("onequeue.worker")
+
+Outcome = tuple[WorkItem, Any]  # a raw output or an exception
+
+
+class Listener(Protocol):
+    """`outputs` is called on the worker's thread, the others are posted to the event loop."""
+
+    def outputs(self, outcomes: list[Outcome]) -> None: ...
+    def on_batch(self, report: BatchReport, failed: list[Outcome]) -> None: ...
+    def on_rejected(self, items: list[WorkItem], error: OnequeueError) -> None: ...
+    def on_breaker(self, error: BreakerOpen | None) -> None: ...
+    def on_state(self, state: State, error: Exception | None) -> None: ...
+
+
+class _Stop:
+    pass
+
+
+@dataclass(slots=True)
+class _Run:
+    """Counts over one batch, its bisected parts included."""
+
+    forward_s: float = 0.0
+    out_of_memory: int = 0
+    outcomes: list[Outcome] = field(default_factory=list)
+
+
+class Worker:
+    def __init__(
+        self,
+        load: Callable[[], Runner],
+        batcher: DynamicBatcher,
+        breaker: Breaker,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.load = load
+        self.batcher = batcher
+        self.breaker = breaker
+        self.clock = clock
+        self.runner: Runner | None = None
+        self.state: State = "loading"
+        self.busy_since: float | None = None  # read by the watchdog
+        self.inbox: queue.SimpleQueue[list[WorkItem] | _Stop] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name="worker", daemon=True)
+        self._post: Callable[..., None] = lambda *args: None
+        self._listener: Listener | None = None
+
+    # ── called from other threads ──
+
+    def start(self, listener: Listener, post: Callable[..., None]) -> None:
+        """`post(function, *args)` runs a listener's method on the event loop."""
+        self._listener, self._post = listener, post
+        self.thread.start()
+
+    def submit(self, items: list[WorkItem]) -> None:
+        self.inbox.put(items)
+
+    def stop(self) -> None:
+        self.inbox.put(_Stop())
+
+    # ── the thread ──
+
+    def _run(self) -> None:
+        try:
+            self._load()
+            while self._receive():
+                self._step()
+        except BaseException as error:
+            self._die(error)
+
+    def _load(self) -> None:
+        self.runner = self.load()
+        self.batcher.packs = self.runner.info.batching == "packed"
+        self._enter("warming")
+        self.runner.warm_up()
+        self._enter("ready")
+
+    def _receive(self) -> bool:
+        """Wait for the inbox or for whatever is due first, then empty the inbox."""
+        try:
+            message = self.inbox.get(timeout=self._wait_s())
+            while True:
+                if isinstance(message, _Stop):
+                    return False
+                now = self.clock()
+                for item in message:
+                    self.batcher.add(item, now)
+                message = self.inbox.get_nowait()
+        except queue.Empty:
+            return True
+
+    def _wait_s(self) -> float | None:
+        due = [at for at in (self.batcher.due_at(), self.breaker.probe_at) if at is not None]
+        return max(0.0, min(due) - self.clock()) if due else None
+
+    def _step(self) -> None:
+        if self.breaker.is_open:
+            self._reject_waiting()
+            self._probe()
+        elif batch := self.batcher.take(self.clock()):
+            self._execute(batch)
+
+    def _execute(self, batch: list[WorkItem]) -> None:
+        started = self.busy_since = self.clock()
+        for item in batch:
+            item.started_at = started
+            item.batch_size = len(batch)
+        run = _Run()
+        self._run_items(batch, run)
+        finished = self.clock()
+        self.busy_since = None
+        self.batcher.free(finished)
+        for item in batch:
+            item.finished_at = finished
+        listener = self._require_listener()
+        succeeded = [o for o in run.outcomes if not isinstance(o[1], Exception)]
+        failed = [o for o in run.outcomes if isinstance(o[1], Exception)]
+        listener.outputs(succeeded)
+        self._post(listener.on_batch, self._report(batch, run), failed)
+        if succeeded:
+            self.breaker.succeeded()
+        elif any(isinstance(outcome, ItemFailed) for _, outcome in failed):
+            self._probe()  # is it the inputs, or us? the warm-up input tells
+
+    def _run_items(self, items: list[WorkItem], run: _Run) -> None:
+        """Run items as one batch; one that raises is halved until only the guilty fail."""
+        runner, rows = self._require_runner(), sum(item.rows for item in items)
+        started = self.clock()
+        try:
+            outputs = runner.forward([item.prepared for item in items])
+        except Exception as error:
+            kind = runner.diagnose(error)
+            if kind == "fatal":
+                raise
+            if kind == "memory":
+                run.out_of_memory += 1
+                self.batcher.out_of_memory(rows)
+            if len(items) == 1:
+                log.warning("item failed error=%r", error)
+                run.outcomes.append((items[0], _failure(error, kind)))
+                return
+        else:
+            run.forward_s += self.clock() - started
+            self.batcher.succeeded(rows)
+            run.outcomes += _paired(items, outputs)
+            return
+        middle = len(items) // 2
+        for half in (items[:middle], items[middle:]):
+            gone = [item for item in half if not item.open]
+            run.outcomes += [(item, ClientGone("the client has gone")) for item in gone]
+            if still := [item for item in half if item.open]:
+                self._run_items(still, run)
+
+    def _report(self, batch: list[WorkItem], run: _Run) -> BatchReport:
+        tokens = sum(item.tokens for item in batch)
+        rows = sum(item.rows for item in batch)
+        widest = max(item.tokens / item.rows for item in batch)
+        return BatchReport(
+            size=len(batch),
+            rows=rows,
+            tokens=tokens,
+            padded_tokens=0 if self.batcher.packs else round(rows * widest) - tokens,
+            forward_s=run.forward_s,
+            total_s=batch[0].finished_at - batch[0].started_at,
+            waits_s=tuple(item.started_at - item.accepted_at for item in batch),
+            failed=sum(isinstance(outcome, ItemFailed) for _, outcome in run.outcomes),
+            out_of_memory=run.out_of_memory,
+            cap=self.batcher.cap,
+        )
+
+    def _probe(self) -> None:
+        """Run the warm-up input, if it is time to, and tell the breaker how it went."""
+        if self.breaker.probe_at is not None and self.clock() < self.breaker.probe_at:
+            return
+        was_open = self.breaker.is_open
+        self.busy_since = self.clock()
+        try:
+            self._require_runner().warm_up()
+        except Exception as error:
+            if self._require_runner().diagnose(error) == "fatal":
+                raise
+            log.error("worker failure error=%r", error)
+            self.breaker.failed(self.clock())
+        else:
+            self.breaker.succeeded()
+        finally:
+            self.busy_since = None
+        if self.breaker.is_open:
+            self._post(self._require_listener().on_breaker, self._open_error())
+            self._reject_waiting()
+        elif was_open:
+            self._post(self._require_listener().on_breaker, None)
+
+    def _open_error(self) -> BreakerOpen:
+        assert self.breaker.probe_at is not None
+        wait_s = max(1.0, self.breaker.probe_at - self.clock())
+        return BreakerOpen("the model keeps failing; it is tried again shortly", wait_s)
+
+    def _reject_waiting(self) -> None:
+        if items := self.batcher.clear():
+            self._post(self._require_listener().on_rejected, items, self._open_error())
+
+    def _die(self, error: BaseException) -> None:
+        loading = self.state in ("loading", "warming")
+        self.busy_since = None
+        if not loading:
+            log.critical("worker died error=%r", error, exc_info=error)
+        self.state = "dead"
+        reason = error if isinstance(error, Exception) else RuntimeError(str(error))
+        self._post(self._require_listener().on_state, "dead", reason)
+
+    def _enter(self, state: State) -> None:
+        self.state = state
+        self._post(self._require_listener().on_state, state, None)
+
+    def _require_runner(self) -> Runner:
+        assert self.runner is not None
+        return self.runner
+
+    def _require_listener(self) -> Listener:
+        assert self._listener is not None
+        return self._listener
+
+
+def _paired(items: list[WorkItem], outputs: list[Any]) -> list[Outcome]:
+    if len(outputs) == len(items):
+        return list(zip(items, outputs, strict=True))
+    wrong = f"the model gave {len(outputs)} results for {len(items)} inputs"
+    log.error("%s", wrong)
+    return [(item, WrongResultCount(wrong)) for item in items]
+
+
+def _failure(error: Exception, kind: str) -> ItemFailed:
+    if kind == "memory":
+        failure: ItemFailed = OutOfMemory("this input does not fit into memory")
+    else:
+        failure = ItemFailed("the model failed on this input")
+    failure.__cause__ = error
+    return failure
