@@ -11,6 +11,7 @@ model of bert-base's shape is made. It judges no answers: the tests do that.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -91,29 +92,30 @@ class InstantRunner:
 @contextmanager
 def running(command: list[str], port: int, ready: str, environ: dict[str, str]) -> Iterator[None]:
     """A server process that has answered `ready` (a path; any status for a peer's)."""
-    log = tempfile.TemporaryFile()
-    child = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=os.environ | environ,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-    )
-    try:
-        deadline = time.monotonic() + 180
-        while not answers(f"http://127.0.0.1:{port}{ready}", any_status=ready != "/ready"):
-            if child.poll() is not None or time.monotonic() > deadline:
-                log.seek(0)
-                raise SystemExit(f"{command} did not start:\n{log.read().decode()[-2000:]}")
-            time.sleep(0.2)
-        yield
-    finally:
-        os.killpg(child.pid, 15)
+    with tempfile.TemporaryFile() as log:
+        child = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | environ,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
         try:
-            child.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, 9)
+            deadline = time.monotonic() + 180
+            while not answers(f"http://127.0.0.1:{port}{ready}", any_status=ready != "/ready"):
+                if child.poll() is not None or time.monotonic() > deadline:
+                    log.seek(0)
+                    raise SystemExit(f"{command} did not start:\n{log.read().decode()[-2000:]}")
+                time.sleep(0.2)
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # it may have died by itself
+                os.killpg(child.pid, 15)
+                try:
+                    child.wait(20)
+                except subprocess.TimeoutExpired:
+                    os.killpg(child.pid, 9)
 
 
 def answers(url: str, any_status: bool) -> bool:
@@ -249,7 +251,7 @@ def compare(runs: dict[tuple[str, int], list[dict[str, Any]]]) -> None:
         values: list[Any] = list(runs[name, clients])
         for key in path:
             values = [value[key] for value in values]
-        return statistics.median(values)
+        return float(statistics.median(values))
 
     names = list(dict.fromkeys(name for name, _ in runs))
     peers = [name for name in names if not name.startswith("onequeue")]

@@ -1,7 +1,8 @@
 """The small HTTP/1.1 client of load_test.py: keep-alive connections and chat streams.
 
-It costs little processor time, which the server under test would otherwise have to share, and it
-hands on event data as it comes. It speaks plain http to one address: no https, proxies, redirects.
+It is kept small so that the load generator takes little processor time from a server beside it.
+It speaks plain http to one address, without proxies or redirects, and hands on event data as it
+comes, so that ChatStream can note when each token arrived.
 """
 
 import asyncio
@@ -75,8 +76,7 @@ class Connection:
         if "text/event-stream" not in headers.get("content-type", ""):
             on_event_data = None
         parts: list[bytes] = []
-        chunked = headers.get("transfer-encoding", "").lower() == "chunked"
-        if chunked:
+        if headers.get("transfer-encoding", "").lower() == "chunked":
             await self.read_chunks(on_event_data or parts.append)
         elif "content-length" in headers:
             body = await self.reader.readexactly(int(headers["content-length"]))
@@ -98,8 +98,12 @@ class Connection:
 class Client:
     """A pool of keep-alive connections to one address; the last one used is used first."""
 
-    def __init__(self, host: str, port: int, head: bytes) -> None:
-        self.host, self.port, self.head = host, port, head
+    def __init__(self, url: SplitResult, headers: dict[str, str]) -> None:
+        self.host, self.port = url.hostname or "", url.port or 80
+        head = f"POST {url.path or '/'}{'?' + url.query if url.query else ''} HTTP/1.1\r\n"
+        fields = {"host": url.netloc} | headers
+        head += "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        self.head = head.encode("latin-1")
         self.idle: list[Connection] = []
 
     async def resolve(self) -> None:

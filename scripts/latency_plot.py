@@ -1,4 +1,7 @@
-"""The latency plot of load_test.py: a canvas (SVG, or PNG by Pillow), axes and two panels."""
+"""The latency plot of load_test.py: every answer over time beside the latencies' distribution.
+
+A canvas (SVG with nothing installed, PNG with Pillow), axes, then the two panels drawn on them.
+"""
 
 import math
 from collections import Counter
@@ -9,6 +12,7 @@ from pathlib import Path
 WIDTH, HEIGHT = 1100, 460
 INK, GRID = "#333333", "#e4e4e4"
 COLORS = ("#2b6cb0", "#dd6b20", "#c53030", "#6b46c1", "#2f855a", "#718096")
+Answer = tuple[float, float, str]  # start in seconds, latency in milliseconds, status
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
@@ -72,11 +76,15 @@ Canvas = SvgCanvas | PngCanvas
 class Axis:
     """Maps values to pixels, from 0 or (where the values lie far apart) logarithmically."""
 
-    def __init__(self, values: Sequence[float], start: float, end: float, log: bool = False):
-        self.start, self.end, self.log = start, end, log
+    def __init__(
+        self, values: Sequence[float], start: float, end: float, may_be_log: bool = False
+    ) -> None:
         low, high = min(values), max(values)
+        self.start, self.end = start, end
+        self.log = may_be_log and high > 30 * percentile(sorted(values), 5)
+        self.note = ", log scale" if self.log else ""
         steps = [m * 10.0**e for e in range(-6, 9) for m in (1, 2, 5)]
-        if log:
+        if self.log:
             self.low = max(step for step in steps if step <= max(low, steps[0]))
             self.high = min(step for step in steps if step >= high)
             self.ticks = [step for step in steps if self.low <= step <= self.high]
@@ -103,10 +111,8 @@ def frame(canvas: Canvas, x: Axis, y: Axis, x_label: str, y_label: str) -> None:
         canvas.line([(x.at(tick), y.start), (x.at(tick), y.end)], GRID, 1)
         canvas.text(x.at(tick), y.start + 18, f"{tick:.6g}", "m")
     canvas.line([(x.start, y.end), (x.start, y.start), (x.end, y.start)], INK, 1)
-    canvas.text(
-        (x.start + x.end) / 2, y.start + 38, x_label + (", log scale" if x.log else ""), "m"
-    )
-    canvas.text(x.start - 40, y.end - 12, y_label + (", log scale" if y.log else ""))
+    canvas.text((x.start + x.end) / 2, y.start + 38, x_label + x.note, "m")
+    canvas.text(x.start - 40, y.end - 12, y_label + y.note)
 
 
 def legend(canvas: Canvas, x: Axis, entries: Sequence[tuple[str, str]]) -> None:
@@ -122,25 +128,25 @@ def legend(canvas: Canvas, x: Axis, entries: Sequence[tuple[str, str]]) -> None:
         left += width + 12
 
 
-def plot_over_time(canvas: Canvas, samples: Sequence[Sample], x: Axis, y: Axis) -> None:
-    counts = Counter(sample.status for sample in samples)
+def plot_over_time(canvas: Canvas, answers: Sequence[Answer], x: Axis, y: Axis) -> None:
+    counts = Counter(status for _, _, status in answers)
     ranked = sorted(counts, key=lambda status: (not status.startswith("2"), -counts[status]))
     colors = {status: COLORS[min(i, len(COLORS) - 1)] for i, status in enumerate(ranked)}
     seen = set()
-    for sample in samples:
-        place = x.at(sample.start), y.at(1000 * sample.latency)
+    for start, latency, status in answers:
+        place = x.at(start), y.at(latency)
         # One dot per pixel and status looks the same and keeps the file small.
-        key = (sample.status, round(place[0]), round(place[1]))
+        key = (status, round(place[0]), round(place[1]))
         if key not in seen:
             seen.add(key)
-            canvas.dot(*place, 1.8, colors[sample.status])
+            canvas.dot(*place, 1.8, colors[status])
     legend(canvas, x, [(f"{status} ({counts[status]})", colors[status]) for status in ranked])
 
 
 def plot_distribution(canvas: Canvas, curves: dict[str, list[float]], x: Axis, y: Axis) -> None:
     labels = []
     for (name, values), color in zip(curves.items(), COLORS, strict=False):
-        ordered = [1000 * value for value in sorted(values)]
+        ordered = sorted(values)
         ranks = [i / 4 for i in range(401)]
         canvas.line([(x.at(percentile(ordered, rank)), y.at(rank)) for rank in ranks], color, 2)
         marks = {rank: percentile(ordered, rank) for rank in (50, 95, 99)}
@@ -151,25 +157,25 @@ def plot_distribution(canvas: Canvas, curves: dict[str, list[float]], x: Axis, y
     legend(canvas, x, labels)
 
 
-def plot(path: str, args: argparse.Namespace, record: Record, result: dict[str, Any]) -> None:
+def plot(
+    path: str,
+    title: str,
+    subtitle: str,
+    answers: Sequence[Answer],
+    curves: dict[str, list[float]],
+) -> None:
+    """Every answer over time on the left; the distribution of each curve on the right."""
     canvas: Canvas = PngCanvas() if path.endswith(".png") else SvgCanvas()
-    canvas.text(20, 26, describe(args)[:120], size=16)
-    canvas.text(20, 46, totals(result))
-    samples = record.samples
-    curves = {"latency": record.latencies}
-    if first := [sample.ttft for sample in samples if sample.ttft is not None]:
-        curves["first token"] = first
-    if samples:
-        times = [1000 * sample.latency for sample in samples]
-        log = max(times) > 30 * percentile(sorted(times), 5)
-        y = Axis(times, HEIGHT - 60, 124, log)
-        x = Axis([sample.start for sample in samples], 70, WIDTH / 2 - 20)
+    canvas.text(20, 26, title[:120], size=16)
+    canvas.text(20, 46, subtitle)
+    if answers:
+        x = Axis([start for start, _, _ in answers], 70, WIDTH / 2 - 20)
+        y = Axis([latency for _, latency, _ in answers], HEIGHT - 60, 124, may_be_log=True)
         frame(canvas, x, y, "start of the request (s)", "latency (ms)")
-        plot_over_time(canvas, samples, x, y)
-    if record.latencies:
-        times = [1000 * value for values in curves.values() for value in values]
-        log = max(times) > 30 * percentile(sorted(times), 5)
-        x = Axis(times, WIDTH / 2 + 70, WIDTH - 25, log)
+        plot_over_time(canvas, answers, x, y)
+    if curves := {name: values for name, values in curves.items() if values}:
+        times = [value for values in curves.values() for value in values]
+        x = Axis(times, WIDTH / 2 + 70, WIDTH - 25, may_be_log=True)
         y = Axis([0, 100], HEIGHT - 60, 124)
         frame(canvas, x, y, "time (ms)", "2xx answers within that time (%)")
         plot_distribution(canvas, curves, x, y)

@@ -9,12 +9,8 @@ Latency percentiles are of 2xx answers only. The last line of stdout is one JSON
     scripts/load_test.py http://127.0.0.1:8000 --kind chat --stream --rate 5 --duration 30 | tail -1
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
-import contextlib
-import errno
 import importlib.util
 import itertools
 import json
@@ -22,27 +18,24 @@ import math
 import random
 import shutil
 import signal
-import socket
 import sys
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
+from http_client import FAILURES, ChatStream, Client, IncompleteStreamError, error_name
+from latency_plot import percentile, plot
+
 CHAT_PATH = "/v1/chat/completions"
-# Below the usual server keep-alive (5 s), so that a request never races the server's close.
-MAX_IDLE_S = 2.0
 WORDS = (
     "the a old new small river city morning engine letter music winter garden teacher window "
     "quiet bright heavy simple open runs keeps finds moves answers over under beside before after "
     "and but because while people water paper number story market island question memory light"
 )
-# What a broken or overloaded server can cause, odd JSON included: counted, never fatal.
-FAILURES = (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError)
 
 
 @dataclass(slots=True)
@@ -102,11 +95,11 @@ class LoadTest:
             if response.status == 503 and "retry-after" in response.headers:
                 record.retry_after[response.headers["retry-after"]] += 1
             if sample.ok and self.args.kind == "chat":
-                read_tokens(sample, start, response, stream)
+                read_tokens(sample, start, response.body, stream)
         except asyncio.CancelledError:
             record.unfinished += 1
             raise
-        except (*FAILURES, asyncio.LimitOverrunError) as error:
+        except FAILURES as error:
             sample.status = error_name(error)
         finally:
             record.in_flight -= 1
@@ -115,28 +108,29 @@ class LoadTest:
         if sample.ok:
             record.latencies.append(sample.latency)
 
-    async def closed_loop(self, concurrency: int, requests: float, duration: float) -> None:
+    async def closed_loop(self, requests: float, duration: float) -> None:
         async def client() -> None:
             started = self.record.started
             while self.issue(time.perf_counter() - started, requests, duration):
                 await self.send()
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(int(min(concurrency, requests))):
+            for _ in range(int(min(self.args.concurrency, requests))):
                 group.create_task(client())
 
-    async def open_loop(self, rate: float, requests: float, duration: float) -> None:
-        rng = random.Random(f"arrivals {self.args.seed}")
-        record, due = self.record, 0.0
+    async def open_loop(self, requests: float, duration: float) -> None:
+        args, record = self.args, self.record
+        rng = random.Random(f"arrivals {args.seed}")
+        poisson, due = args.arrivals == "poisson", 0.0
         async with asyncio.TaskGroup() as group:
             while True:
-                due += rng.expovariate(rate) if self.args.arrivals == "poisson" else 1 / rate
+                due += rng.expovariate(args.rate) if poisson else 1 / args.rate
                 if not self.issue(due, requests, duration):
                     break
                 scheduled = record.started + due
                 # A late arrival still yields once, so that the requests before it get sent.
                 await asyncio.sleep(max(0.0, scheduled - time.perf_counter()))
-                if record.in_flight >= self.args.max_in_flight:
+                if record.in_flight >= args.max_in_flight:
                     record.dropped += 1
                 else:
                     group.create_task(self.send(scheduled))
@@ -150,13 +144,11 @@ class LoadTest:
         try:
             try:
                 await self.client.resolve()
-                await self.closed_loop(args.concurrency, args.warmup, math.inf)
+                await self.closed_loop(args.warmup, math.inf)
             finally:
                 self.record = Record()
-            if args.rate:
-                await self.open_loop(args.rate, args.requests, args.duration)
-            else:
-                await self.closed_loop(args.concurrency, args.requests, args.duration)
+            measure = self.open_loop if args.rate else self.closed_loop
+            await measure(args.requests, args.duration)
         except asyncio.CancelledError:
             self.record.interrupted = True
         finally:
@@ -182,11 +174,9 @@ class LoadTest:
             print(f"\r\033[K{line[:width]}", end="", file=sys.stderr, flush=True)
 
 
-def read_tokens(
-    sample: Sample, start: float, response: Response, stream: ChatStream | None
-) -> None:
-    if stream is None or response.body:
-        usage = json.loads(response.body).get("usage") or {}
+def read_tokens(sample: Sample, start: float, body: bytes, stream: ChatStream | None) -> None:
+    if stream is None or body:
+        usage = json.loads(body).get("usage") or {}
         sample.output_tokens = usage.get("completion_tokens", 0)
         return
     if not stream.done:
@@ -219,17 +209,10 @@ def make_bodies(args: argparse.Namespace) -> Iterator[bytes]:
 
 def make_client(args: argparse.Namespace) -> Client:
     url = urlsplit(args.url)
-    path = url.path or "/"
-    if args.kind == "chat" and not path.endswith(CHAT_PATH):
-        path = path.rstrip("/").removesuffix("/v1") + CHAT_PATH
-    headers = {
-        "host": url.netloc,
-        "content-type": "text/plain; charset=utf-8" if args.kind == "text" else "application/json",
-    }
-    headers |= dict(args.header)
-    head = f"POST {path}{'?' + url.query if url.query else ''} HTTP/1.1\r\n"
-    head += "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    return Client(url.hostname or "", url.port or 80, head.encode("latin-1"))
+    if args.kind == "chat" and not url.path.endswith(CHAT_PATH):
+        url = url._replace(path=url.path.rstrip("/").removesuffix("/v1") + CHAT_PATH)
+    content_type = "text/plain; charset=utf-8" if args.kind == "text" else "application/json"
+    return Client(url, {"content-type": content_type} | dict(args.header))
 
 
 def spread(seconds: Sequence[float], *percents: float) -> dict[str, float] | None:
@@ -237,18 +220,14 @@ def spread(seconds: Sequence[float], *percents: float) -> dict[str, float] | Non
     if not seconds:
         return None
     ordered = sorted(seconds)
-    result = {
-        f"p{percent:g}": round(1000 * percentile(ordered, percent), 3) for percent in percents
-    }
-    return result | {"max": round(1000 * ordered[-1], 3)}
+    found = {f"p{percent:g}": percentile(ordered, percent) for percent in percents}
+    return {name: round(1000 * value, 3) for name, value in (found | {"max": ordered[-1]}).items()}
 
 
 def summarize(args: argparse.Namespace, record: Record) -> dict[str, Any]:
     elapsed = time.perf_counter() - record.started
     samples, ok = record.samples, [sample for sample in record.samples if sample.ok]
-    by_status: dict[str, list[float]] = defaultdict(list)
-    for sample in samples:
-        by_status[sample.status].append(sample.latency)
+    statuses = dict(sorted(Counter(sample.status for sample in samples).items()))
     lag = spread([sample.send_lag for sample in samples], 99) if args.rate else None
     result: dict[str, Any] = {
         "requests": len(samples),
@@ -260,10 +239,11 @@ def summarize(args: argparse.Namespace, record: Record) -> dict[str, Any]:
         "elapsed_s": round(elapsed, 3),
         "requests_per_s": round(len(samples) / elapsed, 3),
         "ok_per_s": round(len(ok) / elapsed, 3),
-        "statuses": {status: len(by_status[status]) for status in sorted(by_status)},
+        "statuses": statuses,
         "latency_ms": spread(record.latencies, 50, 90, 95, 99),
         "latency_ms_by_status": {
-            status: spread(by_status[status], 50, 90, 95, 99) for status in sorted(by_status)
+            status: spread([x.latency for x in samples if x.status == status], 50, 90, 95, 99)
+            for status in statuses
         },
         "retry_after": dict(record.retry_after),
         "send_lag_p99_ms": lag and lag["p99"],
@@ -376,9 +356,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--concurrency", type=count, default=1, help="closed loop: clients (and for --warmup)")
     add("--rate", type=positive, help="open loop: this many arrivals per second")
     add("--arrivals", choices=("poisson", "constant"), default="poisson")
-    add(
-        "--max-in-flight", type=count, default=512, help="open loop: arrivals beyond it are dropped"
-    )
+    add("--max-in-flight", type=count, default=512, help="open loop: drop arrivals beyond it")
     add("--requests", type=count, default=math.inf, help="stop after this many")
     add("--duration", type=positive, default=math.inf, help="stop sending after these seconds")
     add("--warmup", type=int, default=0, help="requests sent first and not counted")
@@ -414,10 +392,15 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     record = asyncio.run(LoadTest(args, make_client(args)).run())
-    result = summarize(args, record)
+    samples, result = record.samples, summarize(args, record)
     try:
         if args.plot:
-            plot(args.plot, args, record, result)
+            answers = [(sample.start, 1000 * sample.latency, sample.status) for sample in samples]
+            curves = {
+                "latency": [1000 * latency for latency in record.latencies],
+                "first token": [1000 * x.ttft for x in samples if x.ttft is not None],
+            }
+            plot(args.plot, describe(args), totals(result), answers, curves)
     finally:
         print(table(args, result))
         print(json.dumps(result))

@@ -30,8 +30,12 @@ def text(count: int, start: int = 0) -> str:
     return " ".join(itertools.islice(itertools.cycle(WORDS), start, start + count))
 
 
-@cache
 def runner(task: str, model: str, max_rows: int = 8, dtype: str = "float32") -> PipelineRunner:
+    return _runner(task, model, max_rows, dtype)
+
+
+@cache
+def _runner(task: str, model: str, max_rows: int, dtype: str) -> PipelineRunner:
     options = LoadOptions(task, str(tiny.folder(model)), device="cpu", dtype=dtype)
     return load_runner(options, max_rows, pool_threads=2)
 

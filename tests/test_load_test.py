@@ -1,7 +1,7 @@
 """Runs scripts/load_test.py against a small real server on loopback."""
 
 import asyncio
-import importlib.util
+import importlib
 import json
 import signal
 import socket
@@ -82,13 +82,9 @@ def target() -> Iterator[Target]:
 
 @pytest.fixture(scope="module")
 def load_test() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("load_test", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["load_test"] = module
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPT.parent)  # where the script finds its siblings
+        return importlib.import_module("load_test")
 
 
 def run(*args: str | Path) -> dict[str, Any]:

@@ -103,6 +103,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("token-classification", {"ignore_labels": {}}),
     ("zero-shot-classification", {}),
     ("zero-shot-classification", {"candidate_labels": []}),
+    ("zero-shot-image-classification", {"candidate_labels": "cat, dog"}),
     ("zero-shot-classification", {"candidate_labels": ["a"] * 513}),
     ("zero-shot-classification", {"candidate_labels": "a", "hypothesis_template": "no place"}),
     ("zero-shot-classification", {"candidate_labels": "a", "hypothesis_template": "{} and {}"}),

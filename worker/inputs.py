@@ -14,7 +14,7 @@ from worker.lengths import check_characters, check_sound
 from worker.loading import Pipe
 from worker.media import to_audio, to_image
 from worker.payloads import PipelineInput
-from worker.tasks import TASKS, texts
+from worker.tasks import TASKS, listed, texts
 
 Check = Callable[[Any], str | None]
 
@@ -127,7 +127,7 @@ CHECKS: dict[str, Check] = {
     "question": text,
     "query": texts,
     "text": text,
-    "candidate_labels": texts,
+    "candidate_labels": listed,
     "word_boxes": word_boxes,
     "table": table,
 }

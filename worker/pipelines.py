@@ -168,10 +168,8 @@ class PipelineRunner:
                 **(inputs if isinstance(inputs, dict) else {"": inputs}),
             }
             strings = [fields[key] for key in ("", "text") if isinstance(fields.get(key), str)]
-            labels = fields.get("candidate_labels", [])
             template = fields.get("hypothesis_template", "This is a photo of {}.")
-            labels = [labels] if isinstance(labels, str) else labels
-            strings += [template.format(label) for label in labels]
+            strings += [template.format(label) for label in fields.get("candidate_labels", [])]
             check_strings(pipe, strings, self.limit)
         return Prepared([inputs], dict(payload.parameters), {})
 

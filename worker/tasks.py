@@ -55,6 +55,13 @@ def texts(value: Any) -> str | None:
     return None if fine else f"must be a string or a list of 1 to {MAX_TEXTS} strings, none empty"
 
 
+def listed(value: Any) -> str | None:
+    """As `texts`, but a list: some pipelines would take a string for a list of its characters."""
+    return (
+        texts(value) if isinstance(value, list) else f"must be a list of 1 to {MAX_TEXTS} strings"
+    )
+
+
 def template(value: Any) -> str | None:
     """Exactly one `{}` and no other braces: a format string may reach into objects."""
     fine = isinstance(value, str) and value.count("{}") == 1
@@ -71,6 +78,7 @@ scores = one_of("sigmoid", "softmax", "none")
 TOP_K = {"top_k": integer(1, 100_000)}
 CLASSIFY: Mapping[str, Check] = {"top_k": optional(integer(1)), "function_to_apply": scores}
 ZERO_SHOT: Mapping[str, Check] = {"candidate_labels": texts, "hypothesis_template": template}
+ZERO_SHOT_MEDIA: Mapping[str, Check] = {**ZERO_SHOT, "candidate_labels": listed}
 GENERATE: Mapping[str, Check] = {
     "max_new_tokens": integer(1, MAX_NEW_TOKENS),
     "min_new_tokens": integer(0, MAX_NEW_TOKENS),
@@ -163,7 +171,7 @@ TASKS: Mapping[str, Task] = {
         stages=False,
     ),
     "zero-shot-image-classification": Task(
-        "image", ZERO_SHOT, required=("candidate_labels",), stages=False
+        "image", ZERO_SHOT_MEDIA, required=("candidate_labels",), stages=False
     ),
     "zero-shot-object-detection": Task(
         "json",
@@ -192,7 +200,7 @@ TASKS: Mapping[str, Task] = {
         },
     ),
     "zero-shot-audio-classification": Task(
-        "audio", ZERO_SHOT, required=("candidate_labels",), stages=False
+        "audio", ZERO_SHOT_MEDIA, required=("candidate_labels",), stages=False
     ),
 }
 
