@@ -35,11 +35,11 @@ def main() -> None:
     host, port = arguments.pop("host"), arguments.pop("port")
     given = {name: value for name, value in arguments.items() if value is not None}
     try:
-        settings = load_settings(overrides=given)
+        app = create_app(load_settings(overrides=given))
     except SettingsError as error:
         print(f"onequeue: {error}", file=sys.stderr)
         raise SystemExit(STARTUP_FAILURE) from None
-    uvicorn.run(create_app(settings), host=host, port=port)
+    uvicorn.run(app, host=host, port=port)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from server.root import Root
 from server.settings import Settings, SettingsError, load_settings
 from worker.engine import Engine
 from worker.payloads import Runner
-from worker.tasks import ALIASES
+from worker.tasks import UnservedTask, resolve_task
 from worker.worker import Worker
 
 log = logging.getLogger("onequeue.app")
@@ -47,6 +47,10 @@ STARTUP_FAILURE = 3  # the exit status at which uvicorn's supervisor does not st
 
 def create_app(settings: Settings, load: Callable[[], Runner] | None = None) -> ASGIApp:
     """`load` makes the runner, on the worker thread; by default from the settings."""
+    try:
+        task = resolve_task(settings.pipeline_task)
+    except UnservedTask as error:
+        raise SettingsError(f"PIPELINE_TASK: {error}") from None
     pool_threads = max(2, min(8, (os.cpu_count() or 2) // 2))
     queue = RequestQueue(settings.max_queue_size, time.monotonic)
     batcher = DynamicBatcher(
@@ -55,7 +59,6 @@ def create_app(settings: Settings, load: Callable[[], Runner] | None = None) -> 
     worker = Worker(load or loader(settings, pool_threads), batcher, Breaker())
     observer = Metrics(lambda: queue.pending, settings.max_batch_size)
     engine = Engine(worker, queue, observer, pool_threads, settings.stuck_after_s)
-    task = ALIASES.get(settings.pipeline_task, settings.pipeline_task)
     routes = [
         Route("/", Root(settings, engine, task), methods=["POST"]),
         Route("/health", health.health),

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.serving import wait_until
 
@@ -113,12 +114,26 @@ def test_several_workers_are_refused_with_the_reason() -> None:
     assert "one process serves the model" in done.stderr
 
 
-def test_a_wrong_setting_is_refused_by_name_without_a_traceback() -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("MAX_BATCH_SIZE", "zero", "MAX_BATCH_SIZE='zero': must be a whole number"),
+        ("PIPELINE_TASK", "summarization", "transformers 5 has dropped the task 'summarization'"),
+        ("PIPELINE_TASK", "fill-mast", "PIPELINE_TASK: unknown task 'fill-mast'"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name_without_a_traceback(
+    name: str, value: str, says: str
+) -> None:
     command = [sys.executable, "-m", "uvicorn", "server.app:app", "--port", "0"]
-    environment = {**os.environ, "MAX_BATCH_SIZE": "zero"}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+        command,
+        cwd=ROOT,
+        env={**os.environ, name: value},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 3
-    assert "MAX_BATCH_SIZE='zero': must be a whole number" in done.stderr
+    assert says in done.stderr
     assert "Traceback" not in done.stderr

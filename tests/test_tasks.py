@@ -4,34 +4,42 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers.pipelines import PIPELINE_REGISTRY
+from transformers.pipelines import PIPELINE_REGISTRY, REMOVED_TASKS
 
 from batching.errors import InvalidInput
 from tests.parity import item, refusal, runner
-from worker.loading import LoadingFailed, LoadOptions, check_task, load_pipeline
-from worker.tasks import NOT_SERVED, TASKS, check_parameters
+from worker.loading import LoadingFailed, LoadOptions, load_pipeline
+from worker.tasks import (
+    DROPPED,
+    NOT_SERVED,
+    TASKS,
+    UnservedTask,
+    check_parameters,
+    resolve_task,
+)
 
 # ── tasks and models ──
 
 
 def test_every_task_of_transformers_is_served_or_said_not_to_be() -> None:
     assert set(PIPELINE_REGISTRY.supported_tasks) == set(TASKS) | set(NOT_SERVED)
+    assert set(REMOVED_TASKS) == set(DROPPED)
 
 
 @pytest.mark.parametrize(
     "task", ["summarization", "translation", "question-answering", "text2text-generation"]
 )
 def test_dropped_tasks_are_refused_as_dropped(task: str) -> None:
-    with pytest.raises(LoadingFailed, match=f"transformers 5 has dropped the task '{task}'"):
-        check_task(task)
+    with pytest.raises(UnservedTask, match=f"transformers 5 has dropped the task '{task}'"):
+        resolve_task(task)
 
 
 def test_unknown_and_unserved_tasks_are_refused_by_name() -> None:
-    with pytest.raises(LoadingFailed, match=r"unknown task 'fill-mast'; known are: .*fill-mask"):
-        check_task("fill-mast")
-    with pytest.raises(LoadingFailed, match="paths and URLs only"):
-        check_task("video-classification")
-    assert check_task("ner") == "token-classification"
+    with pytest.raises(UnservedTask, match=r"unknown task 'fill-mast'; known are: .*fill-mask"):
+        resolve_task("fill-mast")
+    with pytest.raises(UnservedTask, match="paths and URLs only"):
+        resolve_task("video-classification")
+    assert resolve_task("ner") == "token-classification"
 
 
 def test_unknown_models_are_refused_by_name(

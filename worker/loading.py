@@ -8,10 +8,9 @@ from typing import Any, TypeAlias
 
 import torch
 from transformers import AutoConfig, pipeline
-from transformers.pipelines import PIPELINE_REGISTRY, REMOVED_TASKS
 
 from batching.errors import OnequeueError
-from worker.tasks import ALIASES, NOT_SERVED, TASKS
+from worker.tasks import resolve_task
 
 log = logging.getLogger("onequeue.loading")
 
@@ -35,7 +34,7 @@ class LoadOptions:
 
 
 def load_pipeline(options: LoadOptions) -> Pipe:
-    task = check_task(options.task)
+    task = resolve_task(options.task)
     model = options.model
     if model == "demo":
         if task != DEMO_TASK:
@@ -65,18 +64,6 @@ def load_pipeline(options: LoadOptions) -> Pipe:
     pipe.model.eval()
     log.info("loaded seconds=%.1f", time.monotonic() - started)
     return pipe
-
-
-def check_task(name: str) -> str:
-    """The task's own name; raises LoadingFailed for one that cannot be served."""
-    task = ALIASES.get(name, name)
-    if task in REMOVED_TASKS:
-        raise LoadingFailed(f"transformers 5 has dropped the task {task!r}. {REMOVED_TASKS[task]}")
-    if task in NOT_SERVED:
-        raise LoadingFailed(f"the task {task!r} is not served: {NOT_SERVED[task]}")
-    if task not in TASKS or task not in PIPELINE_REGISTRY.supported_tasks:
-        raise LoadingFailed(f"unknown task {name!r}; known are: {', '.join(sorted(TASKS))}")
-    return task
 
 
 def choose_device(name: str) -> torch.device:

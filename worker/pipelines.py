@@ -30,12 +30,12 @@ from worker.lengths import (
     reads_prompt,
     vocabulary,
 )
-from worker.loading import LoadOptions, Pipe, check_task, load_pipeline
+from worker.loading import LoadOptions, Pipe, load_pipeline
 from worker.packing import CannotPack, Packing
 from worker.parity import Differs, check_left_padding, check_packing, check_padding
 from worker.payloads import ModelInfo, PipelineInput
 from worker.samples import warm_up_input
-from worker.tasks import TASKS
+from worker.tasks import TASKS, resolve_task
 
 log = logging.getLogger("onequeue.pipelines")
 
@@ -57,7 +57,7 @@ class Prepared:
 
 def load_runner(options: LoadOptions, max_rows: int, pool_threads: int) -> "PipelineRunner":
     pipe = load_pipeline(options)
-    return PipelineRunner(pipe, check_task(options.task), options.model, max_rows, pool_threads)
+    return PipelineRunner(pipe, resolve_task(options.task), options.model, max_rows, pool_threads)
 
 
 class PipelineRunner:

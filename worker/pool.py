@@ -65,5 +65,5 @@ class Pool:
             stage, items = job
             try:
                 stage.run(items)
-            except Exception:
+            except BaseException:  # a panic in a tokenizer is none of Exception's
                 log.exception("bug in a pool stage items=%d", len(items))

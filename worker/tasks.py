@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from batching.errors import InvalidInput
+from batching.errors import InvalidInput, OnequeueError
 
 Kind = Literal["text", "image", "audio", "json"]
 Check = Callable[[Any], str | None]  # None if the value is fine, else what it must be
@@ -211,11 +211,38 @@ NOT_SERVED = {
     "decision": "it has no single form of input",
 }
 
+CHAT_INSTEAD = "serve a chat model with text-generation instead"
+DROPPED = {  # what transformers 4 had and 5 has not
+    "text2text-generation": CHAT_INSTEAD,
+    "summarization": CHAT_INSTEAD,
+    "translation": CHAT_INSTEAD,
+    "question-answering": CHAT_INSTEAD,
+    "visual-question-answering": "serve a vision-language model with image-text-to-text instead",
+    "vqa": "serve a vision-language model with image-text-to-text instead",
+    "image-to-image": "it is the diffusers library's now",
+}
+
 ALIASES = {
     "sentiment-analysis": "text-classification",
     "ner": "token-classification",
     "text-to-speech": "text-to-audio",
 }
+
+
+class UnservedTask(OnequeueError):
+    """No such task, or none that is served; the message says which and why."""
+
+
+def resolve_task(name: str) -> str:
+    """The task's own name, from that or an alias."""
+    task = ALIASES.get(name, name)
+    if task in TASKS:
+        return task
+    if task in DROPPED:
+        raise UnservedTask(f"transformers 5 has dropped the task {task!r}: {DROPPED[task]}")
+    if task in NOT_SERVED:
+        raise UnservedTask(f"the task {task!r} is not served: {NOT_SERVED[task]}")
+    raise UnservedTask(f"unknown task {name!r}; known are: {', '.join(sorted(TASKS))}")
 
 
 def check_parameters(task_name: str, parameters: Mapping[str, Any]) -> None:
