@@ -4,7 +4,7 @@
     bench.py http                      an instant model behind the queue, beside a bare route (wrk)
     bench.py direct   --model PATH     one client, beside calling the pipeline in a loop
     bench.py pipeline --model PATH     1, 16 and 64 clients, beside the documentation's server,
-                                       LitServe and Mosec (scripts/peers.py)
+                                       LitServe and Mosec (scripts/peers/)
 
 Prints one JSON line a measurement, the last with the ratios. Without --model a random-weight
 model of bert-base's shape is made. It judges no answers: the tests do that.
@@ -31,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 TEXT = "The capital of France is [MASK]."
-CLIENTS = {1: 40, 16: 320, 64: 320}  # clients: requests
+CLIENTS = {1: 30, 16: 192, 64: 256}  # clients: requests
 
 
 def say(**measured: Any) -> dict[str, Any]:
@@ -202,8 +202,14 @@ def pipeline(arguments: argparse.Namespace) -> None:
                 launch = onequeue(arguments.model, port, name.partition(":")[2] or "float32")
             else:
                 path = {"mosec": "/inference"}.get(name, path)
-                peer = [arguments.peer_python, "scripts/peers.py", name, arguments.model, str(port)]
-                launch = (peer, port, "/", {})
+                peer = [
+                    arguments.peer_python,
+                    f"scripts/peers/serve_{name}.py",
+                    arguments.model,
+                    str(port),
+                ]
+                path_first = f"{Path(arguments.peer_python).parent}:{os.environ['PATH']}"
+                launch = (peer, port, "/", {"PATH": path_first})
             with running(*launch):
                 if not name.startswith("onequeue"):
                     load(port, path, 1, key)  # peers answer before they are warm

@@ -1,0 +1,34 @@
+#!/usr/bin/env python3
+"""serve_mosec.py MODEL PORT: Mosec around a fill-mask pipeline, batches of up to 16 within 10 ms.
+A peer for scripts/bench.py; needs `pip install mosec`."""
+
+import os
+import sys
+from typing import Any
+
+import mosec
+import orjson
+from transformers import pipeline
+
+
+class Fill(mosec.Worker):  # type: ignore[misc]  # an untyped package
+    def __init__(self) -> None:
+        self.pipe = pipeline("fill-mask", model=os.environ["PEER_MODEL"])
+
+    def deserialize(self, data: bytes) -> str:
+        return data.decode()
+
+    def serialize(self, data: Any) -> bytes:
+        return orjson.dumps(data)
+
+    def forward(self, texts: list[str]) -> Any:
+        outputs = self.pipe(texts, batch_size=len(texts))
+        return outputs if len(texts) > 1 else [outputs]
+
+
+if __name__ == "__main__":
+    os.environ["PEER_MODEL"], port = sys.argv[1:]  # its worker is a process of its own
+    sys.argv[1:] = ["--port", port, "--timeout", "60000"]
+    server = mosec.Server()
+    server.append_worker(Fill, num=1, max_batch_size=16, max_wait_time=10)
+    server.run()
