@@ -46,9 +46,9 @@ def serve_instant(port: int) -> None:
     import uvicorn
 
     from server.app import create_app
-    from server.settings import Settings
+    from server.settings import load_settings
 
-    uvicorn.run(create_app(Settings(), InstantRunner), port=port, access_log=False)
+    uvicorn.run(create_app(load_settings(), InstantRunner), port=port, access_log=False)
 
 
 def serve_bare(port: int) -> None:

@@ -15,19 +15,14 @@ from contextlib import asynccontextmanager
 from types import FrameType
 from typing import Any
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Route
+from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from batching.breaker import Breaker
 from batching.dynamic import DynamicBatcher
-from batching.errors import OnequeueError
 from batching.request_queue import RequestQueue
-from server import errors, health, logs
-from server.body import BodyRefused
+from server import health, logs
 from server.front import Front
 from server.metrics import Metrics, metrics
 from server.root import Root
@@ -45,7 +40,7 @@ SWITCH_S = 0.001
 STARTUP_FAILURE = 3  # the exit status at which uvicorn's supervisor does not start another
 
 
-def create_app(settings: Settings, load: Callable[[], Runner] | None = None) -> ASGIApp:
+def create_app(settings: Settings, load: Callable[[], Runner] | None = None) -> Front:
     """`load` makes the runner, on the worker thread; by default from the settings."""
     try:
         task = resolve_task(settings.pipeline_task)
@@ -65,31 +60,17 @@ def create_app(settings: Settings, load: Callable[[], Runner] | None = None) -> 
         Route("/ready", health.ready),
         Route("/metrics", metrics),
     ]
-    middleware = []
+    paths = {route.path for route in routes}
+    served: ASGIApp = Router(routes, lifespan=lifespan)
     if settings.cors_origins:
-        middleware.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=settings.cors_origins,
-                allow_methods=["*"],
-                allow_headers=["*"],
-                expose_headers=["X-Request-Id", "X-Batch-Size", "Server-Timing", "Retry-After"],
-            )
+        served = CORSMiddleware(
+            served,
+            allow_origins=settings.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "X-Batch-Size", "Server-Timing", "Retry-After"],
         )
-    app = Starlette(
-        routes=routes,
-        middleware=middleware,
-        exception_handlers={
-            OnequeueError: errors.on_known,
-            HTTPException: errors.on_http,
-            BodyRefused: lambda request, error: error.response,
-        },
-        lifespan=lifespan,
-    )
-    app.state.settings = settings
-    app.state.engine = engine
-    app.state.metrics = observer
-    return Front(app, observer, settings.api_keys, {route.path for route in routes})
+    return Front(served, paths, settings, engine, observer)
 
 
 def loader(settings: Settings, pool_threads: int) -> Callable[[], Runner]:
@@ -110,9 +91,8 @@ def loader(settings: Settings, pool_threads: int) -> Callable[[], Runner]:
 
 
 @asynccontextmanager
-async def lifespan(app: Starlette) -> AsyncIterator[None]:
-    engine: Engine = app.state.engine
-    grace_s: float = app.state.settings.shutdown_grace_s
+async def lifespan(app: Front) -> AsyncIterator[None]:
+    engine, grace_s = app.engine, app.settings.shutdown_grace_s
     logs.configure()
     sys.setswitchinterval(SWITCH_S)
     engine.start()

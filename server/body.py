@@ -6,24 +6,16 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import orjson
-from starlette.responses import Response
 from starlette.types import Receive
 
 from batching.errors import ClientGone, InvalidInput
-from server.errors import http_error
+from server.errors import AnsweredEarly, http_error
 from server.settings import Settings
 
 # A refused body is still read for so long, so that clients get to the answer.
 LINGER_S = 5.0
 
 Headers = Mapping[bytes, bytes]  # names in lower case, as ASGI gives them
-
-
-class BodyRefused(Exception):
-    """408 or 413, ready to be sent."""
-
-    def __init__(self, response: Response) -> None:
-        self.response = response
 
 
 class Patience:
@@ -53,7 +45,7 @@ class Patience:
 
 
 async def read_body(receive: Receive, headers: Headers, settings: Settings) -> bytes:
-    """The whole body; BodyRefused (408, 413) or ClientGone."""
+    """The whole body; AnsweredEarly (408, 413) or ClientGone."""
     limit = int(settings.max_body_mb * 1_000_000)
     declared = headers.get(b"content-length", b"")
     if declared.isdigit() and int(declared) > limit:
@@ -77,7 +69,7 @@ async def read_body(receive: Receive, headers: Headers, settings: Settings) -> b
         if not patience.over:
             raise
         late = f"no more of the body arrived for {settings.body_timeout_s:g} s"
-        raise BodyRefused(http_error(408, late, None, {"Connection": "close"})) from None
+        raise AnsweredEarly(http_error(408, late, None, {"Connection": "close"})) from None
     finally:
         patience.timer.cancel()
     await _refuse_large(receive, headers, limit)
@@ -93,7 +85,7 @@ async def _refuse_large(receive: Receive, headers: Headers, limit: int) -> NoRet
         except TimeoutError:
             pass
     much = f"the body is larger than {limit / 1_000_000:g} MB"
-    raise BodyRefused(http_error(413, much, None, {"Connection": "close"}))
+    raise AnsweredEarly(http_error(413, much, None, {"Connection": "close"}))
 
 
 def parse_json(body: bytes) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 import orjson
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from batching.errors import (
     BreakerOpen,
@@ -22,6 +22,7 @@ from batching.errors import (
     InvalidInput,
     ItemFailed,
     NotReady,
+    OnequeueError,
     OutOfMemory,
     QueueFull,
     WorkerDown,
@@ -84,25 +85,41 @@ def error_kind(error: BaseException) -> str:
     return known[2] if known else "internal"
 
 
-async def on_known(request: Request, error: Exception) -> Response:
-    """Any OnequeueError."""
+class AnsweredEarly(Exception):
+    """Raised with the response that ends a request: 408, 413, 415."""
+
+    def __init__(self, response: Response) -> None:
+        super().__init__(response.status_code)
+        self.response = response
+
+
+def to_response(error: Exception, scope: Scope, request_id: str, debug: bool) -> Response:
+    """The envelope for whatever a route raised; what is our own mistake is logged."""
+    if isinstance(error, AnsweredEarly):
+        return error.response
+    if isinstance(error, HTTPException):
+        return _routing_error(error, scope)
+    if not isinstance(error, OnequeueError):
+        log.error("bug id=%s path=%r", request_id, scope["path"], exc_info=error)
+        return envelope(500, "the server made a mistake", "server_error", "internal")
     status, type_, code = TABLE[type(error)]
-    message = str(error)
-    if request.app.state.settings.debug and error.__cause__ is not None:
-        message += f" ({error.__cause__!r})"
     if status == 500:
-        log.error("request failed id=%s error=%r", request.scope.get("request_id"), error.__cause__)
-    retry = getattr(error, "retry_after_s", None)
-    headers = {"Retry-After": f"{retry:.0f}"} if retry is not None else None
+        log.error("request failed id=%s error=%r", request_id, error.__cause__)
+    message = str(error)
+    if debug and error.__cause__ is not None:
+        message += f" ({error.__cause__!r})"
+    headers = None
+    if error.retry_after_s is not None:
+        headers = {"Retry-After": f"{error.retry_after_s:.0f}"}
     return envelope(status, message, type_, code, getattr(error, "param", None), headers)
 
 
-async def on_http(request: Request, error: Exception) -> Response:
+def _routing_error(error: HTTPException, scope: Scope) -> Response:
     """Starlette's own: no such route, method not allowed."""
-    assert isinstance(error, HTTPException)
+    path = scope["path"][:200]
     message = {
-        404: f"there is no {request.url.path[:200]} here",
-        405: f"{request.url.path[:200]} does not take {request.method[:20]}",
+        404: f"there is no {path} here",
+        405: f"{path} does not take {scope['method'][:20]}",
     }.get(error.status_code, error.detail)
     type_, code = HTTP_CODES.get(error.status_code, ("invalid_request_error", "http_error"))
     return envelope(error.status_code, message, type_, code, None, error.headers)

@@ -1,6 +1,7 @@
-"""What every request meets first: request id, API key, metrics, a last resort for bugs.
+"""The app itself, around the routes: request id, API key, errors to envelopes, metrics.
 
-Pure ASGI around the whole app. Probes and /metrics need no key, like a load balancer's.
+One pure ASGI layer in the place of Starlette's application and its middleware, which cost a short
+request more than the queue does. Probes and /metrics need no key, like a load balancer's.
 """
 
 import hmac
@@ -9,12 +10,13 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import envelope, http_error
+from server.errors import http_error, to_response
 from server.metrics import Metrics
+from server.settings import Settings
+from worker.engine import Engine
 
 log = logging.getLogger("onequeue.front")
 
@@ -25,27 +27,32 @@ _COUNT = itertools.count(1)
 
 
 class Front:
+    """`routes` answers or raises; endpoints find this object as `request.app`."""
+
     def __init__(
-        self, app: ASGIApp, metrics: Metrics, api_keys: Sequence[str], paths: set[str]
+        self, routes: ASGIApp, paths: set[str], settings: Settings, engine: Engine, metrics: Metrics
     ) -> None:
-        self.app = app
+        self.routes = routes
+        self.paths = paths  # requests elsewhere are counted together
+        self.settings = settings
+        self.engine = engine
         self.metrics = metrics
-        self.keys = [key.encode() for key in api_keys]
-        self.paths = paths  # known routes; others are counted together
+        self.keys = [key.encode() for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self
         if scope["type"] != "http":
-            await self.app(scope, receive, send)
+            await self.routes(scope, receive, send)
             return
         started = time.monotonic()
         status = 0
-        scope["request_id"] = request_id = _request_id(scope)
+        request_id = _request_id(scope)
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"].append((b"x-request-id", request_id))
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
             await send(message)
 
         try:
@@ -56,12 +63,12 @@ class Front:
                 )  # fmt: skip
                 await refusal(scope, receive, send_with_id)
             else:
-                await self.app(scope, receive, send_with_id)
-        except Exception:
-            log.exception("bug id=%s path=%s", request_id.decode(), scope["path"])
-            if not status:
-                sorry = envelope(500, "the server made a mistake", "server_error", "internal")
-                await sorry(scope, receive, send_with_id)
+                await self.routes(scope, receive, send_with_id)
+        except Exception as error:
+            if status:  # too late for an envelope: the connection is closed instead
+                raise
+            response = to_response(error, scope, request_id.decode(), self.settings.debug)
+            await response(scope, receive, send_with_id)
         finally:
             endpoint = scope["path"] if scope["path"] in self.paths else "other"
             self.metrics.request(endpoint, status, time.monotonic() - started)
@@ -72,7 +79,7 @@ class Front:
         given = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
         scheme, _, key = given.partition(b" ")
         matches = [hmac.compare_digest(key.strip(), known) for known in self.keys]
-        return scheme.lower() == b"bearer" and any(matches)
+        return bool(scheme.lower() == b"bearer" and any(matches))
 
 
 def _request_id(scope: Scope) -> bytes:

@@ -9,7 +9,7 @@ from worker.engine import Engine
 
 
 async def health(request: Request) -> Response:
-    engine: Engine = request.app.state.engine
+    engine: Engine = request.app.engine
     if engine.dead:
         return _no("the worker is dead", "worker_down")
     if engine.stuck:
@@ -20,7 +20,7 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    engine: Engine = request.app.state.engine
+    engine: Engine = request.app.engine
     info = engine.worker.runner.info if engine.worker.runner else None
     if engine.failure is not None:
         return _no(str(engine.failure), "worker_down")

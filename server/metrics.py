@@ -104,5 +104,5 @@ def _versions() -> dict[str, str]:
 
 
 async def metrics(request: Request) -> Response:
-    registry = request.app.state.metrics.registry
+    registry = request.app.metrics.registry
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

@@ -11,8 +11,8 @@ from starlette.types import Receive, Scope, Send
 
 from batching.errors import ClientGone, InvalidInput
 from batching.request_queue import WorkItem
-from server.body import BodyRefused, Headers, deadline_of, parse_json, read_body
-from server.errors import http_error
+from server.body import Headers, deadline_of, parse_json, read_body
+from server.errors import AnsweredEarly, http_error
 from server.settings import Settings
 from worker.engine import Engine
 from worker.payloads import PipelineInput
@@ -35,7 +35,7 @@ class Root:
         body = await read_body(receive, headers, self.settings)
         media = media_type(headers)
         if wrong := wrong_media(media, task):
-            raise BodyRefused(http_error(415, f"{self.task_name} {wrong}, not {media[:100]!r}"))
+            raise AnsweredEarly(http_error(415, f"{self.task_name} {wrong}, not {media[:100]!r}"))
         inputs, many = parse(body, media, self.task_name, task)
         answers, items = await run(receive, self.engine, inputs, deadline)
         if many and not (task.unwraps_single and len(answers) == 1):

@@ -19,14 +19,10 @@ from worker.payloads import Runner
 class Server:
     def __init__(self, settings: Settings, load: Callable[[], Runner] | None) -> None:
         self.app = create_app(settings, load)
+        self.engine = self.app.engine
         config = uvicorn.Config(self.app, port=0, log_level="error", access_log=False)
         self.uvicorn = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.uvicorn.run, daemon=True)
-
-    @property
-    def engine(self) -> Any:
-        front: Any = self.app
-        return front.app.state.engine
 
     @property
     def port(self) -> int:
