@@ -6,6 +6,7 @@ its mates have the same key. Packed models take mates in order of arrival, paddi
 those nearest in length out of a bounded window. Owned by the worker thread; no clock inside.
 """
 
+from collections import OrderedDict
 from collections.abc import Hashable
 from itertools import islice
 
@@ -13,7 +14,7 @@ from batching.request_queue import WorkItem
 
 # How many batches' worth of waiting items are looked at for mates of similar length.
 WINDOW_BATCHES = 4
-# Full batches that must succeed before a cap halved by out-of-memory is doubled again.
+# Batches near the cap that must succeed before a cap halved by out-of-memory is doubled again.
 GROW_AFTER = 8
 
 
@@ -26,16 +27,17 @@ class DynamicBatcher:
         self.cap = max_size  # rows allowed now: max_size unless memory ran out
         self._successes = 0
         self._free_since = float("-inf")
-        self._groups: dict[Hashable, dict[WorkItem, None]] = {}
-        self._all: dict[WorkItem, None] = {}
+        # ordered dicts: a plain one takes ever longer to find its first key after deletions
+        self._groups: dict[Hashable, OrderedDict[WorkItem, None]] = {}
+        self._all: OrderedDict[WorkItem, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._all)
 
-    def add(self, item: WorkItem, now: float) -> None:
-        item.arrived_at = now
+    def add(self, item: WorkItem, arrived_at: float) -> None:
+        item.arrived_at = arrived_at
         self._all[item] = None
-        self._groups.setdefault(item.key, {})[item] = None
+        self._groups.setdefault(item.key, OrderedDict())[item] = None
 
     def free(self, now: float) -> None:
         """The worker has finished a batch: what arrived before now has waited enough."""
@@ -76,15 +78,14 @@ class DynamicBatcher:
         mates = islice(self._groups[oldest.key], WINDOW_BATCHES * self.max_size)
         window = [item for item in mates if _alive(item, now)]
         if not self.packs:
-            width = oldest.tokens / oldest.rows
-            window.sort(key=lambda item: abs(item.tokens / item.rows - width))
+            window.sort(key=lambda item: abs(item.width - oldest.width))
         batch, rows, total = [oldest], oldest.rows, oldest.tokens
-        widest = oldest.tokens / oldest.rows
+        widest = oldest.width
         for item in window:
             if item is oldest:
                 continue
             new_rows = rows + item.rows
-            new_widest = max(widest, item.tokens / item.rows)
+            new_widest = max(widest, item.width)
             new_total = total + item.tokens
             cost = new_total if self.packs else new_rows * new_widest
             if new_rows > self.cap or cost > self.max_tokens:
@@ -109,14 +110,15 @@ class DynamicBatcher:
         self._groups.clear()
         return items
 
-    def out_of_memory(self, rows: int) -> None:
-        """A batch of `rows` did not fit: halve the cap."""
-        self.cap = max(1, min(self.cap, rows // 2))
-        self._successes = 0
+    def out_of_memory(self, fitted: int) -> None:
+        """A batch did not fit, parts of up to `fitted` rows did; 0: only single items failed."""
+        if fitted:
+            self.cap = min(self.cap, fitted)
+            self._successes = 0
 
     def succeeded(self, rows: int) -> None:
-        """A batch of `rows` went through; enough full ones let a halved cap grow back."""
-        if self.cap == self.max_size or rows < self.cap:
+        """Enough batches near a lowered cap went through: let it grow back."""
+        if self.cap == self.max_size or rows * 2 <= self.cap:
             return
         self._successes += 1
         if self._successes >= GROW_AFTER:

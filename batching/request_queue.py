@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from batching.errors import ClientGone, DeadlineHopeless, QueueFull, Refused
+from batching.errors import ClientGone, DeadlineHopeless, QueueFull
 
 
 class WorkItem:
@@ -30,6 +30,7 @@ class WorkItem:
         "rows",
         "started_at",
         "tokens",
+        "width",
     )
 
     def __init__(
@@ -43,6 +44,7 @@ class WorkItem:
         self.prepared: Any = None
         self.rows = 1  # model rows the item needs
         self.tokens = 1  # tokens of all rows together
+        self.width = 1  # tokens of the longest row
         self.key: Hashable = None  # items with equal keys may share a batch
         self.arrived_at = self.started_at = self.finished_at = accepted_at
         self.batch_size = 0
@@ -62,7 +64,11 @@ class WorkItem:
 
 
 class ServiceRate:
-    """Items per second while the worker is busy, recent batches weighing most."""
+    """Items per second of a worker that has more to do, recent batches weighing most.
+
+    Record only batches that were full or kept others waiting: after light load a rate would be
+    that of single items, and refuse a burst that one batch could serve.
+    """
 
     def __init__(self, memory: float = 0.9) -> None:
         self.memory = memory
@@ -83,15 +89,12 @@ class RequestQueue:
         self.capacity = capacity
         self.clock = clock
         self.rate = ServiceRate()
-        self.closed: Refused | None = None  # why nothing is accepted
         self.waiting: set[WorkItem] = set()  # accepted and unanswered, one place each
         self._pairs: asyncio.Queue[WorkItem] = asyncio.Queue()
         self._settled = asyncio.Event()
         self._settled.set()
 
     def _admit(self, count: int, deadline: float) -> None:
-        if self.closed is not None:
-            raise type(self.closed)(str(self.closed), self.closed.retry_after_s or 1.0)
         expected_s = self.rate.seconds_for(self.pending)
         if self.pending + count > self.capacity:
             raise QueueFull(
@@ -142,10 +145,10 @@ class RequestQueue:
             items.append(self._pairs.get_nowait())
         return items
 
-    def resolve_all(self, error: Exception) -> None:
+    def resolve_all(self, make_error: Callable[[], Exception]) -> None:
         """Answer everything that still waits, wherever it is."""
         for item in self.waiting:
-            item.resolve(error)
+            item.resolve(make_error())
 
     async def settled(self) -> None:
         """Return once nothing accepted is unanswered."""

@@ -5,6 +5,7 @@ and drains it on SIGTERM, before uvicorn hears of the signal. One process, one w
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -15,9 +16,7 @@ from contextlib import asynccontextmanager
 from types import FrameType
 from typing import Any
 
-from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp
 
 from batching.breaker import Breaker
 from batching.dynamic import DynamicBatcher
@@ -61,16 +60,7 @@ def create_app(settings: Settings, load: Callable[[], Runner] | None = None) -> 
         Route("/metrics", metrics),
     ]
     paths = {route.path for route in routes}
-    served: ASGIApp = Router(routes, lifespan=lifespan)
-    if settings.cors_origins:
-        served = CORSMiddleware(
-            served,
-            allow_origins=settings.cors_origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["X-Request-Id", "X-Batch-Size", "Server-Timing", "Retry-After"],
-        )
-    return Front(served, paths, settings, engine, observer)
+    return Front(Router(routes, lifespan=lifespan), paths, settings, engine, observer)
 
 
 def loader(settings: Settings, pool_threads: int) -> Callable[[], Runner]:
@@ -117,10 +107,19 @@ def drain_on_signal(engine: Engine, grace_s: float) -> Callable[[], None]:
     before: dict[int, Any] = {}
     drains: list[asyncio.Task[None]] = []
 
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        restore()  # from here on signals are the server's own affair
+        before[number](number, frame)
+
     async def drain(number: int, frame: FrameType | None) -> None:
         log.info("draining unanswered=%d grace_s=%g", engine.queue.pending, grace_s)
         await engine.drain(grace_s)
-        before[number](number, frame)
+        if signal.getsignal(number) is on_signal:
+            hand_on(number, frame)
 
     def on_first(number: int, frame: FrameType | None) -> None:
         if not drains:
@@ -129,22 +128,16 @@ def drain_on_signal(engine: Engine, grace_s: float) -> Callable[[], None]:
     def on_signal(number: int, frame: FrameType | None) -> None:
         if engine.draining:
             loop.call_soon_threadsafe(engine.give_up)
+            hand_on(number, frame)
         else:
             loop.call_soon_threadsafe(on_first, number, frame)
 
-    try:
+    with contextlib.suppress(ValueError):  # off the main thread, whoever embeds us has signals
         for number in (signal.SIGTERM, signal.SIGINT):
             handler = signal.getsignal(number)
             if callable(handler):
-                before[number] = handler
                 signal.signal(number, on_signal)
-    except ValueError:  # not the main thread: whoever embeds us handles signals
-        return lambda: None
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
+                before[number] = handler
     return restore
 
 

@@ -1,11 +1,13 @@
 """Reading a request: its body within limits, its JSON, its time limit."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import orjson
+from starlette.responses import Response
 from starlette.types import Receive
 
 from batching.errors import ClientGone, InvalidInput
@@ -19,24 +21,23 @@ Headers = Mapping[bytes, bytes]  # names in lower case, as ASGI gives them
 
 
 class Patience:
-    """Cancels the task that waits for a body once nothing has arrived for `limit_s`.
+    """Cancels the task that waits for a body once nothing has arrived for `limit_s`, or at
+    `deadline`. One timer a request, re-armed only if it fires: most bodies are there already."""
 
-    One timer a request, re-armed only if it fires: most bodies are there already.
-    """
-
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float, deadline: float) -> None:
         self.limit_s = limit_s
+        self.deadline = deadline
         self.over = False
         self.loop = asyncio.get_running_loop()
         self.task = asyncio.current_task(self.loop)
-        self.progress_at = self.loop.time()
+        self.progress_at = time.monotonic()
         self.timer = self.loop.call_later(limit_s, self._look)
 
     def progress(self) -> None:
-        self.progress_at = self.loop.time()
+        self.progress_at = time.monotonic()
 
     def _look(self) -> None:
-        left_s = self.progress_at + self.limit_s - self.loop.time()
+        left_s = min(self.progress_at + self.limit_s, self.deadline) - time.monotonic()
         if left_s > 0:
             self.timer = self.loop.call_later(left_s, self._look)
         elif self.task:
@@ -44,48 +45,55 @@ class Patience:
             self.task.cancel()
 
 
-async def read_body(receive: Receive, headers: Headers, settings: Settings) -> bytes:
+async def read_body(
+    receive: Receive, headers: Headers, settings: Settings, deadline: float
+) -> bytes:
     """The whole body; AnsweredEarly (408, 413) or ClientGone."""
     limit = int(settings.max_body_mb * 1_000_000)
     declared = headers.get(b"content-length", b"")
-    if declared.isdigit() and int(declared) > limit:
-        await _refuse_large(receive, headers, limit)
-    patience = Patience(settings.body_timeout_s)
+    if declared.isdigit() and int(declared[:20]) > limit:
+        if headers.get(b"expect", b"").lower() != b"100-continue":
+            await _linger(receive)  # one that expects to be told will not send
+        raise AnsweredEarly(_too_large(limit))
+    patience = Patience(settings.body_timeout_s, deadline)
     chunks, size = [], 0
     try:
-        while True:
+        while size <= limit:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone("the client has gone")
             chunk = message.get("body", b"")
             size += len(chunk)
-            if size > limit:
-                break
             chunks.append(chunk)
-            if not message.get("more_body", False):
+            if size <= limit and not message.get("more_body", False):
                 return chunks[0] if len(chunks) == 1 else b"".join(chunks)
             patience.progress()
     except asyncio.CancelledError:
         if not patience.over:
             raise
-        late = f"no more of the body arrived for {settings.body_timeout_s:g} s"
-        raise AnsweredEarly(http_error(408, late, None, {"Connection": "close"})) from None
+        raise AnsweredEarly(_too_slow(settings.body_timeout_s)) from None
     finally:
         patience.timer.cancel()
-    await _refuse_large(receive, headers, limit)
+    await _linger(receive)
+    raise AnsweredEarly(_too_large(limit))
 
 
-async def _refuse_large(receive: Receive, headers: Headers, limit: int) -> NoReturn:
-    """413; unless the client waits to be told to go on, what it sends is read and dropped."""
-    if headers.get(b"expect", b"").lower() != b"100-continue":
-        try:
-            async with asyncio.timeout(LINGER_S):
-                while (await receive()).get("more_body", False):
-                    pass
-        except TimeoutError:
-            pass
+async def _linger(receive: Receive) -> None:
+    """Read and drop what still comes, so that the client gets to the answer."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            while (await receive()).get("more_body", False):
+                pass
+
+
+def _too_large(limit: int) -> Response:
     much = f"the body is larger than {limit / 1_000_000:g} MB"
-    raise AnsweredEarly(http_error(413, much, None, {"Connection": "close"}))
+    return http_error(413, much, None, {"Connection": "close"})
+
+
+def _too_slow(body_timeout_s: float) -> Response:
+    late = f"the body stopped arriving for {body_timeout_s:g} s, or came too slowly"
+    return http_error(408, late, None, {"Connection": "close"})
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
@@ -104,7 +112,7 @@ def deadline_of(headers: Headers, settings: Settings) -> float:
     timeout_s = settings.request_timeout_s
     given = headers.get(b"x-request-timeout-ms")
     if given is not None:
-        if not given.isdigit() or not 0 < int(given[:12]) <= 10**9:
+        if not given.isdigit() or len(given) > 10 or not int(given):
             raise InvalidInput("must be a positive whole number", "X-Request-Timeout-Ms")
         timeout_s = min(timeout_s, int(given) / 1000)
     return time.monotonic() + timeout_s

@@ -6,6 +6,7 @@ Internals (the chained cause) are added to the message only in debug mode.
 """
 
 import logging
+import math
 from collections.abc import Mapping
 
 import orjson
@@ -79,12 +80,6 @@ def http_error(
     return envelope(status, message, *HTTP_CODES[status], param, headers)
 
 
-def error_kind(error: BaseException) -> str:
-    """The code of an exception of ours, as metrics label it."""
-    known = TABLE.get(type(error))  # type: ignore[arg-type]  # a BaseException is just not found
-    return known[2] if known else "internal"
-
-
 class AnsweredEarly(Exception):
     """Raised with the response that ends a request: 408, 413, 415."""
 
@@ -93,15 +88,17 @@ class AnsweredEarly(Exception):
         self.response = response
 
 
-def to_response(error: Exception, scope: Scope, request_id: str, debug: bool) -> Response:
-    """The envelope for whatever a route raised; what is our own mistake is logged."""
+def to_response(
+    error: Exception, scope: Scope, request_id: str, debug: bool
+) -> tuple[Response, str]:
+    """The envelope for whatever a route raised, and its kind for metrics. Bugs are logged."""
     if isinstance(error, AnsweredEarly):
-        return error.response
+        return error.response, HTTP_CODES[error.response.status_code][1]
     if isinstance(error, HTTPException):
-        return _routing_error(error, scope)
+        return _routing_error(error, scope), "routing"
     if not isinstance(error, OnequeueError):
         log.error("bug id=%s path=%r", request_id, scope["path"], exc_info=error)
-        return envelope(500, "the server made a mistake", "server_error", "internal")
+        return envelope(500, "the server made a mistake", "server_error", "internal"), "internal"
     status, type_, code = TABLE[type(error)]
     if status == 500:
         log.error("request failed id=%s error=%r", request_id, error.__cause__)
@@ -110,8 +107,8 @@ def to_response(error: Exception, scope: Scope, request_id: str, debug: bool) ->
         message += f" ({error.__cause__!r})"
     headers = None
     if error.retry_after_s is not None:
-        headers = {"Retry-After": f"{error.retry_after_s:.0f}"}
-    return envelope(status, message, type_, code, getattr(error, "param", None), headers)
+        headers = {"Retry-After": str(math.ceil(error.retry_after_s))}
+    return envelope(status, message, type_, code, getattr(error, "param", None), headers), code
 
 
 def _routing_error(error: HTTPException, scope: Scope) -> Response:

@@ -11,9 +11,12 @@ import re
 import secrets
 import time
 
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import http_error, to_response
+from server.errors import AnsweredEarly, http_error, to_response
 from server.metrics import Metrics
 from server.settings import Settings
 from worker.engine import Engine
@@ -38,6 +41,15 @@ class Front:
         self.engine = engine
         self.metrics = metrics
         self.keys = [key.encode() for key in settings.api_keys]
+        self.served: ASGIApp = self._serve
+        if settings.cors_origins:
+            self.served = Cors(
+                self._serve,
+                allow_origins=settings.cors_origins,
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=["X-Request-Id", "X-Batch-Size", "Server-Timing", "Retry-After"],
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self
@@ -46,7 +58,7 @@ class Front:
             return
         started = time.monotonic()
         status = 0
-        request_id = _request_id(scope)
+        scope["request_id"] = request_id = _request_id(scope)
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -56,22 +68,24 @@ class Front:
             await send(message)
 
         try:
-            if self.keys and not self._may_pass(scope):
-                refusal = http_error(
-                    401, "a valid API key is needed: Authorization: Bearer KEY", None,
-                    {"WWW-Authenticate": "Bearer"},
-                )  # fmt: skip
-                await refusal(scope, receive, send_with_id)
-            else:
-                await self.routes(scope, receive, send_with_id)
-        except Exception as error:
-            if status:  # too late for an envelope: the connection is closed instead
-                raise
-            response = to_response(error, scope, request_id.decode(), self.settings.debug)
-            await response(scope, receive, send_with_id)
+            await self.served(scope, receive, send_with_id)
         finally:
             endpoint = scope["path"] if scope["path"] in self.paths else "other"
             self.metrics.request(endpoint, status, time.monotonic() - started)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A route's answer, or the envelope of what it raised."""
+        try:
+            if self.keys and not self._may_pass(scope):
+                bearer = {"WWW-Authenticate": "Bearer"}
+                wanted = "a valid API key is needed: Authorization: Bearer KEY"
+                raise AnsweredEarly(http_error(401, wanted, None, bearer))
+            await self.routes(scope, receive, send)
+        except Exception as error:
+            request_id = scope["request_id"].decode()
+            response, kind = to_response(error, scope, request_id, self.settings.debug)
+            self.metrics.failed(kind)
+            await response(scope, receive, send)
 
     def _may_pass(self, scope: Scope) -> bool:
         if scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
@@ -80,6 +94,17 @@ class Front:
         scheme, _, key = given.partition(b" ")
         matches = [hmac.compare_digest(key.strip(), known) for known in self.keys]
         return bool(scheme.lower() == b"bearer" and any(matches))
+
+
+class Cors(CORSMiddleware):
+    """Starlette's, with our envelope for a preflight that is refused."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code < 400:
+            return response
+        reason = bytes(response.body).decode()
+        return http_error(400, reason)
 
 
 def _request_id(scope: Scope) -> bytes:

@@ -10,23 +10,22 @@ from worker.engine import Engine
 
 async def health(request: Request) -> Response:
     engine: Engine = request.app.engine
-    if engine.dead:
+    if engine.worker.state == "dead":
         return _no("the worker is dead", "worker_down")
     if engine.stuck:
-        return _no(
-            f"a forward has been running for over {engine.stuck_after_s:g} s", "worker_stuck"
-        )
+        long = f"a forward has been running for over {engine.stuck_after_s:g} s"
+        return _no(long, "worker_stuck")
     return _json({"status": "ok"})
 
 
 async def ready(request: Request) -> Response:
     engine: Engine = request.app.engine
-    info = engine.worker.runner.info if engine.worker.runner else None
     if engine.failure is not None:
         return _no(str(engine.failure), "worker_down")
-    if engine.queue.closed is not None:
-        return _no(str(engine.queue.closed), "not_ready")
-    assert info is not None
+    if (refusal := engine.refusal()) is not None:
+        return _no(str(refusal), "not_ready")
+    assert engine.worker.runner is not None
+    info = engine.worker.runner.info
     return _json({"status": "ready", "task": info.task, "model": info.model, "compile": "off"})
 
 

@@ -18,7 +18,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server import __version__
-from server.errors import error_kind
 from worker.payloads import BatchReport, ModelInfo
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -43,7 +42,7 @@ class Metrics:
         self.batch_tokens = self._histogram("batch_tokens", "Tokens a batch, unpadded", TOKENS)
         self.padding = self._make(Gauge, "padding_share", "Padding in the last batch, 0 to 1")
         self.forward = self._histogram("forward_seconds", "Forward pass of a batch", SECONDS)
-        self.errors = self._make(Counter, "errors", "Inputs not served, by kind", "kind")
+        self.errors = self._make(Counter, "errors", "Requests not served, by kind", "kind")
         self.out_of_memory = self._make(Counter, "out_of_memory", "Forwards that ran out of memory")
         self.cap = self._make(Gauge, "batch_cap", "Rows a batch may have now")
         self.cap.set(batch_cap)
@@ -77,8 +76,8 @@ class Metrics:
         for wait_s in report.waits_s:
             self.wait.observe(wait_s)
 
-    def failed(self, error: BaseException) -> None:
-        self.errors.labels(error_kind(error)).inc()
+    def failed(self, kind: str) -> None:
+        self.errors.labels(kind).inc()
 
     def breaker(self, is_open: bool) -> None:
         self.breaker_open.set(is_open)

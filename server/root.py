@@ -7,9 +7,10 @@ of each; they are answered together.
 import time
 from typing import Any
 
+import anyio.to_thread
 from starlette.types import Receive, Scope, Send
 
-from batching.errors import ClientGone, InvalidInput
+from batching.errors import ClientGone, Draining, InvalidInput
 from batching.request_queue import WorkItem
 from server.body import Headers, deadline_of, parse_json, read_body
 from server.errors import AnsweredEarly, http_error
@@ -17,6 +18,9 @@ from server.settings import Settings
 from worker.engine import Engine
 from worker.payloads import PipelineInput
 from worker.tasks import TASKS, Task, check_parameters
+
+# Larger JSON bodies are parsed off the event loop.
+INLINE_BYTES = 1 << 18
 
 
 class Root:
@@ -32,12 +36,17 @@ class Root:
         headers = dict(scope["headers"])
         deadline = deadline_of(headers, self.settings)
         task = TASKS[self.task_name]
-        body = await read_body(receive, headers, self.settings)
+        if self.engine.draining:
+            raise Draining("the server is stopping", 5)
+        body = await read_body(receive, headers, self.settings, deadline)
         media = media_type(headers)
         if wrong := wrong_media(media, task):
             raise AnsweredEarly(http_error(415, f"{self.task_name} {wrong}, not {media[:100]!r}"))
-        inputs, many = parse(body, media, self.task_name, task)
-        answers, items = await run(receive, self.engine, inputs, deadline)
+        if len(body) <= INLINE_BYTES:
+            inputs, many = self.parse(body, media)
+        else:
+            inputs, many = await anyio.to_thread.run_sync(self.parse, body, media)
+        answers, items = await run(receive, self.engine, inputs, deadline, many)
         if many and not (task.unwraps_single and len(answers) == 1):
             content = b"[" + b",".join(answers) + b"]"
         else:
@@ -49,6 +58,30 @@ class Root:
         ]
         await send({"type": "http.response.start", "status": 200, "headers": fields})
         await send({"type": "http.response.body", "body": content})
+
+    def parse(self, body: bytes, media: str) -> tuple[list[PipelineInput], bool]:
+        """The inputs of a request, and whether they came as a list."""
+        name, task = self.task_name, TASKS[self.task_name]
+        if not body:
+            raise InvalidInput(f"the body is empty: post the {task.kind} itself, or JSON", "inputs")
+        if media != "application/json":
+            return [parse_raw(body, name, task)], False
+        document = parse_json(body)
+        if "inputs" not in document:
+            raise InvalidInput('the object needs a field "inputs"', "inputs")
+        parameters = document.get("parameters")
+        if parameters is None:
+            parameters = {}
+        if not isinstance(parameters, dict):
+            raise InvalidInput("must be an object", "parameters")
+        check_parameters(name, parameters)
+        inputs = document["inputs"]
+        if not isinstance(inputs, list) or is_chat(inputs):
+            return [PipelineInput(inputs, parameters)], False
+        if not 0 < len(inputs) <= self.settings.max_queue_size:
+            most = self.settings.max_queue_size
+            raise InvalidInput(f"a list takes 1 to {most} inputs, not {len(inputs)}", "inputs")
+        return [PipelineInput(each, parameters) for each in inputs], True
 
 
 def media_type(headers: Headers) -> str:
@@ -69,31 +102,12 @@ def wrong_media(media: str, task: Task) -> str | None:
     return f"takes {main}/…, raw bytes or application/json"
 
 
-def parse(body: bytes, media: str, name: str, task: Task) -> tuple[list[PipelineInput], bool]:
-    """The inputs of a request, and whether they came as a list."""
-    if not body:
-        raise InvalidInput(f"the body is empty: post the {task.kind} itself, or JSON", "inputs")
-    if media != "application/json":
-        if task.kind == "json":
-            keys = ", ".join(f'"{key}": …' for key in task.json_keys)
-            raise InvalidInput(f'{name} takes application/json: {{"inputs": {{{keys}}}}}', "inputs")
-        check_parameters(name, {})
-        return [PipelineInput(decode_text(body) if task.kind == "text" else body)], False
-    document = parse_json(body)
-    if "inputs" not in document:
-        raise InvalidInput('the object needs a field "inputs"', "inputs")
-    parameters = document.get("parameters")
-    if parameters is None:
-        parameters = {}
-    if not isinstance(parameters, dict):
-        raise InvalidInput("must be an object", "parameters")
-    check_parameters(name, parameters)
-    inputs = document["inputs"]
-    if not isinstance(inputs, list) or is_chat(inputs):
-        return [PipelineInput(inputs, parameters)], False
-    if not inputs:
-        raise InvalidInput("the list is empty", "inputs")
-    return [PipelineInput(each, parameters) for each in inputs], True
+def parse_raw(body: bytes, name: str, task: Task) -> PipelineInput:
+    if task.kind == "json":
+        keys = ", ".join(f'"{key}": …' for key in task.json_keys)
+        raise InvalidInput(f'{name} takes application/json: {{"inputs": {{{keys}}}}}', "inputs")
+    check_parameters(name, {})
+    return PipelineInput(decode_text(body) if task.kind == "text" else body)
 
 
 def is_chat(inputs: list[Any]) -> bool:
@@ -111,17 +125,21 @@ def decode_text(body: bytes) -> str:
 
 
 async def run(
-    receive: Receive, engine: Engine, inputs: list[PipelineInput], deadline: float
+    receive: Receive, engine: Engine, inputs: list[PipelineInput], deadline: float, many: bool
 ) -> tuple[list[bytes], list[WorkItem]]:
     """Queue the inputs and wait for their answers, the deadline or the client's leaving."""
-    if len(inputs) > engine.queue.capacity:
-        raise InvalidInput(f"at most {engine.queue.capacity} inputs fit in one request", "inputs")
     items = engine.submit(inputs, deadline)
-    loop = engine.loop
-    timer = loop.call_later(deadline - time.monotonic(), engine.expire, items)
-    loop.create_task(watch(receive, items))  # its receive() keeps hold of it
+    timer = engine.loop.call_later(deadline - time.monotonic(), engine.expire, items)
+    engine.loop.create_task(watch(receive, items))  # its receive() keeps hold of it
+    answers: list[bytes] = []
     try:
-        return [await item.future for item in items], items
+        for item in items:
+            answers.append(await item.future)  # noqa: PERF401  # its length says which has failed
+        return answers, items
+    except InvalidInput as error:
+        if many and error.param and error.param.startswith("inputs"):
+            error.param = f"inputs[{len(answers)}]" + error.param.removeprefix("inputs")
+        raise
     finally:
         timer.cancel()
         engine.queue.forget(items)

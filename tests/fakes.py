@@ -20,7 +20,7 @@ class FakeRunner:
 
     info = INFO
 
-    def __init__(self, before: Callable[[list[str]], None] | None = None) -> None:
+    def __init__(self, before: Callable[[list[str]], object] | None = None) -> None:
         self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Semaphore(0)  # released at each forward's start
@@ -28,6 +28,7 @@ class FakeRunner:
         self.batches: list[list[str]] = []
         self.healthy = True
         self.warm_ups = 0
+        self.probing: Callable[[], object] = lambda: None
 
     def prepare(self, item: WorkItem) -> None:
         text = item.payload.inputs
@@ -55,5 +56,6 @@ class FakeRunner:
 
     def warm_up(self) -> None:
         self.warm_ups += 1
+        self.probing()
         if not self.healthy:
             raise RuntimeError("the worker is broken")

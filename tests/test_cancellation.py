@@ -5,7 +5,7 @@ import socket
 import httpx
 
 from tests.fakes import FakeRunner
-from tests.serving import Server, read_answer, serving, wait_until
+from tests.serving import Server, metric, read_answer, serving, wait_until
 
 
 def send(server: Server, text: str) -> socket.socket:
@@ -53,5 +53,7 @@ def test_leaving_in_the_middle_of_the_body_leaves_nothing_behind() -> None:
         client = socket.create_connection(("127.0.0.1", server.port))
         client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")
         client.close()
+        gone = 'onequeue_requests_total{endpoint="/",status="499"}'
+        wait_until(lambda: metric(server, gone) == 1)
         assert httpx.post(server.url, content="x").status_code == 200
         assert server.engine.queue.pending == 0

@@ -12,6 +12,7 @@ from batching.request_queue import WorkItem
 def item(tokens: int = 1, key: Any = None, rows: int = 1, deadline: float = 1e9) -> WorkItem:
     made = WorkItem("payload", None, deadline, 0.0)
     made.tokens, made.key, made.rows = tokens, key, rows
+    made.width = tokens // rows
     return made
 
 
@@ -124,31 +125,28 @@ def test_packed_batch_keeps_the_order_of_arrival() -> None:
     assert b.take(0.0) == items[1:]
 
 
-def test_out_of_memory_halves_the_cap_and_success_grows_it_back() -> None:
+def test_out_of_memory_lowers_the_cap_to_what_fits_and_success_grows_it_back() -> None:
     b = batcher(size=8)
-    b.out_of_memory(8)
-    assert b.cap == 4
-    b.out_of_memory(4)
+    b.out_of_memory(fitted=2)
     assert b.cap == 2
-    b.succeeded(1)  # not full: says nothing about memory
+    b.succeeded(1)  # not near the cap: says nothing about memory
     for _ in range(GROW_AFTER - 1):
         b.succeeded(2)
     assert b.cap == 2
     b.succeeded(2)
     assert b.cap == 4
     for _ in range(GROW_AFTER):
-        b.succeeded(4)
+        b.succeeded(3)
     assert b.cap == 8
     for _ in range(GROW_AFTER):
         b.succeeded(8)
     assert b.cap == 8
 
 
-def test_cap_never_falls_below_one() -> None:
+def test_an_item_that_fits_nowhere_leaves_the_cap_alone() -> None:
     b = batcher(size=8)
-    for _ in range(10):
-        b.out_of_memory(1)
-    assert b.cap == 1
+    b.out_of_memory(fitted=0)
+    assert b.cap == 8
 
 
 ITEMS = st.lists(
@@ -175,7 +173,7 @@ def test_every_open_item_leaves_exactly_once_within_the_caps(
         assert len({i.key for i in batch}) == 1
         if len(batch) > 1:
             assert sum(i.rows for i in batch) <= size
-            widest = max(i.tokens / i.rows for i in batch)
+            widest = max(i.width for i in batch)
             cost = sum(i.tokens for i in batch) if packs else sum(i.rows for i in batch) * widest
             assert cost <= tokens
         left += batch

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import resource
+import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from typing import Any
@@ -95,6 +96,30 @@ def test_a_stuck_worker_turns_health_red_and_everybody_is_answered() -> None:
         wait_until(lambda: post(server.url, "new").status_code == 200)
 
 
+def test_a_stuck_worker_is_noticed_without_traffic_and_while_it_probes() -> None:
+    runner = FakeRunner()
+    gate = threading.Event()
+    with serving(lambda: runner, stuck_after_s=0.2) as server:
+        runner.probing = lambda: gate.wait(30)
+        assert post(server.url, "bad").status_code == 500
+        wait_until(lambda: httpx.get(server.url + "/ready").status_code == 503)
+        assert httpx.get(server.url + "/health").status_code == 503
+        assert post(server.url, "new").json()["error"]["code"] == "worker_down"
+        gate.set()
+        wait_until(lambda: httpx.get(server.url + "/ready").status_code == 200)
+        assert post(server.url, "new").status_code == 200
+
+
+def test_light_load_does_not_make_a_burst_look_hopeless() -> None:
+    runner = FakeRunner(lambda texts: threading.Event().wait(0.05) and None)
+    with serving(lambda: runner) as server, ThreadPoolExecutor(60) as pool:
+        for _ in range(5):
+            post(server.url, "single")
+        limit = {"X-Request-Timeout-Ms": "2000"}
+        burst = [pool.submit(post, server.url, f"t{n}", **limit) for n in range(60)]
+        assert [answer.result().status_code for answer in burst] == [200] * 60
+
+
 def test_a_dead_worker_turns_health_red_and_everybody_is_answered() -> None:
     def lost(texts: list[str]) -> None:
         if texts != ["first"]:
@@ -121,7 +146,8 @@ def test_an_open_breaker_answers_503_and_closes_again() -> None:
     with serving(lambda: runner) as server:
         server.engine.worker.breaker.cooldown_s = 0.3
         runner.healthy = False
-        assert [post(server.url, "bad").status_code for _ in range(3)] == [500] * 3
+        statuses = [post(server.url, "bad").status_code for _ in range(3)]
+        assert statuses == [500] * 3
         wait_until(lambda: metric(server, "onequeue_breaker_open") == 1)
         refused = post(server.url, "good")
         assert refused.status_code == 503

@@ -7,7 +7,6 @@ from batching.errors import (
     DeadlineExceeded,
     DeadlineHopeless,
     Draining,
-    NotReady,
     QueueFull,
 )
 from batching.request_queue import RequestQueue, ServiceRate, retry_after
@@ -76,14 +75,6 @@ def test_rate_follows_recent_batches() -> None:
     assert rate.seconds_for(10) == pytest.approx(2.0, rel=0.01)
 
 
-async def test_a_closed_queue_says_why() -> None:
-    q = queue()
-    q.closed = NotReady("the model is loading", 5)
-    with pytest.raises(NotReady, match="loading") as refused:
-        q.accept(["x"], 200)
-    assert refused.value.retry_after_s == 5
-
-
 async def test_items_resolve_once() -> None:
     q = queue()
     (item,) = q.accept(["x"], 200)
@@ -116,7 +107,7 @@ async def test_settled_waits_for_the_last_place() -> None:
     waiting = asyncio.create_task(q.settled())
     await asyncio.sleep(0)
     assert not waiting.done()
-    q.resolve_all(Draining("stopping"))
+    q.resolve_all(lambda: Draining("stopping"))
     assert isinstance(item.future.exception(), Draining)
     q.forget([item])
     await waiting

@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -65,7 +66,7 @@ def test_json_form_with_one_input_and_with_several(server: Server) -> None:
         (b"[]", "application/json", 400, None, "object"),
         (b'"text"', "application/json", 400, None, "object"),
         (b"{}", "application/json", 400, "inputs", "inputs"),
-        (b'{"inputs": []}', "application/json", 400, "inputs", "empty"),
+        (b'{"inputs": []}', "application/json", 400, "inputs", "1 to 8"),
         (b'{"inputs": "a", "parameters": 3}', "application/json", 400, "parameters", "object"),
         (
             b'{"inputs": "a", "parameters": {"trust_remote_code": true}}',
@@ -85,7 +86,8 @@ def test_json_form_with_one_input_and_with_several(server: Server) -> None:
         (b"x", "image/png", 415, None, "text/"),
         (b"x", "multipart/form-data", 415, None, "raw bytes"),
         (b"x" * 1_000_001, "text/plain", 413, None, "larger than 1 MB"),
-        (b'{"inputs": [' + b'"a",' * 9 + b'"a"]}', "application/json", 400, "inputs", "at most 8"),
+        (b'{"inputs": [' + b'"a",' * 9 + b'"a"]}', "application/json", 400, "inputs", "1 to 8"),
+        (b'{"inputs": ["a", "refused"]}', "application/json", 400, "inputs[1]", "is refused"),
         (b"bad", "text/plain", 500, None, "the model failed on this input"),
         (b"unfinished", "text/plain", 500, None, "could not be processed"),
     ],
@@ -149,7 +151,7 @@ def test_request_id_is_echoed_or_made(server: Server) -> None:
     assert long.headers["x-request-id"] != "a" * 1000
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "abc", "1.5", "9" * 30])
+@pytest.mark.parametrize("value", ["0", "-1", "abc", "1.5", "9" * 30, "0001" + "0" * 400])
 def test_timeout_header_must_be_a_number(server: Server, value: str) -> None:
     response = httpx.post(server.url, content="x", headers={"X-Request-Timeout-Ms": value})
     assert response.status_code == 400
@@ -172,6 +174,33 @@ def test_keys_and_origins() -> None:
         assert httpx.get(server.url + "/health").status_code == 200
         preflight = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
         assert httpx.options(server.url, headers=preflight).status_code == 200
+        preflight["Origin"] = "https://b.example"
+        error_of(httpx.options(server.url, headers=preflight))
+        refused = httpx.post(server.url, content="x", headers={"Origin": "https://a.example"})
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == "https://a.example"
+
+
+def test_a_long_list_does_not_hold_up_others() -> None:
+    with serving(FakeRunner) as server, ThreadPoolExecutor(1) as pool:
+        body = b'{"inputs": [' + b'"a",' * 5_000_000 + b'"a"]}'
+        headers = {"content-type": "application/json"}
+        long = pool.submit(httpx.post, server.url, content=body, headers=headers, timeout=60)
+        slowest = 0.0
+        while not long.done():
+            started = time.monotonic()
+            assert httpx.get(server.url + "/health").status_code == 200
+            slowest = max(slowest, time.monotonic() - started)
+        assert long.result().status_code == 400
+        assert slowest < 2
+
+
+def test_our_own_mistake_is_an_envelope_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(FakeRunner) as server:
+        monkeypatch.setattr(server.engine, "submit", None)
+        response = httpx.post(server.url, content="x")
+        assert response.status_code == 500
+        assert error_of(response)["code"] == "internal"
 
 
 def test_debug_shows_internals_and_only_debug_does() -> None:
@@ -197,14 +226,14 @@ def test_metrics_count_requests_batches_and_errors(server: Server) -> None:
     assert 'task="fill-mask"' in text
 
 
-def test_ready_turns_200_only_after_warm_up() -> None:
+def test_a_failed_warm_up_is_said_on_ready_and_turns_health_red() -> None:
     runner = FakeRunner()
     runner.healthy = False
     with serving(lambda: runner, ready=False) as server:
         wait_until(lambda: server.engine.failure is not None)
         response = httpx.get(server.url + "/ready")
         assert response.status_code == 503
-        assert "the worker is broken" in error_of(response)["message"]
+        assert "failed on its warm-up input" in error_of(response)["message"]
         assert httpx.get(server.url + "/health").status_code == 503
         assert httpx.post(server.url, content="x").status_code == 503
 

@@ -4,6 +4,7 @@
 
 The loop is not asked in between: the pool hands items to the worker, the worker hands outputs to
 the pool, and each group of answers is one call into the loop. Every item is resolved here, once.
+Whether anything is accepted is not stored but asked: `refusal` looks at the worker as it is.
 """
 
 import asyncio
@@ -21,6 +22,8 @@ from batching.errors import (
     ItemFailed,
     NotReady,
     OnequeueError,
+    OutOfMemory,
+    Refused,
     WorkerDown,
 )
 from batching.request_queue import RequestQueue, WorkItem
@@ -35,7 +38,6 @@ class Observer(Protocol):
     """Told what happens, for metrics."""
 
     def batch(self, report: BatchReport) -> None: ...
-    def failed(self, error: BaseException) -> None: ...
     def breaker(self, is_open: bool) -> None: ...
     def loaded(self, info: ModelInfo) -> None: ...
 
@@ -59,8 +61,6 @@ class Engine:
         self._prepare, self._finish = Stage(self._prepare_items), Stage(self._finish_items)
         self._drain_task: asyncio.Task[None] | None = None
         self._watchdog: asyncio.TimerHandle | None = None
-        self._stuck_refusal = WorkerDown("the worker is stuck in a forward pass", 60)
-        queue.closed = NotReady("the model is loading", 5)
 
     # ── life ──
 
@@ -78,7 +78,6 @@ class Engine:
     async def drain(self, grace_s: float) -> None:
         """Refuse what is new, wait for what was accepted, answer 503 to what is left."""
         self.draining = True
-        self.queue.closed = Draining("the server is stopping", 5)
         try:
             async with asyncio.timeout(grace_s):
                 await self.queue.settled()
@@ -88,7 +87,7 @@ class Engine:
 
     def give_up(self) -> None:
         """Answer everything that still waits."""
-        self.queue.resolve_all(Draining("the server has stopped", 5))
+        self.queue.resolve_all(lambda: Draining("the server has stopped", 5))
 
     async def stop(self) -> None:
         if not self.draining:
@@ -107,16 +106,27 @@ class Engine:
         since = self.worker.busy_since
         return since is not None and time.monotonic() - since > self.stuck_after_s
 
-    @property
-    def dead(self) -> bool:
-        return self.worker.state == "dead" or (
-            self.worker.state != "loading" and not self.worker.thread.is_alive()
-        )
+    def refusal(self) -> Refused | None:
+        """Why nothing is accepted now."""
+        if self.draining:
+            return Draining("the server is stopping", 5)
+        if self.worker.state == "dead":
+            return WorkerDown("the model is not being served: the worker is down", 60)
+        if self.stuck:
+            return WorkerDown("the worker is stuck in a forward pass", 60)
+        if self.worker.state != "ready":
+            return NotReady(f"the model is {self.worker.state}", 5)
+        if (probe_at := self.worker.breaker.probe_at) is not None:
+            wait_s = max(1.0, probe_at - time.monotonic())
+            return BreakerOpen("the model keeps failing; it is tried again shortly", wait_s)
+        return None
 
     # ── one item ──
 
     def submit(self, payloads: Sequence[Any], deadline: float) -> list[WorkItem]:
         """Queue payloads, or raise a Refused; their futures get the answers or the errors."""
+        if (refusal := self.refusal()) is not None:
+            raise refusal
         items = self.queue.accept(payloads, deadline)
         if self._watchdog is None:
             self._watch(self.stuck_after_s)
@@ -125,9 +135,7 @@ class Engine:
     def expire(self, items: list[WorkItem]) -> None:
         """The items' deadline has passed, wherever they are."""
         for item in items:
-            self._resolve(
-                item, DeadlineExceeded("the request did not finish within its time limit")
-            )
+            item.resolve(DeadlineExceeded("the request did not finish within its time limit"))
 
     async def _drain_queue(self) -> None:
         while True:
@@ -146,7 +154,9 @@ class Engine:
                 runner.prepare(item)
             except OnequeueError as error:
                 failed.append((item, error))
-            except Exception as error:
+            except MemoryError:
+                failed.append((item, OutOfMemory("this input does not fit into memory")))
+            except BaseException as error:  # a panic in a tokenizer is no Exception
                 log.info("input refused error=%r", error)
                 refusal = InvalidInput(f"the input does not fit the task {runner.info.task}")
                 refusal.__cause__ = error
@@ -167,7 +177,7 @@ class Engine:
                 continue
             try:
                 answers.append((item, runner.finish(item, raw)))
-            except Exception as error:
+            except BaseException as error:
                 log.warning("postprocessing failed error=%r", error)
                 failure = ItemFailed("the model's output for this input could not be processed")
                 failure.__cause__ = error
@@ -176,36 +186,26 @@ class Engine:
 
     def _resolve_all(self, outcomes: list[Outcome]) -> None:
         for item, outcome in outcomes:
-            self._resolve(item, outcome)
-
-    def _resolve(self, item: WorkItem, outcome: Any) -> None:
-        if item.resolve(outcome) and isinstance(outcome, BaseException):
-            self.observer.failed(outcome)
+            item.resolve(outcome)
 
     # ── the worker's side: `outputs` on its thread, the rest on the loop ──
 
     def outputs(self, outcomes: list[Outcome]) -> None:
-        self.pool.put(self._finish, outcomes)
+        self.pool.put(self._finish, outcomes, urgent=True)
 
     def on_batch(self, report: BatchReport, failed: list[Outcome]) -> None:
-        if self.queue.closed is self._stuck_refusal:
-            self.queue.closed = None  # it has come back
-        self.queue.rate.record(report.size, report.total_s)
+        if report.saturated:
+            self.queue.rate.record(report.size, report.total_s)
         self.observer.batch(report)
         self._resolve_all(failed)
 
-    def on_rejected(self, items: list[WorkItem], error: OnequeueError) -> None:
+    def on_rejected(self, items: list[WorkItem]) -> None:
         for item in items:
-            self._resolve(item, error)
+            item.resolve(self.refusal() or BreakerOpen("the model keeps failing", 1))
 
-    def on_breaker(self, error: BreakerOpen | None) -> None:
-        self.observer.breaker(error is not None)
-        if error is None:
-            log.info("breaker closed")
-        else:
-            log.error("breaker open retry_after_s=%.0f", error.retry_after_s or 0)
-        if not self.draining and self.failure is None:
-            self.queue.closed = error
+    def on_breaker(self, is_open: bool) -> None:
+        self.observer.breaker(is_open)
+        log.log(logging.ERROR if is_open else logging.INFO, "breaker open=%s", is_open)
 
     def on_state(self, state: State, error: Exception | None) -> None:
         info = self.worker.runner.info if self.worker.runner else None
@@ -216,19 +216,11 @@ class Engine:
                 info.task, info.model, info.device, info.dtype, info.parameters,
                 info.batching, f" because={info.why!r}" if info.why else "",
             )  # fmt: skip
-            self.queue.closed = NotReady("the model is warming up", 1)
-        elif state == "ready" and not self.draining:
-            self.queue.closed = None
+        elif state == "ready":
             log.info("ready")
         elif state == "dead":
-            self._bury(error)
-
-    def _bury(self, error: Exception | None) -> None:
-        self.failure = error or RuntimeError("the worker thread has ended")
-        if isinstance(error, OnequeueError):  # loading failed and says why
-            log.critical("%s", error)
-        self.queue.closed = WorkerDown("the model is not being served: the worker is down", 60)
-        self.queue.resolve_all(self.queue.closed)
+            self.failure = error
+            self.queue.resolve_all(lambda: WorkerDown("the worker has died", 60))
 
     def _watch(self, delay_s: float) -> None:
         """Look again in `delay_s`, as long as somebody waits; a stuck worker's clients get 503."""
@@ -236,9 +228,8 @@ class Engine:
         def look() -> None:
             self._watchdog = None
             if self.stuck:
-                log.critical("worker stuck busy_s=%.0f", self.stuck_after_s)
-                self.queue.closed = self.queue.closed or self._stuck_refusal
-                self.queue.resolve_all(self._stuck_refusal)
+                log.critical("worker stuck for more than seconds=%g", self.stuck_after_s)
+                self.queue.resolve_all(lambda: WorkerDown("the worker is stuck", 60))
             elif self.queue.pending:
                 since = self.worker.busy_since
                 busy_s = 0.0 if since is None else time.monotonic() - since

@@ -16,6 +16,8 @@ from worker.media import to_audio, to_image
 from worker.payloads import PipelineInput
 from worker.tasks import TASKS, listed, texts
 
+MAX_LABELLED_CHARS = 4_000_000
+
 Check = Callable[[Any], str | None]
 
 
@@ -33,6 +35,10 @@ def read_input(task: str, payload: PipelineInput, pipe: Pipe, limit: int) -> Any
             return samples
         case "json":
             return read_object(task, inputs, limit)
+    if task == "zero-shot-classification" and isinstance(inputs, str):
+        labels = payload.parameters["candidate_labels"]
+        if len(inputs) * len(labels) > MAX_LABELLED_CHARS:  # it is tokenized for each label
+            raise InvalidInput("the text is too long for so many labels", "inputs")
     return read_text(task, inputs, pipe, limit)
 
 

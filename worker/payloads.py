@@ -25,15 +25,14 @@ class BatchReport:
     """What one trip through the worker was like. Times in seconds, one wait per item."""
 
     size: int
-    rows: int
     tokens: int
     padded_tokens: int
     forward_s: float
     total_s: float
     waits_s: tuple[float, ...]
-    failed: int
     out_of_memory: int
     cap: int
+    saturated: bool  # full, or others waited meanwhile
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,6 +124,8 @@ class PipelineRunner:
         item.rows = len(prepared.chunks) * prepared.copies
         if self.task.kind == "text" and self.task.stages:
             item.tokens = sum(chunk["input_ids"].shape[-1] for chunk in prepared.chunks)
+            item.tokens *= prepared.copies
+            item.width = prepared.tokens
         item.key = self._key(prepared) or id(item)
 
     def _key(self, prepared: Prepared) -> Hashable | None:
@@ -194,6 +196,10 @@ class PipelineRunner:
 
     def forward(self, prepared: list[Prepared]) -> list[Any]:
         """Raw outputs, a list of one per row for each input."""
+        with panics_as_errors():
+            return self._forward(prepared)
+
+    def _forward(self, prepared: list[Prepared]) -> list[Any]:
         if not self.task.stages:
             return [self._call_whole(p) for p in prepared]
         rows = [chunk for p in prepared for chunk in p.chunks]

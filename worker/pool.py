@@ -2,9 +2,11 @@
 
 Work goes from thread to thread without passing through the event loop, and several items make
 one call: on short texts a hop costs more than the work. Images should spread over the threads,
-so the size of a group follows the measured cost of an item.
+so the size of a group follows the measured cost of an item. What is done leaves before more
+is begun.
 """
 
+import itertools
 import logging
 import queue
 import threading
@@ -41,7 +43,9 @@ class Pool:
     """What is waiting here is bounded by the queue's places. A stuck call blocks no exit."""
 
     def __init__(self, threads: int) -> None:
-        self.jobs: queue.SimpleQueue[tuple[Stage, list[Any]] | None] = queue.SimpleQueue()
+        self._jobs: queue.PriorityQueue[tuple[int, int, Stage | None, list[Any]]]
+        self._jobs = queue.PriorityQueue()
+        self._count = itertools.count()
         self.threads = [
             threading.Thread(target=self._work, name=f"pool-{n}", daemon=True)
             for n in range(threads)
@@ -53,16 +57,18 @@ class Pool:
 
     def stop(self) -> None:
         for _ in self.threads:
-            self.jobs.put(None)
+            self._jobs.put((2, next(self._count), None, []))
 
-    def put(self, stage: Stage, items: Sequence[Any]) -> None:
-        """Have `items` go through `stage`, in groups. From any thread."""
+    def put(self, stage: Stage, items: Sequence[Any], urgent: bool = False) -> None:
+        """Have `items` go through `stage`, in groups; urgent ones first. From any thread."""
         for group in stage.groups(items):
-            self.jobs.put((stage, group))
+            self._jobs.put((0 if urgent else 1, next(self._count), stage, group))
 
     def _work(self) -> None:
-        while (job := self.jobs.get()) is not None:
-            stage, items = job
+        while True:
+            _, _, stage, items = self._jobs.get()
+            if stage is None:
+                return
             try:
                 stage.run(items)
             except BaseException:  # a panic in a tokenizer is none of Exception's

@@ -15,6 +15,7 @@ Kind = Literal["text", "image", "audio", "json"]
 Check = Callable[[Any], str | None]  # None if the value is fine, else what it must be
 
 MAX_TEXTS = 512
+MAX_TEXT_CHARS = 10_000
 MAX_NEW_TOKENS = 1 << 20
 
 
@@ -45,13 +46,15 @@ def one_of(*choices: Any) -> Check:
 
 
 def text(value: Any) -> str | None:
-    return None if isinstance(value, str) and len(value) <= 10_000 else "must be a string"
+    """A string that is no document."""
+    fine = isinstance(value, str) and len(value) <= MAX_TEXT_CHARS
+    return None if fine else f"must be a string of at most {MAX_TEXT_CHARS} characters"
 
 
 def texts(value: Any) -> str | None:
     """A non-empty string or list of strings."""
     many = value if isinstance(value, list) else [value]
-    fine = 0 < len(many) <= MAX_TEXTS and all(isinstance(v, str) and v.strip() for v in many)
+    fine = 0 < len(many) <= MAX_TEXTS and all(text(v) is None and v.strip() for v in many)
     return None if fine else f"must be a string or a list of 1 to {MAX_TEXTS} strings, none empty"
 
 

@@ -12,6 +12,7 @@ import logging
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,11 +20,11 @@ from typing import Any, Protocol
 from batching.breaker import Breaker
 from batching.dynamic import DynamicBatcher
 from batching.errors import (
-    BreakerOpen,
     ClientGone,
     ItemFailed,
     OnequeueError,
     OutOfMemory,
+    WorkerDown,
     WrongResultCount,
 )
 from batching.request_queue import WorkItem
@@ -39,13 +40,9 @@ class Listener(Protocol):
 
     def outputs(self, outcomes: list[Outcome]) -> None: ...
     def on_batch(self, report: BatchReport, failed: list[Outcome]) -> None: ...
-    def on_rejected(self, items: list[WorkItem], error: OnequeueError) -> None: ...
-    def on_breaker(self, error: BreakerOpen | None) -> None: ...
+    def on_rejected(self, items: list[WorkItem]) -> None: ...
+    def on_breaker(self, is_open: bool) -> None: ...
     def on_state(self, state: State, error: Exception | None) -> None: ...
-
-
-class _Stop:
-    pass
 
 
 @dataclass(slots=True)
@@ -54,6 +51,7 @@ class _Run:
 
     forward_s: float = 0.0
     out_of_memory: int = 0
+    fitted: int = 0  # rows of the largest part that went through
     outcomes: list[Outcome] = field(default_factory=list)
 
 
@@ -72,7 +70,7 @@ class Worker:
         self.runner: Runner | None = None
         self.state: State = "loading"
         self.busy_since: float | None = None  # read by the watchdog
-        self.inbox: queue.SimpleQueue[list[WorkItem] | _Stop] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[tuple[float, list[WorkItem]] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name="worker", daemon=True)
         self._post: Callable[..., None] = lambda *args: None
         self._listener: Listener | None = None
@@ -85,10 +83,10 @@ class Worker:
         self.thread.start()
 
     def submit(self, items: list[WorkItem]) -> None:
-        self.inbox.put(items)
+        self.inbox.put((self.clock(), items))
 
     def stop(self) -> None:
-        self.inbox.put(_Stop())
+        self.inbox.put(None)
 
     # ── the thread ──
 
@@ -104,7 +102,12 @@ class Worker:
         self.runner = self.load()
         self.batcher.packs = self.runner.info.batching == "packed"
         self._enter("warming")
-        self.runner.warm_up()
+        self.busy_since = self.clock()
+        try:
+            self.runner.warm_up()
+        except Exception as error:
+            raise ItemFailed("the model failed on its warm-up input") from error
+        self.busy_since = None
         self._enter("ready")
 
     def _receive(self) -> bool:
@@ -112,11 +115,11 @@ class Worker:
         try:
             message = self.inbox.get(timeout=self._wait_s())
             while True:
-                if isinstance(message, _Stop):
+                if message is None:
                     return False
-                now = self.clock()
-                for item in message:
-                    self.batcher.add(item, now)
+                arrived_at, items = message
+                for item in items:
+                    self.batcher.add(item, arrived_at)
                 message = self.inbox.get_nowait()
         except queue.Empty:
             return True
@@ -139,6 +142,8 @@ class Worker:
             item.batch_size = len(batch)
         run = _Run()
         self._run_items(batch, run)
+        if run.out_of_memory:
+            self.batcher.out_of_memory(run.fitted)
         finished = self.clock()
         self.busy_since = None
         self.batcher.free(finished)
@@ -161,18 +166,19 @@ class Worker:
         try:
             outputs = runner.forward([item.prepared for item in items])
         except Exception as error:
+            # The frames hold what the forward had allocated, and the parts below need it.
+            traceback.clear_frames(error.__traceback__)
             kind = runner.diagnose(error)
             if kind == "fatal":
                 raise
-            if kind == "memory":
-                run.out_of_memory += 1
-                self.batcher.out_of_memory(rows)
+            run.out_of_memory += kind == "memory"
             if len(items) == 1:
                 log.warning("item failed error=%r", error)
                 run.outcomes.append((items[0], _failure(error, kind)))
                 return
         else:
             run.forward_s += self.clock() - started
+            run.fitted = max(run.fitted, rows)
             self.batcher.succeeded(rows)
             run.outcomes += _paired(items, outputs)
             return
@@ -186,18 +192,17 @@ class Worker:
     def _report(self, batch: list[WorkItem], run: _Run) -> BatchReport:
         tokens = sum(item.tokens for item in batch)
         rows = sum(item.rows for item in batch)
-        widest = max(item.tokens / item.rows for item in batch)
+        widest = max(item.width for item in batch)
         return BatchReport(
             size=len(batch),
-            rows=rows,
             tokens=tokens,
-            padded_tokens=0 if self.batcher.packs else round(rows * widest) - tokens,
+            padded_tokens=0 if self.batcher.packs else max(0, rows * widest - tokens),
             forward_s=run.forward_s,
             total_s=batch[0].finished_at - batch[0].started_at,
             waits_s=tuple(item.started_at - item.accepted_at for item in batch),
-            failed=sum(isinstance(outcome, ItemFailed) for _, outcome in run.outcomes),
             out_of_memory=run.out_of_memory,
             cap=self.batcher.cap,
+            saturated=rows >= self.batcher.cap or bool(len(self.batcher)) or not self.inbox.empty(),
         )
 
     def _probe(self) -> None:
@@ -217,28 +222,21 @@ class Worker:
             self.breaker.succeeded()
         finally:
             self.busy_since = None
+        if self.breaker.is_open != was_open:
+            self._post(self._require_listener().on_breaker, self.breaker.is_open)
         if self.breaker.is_open:
-            self._post(self._require_listener().on_breaker, self._open_error())
             self._reject_waiting()
-        elif was_open:
-            self._post(self._require_listener().on_breaker, None)
-
-    def _open_error(self) -> BreakerOpen:
-        assert self.breaker.probe_at is not None
-        wait_s = max(1.0, self.breaker.probe_at - self.clock())
-        return BreakerOpen("the model keeps failing; it is tried again shortly", wait_s)
 
     def _reject_waiting(self) -> None:
         if items := self.batcher.clear():
-            self._post(self._require_listener().on_rejected, items, self._open_error())
+            self._post(self._require_listener().on_rejected, items)
 
     def _die(self, error: BaseException) -> None:
-        loading = self.state in ("loading", "warming")
         self.busy_since = None
-        if not loading:
-            log.critical("worker died error=%r", error, exc_info=error)
         self.state = "dead"
-        reason = error if isinstance(error, Exception) else RuntimeError(str(error))
+        known = isinstance(error, OnequeueError)
+        log.critical("worker down: %s", error, exc_info=error.__cause__ if known else error)
+        reason = error if isinstance(error, OnequeueError) else WorkerDown("the worker has died")
         self._post(self._require_listener().on_state, "dead", reason)
 
     def _enter(self, state: State) -> None:
@@ -267,5 +265,5 @@ def _failure(error: Exception, kind: str) -> ItemFailed:
         failure: ItemFailed = OutOfMemory("this input does not fit into memory")
     else:
         failure = ItemFailed("the model failed on this input")
-    failure.__cause__ = error
+    failure.__cause__ = error.with_traceback(None)
     return failure
