@@ -6,11 +6,12 @@ so the size of a group follows the measured cost of an item. What is done leaves
 is begun.
 """
 
-import itertools
+import contextlib
 import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,9 +44,9 @@ class Pool:
     """What is waiting here is bounded by the queue's places. A stuck call blocks no exit."""
 
     def __init__(self, threads: int) -> None:
-        self._jobs: queue.PriorityQueue[tuple[int, int, Stage | None, list[Any]]]
-        self._jobs = queue.PriorityQueue()
-        self._count = itertools.count()
+        self._urgent: deque[tuple[Stage, list[Any]]] = deque()
+        self._others: deque[tuple[Stage, list[Any]]] = deque()
+        self._tokens: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True: a job is there
         self.threads = [
             threading.Thread(target=self._work, name=f"pool-{n}", daemon=True)
             for n in range(threads)
@@ -57,19 +58,26 @@ class Pool:
 
     def stop(self) -> None:
         for _ in self.threads:
-            self._jobs.put((2, next(self._count), None, []))
+            self._tokens.put(False)
 
     def put(self, stage: Stage, items: Sequence[Any], urgent: bool = False) -> None:
         """Have `items` go through `stage`, in groups; urgent ones first. From any thread."""
+        jobs = self._urgent if urgent else self._others
         for group in stage.groups(items):
-            self._jobs.put((0 if urgent else 1, next(self._count), stage, group))
+            jobs.append((stage, group))
+            self._tokens.put(True)
 
     def _work(self) -> None:
-        while True:
-            _, _, stage, items = self._jobs.get()
-            if stage is None:
-                return
+        while self._tokens.get():
+            stage, items = self._take()
             try:
                 stage.run(items)
             except BaseException:  # a panic in a tokenizer is none of Exception's
                 log.exception("bug in a pool stage items=%d", len(items))
+
+    def _take(self) -> tuple[Stage, list[Any]]:
+        """There are at least as many jobs as tokens taken; other threads may be faster."""
+        while True:
+            for jobs in (self._urgent, self._others):
+                with contextlib.suppress(IndexError):
+                    return jobs.popleft()
