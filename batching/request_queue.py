@@ -27,6 +27,7 @@ class WorkItem:
         "open",
         "payload",
         "prepared",
+        "ran",
         "rows",
         "started_at",
         "tokens",
@@ -42,6 +43,7 @@ class WorkItem:
         self.accepted_at = accepted_at
         self.open = True  # somebody still waits; other threads only read it
         self.prepared: Any = None
+        self.ran = False  # its output is there: only postprocessing is left
         self.rows = 1  # model rows the item needs
         self.tokens = 1  # tokens of all rows together
         self.width = 1  # tokens of the longest row

@@ -19,13 +19,12 @@ from tests.serving import wait_until
 ROOT = Path(__file__).parent.parent
 
 PROGRAM = """
-    import socket, threading, uvicorn
+    import socket, uvicorn
     from server.app import create_app
     from server.settings import Settings
     from tests.fakes import FakeRunner
 
-    never = threading.Event()
-    runner = FakeRunner(lambda texts: "hold" in texts and never.wait({hold_s}))
+    runner = FakeRunner(lambda texts: "hold" in texts and open({held!r}).close())
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
@@ -35,9 +34,10 @@ PROGRAM = """
 
 
 @contextmanager
-def process(grace_s: float, hold_s: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server process; the text `hold` keeps its worker busy for `hold_s`."""
-    code = textwrap.dedent(PROGRAM).format(grace_s=grace_s, hold_s=hold_s)
+def process(grace_s: float, held: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server process; the text `hold` keeps its worker busy until `held`, a pipe, is opened."""
+    os.mkfifo(held)
+    code = textwrap.dedent(PROGRAM).format(grace_s=grace_s, held=str(held))
     child = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
@@ -69,9 +69,11 @@ def depth(url: str) -> float:
     )
 
 
-def test_accepted_work_is_finished_and_new_work_refused() -> None:
-    with process(grace_s=20, hold_s=2) as (child, url), ThreadPoolExecutor(4) as pool:
-        accepted = [pool.submit(post, url, text) for text in ("hold", "a", "b")]
+def test_accepted_work_is_finished_and_new_work_refused(tmp_path: Path) -> None:
+    with process(grace_s=20, held=tmp_path / "held") as (child, url), ThreadPoolExecutor(4) as pool:
+        accepted = [pool.submit(post, url, "hold")]
+        wait_until(lambda: depth(url) == 1)
+        accepted += [pool.submit(post, url, text) for text in ("a", "b")]
         wait_until(lambda: depth(url) == 3)
         child.send_signal(signal.SIGTERM)
         wait_until(lambda: httpx.get(url + "/ready").status_code == 503)
@@ -79,12 +81,16 @@ def test_accepted_work_is_finished_and_new_work_refused() -> None:
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "draining"
         assert httpx.get(url + "/health").status_code == 200
+        (tmp_path / "held").open("w").close()
         assert [answer.result().status_code for answer in accepted] == [200] * 3
         assert child.wait(15) in (0, -signal.SIGTERM)
 
 
-def test_the_grace_is_a_bound_and_what_is_left_gets_503() -> None:
-    with process(grace_s=0.5, hold_s=60) as (child, url), ThreadPoolExecutor(1) as pool:
+def test_the_grace_is_a_bound_and_what_is_left_gets_503(tmp_path: Path) -> None:
+    with (
+        process(grace_s=0.5, held=tmp_path / "held") as (child, url),
+        ThreadPoolExecutor(1) as pool,
+    ):
         accepted = pool.submit(post, url, "hold")
         wait_until(lambda: depth(url) == 1)
         started = time.monotonic()
@@ -94,8 +100,8 @@ def test_the_grace_is_a_bound_and_what_is_left_gets_503() -> None:
         assert time.monotonic() - started < 10
 
 
-def test_a_second_signal_goes_through_at_once() -> None:
-    with process(grace_s=60, hold_s=60) as (child, url), ThreadPoolExecutor(1) as pool:
+def test_a_second_signal_goes_through_at_once(tmp_path: Path) -> None:
+    with process(grace_s=60, held=tmp_path / "held") as (child, url), ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(post, url, "hold")
         wait_until(lambda: depth(url) == 1)
         child.send_signal(signal.SIGINT)

@@ -220,7 +220,13 @@ class Engine:
             log.info("ready")
         elif state == "dead":
             self.failure = error
-            self.queue.resolve_all(lambda: WorkerDown("the worker has died", 60))
+            self._abandon("the worker has died")
+
+    def _abandon(self, reason: str) -> None:
+        """Answer what the worker would still have to run; what has run is being finished."""
+        for item in self.queue.waiting:
+            if not item.ran:
+                item.resolve(WorkerDown(reason, 60))
 
     def _watch(self, delay_s: float) -> None:
         """Look again in `delay_s`, as long as somebody waits; a stuck worker's clients get 503."""
@@ -229,7 +235,7 @@ class Engine:
             self._watchdog = None
             if self.stuck:
                 log.critical("worker stuck for more than seconds=%g", self.stuck_after_s)
-                self.queue.resolve_all(lambda: WorkerDown("the worker is stuck", 60))
+                self._abandon("the worker is stuck")
             elif self.queue.pending:
                 since = self.worker.busy_since
                 busy_s = 0.0 if since is None else time.monotonic() - since

@@ -46,6 +46,10 @@ def load_pipeline(options: LoadOptions) -> Pipe:
     started = time.monotonic()
     make: Any = pipeline  # overloaded by literal task
     try:
+        if model.startswith(("/", ".", "~")):
+            model = str(Path(model).expanduser())
+            if not Path(model).is_dir():
+                raise FileNotFoundError("there is no such folder")
         device = choose_device(options.device)
         keywords = {} if options.attention == "auto" else {"attn_implementation": options.attention}
         pipe = make(
@@ -63,6 +67,8 @@ def load_pipeline(options: LoadOptions) -> Pipe:
         ) from error
     pipe.model.eval()
     log.info("loaded seconds=%.1f", time.monotonic() - started)
+    if pipe.dtype == torch.bfloat16 and device.type == "cpu" and not has_bfloat16():
+        log.warning("this CPU emulates bfloat16: DTYPE=float32 is faster here")
     return pipe
 
 
@@ -70,6 +76,10 @@ def choose_device(name: str) -> torch.device:
     if name != "auto":
         return torch.device(name)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def has_bfloat16() -> bool:
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def choose_dtype(name: str, model: str, device: torch.device) -> torch.dtype | str:

@@ -152,6 +152,8 @@ class Worker:
         listener = self._require_listener()
         succeeded = [o for o in run.outcomes if not isinstance(o[1], Exception)]
         failed = [o for o in run.outcomes if isinstance(o[1], Exception)]
+        for item, _ in succeeded:
+            item.ran = True
         listener.outputs(succeeded)
         self._post(listener.on_batch, self._report(batch, run), failed)
         if succeeded:
