@@ -168,11 +168,6 @@ TASKS: Mapping[str, Task] = {
     ),
     "object-detection": Task("image", {"threshold": number(0, 1)}, batches=False),
     "depth-estimation": Task("image", batches=False),
-    "mask-generation": Task(
-        "image",
-        {"points_per_batch": integer(1, 1024), "pred_iou_thresh": number(0, 1)},
-        stages=False,
-    ),
     "zero-shot-image-classification": Task(
         "image", ZERO_SHOT_MEDIA, required=("candidate_labels",), stages=False
     ),
@@ -184,7 +179,7 @@ TASKS: Mapping[str, Task] = {
     ),
     "image-text-to-text": Task(
         "json",
-        {key: GENERATE[key] for key in ("max_new_tokens", "return_full_text")},
+        {"max_new_tokens": integer(1, 1024), "return_full_text": flag},
         stages=False,
         json_keys=("images", "text"),
     ),
@@ -209,6 +204,7 @@ TASKS: Mapping[str, Task] = {
 
 NOT_SERVED = {
     "video-classification": "its pipeline reads videos from paths and URLs only",
+    "mask-generation": "its pipeline needs torchvision, which onequeue does not install",
     "keypoint-matching": "it takes two images at a time",
     "any-to-any": "it has no single form of input",
     "decision": "it has no single form of input",

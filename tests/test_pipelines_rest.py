@@ -1,0 +1,178 @@
+"""Answers about images and sounds, and in sound, equal the pipeline's: the remaining tasks."""
+
+import base64
+import io
+from typing import Any
+
+import orjson
+import pytest
+from PIL import Image
+
+from tests import tiny_vision as tiny_vision  # adds its models to the list
+from tests.parity import item, oracle, runner, same, serve, text
+from tests.test_pipelines_media import noise, png, wav
+from worker.answers import to_json
+
+PICTURES = [
+    png(1, (40, 30)),
+    png(2, (32, 32)),
+    png(3, (50, 70)),
+    png(4, (33, 40), "L"),
+    png(5, (40, 30), "RGBA"),
+]
+
+
+def opened(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data))
+
+
+def encoded(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def answers_like_the_pipeline(
+    task: str, model: str, calls: list[tuple[Any, dict[str, Any], dict[str, Any]]]
+) -> list[Any]:
+    """Each call: what a client sends, the same as the pipeline's keywords, the parameters."""
+    run, call = runner(task, model), oracle(task, model)
+    run.warm_up()
+    answers = serve(run, [item(sent, **parameters) for sent, _, parameters in calls])
+    for answer, (_, keywords, parameters) in zip(answers, calls, strict=True):
+        given = [keywords[""]] if "" in keywords else []
+        named = {key: value for key, value in keywords.items() if key}
+        same(answer, orjson.loads(to_json(call(*given, **named, **parameters))))
+    return answers
+
+
+def pictures_like_the_pipeline(
+    task: str, model: str, *parameters: dict[str, Any]
+) -> list[list[Any]]:
+    """A list of answers for each set of parameters."""
+    calls = [(data, {"": opened(data)}, chosen) for chosen in parameters for data in PICTURES]
+    answers = answers_like_the_pipeline(task, model, calls)
+    return [answers[i : i + len(PICTURES)] for i in range(0, len(answers), len(PICTURES))]
+
+
+def unlike(answers: list[Any]) -> bool:
+    return len({orjson.dumps(answer) for answer in answers}) == len(answers)
+
+
+def test_image_feature_extraction_equals_the_pipeline() -> None:
+    whole, pooled = pictures_like_the_pipeline(
+        "image-feature-extraction", "vit-base", {}, {"pool": True}
+    )
+    assert unlike(whole)
+    assert len(whole[0][0]) == 17, "16 patches and one token"
+    assert unlike(pooled)
+
+
+def test_semantic_segmentation_equals_the_pipeline() -> None:
+    default, semantic = pictures_like_the_pipeline(
+        "image-segmentation", "segformer", {}, {"subtask": "semantic"}
+    )
+    assert default == semantic
+    assert unlike(default)
+    mask = Image.open(io.BytesIO(base64.b64decode(default[2][0]["mask"])))
+    assert (mask.mode, mask.size) == ("L", (70, 50))
+
+
+def test_panoptic_segmentation_equals_the_pipeline() -> None:
+    low = {"threshold": 0.0, "mask_threshold": 0.3, "overlap_mask_area_threshold": 0.0}
+    _, panoptic, instance, strict = pictures_like_the_pipeline(
+        "image-segmentation",
+        "detr-panoptic",
+        {},
+        {"subtask": "panoptic", **low},
+        {"subtask": "instance", **low},
+        {"threshold": 1.0},
+    )
+    assert strict != panoptic
+    assert any(panoptic)
+    assert any(instance)
+
+
+@pytest.mark.parametrize("model", ["yolos", "detr"])
+def test_object_detection_equals_the_pipeline(model: str) -> None:
+    _, everything, strict = pictures_like_the_pipeline(
+        "object-detection", model, {}, {"threshold": 0.0}, {"threshold": 0.85}
+    )
+    assert strict != everything
+    assert unlike(everything)
+    assert set(everything[0][0]) == {"score", "label", "box"}
+
+
+def test_depth_estimation_equals_the_pipeline() -> None:
+    (answers,) = pictures_like_the_pipeline("depth-estimation", "glpn", {})
+    assert unlike(answers)
+    assert len(answers[2]["predicted_depth"]) == 50
+    assert opened(base64.b64decode(answers[2]["depth"])).size == (70, 50)
+
+
+def test_zero_shot_image_classification_equals_the_pipeline() -> None:
+    labels = {"candidate_labels": ["cat", "deep blue sky", "seven people in Berlin"]}
+    for answers in pictures_like_the_pipeline(
+        "zero-shot-image-classification",
+        "clip",
+        labels,
+        {**labels, "hypothesis_template": "The {} film."},
+        {"candidate_labels": ["snow"]},
+    )[:2]:
+        assert unlike(answers)
+
+
+def test_zero_shot_audio_classification_equals_the_pipeline() -> None:
+    labels = {"candidate_labels": ["music", "a lazy dog", "people in the city"]}
+    calls: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+        (wav(sound), {"": sound}, chosen)
+        for sound in (noise(i, seconds) for i, seconds in enumerate((0.4, 0.9, 0.9)))
+        for chosen in (labels, {**labels, "hypothesis_template": "It is {}."})
+    ]
+    answers = answers_like_the_pipeline("zero-shot-audio-classification", "clap", calls)
+    assert unlike(answers)
+
+
+def test_zero_shot_object_detection_equals_the_pipeline() -> None:
+    labels = ["cat", "deep blue sky"]
+    parameters: list[dict[str, Any]] = [{}, {"threshold": 0.01}, {"threshold": 0.01, "top_k": 3}]
+    calls: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+        (
+            {"image": encoded(data), "candidate_labels": labels},
+            {"": opened(data), "candidate_labels": labels},
+            chosen,
+        )
+        for data in PICTURES
+        for chosen in parameters
+    ]
+    answers = answers_like_the_pipeline("zero-shot-object-detection", "owlvit", calls)
+    assert all(answers[1::3])
+    assert unlike(answers[1::3])
+    assert {len(answer) for answer in answers[2::3]} == {3}
+
+
+def test_image_text_to_text_equals_the_pipeline() -> None:
+    parameters: list[dict[str, Any]] = [
+        {"max_new_tokens": 5},
+        {"max_new_tokens": 5, "return_full_text": False},
+        {"max_new_tokens": 5, "return_full_text": True},
+    ]
+    calls: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+        (
+            {"images": encoded(data), "text": f"<image> {text(4, i)}"},
+            {"images": opened(data), "text": f"<image> {text(4, i)}"},
+            chosen,
+        )
+        for i, data in enumerate(PICTURES)
+        for chosen in parameters
+    ]
+    answers = answers_like_the_pipeline("image-text-to-text", "llava", calls)
+    assert unlike(answers[::3])
+
+
+def test_text_to_audio_equals_the_pipeline() -> None:
+    texts = ["hello", "the film was wonderful", "grass is green and snow is white"]
+    calls: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+        (each, {"": each}, {}) for each in texts
+    ]
+    answers = answers_like_the_pipeline("text-to-audio", "vits", calls)
+    assert unlike(answers)
+    assert {answer["sampling_rate"] for answer in answers} == {16000}

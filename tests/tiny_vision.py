@@ -1,0 +1,222 @@
+"""Tiny models that see, hear or speak, beside those of tiny.py; adds itself to its list."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests import tiny
+from tests.tiny import SMALL, STARS, hf
+from tests.tiny_tokenizers import bert_tokenizer, llama_tokenizer, roberta_tokenizer
+
+SIZE = {"height": 32, "width": 32}
+PYRAMID = {
+    "num_encoder_blocks": 2,
+    "depths": [1, 1],
+    "sr_ratios": [2, 1],
+    "hidden_sizes": [16, 32],
+    "patch_sizes": [7, 3],
+    "strides": [4, 2],
+    "num_attention_heads": [1, 2],
+    "mlp_ratios": [2, 2],
+    "decoder_hidden_size": 16,
+    "initializer_range": 0.5,
+}
+SEES = {**SMALL, "image_size": 32, "patch_size": 8, "projection_dim": 32}
+
+
+def vit_base() -> list[Any]:
+    config = hf.ViTConfig(image_size=32, patch_size=8, **SMALL)
+    return [hf.ViTModel(config), hf.ViTImageProcessorPil(size=SIZE)]
+
+
+def segformer() -> list[Any]:
+    model = hf.SegformerForSemanticSegmentation(hf.SegformerConfig(**PYRAMID, **STARS))
+    return [model, hf.SegformerImageProcessorPil(size=SIZE)]
+
+
+def glpn() -> list[Any]:
+    model = hf.GLPNForDepthEstimation(hf.GLPNConfig(**PYRAMID))
+    return [model, hf.GLPNImageProcessorPil(size_divisor=8)]
+
+
+def yolos() -> list[Any]:
+    config = hf.YolosConfig(
+        image_size=[32, 48], patch_size=8, num_detection_tokens=6, **SMALL, **STARS
+    )
+    processor = hf.YolosImageProcessorPil(size={"shortest_edge": 32, "longest_edge": 48})
+    return [hf.YolosForObjectDetection(config), processor]
+
+
+def detr(head: str) -> list[Any]:
+    backbone = hf.ResNetConfig(
+        embedding_size=8,
+        hidden_sizes=[8, 8, 16, 16],
+        depths=[1, 1, 1, 1],
+        out_features=["stage1", "stage2", "stage3", "stage4"] if head == "Segmentation" else None,
+    )
+    config = hf.DetrConfig(
+        use_timm_backbone=False,
+        use_pretrained_backbone=False,
+        backbone=None,
+        backbone_config=backbone,
+        d_model=32,
+        num_queries=6,
+        **{f"{side}_layers": 1 for side in ("encoder", "decoder")},
+        **{f"{side}_attention_heads": 8 for side in ("encoder", "decoder")},
+        **{f"{side}_ffn_dim": 64 for side in ("encoder", "decoder")},
+        init_std=0.5,
+        **STARS,
+    )
+    model = getattr(hf, f"DetrFor{head}")(config)
+    size = {"shortest_edge": 64, "longest_edge": 96}
+    return [model, hf.DetrImageProcessorPil(size=size)]
+
+
+def words() -> Any:
+    """BERT's tokenizer without the token types, which these models don't take."""
+    tokenizer = bert_tokenizer(32)
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    return tokenizer
+
+
+def reads(tokenizer: Any, **more: Any) -> dict[str, Any]:
+    return {
+        **SMALL,
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 32,
+        "projection_dim": 32,
+        "bos_token_id": tokenizer.cls_token_id,
+        "eos_token_id": tokenizer.sep_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        **more,
+    }
+
+
+def clip() -> list[Any]:
+    tokenizer = words()
+    config = hf.CLIPConfig(
+        text_config=reads(tokenizer), vision_config=SEES, projection_dim=32, initializer_factor=5.0
+    )
+    processor = hf.CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=SIZE)
+    return [hf.CLIPModel(config), processor, tokenizer]
+
+
+def owlvit() -> list[Any]:
+    tokenizer = words()
+    config = hf.OwlViTConfig(
+        text_config=reads(tokenizer), vision_config=SEES, projection_dim=32, initializer_factor=5.0
+    )
+    return [
+        hf.OwlViTForObjectDetection(config),
+        hf.OwlViTImageProcessorPil(size=SIZE, crop_size=SIZE),
+        tokenizer,
+    ]
+
+
+def clap() -> list[Any]:
+    tokenizer = roberta_tokenizer()
+    hears = {
+        "window_size": 4,
+        "num_mel_bins": 16,
+        "spec_size": 64,
+        "patch_size": 2,
+        "patch_stride": [2, 2],
+        "hidden_size": 32,
+        "patch_embeds_hidden_size": 16,
+        "depths": [2, 2],
+        "num_attention_heads": [2, 2],
+        "num_hidden_layers": 2,
+        "projection_dim": 32,
+        "initializer_factor": 5.0,
+    }
+    config = hf.ClapConfig(
+        text_config=reads(tokenizer, initializer_factor=5.0, max_position_embeddings=34),
+        audio_config=hears,
+        projection_dim=32,
+    )
+    extractor = hf.ClapFeatureExtractor(
+        feature_size=16,
+        sampling_rate=16000,
+        hop_length=160,
+        fft_window_size=512,
+        max_length_s=1,
+        frequency_max=8000,
+        truncation="rand_trunc",
+    )
+    return [hf.ClapModel(config), extractor, tokenizer]
+
+
+def vits() -> list[Any]:
+    """Without the noise that makes its speech differ from call to call."""
+    letters = ["<pad>", "<unk>", *" abcdefghijklmnopqrstuvwxyz'"]
+    vocab = Path(tiny._root.name) / "vits-letters.json"
+    vocab.write_text(json.dumps({letter: i for i, letter in enumerate(letters)}))
+    config = hf.VitsConfig(
+        vocab_size=len(letters),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        ffn_dim=32,
+        flow_size=16,
+        spectrogram_bins=9,
+        use_stochastic_duration_prediction=False,
+        noise_scale=0.0,
+        noise_scale_duration=0.0,
+        upsample_initial_channel=16,
+        upsample_rates=[4, 4],
+        upsample_kernel_sizes=[8, 8],
+        resblock_kernel_sizes=[3],
+        resblock_dilation_sizes=[[1, 3]],
+        duration_predictor_filter_channels=16,
+        prior_encoder_num_flows=2,
+        prior_encoder_num_wavenet_layers=1,
+        posterior_encoder_num_wavenet_layers=1,
+        pad_token_id=0,
+        initializer_range=0.2,
+    )
+    return [hf.VitsModel(config), hf.VitsTokenizer(str(vocab), phonemize=False)]
+
+
+def llava() -> list[Any]:
+    tokenizer = llama_tokenizer(template=None)
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    text = hf.LlamaConfig(
+        **SMALL,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=256,
+        num_key_value_heads=2,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+    )
+    config = hf.LlavaConfig(
+        vision_config=hf.CLIPVisionConfig(**SEES),
+        text_config=text,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        vision_feature_layer=-1,
+    )
+    processor = hf.LlavaProcessor(
+        hf.CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=SIZE),
+        tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+    return [hf.LlavaForConditionalGeneration(config), processor]
+
+
+tiny.BUILDERS.update(
+    {
+        "vit-base": vit_base,
+        "segformer": segformer,
+        "glpn": glpn,
+        "yolos": yolos,
+        "detr": lambda: detr("ObjectDetection"),
+        "detr-panoptic": lambda: detr("Segmentation"),
+        "clip": clip,
+        "owlvit": owlvit,
+        "clap": clap,
+        "vits": vits,
+        "llava": llava,
+    }
+)
