@@ -1,9 +1,10 @@
 """The dynamic batcher: which waiting items form the next batch, and when it leaves.
 
-A single deadline counts from the arrival of the batch's first item; a full batch, or one that
-waited while the worker was busy, leaves at once. The oldest item is always in the next batch;
-its mates have the same key. Packed models take mates in order of arrival, padding ones take
-those nearest in length out of a bounded window. Owned by the worker thread; no clock inside.
+A single deadline counts from the acceptance of the batch's first item, its preparation included;
+a full batch, or one that waited while the worker was busy, leaves at once. The oldest item is
+always in the next batch; its mates have the same key. Packed models take mates in order of
+arrival, padding ones those nearest in length out of a bounded window. Owned by the worker thread;
+no clock inside.
 """
 
 from collections import OrderedDict
@@ -40,7 +41,7 @@ class DynamicBatcher:
         self._groups.setdefault(item.key, OrderedDict())[item] = None
 
     def free(self, now: float) -> None:
-        """The worker has finished a batch: what arrived before now has waited enough."""
+        """The worker has finished a batch: what was accepted before now has waited enough."""
         self._free_since = now
 
     def due_at(self) -> float | None:
@@ -48,9 +49,9 @@ class DynamicBatcher:
         oldest = next(iter(self._all), None)
         if oldest is None:
             return None
-        if oldest.arrived_at <= self._free_since or self._is_full(oldest.key):
-            return oldest.arrived_at
-        return oldest.arrived_at + self.max_wait_s
+        if oldest.accepted_at <= self._free_since or self._is_full(oldest.key):
+            return oldest.accepted_at
+        return oldest.accepted_at + self.max_wait_s
 
     def _is_full(self, key: Hashable) -> bool:
         rows = tokens = 0

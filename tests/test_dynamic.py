@@ -24,6 +24,11 @@ def batcher(
     return made
 
 
+def arrive(b: DynamicBatcher, each: WorkItem, now: float) -> None:
+    each.accepted_at = now
+    b.add(each, now)
+
+
 def test_nothing_is_due_when_nothing_waits() -> None:
     assert batcher().due_at() is None
     assert batcher().take(1e9) == []
@@ -32,18 +37,26 @@ def test_nothing_is_due_when_nothing_waits() -> None:
 def test_deadline_counts_from_the_first_item_alone() -> None:
     b = batcher(wait_s=1.0)
     first, second = item(), item()
-    b.add(first, 10.0)
-    b.add(second, 10.9)
+    arrive(b, first, 10.0)
+    arrive(b, second, 10.9)
     assert b.due_at() == 11.0
     assert b.take(10.99) == []
     assert b.take(11.0) == [first, second]
+
+
+def test_time_spent_in_preparation_counts() -> None:
+    b = batcher(wait_s=1.0)
+    slow = item()
+    slow.accepted_at = 9.5
+    b.add(slow, 10.0)
+    assert b.due_at() == 10.5
 
 
 def test_full_batch_leaves_at_once() -> None:
     b = batcher(size=2, wait_s=1.0)
     items = [item(), item(), item()]
     for each in items:
-        b.add(each, 10.0)
+        arrive(b, each, 10.0)
     assert b.take(10.0) == items[:2]
     assert b.take(10.0) == []  # the third begins a batch of its own
 
@@ -52,14 +65,14 @@ def test_batch_full_of_tokens_leaves_at_once() -> None:
     b = batcher(tokens=100, wait_s=1.0)
     items = [item(60), item(40), item(1)]
     for each in items:
-        b.add(each, 10.0)
+        arrive(b, each, 10.0)
     assert b.take(10.0) == items[:2]
 
 
 def test_items_that_waited_while_the_worker_was_busy_leave_at_once() -> None:
     b = batcher(wait_s=1.0)
     waited = item()
-    b.add(waited, 10.0)
+    arrive(b, waited, 10.0)
     b.free(10.5)
     assert b.take(10.5) == [waited]
 
@@ -67,7 +80,7 @@ def test_items_that_waited_while_the_worker_was_busy_leave_at_once() -> None:
 def test_zero_wait_never_waits() -> None:
     b = batcher(wait_s=0.0)
     alone = item()
-    b.add(alone, 10.0)
+    arrive(b, alone, 10.0)
     assert b.take(10.0) == [alone]
 
 
@@ -75,7 +88,7 @@ def test_only_equal_keys_share_a_batch_and_the_oldest_goes_first() -> None:
     b = batcher(wait_s=0.0)
     a1, b1, a2 = item(key="a"), item(key="b"), item(key="a")
     for each in (a1, b1, a2):
-        b.add(each, 0.0)
+        arrive(b, each, 0.0)
     assert b.take(0.0) == [a1, a2]
     assert b.take(0.0) == [b1]
 
@@ -83,8 +96,8 @@ def test_only_equal_keys_share_a_batch_and_the_oldest_goes_first() -> None:
 def test_an_item_above_the_caps_goes_alone() -> None:
     b = batcher(size=2, tokens=10, wait_s=0.0)
     huge, small = item(tokens=50, rows=7), item()
-    b.add(huge, 0.0)
-    b.add(small, 0.0)
+    arrive(b, huge, 0.0)
+    arrive(b, small, 0.0)
     assert b.take(0.0) == [huge]
     assert b.take(0.0) == [small]
 
@@ -94,7 +107,7 @@ def test_dropped_items_cost_no_place_in_a_batch() -> None:
     gone, late, alive = item(), item(deadline=5.0), item()
     gone.open = False
     for each in (gone, late, alive):
-        b.add(each, 0.0)
+        arrive(b, each, 0.0)
     assert b.take(6.0) == [alive]
     assert len(b) == 0
 
@@ -104,7 +117,7 @@ def test_padding_batcher_picks_mates_of_similar_length_but_always_the_oldest() -
     lengths = [50, 5, 48, 6, 52, 7]
     items = [item(tokens=n) for n in lengths]
     for each in items:
-        b.add(each, 0.0)
+        arrive(b, each, 0.0)
     assert sorted(i.tokens for i in b.take(0.0)) == [48, 50, 52]
     assert sorted(i.tokens for i in b.take(0.0)) == [5, 6, 7]
 
@@ -112,7 +125,7 @@ def test_padding_batcher_picks_mates_of_similar_length_but_always_the_oldest() -
 def test_padding_counts_against_the_token_cap() -> None:
     b = batcher(size=10, tokens=100, packs=False, wait_s=0.0)
     for n in (10, 90, 11):
-        b.add(item(tokens=n), 0.0)
+        arrive(b, item(tokens=n), 0.0)
     assert [i.tokens for i in b.take(0.0)] == [10, 11]  # 90 would make it 3 x 90
 
 
@@ -120,7 +133,7 @@ def test_packed_batch_keeps_the_order_of_arrival() -> None:
     b = batcher(size=10, tokens=100, wait_s=0.0)
     items = [item(tokens=n) for n in (60, 50, 10)]
     for each in items:
-        b.add(each, 0.0)
+        arrive(b, each, 0.0)
     assert b.take(0.0) == items[:1]  # 10 would fit, but 50 came first
     assert b.take(0.0) == items[1:]
 
@@ -165,7 +178,7 @@ def test_every_open_item_leaves_exactly_once_within_the_caps(
         made = item(tokens=n * rows, key=key, rows=rows)
         made.open = is_open
         items.append(made)
-        b.add(made, float(number))
+        arrive(b, made, float(number))
     left: list[WorkItem] = []
     while batch := b.take(1e6):
         waiting = [i for i in items if i.open and i not in left]
@@ -187,12 +200,12 @@ def test_nobody_starves(packs: bool) -> None:
     b = batcher(size=2, packs=packs, wait_s=0.0)
     odd = item(tokens=500, key="odd")
     for number in range(6):
-        b.add(item(tokens=5), float(number))
-    b.add(odd, 6.0)
+        arrive(b, item(tokens=5), float(number))
+    arrive(b, odd, 6.0)
     served = []
     for number in range(7, 20):
-        b.add(item(tokens=5), float(number))
-        b.add(item(tokens=5), float(number))
+        arrive(b, item(tokens=5), float(number))
+        arrive(b, item(tokens=5), float(number))
         served.append(b.take(float(number)))
         if odd in served[-1]:
             break

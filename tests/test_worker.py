@@ -1,5 +1,6 @@
 """The worker thread with a runner without a model: failing small, exactly once, breaker."""
 
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -62,7 +63,7 @@ class Bench:
     def submit(self, *texts: str) -> list[WorkItem]:
         items = []
         for text in texts:
-            item = WorkItem(PipelineInput(text), None, 1e12, 0.0)
+            item = WorkItem(PipelineInput(text), None, 1e12, time.monotonic())
             self.runner.prepare(item)
             items.append(item)
             self.worker.submit([item])
