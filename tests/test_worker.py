@@ -47,7 +47,7 @@ class Recorder:
         self.outputs([(item, "rejected") for item in items])
 
     def count(self) -> int:
-        return sum(map(len, self.outcomes.values()))
+        return sum(map(len, list(self.outcomes.values())))  # the worker's thread adds to it
 
 
 class Bench:
