@@ -1,7 +1,7 @@
 """The app itself, around the routes: request id, API key, errors to envelopes, metrics.
 
-One pure ASGI layer in the place of Starlette's application and its middleware, which cost a short
-request more than the queue does. Probes and /metrics need no key, like a load balancer's.
+One pure ASGI layer in the place of Starlette's application and its middleware: a short request
+pays for each of them. Probes and /metrics need no key, like a load balancer's.
 """
 
 import hmac

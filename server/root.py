@@ -24,8 +24,7 @@ INLINE_BYTES = 1 << 18
 
 
 class Root:
-    """The endpoint, as an ASGI app: it is the hot path, and Request and Response cost more
-    than the queue."""
+    """The endpoint, as a bare ASGI app: this is the hot path."""
 
     def __init__(self, settings: Settings, engine: Engine, task_name: str) -> None:
         self.settings = settings

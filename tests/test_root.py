@@ -25,7 +25,7 @@ def error_of(response: httpx.Response) -> dict[str, str]:
     document = response.json()
     assert set(document) == {"error"}
     assert set(document["error"]) == {"message", "type", "param", "code"}
-    for internal in ("Traceback", ".py", "Error(", "batching.", "/work"):
+    for internal in ("Traceback", ".py", "Error(", "batching.", "site-packages"):
         assert internal not in response.text
     error: dict[str, str] = document["error"]
     return error
