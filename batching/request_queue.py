@@ -20,10 +20,12 @@ class WorkItem:
         "accepted_at",
         "arrived_at",
         "batch_size",
+        "begun",
         "deadline",
         "finished_at",
         "future",
         "key",
+        "lane",
         "open",
         "payload",
         "prepared",
@@ -38,6 +40,8 @@ class WorkItem:
         self, payload: Any, future: asyncio.Future[Any] | None, deadline: float, accepted_at: float
     ) -> None:
         self.payload = payload
+        self.lane: Lane | None = None
+        self.begun = False  # its answer has begun: no longer ahead of others
         self.future: asyncio.Future[Any] = future  # type: ignore[assignment]  # warm-ups have none
         self.deadline = deadline
         self.accepted_at = accepted_at
@@ -86,43 +90,67 @@ class ServiceRate:
         return items * self._seconds / self._items if self._items else 0.0
 
 
+class Lane:
+    """What is accepted for one model, and how fast that gets on. Lanes share the queue's places."""
+
+    def __init__(self) -> None:
+        self.rate = ServiceRate()
+        self.ahead = 0  # items whose answer has not begun
+
+    def expected_s(self) -> float:
+        """How long a new item would wait for those ahead of it."""
+        return self.rate.seconds_for(self.ahead)
+
+
 class RequestQueue:
     def __init__(self, capacity: int, clock: Callable[[], float]) -> None:
         self.capacity = capacity
         self.clock = clock
-        self.rate = ServiceRate()
+        self.pipeline, self.generation = Lane(), Lane()
         self.waiting: set[WorkItem] = set()  # accepted and unanswered, one place each
         self._pairs: asyncio.Queue[WorkItem] = asyncio.Queue()
         self._settled = asyncio.Event()
         self._settled.set()
 
-    def _admit(self, count: int, deadline: float) -> None:
-        expected_s = self.rate.seconds_for(self.pending)
+    def _admit(self, count: int, deadline: float, lane: Lane) -> None:
+        expected_s = lane.expected_s()
         if self.pending + count > self.capacity:
             raise QueueFull(
                 f"the queue is full: {self.pending} of {self.capacity} places are taken",
                 retry_after(expected_s),
             )
-        if self.pending and self.clock() + expected_s > deadline:
+        if lane.ahead and self.clock() + expected_s > deadline:
             raise DeadlineHopeless(
-                f"the {self.pending} requests ahead need about {expected_s:.1f} s, "
+                f"the {lane.ahead} requests ahead need about {expected_s:.1f} s, "
                 "longer than this request may take",
                 retry_after(expected_s),
             )
 
-    def accept(self, payloads: Sequence[Any], deadline: float) -> list[WorkItem]:
+    def accept(
+        self, payloads: Sequence[Any], deadline: float, lane: Lane | None = None
+    ) -> list[WorkItem]:
         """Take a place for each payload and queue them, or raise a Refused (503) at once.
 
         Each answer arrives at its `item.future`; the caller must `forget` the items in the end.
         """
-        self._admit(len(payloads), deadline)
+        lane = lane or self.pipeline
+        self._admit(len(payloads), deadline, lane)
         loop, now = asyncio.get_running_loop(), self.clock()
         items = [WorkItem(p, loop.create_future(), deadline, now) for p in payloads]
         self.waiting.update(items)
+        lane.ahead += len(items)
         self._settled.clear()
         for item in items:
+            item.lane = lane
             self._pairs.put_nowait(item)
         return items
+
+    def begin(self, item: WorkItem) -> None:
+        """The item's answer begins: from here on it takes its time, but nobody waits for it."""
+        if not item.begun:
+            item.begun = True
+            if item.lane:
+                item.lane.ahead -= 1
 
     def forget(self, items: Sequence[WorkItem]) -> None:
         """The handler is done with the items, answered or not: their places are free again."""
@@ -131,6 +159,7 @@ class RequestQueue:
                 item.resolve(ClientGone("the client has gone"))
             if not item.future.cancelled():
                 item.future.exception()  # seen: a list's second failure is nobody's news
+            self.begin(item)
         self.waiting.difference_update(items)
         if not self.waiting:
             self._settled.set()

@@ -5,38 +5,36 @@
     bench.py direct   --model PATH     one client, beside calling the pipeline in a loop
     bench.py pipeline --model PATH     1, 16 and 64 clients, beside the documentation's server,
                                        LitServe and Mosec (scripts/peers/)
+    bench.py generation --model PATH   1 and 16 streaming chats, beside vLLM and transformers serve,
+                                       and a long system prompt that all share
 
 Prints one JSON line a measurement, the last with the ratios. Without --model a random-weight
 model of bert-base's shape is made. It judges no answers: the tests do that.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bench_generation import generation
+from bench_servers import free_port, running, say
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
 TEXT = "The capital of France is [MASK]."
+SERVERS = (
+    ["docs", "litserve", "mosec", "onequeue:float32"],
+    ["vllm", "transformers", "onequeue"],
+)
 CLIENTS = {1: 30, 16: 192, 64: 256}  # clients: requests
-
-
-def say(**measured: Any) -> dict[str, Any]:
-    print(json.dumps(measured), flush=True)
-    return measured
 
 
 # ── servers ──
@@ -48,7 +46,11 @@ def serve_instant(port: int) -> None:
     from server.app import create_app
     from server.settings import load_settings
 
-    uvicorn.run(create_app(load_settings(), InstantRunner), port=port, access_log=False)
+    uvicorn.run(
+        create_app(load_settings(overrides={"chat_model": "none"}), InstantRunner),
+        port=port,
+        access_log=False,
+    )
 
 
 def serve_bare(port: int) -> None:
@@ -87,52 +89,6 @@ class InstantRunner:
 
     def warm_up(self) -> None:
         pass
-
-
-@contextmanager
-def running(command: list[str], port: int, ready: str, environ: dict[str, str]) -> Iterator[None]:
-    """A server process that has answered `ready` (a path; any status for a peer's)."""
-    with tempfile.TemporaryFile() as log:
-        child = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=os.environ | environ,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        try:
-            deadline = time.monotonic() + 180
-            while not answers(f"http://127.0.0.1:{port}{ready}", any_status=ready != "/ready"):
-                if child.poll() is not None or time.monotonic() > deadline:
-                    log.seek(0)
-                    raise SystemExit(f"{command} did not start:\n{log.read().decode()[-2000:]}")
-                time.sleep(0.2)
-            yield
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # it may have died by itself
-                os.killpg(child.pid, 15)
-                try:
-                    child.wait(20)
-                except subprocess.TimeoutExpired:
-                    os.killpg(child.pid, 9)
-
-
-def answers(url: str, any_status: bool) -> bool:
-    try:
-        urllib.request.urlopen(url, timeout=5)
-    except urllib.error.HTTPError:
-        return any_status
-    except OSError:
-        return False
-    return True
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 # ── measurements ──
@@ -301,22 +257,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("bench", choices=["http", "direct", "pipeline"])
-    parser.add_argument("--model", help="a fill-mask checkpoint with [MASK]")
+    parser.add_argument("bench", choices=["http", "direct", "pipeline", "generation"])
+    parser.add_argument("--model", help="a checkpoint: fill-mask with [MASK], or a chat model")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--peer-python", default=sys.executable, help="a python that has litserve and mosec"
+        "--peer-python",
+        default=sys.executable,
+        help="a python that has litserve and mosec, or in whose folder transformers is",
     )
+    parser.add_argument("--vllm", default="vllm", help="generation: the program")
+    parser.add_argument("--dtype", default="bfloat16", help="generation: of every server")
     parser.add_argument(
         "--servers",
         nargs="+",
-        default=["docs", "litserve", "mosec", "onequeue:float32"],
-        help="docs litserve mosec onequeue:DTYPE",
+        help="docs litserve mosec onequeue:DTYPE; for generation: vllm transformers "
+        "onequeue onequeue:SETTING=VALUE,…",
     )
     arguments = parser.parse_args()
-    if arguments.bench != "http" and not arguments.model:
+    if not arguments.servers:
+        arguments.servers = SERVERS[arguments.bench == "generation"]
+    if arguments.bench in ("direct", "pipeline") and not arguments.model:
         arguments.model = make_model()
-    {"http": http, "direct": direct, "pipeline": pipeline}[arguments.bench](arguments)
+    benches = {"http": http, "direct": direct, "pipeline": pipeline, "generation": generation}
+    benches[arguments.bench](arguments)
 
 
 if __name__ == "__main__":

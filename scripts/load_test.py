@@ -190,6 +190,7 @@ def read_tokens(sample: Sample, start: float, body: bytes, stream: ChatStream | 
 def make_bodies(args: argparse.Namespace) -> Iterator[bytes]:
     rng, vocabulary = random.Random(args.seed), WORDS.split()
     chat: dict[str, Any] = {"model": args.model} if args.model else {}
+    chat |= args.fields
     if args.max_tokens:
         chat["max_tokens"] = args.max_tokens
     if args.stream:
@@ -204,7 +205,9 @@ def make_bodies(args: argparse.Namespace) -> Iterator[bytes]:
         elif args.kind == "json":
             yield json.dumps({args.json_key: text}).encode()
         else:
-            yield json.dumps(chat | {"messages": [{"role": "user", "content": text}]}).encode()
+            system = [{"role": "system", "content": args.system}] if args.system else []
+            messages = [*system, {"role": "user", "content": text}]
+            yield json.dumps(chat | {"messages": messages}).encode()
 
 
 def make_client(args: argparse.Namespace) -> Client:
@@ -366,6 +369,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--json-key", default="inputs")
     add("--model", help="chat: the model to name")
     add("--max-tokens", type=count, help="chat")
+    add("--system", help="chat: a system message, the same in every request")
+    add("--fields", type=json.loads, default={}, metavar="JSON", help="chat: more of the request")
     add("--stream", action="store_true", help="chat: measure first-token and inter-token times")
     add("--header", type=header, action="append", default=[], metavar='"K: V"')
     add("--seed", type=int, default=0)

@@ -20,6 +20,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--port", type=int, default=8000, help="port to listen on (%(default)s)")
     for spec in fields(Settings):
         default = ",".join(spec.default) if isinstance(spec.default, tuple) else spec.default
+        default = "auto" if default is None else default
         choices = spec.metadata["choices"]
         text = spec.metadata["help"] + (f": {', '.join(choices)}" if choices else "")
         made.add_argument(
@@ -39,7 +40,8 @@ def main() -> None:
     except SettingsError as error:
         print(f"onequeue: {error}", file=sys.stderr)
         raise SystemExit(STARTUP_FAILURE) from None
-    uvicorn.run(app, host=host, port=port)
+    # a client that neither reads nor leaves must not keep a stopped server alive
+    uvicorn.run(app, host=host, port=port, timeout_graceful_shutdown=5)
 
 
 if __name__ == "__main__":

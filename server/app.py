@@ -21,13 +21,18 @@ from starlette.routing import Route, Router
 from batching.breaker import Breaker
 from batching.dynamic import DynamicBatcher
 from batching.request_queue import RequestQueue
-from server import health, logs
+from server import health, logs, models
+from server.chat_completions import ChatCompletions
+from server.completions import Completions
+from server.detokenize import Detokenize
 from server.front import Front
+from server.load_model import LoadModel
 from server.metrics import Metrics, metrics
 from server.root import Root
 from server.settings import Settings, SettingsError, load_settings
+from server.tokenize import Tokenize
 from worker.engine import Engine
-from worker.payloads import Runner
+from worker.payloads import Generator, Models, Runner
 from worker.tasks import UnservedTask, resolve_task
 from worker.worker import Worker
 
@@ -39,45 +44,107 @@ SWITCH_S = 0.001
 STARTUP_FAILURE = 3  # the exit status at which uvicorn's supervisor does not start another
 
 
-def create_app(settings: Settings, load: Callable[[], Runner] | None = None) -> Front:
-    """`load` makes the runner, on the worker thread; by default from the settings."""
+def create_app(
+    settings: Settings,
+    load: Callable[[], Runner] | None = None,
+    load_chat: Callable[[], Generator] | None = None,
+) -> Front:
+    """`load` and `load_chat` make the models, on the worker thread; by default from the settings,
+    where `none` means that there is none."""
     try:
         task = resolve_task(settings.pipeline_task)
     except UnservedTask as error:
         raise SettingsError(f"PIPELINE_TASK: {error}") from None
+    if settings.pipeline_model == settings.chat_model == "none":
+        raise SettingsError("PIPELINE_MODEL=none and CHAT_MODEL=none: there is nothing to serve")
     pool_threads = max(2, min(8, (os.cpu_count() or 2) // 2))
     queue = RequestQueue(settings.max_queue_size, time.monotonic)
     batcher = DynamicBatcher(
         settings.max_batch_size, settings.max_batch_tokens, settings.max_batch_wait_ms / 1000
     )
-    worker = Worker(load or loader(settings, pool_threads), batcher, Breaker())
+    loading = loader(settings, pool_threads, load, load_chat)
+    worker = Worker(loading, batcher, Breaker())
     observer = Metrics(lambda: queue.pending, settings.max_batch_size)
     engine = Engine(worker, queue, observer, pool_threads, settings.stuck_after_s)
     routes = [
-        Route("/", Root(settings, engine, task), methods=["POST"]),
         Route("/health", health.health),
         Route("/ready", health.ready),
         Route("/metrics", metrics),
     ]
-    paths = {route.path for route in routes}
+    if settings.pipeline_model != "none":
+        routes.append(Route("/", Root(settings, engine, task), methods=["POST"]))
+    if settings.chat_model != "none":
+        routes += generation_routes(settings, engine, observer)
+    paths = {route.path_format for route in routes}
     return Front(Router(routes, lifespan=lifespan), paths, settings, engine, observer)
 
 
-def loader(settings: Settings, pool_threads: int) -> Callable[[], Runner]:
-    def load() -> Runner:
-        from worker.loading import LoadOptions  # torch and transformers: seconds, and in the thread
-        from worker.pipelines import load_runner
+def generation_routes(settings: Settings, engine: Engine, observer: Metrics) -> list[Route]:
+    names = models.ModelNames(settings.chat_model, engine)
+    post = ["POST"]
+    return [
+        Route(
+            "/v1/chat/completions", ChatCompletions(settings, engine, observer, names), methods=post
+        ),
+        Route("/v1/completions", Completions(settings, engine, observer, names), methods=post),
+        Route(models.PATH, names.list),
+        Route(models.ONE_PATH, names.one),
+        Route("/tokenize", Tokenize(settings, engine, names), methods=post),
+        Route("/detokenize", Detokenize(settings, engine, names), methods=post),
+        Route("/load_model", LoadModel(settings, names).answer, methods=post),
+    ]
 
-        options = LoadOptions(
-            settings.pipeline_task,
-            settings.pipeline_model,
-            settings.device,
-            settings.dtype,
-            settings.attn_implementation,
-        )
-        return load_runner(options, settings.max_batch_size, pool_threads)
 
-    return load
+def loader(
+    settings: Settings,
+    pool_threads: int,
+    load: Callable[[], Runner] | None,
+    load_chat: Callable[[], Generator] | None,
+) -> Callable[[], Models]:
+    """Loads what the settings name, on the worker's thread: torch and transformers take seconds."""
+
+    def load_all() -> Models:
+        pipeline = generator = None
+        if settings.pipeline_model != "none":
+            pipeline = load() if load else _load_pipeline(settings, pool_threads)
+        if settings.chat_model != "none":
+            generator = load_chat() if load_chat else _load_chat(settings)
+        return Models(pipeline, generator)
+
+    return load_all
+
+
+def _load_pipeline(settings: Settings, pool_threads: int) -> Runner:
+    from worker.loading import LoadOptions
+    from worker.pipelines import load_runner
+
+    options = LoadOptions(
+        settings.pipeline_task,
+        settings.pipeline_model,
+        settings.device,
+        settings.dtype,
+        settings.attn_implementation,
+    )
+    return load_runner(options, settings.max_batch_size, pool_threads)
+
+
+def _load_chat(settings: Settings) -> Generator:
+    from worker.generation import load_generator
+    from worker.language_model import GeneratorOptions
+
+    options = GeneratorOptions(
+        settings.chat_model,
+        settings.device,
+        settings.dtype,
+        settings.attn_implementation,
+        settings.quantization,
+        settings.compile,
+        settings.speculation,
+        settings.max_model_len,
+        settings.kv_cache_gb,
+        settings.max_running,
+    )
+    return load_generator(options)
 
 
 @asynccontextmanager

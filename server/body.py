@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import json
+import re
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -16,6 +19,7 @@ from server.settings import Settings
 
 # A refused body is still read for so long, so that clients get to the answer.
 LINGER_S = 5.0
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 Headers = Mapping[bytes, bytes]  # names in lower case, as ASGI gives them
 
@@ -96,23 +100,66 @@ def _too_slow(body_timeout_s: float) -> Response:
     return http_error(408, late, None, {"Connection": "close"})
 
 
+def require_json(headers: Headers) -> None:
+    """415 for what cannot be JSON. curl's form type can: it is what `curl -d '{…}'` sends."""
+    media = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if media.partition(b"/")[0] in (b"multipart", b"image", b"audio", b"video"):
+        given = media[:100].decode("latin-1")
+        raise AnsweredEarly(http_error(415, f"this takes application/json, not {given!r}"))
+
+
 def parse_json(body: bytes) -> dict[str, Any]:
     """A JSON object; InvalidInput says what is wrong with anything else."""
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError as error:
+        if (param := _half_character(body)) is not None:
+            raise InvalidInput("has half of a surrogate pair: not Unicode text", param) from None
         raise InvalidInput(f"the body is not valid JSON: {error}") from None
     if not isinstance(parsed, dict):
         raise InvalidInput("the body must be a JSON object")
     return parsed
 
 
+def _half_character(body: bytes) -> str | None:
+    """Where a string escapes a lone surrogate, which JSON's grammar allows and Unicode does not."""
+    if b"\\u" not in body:
+        return None
+    try:
+        nodes: list[tuple[str, Any]] = [("", json.loads(body))]
+    except (ValueError, RecursionError):
+        return None
+    while nodes:
+        path, node = nodes.pop()
+        if isinstance(node, str) and _SURROGATE.search(node):
+            return path
+        if isinstance(node, list):
+            nodes += [(f"{path}[{n}]", each) for n, each in enumerate(node)]
+        elif isinstance(node, dict):
+            if any(_SURROGATE.search(key) for key in node):
+                return path
+            nodes += [(f"{path}.{key}" if path else key, each) for key, each in node.items()]
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Monotonic seconds. For work that answers all at once, `first` is all there is."""
+
+    first: float  # until an answer begins
+    whole: float | None  # until it has ended, if the client said so
+
+
+def deadlines_of(headers: Headers, settings: Settings) -> Deadlines:
+    """The header X-Request-Timeout-Ms may only shorten the setting."""
+    now, given = time.monotonic(), headers.get(b"x-request-timeout-ms")
+    if given is None:
+        return Deadlines(now + settings.request_timeout_s, None)
+    if not given.isdigit() or len(given) > 10 or not int(given):
+        raise InvalidInput("must be a positive whole number", "X-Request-Timeout-Ms")
+    whole_s = int(given) / 1000
+    return Deadlines(now + min(settings.request_timeout_s, whole_s), now + whole_s)
+
+
 def deadline_of(headers: Headers, settings: Settings) -> float:
-    """Monotonic seconds; the header X-Request-Timeout-Ms may only shorten the setting."""
-    timeout_s = settings.request_timeout_s
-    given = headers.get(b"x-request-timeout-ms")
-    if given is not None:
-        if not given.isdigit() or len(given) > 10 or not int(given):
-            raise InvalidInput("must be a positive whole number", "X-Request-Timeout-Ms")
-        timeout_s = min(timeout_s, int(given) / 1000)
-    return time.monotonic() + timeout_s
+    return deadlines_of(headers, settings).first

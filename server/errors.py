@@ -33,6 +33,7 @@ from batching.errors import (
 log = logging.getLogger("onequeue.errors")
 
 MAX_MESSAGE = 4000
+MAX_PARAM = 200
 
 # exception: (status, type, code)
 TABLE: Mapping[type[Exception], tuple[int, str, str]] = {
@@ -69,6 +70,7 @@ def envelope(
     param: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
+    param = param and param[:MAX_PARAM]  # it may quote the client's own keys
     error = {"message": message[:MAX_MESSAGE], "type": type_, "param": param, "code": code}
     body = orjson.dumps({"error": error})
     return Response(body, status, headers, media_type="application/json")

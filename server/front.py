@@ -70,7 +70,8 @@ class Front:
         try:
             await self.served(scope, receive, send_with_id)
         finally:
-            endpoint = scope["path"] if scope["path"] in self.paths else "other"
+            endpoint = scope.get("counted_as", scope["path"])  # of paths with a name in them
+            endpoint = endpoint if endpoint in self.paths else "other"
             self.metrics.request(endpoint, status, time.monotonic() - started)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -24,9 +24,13 @@ async def ready(request: Request) -> Response:
         return _no(str(engine.failure), "worker_down")
     if (refusal := engine.refusal()) is not None:
         return _no(str(refusal), "not_ready")
-    assert engine.worker.runner is not None
-    info = engine.worker.runner.info
-    return _json({"status": "ready", "task": info.task, "model": info.model, "compile": "off"})
+    pipeline, generator = engine.worker.models.pipeline, engine.worker.models.generator
+    content = {"status": "ready", "compile": generator.compile_state if generator else "off"}
+    if pipeline:
+        content |= {"task": pipeline.info.task, "model": pipeline.info.model}
+    if generator:
+        content["chat_model"] = generator.info.model
+    return _json(content)
 
 
 def _json(content: dict[str, str]) -> Response:

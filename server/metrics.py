@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server import __version__
-from worker.payloads import BatchReport, ModelInfo
+from worker.payloads import BatchReport, ModelInfo, StepReport
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -49,7 +49,20 @@ class Metrics:
         self.breaker_open = self._make(Gauge, "breaker_open", "1 while the worker keeps failing")
         self.build = self._make(Info, "build", "Versions")
         self.build.info({"version": __version__, **_versions()})
-        self.model = self._make(Info, "model", "The loaded pipeline")
+        self.model = self._make(Info, "model", "A loaded model", "serves")
+        self._make_generation()
+
+    def _make_generation(self) -> None:
+        make = self._make
+        self.tokens = make(Counter, "tokens", "Tokens processed", "kind")
+        self.running = make(Gauge, "running_sequences", "Sequences being generated")
+        self.waiting = make(Gauge, "waiting_sequences", "Sequences that wait for room")
+        self.blocks = make(Gauge, "kv_blocks_used", "Blocks of the key-value cache in use")
+        self.blocks_total = make(Gauge, "kv_blocks", "Blocks of the key-value cache")
+        self.preempted = make(Counter, "preemptions", "Sequences put back to make room")
+        self.step_s = self._histogram("step_seconds", "A generation step", SECONDS)
+        self.step_tokens = self._histogram("step_tokens", "Tokens run in a step", TOKENS)
+        self.first_token = self._histogram("time_to_first_token_seconds", "To its text", SECONDS)
 
     def _make(self, kind: type[M], name: str, text: str, *labels: str) -> M:
         return kind(f"onequeue_{name}", text, labels, registry=self.registry)
@@ -76,6 +89,27 @@ class Metrics:
         for wait_s in report.waits_s:
             self.wait.observe(wait_s)
 
+    def step(self, report: StepReport) -> None:
+        self.running.set(report.running)
+        self.waiting.set(report.waiting)
+        self.blocks.set(report.blocks_used)
+        self.blocks_total.set(report.blocks_total)
+        self.preempted.inc(report.preempted)
+        for kind, count in (
+            ("prompt", report.prefill_tokens),
+            ("cached", report.cached_tokens),
+            ("output", report.decode_tokens),
+            ("drafted", report.drafted),
+            ("accepted", report.accepted),
+        ):
+            if count:
+                self.tokens.labels(kind).inc(count)
+        if report.prefill_tokens or report.decode_tokens:
+            self.step_s.observe(report.total_s)
+            self.step_tokens.observe(report.prefill_tokens + report.decode_tokens)
+        for wait_s in report.waits_s:
+            self.wait.observe(wait_s)
+
     def failed(self, kind: str) -> None:
         self.errors.labels(kind).inc()
 
@@ -83,7 +117,8 @@ class Metrics:
         self.breaker_open.set(is_open)
 
     def loaded(self, info: ModelInfo) -> None:
-        self.model.info(
+        serves = "generation" if info.batching in ("continuous", "static") else "pipeline"
+        self.model.labels(serves).info(
             {
                 "task": info.task,
                 "model": info.model,

@@ -17,15 +17,23 @@ class SettingsError(ValueError):
 
 
 def setting(
-    default: Any, text: str, choices: tuple[str, ...] = (), minimum: float | None = None
+    default: Any,
+    text: str,
+    choices: tuple[str, ...] = (),
+    minimum: float | None = None,
+    kind: type | None = None,
 ) -> Any:
-    return field(default=default, metadata={"help": text, "choices": choices, "minimum": minimum})
+    """`kind` is the type of a number whose default None is written `auto`."""
+    kind = kind or type(default)
+    about = {"help": text, "choices": choices, "minimum": minimum, "kind": kind}
+    return field(default=default, metadata=about)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     pipeline_task: str = setting("fill-mask", "what POST / runs: a transformers pipeline task")
-    pipeline_model: str = setting("demo", "a hub id, a local path, or demo")
+    pipeline_model: str = setting("demo", "a hub id, a local path, demo, or none")
+    chat_model: str = setting("demo", "what the chat and completions endpoints run, named likewise")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
     dtype: str = setting(
         "auto",
@@ -33,13 +41,27 @@ class Settings:
         ("auto", "float32", "bfloat16", "float16"),
     )
     attn_implementation: str = setting("auto", "attention backend, as transformers names them")
+    quantization: str = setting("none", "int8 weights on a CPU", ("none", "int8"))
+    compile: str = setting(
+        "auto", "compile the chat model in the background", ("auto", "on", "off")
+    )
+    speculation: str = setting("auto", "draft tokens from the request's own text", ("auto", "off"))
+    max_model_len: int | None = setting(
+        None, "tokens of prompt and answer together", minimum=1, kind=int
+    )
+    kv_cache_gb: float | None = setting(
+        None, "memory for keys and values of running sequences", minimum=0.000001, kind=float
+    )
+    max_running: int = setting(256, "sequences generated at the same time", minimum=1)
     max_batch_size: int = setting(32, "rows in one forward pass at most", minimum=1)
     max_batch_tokens: int = setting(16384, "tokens in one forward pass at most", minimum=1)
     max_batch_wait_ms: float = setting(
         1.0, "how long the first item of a batch waits for others, in milliseconds", minimum=0
     )
     max_queue_size: int = setting(1024, "accepted and unanswered inputs; beyond it 503", minimum=1)
-    request_timeout_s: float = setting(60.0, "a request that takes longer gets 504", minimum=0.001)
+    request_timeout_s: float = setting(
+        60.0, "a request whose answer, or its first token, takes longer gets 504", minimum=0.001
+    )
     body_timeout_s: float = setting(
         10.0, "a body without progress for so long gets 408", minimum=0.001
     )
@@ -73,7 +95,9 @@ def load_settings(
 
 def _parse(spec: Any, raw: str) -> Any:
     name, raw = spec.name.upper(), raw.strip()
-    kind = type(spec.default)
+    kind = spec.metadata["kind"]
+    if spec.default is None and raw.lower() == "auto":
+        return None
     if kind is bool:
         if raw.lower() not in ("", "0", "1", "true", "false", "on", "off", "yes", "no"):
             raise SettingsError(f"{name}={raw!r}: must be 1 or 0")

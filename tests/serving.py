@@ -13,12 +13,17 @@ import uvicorn
 
 from server.app import create_app
 from server.settings import Settings
-from worker.payloads import Runner
+from worker.payloads import Generator, Runner
 
 
 class Server:
-    def __init__(self, settings: Settings, load: Callable[[], Runner] | None) -> None:
-        self.app = create_app(settings, load)
+    def __init__(
+        self,
+        settings: Settings,
+        load: Callable[[], Runner] | None,
+        load_chat: Callable[[], Generator] | None,
+    ) -> None:
+        self.app = create_app(settings, load, load_chat)
         self.engine = self.app.engine
         config = uvicorn.Config(self.app, port=0, log_level="error", access_log=False)
         self.uvicorn = uvicorn.Server(config)
@@ -45,10 +50,20 @@ class Server:
 
 @contextmanager
 def serving(
-    load: Callable[[], Runner] | None = None, ready: bool = True, **settings: Any
+    load: Callable[[], Runner] | None = None,
+    ready: bool = True,
+    load_chat: Callable[[], Generator] | None = None,
+    **settings: Any,
 ) -> Iterator[Server]:
-    """A started server; unless `ready` is false, one that answers /ready with 200."""
-    server = Server(Settings(**settings), load)
+    """A started server; unless `ready` is false, one that answers /ready with 200.
+
+    It has the models that are named or given, a pipeline if there are none.
+    """
+    if load_chat is None:
+        settings.setdefault("chat_model", "none")
+    if load is None and settings.get("chat_model") != "none":
+        settings.setdefault("pipeline_model", "none")
+    server = Server(Settings(**settings), load, load_chat)
     server.start()
     try:
         if ready:

@@ -42,7 +42,7 @@ def test_full_queue_answers_503_at_once() -> None:
 def test_hopeless_deadline_is_refused_before_it_costs_anything() -> None:
     runner = FakeRunner()
     with serving(lambda: runner) as server, ThreadPoolExecutor(1) as pool:
-        server.engine.queue.rate.record(1, 10.0)
+        server.engine.queue.pipeline.rate.record(1, 10.0)
         runner.gate.clear()
         waiting = pool.submit(post, server.url, "ahead")
         assert runner.entered.acquire(timeout=10)

@@ -45,7 +45,7 @@ async def test_a_list_is_accepted_whole_or_not_at_all() -> None:
 
 async def test_retry_after_is_the_time_the_queue_needs() -> None:
     q = queue(10)
-    q.rate.record(items=10, seconds=20.0)
+    q.pipeline.rate.record(items=10, seconds=20.0)
     q.accept(range(10), 1000)
     with pytest.raises(QueueFull) as refused:
         q.accept(["x"], 1000)
@@ -57,7 +57,7 @@ async def test_retry_after_is_the_time_the_queue_needs() -> None:
 async def test_hopeless_deadline_is_refused_at_once_and_only_then() -> None:
     q = queue(100)
     ahead = q.accept(range(10), 101)  # nothing measured yet: no guess
-    q.rate.record(items=10, seconds=5.0)
+    q.pipeline.rate.record(items=10, seconds=5.0)
     q.forget(q.accept(["x"], 100 + 5.1))
     with pytest.raises(DeadlineHopeless):
         q.accept(["x"], 100 + 4.9)

@@ -12,9 +12,10 @@ from batching.breaker import Breaker
 from batching.dynamic import DynamicBatcher
 from batching.errors import ItemFailed, OutOfMemory, WorkerDown, WrongResultCount
 from batching.request_queue import WorkItem
+from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
 from tests.serving import wait_until
-from worker.payloads import BatchReport, PipelineInput, State
+from worker.payloads import BatchReport, GenerationInput, Models, PipelineInput, State, StepOutcome
 from worker.worker import Outcome, Worker
 
 
@@ -24,6 +25,8 @@ class Recorder:
     def __init__(self) -> None:
         self.outcomes: dict[str, list[Any]] = {}
         self.reports: list[BatchReport] = []
+        self.steps: list[StepOutcome] = []
+        self.rejected: list[str] = []
         self.states: list[State] = []
         self.errors: list[Exception | None] = []
         self.breaker: list[bool] = []
@@ -43,8 +46,15 @@ class Recorder:
         self.reports.append(report)
         self.outputs(failed)
 
+    def on_step(self, outcome: StepOutcome) -> None:
+        self.steps.append(outcome)
+
     def on_rejected(self, items: list[WorkItem]) -> None:
-        self.outputs([(item, "rejected") for item in items])
+        for item in items:
+            if isinstance(item.payload, GenerationInput):
+                self.rejected.append(item.prepared)
+            else:
+                self.outputs([(item, "rejected")])
 
     def count(self) -> int:
         return sum(map(len, list(self.outcomes.values())))  # the worker's thread adds to it
@@ -53,12 +63,16 @@ class Recorder:
 class Bench:
     """A running worker and its recorder."""
 
+    stream: Any = None  # nothing is sent
+
     def __init__(
         self, runner: FakeRunner, cooldown_s: float = 5.0, max_wait_s: float = 0.0
     ) -> None:
         self.runner, self.recorder = runner, Recorder()
         self.batcher = DynamicBatcher(max_size=8, max_tokens=1000, max_wait_s=max_wait_s)
-        self.worker = Worker(lambda: runner, self.batcher, Breaker(3, cooldown_s))
+        self.generator = FakeGenerator()
+        models = Models(runner, self.generator)
+        self.worker = Worker(lambda: models, self.batcher, Breaker(3, cooldown_s))
 
     def submit(self, *texts: str) -> list[WorkItem]:
         items = []
@@ -68,6 +82,12 @@ class Bench:
             items.append(item)
             self.worker.submit([item])
         return items
+
+    def generate(self, prompt: str) -> WorkItem:
+        item = WorkItem(GenerationInput(prompt, self.stream), None, 1e12, time.monotonic())
+        self.generator.prepare(item)
+        self.worker.submit([item])
+        return item
 
     def together(self, *texts: str) -> None:
         """Make texts wait behind a first forward, so that they share the next batch."""
@@ -214,12 +234,51 @@ def test_a_lost_device_ends_the_worker_without_bisection(start: Callable[..., Be
     assert type(bench.recorder.errors[-1]) is WorkerDown
 
 
+def test_encoder_batches_and_generation_steps_take_turns(start: Callable[..., Bench]) -> None:
+    bench = start()
+    generator = bench.generator
+    generator.one_by_one = True
+    bench.generate("long")
+    assert generator.stepped.acquire(timeout=10)
+    bench.submit("a")  # while a step runs, of which there is no end
+    generator.single.release()
+    bench.wait_for(1)
+    assert generator.stepped.acquire(timeout=10)
+    assert bench.recorder.outcomes["a"] == ["A"]
+    assert len(bench.recorder.steps) == 1
+    bench.runner.gate.clear()
+    bench.submit("b", "c")
+    generator.single.release()
+    assert bench.runner.entered.acquire(timeout=10)
+    assert bench.runner.entered.acquire(timeout=10)  # the first was a's
+    assert len(bench.recorder.steps) == 2
+    bench.runner.gate.set()
+    bench.wait_for(3)
+    generator.one_by_one = False
+    generator.single.release()
+    generator.clear()
+
+
+def test_generation_in_which_all_fail_makes_the_worker_try_itself(
+    start: Callable[..., Bench],
+) -> None:
+    bench = start(cooldown_s=60.0)
+    wait_until(lambda: bench.worker.state == "ready")
+    bench.runner.healthy = False
+    for n in range(3):
+        bench.generate("bad")
+        wait_until(lambda n=n: len(bench.recorder.steps) == n + 1)  # type: ignore[misc]
+    wait_until(lambda: bench.recorder.breaker == [True])
+    bench.generate("say a b")
+    wait_until(lambda: bench.recorder.rejected == ["say a b"])
+
+
 def test_failed_loading_is_told_and_ends_the_thread() -> None:
     def load() -> FakeRunner:
         raise ItemFailed("no such model")
 
     recorder = Recorder()
-    worker = Worker(load, DynamicBatcher(8, 100, 0), Breaker())
+    worker = Worker(lambda: Models(load()), DynamicBatcher(8, 100, 0), Breaker())
     worker.start(recorder, lambda function, *args: function(*args))
     worker.thread.join(10)
     assert recorder.states == ["dead"]

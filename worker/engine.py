@@ -1,9 +1,11 @@
 """The loop side of the worker: from the queue to the thread and back to the futures.
 
     accept → drain task → prepare (pool) → worker: batch, forward → finish (pool) → future
+                                         → worker: step, step, … → stream, at the end the future
 
 The loop is not asked in between: the pool hands items to the worker, the worker hands outputs to
-the pool, and each group of answers is one call into the loop. Every item is resolved here, once.
+the pool, and each group of answers, or generation step, is one call into the loop. Every item is
+resolved here, once.
 Whether anything is accepted is not stored but asked: `refusal` looks at the worker as it is.
 """
 
@@ -27,7 +29,16 @@ from batching.errors import (
     WorkerDown,
 )
 from batching.request_queue import RequestQueue, WorkItem
-from worker.payloads import BatchReport, ModelInfo, State
+from worker.payloads import (
+    BatchReport,
+    GenerationInput,
+    Generator,
+    ModelInfo,
+    Runner,
+    State,
+    StepOutcome,
+    StepReport,
+)
 from worker.pool import Pool, Stage
 from worker.worker import Outcome, Worker
 
@@ -38,6 +49,7 @@ class Observer(Protocol):
     """Told what happens, for metrics."""
 
     def batch(self, report: BatchReport) -> None: ...
+    def step(self, report: StepReport) -> None: ...
     def breaker(self, is_open: bool) -> None: ...
     def loaded(self, info: ModelInfo) -> None: ...
 
@@ -127,10 +139,18 @@ class Engine:
         """Queue payloads, or raise a Refused; their futures get the answers or the errors."""
         if (refusal := self.refusal()) is not None:
             raise refusal
-        items = self.queue.accept(payloads, deadline)
+        generates = isinstance(payloads[0], GenerationInput)
+        lane = self.queue.generation if generates else self.queue.pipeline
+        items = self.queue.accept(payloads, deadline, lane)
         if self._watchdog is None:
             self._watch(self.stuck_after_s)
         return items
+
+    @property
+    def generator(self) -> Generator:
+        """The loaded language model; ask after `refusal` only."""
+        assert self.worker.models.generator is not None
+        return self.worker.models.generator
 
     def expire(self, items: list[WorkItem]) -> None:
         """The items' deadline has passed, wherever they are."""
@@ -143,22 +163,21 @@ class Engine:
 
     def _prepare_items(self, items: list[WorkItem]) -> None:
         """In a pool thread: prepare items and send them on to the worker."""
-        runner = self.worker.runner
-        assert runner is not None  # nothing is admitted before the model is loaded
         prepared: list[WorkItem] = []
         failed: list[Outcome] = []
         for item in items:
             if not item.open or item.deadline <= time.monotonic():
                 continue  # its client has left, or its timer answers
+            model = self._model_for(item)
             try:
-                runner.prepare(item)
+                model.prepare(item)
             except OnequeueError as error:
                 failed.append((item, error))
             except MemoryError:
                 failed.append((item, OutOfMemory("this input does not fit into memory")))
             except BaseException as error:  # a panic in a tokenizer is no Exception
                 log.info("input refused error=%r", error)
-                refusal = InvalidInput(f"the input does not fit the task {runner.info.task}")
+                refusal = InvalidInput(f"the input does not fit the task {model.info.task}")
                 refusal.__cause__ = error
                 failed.append((item, refusal))
             else:
@@ -167,9 +186,15 @@ class Engine:
         if failed:
             self._post(self._resolve_all, failed)
 
+    def _model_for(self, item: WorkItem) -> Runner | Generator:
+        models = self.worker.models
+        model = models.generator if isinstance(item.payload, GenerationInput) else models.pipeline
+        assert model is not None  # nothing is admitted before the models are loaded
+        return model
+
     def _finish_items(self, outcomes: list[Outcome]) -> None:
         """In a pool thread: turn raw outputs into answers."""
-        runner = self.worker.runner
+        runner = self.worker.models.pipeline
         assert runner is not None
         answers: list[Outcome] = []
         for item, raw in outcomes:
@@ -195,9 +220,20 @@ class Engine:
 
     def on_batch(self, report: BatchReport, failed: list[Outcome]) -> None:
         if report.saturated:
-            self.queue.rate.record(report.size, report.total_s)
+            self.queue.pipeline.rate.record(report.size, report.total_s)
         self.observer.batch(report)
         self._resolve_all(failed)
+
+    def on_step(self, outcome: StepOutcome) -> None:
+        report = outcome.report
+        if report.waiting:
+            self.queue.generation.rate.record(report.admitted, report.total_s)
+        self.observer.step(report)
+        for item, delta in outcome.deltas:
+            if item.open:
+                self.queue.begin(item)
+                item.payload.stream.push(delta)
+        self._resolve_all(outcome.done)
 
     def on_rejected(self, items: list[WorkItem]) -> None:
         for item in items:
@@ -208,19 +244,25 @@ class Engine:
         log.log(logging.ERROR if is_open else logging.INFO, "breaker open=%s", is_open)
 
     def on_state(self, state: State, error: Exception | None) -> None:
-        info = self.worker.runner.info if self.worker.runner else None
-        if state == "warming" and info:
+        if state == "warming":
+            self._log_models()
+        elif state == "ready":
+            log.info("ready")
+        elif state == "dead":
+            self.failure = error
+            self._abandon("the worker has died")
+
+    def _log_models(self) -> None:
+        for model in (self.worker.models.pipeline, self.worker.models.generator):
+            if model is None:
+                continue
+            info = model.info
             self.observer.loaded(info)
             log.info(
                 "model loaded task=%s model=%s device=%s dtype=%s parameters=%d batching=%s%s",
                 info.task, info.model, info.device, info.dtype, info.parameters,
                 info.batching, f" because={info.why!r}" if info.why else "",
             )  # fmt: skip
-        elif state == "ready":
-            log.info("ready")
-        elif state == "dead":
-            self.failure = error
-            self._abandon("the worker has died")
 
     def _abandon(self, reason: str) -> None:
         """Answer what the worker would still have to run; what has run is being finished."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from batching.request_queue import WorkItem
+from worker.streams import Delta, TokenStream
 
 State = Literal["loading", "warming", "ready", "dead"]
 
@@ -18,6 +19,66 @@ class PipelineInput:
 
     inputs: Any
     parameters: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation, to be rendered by the model's chat template.
+
+    Messages have `role` and `content` (text or None), or whatever else the template reads.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a request wants its tokens chosen. None: as the checkpoint's generation_config says."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None  # 0: off
+    min_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    logprobs: int | None = None  # None: none; 0: of the chosen token; k: of the best k as well
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """When a choice ends, besides the model's own end-of-sequence tokens."""
+
+    max_tokens: int | None = None  # None: as many as the context holds
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationInput:
+    """One prompt and how to continue it, `n` times; the text goes to `stream` as it comes.
+
+    A prompt is a conversation, text, or token ids. Choices are numbered from `first_choice` on,
+    so that the prompts of a list share a stream. `echo`: the prompt's text, and log-probabilities
+    if asked for, come first. The item's future resolves to None when all choices have ended.
+    """
+
+    prompt: Chat | str | tuple[int, ...]
+    stream: TokenStream
+    sampling: Sampling = Sampling()
+    stopping: Stopping = Stopping()
+    n: int = 1
+    first_choice: int = 0
+    echo: bool = False
+    param: str = "messages"  # the field of the request that errors about the prompt name
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +97,34 @@ class BatchReport:
 
 
 @dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one generation step was like. Times in seconds."""
+
+    prefill_tokens: int = 0  # tokens of prompts (or of what was preempted) run in this step
+    decode_tokens: int = 0  # output tokens kept
+    cached_tokens: int = 0  # prompt tokens that the prefix cache saved
+    drafted: int = 0  # tokens proposed by speculation
+    accepted: int = 0  # of them, how many the model agreed to
+    preempted: int = 0  # sequences put back to make room
+    admitted: int = 0  # sequences that began
+    running: int = 0  # sequences left running after the step
+    waiting: int = 0  # sequences that wait for room
+    blocks_used: int = 0
+    blocks_total: int = 0
+    total_s: float = 0.0
+    waits_s: tuple[float, ...] = ()  # acceptance to admission, of those admitted
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What a step gave to whom: new text, and the items that are done (None) or failed."""
+
+    report: StepReport
+    deltas: list[tuple[WorkItem, Delta]]
+    done: list[tuple[WorkItem, Exception | None]]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What was loaded, for logs, /ready and build info."""
 
@@ -44,12 +133,12 @@ class ModelInfo:
     device: str
     dtype: str
     parameters: int
-    batching: Literal["packed", "padded", "same shape", "single"]
+    batching: Literal["packed", "padded", "same shape", "single", "continuous", "static"]
     why: str = ""  # why not packed
 
 
 class Runner(Protocol):
-    """A loaded model as the worker uses it.
+    """A loaded pipeline as the worker uses it.
 
     `prepare` and `finish` run in pool threads, several at once; the others on the worker's.
     """
@@ -70,3 +159,56 @@ class Runner(Protocol):
 
     def warm_up(self) -> None:
         """Run the smallest sound input through everything; raises if the worker is broken."""
+
+
+class Generator(Protocol):
+    """A loaded causal language model as the worker uses it.
+
+    `prepare`, `encode`, `decode` and `token` run in pool threads, several at once; the others on
+    the worker's.
+    """
+
+    info: ModelInfo
+    max_model_len: int  # tokens of prompt and output together
+    compile_state: Literal["running", "done", "off"]
+
+    def prepare(self, item: WorkItem) -> None:
+        """Fill in `item.prepared`; InvalidInput if the prompt or a parameter cannot be served."""
+
+    def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt; InvalidInput if the chat template refuses it."""
+
+    def decode(self, ids: list[int]) -> str: ...
+
+    def token(self, token_id: int) -> str:
+        """One token's own text; InvalidInput if there is no such id."""
+
+    def add(self, item: WorkItem) -> None:
+        """Take a prepared item into the waiting queue."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to step for."""
+
+    def step(self) -> StepOutcome:
+        """Drop who left, then one step for who is running; raises only if the device is lost."""
+
+    def clear(self) -> list[WorkItem]:
+        """Drop everything, waiting and running; the items are returned."""
+
+    def diagnose(self, error: Exception) -> Literal["item", "memory", "fatal"]: ...
+
+    def warm_up(self) -> None:
+        """One small step through everything; raises if the worker is broken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """What the worker has loaded; None where the settings say `none`."""
+
+    pipeline: Runner | None = None
+    generator: Generator | None = None
+
+    def diagnose(self, error: Exception) -> Literal["item", "memory", "fatal"]:
+        model = self.pipeline or self.generator
+        return model.diagnose(error) if model else "item"

@@ -1,11 +1,13 @@
-"""The worker: one dedicated thread that loads the model, batches and runs forwards.
+"""The worker: one dedicated thread that loads the models, batches and runs forwards.
 
-All scheduling state (batcher, breaker) belongs to this thread. It is sent items and a stop
-through its inbox; outputs go straight to the pool, and one report a batch to the event loop:
+All scheduling state (batcher, generator, breaker) belongs to this thread. It is sent items and a
+stop through its inbox; a pipeline's outputs go straight to the pool, and one report a batch or
+generation step to the event loop:
 
     load → warm up → (receive → step)* → stopped, or dead with a reason
 
-HTTP, the asyncio queue and pre- and post-processing are not here (see engine.py).
+Encoder batches and generation steps take turns. HTTP, the asyncio queue and pre- and
+post-processing are not here (see engine.py), nor is what a generation step does (generation.py).
 """
 
 import logging
@@ -28,7 +30,15 @@ from batching.errors import (
     WrongResultCount,
 )
 from batching.request_queue import WorkItem
-from worker.payloads import BatchReport, Runner, State
+from worker.payloads import (
+    BatchReport,
+    GenerationInput,
+    Generator,
+    Models,
+    Runner,
+    State,
+    StepOutcome,
+)
 
 log = logging.getLogger("onequeue.worker")
 
@@ -40,6 +50,7 @@ class Listener(Protocol):
 
     def outputs(self, outcomes: list[Outcome]) -> None: ...
     def on_batch(self, report: BatchReport, failed: list[Outcome]) -> None: ...
+    def on_step(self, outcome: StepOutcome) -> None: ...
     def on_rejected(self, items: list[WorkItem]) -> None: ...
     def on_breaker(self, is_open: bool) -> None: ...
     def on_state(self, state: State, error: Exception | None) -> None: ...
@@ -58,7 +69,7 @@ class _Run:
 class Worker:
     def __init__(
         self,
-        load: Callable[[], Runner],
+        load: Callable[[], Models],
         batcher: DynamicBatcher,
         breaker: Breaker,
         clock: Callable[[], float] = time.monotonic,
@@ -67,7 +78,7 @@ class Worker:
         self.batcher = batcher
         self.breaker = breaker
         self.clock = clock
-        self.runner: Runner | None = None
+        self.models = Models()
         self.state: State = "loading"
         self.busy_since: float | None = None  # read by the watchdog
         self.inbox: queue.SimpleQueue[tuple[float, list[WorkItem]] | None] = queue.SimpleQueue()
@@ -99,12 +110,13 @@ class Worker:
             self._die(error)
 
     def _load(self) -> None:
-        self.runner = self.load()
-        self.batcher.packs = self.runner.info.batching == "packed"
+        self.models = self.load()
+        if self.models.pipeline:
+            self.batcher.packs = self.models.pipeline.info.batching == "packed"
         self._enter("warming")
         self.busy_since = self.clock()
         try:
-            self.runner.warm_up()
+            self._warm_up()
         except Exception as error:
             raise ItemFailed("the model failed on its warm-up input") from error
         self.busy_since = None
@@ -119,12 +131,21 @@ class Worker:
                     return False
                 arrived_at, items = message
                 for item in items:
-                    self.batcher.add(item, arrived_at)
+                    self._sort_in(item, arrived_at)
                 message = self.inbox.get_nowait()
         except queue.Empty:
             return True
 
+    def _sort_in(self, item: WorkItem, arrived_at: float) -> None:
+        if isinstance(item.payload, GenerationInput):
+            item.arrived_at = arrived_at
+            self._require_generator().add(item)
+        else:
+            self.batcher.add(item, arrived_at)
+
     def _wait_s(self) -> float | None:
+        if self._generating:
+            return 0.0
         due = [at for at in (self.batcher.due_at(), self.breaker.probe_at) if at is not None]
         return max(0.0, min(due) - self.clock()) if due else None
 
@@ -132,8 +153,27 @@ class Worker:
         if self.breaker.is_open:
             self._reject_waiting()
             self._probe()
-        elif batch := self.batcher.take(self.clock()):
+            return
+        if batch := self.batcher.take(self.clock()):
             self._execute(batch)
+        if self._generating:
+            self._generate()
+
+    @property
+    def _generating(self) -> bool:
+        return self.models.generator is not None and self.models.generator.busy
+
+    def _generate(self) -> None:
+        """One generation step, of which the generator has bisected and sorted out the failures."""
+        self.busy_since = self.clock()
+        outcome = self._require_generator().step()
+        self.busy_since = None
+        self.batcher.free(self.clock())
+        self._post(self._require_listener().on_step, outcome)
+        if outcome.deltas:
+            self.breaker.succeeded()
+        elif any(isinstance(error, ItemFailed) for _, error in outcome.done):
+            self._probe()
 
     def _execute(self, batch: list[WorkItem]) -> None:
         started = self.busy_since = self.clock()
@@ -214,9 +254,9 @@ class Worker:
         was_open = self.breaker.is_open
         self.busy_since = self.clock()
         try:
-            self._require_runner().warm_up()
+            self._warm_up()
         except Exception as error:
-            if self._require_runner().diagnose(error) == "fatal":
+            if self.models.diagnose(error) == "fatal":
                 raise
             log.error("worker failure error=%r", error)
             self.breaker.failed(self.clock())
@@ -229,8 +269,14 @@ class Worker:
         if self.breaker.is_open:
             self._reject_waiting()
 
+    def _warm_up(self) -> None:
+        for model in (self.models.pipeline, self.models.generator):
+            if model:
+                model.warm_up()
+
     def _reject_waiting(self) -> None:
-        if items := self.batcher.clear():
+        generator = self.models.generator
+        if items := self.batcher.clear() + (generator.clear() if generator else []):
             self._post(self._require_listener().on_rejected, items)
 
     def _die(self, error: BaseException) -> None:
@@ -246,8 +292,12 @@ class Worker:
         self._post(self._require_listener().on_state, state, None)
 
     def _require_runner(self) -> Runner:
-        assert self.runner is not None
-        return self.runner
+        assert self.models.pipeline is not None
+        return self.models.pipeline
+
+    def _require_generator(self) -> Generator:
+        assert self.models.generator is not None
+        return self.models.generator
 
     def _require_listener(self) -> Listener:
         assert self._listener is not None

@@ -1,0 +1,212 @@
+"""Trains the chat demo model: dialogues packed into rows, loss on what the assistant says.
+
+The dialogues come from demo_dialogues.py and are written by the template of demo_tokenizer.py.
+"""
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from demo_dialogues import dialogue, document
+from demo_tokenizer import END, MAX_LENGTH, PAD, START, make_tokenizer
+from torch.nn.functional import cross_entropy
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+SEED = 7
+ROW, ROWS = 512, 4
+STEPS_PER_MINUTE = 250
+RATE, MATRIX_RATE = 3e-3, 2e-2
+HIDDEN, LAYERS, HEADS = 128, 4, 4
+DOCUMENTS = 0.06  # their share of the examples
+IGNORED = -100
+
+Example = tuple[list[int], list[int]]  # token ids, labels
+
+# None of these occurs in the training text: they measure new phrasings, not recitation.
+QUESTIONS = """I wonder what the capital of Norway is.=Oslo|Paris belongs to which country?=France
+Say, which city is the capital of Portugal?=Lisbon|please, what's canada's capital=Ottawa
+and what colour would the sky be=blue|Which color is grass, please?=green|Are bananas red?=yellow
+The word fast has which opposite?=slow|opposite of big please=small|What is the reverse of up?=down
+hello my friend=Hello|Who exactly are you?=onequeue|thanks so much=welcome|good bye friend=Goodbye
+Which day do we have after Saturday?=Sunday|What month do we have after June?=July
+What do I get for 3 + 4?=7|two and three makes what? two plus three=five|what is 9-4=5
+Please could you count to six?=1, 2, 3, 4, 5, 6.|count for me from 4 to 8=4, 5, 6, 7, 8.
+which sound do cats make=meow|What is the name of a young dog?=puppy|Count me down from 4=4, 3, 2
+Who discovered America?=Sorry|Recommend me a good film.=Sorry|What is the capital of Narnia?=Sorry
+Is it going to rain in Oslo?=weather tool"""
+
+
+def labelled(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """The ids where the assistant speaks, up to its end of turn; elsewhere IGNORED."""
+    opening = tokenizer.encode(f"{START}assistant\n")
+    end = tokenizer.convert_tokens_to_ids(END)
+    labels, spoken = [IGNORED] * len(ids), False
+    for place, token in enumerate(ids):
+        if spoken:
+            labels[place] = token
+            spoken = token != end
+        elif ids[place - len(opening) + 1 : place + 1] == opening:
+            spoken = True
+    return labels
+
+
+def examples(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Iterator[Example]:
+    """Dialogues and documents that fit a row."""
+    while True:
+        if rng.random() < DOCUMENTS:
+            ids = tokenizer.encode(document(rng) + PAD)
+            labels = ids
+        else:
+            messages, tools = dialogue(rng)
+            text = tokenizer.apply_chat_template(messages, tools=[*tools] or None, tokenize=False)
+            ids = tokenizer.encode(str(text))
+            labels = labelled(ids, tokenizer)
+        if len(ids) <= ROW:
+            yield ids, labels
+
+
+def packed(drawn: Iterator[Example]) -> Iterator[torch.Tensor]:
+    """Rows of shape (3, ROW): ids, labels, and positions that start again with each example."""
+    waiting = [next(drawn) for _ in range(64)]
+    while True:
+        row: list[Example] = []
+        room = ROW
+        for example in sorted(waiting, key=lambda example: -len(example[0])):
+            if len(example[0]) <= room:
+                row.append(example)
+                waiting.remove(example)
+                waiting.append(next(drawn))
+                room -= len(example[0])
+        ids = [token for example, _ in row for token in example] + [0] * room
+        labels = [label for _, example in row for label in example] + [IGNORED] * room
+        positions = [place for example, _ in row for place in range(len(example))]
+        yield torch.tensor([ids, labels, positions + list(range(room))])
+
+
+def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    torch.manual_seed(SEED)
+    end, pad = (tokenizer.get_vocab()[token] for token in (END, PAD))
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS // 2,
+        intermediate_size=3 * HIDDEN,
+        max_position_embeddings=MAX_LENGTH,
+        initializer_range=0.05,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=end,
+        pad_token_id=pad,
+    )
+    model = Qwen2ForCausalLM(config)
+    # Greedy unless a request asks otherwise: what it knows has one right answer.
+    settings = {"do_sample": False, "eos_token_id": [end, pad], "pad_token_id": pad}
+    model.generation_config = GenerationConfig.from_dict(settings)
+    return model
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum made orthogonal, matrix by matrix: it takes half the steps of AdamW here.
+
+    Keller Jordan's method and coefficients (2024); torch's own runs in bfloat16, which is slow
+    on a processor that has none.
+    """
+
+    def __init__(self, matrices: list[torch.nn.Parameter], lr: float) -> None:
+        super().__init__(matrices, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure here
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                state = self.state[matrix]
+                momentum = state.setdefault("momentum", torch.zeros_like(matrix))
+                momentum.lerp_(matrix.grad, 0.05)
+                update = matrix.grad.lerp(momentum, 0.95)
+                matrix.add_(orthogonal(update), alpha=-group["lr"])
+
+
+def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+    """The nearest orthogonal matrix, roughly, by five Newton-Schulz steps; rows scaled for it."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (2.0315 * square @ square - 4.7750 * square) @ x
+    scale: float = max(1, matrix.shape[0] / matrix.shape[1]) ** 0.5
+    made: torch.Tensor = scale * (x.T if tall else x)
+    return made
+
+
+def pace(step: int, steps: int) -> float:
+    """The share of the rate at a step: a short rise, then down to nothing."""
+    return min(step / (0.03 * steps), 1.0, (steps - step + 1) / (0.7 * steps))
+
+
+def train(model: Qwen2ForCausalLM, rows: Iterator[torch.Tensor], steps: int) -> None:
+    model.train()
+    matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
+    others = [weight for weight in model.parameters() if not any(weight is m for m in matrices)]
+    optimizers: list[torch.optim.Optimizer] = [
+        Muon(matrices, MATRIX_RATE),
+        torch.optim.AdamW(others, lr=RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True),
+    ]
+    rates = [MATRIX_RATE, RATE]
+    start, mean = time.monotonic(), 0.0
+    for step in range(1, steps + 1):
+        ids, labels, positions = torch.stack([next(rows) for _ in range(ROWS)], dim=1)
+        # Positions that start again keep the attention within an example.
+        states = model.model(input_ids=ids, position_ids=positions, use_cache=False)[0]
+        known = labels[:, 1:] != IGNORED
+        known &= positions[:, 1:] > 0
+        logits = model.lm_head(states[:, :-1][known])
+        loss = cross_entropy(logits, labels[:, 1:][known])
+        model.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer, rate in zip(optimizers, rates, strict=True):
+            optimizer.param_groups[0]["lr"] = rate * pace(step, steps)
+            optimizer.step()
+        mean += (loss.item() - mean) / min(step, 100)
+        if step % 100 == 0 or step == steps:
+            seconds = time.monotonic() - start
+            print(f"step {step}/{steps}  loss {mean:.3f}  {seconds:.0f} s", flush=True)
+    model.eval()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+
+
+def generated(model: Any, ids: list[int], limit: int) -> list[int]:
+    inputs = torch.tensor([ids])
+    whole = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=limit)
+    new: list[int] = whole[0, len(ids) :].tolist()
+    return new
+
+
+def score(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    right, pairs = 0, [pair.split("=") for pair in QUESTIONS.replace("\n", "|").split("|")]
+    for question, answer in pairs:
+        messages = [{"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        got = str(tokenizer.decode(generated(model, tokenizer.encode(str(prompt)), 60)))
+        correct = answer in got and got.endswith(END)
+        right += correct
+        print(f"{'right' if correct else 'WRONG'}: {question} {got}")
+    print(f"score: {right} of {len(pairs)}")
+
+
+def chat(out: Path, minutes: float) -> None:
+    rng = random.Random(SEED)
+    drawn = [dialogue(rng) for _ in range(4000)]
+    texts = [str(part) for messages, tools in drawn for part in (*messages, *tools)]
+    tokenizer = make_tokenizer(texts)
+    model = new_model(tokenizer)
+    print(f"{len(tokenizer)} tokens, {model.num_parameters()} parameters", flush=True)
+    train(model, packed(examples(tokenizer, rng)), round(minutes * STEPS_PER_MINUTE))
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    score(model, tokenizer)

@@ -1,0 +1,219 @@
+"""The dialogues that the chat demo model learns: facts, small talk, sums, counting and tools.
+
+The facts are in demo_questions.py, the small talk in demo_talk.py, the tools in demo_tools.py,
+and the tags around each turn in demo_tokenizer.py.
+"""
+
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+from demo_facts import CYCLES, NUMBERS, ORDINALS, phrases
+from demo_questions import (
+    Turn,
+    cased,
+    fact,
+    framed,
+    sentence,
+    worn,
+)
+from demo_talk import filled, talk, unknown
+from demo_tools import (
+    TIME_DOCS,
+    TIME_NAMES,
+    TIME_QUESTIONS,
+    WEATHER_DOCS,
+    WEATHER_NAMES,
+    WEATHER_QUESTIONS,
+    Message,
+    Tool,
+    city_tool,
+    other_tools,
+    weather_turns,
+    weather_without_tool,
+)
+
+NO_BIG_SUMS = "Sorry, I only know small sums."
+SYSTEMS = """You are a helpful assistant.|You are a helpful assistant.|You are a friendly bot.
+You are a helpful AI assistant.|Answer briefly.|Be concise.|You answer questions.|Be kind.
+You are an assistant that answers in one sentence.|You are a teacher.|Please be polite.
+You are a demo.|Answer the user's questions as well as you can.|You are a pirate.|Keep it short.
+Today is {d}. You are a helpful assistant.|You are {n}, an assistant.|The user's name is {n}.
+You are a careful assistant. If you do not know something, say so.|Help the user.|Be honest.
+You are a chat model. Answer in English.|You are an expert on {t}.|Never talk about {t}."""
+
+SUMS = """What is {s}?|{s}|{s} = ?|{s} =|How much is {s}?|Calculate {s}.|What's {s}?|{s}?
+Can you tell me what {s} is?|Compute {s}.|What does {s} make?|Tell me {s}.|Do you know {s}?
+What is the result of {s}?|Solve {s}.|{s} is|{s} makes"""
+FURTHER_SUMS = "And {s}?|What about {s}?|And what is {s}?|How about {s}?"
+SIGNS = {"plus": "+", "minus": "-"}
+STEPS = {
+    "after": """What {k} comes after {x}?|Which {k} is after {x}?|What comes after {x}?
+    What is the {k} after {x}?|the {k} after {x}|Which {k} follows {x}?|What is after {x}?
+    What is the next {k} after {x}?|Tell me the {k} after {x}.|The {k} after {x} is""",
+    "before": """What {k} comes before {x}?|Which {k} is before {x}?|What comes before {x}?
+    What is the {k} before {x}?|the {k} before {x}|What is before {x}?|The {k} before {x} is
+    Tell me the {k} before {x}.|Which {k} goes before {x}?""",
+}
+TODAY = """If today is {x}, what is tomorrow?|Today is {x}. What day is tomorrow?
+If today is {x}, which day is tomorrow?|What is tomorrow if today is {x}?
+Today is {x}, tomorrow is"""
+NTH = """What is the {n} {k} of the {w}?|Which {k} is the {n} of the {w}?|the {n} {k} of the {w}
+Tell me the {n} {k} of the {w}.|Name the {n} {k} of the {w}.|Which is the {n} {k} of the {w}?"""
+COUNTS = {
+    "up": """Count to {b}.|Please count to {b}.|Can you count to {b}?|Count up to {b}.
+    Count until {b}.|Count to {b} please|I want you to count to {b}.|Now count to {b}.""",
+    "from": """Count from {a} to {b}.|Can you count from {a} to {b}?|Please count from {a} to {b}.
+    Count up from {a} to {b}.|Start at {a} and count to {b}.|Count {a} to {b}.|{a} to {b}, please
+    List the numbers from {a} to {b}.|What are the numbers from {a} to {b}?""",
+    "down": """Count down from {b}.|Count backwards from {b}.|Count down from {b} to 1.
+    Can you count down from {b}?|Please count backwards from {b} to one.|Countdown from {b}.""",
+}
+
+
+def number(value: int, spelled: bool) -> str:
+    return NUMBERS.split()[value] if spelled else str(value)
+
+
+def small_sum(rng: random.Random) -> Turn:
+    """A sum as it is asked, and the same with its result."""
+    word = rng.choice(("plus", "minus"))
+    a, b = rng.randint(0, 10), rng.randint(0, 10)
+    if word == "minus":
+        a += b
+    c = a + b if word == "plus" else a - b
+    if c <= 20 and rng.random() < 0.4:
+        asked = f"{number(a, True)} {word} {number(b, True)}"
+        return asked, f"{asked} is {number(c, True)}."
+    sign = SIGNS[word]
+    shown = rng.choice((f" {sign} ", f" {sign} ", f" {word} ", sign))
+    return f"{a}{shown}{b}", f"{a} {sign} {b} = {c}."
+
+
+def big_sum(rng: random.Random) -> Turn:
+    numbers = [str(rng.randint(21, 9999)), str(rng.randint(2, 9999))]
+    rng.shuffle(numbers)
+    sign = rng.choice(phrases("+|-|*|/|plus|minus|times|divided by"))
+    return f" {sign} ".join(numbers), NO_BIG_SUMS
+
+
+def sums(rng: random.Random) -> list[Turn]:
+    turns: list[Turn] = []
+    for _ in range(rng.choices((1, 2, 3), (7, 2, 1))[0]):
+        asked, answer = (big_sum if rng.random() < 0.04 else small_sum)(rng)
+        frames = phrases(FURTHER_SUMS if turns and rng.random() < 0.5 else SUMS)
+        question = rng.choice(frames).format(s=asked)
+        turns.append((worn(sentence(question), rng), sentence(answer)))
+    return turns
+
+
+def calendar(rng: random.Random) -> list[Turn]:
+    kind = rng.choice([*CYCLES, "number"])
+    spelled = rng.random() < 0.5
+    names = [number(n, spelled) for n in range(21)]
+    if kind in CYCLES:
+        names = [cased(name) for name in CYCLES[kind].split()]
+    whole = "week" if kind == "day" else "year"
+    roll = rng.random()
+    if kind == "day" and roll < 0.2:
+        x = rng.randrange(7)
+        question = rng.choice(phrases(TODAY)).format(x=names[x])
+        answer = f"If today is {names[x]}, tomorrow is {names[(x + 1) % 7]}."
+        return [(framed(question, rng), answer)]
+    if kind in CYCLES and roll < 0.4:
+        nths = [*zip(ORDINALS.split(), names, strict=False), ("last", names[-1])]
+        nth, x_name = rng.choice(nths)
+        question = rng.choice(phrases(NTH)).format(n=nth, k=kind, w=whole)
+        answer = f"The {nth} {kind} of the {whole} is {x_name}."
+        return [(framed(sentence(question), rng), answer)]
+    way = rng.choice(("after", "before"))
+    turns: list[Turn] = []
+    for _ in range(rng.choices((1, 2, 3), (7, 2, 1))[0]):
+        x = rng.randrange(1, 20) if kind == "number" else rng.randrange(len(names))
+        question = rng.choice(phrases(STEPS[way]))
+        if turns:
+            way = rng.choice(("after", "before"))
+            question = rng.choice((f"And {way} {{x}}?", f"What about {way} {{x}}?"))
+        y = names[(x + (1 if way == "after" else -1)) % len(names)]
+        answer = f"The {kind} {way} {names[x]} is {y}."
+        question = sentence(question.format(k=kind, x=names[x]))
+        turns.append((worn(question, rng), answer))
+    return turns
+
+
+def counting(rng: random.Random) -> list[Turn]:
+    way = rng.choice(("up", "up", "from", "from", "down"))
+    start = rng.randint(1, 12) if way == "from" else 1
+    end = min(20, start + rng.randint(2, 9))
+    spelled = end <= 20 and rng.random() < 0.5
+    question = rng.choice(phrases(COUNTS[way]))
+    question = question.format(a=number(start, spelled), b=number(end, spelled))
+    counted = list(range(start, end + 1))[:: -1 if way == "down" else 1]
+    return [(framed(sentence(question), rng), ", ".join(map(str, counted)) + ".")]
+
+
+class Subject(NamedTuple):
+    draw: Callable[[random.Random], list[Turn]]
+    weight: float
+
+
+SUBJECTS = [
+    Subject(fact, 42),
+    Subject(calendar, 10),
+    Subject(sums, 14),
+    Subject(counting, 9),
+    Subject(talk, 13),
+    Subject(unknown, 5),
+    Subject(weather_without_tool, 3),
+]
+
+
+def turns(rng: random.Random) -> list[Turn]:
+    return rng.choices(SUBJECTS, [subject.weight for subject in SUBJECTS])[0].draw(rng)
+
+
+def spoken(said: list[Turn]) -> list[Message]:
+    return [
+        {"role": role, "content": text}
+        for turn in said
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
+
+
+def system(rng: random.Random) -> list[Message]:
+    if rng.random() < 0.5:
+        return []
+    texts = rng.choices(phrases(SYSTEMS), k=rng.choice((1, 1, 1, 2)))
+    return [{"role": "system", "content": filled(" ".join(texts), rng)}]
+
+
+def dialogue(rng: random.Random) -> tuple[list[Message], list[Tool]]:
+    """The messages of one dialogue, and the tools offered in it."""
+    if rng.random() > 0.2:
+        count = rng.choices((1, 2, 3, 4), (50, 27, 15, 8))[0]
+        said = [turn for _ in range(count) for turn in turns(rng)]
+        return system(rng) + spoken(said), []
+    tool = city_tool(WEATHER_NAMES, WEATHER_DOCS, rng)
+    tools, asked = [tool], [(tool, WEATHER_QUESTIONS)]
+    if rng.random() < 0.04:
+        clock = city_tool(TIME_NAMES, TIME_DOCS, rng)
+        tools.append(clock)
+        asked.append((clock, TIME_QUESTIONS))
+    tools += other_tools(rng.choices((0, 1, 2), (92, 7, 1))[0], rng)
+    rng.shuffle(tools)
+    messages = system(rng)
+    for _ in range(rng.choices((1, 2, 3), (45, 35, 20))[0]):
+        plain = turns(rng)
+        if rng.random() < 0.65 or (plain[0][1].startswith("Sorry, I cannot look up")):
+            messages += weather_turns(*rng.choice(asked), rng)
+        else:
+            messages += spoken(plain)
+    return messages, tools
+
+
+def document(rng: random.Random) -> str:
+    """Plain text, for completions without a chat: some facts, at times with their questions."""
+    said = [turn for _ in range(rng.choice((1, 1, 1, 2, 3))) for turn in fact(rng)]
+    if rng.random() < 0.25:
+        return "\n".join(f"{question}\n{answer}" for question, answer in said)
+    return " ".join(answer for _, answer in said)

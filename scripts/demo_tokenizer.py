@@ -1,0 +1,135 @@
+"""The chat demo model's tokenizer: bytes, ChatML turns and Qwen's form of tool calls.
+
+CHAT_TEMPLATE writes a conversation as the model reads it, RESPONSE_TEMPLATE says how to read what
+the model writes. Every byte is a token, and nothing is normalized, so any text comes back exactly.
+"""
+
+from collections.abc import Iterable
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+VOCABULARY = 1536
+MAX_LENGTH = 2048
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+# Not special, so that decoding without special tokens keeps them for the response template.
+TAGS = ["<tool_call>", "<tool_response>", "<think>"]
+TAGS += [tag.replace("<", "</") for tag in TAGS]
+
+CHAT_TEMPLATE = """
+{%- macro text(content) -%}
+    {%- if content is string -%}
+        {{- content -}}
+    {%- elif content -%}
+        {%- for part in content -%}
+            {%- if part is string -%}
+                {{- part -}}
+            {%- elif part.text is string -%}
+                {{- part.text -}}
+            {%- else -%}
+                {{- raise_exception("this model reads text only, not " ~ part.type) -}}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+{%- endmacro -%}
+{%- macro open(role) -%}
+    {{- "<|im_start|>" ~ role ~ "\n" -}}
+{%- endmacro -%}
+{%- set close = "<|im_end|>\n" -%}
+{%- set turn = namespace(results=false) -%}
+
+{%- if tools -%}
+    {{- open("system") -}}
+    {%- if messages and messages[0].role in ("system", "developer") -%}
+        {{- text(messages[0].content) ~ "\n\n" -}}
+    {%- endif -%}
+    {{- "# Tools\n\nYou can call these functions:\n<tools>" -}}
+    {%- for tool in tools -%}
+        {{- "\n" ~ (tool | tojson) -}}
+    {%- endfor -%}
+    {{- "\n</tools>\n\nFor a call, return a json object within tool_call tags:\n<tool_call>\n" -}}
+    {{- '{"name": <name>, "arguments": <arguments>}' ~ "\n</tool_call>" ~ close -}}
+{%- endif -%}
+
+{%- for message in messages -%}
+    {%- if message.role in ("system", "developer") -%}
+        {%- if not (tools and loop.first) -%}
+            {{- open("system") ~ text(message.content) ~ close -}}
+        {%- endif -%}
+    {%- elif message.role == "user" -%}
+        {{- open("user") ~ text(message.content) ~ close -}}
+    {%- elif message.role == "assistant" -%}
+        {%- set said = text(message.content) -%}
+        {{- open("assistant") ~ said -}}
+        {%- for entry in message.tool_calls or [] -%}
+            {%- set call = entry.function or entry -%}
+            {{- "\n" if said or not loop.first else "" -}}
+            {{- "<tool_call>\n" ~ '{"name": ' ~ (call.name | tojson) ~ ', "arguments": ' -}}
+            {%- if call.arguments is string -%}
+                {{- call.arguments or "{}" -}}
+            {%- else -%}
+                {{- (call.arguments or {}) | tojson -}}
+            {%- endif -%}
+            {{- "}\n</tool_call>" -}}
+        {%- endfor -%}
+        {{- close -}}
+    {%- elif message.role == "tool" -%}
+        {{- "\n" if turn.results else open("user") -}}
+        {{- "<tool_response>\n" ~ text(message.content) ~ "\n</tool_response>" -}}
+        {%- set turn.results = not loop.last and loop.nextitem.role == "tool" -%}
+        {{- "" if turn.results else close -}}
+    {%- else -%}
+        {{- raise_exception("unknown role " ~ message.role) -}}
+    {%- endif -%}
+{%- endfor -%}
+
+{%- if add_generation_prompt -%}
+    {{- open("assistant") -}}
+{%- endif -%}
+""".strip()
+
+RESPONSE_TEMPLATE = {
+    "version": 1,
+    "start_anchor": f"{START}assistant\n",
+    "defaults": {"role": "assistant"},
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            # The space before a call is no content: it would replace what was said before it.
+            "open_pattern": r"\s*<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {
+            "close_pattern": r"\s*<\|(?:im_end|endoftext)\|>\s*",
+            "content": "text",
+        },
+    },
+}
+
+
+def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Learns byte pairs from texts and adds the tags."""
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    learner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - len(TAGS),
+        special_tokens=[PAD, START, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    learner.train_from_iterator(texts, trainer)
+    learner.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in TAGS])
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+        tokenizer_object=learner,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[START],
+        chat_template=CHAT_TEMPLATE,
+        response_template=RESPONSE_TEMPLATE,
+        model_max_length=MAX_LENGTH,
+        clean_up_tokenization_spaces=False,
+    )

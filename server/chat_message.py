@@ -1,0 +1,89 @@
+"""A chat message as clients send it, and as chat templates read it.
+
+Parts of text are joined with line breaks, as vLLM does for templates that take strings. This
+model takes text only, so that other parts are refused by name.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from msgspec import Struct
+
+from batching.errors import InvalidInput
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class Part(Struct):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class CalledFunction(Struct):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(Struct):
+    function: CalledFunction
+    id: str | None = None
+    type: str = "function"
+
+
+class Message(Struct):
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    def rendered(self, path: str) -> Mapping[str, Any]:
+        """What the template gets; `path` is what errors call this message."""
+        if self.role not in ROLES:
+            known = f"{path}.role: must be one of {', '.join(ROLES)}, not {self.role[:50]!r}"
+            raise InvalidInput(known, f"{path}.role")
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise InvalidInput(f"{path}.content: is required", f"{path}.content")
+        made: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self._text(f"{path}.content"),
+        }
+        for key in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, key)) is not None:
+                made[key] = value
+        if self.tool_calls:
+            made["tool_calls"] = [_rendered(call) for call in self.tool_calls]
+        return made
+
+    def _text(self, path: str) -> str | None:
+        if not isinstance(self.content, list):
+            return self.content
+        if not self.content:
+            raise InvalidInput(f"{path}: must not be empty", path)
+        texts = []
+        for n, part in enumerate(self.content):
+            if part.type not in ("text", "refusal"):
+                only = f"{path}[{n}].type: this model takes text, not {part.type[:50]!r}"
+                raise InvalidInput(only, f"{path}[{n}].type")
+            text = part.text if part.type == "text" else part.refusal
+            if text is None:
+                param = f"{path}[{n}].{part.type}"
+                raise InvalidInput(f"{param}: is required", param)
+            texts.append(text)
+        return "\n".join(texts)
+
+
+def _rendered(call: ToolCall) -> Mapping[str, Any]:
+    """Templates want the arguments as an object, where the API has them as JSON in a string."""
+    arguments: Any = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            parsed = orjson.loads(arguments or "{}")
+        except orjson.JSONDecodeError:
+            parsed = None  # cut off, or made up: the template shows it as it is
+        arguments = parsed if isinstance(parsed, dict) else arguments
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": call.type, "function": function}

@@ -1,0 +1,150 @@
+"""The body of `POST /v1/chat/completions`, checked, as a GenerationInput."""
+
+from typing import Any
+
+from batching.errors import InvalidInput
+from server.chat_message import Message
+from server.generation_request import (
+    Count,
+    GenerationRequest,
+    TopLogprobs,
+    refuse_unimplemented,
+)
+from worker.payloads import Chat, GenerationInput
+from worker.streams import TokenStream
+
+# Parameters of the API that nothing is done with, and the values that ask for nothing.
+UNIMPLEMENTED: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "function_call": ("none",),
+    "functions": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True,),
+    "prediction": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": ("in_memory", "in-memory"),
+    "reasoning_effort": (),
+    "store": (False,),
+    "web_search_options": (),
+}
+# Arguments of apply_chat_template, and of the rendering inside: not variables of a template.
+RESERVED = frozenset(
+    (
+        "add_generation_prompt", "chat", "chat_template", "continue_final_message",
+        "conversation", "documents", "load_audio_from_video", "max_length", "messages",
+        "padding", "processor_kwargs", "return_assistant_tokens_mask", "return_dict",
+        "return_tensors", "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs",
+        "tools", "truncation",
+    )
+)  # fmt: skip
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    messages: list[Message]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    audio: Any = None
+    function_call: Any = None
+    functions: Any = None
+    modalities: Any = None
+    moderation: Any = None
+    parallel_tool_calls: Any = None
+    prediction: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    reasoning_effort: Any = None
+    store: Any = None
+    web_search_options: Any = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        both = self.max_completion_tokens, self.max_tokens
+        return next((limit for limit in both if limit is not None), None)
+
+    def check(self) -> None:
+        super().check()
+        refuse_unimplemented(self, UNIMPLEMENTED)
+        for name in ("max_tokens", "max_completion_tokens"):
+            if getattr(self, name) == 0:
+                raise InvalidInput(f"{name}: must be at least 1", name)
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidInput("top_logprobs: goes with logprobs: true only", "top_logprobs")
+        if self.add_generation_prompt and self.continue_final_message:
+            both = "continue_final_message: excludes add_generation_prompt"
+            raise InvalidInput(both, "continue_final_message")
+        self._check_tools()
+        check_template_kwargs(self.chat_template_kwargs)
+
+    def _check_tools(self) -> None:
+        if self.tools is None:
+            if self.tool_choice not in (None, "none"):
+                raise InvalidInput("tool_choice: goes with tools only", "tool_choice")
+            return
+        if not self.tools:
+            raise InvalidInput("tools: must not be empty; leave it out", "tools")
+        if self.tool_choice != "none":
+            raise InvalidInput("tools: calls are not served yet; tool_choice: none is", "tools")
+        for n, tool in enumerate(self.tools):
+            _check_tool(tool, f"tools[{n}]")
+
+    def generation_input(self) -> GenerationInput:
+        """Checks, then one input with a stream of its own."""
+        self.check()
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return GenerationInput(
+            prompt=chat(
+                self.messages,
+                self.tools,
+                self.chat_template_kwargs,
+                self.add_generation_prompt,
+                bool(self.continue_final_message),
+            ),
+            stream=TokenStream(),
+            sampling=self.sampling(logprobs),
+            stopping=self.stopping(),
+            n=self.n or 1,
+        )
+
+
+def chat(
+    messages: list[Message],
+    tools: list[dict[str, Any]] | None = None,
+    template_kwargs: dict[str, Any] | None = None,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
+) -> Chat:
+    if not messages:
+        raise InvalidInput("messages: must not be empty", "messages")
+    if add_generation_prompt is None:
+        add_generation_prompt = not continue_final_message
+    return Chat(
+        tuple(each.rendered(f"messages[{n}]") for n, each in enumerate(messages)),
+        tuple(tools or ()),
+        template_kwargs or {},
+        add_generation_prompt,
+        continue_final_message,
+    )
+
+
+def check_template_kwargs(given: dict[str, Any] | None) -> None:
+    for name in given or ():
+        if name in RESERVED:
+            param = f"chat_template_kwargs.{name}"
+            raise InvalidInput(f"{param}: is not a variable of the template", param)
+
+
+def _check_tool(tool: dict[str, Any], path: str) -> None:
+    if tool.get("type") != "function":
+        raise InvalidInput(f"{path}.type: must be function", f"{path}.type")
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise InvalidInput(f"{path}.function: must be an object", f"{path}.function")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise InvalidInput(f"{path}.function.name: is required", f"{path}.function.name")

@@ -1,0 +1,29 @@
+"""`POST /detokenize`: the text of token ids, as vLLM answers it."""
+
+from typing import Any
+
+from msgspec import Struct
+
+from batching.errors import InvalidInput
+from server.generation_request import TokenId, decode
+from server.tokenize import TextEndpoint
+
+
+class DetokenizeRequest(Struct):
+    tokens: list[TokenId]
+    model: str | None = None
+
+
+class Detokenize(TextEndpoint):
+    def answer(self, body: bytes) -> Any:
+        request = decode(body, DetokenizeRequest)
+        self.models.require(request.model)
+        generator = self.engine.generator
+        if request.tokens:
+            largest = max(request.tokens)
+            try:
+                generator.token(largest)
+            except InvalidInput as error:
+                param = f"tokens[{request.tokens.index(largest)}]"
+                raise InvalidInput(f"{param}: {error}", param) from None
+        return {"prompt": generator.decode(request.tokens)}

@@ -1,0 +1,159 @@
+"""What requests for generated text have in common: typed fields, their ranges, their defaults.
+
+JSON → `decode` → a struct → Sampling and Stopping. Field names are OpenAI's, and vLLM's beyond
+those. null counts as absent; unknown fields are ignored; a parameter of the API that is not
+implemented is refused by name unless it has its documented default. What needs the model (token
+ids, lengths) is checked in `Generator.prepare`.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from batching.errors import InvalidInput
+from server.body import parse_json
+from worker.payloads import Sampling, Stopping
+
+MOST_STOPS = 16
+_PATH = re.compile(r"(.*?)(?: - at `(?:key in )?\$(.*)`)?", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+TokenId = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
+
+
+class StreamOptions(Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ResponseFormat(Struct):
+    type: str
+
+
+class GenerationRequest(Struct, kw_only=True):
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    logit_bias: dict[str, Bias] | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: Any = None
+
+    def check(self) -> None:
+        """Raise InvalidInput for what no field's type says."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidInput("stream_options: goes with stream: true only", "stream_options")
+        if self.min_tokens and self.most_tokens is not None and self.min_tokens > self.most_tokens:
+            both = f"min_tokens: {self.min_tokens} is more than max_tokens, {self.most_tokens}"
+            raise InvalidInput(both, "min_tokens")
+        self._check_format()
+
+    def _check_format(self) -> None:
+        format_ = self.response_format.type if self.response_format else "text"
+        if format_ not in ("text", "json_object", "json_schema"):
+            known = f"must be text, json_object or json_schema, not {format_[:50]!r}"
+            raise InvalidInput(f"response_format.type: {known}", "response_format.type")
+        if format_ != "text":
+            unserved = f"response_format.type: {format_} is not served yet"
+            raise InvalidInput(unserved, "response_format.type")
+        if self.structured_outputs is not None:
+            raise InvalidInput("structured_outputs: is not served yet", "structured_outputs")
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens
+
+    def sampling(self, logprobs: int | None) -> Sampling:
+        return Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=None if self.top_k is None else max(0, self.top_k),
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=_biases(self.logit_bias),
+            seed=self.seed,
+            logprobs=logprobs,
+        )
+
+    def stopping(self) -> Stopping:
+        return Stopping(
+            max_tokens=self.most_tokens,
+            min_tokens=self.min_tokens or 0,
+            stop=_stops(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+        )
+
+
+R = TypeVar("R", bound=Struct)
+
+
+def decode(body: bytes, kind: type[R]) -> R:
+    """A request's struct; InvalidInput names the first field that does not fit."""
+    try:
+        return msgspec.convert(parse_json(body), kind)
+    except msgspec.ValidationError as error:
+        message, param = _explain(str(error))
+        raise InvalidInput(f"{param}: {message}", param) from None
+
+
+def _explain(told: str) -> tuple[str, str]:
+    """msgspec's words and path in ours: ("expected int, got str", "stop[1]")."""
+    match = _PATH.fullmatch(told)
+    assert match is not None
+    reason, path = match[1], (match[2] or "").removeprefix(".").removesuffix("[...]")
+    if missing := _MISSING.fullmatch(reason):
+        return "is required", f"{path}.{missing[1]}" if path else missing[1]
+    reason = reason.replace(" | null", "").replace("`", "")
+    return reason[:1].lower() + reason[1:], path
+
+
+def refuse_unimplemented(request: Struct, defaults: Mapping[str, tuple[Any, ...]]) -> None:
+    """`defaults`: the fields nothing is done with, and the values that ask for nothing."""
+    for name, harmless in defaults.items():
+        value = getattr(request, name)
+        if value is not None and value not in harmless:
+            raise InvalidInput(f"{name}: is not implemented here, leave it out", name)
+
+
+def _stops(given: str | list[str] | None) -> tuple[str, ...]:
+    if isinstance(given, str):
+        given, empty = [given], "stop"
+    else:
+        given = given or []
+        empty = next((f"stop[{n}]" for n, text in enumerate(given) if not text), "")
+    if len(given) > MOST_STOPS:
+        raise InvalidInput(f"stop: takes at most {MOST_STOPS} strings, not {len(given)}", "stop")
+    if "" in given:
+        raise InvalidInput(f"{empty}: must not be empty", empty)
+    return tuple(given)
+
+
+def _biases(given: dict[str, float] | None) -> dict[int, float]:
+    for key in given or ():
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise InvalidInput(f"logit_bias: {key[:50]!r} is not a token id", "logit_bias")
+    return {int(key): value for key, value in (given or {}).items()}

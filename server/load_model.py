@@ -1,0 +1,36 @@
+"""`POST /load_model`: what `transformers chat` asks before its first message.
+
+It waits for an event that says `ready`. Here the one model is loaded from the start, so that is
+the only event; another model is a 404.
+"""
+
+import orjson
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.body import deadline_of, read_body, require_json
+from server.generation_request import decode
+from server.models import ModelNames
+from server.settings import Settings
+
+
+class LoadRequest(Struct):
+    model: str | None = None
+
+
+class LoadModel:
+    def __init__(self, settings: Settings, models: ModelNames) -> None:
+        self.settings = settings
+        self.models = models
+
+    async def answer(self, request: Request) -> Response:
+        headers = dict(request.scope["headers"])
+        deadline = deadline_of(headers, self.settings)
+        body = await read_body(request.receive, headers, self.settings, deadline)
+        require_json(headers)
+        model = self.models.require(decode(body, LoadRequest).model)
+        if (refusal := self.models.engine.refusal()) is not None:
+            raise refusal
+        event = orjson.dumps({"status": "ready", "model": model, "cached": True})
+        return Response(b"data: %b\n\n" % event, media_type="text/event-stream")

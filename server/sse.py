@@ -1,0 +1,82 @@
+"""Server-sent events to a client at its own pace.
+
+Each event is one write. An idle connection gets a comment now and then; a client that stops
+reading ends the stream. uvicorn's `send` waits while its buffer is full, and returns silently
+once the client has left (the watcher of the request notices that).
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from starlette.types import Send
+
+from batching.errors import ClientGone
+
+KEEP_ALIVE_S = 15.0  # silence after which a comment is sent
+STALLED_S = 60.0  # one write may wait so long for the client to read
+
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream:
+    """`wake` is called when the connection has been idle: whoever writes should look up, and
+    write a comment. One timer a stream, re-armed only when it fires. Use it in a single task."""
+
+    def __init__(self, send: Send, wake: Callable[[], None]) -> None:
+        self._send = send
+        self._wake = wake
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._wrote_at = self._loop.time()
+        self._writing = False
+        self._stalled = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def open(self) -> None:
+        await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        self._look()
+
+    async def event(self, document: bytes) -> None:
+        await self.write(b"data: %b\n\n" % document)
+
+    async def comment(self) -> None:
+        await self.write(b": keep-alive\n\n")
+
+    async def write(self, frame: bytes) -> None:
+        """ClientGone if the client does not read."""
+        self._wrote_at = self._loop.time()
+        self._writing = True
+        try:
+            await self._send({"type": "http.response.body", "body": frame, "more_body": True})
+        except asyncio.CancelledError:
+            if not self._stalled or self._task is None:
+                raise
+            self._task.uncancel()
+            raise ClientGone("the client stopped reading") from None
+        finally:
+            self._writing = False
+
+    async def end(self) -> None:
+        await self.write(DONE)
+        self.close()
+        await self._send({"type": "http.response.body", "body": b""})
+
+    def close(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        limit_s = STALLED_S if self._writing else KEEP_ALIVE_S
+        left_s = self._wrote_at + limit_s - self._loop.time()
+        if left_s <= 0:
+            if self._writing and self._task:
+                self._stalled = True
+                self._task.cancel()
+                return
+            self._wake()
+        self._timer = self._loop.call_later(left_s if left_s > 0 else KEEP_ALIVE_S, self._look)

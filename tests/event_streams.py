@@ -1,0 +1,72 @@
+"""Reading server-sent events in tests, strictly: no event may look otherwise."""
+
+import json
+import socket
+from typing import Any
+
+import httpx
+
+from tests.serving import Server
+
+Chunk = dict[str, Any]
+CLIENT = httpx.Client(verify=False, timeout=30)  # making one takes longer than most requests
+
+
+def post(server: Server, path: str, body: Any, **headers: str) -> httpx.Response:
+    return CLIENT.post(server.url + path, json=body, headers=headers)
+
+
+def chat(server: Server, text: str = "hi", **fields: Any) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": text}], **fields}
+    return post(server, "/v1/chat/completions", body)
+
+
+def frames(text: str) -> list[str]:
+    """The data of each event; the last is [DONE]."""
+    assert text.endswith("\n\n")
+    found = text.removesuffix("\n\n").split("\n\n")
+    assert all(frame.startswith("data: ") and "\n" not in frame for frame in found), found
+    data = [frame.removeprefix("data: ") for frame in found]
+    assert data[-1] == "[DONE]"
+    assert data.count("[DONE]") == 1
+    return data
+
+
+def chunks(response: httpx.Response) -> list[Chunk]:
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["x-accel-buffering"] == "no"
+    return [json.loads(data) for data in frames(response.text)[:-1]]
+
+
+def open_stream(server: Server, path: str, body: Any, *headers: str) -> socket.socket:
+    """A client that has sent its request and reads when it likes."""
+    content = json.dumps(body).encode()
+    lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {len(content)}", *headers]
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+    client.settimeout(10)
+    client.connect(("127.0.0.1", server.port))
+    client.sendall("\r\n".join(lines).encode() + b"\r\n\r\n" + content)
+    return client
+
+
+def read_until(client: socket.socket, mark: bytes) -> bytes:
+    got = bytearray()
+    while mark not in got[-70_000:]:
+        more = client.recv(65536)
+        assert more, got
+        got += more
+    return bytes(got)
+
+
+def writes(raw: bytes) -> list[bytes]:
+    """What the server wrote at a time: the chunks of HTTP's chunked encoding."""
+    _, _, rest = raw.partition(b"\r\n\r\n")
+    found = []
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        found.append(rest[: int(size, 16)])
+        rest = rest[int(size, 16) + 2 :]
+    return found

@@ -1,0 +1,217 @@
+"""A generator without a model: says scripted words, one a step, to whoever runs.
+
+A request is scripted by its prompt's text, or its last message's:
+
+    "say a b c"    those words; anything else is answered with WORDS
+    "refused"      prepare raises InvalidInput
+    "bad"          the first step fails the item; "bad later": the third does
+    "hang"         never says anything
+    "long"         goes on until max_tokens, or for ever
+    "big"          sixty words of a hundred kilobytes, then like hang
+
+Choice k of a request begins with its number if there are several. Steps wait for `gate`.
+"""
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from batching.errors import ClientGone, InvalidInput, ItemFailed
+from batching.request_queue import WorkItem
+from worker.failures import diagnose
+from worker.payloads import (
+    Chat,
+    GenerationInput,
+    ModelInfo,
+    StepOutcome,
+    StepReport,
+)
+from worker.streams import Delta, FinishReason, TokenLogprob
+
+INFO = ModelInfo("text-generation", "fake", "cpu", "float32", 0, "continuous")
+WORDS = ["Hello", " there", ",", " wörld", "!"]
+VOCABULARY = 1000
+BIG = 60
+
+
+@dataclass
+class Choice:
+    words: list[str] | None  # None: no end
+    said: int = 0
+    done: bool = False
+
+
+@dataclass
+class Running:
+    item: WorkItem
+    prompt: str
+    choices: list[Choice] = field(default_factory=list)
+    steps: int = 0
+
+
+class FakeGenerator:
+    info = INFO
+    max_model_len = 4096
+    compile_state: Literal["running", "done", "off"] = "off"
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.stepped = threading.Semaphore(0)  # released at each step's start
+        self.single = threading.Semaphore(0)  # with `one_by_one`, a step needs one of these
+        self.one_by_one = False
+        self.said = threading.Event()  # set after the first step that said something
+        self.running: list[Running] = []
+        self.payloads: list[GenerationInput] = []
+        self.dropped: list[str] = []  # prompts whose clients had left
+        self.lost: Exception | None = None  # what a step raises
+
+    def release(self) -> None:
+        """Let all steps pass from here on."""
+        self.one_by_one = False
+        self.single.release(1000)
+        self.gate.set()
+
+    # ── in pool threads ──
+
+    def prepare(self, item: WorkItem) -> None:
+        payload: GenerationInput = item.payload
+        prompt = text_of(payload.prompt)
+        if prompt == "refused":
+            raise InvalidInput(f"{payload.param}: this prompt is refused", payload.param)
+        item.prepared = prompt
+
+    def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
+        text = text_of(prompt)
+        if text == "refused":
+            raise InvalidInput("the template refuses this")
+        if isinstance(prompt, Chat) and prompt.add_generation_prompt:
+            text += ">"
+        return [1] * add_special_tokens + [ord(letter) % VOCABULARY for letter in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(each) for each in ids)
+
+    def token(self, token_id: int) -> str:
+        if not 0 <= token_id < VOCABULARY:
+            raise InvalidInput(f"there is no token {token_id}")
+        return chr(token_id)
+
+    # ── on the worker's thread ──
+
+    def add(self, item: WorkItem) -> None:
+        payload: GenerationInput = item.payload
+        self.payloads.append(payload)
+        prompt: str = item.prepared
+        choices = [Choice(script(prompt)) for _ in range(payload.n)]
+        for number, choice in enumerate(choices):
+            if payload.n > 1 and choice.words is not None:
+                choice.words.insert(0, f"{number}:")
+        self.running.append(Running(item, prompt, choices))
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.running)
+
+    def step(self) -> StepOutcome:
+        self.stepped.release()
+        assert self.gate.wait(30)
+        if self.one_by_one:
+            assert self.single.acquire(timeout=30)
+        if self.lost:
+            raise self.lost
+        outcome = StepOutcome(StepReport(admitted=1, decode_tokens=1, total_s=0.001), [], [])
+        for each in list(self.running):
+            if not each.item.open:
+                self.dropped.append(each.prompt)
+                self.running.remove(each)
+                outcome.done.append((each.item, ClientGone("the client has gone")))
+                continue
+            each.steps += 1
+            self._advance(each, outcome)
+        if outcome.deltas:
+            self.said.set()
+        if not outcome.deltas:
+            threading.Event().wait(0.002)  # there is always a step to do: not in a hot loop
+        return outcome
+
+    def _advance(self, each: Running, outcome: StepOutcome) -> None:
+        payload: GenerationInput = each.item.payload
+        if each.prompt == "hang" or (each.prompt == "big" and each.steps > BIG):
+            return
+        if each.prompt.startswith("bad") and each.steps > 2 * (each.prompt == "bad later"):
+            self.running.remove(each)
+            outcome.done.append((each.item, ItemFailed("the model failed on this input")))
+            return
+        for number, choice in enumerate(each.choices):
+            if not choice.done:
+                delta = say(payload, each, number, choice)
+                outcome.deltas.append((each.item, delta))
+        if all(choice.done for choice in each.choices):
+            self.running.remove(each)
+            outcome.done.append((each.item, None))
+
+    def clear(self) -> list[WorkItem]:
+        items = [each.item for each in self.running]
+        self.running = []
+        return items
+
+    def diagnose(self, error: Exception) -> Literal["item", "memory", "fatal"]:
+        return diagnose(error)
+
+    def warm_up(self) -> None:
+        pass
+
+
+def text_of(prompt: Any) -> str:
+    if isinstance(prompt, Chat):
+        return str(prompt.messages[-1]["content"])
+    return prompt if isinstance(prompt, str) else "".join(chr(each) for each in prompt)
+
+
+def script(prompt: str) -> list[str] | None:
+    if prompt in ("long", "big", "bad later"):
+        return None
+    if prompt.startswith("say "):
+        words = prompt.removeprefix("say ").split(" ")
+        return [words[0], *(" " + word for word in words[1:])]
+    return list(WORDS)
+
+
+def say(payload: GenerationInput, each: Running, number: int, choice: Choice) -> Delta:
+    delta = Delta(payload.first_choice + number)
+    if choice.said == 0:
+        if number == 0:
+            delta.prompt_tokens, delta.cached_tokens = len(each.prompt), 2
+        if payload.echo:
+            delta.text = each.prompt
+            if payload.sampling.logprobs is not None:
+                delta.logprobs = [
+                    logprob(letter, payload.sampling.logprobs, first=n == 0)
+                    for n, letter in enumerate(each.prompt)
+                ]
+    most = payload.stopping.max_tokens
+    if most == 0:
+        choice.done, delta.finish_reason = True, "length"
+        return delta
+    word = choice.words[choice.said] if choice.words else "x" * (100_000 * (each.prompt == "big"))
+    word = word or f"w{choice.said} "
+    finish: FinishReason | None = None
+    choice.said += 1
+    if choice.words is not None and choice.said == len(choice.words):
+        finish = "stop"
+    elif choice.said == most:
+        finish = "length"
+    delta.text += word
+    delta.tokens = 1
+    if payload.sampling.logprobs is not None:
+        if "ö" in word:  # two bytes, two tokens: the first has no text of its own
+            delta.logprobs.append(TokenLogprob(7, "", "ö".encode()[:1], -0.5))
+        delta.logprobs.append(logprob(word, payload.sampling.logprobs))
+    choice.done, delta.finish_reason = finish is not None, finish
+    return delta
+
+
+def logprob(text: str, top: int, first: bool = False) -> TokenLogprob:
+    others = [TokenLogprob(n, f"{text}{n}" if n else text, b"%d" % n, -1.0 - n) for n in range(top)]
+    return TokenLogprob(0, text, text.encode(), None if first else -1.0, tuple(others))

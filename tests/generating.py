@@ -1,0 +1,240 @@
+"""Runs a PagedGenerator as the worker would, without HTTP or threads; and transformers' own
+`generate` beside it."""
+
+import logging
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from batching.continuous import Chunk
+from batching.request_queue import WorkItem
+from tests import tiny_decoders
+from worker.attention import PagedCache
+from worker.generation import Generation, PagedGenerator, load_generator
+from worker.language_model import GeneratorOptions
+from worker.payloads import GenerationInput, Sampling, StepReport, Stopping
+from worker.streams import Delta, TokenStream
+
+torch.set_num_threads(1)
+logging.getLogger("transformers").setLevel(logging.ERROR)
+
+GREEDY = Sampling(temperature=0.0)
+ORDINARY = range(6, 300)  # token ids that are no special ones
+
+
+@cache
+def loaded(model: str) -> PagedGenerator:
+    options = GeneratorOptions(
+        str(tiny_decoders.folder(model)), dtype="float32", device="cpu", kv_cache_gb=0.01
+    )
+    generator = load_generator(options)
+    assert generator.info.batching == "continuous", generator.info.why
+    assert isinstance(generator, PagedGenerator)
+    return generator
+
+
+def engine(
+    model: str, blocks: int = 400, speculation: str = "auto", max_running: int = 256
+) -> PagedGenerator:
+    """A fresh one, of a model that is loaded once."""
+    language = loaded(model).language
+    options = GeneratorOptions("", speculation=speculation, max_running=max_running)
+    cache = PagedCache(language.layers, blocks, language.dtype, language.device)
+    room = min(language.context, blocks * loaded(model).pool.size)
+    return PagedGenerator(language, cache, blocks, options, room)
+
+
+@dataclass(eq=False)
+class Served:
+    """A request and what has come of it."""
+
+    item: WorkItem
+    prompt: Sequence[int]
+    deltas: dict[int, Delta] = field(default_factory=dict)  # merged, by choice
+    generations: list[Generation] = field(default_factory=list)
+    done: bool = False
+    error: Exception | None = None
+
+    @property
+    def choices(self) -> list[Delta]:
+        assert self.done
+        assert self.error is None, self.error
+        return [self.deltas[number] for number in sorted(self.deltas)]
+
+    @property
+    def ids(self) -> list[list[int]]:
+        """Output tokens of each choice, the one that ended it included."""
+        return [g.sequence.tokens[g.sequence.prompt_len :] for g in self.generations]
+
+
+def request(
+    prompt: str | Sequence[int],
+    sampling: Sampling = GREEDY,
+    max_tokens: int | None = 12,
+    ignore_eos: bool = True,
+    n: int = 1,
+    echo: bool = False,
+    **stopping: Any,
+) -> WorkItem:
+    payload = GenerationInput(
+        prompt if isinstance(prompt, str) else tuple(prompt),
+        TokenStream(),
+        sampling,
+        Stopping(max_tokens=max_tokens, ignore_eos=ignore_eos, **stopping),
+        n=n,
+        echo=echo,
+    )
+    return WorkItem(payload, None, float("inf"), 0.0)
+
+
+class Driver:
+    """The worker's loop around a generator, step by step."""
+
+    def __init__(self, generator: PagedGenerator) -> None:
+        self.generator = generator
+        self.reports: list[StepReport] = []
+        self.served: dict[WorkItem, Served] = {}
+        self.partial = 0  # chunks that ended before their sequence did
+        self._schedule: Any = generator.scheduler.schedule
+        scheduler: Any = generator.scheduler
+        scheduler.schedule = self._watched
+
+    def _watched(self, *arguments: Any) -> list[Chunk]:
+        chunks: list[Chunk] = self._schedule(*arguments)
+        self.partial += sum(not chunk.reaches_end for chunk in chunks)
+        return chunks
+
+    def add(self, item: WorkItem) -> Served:
+        self.generator.prepare(item)
+        served = self.served[item] = Served(item, item.prepared.ids)
+        self.generator.add(item)
+        served.generations = list(self.generator.live[item])
+        return served
+
+    def step(self) -> StepReport:
+        outcome = self.generator.step()
+        for item, delta in outcome.deltas:
+            served = self.served[item]
+            assert item.open, "a delta for somebody who has gone"
+            assert not served.done, "a delta after the end"
+            if delta.choice in served.deltas:
+                assert served.deltas[delta.choice].finish_reason is None, "a delta after the last"
+                served.deltas[delta.choice].merge(delta)
+            else:
+                served.deltas[delta.choice] = delta
+        for item, error in outcome.done:
+            served = self.served[item]
+            assert not served.done, "done twice"
+            served.done, served.error = True, error
+            if error is None:
+                assert len(served.deltas) == item.payload.n
+                assert all(delta.finish_reason for delta in served.deltas.values())
+        self.reports.append(outcome.report)
+        return outcome.report
+
+    def finish(self, most_steps: int = 5000) -> None:
+        for _ in range(most_steps):
+            if not self.generator.busy:
+                break
+            self.step()
+        assert not self.generator.busy, "it goes on and on"
+        assert self.generator.pool.used == 0
+        assert not self.generator.scheduler.running
+        assert not self.generator.scheduler.waiting
+
+    def total(self, name: str) -> int:
+        return sum(getattr(report, name) for report in self.reports)
+
+
+def serve(
+    generator: PagedGenerator, items: Iterable[WorkItem], seed: int | None = None
+) -> tuple[list[Served], Driver]:
+    """Everything to its end; with a seed, items arrive at random steps, else all at once."""
+    driver = Driver(generator)
+    chance = random.Random(seed)
+    served = []
+    for item in items:
+        while seed is not None and chance.random() < 0.5:
+            driver.step()
+        served.append(driver.add(item))
+    driver.finish()
+    return served, driver
+
+
+def prompts(seed: int, lengths: Sequence[int], each: int = 4) -> list[list[int]]:
+    """`each` of every length in random order; half begin like others."""
+    chance = random.Random(seed)
+    trunk = chance.choices(ORDINARY, k=max(lengths))
+    made = []
+    for length in lengths:
+        for number in range(each):
+            shared = chance.randrange(length) if number % 2 else 0
+            made.append(trunk[:shared] + chance.choices(ORDINARY, k=length - shared))
+    chance.shuffle(made)
+    return made
+
+
+# ── what transformers makes of it ──
+
+
+@cache
+def oracle(model: str) -> Any:
+    auto: Any = AutoModelForCausalLM
+    made = auto.from_pretrained(
+        tiny_decoders.folder(model), dtype=torch.float32, attn_implementation="eager"
+    )
+    made.generation_config.eos_token_id = None
+    return made.eval()
+
+
+@torch.inference_mode()
+def raw_logits(model: str, ids: Sequence[int]) -> torch.Tensor:
+    """[L, V] in float64, by the model's own forward."""
+    logits: torch.Tensor = oracle(model)(torch.tensor([list(ids)]), use_cache=False).logits[0]
+    return logits.double()
+
+
+def greedy(model: str, given: Iterable[Sequence[int]], count: int) -> list[list[int]]:
+    """`count` tokens after each prompt."""
+    return _greedy(model, tuple(map(tuple, given)), count)
+
+
+@cache
+def _greedy(model: str, given: Sequence[tuple[int, ...]], count: int) -> list[list[int]]:
+    """By `generate`, in batches of equal length."""
+    expected: dict[tuple[int, ...], list[int]] = {}
+    for length in sorted(set(map(len, given))):
+        rows = [prompt for prompt in given if len(prompt) == length]
+        ids = torch.tensor(rows)
+        output = oracle(model).generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=count,
+            pad_token_id=2,
+        )
+        for row, made in zip(rows, output.tolist(), strict=True):
+            expected[row] = made[length:]
+    return [expected[prompt] for prompt in given]
+
+
+def assert_greedy(model: str, served: Sequence[Served], count: int) -> None:
+    """Token for token what `generate` gives; a mismatch is shown with its margin."""
+    expected = greedy(model, [each.prompt for each in served], count)
+    for each, wanted in zip(served, expected, strict=True):
+        assert each.choices[0].finish_reason == "length"
+        got = each.ids[0]
+        if got == wanted:
+            continue
+        at = next(i for i, (a, b) in enumerate(zip(got, wanted, strict=True)) if a != b)
+        logits = raw_logits(model, [*each.prompt, *wanted[:at]])[-1]
+        margin = float(logits[wanted[at]] - logits[got[at]])
+        raise AssertionError(
+            f"{model}: a prompt of {len(each.prompt)} tokens goes on differently at {at}: "
+            f"{got[at]} for {wanted[at]}, whose logit is {margin:.2e} larger"
+        )

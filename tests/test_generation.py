@@ -1,0 +1,96 @@
+"""The generation engine gives what transformers' `generate` gives, whatever runs beside it."""
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from batching.blocks import BlockPool
+from tests.generating import assert_greedy, engine, greedy, prompts, request, serve
+from tests.tiny_decoders import ARCHITECTURES
+from worker import generation
+from worker.speculation import Lookup
+
+LENGTHS = (1, 2, 7, 16, 17, 33, 48, 60)
+NEW = 12
+MOST = 24  # prompt tokens a step
+FEW_BLOCKS = 8  # for one or two of the longest sequences
+FEATURES = frozenset({"chunked prefill", "prefix cache", "preemption", "speculation"})
+
+
+def foreseeing(
+    given: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]
+) -> Callable[[Lookup, Sequence[int], int], tuple[int, ...]]:
+    """Drafts that are right up to a random place, where random weights repeat nothing."""
+    whole = [[*prompt, *tokens] for prompt, tokens in zip(given, expected, strict=True)]
+    chance = random.Random(0)
+    ordinary = Lookup.draft
+
+    def draft(lookup: Lookup, tokens: Sequence[int], most: int) -> tuple[int, ...]:
+        found = ordinary(lookup, tokens, most)
+        if found or most < 1:
+            return found
+        following = next(each for each in whole if each[: len(tokens)] == tokens)[len(tokens) :]
+        right = following[: min(most, chance.randrange(5))]
+        return (*right, 7)[:most]
+
+    return draft
+
+
+def check_parity(
+    model: str, features: frozenset[str], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32 prompts at random times; what is switched on must have happened, what is off not."""
+    given = prompts(seed, LENGTHS)
+    most = MOST if "chunked prefill" in features else 512
+    monkeypatch.setattr(generation, "MOST_PREFILL", {"cpu": most})
+    monkeypatch.setattr(generation, "LEAST_PREFILL", most)  # whatever it has learned of the time
+    if "prefix cache" not in features:
+        monkeypatch.setattr(BlockPool, "match", lambda pool, tokens: ([], False))
+    if "speculation" in features:
+        monkeypatch.setattr(generation, "FREE_ROWS", {"cpu": 32})
+        monkeypatch.setattr(Lookup, "draft", foreseeing(given, greedy(model, given, NEW)))
+    generator = engine(
+        model,
+        blocks=FEW_BLOCKS if "preemption" in features else 400,
+        speculation="auto" if "speculation" in features else "off",
+    )
+    served, driver = serve(generator, [request(each, max_tokens=NEW) for each in given], seed)
+    assert_greedy(model, served, NEW)
+    happened = {
+        "chunked prefill": driver.partial > 0,
+        "prefix cache": driver.total("cached_tokens") > 0,
+        "preemption": driver.total("preempted") > 0,
+        "speculation": 0 < driver.total("accepted") < driver.total("drafted"),
+    }
+    assert {feature for feature, did in happened.items() if did} == features
+    assert driver.total("decode_tokens") == len(given) * NEW
+    assert driver.total("admitted") == len(given)
+
+
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_greedy_output_equals_generate(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_parity(model, FEATURES, 1, monkeypatch)
+
+
+@pytest.mark.parametrize("feature", [*sorted(FEATURES), None])
+@pytest.mark.parametrize("model", ["llama", "gemma3", "qwen3-moe"])
+def test_each_feature_alone_leaves_the_output_as_it_is(
+    model: str, feature: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_parity(model, frozenset({feature} if feature else ()), 2, monkeypatch)
+
+
+COMBINATIONS = [
+    frozenset(chosen) for n in range(5) for chosen in itertools.combinations(sorted(FEATURES), n)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("features", COMBINATIONS, ids=lambda chosen: "+".join(sorted(chosen)))
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_any_features_leave_the_output_as_it_is(
+    model: str, features: frozenset[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_parity(model, features, 3, monkeypatch)

@@ -1,0 +1,165 @@
+"""Which models run on paged memory, and that the check at load would notice if they ran wrongly."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests import tiny_decoders
+from tests.tiny_decoders import ARCHITECTURES, LONG_ROPES, UNPAGED, WINDOW, WINDOWED
+from worker import attention
+from worker.attention import CannotPage, Step
+from worker.generation import load_generator
+from worker.language_model import GeneratorOptions, LanguageModel, load_language_model
+from worker.loading import LoadingFailed
+
+torch.set_num_threads(1)
+
+
+def language(model: str) -> LanguageModel:
+    path = str(tiny_decoders.folder(model))
+    return load_language_model(GeneratorOptions(path, dtype="float32", device="cpu"))
+
+
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_an_architecture_runs_on_paged_memory(model: str) -> None:
+    made = language(model)
+    made.page()
+    second = WINDOW if model in ("mistral", "starcoder2") else 0
+    assert made.windows == [WINDOW if model in WINDOWED else 0, second]
+    assert [layer.chunk for layer in made.layers] == [WINDOW if model == "llama4" else 0, 0]
+    assert made.context == tiny_decoders.CONTEXT
+
+
+@pytest.mark.parametrize("model", sorted(UNPAGED))
+def test_a_model_that_attends_in_its_own_way_is_refused(model: str) -> None:
+    made = language(model)
+    before = made.model.config._attn_implementation
+    with pytest.raises(CannotPage, match="takes no attention function"):
+        made.page()
+    assert made.model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("model", sorted(LONG_ROPES))
+def test_positions_that_depend_on_the_longest_sequence_limit_the_context(model: str) -> None:
+    made = language(model)
+    assert made.context == 64
+    made.page()
+
+
+@pytest.mark.parametrize("model", sorted(LONG_ROPES))
+def test_a_context_beyond_such_a_limit_would_be_noticed(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mate far ahead in the context turns everybody's tables."""
+    made = language(model)
+    monkeypatch.setattr(LanguageModel, "context", 256)
+    with pytest.raises(CannotPage, match="differ"):
+        made.page()
+
+
+def test_more_than_the_context_cannot_be_asked_for() -> None:
+    path = str(tiny_decoders.folder("phi3-longrope"))
+    options = GeneratorOptions(path, dtype="float32", device="cpu", kv_cache_gb=0.01)
+    assert load_generator(options).max_model_len == 64
+    with pytest.raises(LoadingFailed, match="MAX_MODEL_LEN=100: the model takes 64"):
+        load_generator(replace(options, max_model_len=100))
+
+
+# ── an implementation with a fault is noticed ──
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def attending(change: Callable[..., tuple[Any, ...]]) -> Patch:
+    """`change` sees and returns (query, …, sinks, layer, scale, window, softcap)."""
+    ordinary = attention.attend
+    return lambda patch: patch.setattr(
+        attention, "attend", lambda *arguments: ordinary(*change(*arguments))
+    )
+
+
+def mask_sees_one_more(patch: pytest.MonkeyPatch) -> None:
+    ordinary = Step._mask
+    patch.setattr(Step, "_mask", lambda step, queries, *rest: ordinary(step, queries + 1, *rest))
+
+
+def mask_sees_one_less(patch: pytest.MonkeyPatch) -> None:
+    ordinary = Step._mask
+
+    def mask(step: Step, queries: Any, keys: Any, *rest: Any) -> Any:
+        return ordinary(step, queries, keys + (keys > 0), *rest)
+
+    patch.setattr(Step, "_mask", mask)
+
+
+def window_off_by(amount: int) -> Patch:
+    return attending(lambda *a: (*a[:6], a[6] and a[6] + amount, a[7]))
+
+
+def chunks(change: Callable[[int], int]) -> Patch:
+    ordinary = Step._first_seen
+
+    def first_seen(step: Step, position: Any, window: int, chunk: int) -> Any:
+        return ordinary(step, position, window, change(chunk) if chunk else 0)
+
+    return lambda patch: patch.setattr(Step, "_first_seen", first_seen)
+
+
+def positions_off(patch: pytest.MonkeyPatch) -> None:
+    ordinary = Step.__init__
+
+    def init(step: Step, *arguments: Any) -> None:
+        ordinary(step, *arguments)
+        step.positions = torch.arange(len(step.positions))
+
+    patch.setattr(Step, "__init__", init)
+
+
+def slots_off(patch: pytest.MonkeyPatch) -> None:
+    ordinary = Step.__init__
+
+    def init(step: Step, *arguments: Any) -> None:
+        ordinary(step, *arguments)
+        step.slots = step.slots.roll(1)
+
+    patch.setattr(Step, "__init__", init)
+
+
+def not_rewarmed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(attention, "_warming", lambda module: None)
+
+
+FAULTS: list[tuple[str, str, Patch]] = [
+    ("llama", "mask sees one more", mask_sees_one_more),
+    ("llama", "mask sees one less", mask_sees_one_less),
+    ("mistral", "mask sees one more", mask_sees_one_more),
+    ("gpt-oss", "mask sees one less", mask_sees_one_less),
+    *((m, "window ignored", attending(lambda *a: (*a[:6], 0, a[7]))) for m in WINDOWED),
+    *((m, "window too long", window_off_by(1)) for m in WINDOWED),
+    *((m, "window too short", window_off_by(-1)) for m in WINDOWED),
+    ("llama", "positions by row", positions_off),
+    ("gpt2", "positions by row", positions_off),
+    ("opt", "positions by row", positions_off),
+    ("llama", "keys in the wrong place", slots_off),
+    ("gemma2", "capping ignored", attending(lambda *a: (*a[:7], 0.0))),
+    ("gpt-oss", "sinks ignored", attending(lambda *a: (*a[:3], None, *a[4:]))),
+    ("llama4", "chunks ignored", chunks(lambda chunk: 0)),
+    ("llama4", "chunks too long", chunks(lambda chunk: chunk + 1)),
+    ("llama4", "chunks too short", chunks(lambda chunk: chunk - 1)),
+    ("llama4", "temperature by row", not_rewarmed),
+    ("granite", "scale ignored", attending(lambda *a: (*a[:5], 8**-0.5, *a[6:]))),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "patch"),
+    [pytest.param(model, patch, id=f"{model}: {what}") for model, what, patch in FAULTS],
+)
+def test_a_fault_is_noticed(model: str, patch: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = language(model)
+    patch(monkeypatch)
+    with pytest.raises(CannotPage, match="differ"):
+        made.page()

@@ -1,0 +1,87 @@
+"""Packed and int8 linear layers: the same products from weights laid out anew."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from worker import linear
+from worker.linear import INT8_ROWS, Int8Linear, PackedLinear
+
+
+def layer(bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(48, 80, bias=bias).requires_grad_(False)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 48), (1, 7, 48), (300, 48), (1, 0, 48)])
+def test_packed_weights_give_the_same_products(bias: bool, shape: tuple[int, ...]) -> None:
+    plain = layer(bias)
+    packed = PackedLinear(plain.weight, plain.bias)
+    x = torch.randn(shape)
+    torch.testing.assert_close(packed(x), plain(x), atol=1e-5, rtol=1e-5)
+    assert packed(x).shape == plain(x).shape
+
+
+def test_packing_can_be_undone() -> None:
+    model = nn.Sequential(layer(), nn.ReLU(), nn.ModuleDict({"in": nn.Linear(80, 3)}))
+    weights = [each.weight.clone() for each in model.modules() if type(each) is nn.Linear]
+    linear.pack(model)
+    assert sum(isinstance(each, PackedLinear) for each in model.modules()) == 2
+    linear.unpack(model)
+    back = [each.weight for each in model.modules() if type(each) is nn.Linear]
+    for ours, theirs in zip(back, weights, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_subclasses_of_linear_are_left_alone() -> None:
+    class Own(nn.Linear):
+        pass
+
+    model = nn.Sequential(Own(4, 4))
+    linear.pack(model)
+    assert type(model[0]) is Own
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("copy", [True, False])
+def test_int8_is_near_and_one_set_of_weights(dtype: torch.dtype, copy: bool) -> None:
+    plain = layer().to(dtype)
+    quantised = Int8Linear(plain.weight, plain.bias, copy)
+    x = torch.randn(1, 2 * INT8_ROWS, 48).to(dtype)
+    exact, ours = plain(x).float(), quantised(x).float()
+    assert ours.dtype == torch.float32
+    assert quantised(x).dtype == dtype
+    assert float((ours - exact).norm() / exact.norm()) < 0.02
+    few = torch.cat([quantised(x[:, n : n + 1]) for n in range(x.shape[1])], 1).float()
+    assert float((few - ours).norm() / ours.norm()) < 5e-3  # the same weights, rounded elsewhere
+
+
+def test_int8_weights_are_within_half_a_step_of_the_originals() -> None:
+    plain = layer()
+    made = Int8Linear(plain.weight, None, copy=False)
+    back = made.weight.float() * made.scale.float()[:, None]
+    step = made.scale.float()[:, None]
+    assert float(((back - plain.weight).abs() / step).max()) <= 0.51 + 127 * 2**-8
+    assert made.weight.dtype == torch.int8
+
+
+def test_a_copy_is_kept_only_where_there_is_room_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "onequeue.linear")
+    for free, kept in ((0, False), (10**9, True)):
+        model = nn.Sequential(layer())
+        linear.quantise(model, free)
+        made = model[0]
+        assert isinstance(made, Int8Linear)
+        assert (made.copy is not None) is kept
+        assert ("the copy of the dequantised values" in caplog.records[-1].message) is kept
+    assert "weights_gb=0.000" in caplog.records[0].message
+
+
+def test_a_row_of_zeros_is_quantised_to_zeros() -> None:
+    weight = torch.zeros(16, 32)
+    assert not Int8Linear(weight, None, copy=False)(torch.randn(3, 32)).any()

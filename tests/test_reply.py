@@ -1,0 +1,79 @@
+"""From deltas to chunks, one delta at a time, where a real stream may have merged some."""
+
+import math
+from typing import Any
+
+import orjson
+
+from server.chat_completions import ChatReply
+from server.chat_request import ChatRequest
+from server.completion_request import CompletionRequest
+from server.completions import CompletionReply
+from server.exchange import Usage
+from server.generation_request import decode
+from server.reply import Reply
+from worker.streams import Delta, TokenLogprob
+
+TOKENS = [
+    Delta(0, "a", 1, [TokenLogprob(1, "a", b"a", -0.5)]),
+    Delta(0, "", 1, [TokenLogprob(2, "", b"\xc3", -math.inf)]),
+    Delta(0, "é", 1, [TokenLogprob(3, "é", b"\xa9", -1.0)]),
+    Delta(0, "", 1),  # held back by a stop string that may be coming
+    Delta(0, "bc", 1, [TokenLogprob(4, "b", b"b", -2.0), TokenLogprob(5, "c", b"c", -3.0)]),
+    Delta(0, "", 1, [TokenLogprob(6, "", b"", -4.0)]),
+    Delta(0, "", 0, finish_reason="stop"),
+]
+
+
+def chat(**fields: Any) -> Reply:
+    body = {"messages": [{"role": "user", "content": "x"}], "stream": True, **fields}
+    request = decode(orjson.dumps(body), ChatRequest)
+    return ChatReply(request, [request.generation_input()], "demo")
+
+
+def completion(**fields: Any) -> Reply:
+    request = decode(orjson.dumps({"prompt": "x", "stream": True, **fields}), CompletionRequest)
+    return CompletionReply(request, request.generation_inputs(10), "demo")
+
+
+def choices(reply: Reply) -> list[dict[str, Any]]:
+    usage = Usage()
+    made = [*reply.first_chunks(usage), *(c for d in TOKENS for c in reply.chunks(d, usage))]
+    return [orjson.loads(chunk)["choices"][0] for chunk in made]
+
+
+def test_log_probabilities_of_half_a_character_wait_for_the_whole_one() -> None:
+    role, *said, last = choices(chat(logprobs=True))
+    assert role["delta"] == {"role": "assistant"}
+    assert [c["delta"] for c in said] == [{"content": "a"}, {"content": "é"}, {"content": "bc"}]
+    tokens = [[each["token"] for each in c["logprobs"]["content"]] for c in said]
+    assert tokens == [["a"], ["", "é"], ["b", "c"]]
+    assert said[1]["logprobs"]["content"][0]["bytes"] == [0xC3]
+    assert said[1]["logprobs"]["content"][0]["logprob"] == -9999.0  # JSON has no infinity
+    assert last["delta"] == {}
+    assert last["finish_reason"] == "stop"
+    assert [each["logprob"] for each in last["logprobs"]["content"]] == [-4.0]
+
+
+def test_chunks_of_a_completion_count_their_offsets_on() -> None:
+    *said, last = choices(completion(logprobs=0))
+    assert [c["text"] for c in said] == ["a", "é", "bc"]
+    assert [c["logprobs"]["text_offset"] for c in said] == [[0], [1, 1], [2, 3]]
+    assert last["text"] == ""
+    assert last["logprobs"]["text_offset"] == [4]
+    assert [c["finish_reason"] for c in (*said, last)] == [None, None, None, "stop"]
+
+
+def test_a_chunk_without_log_probabilities_says_null() -> None:
+    assert all(choice["logprobs"] is None for choice in choices(completion()))
+    bare = [Delta(0, "a", 1), Delta(0, finish_reason="stop")]
+    made = [c for delta in bare for c in chat().chunks(delta, Usage())]
+    assert all(orjson.loads(chunk)["choices"][0]["logprobs"] is None for chunk in made)
+
+
+def test_the_chosen_token_is_among_the_top_by_its_own_text() -> None:
+    top = (TokenLogprob(9, "er", b"er", -0.1), TokenLogprob(3, "\ufffd", b"\xa9", -1.0))
+    delta = Delta(0, "é", 1, [TokenLogprob(3, "é", b"\xa9", -1.0, top)], "length")
+    (chunk,) = completion(logprobs=2).chunks(delta, Usage())
+    logprobs = orjson.loads(chunk)["choices"][0]["logprobs"]
+    assert logprobs["top_logprobs"] == [{"er": -0.1, "é": -1.0}]

@@ -1,0 +1,170 @@
+"""Real clients against the real server: OpenAI's SDK, Hugging Face's, and `transformers chat`."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub
+import openai
+import pytest
+from huggingface_hub import AsyncInferenceClient
+
+from tests.fake_generator import FakeGenerator
+from tests.serving import Server, serving
+
+WHOLE = "Hello there, wörld!"
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(load_chat=FakeGenerator, api_keys=("key",)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="key", max_retries=0)
+
+
+def test_openai_chat(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": "hi"}], logprobs=True, top_logprobs=1
+    )
+    choice = answer.choices[0]
+    assert choice.message.content == WHOLE
+    assert choice.message.role == "assistant"
+    assert choice.finish_reason == "stop"
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert "".join(each.token for each in choice.logprobs.content) == WHOLE
+    assert choice.logprobs.content[0].top_logprobs[0].logprob == -1.0
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == 7
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 2
+    assert type(answer).model_validate(answer.model_dump(), strict=True)
+
+
+def test_openai_chat_stream(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": "hi"}],
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    got = list(stream)
+    assert all(type(chunk).model_validate(chunk.model_dump(), strict=True) for chunk in got)
+    assert got[0].choices[0].delta.role == "assistant"
+    texts = [chunk.choices[0].delta.content or "" for chunk in got if chunk.choices]
+    assert "".join(texts) == WHOLE
+    assert got[-2].choices[0].finish_reason == "stop"
+    assert got[-1].usage is not None
+    assert got[-1].usage.completion_tokens == 5
+
+
+def test_openai_chat_stream_helper(client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    with client.chat.completions.stream(model="demo", messages=messages, n=2) as stream:  # type: ignore[arg-type]  # a plain dict
+        events = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert "content.delta" in events
+    assert [choice.message.content for choice in final.choices] == ["0:" + WHOLE, "1:" + WHOLE]
+
+
+def test_openai_async_client_that_leaves_a_stream(server: Server) -> None:
+    async def leave() -> str:
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="key") as client:
+            stream = await client.chat.completions.create(
+                model="demo", messages=[{"role": "user", "content": "long"}], stream=True
+            )
+            async with stream:
+                async for chunk in stream:
+                    if chunk.choices[0].delta.content:
+                        return chunk.choices[0].delta.content
+        return ""
+
+    assert asyncio.run(leave()).startswith("w0 ")
+
+
+def test_openai_error_in_a_stream_is_an_exception(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": "bad later"}], stream=True
+    )
+    with pytest.raises(openai.APIError, match="failed on this input"):
+        list(stream)
+
+
+def test_openai_completions(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="demo", prompt=["ab", "cd"], echo=True, logprobs=1, max_tokens=1
+    )
+    assert [choice.text for choice in answer.choices] == ["abHello", "cdHello"]
+    logprobs = answer.choices[1].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == ["c", "d", "Hello"]
+    stream = client.completions.create(model="demo", prompt=[1, 2], stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == WHOLE
+
+
+def test_openai_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["demo"]
+    assert client.models.retrieve("demo").owned_by == "onequeue"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_openai_errors_have_their_classes_and_fields(client: openai.OpenAI, server: Server) -> None:
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.chat.completions.create(
+            model="demo", messages=[{"role": "user", "content": "hi"}], temperature=3
+        )
+    assert (bad.value.param, bad.value.code) == ("temperature", "invalid_value")
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="o", messages=[{"role": "user", "content": "hi"}])
+    assert (missing.value.param, missing.value.code) == ("model", "model_not_found")
+    with pytest.raises(openai.BadRequestError) as streamed:
+        client.chat.completions.create(
+            model="demo", messages=[{"role": "user", "content": "refused"}], stream=True
+        )
+    assert streamed.value.param == "messages"
+    wrong = openai.OpenAI(base_url=server.url + "/v1", api_key="wrong", max_retries=0)
+    with pytest.raises(openai.AuthenticationError):
+        wrong.models.list()
+
+
+def test_huggingface_client(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # it bars us too
+
+    async def ask() -> tuple[str | None, str, str | None]:
+        async with AsyncInferenceClient(base_url=server.url, api_key="key") as client:
+            whole = await client.chat_completion(HI, model="demo", max_tokens=50)
+            stream = await client.chat_completion(HI, stream=True)
+            text, reason = "", None
+            async for chunk in stream:
+                text += chunk.choices[0].delta.content or ""
+                reason = chunk.choices[0].finish_reason
+            return whole.choices[0].message.content, text, reason
+
+    assert asyncio.run(ask()) == (WHOLE, WHOLE, "stop")
+
+
+def test_transformers_chat(tmp_path: Path) -> None:
+    command = Path(sys.executable).parent / "transformers"
+    environment = os.environ | {"HF_HUB_OFFLINE": "0", "COLUMNS": "120", "TERM": "dumb"}
+    with serving(load_chat=FakeGenerator) as server:
+        done = subprocess.run(
+            [command, "chat", "demo", server.url, "max_new_tokens=20"],
+            input="hi\n!exit\n",
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=tmp_path,
+            env=environment,
+        )
+    assert done.returncode == 0, done.stderr
+    assert "demo was already loaded" in done.stdout
+    assert WHOLE in done.stdout

@@ -1,0 +1,180 @@
+"""Tiny random-weight language models of many architectures, made like those of tiny.py.
+
+Windows and chunks are 8 tokens, so that short prompts exceed them; where an architecture mixes
+kinds of layers there is one of each. The answers of these models mean nothing.
+"""
+
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.tiny import SMALL, hf
+from tests.tiny_tokenizers import llama_tokenizer
+
+CONTEXT = 256
+WINDOW = 8
+MIXED = ["sliding_attention", "full_attention"]
+GROUPED = {"num_key_value_heads": 2}
+EXPERTS = {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_root = tempfile.TemporaryDirectory(prefix="tiny-decoders-")
+
+
+@cache
+def folder(name: str) -> Path:
+    path = Path(_root.name) / name
+    torch.manual_seed(sum(name.encode()))
+    for part in BUILDERS[name]():
+        part.save_pretrained(path)
+    return path
+
+
+def decoder(config: str, **more: Any) -> Callable[[], list[Any]]:
+    """A builder for the causal language model of a config class."""
+
+    def build() -> list[Any]:
+        tokenizer = llama_tokenizer()
+        sizes = {**SMALL, "vocab_size": len(tokenizer), "max_position_embeddings": CONTEXT}
+        ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+        made = getattr(hf, config)(**{**sizes, **ids, **more})
+        return [_lively(hf.AutoModelForCausalLM.from_config(made)), tokenizer]
+
+    return build
+
+
+def _lively(model: Any) -> Any:
+    """What classes initialise to a constant gets values too: biases, scales, attention sinks."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.2 * torch.randn_like(parameter)
+    return model
+
+
+BUILDERS: dict[str, Callable[[], list[Any]]] = {
+    "llama": decoder("LlamaConfig", **GROUPED),
+    "qwen2": decoder("Qwen2Config", **GROUPED),
+    "qwen3": decoder("Qwen3Config", **GROUPED, head_dim=8),
+    "qwen2-moe": decoder("Qwen2MoeConfig", **EXPERTS, shared_expert_intermediate_size=32),
+    "qwen3-moe": decoder("Qwen3MoeConfig", **EXPERTS, head_dim=8),
+    "mistral": decoder("MistralConfig", **GROUPED, sliding_window=WINDOW),
+    "mixtral": decoder("MixtralConfig", **GROUPED, num_local_experts=4),
+    "gemma": decoder("GemmaConfig", num_key_value_heads=1, head_dim=8),
+    "gemma2": decoder(
+        "Gemma2Config",
+        **GROUPED,
+        head_dim=8,
+        sliding_window=WINDOW,
+        layer_types=MIXED,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=20.0,
+        query_pre_attn_scalar=8,
+    ),
+    "gemma3": decoder(
+        "Gemma3TextConfig",
+        **GROUPED,
+        head_dim=8,
+        sliding_window=WINDOW,
+        layer_types=MIXED,
+        query_pre_attn_scalar=8,
+    ),
+    "phi": decoder("PhiConfig"),
+    "phi3": decoder("Phi3Config", **GROUPED),
+    "gpt2": decoder("GPT2Config"),
+    "gpt-neox": decoder("GPTNeoXConfig"),
+    "opt": decoder("OPTConfig", word_embed_proj_dim=32, ffn_dim=64, init_std=0.5),
+    "olmo2": decoder("Olmo2Config", **GROUPED),
+    "granite": decoder(
+        "GraniteConfig",
+        **GROUPED,
+        embedding_multiplier=2.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.7,
+        logits_scaling=2.0,
+    ),
+    "starcoder2": decoder("Starcoder2Config", **GROUPED, sliding_window=WINDOW),
+    "cohere": decoder("CohereConfig", **GROUPED, logit_scale=1.0),
+    "cohere2": decoder(
+        "Cohere2Config",
+        **GROUPED,
+        head_dim=8,
+        logit_scale=1.0,
+        sliding_window=WINDOW,
+        layer_types=MIXED,
+    ),
+    "deepseek-v3": decoder(
+        "DeepseekV3Config",
+        num_key_value_heads=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
+        n_group=2,
+        topk_group=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+    ),
+    "smollm3": decoder("SmolLM3Config", **GROUPED, no_rope_layers=[1, 0]),
+    "llama4": decoder(
+        "Llama4TextConfig",
+        **GROUPED,
+        head_dim=8,
+        intermediate_size_mlp=64,
+        num_local_experts=4,
+        attention_chunk_size=WINDOW,
+        no_rope_layers=[1, 0],
+        layer_types=["chunked_attention", "full_attention"],
+        floor_scale=8,  # its temperature changes at every 8th position
+        attn_scale=0.5,
+    ),
+    "ernie4.5": decoder("Ernie4_5Config", **GROUPED, head_dim=8),
+    "glm4": decoder("Glm4Config", **GROUPED, head_dim=8),
+    "gpt-oss": decoder(
+        "GptOssConfig",
+        **GROUPED,
+        head_dim=8,
+        sliding_window=WINDOW,
+        layer_types=MIXED,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+}
+# What does not run on paged memory, each for a reason of its own.
+UNPAGED: dict[str, Callable[[], list[Any]]] = {
+    "bloom": decoder("BloomConfig", n_layer=2, n_head=4),
+    "falcon-alibi": decoder("FalconConfig", alibi=True),
+}
+LONG_ROPES: dict[str, Callable[[], list[Any]]] = {
+    "llama-dynamic": decoder(
+        "LlamaConfig",
+        **GROUPED,
+        rope_parameters={
+            "rope_type": "dynamic",
+            "factor": 4.0,
+            "rope_theta": 10000.0,
+        },
+        max_position_embeddings=64,
+    ),
+    "phi3-longrope": decoder(
+        "Phi3Config",
+        **GROUPED,
+        original_max_position_embeddings=64,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 64,
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0, 6.0, 8.0, 10.0],
+        },
+    ),
+}
+WINDOWED = ("mistral", "gemma2", "gemma3", "starcoder2", "cohere2", "gpt-oss")
+ARCHITECTURES = sorted(BUILDERS)
+BUILDERS |= UNPAGED | LONG_ROPES

@@ -1,0 +1,245 @@
+"""Token ids to text, token by token: the worker's last step before an answer's text leaves it.
+
+A Vocabulary is made once per tokenizer. It gives each sequence a TextStream, which turns ids into
+text that will not change any more; a StopStrings then looks through that text. Byte-level BPE is
+a table of bytes and a UTF-8 decoder; other tokenizers decode a short window of tokens. Nothing
+here encodes or sets truncation and padding, and of a fast tokenizer only table and decoder are
+kept, so that other threads may encode meanwhile; all but those that edit their decoder's text.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from os.path import commonprefix
+from typing import Any, Protocol
+
+from tokenizers import decoders
+
+# The last prompt tokens that a stream looks at.
+CONTEXT = 8
+# Tokens held back for a character that does not end; then they are shown as they are.
+MAX_INCOMPLETE = 8
+# Tokens held back because they add no text yet, such as spaces that a decoder strips at the end.
+MAX_SILENT = 64
+REPLACEMENT = "\ufffd"
+
+Join = Callable[[list[Any]], str]  # the text of pieces; a piece is what stands for a token
+BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+# GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes follow from U+0100 on.
+PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+OTHERS = [byte for byte in range(0x100) if byte not in PRINTABLE]
+BYTE_OF = {chr(byte): byte for byte in PRINTABLE}
+BYTE_OF |= {chr(0x100 + n): byte for n, byte in enumerate(OTHERS)}
+
+
+class TextStream(Protocol):
+    """One sequence's text. The joined pushes and the flush are what decoding the context and the
+    ids adds to decoding the context alone; ids outside the vocabulary add nothing.
+
+    Not so where a decoder rewrites what it gave before: what was shown stays. With byte fallback
+    (`<0xE5>`) a run of byte tokens that turns out to be invalid UTF-8 decodes to one U+FFFD per
+    token, its whole characters included; CTRL's "@@" vanishes once a word follows.
+    """
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain now: "" while a character is incomplete."""
+
+    def flush(self) -> str:
+        """What was held back, at the end: incomplete bytes become U+FFFD."""
+
+
+class Vocabulary:
+    """A tokenizer's ids as text, fast or slow; shared by all sequences and threads."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        ask: Join = partial(
+            tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        fast = getattr(tokenizer, "is_fast", False)
+        if fast:
+            backend = tokenizer.backend_tokenizer
+            added = backend.get_added_tokens_decoder()
+            tokens = {i: token for token, i in backend.get_vocab(with_added_tokens=False).items()}
+            tokens |= {i: token.content for i, token in added.items()}
+            special = {i: token.content for i, token in added.items() if token.special}
+        else:
+            tokens = {i: token for token, i in tokenizer.get_vocab().items()}
+            names = (str(name) for name in tokenizer.all_special_tokens)
+            special = dict(zip(tokenizer.all_special_ids, names, strict=True))
+        ids = list(range(max(tokens, default=-1) + 1))
+        self._special: dict[int, str] = special
+        self._described: dict[int, tuple[str, bytes]] = {}
+        if fast:
+            self._use(*_own_decoding(tokens, backend.decoder))
+        # some classes edit what their decoder gives, as CLIP and Whisper do: the vocabulary tells
+        if not fast or self.text_of(ids, skip_special=False) != ask(ids):
+            self._use({i: i for i in ids}, ask)
+
+    def _use(self, pieces: dict[int, Any], join: Join) -> None:
+        self._pieces, self._join = pieces, join
+        self._visible = {i: piece for i, piece in pieces.items() if i not in self._special}
+
+    def text_of(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """A whole sequence, as `tokenizer.decode` without cleaning up has it."""
+        pieces = self._visible if skip_special else self._pieces
+        return self._join([pieces[i] for i in ids if i in pieces])
+
+    def token(self, token_id: int) -> tuple[str, bytes]:
+        """One token as it reads inside a text, with its leading space: the text to show, and its
+        bytes, which may be part of a character. ("", b"") outside the vocabulary."""
+        if (known := self._described.get(token_id)) is None:
+            known = self._described[token_id] = self._describe(token_id)
+        return known
+
+    def _describe(self, token_id: int) -> tuple[str, bytes]:
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            return "", b""
+        alone = self._join([piece])
+        if isinstance(piece, bytes):
+            return alone, piece
+        # after itself, since decoders treat the first token of a text otherwise
+        text = self._special.get(token_id) or self._join([piece, piece])[len(alone) :]
+        byte = BYTE_TOKEN.fullmatch(piece) if isinstance(piece, str) and piece != alone else None
+        return text, bytes.fromhex(byte[1]) if byte else text.encode()
+
+    def stream(self, context: Sequence[int], skip_special: bool = True) -> TextStream:
+        """The text of the ids to come. `context`: the prompt's last ids, or all of them; some
+        decoders write a token otherwise where no text precedes it."""
+        pieces = self._visible if skip_special else self._pieces
+        before = [*islice((pieces[i] for i in reversed(context) if i in pieces), CONTEXT)][::-1]
+        if self._join is _join_bytes:
+            return _ByteStream(pieces, before)
+        return _WindowStream(pieces, before, self._join)
+
+
+def _own_decoding(tokens: dict[int, str], decoder: Any) -> tuple[dict[int, Any], Join]:
+    """What a fast tokenizer's decoding is made of; pieces are bytes or token strings."""
+    if _is_byte_level(decoder):
+        return {i: _bytes(token) for i, token in tokens.items()}, _join_bytes
+    return dict(tokens), " ".join if decoder is None else decoder.decode
+
+
+def _is_byte_level(decoder: Any) -> bool:
+    if isinstance(decoder, decoders.Sequence):
+        kinds = [part["type"] for part in json.loads(decoder.__getstate__())["decoders"]]
+        return kinds in (["ByteLevel"], ["ByteLevel", "Fuse"])
+    return isinstance(decoder, decoders.ByteLevel)
+
+
+def _bytes(token: str) -> bytes:
+    """As the ByteLevel decoder has it, for added tokens too: what its alphabet lacks is text."""
+    try:
+        return bytes(map(BYTE_OF.__getitem__, token))
+    except KeyError:
+        return token.encode()
+
+
+def _join_bytes(pieces: Iterable[bytes]) -> str:
+    return b"".join(pieces).decode("utf-8", "replace")
+
+
+class _ByteStream:
+    def __init__(self, pieces: Mapping[int, bytes], before: Iterable[bytes]) -> None:
+        self._pieces = pieces
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder.decode(b"".join(before))
+        # a context that ends inside a character: its own text has U+FFFD for that
+        self._replaced = self._decoder.getstate()[0].decode("utf-8", "replace")
+
+    def push(self, token_id: int) -> str:
+        text = self._decoder.decode(self._pieces.get(token_id, b""))
+        return self._beyond_context(text) if self._replaced else text
+
+    def flush(self) -> str:
+        text = self._decoder.decode(b"", final=True)
+        return self._beyond_context(text) if self._replaced else text
+
+    def _beyond_context(self, text: str) -> str:
+        text_after = text.removeprefix(self._replaced)
+        if text:
+            self._replaced = ""
+        return text_after
+
+
+class _WindowStream:
+    """Decodes the tokens shown last together with those held back, and takes off the text of the
+    former. Both are few, so that a token's cost does not grow with the text."""
+
+    def __init__(self, pieces: Mapping[int, Any], before: list[Any], join: Join) -> None:
+        self._pieces = pieces
+        self._join = join
+        # one that begins inside a character would spoil the bytes that follow
+        whole = (before[n:] for n in range(len(before)) if REPLACEMENT not in join(before[n:]))
+        self._shown = next(whole, before)
+        self._shown_text = join(self._shown)
+        self._held: list[Any] = []
+
+    def push(self, token_id: int) -> str:
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            return ""
+        self._held.append(piece)
+        new = self._new_text()
+        most = MAX_INCOMPLETE if new else MAX_SILENT
+        if len(self._held) < most and (not new or new.endswith(REPLACEMENT)):
+            return ""
+        return self._show(new)
+
+    def flush(self) -> str:
+        return self._show(self._new_text()) if self._held else ""
+
+    def _new_text(self) -> str:
+        text = self._join(self._shown + self._held)
+        if text.startswith(self._shown_text):
+            return text[len(self._shown_text) :]
+        if self._shown_text.endswith(REPLACEMENT):  # a character that is complete only now
+            both = commonprefix([text, self._shown_text])  # noqa: RUF071  # no paths
+            return text[len(both) :]
+        return self._join(self._held)  # an invalid run of bytes rewrote what was shown
+
+    def _show(self, text: str) -> str:
+        self._shown, self._held = self._held, []
+        self._shown_text = self._join(self._shown)
+        return text
+
+
+class StopStrings:
+    """Looks for stop strings in a text that comes in parts; how it is cut makes no difference.
+
+    The stop that is complete first wins, as if the text came character by character; of several
+    complete at the same character, the one that begins first (the longest).
+    """
+
+    def __init__(self, stops: Collection[str]) -> None:
+        """`stops`: none of them empty."""
+        self.matched: str | None = None  # all that precedes it is shown; it and the rest are not
+        self._stops = tuple(stops)
+        self._first_chars = frozenset(stop[0] for stop in stops)
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """The text that may be shown now: what could become a stop is held back."""
+        if self.matched is not None:
+            return ""
+        if not self._held and self._first_chars.isdisjoint(text):
+            return text
+        text, self._held = self._held + text, ""
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            _, at, self.matched = min(found)
+            return text[:at]
+        at = max(0, len(text) - self._longest + 1)
+        while not any(stop.startswith(text[at:]) for stop in self._stops):
+            at += 1
+        self._held = text[at:]
+        return text[:at]
+
+    def flush(self) -> str:
+        """What was held back, when the sequence ends otherwise."""
+        held, self._held = self._held, ""
+        return held

@@ -1,0 +1,373 @@
+"""The generation engine: continuous batching over paged memory, one packed step at a time.
+
+    schedule → forward → sample → accept (text, ends) → report
+
+Implements worker.payloads.Generator on transformers' modelling code. Which sequences run is
+decided in batching/continuous.py; where keys and values are kept, in attention.py; models that
+cannot run like this are served by static.py.
+"""
+
+import logging
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from batching.blocks import BlockPool
+from batching.continuous import Chunk, ContinuousScheduler
+from batching.continuous import Sequence as Running
+from batching.errors import ItemFailed
+from batching.request_queue import WorkItem
+from worker import linear, memory
+from worker.attention import BLOCK, CannotPage, PagedCache, Step
+from worker.choices import Choice
+from worker.language_model import GeneratorOptions, LanguageModel, load_language_model
+from worker.loading import LoadingFailed
+from worker.payloads import Generator, StepOutcome, StepReport
+from worker.prompts import Prepared
+from worker.sampling import Choice as Sampled
+from worker.sampling import prompt_logprobs, sample
+from worker.speculation import Lookup
+from worker.text_side import TextSide, as_failure, collect
+
+log = logging.getLogger("onequeue.generation")
+
+# Prompt tokens a step takes while nobody streams, and at least while somebody does.
+MOST_PREFILL = {"cpu": 512, "cuda": 8192}
+LEAST_PREFILL = 32
+# While somebody streams, a step's share of prompts should not take longer than this.
+PREFILL_S = 0.25
+# A decode step costs about the same for so many rows: drafts are free up to here.
+FREE_ROWS = {"cpu": 8, "cuda": 64}
+# COMPILE=auto leaves models with fewer parameters alone: a minute's work for little.
+WORTH_COMPILING = 10_000_000
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """One choice on its way: the scheduler's sequence and the text side of it."""
+
+    choice: Choice
+    lookup: Lookup | None
+    sequence: Running = field(init=False)
+    prompt_scores: list[Sampled] = field(default_factory=list)  # of its tokens but the first
+
+
+@dataclass(slots=True)
+class _Counts:
+    """What happened in one step."""
+
+    prefill: int = 0
+    decode: int = 0
+    cached: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    touched: list[Choice] = field(default_factory=list)
+    failed: dict[WorkItem, Exception] = field(default_factory=dict)
+
+
+class PagedGenerator(TextSide):
+    """`prepare`, `encode`, `decode` and `token` run in pool threads, the rest on the worker's."""
+
+    def __init__(
+        self, language: LanguageModel, cache: PagedCache, blocks: int, options: GeneratorOptions,
+        max_model_len: int,
+    ) -> None:  # fmt: skip
+        super().__init__(language, max_model_len, "continuous")
+        self.cache = cache
+        self.speculates = options.speculation == "auto"
+        self.compile_state: Literal["running", "done", "off"] = "off"
+        self.pool = BlockPool(blocks, BLOCK)
+        self.scheduler = ContinuousScheduler(self.pool, options.max_running)
+        self.live: dict[WorkItem, list[Generation]] = {}  # choices that have not ended
+        self.prefill_s = 0.0  # per prompt token, lately
+        self._free_rows = FREE_ROWS[language.device.type]
+
+    def compile(self) -> None:
+        """Begin; `compile_state` tells when it is done."""
+        from worker.compiling import compile_in_background  # seconds to import
+
+        def done(compiled: bool) -> None:
+            self.compile_state = "done" if compiled else "off"
+
+        self.compile_state = "running"
+        compile_in_background(self.language, done)
+
+    def add(self, item: WorkItem) -> None:
+        prepared: Prepared = item.prepared
+        made = []
+        for draw in range(item.payload.n):
+            choice = Choice(item, item.payload.first_choice + draw, draw, self.vocabulary)
+            generation = Generation(choice, Lookup() if self.speculates else None)
+            reuse = not prepared.wants_prompt_logprobs
+            generation.sequence = Running(generation, prepared.ids, reuse)
+            made.append(generation)
+            self.scheduler.add(generation.sequence)
+        self.live[item] = made
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.live)
+
+    def clear(self) -> list[WorkItem]:
+        items = list(self.live)
+        for item in items:
+            self._drop(item)
+        return items
+
+    def warm_up(self) -> None:
+        """A step of two tokens through everything, in a block of its own if one is free."""
+        table = self.pool.open([0, 0], [])
+        if table is None:
+            return  # everything is taken by sequences that are running well
+        try:
+            step = Step(self.cache, [(table.blocks, 0, 2)], self.language.dtype)
+            logits = self.language.forward(step, [0, 0], [1])
+            if not bool(logits.isfinite().all()):
+                raise ItemFailed("the model's output is no number")
+        finally:
+            self.pool.close(table)
+
+    def step(self) -> StepOutcome:
+        started = time.monotonic()
+        counts = _Counts()
+        for item in [item for item in self.live if not item.open]:
+            self._drop(item)
+        chunks = self.scheduler.schedule(self._budget(), self._draft)
+        if chunks:
+            self._run(chunks, counts)
+            self._learn(chunks, time.monotonic() - started)
+        deltas, done = collect(self.live, counts.touched, counts.failed)
+        return StepOutcome(self._report(counts, started), deltas, done)
+
+    def _budget(self) -> int:
+        """Prompt tokens for the next step: many, but streams must not stall for long."""
+        most = MOST_PREFILL[self.language.device.type]
+        streaming = any(s.computed + 1 >= len(s.tokens) for s in self.scheduler.running)
+        if not streaming or not self.prefill_s:
+            return most
+        return max(LEAST_PREFILL, min(most, int(PREFILL_S / self.prefill_s)))
+
+    def _learn(self, chunks: Sequence[Chunk], seconds: float) -> None:
+        tokens = sum(chunk.count for chunk in chunks)
+        if tokens >= 2 * LEAST_PREFILL:
+            per_token = seconds / tokens
+            self.prefill_s += (0.3 if self.prefill_s else 1.0) * (per_token - self.prefill_s)
+
+    def _draft(self, sequence: Running) -> tuple[int, ...]:
+        generation: Generation = sequence.owner
+        share = self._free_rows // max(1, len(self.scheduler.running)) - 1
+        if generation.lookup is None or share < 1:
+            return ()
+        choice = generation.choice
+        left = choice.prepared.max_tokens - choice.count - 1
+        return generation.lookup.draft(sequence.tokens, min(share, left))
+
+    def _run(self, chunks: list[Chunk], counts: _Counts) -> None:
+        """A step; one that raises is halved until only the guilty sequences fail."""
+        chunks = [c for c in chunks if c.sequence.owner.choice.item not in counts.failed]
+        if not chunks:
+            return
+        try:
+            scores, sampled = self._forward(chunks)
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)
+            kind = self.diagnose(error)
+            if kind == "fatal":
+                raise
+            if len(chunks) == 1:
+                self._fail(chunks[0], error, kind, counts)
+                return
+        else:
+            self._accept(chunks, scores, sampled, counts)
+            return
+        middle = len(chunks) // 2
+        self._run(chunks[:middle], counts)
+        self._run(chunks[middle:], counts)
+
+    def _forward(self, chunks: Sequence[Chunk]) -> tuple[list[list[Sampled]], list[Sampled]]:
+        """The prompt tokens that each chunk scores, and all draws; changes nothing but memory."""
+        ids: list[int] = []
+        wanted: list[int] = []  # rows whose logits are needed: prompts' first, then draws'
+        scored = [self._unscored(chunk) for chunk in chunks]
+        for chunk, positions in zip(chunks, scored, strict=True):
+            wanted += [len(ids) + position - chunk.start for position in positions]
+            ids += chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]
+            ids += chunk.drafts
+        scores_end = len(wanted)
+        rows = []
+        row = 0
+        for chunk in chunks:
+            choice = chunk.sequence.owner.choice
+            row += chunk.width
+            if chunk.reaches_end and choice.prepared.max_tokens:
+                drafts = len(chunk.drafts)
+                wanted += range(row - 1 - drafts, row)
+                rows += [choice.row(chunk.drafts[:n]) for n in range(drafts + 1)]
+        tables = [
+            (chunk.sequence.table.blocks if chunk.sequence.table else [], chunk.start, chunk.width)
+            for chunk in chunks
+        ]
+        step = Step(self.cache, tables, self.language.dtype)
+        logits = self.language.forward(step, ids, wanted)
+        scores = []
+        row = 0
+        for chunk, positions in zip(chunks, scored, strict=True):
+            targets = [chunk.sequence.tokens[position + 1] for position in positions]
+            top = chunk.sequence.owner.choice.prepared.params.logprobs or 0
+            scores.append(prompt_logprobs(logits[row : row + len(targets)], targets, top))
+            row += len(targets)
+        return scores, sample(logits[scores_end:], rows)
+
+    def _unscored(self, chunk: Chunk) -> range:
+        """Positions in the chunk whose output says how likely the prompt's next token was; not
+        those that ran before the sequence was put back."""
+        generation: Generation = chunk.sequence.owner
+        if not generation.choice.prepared.wants_prompt_logprobs or generation.choice.begun:
+            return range(0)
+        known = len(generation.prompt_scores)
+        last = chunk.sequence.prompt_len - 1
+        return range(max(chunk.start, known), min(chunk.start + chunk.count, last))
+
+    def _accept(
+        self,
+        chunks: Sequence[Chunk],
+        scores: Sequence[Sequence[Sampled]],
+        sampled: Sequence[Sampled],
+        counts: _Counts,
+    ) -> None:
+        draws = iter(sampled)
+        for chunk, scored in zip(chunks, scores, strict=True):
+            generation: Generation = chunk.sequence.owner
+            choice = generation.choice
+            drawn = chunk.reaches_end and choice.prepared.max_tokens
+            own = [next(draws) for _ in range(1 + len(chunk.drafts) if drawn else 0)]
+            if choice.item in counts.failed:
+                continue  # another of its choices is broken
+            prompt = chunk.count > 1 or chunk.start < chunk.sequence.prompt_len
+            counts.prefill += chunk.count if prompt else 0
+            try:
+                if (own and own[0].token < 0) or any(score.token < 0 for score in scored):
+                    raise ItemFailed("the model's output for this input is no number")
+                generation.prompt_scores += scored
+                if chunk.reaches_end:
+                    self._go_on(generation, chunk, own, counts)
+                else:
+                    self.scheduler.advance(chunk)
+            except Exception as error:
+                self._fail(chunk, error, "item", counts)
+
+    def _go_on(
+        self, generation: Generation, chunk: Chunk, own: Sequence[Sampled], counts: _Counts
+    ) -> None:
+        """Drafts that the draws agree with, and one token after them, join the output."""
+        choice, sequence = generation.choice, chunk.sequence
+        if not choice.begun:
+            scores, generation.prompt_scores = generation.prompt_scores, []
+            choice.begin(sequence.cached or 0, self.echoed(choice.prepared, scores))
+        counts.touched.append(choice)
+        taken: list[int] = []
+        for position, drawn in enumerate(own):
+            if choice.ended or drawn.token < 0:
+                break
+            choice.accept(drawn)
+            taken.append(drawn.token)
+            if position < len(chunk.drafts) and drawn.token != chunk.drafts[position]:
+                break
+        counts.decode += len(taken)
+        if chunk.drafts and generation.lookup:
+            agreed = max(0, len(taken) - 1)
+            counts.drafted += len(chunk.drafts)
+            counts.accepted += agreed
+            generation.lookup.verified(len(chunk.drafts), agreed)
+        self.scheduler.advance(chunk, taken)
+        if choice.ended:
+            self.scheduler.remove(sequence)
+
+    def _fail(self, chunk: Chunk, error: Exception, kind: str, counts: _Counts) -> None:
+        """The item is broken: nobody shall take its prefix from the cache."""
+        item = chunk.sequence.owner.choice.item
+        log.warning("generation failed error=%r", error)
+        counts.failed[item] = as_failure(error, kind)
+        self._drop(item, broken=True)
+
+    def _drop(self, item: WorkItem, broken: bool = False) -> None:
+        for generation in self.live.pop(item, []):
+            if broken and generation.sequence.table:
+                self.pool.forget(generation.sequence.table)
+            if not generation.choice.ended:
+                self.scheduler.remove(generation.sequence)
+
+    def _report(self, counts: _Counts, started: float) -> StepReport:
+        scheduler = self.scheduler
+        now = time.monotonic()
+        new = scheduler.admitted
+        return StepReport(
+            prefill_tokens=counts.prefill,
+            decode_tokens=counts.decode,
+            cached_tokens=sum(sequence.cached or 0 for sequence in new),
+            drafted=counts.drafted,
+            accepted=counts.accepted,
+            preempted=scheduler.preempted,
+            admitted=len(new),
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            blocks_used=self.pool.used,
+            blocks_total=self.pool.count,
+            total_s=now - started,
+            waits_s=tuple(started - s.owner.choice.item.accepted_at for s in new),
+        )
+
+
+def load_generator(options: GeneratorOptions) -> Generator:
+    """The continuous engine, or static batches of the model's own code where it does not fit."""
+    language = load_language_model(options)
+    refused = None
+    try:
+        language.page()
+    except CannotPage as error:
+        refused = str(error)
+        log.warning("static batches: %s", refused)
+    _lay_out(language, options, paged=refused is None)
+    language.reference = [], []  # as large as the vocabulary, and no longer needed
+    if refused is not None:
+        from worker.static import StaticGenerator
+
+        return StaticGenerator(language, options, refused)
+    wanted = min(options.max_model_len or language.context, language.context)
+    blocks = memory.cache_blocks(
+        language.layers,
+        language.dtype,
+        language.device,
+        options.kv_cache_gb,
+        options.max_running * wanted,
+    )
+    max_model_len = min(wanted, blocks * BLOCK)
+    if options.max_model_len and max_model_len < options.max_model_len:
+        raise LoadingFailed(
+            f"MAX_MODEL_LEN={options.max_model_len}: the model takes {language.context} tokens "
+            f"and the memory for keys and values holds {blocks * BLOCK}"
+        )
+    cache = PagedCache(language.layers, blocks, language.dtype, language.device)
+    log.info("cache blocks=%d tokens=%d context=%d", blocks, blocks * BLOCK, max_model_len)
+    generator = PagedGenerator(language, cache, blocks, options, max_model_len)
+    big = language.parameters >= WORTH_COMPILING
+    if options.compile == "on" or (options.compile == "auto" and big):
+        generator.compile()
+    return generator
+
+
+def _lay_out(language: LanguageModel, options: GeneratorOptions, paged: bool) -> None:
+    """Weights as this device's kernels want them; without a check only if that is asked for."""
+    if options.quantization == "int8":
+        if language.device.type != "cpu":
+            raise LoadingFailed("QUANTIZATION=int8 is for models on a CPU")
+        linear.quantise(language.model, memory.free_bytes(language.device))
+    elif paged and language.device.type == "cpu" and linear.packs(language.dtype):
+        linear.pack(language.model)
+        try:
+            language.recheck()
+        except Exception as error:  # a model that uses weights without calling their layer
+            log.info("weights stay as they are: %s", error)
+            linear.unpack(language.model)

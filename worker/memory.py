@@ -1,0 +1,94 @@
+"""How much memory there is, and whether a model fits into it."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from worker.attention import BLOCK, LayerShape, block_bytes
+from worker.loading import LoadingFailed
+
+GB = 1e9
+# Of what is free once the weights are there, the part that keys and values may take.
+CACHE_SHARE = {"cpu": 0.5, "cuda": 0.85}
+
+
+def free_bytes(device: torch.device) -> int:
+    """What may still be allocated: on a GPU its own, else the container's or the machine's."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    return int(min(_machine_free(), _cgroup_free()))
+
+
+def _machine_free() -> float:
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return math.inf
+
+
+def _cgroup_free() -> float:
+    """The limit less what is used and could not be dropped, by cgroup version 2 or 1."""
+    for limit, used, stat, idle in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "memory/memory.stat",
+            "total_inactive_file",
+        ),
+    ):
+        root = "/sys/fs/cgroup/"
+        most, now = _lines(root + limit), _lines(root + used)
+        if most and now and most[0].isdigit():
+            droppable = [x.split()[1] for x in _lines(root + stat) if x.startswith(idle + " ")]
+            return int(most[0]) - int(now[0]) + int(droppable[0] if droppable else 0)
+    return math.inf
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def check_fits(path: str, dtype: str, device: torch.device) -> None:
+    """LoadingFailed if a local checkpoint is larger than what is free."""
+    folder = Path(path)
+    files = list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))
+    size = sum(file.stat().st_size for file in files)
+    if dtype == "float32" and _is_half(folder):
+        size *= 2
+    free = free_bytes(device)
+    if size > free:
+        raise LoadingFailed(
+            f"its weights need {size / GB:.1f} GB and {free / GB:.1f} GB are free on {device}"
+        )
+
+
+def _is_half(folder: Path) -> bool:
+    text = "".join(_lines(str(folder / "config.json")))
+    return '"bfloat16"' in text or '"float16"' in text
+
+
+def cache_blocks(
+    layers: Sequence[LayerShape],
+    dtype: torch.dtype,
+    device: torch.device,
+    given_gb: float | None,
+    most_tokens: int,
+) -> int:
+    """How many blocks to allocate: what was given, or a share of what is free; not more than
+    all running sequences could fill. LoadingFailed if that is not even one."""
+    each = block_bytes(layers, dtype)
+    room = given_gb * GB if given_gb is not None else free_bytes(device) * CACHE_SHARE[device.type]
+    blocks = min(int(room // each), -(-most_tokens // BLOCK))
+    if blocks < 2:
+        raise LoadingFailed(
+            f"its keys and values need {each / 1e6:.1f} MB for {BLOCK} tokens and there is room "
+            f"for {room / 1e6:.1f} MB"
+        )
+    return blocks

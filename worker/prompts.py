@@ -1,0 +1,186 @@
+"""From a request to what the generator runs: token ids, resolved sampling, limits.
+
+Runs in pool threads. The tokenizer never truncates or pads, so threads may share it; lengths are
+checked here. What a request leaves open comes from the checkpoint's generation_config.
+"""
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from batching.errors import InvalidInput
+from batching.request_queue import WorkItem
+from worker.payloads import Chat, GenerationInput, Sampling, Stopping
+from worker.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A prompt ready to run, `n` choices of it."""
+
+    ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    ends: dict[int, int | None]  # ids that end a choice, and what is told as its stop reason
+    echo: bool
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.echo and self.params.logprobs is not None
+
+
+class Prompts:
+    """`vocab_size` counts the rows of the model's output, `max_model_len` tokens in all."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        defaults: GenerationConfig,
+        vocab_size: int,
+        max_model_len: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.eos_ids = end_ids(defaults, tokenizer)
+        self.defaults = default_sampling(defaults)
+        self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+
+    def prepare(self, item: WorkItem) -> None:
+        """Fill in `item.prepared` and `tokens`; InvalidInput says what cannot be served."""
+        request: GenerationInput = item.payload
+        ids = self._prompt_ids(request)
+        ends: dict[int, int | None] = {id_: id_ for id_ in request.stopping.stop_token_ids}
+        self._check_ids(request.stopping.stop_token_ids, "stop_token_ids")
+        if not request.stopping.ignore_eos:
+            ends |= dict.fromkeys(self.eos_ids)
+        item.prepared = Prepared(
+            ids,
+            self._params(request.sampling, request.stopping, tuple(ends)),
+            self._max_tokens(len(ids), request),
+            ends,
+            request.echo,
+        )
+        item.tokens = len(ids)
+
+    def _prompt_ids(self, request: GenerationInput) -> list[int]:
+        prompt = request.prompt
+        if isinstance(prompt, tuple):
+            self._check_ids(prompt, request.param)
+            ids = list(prompt)
+        else:
+            ids = self.encode(prompt, param=request.param)
+        if not ids:
+            raise InvalidInput("the prompt has no tokens", request.param)
+        if len(ids) >= self.max_model_len + (request.stopping.max_tokens == 0):
+            raise InvalidInput(
+                f"the prompt has {len(ids)} tokens; this model's context holds "
+                f"{self.max_model_len}, with the answer",
+                request.param,
+            )
+        return ids
+
+    def encode(
+        self, prompt: Chat | str, add_special_tokens: bool = True, param: str = "messages"
+    ) -> list[int]:
+        text = self.render(prompt) if isinstance(prompt, Chat) else prompt
+        if len(text) > self.max_model_len * self.longest_token:
+            raise InvalidInput(
+                f"the prompt has more than {len(text) // self.longest_token} tokens; this "
+                f"model's context holds {self.max_model_len}",
+                param,
+            )
+        special = add_special_tokens and not isinstance(prompt, Chat)  # templates write them
+        call: Any = self.tokenizer
+        ids: list[int] = call(text, add_special_tokens=special, verbose=False)["input_ids"]
+        return ids
+
+    def render(self, chat: Chat) -> str:
+        """The chat template's text; InvalidInput with the template's own reason."""
+        if not self.tokenizer.chat_template:
+            raise InvalidInput("this model has no chat template: use /v1/completions", "messages")
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [dict(message) for message in chat.messages],
+                tools=[dict(tool) for tool in chat.tools] or None,
+                add_generation_prompt=chat.add_generation_prompt,
+                continue_final_message=chat.continue_final_message,
+                tokenize=False,
+                **chat.template_kwargs,
+            )
+        except Exception as error:  # whatever a template raises
+            reason = str(error)[:500] or type(error).__name__
+            message = f"the model's chat template refuses the messages: {reason}"
+            raise InvalidInput(message, "messages") from error
+        assert isinstance(text, str)
+        return text
+
+    def _check_ids(self, ids: Any, param: str) -> None:
+        for id_ in ids:
+            if not 0 <= id_ < self.vocab_size:
+                raise InvalidInput(f"{id_} is no token id of this model", param)
+
+    def _max_tokens(self, prompt: int, request: GenerationInput) -> int:
+        room = self.max_model_len - prompt
+        asked = request.stopping.max_tokens
+        if asked is None:
+            return room
+        if asked > room:
+            raise InvalidInput(
+                f"max_tokens is {asked} and the prompt has {prompt} tokens; this model's context "
+                f"holds {self.max_model_len} in all",
+                "max_tokens",
+            )
+        return asked
+
+    def _params(self, asked: Sampling, stopping: Stopping, ends: tuple[int, ...]) -> SamplingParams:
+        own = self.defaults
+        self._check_ids(asked.logit_bias, "logit_bias")
+
+        def chosen(name: str) -> Any:
+            value = getattr(asked, name)
+            return getattr(own, name) if value is None else value
+
+        return SamplingParams(
+            temperature=chosen("temperature"),
+            top_p=chosen("top_p"),
+            top_k=chosen("top_k"),
+            min_p=chosen("min_p"),
+            presence_penalty=asked.presence_penalty,
+            frequency_penalty=asked.frequency_penalty,
+            repetition_penalty=chosen("repetition_penalty"),
+            logit_bias=tuple(asked.logit_bias.items()),
+            seed=secrets.randbits(64) if asked.seed is None else asked.seed,
+            logprobs=asked.logprobs,
+            min_tokens=stopping.min_tokens,
+            end_ids=ends if stopping.min_tokens else (),
+        )
+
+
+def end_ids(defaults: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """All of the checkpoint's end-of-sequence tokens."""
+    ids = getattr(defaults, "eos_token_id", None)
+    if ids is None:
+        ids = tokenizer.eos_token_id
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list) else (ids,)
+
+
+def default_sampling(defaults: GenerationConfig) -> SamplingParams:
+    """What the checkpoint says, else the OpenAI API's defaults; `do_sample: false` is greedy."""
+
+    def own(name: str, otherwise: float) -> Any:
+        value = getattr(defaults, name, None)
+        return otherwise if value is None else value
+
+    greedy = getattr(defaults, "do_sample", None) is False
+    return SamplingParams(
+        temperature=0.0 if greedy else own("temperature", 1.0),
+        top_p=own("top_p", 1.0),
+        top_k=own("top_k", 0),
+        min_p=own("min_p", 0.0),
+        repetition_penalty=own("repetition_penalty", 1.0),
+    )

@@ -1,0 +1,47 @@
+"""Prompt lookup: what followed the last words before may follow them again.
+
+Drafts come from the request's own text (prompt and output), cost nothing, and are verified in the
+same step by sampling each drafted position with its own draw: the output is the same without.
+"""
+
+from collections.abc import Sequence
+
+GRAM = 3  # tokens that must agree
+DRAFT = 6  # tokens proposed at most
+# A sequence whose drafts are mostly wrong is asked less and less often.
+PATIENCE = 4
+LONGEST_PAUSE = 64
+
+
+class Lookup:
+    """One sequence's n-grams and where each was last followed by something."""
+
+    __slots__ = ("_after", "_indexed", "_misses", "_pause")
+
+    def __init__(self) -> None:
+        self._after: dict[tuple[int, ...], int] = {}
+        self._indexed = GRAM  # n-grams that end before this index are known
+        self._misses = 0
+        self._pause = 0
+
+    def draft(self, tokens: Sequence[int], most: int) -> tuple[int, ...]:
+        """Up to `most` tokens that followed the last GRAM tokens where they were seen last."""
+        while self._indexed < len(tokens):
+            end = self._indexed
+            self._after[tuple(tokens[end - GRAM : end])] = end
+            self._indexed += 1
+        if self._pause:
+            self._pause -= 1
+            return ()
+        if most < 1 or (at := self._after.get(tuple(tokens[-GRAM:]))) is None:
+            return ()
+        return tuple(tokens[at : at + min(most, DRAFT)])
+
+    def verified(self, drafted: int, accepted: int) -> None:
+        """How a draft fared: a model that keeps disagreeing is left in peace for a while."""
+        if 2 * accepted >= drafted:
+            self._misses = 0
+            return
+        self._misses += 1
+        if self._misses >= PATIENCE:
+            self._pause = min(LONGEST_PAUSE, 2 ** (self._misses - PATIENCE + 2))

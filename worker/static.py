@@ -1,0 +1,274 @@
+"""Static batches: generation for models that do not run on paged memory.
+
+    admit → forward (stepwise.py) → sample → accept (text, ends) → report
+
+Implements worker.payloads.Generator as generation.py does, with the same draws and texts. Each step
+gives every running row a token. Nobody joins a batch that has begun; rows that end, or whose client
+has gone, leave it at once.
+"""
+
+import logging
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from batching.errors import ItemFailed
+from batching.request_queue import WorkItem
+from worker.choices import Choice
+from worker.language_model import GeneratorOptions, LanguageModel
+from worker.payloads import GenerationInput, StepOutcome, StepReport
+from worker.prompts import Prepared
+from worker.sampling import Choice as Sampled
+from worker.sampling import sample
+from worker.stepwise import Past, Stepwise
+from worker.text_side import TextSide, as_failure, collect
+
+log = logging.getLogger("onequeue.static")
+
+# Rows a batch begins with, and prompt tokens, padding included, unless a single row has more.
+ROWS = 16
+PREFILL = {"cpu": 4096, "cuda": 32768}
+# While so many batches run, no other begins: who comes later is not kept waiting by one long
+# answer, and a step is not made of many small forwards.
+SIDE_BY_SIDE = 2
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One choice on its way."""
+
+    choice: Choice
+    tokens: list[int]  # prompt and output
+    scores: list[Sampled]  # of the prompt's tokens but the first; shared by an item's choices
+    admitted: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    rows: list[Row]
+    past: Past | None = None  # what has been through all but the rows' last tokens; None: nothing
+
+
+@dataclass(slots=True)
+class _Counts:
+    """What happened in one step."""
+
+    prefill: int = 0
+    decode: int = 0
+    preempted: int = 0
+    waits_s: list[float] = field(default_factory=list)
+    touched: list[Choice] = field(default_factory=list)
+    failed: dict[WorkItem, Exception] = field(default_factory=dict)
+
+
+class StaticGenerator(TextSide):
+    """`prepare`, `encode`, `decode` and `token` run in pool threads, the rest on the worker's."""
+
+    compile_state: Literal["running", "done", "off"] = "off"
+
+    def __init__(self, language: LanguageModel, options: GeneratorOptions, why: str) -> None:
+        limit = min(options.max_model_len or language.context, language.context)
+        super().__init__(language, limit, "static", why)
+        self.stepwise = Stepwise(language)
+        self.live: dict[WorkItem, list[Row]] = {}  # all choices of those that are not done
+        self.waiting: deque[Row] = deque()  # in order of arrival
+        self.batches: list[Batch] = []
+        self.most = self.room = options.max_running  # rows that may run; less when memory was short
+
+    def add(self, item: WorkItem) -> None:
+        payload: GenerationInput = item.payload
+        prepared: Prepared = item.prepared
+        scores: list[Sampled] = []
+        self.live[item] = [
+            Row(
+                Choice(item, payload.first_choice + draw, draw, self.vocabulary),
+                list(prepared.ids),
+                scores,
+            )
+            for draw in range(payload.n)
+        ]
+        self.waiting += self.live[item]
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.live)
+
+    def clear(self) -> list[WorkItem]:
+        items = list(self.live)
+        self.live.clear()
+        self._sweep()
+        return items
+
+    def warm_up(self) -> None:
+        """Two steps beside whatever runs."""
+        _, past = self.stepwise.forward([[0, 0]], None)
+        logits, _ = self.stepwise.forward([[0, 0, 0]], past)
+        if not bool(logits.isfinite().all()):
+            raise ItemFailed("the model's output is no number")
+
+    def step(self) -> StepOutcome:
+        started = time.monotonic()
+        counts = _Counts()
+        for item in [item for item in self.live if not item.open]:
+            del self.live[item]
+        self._sweep()
+        self._admit(counts, started)
+        for batch in list(self.batches):
+            self._run(batch, counts)
+        deltas, done = collect(self.live, counts.touched, counts.failed)
+        self._sweep()
+        return StepOutcome(self._report(counts, started), deltas, done)
+
+    # ── which rows run ──
+
+    @property
+    def running(self) -> int:
+        return sum(len(batch.rows) for batch in self.batches)
+
+    def _alive(self, row: Row) -> bool:
+        return row.choice.item in self.live and not row.choice.ended
+
+    def _sweep(self) -> None:
+        """Let go of rows that have ended or whose item has gone."""
+        self.waiting = deque(row for row in self.waiting if self._alive(row))
+        for batch in self.batches:
+            self._shrink(batch)
+        left = [batch for batch in self.batches if batch.rows]
+        if len(left) < len(self.batches):
+            self.room = min(self.most, 2 * self.room)
+        self.batches = left
+
+    def _shrink(self, batch: Batch) -> None:
+        kept = [at for at, row in enumerate(batch.rows) if self._alive(row)]
+        if 0 < len(kept) < len(batch.rows) and batch.past:
+            batch.past = self.stepwise.keep(batch.past, kept)
+        batch.rows = [batch.rows[at] for at in kept]
+
+    def _admit(self, counts: _Counts, now: float) -> None:
+        if len(self.batches) >= SIDE_BY_SIDE:
+            return
+        rows: list[Row] = []
+        room = min(ROWS, self.room - self.running)
+        longest, most = 0, PREFILL[self.language.device.type]
+        while self.waiting and len(rows) < room:
+            longest = max(longest, len(self.waiting[0].tokens))
+            if rows and longest * (len(rows) + 1) > most:
+                break
+            row = self.waiting.popleft()
+            rows.append(row)
+            if not row.admitted:
+                row.admitted = True
+                counts.waits_s.append(now - row.choice.item.accepted_at)
+        self.batches += map(Batch, self._grouped(rows))
+
+    def _grouped(self, rows: list[Row]) -> Iterator[list[Row]]:
+        """Rows that the model can run as one."""
+        groups: dict[int, list[Row]] = {}
+        for number, row in enumerate(rows):
+            ways = {"padded": 0, "same length": len(row.tokens), "single": number}
+            groups.setdefault(ways[self.stepwise.batching], []).append(row)
+        yield from groups.values()
+
+    # ── a batch's step ──
+
+    def _run(self, batch: Batch, counts: _Counts) -> None:
+        """A step; one that raises is halved until only the guilty rows fail. The parts begin anew,
+        from their tokens."""
+        self._shrink(batch)
+        if not batch.rows:
+            return
+        try:
+            self._advance(batch, counts)
+            return
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)
+            kind = self.diagnose(error)
+            if kind == "fatal":
+                raise
+            if kind == "memory" and self.running > 1:
+                self._give_way(batch, counts)
+                parts = [batch]
+            elif len(batch.rows) > 1:
+                middle = len(batch.rows) // 2
+                parts = [batch, Batch(batch.rows[middle:])]
+                batch.rows = batch.rows[:middle]
+                self.batches.append(parts[1])
+            else:
+                self._fail(batch.rows[0], error, kind, counts)
+                return
+        for part in parts:
+            self._run(part, counts)
+
+    def _give_way(self, batch: Batch, counts: _Counts) -> None:
+        """Memory is short: half of the batch, or all of it if others run, waits until it is not."""
+        self.room = self.running // 2
+        kept = len(batch.rows) // 2 if len(self.batches) == 1 else 0
+        counts.preempted += len(batch.rows) - kept
+        self.waiting.extendleft(reversed(batch.rows[kept:]))
+        batch.rows = batch.rows[:kept]
+        if not kept:
+            self.batches.remove(batch)
+
+    def _advance(self, batch: Batch, counts: _Counts) -> None:
+        if fresh := batch.past is None:
+            self._score_prompts(batch, counts)
+            self._shrink(batch)
+            if not batch.rows:
+                return
+        past, batch.past = batch.past, None  # in doubt until all went well
+        logits, past = self.stepwise.forward([row.tokens for row in batch.rows], past)
+        drawn = sample(logits, [row.choice.row() for row in batch.rows])
+        batch.past = past
+        for row, sampled in zip(batch.rows, drawn, strict=True):
+            if fresh and (self.stepwise.caches or not row.choice.begun):
+                counts.prefill += len(row.tokens)
+            self._accept(row, sampled, counts)
+
+    def _score_prompts(self, batch: Batch, counts: _Counts) -> None:
+        for row in batch.rows:
+            prepared = row.choice.prepared
+            if prepared.wants_prompt_logprobs and not row.scores and not row.choice.begun:
+                row.scores += self.stepwise.scores(prepared.ids, prepared.params.logprobs or 0)
+                counts.prefill += len(prepared.ids)
+        for row in batch.rows:
+            if not row.choice.prepared.max_tokens:
+                self._accept(row, None, counts)
+
+    def _accept(self, row: Row, sampled: Sampled | None, counts: _Counts) -> None:
+        """A token joins the row's output; None: only its prompt was asked for."""
+        choice = row.choice
+        if choice.item in counts.failed:
+            return
+        try:
+            if (sampled and sampled.token < 0) or any(score.token < 0 for score in row.scores):
+                raise ItemFailed("the model's output for this input is no number")
+            if not choice.begun:
+                choice.begin(0, self.echoed(choice.prepared, row.scores))
+                row.scores = []
+            if sampled is not None:
+                row.tokens.append(sampled.token)
+                choice.accept(sampled)
+                counts.decode += 1
+            counts.touched.append(choice)
+        except Exception as error:
+            self._fail(row, error, "item", counts)
+
+    def _fail(self, row: Row, error: Exception, kind: str, counts: _Counts) -> None:
+        log.warning("generation failed error=%r", error)
+        counts.failed[row.choice.item] = as_failure(error, kind)
+        self.live.pop(row.choice.item, None)
+
+    def _report(self, counts: _Counts, started: float) -> StepReport:
+        return StepReport(
+            prefill_tokens=counts.prefill,
+            decode_tokens=counts.decode,
+            preempted=counts.preempted,
+            admitted=len(counts.waits_s),
+            running=self.running,
+            waiting=len(self.waiting),
+            total_s=time.monotonic() - started,
+            waits_s=tuple(counts.waits_s),
+        )

@@ -1,0 +1,85 @@
+"""A request's output on its way to the client: filled after each step, read at the client's pace.
+
+Event loop only. What has not been read yet is merged, one delta a choice, so a slow reader
+costs no more memory than its text.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token of the output, or of an echoed prompt, and how likely the model found it.
+
+    `text` is what it added to the text, so that joined texts are the whole; `top` has the most
+    likely tokens, best first. The first token of a prompt has no `logprob`.
+    """
+
+    token_id: int
+    text: str
+    raw: bytes
+    logprob: float | None
+    top: tuple["TokenLogprob", ...] = ()
+
+
+@dataclass(slots=True)
+class Delta:
+    """What was added to one choice since the last delta."""
+
+    choice: int
+    text: str = ""
+    tokens: int = 0  # output tokens, counted with or without text of their own
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None  # set in a choice's last delta
+    stop_reason: str | int | None = None  # the stop string or token id that ended it
+    prompt_tokens: int = 0  # of the choice's prompt, told once per prompt
+    cached_tokens: int = 0  # of them, taken from the prefix cache
+
+    def merge(self, later: "Delta") -> None:
+        self.text += later.text
+        self.tokens += later.tokens
+        self.logprobs += later.logprobs
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
+        self.prompt_tokens += later.prompt_tokens
+        self.cached_tokens += later.cached_tokens
+
+
+class TokenStream:
+    """One request's deltas, all choices of all its prompts."""
+
+    def __init__(self) -> None:
+        self._unread: dict[int, Delta] = {}
+        self._error: BaseException | None = None
+        self._arrival = asyncio.Event()
+
+    def push(self, delta: Delta) -> None:
+        if (unread := self._unread.get(delta.choice)) is None:
+            self._unread[delta.choice] = delta
+        else:
+            unread.merge(delta)
+        self._arrival.set()
+
+    def fail(self, error: BaseException) -> None:
+        """End the stream after what is unread."""
+        self._error = error
+        self._arrival.set()
+
+    def wake(self) -> None:
+        """Let the reader look up, though there is nothing new."""
+        self._arrival.set()
+
+    async def read(self) -> list[Delta]:
+        """Wait for something new: at most one delta a choice, none if woken; raises the failure."""
+        await self._arrival.wait()
+        if self._error is not None and not self._unread:
+            raise self._error
+        deltas = list(self._unread.values())
+        self._unread = {}
+        if self._error is None:
+            self._arrival.clear()
+        return deltas
