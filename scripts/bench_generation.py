@@ -37,7 +37,7 @@ def generation(arguments: argparse.Namespace) -> None:
                     run = load(port, name, model, clients, requests)
                     runs.setdefault((name, clients), []).append(run)
                     report(name, clients, run)
-                if name.startswith("onequeue"):
+                if name == "onequeue":
                     shared_prompt(port, name, model)
     compare(runs)
 
@@ -101,7 +101,7 @@ def report(name: str, clients: int, run: dict[str, Any]) -> None:
         output_tokens_per_s=round(run["output_tokens_per_s"], 2),
         ttft_p50_ms=run["ttft_ms"]["p50"],
         ttft_p95_ms=run["ttft_ms"]["p95"],
-        inter_token_p50_ms=run["inter_token_ms"]["p50"],
+        inter_token_p50_ms=(run["inter_token_ms"] or {}).get("p50"),
     )
 
 

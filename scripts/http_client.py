@@ -34,7 +34,7 @@ class StreamError(ValueError):
 
 
 class IncompleteStreamError(ValueError):
-    """The stream ended without [DONE]."""
+    """The stream ended without [DONE] or a finish_reason."""
 
 
 class Response(NamedTuple):
@@ -151,6 +151,7 @@ class ChatStream:
     def __init__(self) -> None:
         self.buffer = b""
         self.times: list[float] = []
+        self.first: float | None = None  # chunk, with or without content
         self.usage: int | None = None
         self.done = False
 
@@ -165,12 +166,15 @@ class ChatStream:
                 self.done = True
                 continue
             chunk = json.loads(event)
+            self.first = self.first or now
             if chunk.get("error"):
                 raise StreamError
             if chunk.get("usage"):
                 self.usage = chunk["usage"]["completion_tokens"]
             if any((choice.get("delta") or {}).get("content") for choice in chunk["choices"]):
                 self.times.append(now)
+            # some servers leave out the [DONE]
+            self.done |= any(choice.get("finish_reason") for choice in chunk["choices"])
 
 
 def error_name(error: BaseException) -> str:

@@ -183,7 +183,8 @@ def read_tokens(sample: Sample, start: float, body: bytes, stream: ChatStream | 
         raise IncompleteStreamError
     times = stream.times
     sample.output_tokens = len(times) if stream.usage is None else stream.usage
-    sample.ttft = times[0] - start if times else None
+    first = times[0] if times else stream.first  # a token may have no text of its own
+    sample.ttft = first - start if first else None
     sample.gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
