@@ -1,14 +1,13 @@
 """The chat demo model's tokenizer: bytes, ChatML turns and Qwen's form of tool calls.
 
 CHAT_TEMPLATE writes a conversation as the model reads it, RESPONSE_TEMPLATE says how to read what
-the model writes. Every byte is a token, so any text comes back exactly, once composed (NFC).
+the model writes. Every byte is a token, and nothing is normalized, so any text comes back exactly.
 """
 
-import json
 from collections.abc import Iterable
 
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
-from transformers import Qwen2Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 VOCABULARY = 1536
 MAX_LENGTH = 2048
@@ -111,12 +110,11 @@ RESPONSE_TEMPLATE = {
 }
 
 
-def make_tokenizer(texts: Iterable[str]) -> Qwen2Tokenizer:
+def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     """Learns byte pairs from texts and adds the tags."""
-    # AutoTokenizer splits text for a Qwen2 model as this class does, whatever tokenizer.json says.
-    split = Qwen2Tokenizer().backend_tokenizer
     learner = Tokenizer(models.BPE())
-    learner.normalizer, learner.pre_tokenizer = split.normalizer, split.pre_tokenizer
+    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    learner.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY - len(TAGS),
         special_tokens=[PAD, START, END],
@@ -124,18 +122,14 @@ def make_tokenizer(texts: Iterable[str]) -> Qwen2Tokenizer:
         show_progress=False,
     )
     learner.train_from_iterator(texts, trainer)
-    merges = [tuple(pair) for pair in json.loads(learner.to_str())["model"]["merges"]]
-    tokenizer = Qwen2Tokenizer(
-        vocab=learner.get_vocab(),
-        merges=merges,
-        unk_token=None,
+    learner.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in TAGS])
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+        tokenizer_object=learner,
         eos_token=END,
         pad_token=PAD,
-        extra_special_tokens=[START],
+        additional_special_tokens=[START],
         chat_template=CHAT_TEMPLATE,
         response_template=RESPONSE_TEMPLATE,
         model_max_length=MAX_LENGTH,
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in TAGS])
-    return tokenizer
