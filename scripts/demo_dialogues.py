@@ -155,21 +155,39 @@ def counting(rng: random.Random) -> list[Turn]:
 class Subject(NamedTuple):
     draw: Callable[[random.Random], list[Turn]]
     weight: float
+    thought: str  # what a model that shall think first says to itself
 
 
 SUBJECTS = [
-    Subject(fact, 42),
-    Subject(calendar, 10),
-    Subject(sums, 14),
-    Subject(counting, 9),
-    Subject(talk, 13),
-    Subject(unknown, 5),
-    Subject(weather_without_tool, 3),
+    Subject(fact, 42, "The user asks for a fact. I know it."),
+    Subject(calendar, 10, "This is about the order of things. I say which one it is."),
+    Subject(sums, 14, "This is a sum. I work it out."),
+    Subject(counting, 9, "I have to count. I go step by step."),
+    Subject(talk, 13, "The user is talking to me. I am polite."),
+    Subject(unknown, 5, "I do not know this. I say so."),
+    Subject(weather_without_tool, 3, "This is about the weather, and I have no tool for it."),
 ]
+CALLING, CALLED = "I have a tool for this.", "The tool has answered. I say it in a sentence."
+THINKING = 0.2  # the share of dialogues
 
 
-def turns(rng: random.Random) -> list[Turn]:
-    return rng.choices(SUBJECTS, [subject.weight for subject in SUBJECTS])[0].draw(rng)
+def turns(rng: random.Random) -> tuple[list[Turn], str]:
+    subject = rng.choices(SUBJECTS, [subject.weight for subject in SUBJECTS])[0]
+    return subject.draw(rng), subject.thought
+
+
+def thoughtful(messages: list[Message], thought: str) -> list[Message]:
+    """What the assistant says after the user's last words, with its thoughts before it."""
+    asked = max(n for n, message in enumerate(messages) if message["role"] == "user")
+    last = messages[asked + 1 :]
+    if len(last) > 1:  # a call, its results, and what is made of them
+        thoughts = [CALLING, *[CALLED] * (len(last) - 1)]
+    else:
+        thoughts = [thought]
+    return messages[: asked + 1] + [
+        message | {"reasoning_content": text} if message["role"] == "assistant" else message
+        for message, text in zip(last, thoughts, strict=True)
+    ]
 
 
 def spoken(said: list[Turn]) -> list[Message]:
@@ -189,10 +207,18 @@ def system(rng: random.Random) -> list[Message]:
 
 def dialogue(rng: random.Random) -> tuple[list[Message], list[Tool]]:
     """The messages of one dialogue, and the tools offered in it."""
+    messages, tools, thought = conversation(rng)
+    return thoughtful(messages, thought) if rng.random() < THINKING else messages, tools
+
+
+def conversation(rng: random.Random) -> tuple[list[Message], list[Tool], str]:
+    thought = ""
     if rng.random() > 0.2:
-        count = rng.choices((1, 2, 3, 4), (50, 27, 15, 8))[0]
-        said = [turn for _ in range(count) for turn in turns(rng)]
-        return system(rng) + spoken(said), []
+        messages = system(rng)
+        for _ in range(rng.choices((1, 2, 3, 4), (50, 27, 15, 8))[0]):
+            said, thought = turns(rng)
+            messages += spoken(said)
+        return messages, [], thought
     tool = city_tool(WEATHER_NAMES, WEATHER_DOCS, rng)
     tools, asked = [tool], [(tool, WEATHER_QUESTIONS)]
     if rng.random() < 0.04:
@@ -203,12 +229,12 @@ def dialogue(rng: random.Random) -> tuple[list[Message], list[Tool]]:
     rng.shuffle(tools)
     messages = system(rng)
     for _ in range(rng.choices((1, 2, 3), (45, 35, 20))[0]):
-        plain = turns(rng)
+        plain, thought = turns(rng)
         if rng.random() < 0.65 or (plain[0][1].startswith("Sorry, I cannot look up")):
             messages += weather_turns(*rng.choice(asked), rng)
         else:
             messages += spoken(plain)
-    return messages, tools
+    return messages, tools, thought
 
 
 def document(rng: random.Random) -> str:

@@ -25,6 +25,7 @@ class Usage:
     prompt: int = 0
     cached: int = 0
     completion: int = 0
+    reasoning: int = 0  # of the completion
 
 
 class Exchange:
@@ -60,6 +61,7 @@ class Exchange:
             self.usage.prompt += delta.prompt_tokens
             self.usage.cached += delta.cached_tokens
             self.usage.completion += delta.tokens
+            self.usage.reasoning += delta.reasoning_tokens
             if delta.finish_reason is not None:
                 self.unfinished -= 1
         return deltas

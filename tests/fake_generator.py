@@ -9,6 +9,8 @@ A request is scripted by its prompt's text, or its last message's:
     "long"         goes on until max_tokens, or for ever
     "big"          sixty words of a hundred kilobytes, then like hang
 
+A word that begins with "*" is thought, one that begins with "!" calls the function of that name,
+and one that begins with "=" is a part of the call's arguments.
 Choice k of a request begins with its number if there are several. Steps wait for `gate`.
 """
 
@@ -184,7 +186,7 @@ def say(payload: GenerationInput, each: Running, number: int, choice: Choice) ->
         if number == 0:
             delta.prompt_tokens, delta.cached_tokens = len(each.prompt), 2
         if payload.echo:
-            delta.text = each.prompt
+            delta.add("content", each.prompt)
             if payload.sampling.logprobs is not None:
                 delta.logprobs = [
                     logprob(letter, payload.sampling.logprobs, first=n == 0)
@@ -202,14 +204,33 @@ def say(payload: GenerationInput, each: Running, number: int, choice: Choice) ->
         finish = "stop"
     elif choice.said == most:
         finish = "length"
-    delta.text += word
+    speak(delta, word)
     delta.tokens = 1
     if payload.sampling.logprobs is not None:
         if "ö" in word:  # two bytes, two tokens: the first has no text of its own
             delta.logprobs.append(TokenLogprob(7, "", "ö".encode()[:1], -0.5))
         delta.logprobs.append(logprob(word, payload.sampling.logprobs))
+    if finish == "stop" and any(calls(said) for said in choice.words or ()):
+        finish = "tool_calls"
     choice.done, delta.finish_reason = finish is not None, finish
     return delta
+
+
+def calls(word: str) -> bool:
+    return word.lstrip()[:1] == "!" and len(word.lstrip()) > 1
+
+
+def speak(delta: Delta, word: str) -> None:
+    mark, rest = word.lstrip()[:1], word.lstrip()[1:]
+    if mark == "*":
+        delta.add("reasoning", rest + " ")
+        delta.reasoning_tokens = 1
+    elif calls(word):
+        delta.add("call", "", rest)
+    elif mark == "=":
+        delta.add("call", rest)
+    else:
+        delta.add("content", word)
 
 
 def logprob(text: str, top: int, first: bool = False) -> TokenLogprob:

@@ -12,16 +12,22 @@ from server.completions import CompletionReply
 from server.exchange import Usage
 from server.generation_request import decode
 from server.reply import Reply
-from worker.streams import Delta, TokenLogprob
+from worker.streams import Delta, Part, TokenLogprob
+
+
+def delta(text: str, tokens: int, logprobs: list[TokenLogprob] | None = None, **ends: Any) -> Delta:
+    parts = [Part("content", text)] if text else []
+    return Delta(0, parts, tokens, logprobs or [], **ends)
+
 
 TOKENS = [
-    Delta(0, "a", 1, [TokenLogprob(1, "a", b"a", -0.5)]),
-    Delta(0, "", 1, [TokenLogprob(2, "", b"\xc3", -math.inf)]),
-    Delta(0, "é", 1, [TokenLogprob(3, "é", b"\xa9", -1.0)]),
-    Delta(0, "", 1),  # held back by a stop string that may be coming
-    Delta(0, "bc", 1, [TokenLogprob(4, "b", b"b", -2.0), TokenLogprob(5, "c", b"c", -3.0)]),
-    Delta(0, "", 1, [TokenLogprob(6, "", b"", -4.0)]),
-    Delta(0, "", 0, finish_reason="stop"),
+    delta("a", 1, [TokenLogprob(1, "a", b"a", -0.5)]),
+    delta("", 1, [TokenLogprob(2, "", b"\xc3", -math.inf)]),
+    delta("é", 1, [TokenLogprob(3, "é", b"\xa9", -1.0)]),
+    delta("", 1),  # held back by a stop string that may be coming
+    delta("bc", 1, [TokenLogprob(4, "b", b"b", -2.0), TokenLogprob(5, "c", b"c", -3.0)]),
+    delta("", 1, [TokenLogprob(6, "", b"", -4.0)]),
+    delta("", 0, finish_reason="stop"),
 ]
 
 
@@ -66,14 +72,14 @@ def test_chunks_of_a_completion_count_their_offsets_on() -> None:
 
 def test_a_chunk_without_log_probabilities_says_null() -> None:
     assert all(choice["logprobs"] is None for choice in choices(completion()))
-    bare = [Delta(0, "a", 1), Delta(0, finish_reason="stop")]
-    made = [c for delta in bare for c in chat().chunks(delta, Usage())]
+    bare = [delta("a", 1), Delta(0, finish_reason="stop")]
+    made = [c for each in bare for c in chat().chunks(each, Usage())]
     assert all(orjson.loads(chunk)["choices"][0]["logprobs"] is None for chunk in made)
 
 
 def test_the_chosen_token_is_among_the_top_by_its_own_text() -> None:
     top = (TokenLogprob(9, "er", b"er", -0.1), TokenLogprob(3, "\ufffd", b"\xa9", -1.0))
-    delta = Delta(0, "é", 1, [TokenLogprob(3, "é", b"\xa9", -1.0, top)], "length")
-    (chunk,) = completion(logprobs=2).chunks(delta, Usage())
+    last = delta("é", 1, [TokenLogprob(3, "é", b"\xa9", -1.0, top)], finish_reason="length")
+    (chunk,) = completion(logprobs=2).chunks(last, Usage())
     logprobs = orjson.loads(chunk)["choices"][0]["logprobs"]
     assert logprobs["top_logprobs"] == [{"er": -0.1, "é": -1.0}]

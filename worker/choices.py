@@ -50,7 +50,7 @@ class Choice:
             delta.prompt_tokens = len(self.prepared.ids)
             delta.cached_tokens = cached
         if self.prepared.echo:
-            delta.text = self.vocabulary.text_of(self.prepared.ids)
+            delta.add("content", self.vocabulary.text_of(self.prepared.ids))
             delta.logprobs += prompt_entries
         if self.prepared.max_tokens == 0:
             self._end("length", None)
@@ -99,7 +99,7 @@ class Choice:
 
     def _add(self, shown: str) -> None:
         delta = self._open()
-        delta.text += shown
+        delta.add("content", shown)
         self._shown += len(shown)
         while self._held and self._held[0][0] <= self._shown:
             if self._stops.matched is not None and self._held[0][0] == self._shown:
@@ -125,7 +125,7 @@ class Choice:
         character comes. The latter is the last token's that is shown."""
         rest = self._text.flush()
         delta = self._open()
-        delta.text += self._stops.push(rest) + self._stops.flush()
+        delta.add("content", self._stops.push(rest) + self._stops.flush())
         delta.logprobs += [entry for _, entry in self._held]
         self._held.clear()
         if rest and sampled.logprob is not None:

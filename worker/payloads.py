@@ -33,6 +33,7 @@ class Chat:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    effort: str | None = None  # how much to think first: `none`, `minimal`, `low`, …
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,24 @@ class Stopping:
 
 
 @dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an answer's text must be as a whole, whatever the model would rather say."""
+
+    kind: Literal["json_schema", "regex", "choice", "grammar"]
+    value: Any  # a JSON schema, a regular expression, a list of texts, a grammar in Lark's notation
+    param: str  # the field of the request that errors about it name
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Which of the chat's tools an answer may call."""
+
+    names: tuple[str, ...]
+    required: bool = False  # nothing but calls, at least one
+    parallel: bool = True  # more than one
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationInput:
     """One prompt and how to continue it, `n` times; the text goes to `stream` as it comes.
 
@@ -78,6 +97,9 @@ class GenerationInput:
     n: int = 1
     first_choice: int = 0
     echo: bool = False
+    constraint: Constraint | None = None
+    calls: Calls | None = None  # None: what looks like a call is text
+    thinking_tokens: int | None = None  # reasoning is ended after so many; None: never
     param: str = "messages"  # the field of the request that errors about the prompt name
 
 

@@ -8,7 +8,8 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
+Kind = Literal["content", "reasoning", "call"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,21 +28,44 @@ class TokenLogprob:
 
 
 @dataclass(slots=True)
+class Part:
+    """A stretch of an answer. A call's text is its arguments, as JSON, whole when joined."""
+
+    kind: Kind
+    text: str
+    name: str | None = None  # a call of this function begins; None: what came before goes on
+
+
+@dataclass(slots=True)
 class Delta:
     """What was added to one choice since the last delta."""
 
     choice: int
-    text: str = ""
+    parts: list[Part] = field(default_factory=list)  # in order; neighbours differ
     tokens: int = 0  # output tokens, counted with or without text of their own
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None  # set in a choice's last delta
     stop_reason: str | int | None = None  # the stop string or token id that ended it
     prompt_tokens: int = 0  # of the choice's prompt, told once per prompt
     cached_tokens: int = 0  # of them, taken from the prefix cache
+    reasoning_tokens: int = 0  # of `tokens`, those that were not for the reader
+
+    @property
+    def text(self) -> str:
+        """The content alone."""
+        return "".join(part.text for part in self.parts if part.kind == "content")
+
+    def add(self, kind: Kind, text: str, name: str | None = None) -> None:
+        if self.parts and name is None and self.parts[-1].kind == kind:
+            self.parts[-1].text += text
+        elif text or name is not None:
+            self.parts.append(Part(kind, text, name))
 
     def merge(self, later: "Delta") -> None:
-        self.text += later.text
+        for part in later.parts:
+            self.add(part.kind, part.text, part.name)
         self.tokens += later.tokens
+        self.reasoning_tokens += later.reasoning_tokens
         self.logprobs += later.logprobs
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
