@@ -5,18 +5,19 @@ model takes text only, so that other parts are refused by name.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+PARTS = ("text", "refusal")
 
 
 class Part(Struct):
-    type: str
+    type: Annotated[str, Meta(extra_json_schema={"enum": PARTS})]
     text: str | None = None
     refusal: str | None = None
 
@@ -33,8 +34,8 @@ class ToolCall(Struct):
 
 
 class Message(Struct):
-    role: str
-    content: str | list[Part] | None = None
+    role: Annotated[str, Meta(extra_json_schema={"enum": ROLES})]
+    content: str | Annotated[list[Part], Meta(extra_json_schema={"minItems": 1})] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -65,7 +66,7 @@ class Message(Struct):
             raise InvalidInput(f"{path}: must not be empty", path)
         texts = []
         for n, part in enumerate(self.content):
-            if part.type not in ("text", "refusal"):
+            if part.type not in PARTS:
                 only = f"{path}[{n}].type: this model takes text, not {part.type[:50]!r}"
                 raise InvalidInput(only, f"{path}[{n}].type")
             text = part.text if part.type == "text" else part.refusal

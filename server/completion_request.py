@@ -1,19 +1,36 @@
 """The body of `POST /v1/completions`, checked, as a GenerationInput for each prompt."""
 
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from batching.errors import InvalidInput
-from server.generation_request import GenerationRequest, TopLogprobs, refuse_unimplemented
+from server.generation_request import (
+    Filled,
+    GenerationRequest,
+    TopLogprobs,
+    refuse_unimplemented,
+)
 from worker.payloads import GenerationInput
 from worker.streams import TokenStream
 
 DEFAULT_MAX_TOKENS = 16
 
+# Parameters of the API that nothing is done with, and the values that ask for nothing.
+UNIMPLEMENTED: dict[str, tuple[Any, ...]] = {"best_of": (1,), "suffix": ()}
+IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+OF_ONE_KIND = Meta(
+    extra_json_schema={
+        "minItems": 1,
+        "anyOf": [IDS, {"items": IDS}, {"items": {"type": "string", "minLength": 1}}],
+    }
+)
+
 Prompt = str | tuple[int, ...]
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
-    prompt: str | list[str | int | list[int]]
+    prompt: Filled | Annotated[list[str | int | list[int]], OF_ONE_KIND]
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -26,7 +43,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     def check(self) -> None:
         super().check()
         # As many candidates as answers leaves nothing to choose from.
-        refuse_unimplemented(self, {"best_of": (1, self.n or 1), "suffix": ()})
+        refuse_unimplemented(self, UNIMPLEMENTED | {"best_of": (1, self.n or 1)})
         if self.max_tokens == 0 and not self.echo:
             raise InvalidInput("max_tokens: must be at least 1, or 0 with echo", "max_tokens")
 

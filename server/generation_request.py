@@ -26,6 +26,13 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 TokenId = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=0)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+# What the checks below say, for the OpenAPI document.
+Filled = Annotated[str, Meta(extra_json_schema={"minLength": 1})]
+Stops = Annotated[list[Filled], Meta(extra_json_schema={"maxItems": MOST_STOPS})]
+Biases = Annotated[
+    dict[str, Bias], Meta(extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,9}$"}})
+]
+Unserved = Annotated[Any, Meta(extra_json_schema={"type": "null"})]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 
 
@@ -35,7 +42,7 @@ class StreamOptions(Struct):
 
 
 class ResponseFormat(Struct):
-    type: str
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["text"]})]
 
 
 class GenerationRequest(Struct, kw_only=True):
@@ -49,16 +56,16 @@ class GenerationRequest(Struct, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
-    logit_bias: dict[str, Bias] | None = None
+    logit_bias: Biases | None = None
     seed: Seed | None = None
-    stop: str | list[str] | None = None
+    stop: Filled | Stops | None = None
     stop_token_ids: list[TokenId] | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: Any = None
+    structured_outputs: Unserved = None
 
     def check(self) -> None:
         """Raise InvalidInput for what no field's type says."""
