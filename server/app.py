@@ -21,7 +21,7 @@ from starlette.routing import Route, Router
 from batching.breaker import Breaker
 from batching.dynamic import DynamicBatcher
 from batching.request_queue import RequestQueue
-from server import health, logs, models
+from server import health, logs, models, openapi
 from server.chat_completions import ChatCompletions
 from server.completions import Completions
 from server.detokenize import Detokenize
@@ -75,6 +75,7 @@ def create_app(
         routes.append(Route("/", Root(settings, engine, task), methods=["POST"]))
     if settings.chat_model != "none":
         routes += generation_routes(settings, engine, observer)
+    routes.append(openapi.route(settings, task, routes))
     paths = {route.path_format for route in routes}
     return Front(Router(routes, lifespan=lifespan), paths, settings, engine, observer)
 

@@ -1,0 +1,113 @@
+"""What answers look like, as types that the OpenAPI document is made from; tests hold them true."""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class ErrorDetails(Struct):
+    message: str
+    type: str
+    param: Annotated[str | None, Meta(description="The field it is about: messages[0].content")]
+    code: str
+
+
+class Error(Struct):
+    error: ErrorDetails
+
+
+class PromptTokensDetails(Struct):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(Struct):
+    reasoning_tokens: int
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class AnswerMessage(Struct):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: str | None
+    reasoning_content: str | UnsetType | None = UNSET
+    tool_calls: list[dict[str, Any]] | UnsetType = UNSET
+
+
+class ChatChoice(Struct):
+    index: int
+    message: AnswerMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(Struct):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str | None
+
+
+class CompletionChoice(Struct):
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: FinishReason
+
+
+class Completion(Struct):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    system_fingerprint: str | None
+
+
+class Model(Struct):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    context_length: int
+
+
+class ModelList(Struct):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokens(Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Prompt(Struct):
+    prompt: str
+
+
+class Health(Struct):
+    status: Literal["ok"]
+
+
+class Ready(Struct):
+    status: Literal["ready"]
+    compile: Literal["running", "done", "off"]
+    task: str | UnsetType = UNSET
+    model: str | UnsetType = UNSET
+    chat_model: str | UnsetType = UNSET
