@@ -14,6 +14,30 @@ from batching.errors import InvalidInput
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PARTS = ("text", "refusal")
+# For the OpenAPI document: what a part and a message need, beyond their fields' types.
+FULL_PART = Meta(
+    extra_json_schema={
+        "anyOf": [
+            {"properties": {"type": {"const": kind}, kind: {"type": "string"}}, "required": [kind]}
+            for kind in PARTS
+        ]
+    }
+)
+FULL_MESSAGE = Meta(
+    extra_json_schema={
+        "anyOf": [
+            {"properties": {"content": {"type": ["string", "array"]}}, "required": ["content"]},
+            {
+                "properties": {
+                    "role": {"const": "assistant"},
+                    "tool_calls": {"type": "array", "minItems": 1},
+                },
+                "required": ["tool_calls"],
+            },
+        ]
+    }
+)
+FILLED = Meta(extra_json_schema={"minItems": 1})
 
 
 class Part(Struct):
@@ -35,7 +59,7 @@ class ToolCall(Struct):
 
 class Message(Struct):
     role: Annotated[str, Meta(extra_json_schema={"enum": ROLES})]
-    content: str | Annotated[list[Part], Meta(extra_json_schema={"minItems": 1})] | None = None
+    content: str | Annotated[list[Annotated[Part, FULL_PART]], FILLED] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -75,6 +99,9 @@ class Message(Struct):
                 raise InvalidInput(f"{param}: is required", param)
             texts.append(text)
         return "\n".join(texts)
+
+
+Messages = Annotated[list[Annotated[Message, FULL_MESSAGE]], FILLED]
 
 
 def _rendered(call: ToolCall) -> Mapping[str, Any]:

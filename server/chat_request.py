@@ -3,7 +3,7 @@
 from typing import Any
 
 from batching.errors import InvalidInput
-from server.chat_message import Message
+from server.chat_message import Message, Messages
 from server.generation_request import (
     Count,
     GenerationRequest,
@@ -41,7 +41,7 @@ RESERVED = frozenset(
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
-    messages: list[Message]
+    messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None

@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
 from server.body import deadline_of, read_body, require_json
-from server.chat_message import Message
+from server.chat_message import Messages
 from server.chat_request import chat, check_template_kwargs
 from server.generation_request import decode
 from server.models import ModelNames
@@ -23,7 +23,7 @@ THREADS = 2  # a long text holds up its own kind, not what is being generated
 class TokenizeRequest(Struct):
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     tools: list[dict[str, Any]] | None = None
