@@ -142,7 +142,8 @@ def refuse_unimplemented(request: Struct, defaults: Mapping[str, tuple[Any, ...]
     """`defaults`: the fields nothing is done with, and the values that ask for nothing."""
     for name, harmless in defaults.items():
         value = getattr(request, name)
-        if value is not None and value not in harmless:
+        asks = not any(type(value) is type(each) and value == each for each in harmless)
+        if value is not None and asks:
             raise InvalidInput(f"{name}: is not implemented here, leave it out", name)
 
 

@@ -395,6 +395,7 @@ def test_what_does_not_fit_is_named(
         ("prompt_cache_retention", "24h"),
         ("reasoning_effort", "low"),
         ("store", True),
+        ("store", 0),
         ("web_search_options", {}),
     ],
 )
