@@ -4,6 +4,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Literal
 
+import orjson
+
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from worker.failures import diagnose
@@ -32,7 +34,7 @@ class FakeRunner:
 
     def prepare(self, item: WorkItem) -> None:
         text = item.payload.inputs
-        if text == "refused":
+        if text == "refused" or not (text and isinstance(text, str)):
             raise InvalidInput("this text is refused", "inputs")
         item.prepared = text
         item.tokens = len(text.split())
@@ -49,7 +51,7 @@ class FakeRunner:
     def finish(self, item: WorkItem, raw: Any) -> bytes:
         if raw == "UNFINISHED":
             raise ValueError("cannot be finished")
-        return b'{"echo":"%b"}' % raw.lower().encode()
+        return orjson.dumps({"echo": raw.lower()})
 
     def diagnose(self, error: Exception) -> Literal["item", "memory", "fatal"]:
         return diagnose(error)
