@@ -9,10 +9,12 @@ import contextlib
 import logging
 import os
 import signal
+import sqlite3
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -28,6 +30,9 @@ from server.detokenize import Detokenize
 from server.front import Front
 from server.load_model import LoadModel
 from server.metrics import Metrics, metrics
+from server.response_lookup import ResponseLookup
+from server.response_store import ResponseStore
+from server.responses import Responses
 from server.root import Root
 from server.settings import Settings, SettingsError, load_settings
 from server.tokenize import Tokenize
@@ -73,21 +78,40 @@ def create_app(
     ]
     if settings.pipeline_model != "none":
         routes.append(Route("/", Root(settings, engine, task), methods=["POST"]))
+    closing: list[Callable[[], Awaitable[None]]] = []
     if settings.chat_model != "none":
-        routes += generation_routes(settings, engine, observer)
+        names = models.ModelNames(settings.chat_model, engine)
+        responses = Responses(settings, engine, observer, names, open_store(settings))
+        closing.append(responses.close)
+        routes += generation_routes(settings, engine, observer, names, responses)
     routes.append(openapi.route(settings, task, routes))
     paths = {route.path_format for route in routes}
-    return Front(Router(routes, lifespan=lifespan), paths, settings, engine, observer)
+    router = Router(routes, lifespan=partial(lifespan, closing=closing))
+    return Front(router, paths, settings, engine, observer)
 
 
-def generation_routes(settings: Settings, engine: Engine, observer: Metrics) -> list[Route]:
-    names = models.ModelNames(settings.chat_model, engine)
+def open_store(settings: Settings) -> ResponseStore:
+    try:
+        return ResponseStore(settings.responses_db)
+    except sqlite3.Error as error:
+        raise SettingsError(f"RESPONSES_DB={settings.responses_db!r}: {error}") from None
+
+
+def generation_routes(
+    settings: Settings,
+    engine: Engine,
+    observer: Metrics,
+    names: models.ModelNames,
+    responses: Responses,
+) -> list[Route]:
     post = ["POST"]
     return [
         Route(
             "/v1/chat/completions", ChatCompletions(settings, engine, observer, names), methods=post
         ),
         Route("/v1/completions", Completions(settings, engine, observer, names), methods=post),
+        Route("/v1/responses", responses, methods=post),
+        *ResponseLookup(responses).routes(),
         Route(models.PATH, names.list),
         Route(models.ONE_PATH, names.one),
         Route("/tokenize", Tokenize(settings, engine, names), methods=post),
@@ -149,7 +173,10 @@ def _load_chat(settings: Settings) -> Generator:
 
 
 @asynccontextmanager
-async def lifespan(app: Front) -> AsyncIterator[None]:
+async def lifespan(
+    app: Front, closing: Sequence[Callable[[], Awaitable[None]]]
+) -> AsyncIterator[None]:
+    """`closing` is awaited once everything accepted has its answer."""
     engine, grace_s = app.engine, app.settings.shutdown_grace_s
     logs.configure()
     sys.setswitchinterval(SWITCH_S)
@@ -162,6 +189,8 @@ async def lifespan(app: Front) -> AsyncIterator[None]:
         if not engine.draining:
             await engine.drain(grace_s)
         await engine.stop()
+        for close in closing:
+            await close()
         log.info("stopped")
 
 

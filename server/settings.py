@@ -72,6 +72,9 @@ class Settings:
     stuck_after_s: float = setting(
         120.0, "a forward longer than this turns /health red", minimum=0.001
     )
+    responses_db: str = setting(
+        ":memory:", "sqlite file that keeps stored responses; :memory: loses them at the end"
+    )
     api_keys: tuple[str, ...] = setting((), "comma-separated; empty: everybody may call")
     cors_origins: tuple[str, ...] = setting((), "comma-separated origins of web pages, or *")
     debug: bool = setting(False, "show internals in error messages")

@@ -61,8 +61,8 @@ class EventStream:
         finally:
             self._writing = False
 
-    async def end(self) -> None:
-        await self.write(DONE)
+    async def end(self, last: bytes = DONE) -> None:
+        await self.write(last)
         self.close()
         await self._send({"type": "http.response.body", "body": b""})
 

@@ -1,0 +1,179 @@
+"""The body of `POST /v1/responses`, checked, as a GenerationInput."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from batching.errors import InvalidInput
+from server.chat_message import Message
+from server.chat_request import check_template_kwargs
+from server.generation_request import GenerationRequest, TopLogprobs, refuse_unimplemented
+from server.response_input import Item, messages
+from server.response_store import Document
+from server.response_tools import Tool, ToolChoice, calls, check_tools
+from worker.payloads import Chat, Constraint, GenerationInput
+from worker.streams import TokenStream
+
+LOGPROBS = "message.output_text.logprobs"
+# What an answer may include; the second is an empty promise, since nothing is encrypted here.
+INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
+
+# Parameters of the API that nothing is done with, and the values that ask for nothing.
+UNIMPLEMENTED: dict[str, tuple[Any, ...]] = {
+    "access_programs": (),
+    "context_management": (),
+    "conversation": (),
+    "image": (),
+    "max_tokens": (),
+    "max_tool_calls": (),
+    "moderation": (),
+    "n": (1,),
+    "prompt": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": ("in_memory", "in-memory"),
+    "response_format": (),
+    "structured_outputs": (),
+    "truncation": ("disabled",),
+}
+UNIMPLEMENTED_REASONING: dict[str, tuple[Any, ...]] = {
+    "context": ("auto",),
+    "mode": ("standard",),
+}
+
+Summary = Literal["auto", "concise", "detailed"]
+
+
+class Format(Struct):
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "json_object", "json_schema"]})]
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+    def constraint(self) -> Constraint | None:
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return Constraint("json_schema", {"type": "object"}, "text.format")
+        if self.type != "json_schema":
+            known = f"must be text, json_object or json_schema, not {self.type[:50]!r}"
+            raise InvalidInput(f"text.format.type: {known}", "text.format.type")
+        for field in ("name", "schema"):
+            if getattr(self, field) is None:
+                raise InvalidInput(f"text.format.{field}: is required", f"text.format.{field}")
+        return Constraint("json_schema", self.schema, "text.format.schema")
+
+    def document(self) -> Document:
+        if self.type != "json_schema":
+            return {"type": self.type}
+        described: Document = msgspec.to_builtins(self)
+        return described
+
+
+class TextOptions(Struct):
+    format: Format | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class Reasoning(Struct):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
+    context: Any = None
+    mode: Any = None
+
+
+class ResponseRequest(GenerationRequest, kw_only=True):
+    input: str | list[Item]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    background: bool | None = None
+    metadata: dict[str, str] | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    include: list[str] | None = None
+    top_logprobs: TopLogprobs | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
+    access_programs: Any = None
+    context_management: Any = None
+    conversation: Any = None
+    image: Any = None
+    max_tool_calls: Any = None
+    moderation: Any = None
+    prompt: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    truncation: Any = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_output_tokens
+
+    @property
+    def stored(self) -> bool:
+        return self.store is not False
+
+    @property
+    def logprobs(self) -> int | None:
+        """Of how many likely tokens; None: not even of the chosen one."""
+        return (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
+
+    @property
+    def format(self) -> Format:
+        return (self.text and self.text.format) or Format("text")
+
+    def check(self) -> None:
+        refuse_unimplemented(self, UNIMPLEMENTED)
+        super().check()
+        for name, harmless in UNIMPLEMENTED_REASONING.items():
+            if getattr(self.reasoning, name, None) not in (None, *harmless):
+                param = f"reasoning.{name}"
+                raise InvalidInput(f"{param}: is not implemented here, leave it out", param)
+        for n, name in enumerate(self.include or ()):
+            if name not in INCLUDABLE:
+                known = f"must be one of {', '.join(INCLUDABLE)}, not {name[:50]!r}"
+                raise InvalidInput(f"include[{n}]: {known}", f"include[{n}]")
+        if self.top_logprobs and self.logprobs is None:
+            alone = f"top_logprobs: goes with {LOGPROBS} in include only"
+            raise InvalidInput(alone, "top_logprobs")
+        if self.background:
+            if not self.stored:
+                raise InvalidInput("background: excludes store: false", "background")
+            if self.stream:
+                raise InvalidInput("stream: is not implemented with background: true", "stream")
+        check_tools(self.tools or ())
+        check_template_kwargs(self.chat_template_kwargs)
+
+    def generation_input(
+        self, before: Sequence[Document], items: Sequence[Document]
+    ) -> GenerationInput:
+        """Of a checked request, what came before in its conversation, and its own items."""
+        conversation = messages(before, items)
+        if self.instructions is not None:
+            conversation.insert(0, Message("system", self.instructions))
+        tools = self.tools or ()
+        return GenerationInput(
+            prompt=Chat(
+                tuple(message.rendered("input") for message in conversation),
+                tuple(tool.nested() for tool in tools),
+                self.chat_template_kwargs or {},
+                effort=self.reasoning.effort if self.reasoning else None,
+            ),
+            stream=TokenStream(),
+            sampling=self.sampling(self.logprobs),
+            stopping=self.stopping(),
+            constraint=self.format.constraint(),
+            calls=calls(tools, self.tool_choice, self.parallel_tool_calls),
+            param="input",
+        )

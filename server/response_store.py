@@ -1,0 +1,150 @@
+"""Stored responses, by id: what `GET /v1/responses/{id}` and `previous_response_id` look up.
+
+One sqlite database, in memory or in a file. It is bounded: what was stored or built upon longest
+ago goes first. A conversation is a chain of responses, each with its own input, so that a turn
+costs as much room as it adds. Methods block; call them in a pool thread.
+"""
+
+import sqlite3
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+MOST_RESPONSES = 10_000
+MOST_BYTES = 256_000_000
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS responses (
+    id TEXT PRIMARY KEY,
+    used INTEGER NOT NULL,
+    size INTEGER NOT NULL,
+    response BLOB NOT NULL,
+    input BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS responses_used ON responses (used);
+CREATE TABLE IF NOT EXISTS items (
+    id TEXT NOT NULL,
+    response_id TEXT NOT NULL REFERENCES responses (id) ON DELETE CASCADE,
+    PRIMARY KEY (id, response_id)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS items_response ON items (response_id);
+"""
+
+Document = dict[str, Any]
+
+
+class NotStored(Exception):
+    """`id` is of no stored response, or of no item of one."""
+
+    def __init__(self, id: str) -> None:
+        super().__init__(id)
+        self.id = id
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A response as it ended, and the items it was given, oldest first, without its chain's."""
+
+    response: Document
+    input: list[Document]
+
+
+class ResponseStore:
+    """Raises sqlite3.Error if the file at `path` cannot be used. `:memory:` is no file."""
+
+    def __init__(
+        self, path: str, most_responses: int = MOST_RESPONSES, most_bytes: int = MOST_BYTES
+    ) -> None:
+        self.most_responses = most_responses
+        self.most_bytes = most_bytes
+        self._lock = threading.Lock()
+        self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        run = self._database.execute
+        run("PRAGMA foreign_keys = ON")
+        run("PRAGMA journal_mode = WAL")
+        run("PRAGMA synchronous = NORMAL")  # a power cut may cost the last ones, never the file
+        self._database.executescript(SCHEMA)
+        totals = "SELECT count(*), coalesce(sum(size), 0), coalesce(max(used), 0) FROM responses"
+        self.count: int
+        self.bytes: int
+        self._clock: int  # of uses
+        self.count, self.bytes, self._clock = run(totals).fetchone()
+
+    def close(self) -> None:
+        with self._lock:
+            self._database.close()
+
+    def put(self, stored: Stored) -> None:
+        """Keep a response, and drop others until both bounds hold."""
+        response, given = orjson.dumps(stored.response), orjson.dumps(stored.input)
+        id, size = stored.response["id"], len(response) + len(given)
+        items = {(item["id"], id) for item in (*stored.input, *stored.response["output"])}
+        with self._lock, self._database:
+            run = self._database.execute
+            run("BEGIN")
+            row = (id, self._tick(), size, response, given)
+            run("INSERT INTO responses VALUES (?, ?, ?, ?, ?)", row)
+            self._database.executemany("INSERT INTO items VALUES (?, ?)", items)
+            self.count, self.bytes = self.count + 1, self.bytes + size
+            while self._full and self._drop("SELECT id FROM responses ORDER BY used LIMIT 1"):
+                pass
+
+    def get(self, id: str) -> Stored:
+        with self._lock:
+            return self._read(id)
+
+    def chain(self, id: str) -> list[Stored]:
+        """A response and all before it in its conversation, first one first."""
+        found: list[Stored] = []
+        following: str | None = id
+        with self._lock, self._database:
+            self._database.execute("BEGIN")
+            while following is not None:
+                stored = self._read(following)
+                used = "UPDATE responses SET used = ? WHERE id = ?"
+                self._database.execute(used, (self._tick(), following))
+                found.append(stored)
+                following = stored.response["previous_response_id"]
+        return found[::-1]
+
+    def item(self, id: str) -> Document:
+        """An input or output item of any stored response."""
+        with self._lock:
+            of_item = "SELECT response_id FROM items WHERE id = ? LIMIT 1"
+            row = self._database.execute(of_item, (id,)).fetchone()
+            if row is None:
+                raise NotStored(id)
+            stored = self._read(row[0])
+        items: list[Document] = [*stored.input, *stored.response["output"]]
+        return next(item for item in items if item["id"] == id)
+
+    def delete(self, id: str) -> None:
+        with self._lock, self._database:
+            self._database.execute("BEGIN")
+            if not self._drop("SELECT ?", id):
+                raise NotStored(id)
+
+    @property
+    def _full(self) -> bool:
+        return self.count > self.most_responses or self.bytes > self.most_bytes
+
+    def _read(self, id: str) -> Stored:
+        both = "SELECT response, input FROM responses WHERE id = ?"
+        row = self._database.execute(both, (id,)).fetchone()
+        if row is None:
+            raise NotStored(id)
+        return Stored(orjson.loads(row[0]), orjson.loads(row[1]))
+
+    def _drop(self, which: str, *values: str) -> bool:
+        dropped = f"DELETE FROM responses WHERE id = ({which}) RETURNING size"
+        row = self._database.execute(dropped, values).fetchone()
+        if row is None:
+            return False
+        self.count, self.bytes = self.count - 1, self.bytes - row[0]
+        return True
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock

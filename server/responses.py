@@ -1,0 +1,227 @@
+"""`POST /v1/responses`: items in, items out, whole, in events, or in the background.
+
+    body → request, what it builds on (pool) → submit → deltas → response → store → answer
+
+A response is stored before its end is told, so that whoever hears of it can build on it. One
+that runs in the background is kept here until it has ended; looking responses up is done by
+response_lookup.py.
+"""
+
+import asyncio
+import logging
+import sqlite3
+from dataclasses import dataclass
+
+import anyio.to_thread
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from batching.errors import ClientGone, Draining, InvalidInput
+from server.body import deadlines_of, read_body, require_json
+from server.errors import AnsweredEarly, http_error, to_response
+from server.exchange import Exchange
+from server.generation_request import decode
+from server.metrics import Metrics
+from server.models import ModelNames
+from server.response_input import documents
+from server.response_reply import ResponseReply, spend
+from server.response_request import ResponseRequest
+from server.response_store import Document, NotStored, ResponseStore, Stored
+from server.root import watch
+from server.settings import Settings
+from server.sse import EventStream
+from worker.engine import Engine
+from worker.payloads import GenerationInput
+from worker.streams import Delta
+
+log = logging.getLogger("onequeue.responses")
+
+PATH = "/v1/responses"
+
+
+@dataclass(slots=True)
+class Job:
+    """A response that runs in the background."""
+
+    reply: ResponseReply
+    exchange: Exchange
+    task: "asyncio.Task[None]"
+
+
+class Responses:
+    """A bare ASGI app. `close` it once the engine has stopped."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine: Engine,
+        metrics: Metrics,
+        models: ModelNames,
+        store: ResponseStore,
+    ) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.metrics = metrics
+        self.models = models
+        self.store = store
+        self.jobs: dict[str, Job] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        deadlines = deadlines_of(headers, self.settings)
+        if self.engine.draining:
+            raise Draining("the server is stopping", 5)
+        body = await read_body(receive, headers, self.settings, deadlines.first)
+        require_json(headers)
+        reply, payload = await anyio.to_thread.run_sync(self._prepare, body)
+        exchange = Exchange(self.engine, self.metrics, [payload], deadlines)
+        if reply.request.background:
+            answer = json(reply.document)
+            task = self.engine.loop.create_task(self._run(scope, reply, exchange))
+            self.jobs[reply.id] = Job(reply, exchange, task)
+            await answer(scope, receive, send)
+            return
+        self.engine.loop.create_task(watch(receive, exchange.items))
+        try:
+            if reply.request.stream:
+                first = await exchange.read()
+                await self._stream(scope, send, reply, exchange, first)
+            else:
+                for delta in await exchange.collect():
+                    spend(reply.add(delta))
+                spend(reply.finish(exchange.usage))
+                await self._keep(reply)
+                await json(reply.document)(scope, receive, send)
+        finally:
+            exchange.close()
+
+    def _prepare(self, body: bytes) -> tuple[ResponseReply, GenerationInput]:
+        """In a pool thread: it may be long, and what it builds on is in the store."""
+        request = decode(body, ResponseRequest)
+        model = self.models.require(request.model)
+        request.check()
+        items = documents(request.input, self.store.item)
+        payload = request.generation_input(self._before(request.previous_response_id), items)
+        return ResponseReply(request, items, model), payload
+
+    def _before(self, id: str | None) -> list[Document]:
+        """All items of the conversation that a response ended."""
+        if id is None:
+            return []
+        try:
+            turns = self.store.chain(id)
+        except NotStored as error:
+            param = "previous_response_id"
+            if error.id in self.jobs:
+                raise InvalidInput(f"{param}: {id!r} has not ended", param) from None
+            raise AnsweredEarly(not_found(error.id, param)) from None
+        return [item for turn in turns for item in (*turn.input, *turn.response["output"])]
+
+    async def _stream(
+        self,
+        scope: Scope,
+        send: Send,
+        reply: ResponseReply,
+        exchange: Exchange,
+        deltas: list[Delta],
+    ) -> None:
+        events = EventStream(send, exchange.stream.wake)
+        try:
+            await events.open()
+            try:
+                await self._say(events, reply, exchange, deltas)
+            except Exception as error:
+                if isinstance(error, ClientGone):
+                    raise
+                self._fail(scope, reply, exchange, error)
+            await self._keep(reply)
+            await events.end(reply.frame(reply.ended()))
+        except ClientGone as error:
+            self.metrics.failed("client_gone")
+            log.info("stream ended id=%s because=%r", scope["request_id"].decode(), str(error))
+        finally:
+            events.close()
+
+    async def _say(
+        self, events: EventStream, reply: ResponseReply, exchange: Exchange, deltas: list[Delta]
+    ) -> None:
+        for event in reply.begin():
+            await events.write(reply.frame(event))
+        while True:
+            for delta in deltas:
+                for event in reply.add(delta):
+                    await events.write(reply.frame(event))
+            if not exchange.unfinished:
+                break
+            deltas = await exchange.read()
+            if not deltas:
+                await events.comment()
+        for event in reply.finish(exchange.usage):
+            await events.write(reply.frame(event))
+
+    async def _run(self, scope: Scope, reply: ResponseReply, exchange: Exchange) -> None:
+        """In the background: whatever ends it is what its response says."""
+        try:
+            while exchange.unfinished:
+                deltas = await exchange.read()
+                spend(reply.begin())
+                for delta in deltas:
+                    spend(reply.add(delta))
+            spend(reply.finish(exchange.usage))
+        except ClientGone:
+            reply.cancel(exchange.usage)
+        except Exception as error:
+            self._fail(scope, reply, exchange, error)
+        finally:
+            exchange.close()
+        await self._keep(reply)
+        del self.jobs[reply.id]
+
+    def _fail(
+        self, scope: Scope, reply: ResponseReply, exchange: Exchange, error: Exception
+    ) -> None:
+        request_id = scope["request_id"].decode()
+        response, kind = to_response(error, scope, request_id, self.settings.debug)
+        self.metrics.failed(kind)
+        message = orjson.loads(response.body)["error"]["message"]
+        reply.fail(message, isinstance(error, InvalidInput), exchange.usage)
+
+    async def _keep(self, reply: ResponseReply) -> None:
+        """Store it if it is to be; its client gets it even where that fails."""
+        if not reply.request.stored:
+            return
+        try:
+            await anyio.to_thread.run_sync(self.store.put, reply.stored)
+        except sqlite3.Error as error:
+            log.error("response not stored id=%s error=%r", reply.id, error)
+
+    async def find(self, id: str) -> Stored:
+        """A response, ended or in the background; 404 if it is not known."""
+        if (job := self.jobs.get(id)) is not None:
+            return job.reply.stored
+        try:
+            return await anyio.to_thread.run_sync(self.store.get, id)
+        except NotStored:
+            raise AnsweredEarly(not_found(id, "id")) from None
+
+    async def cancel(self, id: str) -> None:
+        """End a response in the background, and wait until it has; nothing if there is none."""
+        if (job := self.jobs.get(id)) is not None:
+            for item in job.exchange.items:
+                item.resolve(ClientGone("the response was cancelled"))
+            await asyncio.wait([job.task])
+
+    async def close(self) -> None:
+        self.engine.give_up()
+        if self.jobs:
+            await asyncio.wait([job.task for job in self.jobs.values()])
+        await anyio.to_thread.run_sync(self.store.close)
+
+
+def json(content: object) -> Response:
+    return Response(orjson.dumps(content), media_type="application/json")
+
+
+def not_found(id: str, param: str) -> Response:
+    return http_error(404, f"there is no stored response {id[:100]!r}", param)
