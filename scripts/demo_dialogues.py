@@ -168,7 +168,7 @@ SUBJECTS = [
     Subject(weather_without_tool, 3, "This is about the weather, and I have no tool for it."),
 ]
 CALLING, CALLED = "I have a tool for this.", "The tool has answered. I say it in a sentence."
-THINKING = 0.2  # the share of dialogues
+THINKING = 0.12  # the share of dialogues
 
 
 def turns(rng: random.Random) -> tuple[list[Turn], str]:

@@ -33,11 +33,12 @@ class Choice:
         self.ended = False
         self._text = vocabulary.stream(prepared.ids[-CONTEXT:])
         self._stops = StopStrings(item.payload.stopping.stop)
+        self._reader = prepared.answer.reader()
+        self.guide = prepared.answer.guide(self._reader)
         self._min_tokens = item.payload.stopping.min_tokens
         self._delta: Delta | None = None
-        # log-probabilities of tokens whose text is held back, and where that text ends
-        self._held: deque[tuple[int, TokenLogprob]] = deque()
-        self._pushed = self._shown = 0  # characters
+        self._shown = 0  # characters that no stop string can take back
+        self._scores = Scores()
 
     def row(self, drafted: tuple[int, ...] = ()) -> Row:
         return Row(self.draws, self.count + len(drafted), drafted)
@@ -58,17 +59,26 @@ class Choice:
     def accept(self, sampled: Sampled) -> None:
         """The next token of the output."""
         token = sampled.token
-        self.draws.accept(token)
         self.count += 1
         delta = self._open()
         delta.tokens += 1
+        thinking = self._thinking
+        if self.guide:
+            self.guide.accept(token)
+        self.draws.accept(token)
         if token in self.prepared.ends and self.count > self._min_tokens:
             self._flush(sampled)
             self._end("stop", self.prepared.ends[token])
             return
         self._show(self._text.push(token), sampled)
+        delta.reasoning_tokens += thinking or self._thinking
+        if self.guide:
+            self.guide.follow()
         if self._stops.matched is not None:
             self._end("stop", self._stops.matched)
+        elif self.guide and self.guide.finished:
+            self._flush(sampled)
+            self._end("stop", None)
         elif self.count >= self.prepared.max_tokens:
             self._flush(sampled)
             self._end("length", None)
@@ -78,6 +88,10 @@ class Choice:
         delta, self._delta = self._delta, None
         return delta
 
+    @property
+    def _thinking(self) -> bool:
+        return self._reader is not None and self._reader.thinking
+
     def _open(self) -> Delta:
         if self._delta is None:
             self._delta = Delta(self.number)
@@ -85,53 +99,115 @@ class Choice:
 
     def _end(self, reason: FinishReason, stop: str | int | None) -> None:
         delta = self._open()
-        delta.finish_reason = reason
+        called = reason == "stop" and self._reader is not None and self._reader.calls_begun
+        delta.finish_reason = "tool_calls" if called else reason
         delta.stop_reason = stop
         self.ended = True
 
-    def _show(self, text: str, sampled: Sampled | None = None) -> None:
-        self._pushed += len(text)
-        if sampled is not None and sampled.logprob is not None:
-            entry = token_logprob(self.vocabulary, sampled, text)
-            self._held.append((self._pushed, entry))
+    def _show(self, text: str, sampled: Sampled) -> None:
+        if sampled.logprob is not None:
+            self._scores.add(token_logprob(self.vocabulary, sampled, text))
         early = self.count <= self._min_tokens
-        self._add(text if early else self._stops.push(text))
-
-    def _add(self, shown: str) -> None:
-        delta = self._open()
-        delta.add("content", shown)
-        self._shown += len(shown)
-        while self._held and self._held[0][0] <= self._shown:
-            if self._stops.matched is not None and self._held[0][0] == self._shown:
-                break  # nothing of its text is shown, or all: decided below
-            delta.logprobs.append(self._held.popleft()[1])
+        self._tell(text if early else self._stops.push(text))
         if self._stops.matched is not None:
-            self._cut(delta)
+            self._tell("", last=True)
 
-    def _cut(self, delta: Delta) -> None:
-        """A stop string ends the text in the middle of what is held: keep what is shown."""
-        for end, entry in self._held:
-            begin = end - len(entry.text)
-            if entry.text and begin < self._shown:
-                kept = entry.text[: self._shown - begin]
-                whole = end <= self._shown
-                delta.logprobs.append(
-                    entry if whole else replace(entry, text=kept, raw=kept.encode())
-                )
-        self._held.clear()
+    def _tell(self, shown: str, last: bool = False) -> None:
+        """Text that stays: it, and the log-probabilities of it that is content, go out."""
+        delta = self._open()
+        start, self._shown = self._shown, self._shown + len(shown)
+        if self._reader is None:
+            delta.add("content", shown)
+            self._scores.content(start, self._shown)
+            told = self._shown
+        else:
+            found = self._reader.push(shown)
+            found += self._reader.flush() if last else []
+            for each in found:
+                delta.add(each.kind, each.text, each.name)
+                if each.kind == "content":
+                    self._scores.content(each.at, each.at + len(each.text))
+            told = self._reader.at
+        delta.logprobs += self._scores.take(None if last else told)
 
     def _flush(self, sampled: Sampled) -> None:
         """The text ends here, with `sampled`: what was held back for a stop string or a half
         character comes. The latter is the last token's that is shown."""
         rest = self._text.flush()
-        delta = self._open()
-        delta.add("content", self._stops.push(rest) + self._stops.flush())
-        delta.logprobs += [entry for _, entry in self._held]
-        self._held.clear()
         if rest and sampled.logprob is not None:
-            entries = delta.logprobs
-            last = entries.pop() if entries else token_logprob(self.vocabulary, sampled, "")
-            entries.append(replace(last, text=last.text + rest))
+            if not self._scores.waiting:
+                told = self._open().logprobs
+                last = told.pop() if told else token_logprob(self.vocabulary, sampled, "")
+                self._scores.take_back(last)
+            self._scores.lengthen(rest)
+        self._tell(self._stops.push(rest) + self._stops.flush(), last=True)
+
+
+class Scores:
+    """Log-probabilities of tokens until it is known whether their text is content."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[int, TokenLogprob]] = deque()  # with where its text ends
+        self._end = 0
+        self._content: deque[tuple[int, int]] = deque()  # stretches of it, in order
+
+    def add(self, entry: TokenLogprob) -> None:
+        self._end += len(entry.text)
+        self._waiting.append((self._end, entry))
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._waiting)
+
+    def take_back(self, entry: TokenLogprob) -> None:
+        self._waiting.append((self._end, entry))
+
+    def lengthen(self, text: str) -> None:
+        """Text that the last token turns out to have as well."""
+        self._end += len(text)
+        last = self._waiting.pop()[1]
+        self._waiting.append((self._end, replace(last, text=last.text + text)))
+
+    def content(self, start: int, end: int) -> None:
+        if self._content and self._content[-1][1] == start:
+            start = self._content.pop()[0]
+        if start < end:
+            self._content.append((start, end))
+
+    def take(self, told: int | None) -> list[TokenLogprob]:
+        """The entries of content, of what is decided: all text up to `told`; None: all of it.
+
+        A token without text, part of a character, goes with the one that completes it.
+        """
+        taken: list[TokenLogprob] = []
+        silent: list[TokenLogprob] = []
+        while self._waiting:
+            if told is not None and (self._waiting[0][0] > told or not self._complete(told)):
+                break
+            end, entry = self._waiting.popleft()
+            if not entry.text:
+                silent.append(entry)
+                continue
+            if shown := self._content_of(entry.text, end - len(entry.text)):
+                whole = shown == entry.text
+                taken += silent
+                taken.append(entry if whole else replace(entry, text=shown, raw=shown.encode()))
+            silent = []
+        if told is None and (not self._content or self._content[-1][1] >= self._end):
+            taken += silent
+        return taken
+
+    def _complete(self, told: int) -> bool:
+        """Whether the next entry that has a text is decided."""
+        return next((end <= told for end, entry in self._waiting if entry.text), False)
+
+    def _content_of(self, text: str, start: int) -> str:
+        """How much of a text that begins at `start` is content."""
+        end = start + len(text)
+        while self._content and self._content[0][1] <= start:
+            self._content.popleft()
+        stretches = [(max(a, start), min(b, end)) for a, b in self._content if a < end]
+        return "".join(text[a - start : b - start] for a, b in stretches)
 
 
 def token_logprob(vocabulary: Vocabulary, sampled: Sampled, text: str) -> TokenLogprob:

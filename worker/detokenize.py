@@ -54,7 +54,8 @@ class TextStream(Protocol):
 class Vocabulary:
     """A tokenizer's ids as text, fast or slow; shared by all sequences and threads."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, marks: Callable[[str], bool] | None = None) -> None:
+        """`marks`: special tokens that are text all the same, since a reader looks for them."""
         ask: Join = partial(
             tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -71,6 +72,7 @@ class Vocabulary:
             special = dict(zip(tokenizer.all_special_ids, names, strict=True))
         ids = list(range(max(tokens, default=-1) + 1))
         self._special: dict[int, str] = special
+        self._hidden = {i for i, token in special.items() if not (marks and marks(token))}
         self._described: dict[int, tuple[str, bytes]] = {}
         if fast:
             self._use(*_own_decoding(tokens, backend.decoder))
@@ -80,7 +82,7 @@ class Vocabulary:
 
     def _use(self, pieces: dict[int, Any], join: Join) -> None:
         self._pieces, self._join = pieces, join
-        self._visible = {i: piece for i, piece in pieces.items() if i not in self._special}
+        self._visible = {i: piece for i, piece in pieces.items() if i not in self._hidden}
 
     def text_of(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """A whole sequence, as `tokenizer.decode` without cleaning up has it."""

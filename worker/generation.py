@@ -24,10 +24,11 @@ from worker.attention import BLOCK, CannotPage, PagedCache, Step
 from worker.choices import Choice
 from worker.language_model import GeneratorOptions, LanguageModel, load_language_model
 from worker.loading import LoadingFailed
+from worker.masks import Masks, Wanted
 from worker.payloads import Generator, StepOutcome, StepReport
 from worker.prompts import Prepared
 from worker.sampling import Choice as Sampled
-from worker.sampling import prompt_logprobs, sample
+from worker.sampling import Row, prompt_logprobs, sample
 from worker.speculation import Lookup
 from worker.text_side import TextSide, as_failure, collect
 
@@ -83,6 +84,7 @@ class PagedGenerator(TextSide):
         self.live: dict[WorkItem, list[Generation]] = {}  # choices that have not ended
         self.prefill_s = 0.0  # per prompt token, lately
         self._free_rows = FREE_ROWS[language.device.type]
+        self._masks = Masks(language.vocab_size, self.prompts.eos_ids)
 
     def compile(self) -> None:
         """Begin; `compile_state` tells when it is done."""
@@ -161,8 +163,9 @@ class PagedGenerator(TextSide):
         if generation.lookup is None or share < 1:
             return ()
         choice = generation.choice
-        left = choice.prepared.max_tokens - choice.count - 1
-        return generation.lookup.draft(sequence.tokens, min(share, left))
+        most = min(share, choice.prepared.max_tokens - choice.count - 1)
+        draft = generation.lookup.draft(sequence.tokens, most)
+        return choice.guide.draft(draft, most) if choice.guide else draft
 
     def _run(self, chunks: list[Chunk], counts: _Counts) -> None:
         """A step; one that raises is halved until only the guilty sequences fail."""
@@ -196,15 +199,19 @@ class PagedGenerator(TextSide):
             ids += chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]
             ids += chunk.drafts
         scores_end = len(wanted)
-        rows = []
+        rows: list[Row] = []
+        masked: list[tuple[int, Wanted]] = []
         row = 0
         for chunk in chunks:
-            choice = chunk.sequence.owner.choice
+            choice: Choice = chunk.sequence.owner.choice
             row += chunk.width
             if chunk.reaches_end and choice.prepared.max_tokens:
                 drafts = len(chunk.drafts)
                 wanted += range(row - 1 - drafts, row)
+                if choice.guide and (mask := choice.guide.wanted(chunk.drafts)):
+                    masked.append((len(rows), mask))
                 rows += [choice.row(chunk.drafts[:n]) for n in range(drafts + 1)]
+        allowed = self._masks.begin(masked)
         tables = [
             (chunk.sequence.table.blocks if chunk.sequence.table else [], chunk.start, chunk.width)
             for chunk in chunks
@@ -218,7 +225,7 @@ class PagedGenerator(TextSide):
             top = chunk.sequence.owner.choice.prepared.params.logprobs or 0
             scores.append(prompt_logprobs(logits[row : row + len(targets)], targets, top))
             row += len(targets)
-        return scores, sample(logits[scores_end:], rows)
+        return scores, sample(logits[scores_end:], rows, allowed.result() if allowed else None)
 
     def _unscored(self, chunk: Chunk) -> range:
         """Positions in the chunk whose output says how likely the prompt's next token was; not
@@ -274,6 +281,8 @@ class PagedGenerator(TextSide):
             choice.accept(drawn)
             taken.append(drawn.token)
             if position < len(chunk.drafts) and drawn.token != chunk.drafts[position]:
+                break
+            if choice.guide and choice.guide.turned:
                 break
         counts.decode += len(taken)
         if chunk.drafts and generation.lookup:

@@ -12,6 +12,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
+from worker.answering import Answering, AnswerPlan
+from worker.grammar import Grammars
 from worker.payloads import Chat, GenerationInput, Sampling, Stopping
 from worker.sampling import SamplingParams
 
@@ -25,6 +27,7 @@ class Prepared:
     max_tokens: int
     ends: dict[int, int | None]  # ids that end a choice, and what is told as its stop reason
     echo: bool
+    answer: AnswerPlan
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -46,12 +49,14 @@ class Prompts:
         self.max_model_len = max_model_len
         self.eos_ids = end_ids(defaults, tokenizer)
         self.defaults = default_sampling(defaults)
+        self.grammars = Grammars(tokenizer, vocab_size, self.eos_ids)
+        self.answering = Answering(tokenizer, self.grammars)
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     def prepare(self, item: WorkItem) -> None:
         """Fill in `item.prepared` and `tokens`; InvalidInput says what cannot be served."""
         request: GenerationInput = item.payload
-        ids = self._prompt_ids(request)
+        text, ids = self._prompt(request)
         ends: dict[int, int | None] = {id_: id_ for id_ in request.stopping.stop_token_ids}
         self._check_ids(request.stopping.stop_token_ids, "stop_token_ids")
         if not request.stopping.ignore_eos:
@@ -62,16 +67,20 @@ class Prompts:
             self._max_tokens(len(ids), request),
             ends,
             request.echo,
+            self.answering.plan(request, text),
         )
         item.tokens = len(ids)
 
-    def _prompt_ids(self, request: GenerationInput) -> list[int]:
+    def _prompt(self, request: GenerationInput) -> tuple[str, list[int]]:
+        """The prompt's text, if it is one, and its tokens."""
         prompt = request.prompt
+        text = ""
         if isinstance(prompt, tuple):
             self._check_ids(prompt, request.param)
             ids = list(prompt)
         else:
-            ids = self.encode(prompt, param=request.param)
+            text = self.render(prompt) if isinstance(prompt, Chat) else prompt
+            ids = self._ids(text, not isinstance(prompt, Chat), request.param)
         if not ids:
             raise InvalidInput("the prompt has no tokens", request.param)
         if len(ids) >= self.max_model_len + (request.stopping.max_tokens == 0):
@@ -80,19 +89,21 @@ class Prompts:
                 f"{self.max_model_len}, with the answer",
                 request.param,
             )
-        return ids
+        return text, ids
 
-    def encode(
-        self, prompt: Chat | str, add_special_tokens: bool = True, param: str = "messages"
-    ) -> list[int]:
-        text = self.render(prompt) if isinstance(prompt, Chat) else prompt
+    def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
+        if isinstance(prompt, Chat):
+            return self._ids(self.render(prompt), False, "messages")
+        return self._ids(prompt, add_special_tokens, "messages")
+
+    def _ids(self, text: str, special: bool, param: str) -> list[int]:
+        """`special`: the tokenizer adds its own; templates write them."""
         if len(text) > self.max_model_len * self.longest_token:
             raise InvalidInput(
                 f"the prompt has more than {len(text) // self.longest_token} tokens; this "
                 f"model's context holds {self.max_model_len}",
                 param,
             )
-        special = add_special_tokens and not isinstance(prompt, Chat)  # templates write them
         call: Any = self.tokenizer
         ids: list[int] = call(text, add_special_tokens=special, verbose=False)["input_ids"]
         return ids
@@ -101,6 +112,7 @@ class Prompts:
         """The chat template's text; InvalidInput with the template's own reason."""
         if not self.tokenizer.chat_template:
             raise InvalidInput("this model has no chat template: use /v1/completions", "messages")
+        variables = self.answering.effort(chat) | dict(chat.template_kwargs)
         try:
             text = self.tokenizer.apply_chat_template(
                 [dict(message) for message in chat.messages],
@@ -108,7 +120,7 @@ class Prompts:
                 add_generation_prompt=chat.add_generation_prompt,
                 continue_final_message=chat.continue_final_message,
                 tokenize=False,
-                **chat.template_kwargs,
+                **variables,
             )
         except Exception as error:  # whatever a template raises
             reason = str(error)[:500] or type(error).__name__

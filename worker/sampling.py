@@ -84,18 +84,28 @@ class Choice:
     top: tuple[tuple[int, float], ...]  # (id, logprob), best first; impossible tokens left out
 
 
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """The tokens that may be chosen in some of the rows; in the others all may."""
+
+    rows: Sequence[int]
+    tokens: torch.Tensor  # bool [len(rows), V]
+
+
 @torch.inference_mode()
-def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[Choice]:
+def sample(
+    logits: torch.Tensor, rows: Sequence[Row], allowed: Allowed | None = None
+) -> list[Choice]:
     """One choice for each row of logits [R, V], of any float type, on any device.
 
-    Order: bias, penalties (repetition, then frequency and presence), ban of ends, temperature,
-    min_p, top_k, top_p. This is vLLM's; transformers has min_p last. Where they differ: top_p is
-    a part of what min_p and top_k keep.
+    Order: what is allowed, bias, penalties (repetition, then frequency and presence), ban of ends,
+    temperature, min_p, top_k, top_p. This is vLLM's; transformers has min_p last. Where they
+    differ: top_p is a part of what min_p and top_k keep.
     """
     if not rows:
         return []
     raw = _blocked(logits)
-    scores = _edited(raw, rows, logits.shape[1])
+    scores = _edited(raw, rows, logits.shape[1], allowed)
     tokens, peak = _best(scores)
     groups: dict[str, list[int]] = {}
     for at, row in enumerate(rows):
@@ -158,7 +168,9 @@ def _take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return rows if len(index) == len(rows) else rows[index]
 
 
-def _edited(raw: torch.Tensor, rows: Sequence[Row], vocabulary: int) -> torch.Tensor:
+def _edited(
+    raw: torch.Tensor, rows: Sequence[Row], vocabulary: int, allowed: Allowed | None
+) -> torch.Tensor:
     """A copy with bias, penalties and bans; `raw` itself where no row has any."""
     shifts: list[Edit] = []
     repeats: list[Edit] = []
@@ -179,9 +191,11 @@ def _edited(raw: torch.Tensor, rows: Sequence[Row], vocabulary: int) -> torch.Te
             often = np.fromiter(counts.values(), np.float32)
             less = -params.presence_penalty - params.frequency_penalty * often
             counted.append((at, np.fromiter(counts, np.int64), less))
-    if not (shifts or repeats or counted):
+    if not (shifts or repeats or counted or allowed):
         return raw
     scores = raw.clone(memory_format=torch.contiguous_format)
+    if allowed:
+        _ban(scores, allowed, vocabulary)
     flat, size = scores.view(-1), (vocabulary, scores[0].numel())
     if shifts:
         flat.index_add_(0, *_places(shifts, size, flat.device))
@@ -192,6 +206,14 @@ def _edited(raw: torch.Tensor, rows: Sequence[Row], vocabulary: int) -> torch.Te
     if counted:
         flat.index_add_(0, *_places(counted, size, flat.device))
     return scores
+
+
+def _ban(scores: torch.Tensor, allowed: Allowed, vocabulary: int) -> None:
+    """-inf where nothing is allowed; NaN and +inf stay, so that a broken row is still seen."""
+    banned = ~allowed.tokens.to(scores.device, non_blocking=True)
+    for at, ban in zip(allowed.rows, banned, strict=True):
+        row = scores[at].view(-1)[:vocabulary]
+        row.masked_fill_(ban & (row < torch.inf), -torch.inf)
 
 
 def _places(

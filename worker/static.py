@@ -19,6 +19,7 @@ from batching.errors import ItemFailed
 from batching.request_queue import WorkItem
 from worker.choices import Choice
 from worker.language_model import GeneratorOptions, LanguageModel
+from worker.masks import Masks
 from worker.payloads import GenerationInput, StepOutcome, StepReport
 from worker.prompts import Prepared
 from worker.sampling import Choice as Sampled
@@ -73,6 +74,7 @@ class StaticGenerator(TextSide):
         limit = min(options.max_model_len or language.context, language.context)
         super().__init__(language, limit, "static", why)
         self.stepwise = Stepwise(language)
+        self._masks = Masks(language.vocab_size, self.prompts.eos_ids)
         self.live: dict[WorkItem, list[Row]] = {}  # all choices of those that are not done
         self.waiting: deque[Row] = deque()  # in order of arrival
         self.batches: list[Batch] = []
@@ -218,9 +220,14 @@ class StaticGenerator(TextSide):
             self._shrink(batch)
             if not batch.rows:
                 return
+        guides = [(at, row.choice.guide) for at, row in enumerate(batch.rows) if row.choice.guide]
+        masked = [(at, mask) for at, guide in guides if (mask := guide.wanted(())) is not None]
+        allowed = self._masks.begin(masked)
         past, batch.past = batch.past, None  # in doubt until all went well
         logits, past = self.stepwise.forward([row.tokens for row in batch.rows], past)
-        drawn = sample(logits, [row.choice.row() for row in batch.rows])
+        drawn = sample(
+            logits, [row.choice.row() for row in batch.rows], allowed.result() if allowed else None
+        )
         batch.past = past
         for row, sampled in zip(batch.rows, drawn, strict=True):
             if fresh and (self.stepwise.caches or not row.choice.begun):

@@ -30,10 +30,11 @@ class TextSide:
     ) -> None:
         self.language = language
         self.max_model_len = max_model_len
-        self.vocabulary = Vocabulary(language.tokenizer)
         self.prompts = Prompts(
             language.tokenizer, language.defaults, language.vocab_size, max_model_len
         )
+        form = self.prompts.answering.form
+        self.vocabulary = Vocabulary(language.tokenizer, form.marks if form else None)
         self.info = ModelInfo(
             "text-generation",
             language.name,

@@ -1,0 +1,161 @@
+"""How a request's answers are to be read and held to what it asks: an AnswerPlan.
+
+Made in pool threads; what it takes to compile a grammar is done there, and an unusable one is the
+client's error.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from llguidance import LLMatcher
+from transformers import PreTrainedTokenizerBase
+
+from batching.errors import InvalidInput
+from worker.answer_form import PLAIN, AnswerForm, answer_form
+from worker.call_grammar import PLAIN_CALLS, CallForm, call_form
+from worker.grammar import Grammars
+from worker.guide import Guide, Plan
+from worker.payloads import Calls, Chat, GenerationInput
+from worker.reader import Reader
+
+SWITCHES = ("enable_thinking", "thinking")  # what templates call it
+EFFORT = "reasoning_effort"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """For all choices of a prompt."""
+
+    form: AnswerForm | None = None  # None: an answer is nothing but text
+    begun: str = ""  # what the prompt has already written of the answer
+    calls: Calls | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+    plan: Plan | None = None
+
+    def reader(self) -> Reader | None:
+        if self.form is None:
+            return None
+        return Reader(self.form, self.begun, self.calls is not None, self.tools)
+
+    def guide(self, reader: Reader | None) -> Guide | None:
+        return Guide(self.plan, reader) if self.plan else None
+
+
+class Answering:
+    """What the tokenizer's templates tell about answers."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, grammars: Grammars) -> None:
+        self.grammars = grammars
+        self.form = answer_form(tokenizer)
+        self._tokenizer = tokenizer
+        self._call_form = call_form(self.form, self._rendered)
+
+    def effort(self, chat: Chat) -> dict[str, Any]:
+        """The template's variables that say how much to think."""
+        if chat.effort is None:
+            return {}
+        text = str(self._tokenizer.chat_template)
+        given: dict[str, Any] = {}
+        if re.search(rf"\b{EFFORT}\b", text):
+            given[EFFORT] = chat.effort
+        for switch in SWITCHES:
+            if re.search(rf"\b{switch}\b", text):
+                given[switch] = chat.effort != "none"
+        if not given and chat.effort != "none":
+            raise InvalidInput(f"{EFFORT}: this model's template knows no thinking", EFFORT)
+        return given
+
+    def plan(self, request: GenerationInput, prompt: str) -> AnswerPlan:
+        """`prompt` as the template has written it."""
+        if not isinstance(request.prompt, Chat):
+            answer = self.grammars.matcher(request.constraint) if request.constraint else None
+            return AnswerPlan(plan=Plan(self.grammars.tokenizer(""), answer) if answer else None)
+        calls, form, call = request.calls, self.form, self._call_form
+        if calls and (form is None or form.calls is None or (calls.required and call is None)):
+            form, call = PLAIN, PLAIN_CALLS
+        named = calls.names if calls else ()
+        tools = tuple(tool for tool in request.prompt.tools if tool["function"]["name"] in named)
+        begun = form.opening_in(prompt) if form else ""
+        plan = self._plan(request, form, begun, tools, call)
+        return AnswerPlan(form, begun, calls, tools, plan)
+
+    def _plan(
+        self,
+        request: GenerationInput,
+        form: AnswerForm | None,
+        begun: str,
+        tools: tuple[Mapping[str, Any], ...],
+        call: CallForm | None,
+    ) -> Plan | None:
+        calls, budget = request.calls, request.thinking_tokens
+        single = calls is not None and not calls.parallel
+        answer, one_call = self._grammars_for(request, tools, call)
+        if not (answer or one_call or single or budget is not None):
+            return None
+        return Plan(
+            self.grammars.tokenizer("tools") if answer or one_call else None,
+            answer,
+            one_call,
+            self._may_think(form, begun) if answer else None,
+            budget,
+            self._close(form) if budget is not None else (),
+            single,
+        )
+
+    def _grammars_for(
+        self, request: GenerationInput, tools: tuple[Mapping[str, Any], ...], call: CallForm | None
+    ) -> tuple[LLMatcher | None, LLMatcher | None]:
+        """What holds the answer as a whole, and a call that the model begins by itself."""
+        calls, constraint = request.calls, request.constraint
+        if calls is None or call is None:
+            return self.grammars.matcher(constraint) if constraint else None, None
+        several = calls.parallel and (calls.required or call.several_in_mark or bool(constraint))
+        grammar = call.grammar(tools, several, self.grammars.quoted)
+        if calls.required:
+            return self.grammars.compiled(grammar, "tools"), None
+        if constraint:
+            return self.grammars.either(constraint, grammar), None
+        return None, self.grammars.compiled(grammar, "tools")
+
+    def _close(self, form: AnswerForm | None) -> tuple[int, ...]:
+        reasoning = form.reasoning if form else None
+        if reasoning is None or not reasoning.close_literals:
+            param = "thinking_token_budget"
+            raise InvalidInput(f"{param}: it is not known how this model ends its thoughts", param)
+        return tuple(self._tokenizer.encode(reasoning.close_literals[0], add_special_tokens=False))
+
+    def _may_think(self, form: AnswerForm | None, begun: str) -> int | None:
+        """The token by which the model may open its thoughts, if it does so by itself."""
+        if form is None or not self._opens_thoughts or (form.reasoning is None):
+            return None
+        closed = form.reasoning.close_re is not None and form.reasoning.close_re.search(begun)
+        return None if closed else self._opens_thoughts
+
+    @cached_property
+    def _opens_thoughts(self) -> int | None:
+        reasoning = self.form.reasoning if self.form else None
+        if reasoning is None or not reasoning.open_literals:
+            return None
+        mark = reasoning.open_literals[0]
+        if mark not in str(self._tokenizer.chat_template):
+            return None
+        prompt = self._rendered(
+            [{"role": "user", "content": "?"}], prompt=True, enable_thinking=True
+        )
+        assert self.form is not None
+        if Reader(self.form, self.form.opening_in(prompt), False).thinking:
+            return None  # the prompt does
+        ids = self._tokenizer.encode(mark, add_special_tokens=False)
+        return ids[0] if len(ids) == 1 else None
+
+    def _rendered(
+        self, messages: list[dict[str, Any]], prompt: bool = False, **variables: Any
+    ) -> str:
+        text = self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=prompt, tokenize=False, **variables
+        )
+        assert isinstance(text, str)
+        return text

@@ -1,0 +1,133 @@
+"""How calls are to be written, so that a grammar can hold a model to it.
+
+What a model's calls look like is told by its own chat template: it is asked to render some, and
+what stands around names and arguments is the form. Where that cannot be told (no tools in the
+template, arguments that are not JSON), calls that must be made are written in the plain form.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from worker.answer_form import AnswerForm
+
+Render = Callable[[list[dict[str, Any]]], str]  # a chat template, without a generation prompt
+Quote = Callable[[str], str]  # a text as Lark's notation has it
+Tool = Mapping[str, Any]
+
+NAME = "name_of_it"
+ARGUMENTS = {"first_key": "its_text", "second_key": 12}
+WRITTEN = re.compile(
+    r'\{\s*"first_key"(?P<colon>\s*:\s*)"its_text"(?P<comma>\s*,\s*)"second_key"\s*:\s*12\s*\}'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """begin NAME middle ARGUMENTS (between NAME middle ARGUMENTS)* end"""
+
+    begin: str
+    middle: str
+    between: str | None  # None: one call is all there can be
+    end: str
+    colon: str = ": "
+    comma: str = ", "
+    several_in_mark: bool = False  # calls share one pair of marks
+
+    def grammar(self, tools: Sequence[Tool], parallel: bool, quote: Quote) -> str:
+        """Nothing but calls of these tools, in Lark's notation; one if not `parallel`."""
+        more = f"({quote(self.between)} call)*" if parallel and self.between else ""
+        return "\n".join(
+            [
+                f"start: {quote(self.begin)} call {more} {quote(self.end)}",
+                "call: " + " | ".join(f"call_{n}" for n in range(len(tools))),
+                *(f"call_{n}: {self._call(tool, quote)}" for n, tool in enumerate(tools)),
+            ]
+        )
+
+    def _call(self, tool: Tool, quote: Quote) -> str:
+        function = tool["function"]
+        schema = {"x-guidance": self._spaces(), **_schema(function.get("parameters"))}
+        return f"{quote(function['name'] + self.middle)} %json {json.dumps(schema)}"
+
+    def _spaces(self) -> dict[str, Any]:
+        colon, comma = (re.escape(each) for each in (self.colon, self.comma))
+        spaces = {"whitespace_flexible": False, "item_separator": comma, "key_separator": colon}
+        return spaces | {"lenient": True}  # schemas of tools come from everywhere
+
+
+PLAIN_CALLS = CallForm(
+    begin='<tool_call>\n{"name": "',
+    middle='", "arguments": ',
+    between='}\n</tool_call>\n<tool_call>\n{"name": "',
+    end="}\n</tool_call>",
+)
+
+
+def call_form(form: AnswerForm | None, render: Render) -> CallForm | None:
+    """What `render` makes of calls that `form` reads; None if it cannot be told."""
+    if form is None or form.calls is None or form.calls.content != "json":
+        return None
+    try:
+        one, two = _calls_in(form, render(_turn(1))), _calls_in(form, render(_turn(2)))
+        found = WRITTEN.search(one)
+        if found is None or one.count(NAME) != 1:
+            return None
+        begin, middle = one[: found.start()].split(NAME)
+    except Exception:  # whatever a template raises
+        return None
+    between = None
+    both = two.split(begin, 1)[-1].split(NAME + middle)
+    if two.startswith(begin + NAME + middle) and len(both) == 3 and found[0] in both[1]:
+        between = both[1].split(found[0], 1)[1]
+    close = form.closes.get("tool_calls")
+    shared = between is not None and (close is None or not close.pattern.search(between))
+    end = one[found.end() :]
+    return CallForm(begin, middle, between, end, found["colon"], found["comma"], shared)
+
+
+def _turn(calls: int) -> list[dict[str, Any]]:
+    function = {"name": NAME, "arguments": ARGUMENTS}
+    call = {"type": "function", "id": "call00001", "function": function}
+    made = [call | {"id": f"call0000{n}"} for n in range(calls)]
+    return [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": made},
+    ]
+
+
+def _calls_in(form: AnswerForm, text: str) -> str:
+    """From the mark that opens the first call to the one that closes the last."""
+    opening = form.opens["tool_calls"].pattern.search(text)
+    start = opening.end() - len(opening.group().lstrip())
+    close = form.closes.get("tool_calls")
+    ends = [match.end() for match in close.pattern.finditer(text)] if close else []
+    if ends and ends[-1] > text.rindex(NAME):
+        return text[start : ends[-1]]
+    last = list(WRITTEN.finditer(text))[-1].end()
+    return text[start:last] + _closing(text[start : text.index(NAME)])
+
+
+def _closing(text: str) -> str:
+    """The brackets that a text leaves open, closed."""
+    open_: list[str] = []
+    for letter in text:
+        if letter in "{[":
+            open_.append("}" if letter == "{" else "]")
+        elif letter in "}]":
+            open_.pop()
+    return "".join(reversed(open_))
+
+
+def _schema(parameters: Any) -> dict[str, Any]:
+    """A function without parameters takes an empty object."""
+    if not parameters:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    schema = dict(parameters)
+    schema.pop("x-guidance", None)
+    schema.setdefault("type", "object")
+    if "properties" in schema and "additionalProperties" not in schema:
+        schema["additionalProperties"] = False
+    return schema

@@ -1,0 +1,126 @@
+"""What one choice may say next: the constraint on its answer or on a call, and when to stop
+thinking.
+
+    thinking ──▶ answering, held to a grammar        (a constraint, or calls that must be made)
+    free ──▶ in a call, held to its tool ──▶ free     (calls that may be made)
+
+Follows the tokens as they are chosen and the reader of their text. On the worker's thread.
+"""
+
+from dataclasses import dataclass
+
+from llguidance import LLMatcher, LLTokenizer
+
+from batching.errors import ItemFailed
+from worker.masks import Wanted
+from worker.reader import Reader
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a request asks of its choices, compiled."""
+
+    tokenizer: LLTokenizer | None = None  # where there is a grammar
+    answer: LLMatcher | None = None  # what follows the reasoning, up to the end
+    call: LLMatcher | None = None  # a call that the model begins by itself
+    may_think: int | None = None  # a token that begins reasoning in place of the answer
+    budget: int | None = None  # tokens of reasoning
+    close: tuple[int, ...] = ()  # the tokens that end it
+    single_call: bool = False
+
+
+class Guide:
+    """`reader` is None where the text is nothing but content."""
+
+    def __init__(self, plan: Plan, reader: Reader | None) -> None:
+        self.finished = False  # nothing may follow
+        self.turned = False  # what was drafted does not know of the last token's effect
+        self._plan = plan
+        self._reader = reader
+        self._thinking = self._entered = reader is not None and reader.thinking
+        self._calling = False
+        self._thought = 0
+        self._forced: list[int] = []
+        self._matcher: LLMatcher | None = None
+        self._fresh = False  # the matcher has seen nothing yet
+        if plan.answer and not self._thinking:
+            self._hold(plan.answer)
+        self._limit()
+
+    def draft(self, looked_up: tuple[int, ...], most: int) -> tuple[int, ...]:
+        """Tokens that are sure to come, or those of a draft that may."""
+        if self._forced:
+            return ()
+        if self._matcher is None:
+            return looked_up
+        if sure := self._matcher.compute_ff_tokens():
+            return tuple(sure[:most])
+        return looked_up[: self._matcher.validate_tokens(list(looked_up))]
+
+    def wanted(self, drafts: tuple[int, ...]) -> Wanted | None:
+        """What masks the next rows need; None: all tokens may come."""
+        self.turned = False
+        if self._forced:
+            return Wanted(only=self._forced[0])
+        if self._matcher is not None:
+            return Wanted(self._matcher, drafts, also=self._plan.may_think if self._fresh else None)
+        if self._thinking and self._plan.answer:
+            return Wanted(None, drafts, no_end=True)
+        return None
+
+    def accept(self, token: int) -> None:
+        """A token was chosen; its text has not been read yet."""
+        if self._forced:
+            self._forced.pop(0)
+        elif self._matcher is not None and self._fresh and token == self._plan.may_think:
+            self._matcher, self._thinking = None, True
+            self.turned = True
+        elif self._matcher is not None and not self._matcher.consume_token(token):
+            why = self._matcher.get_error()[:200]
+            raise ItemFailed(f"the answer's grammar cannot be followed any further: {why}")
+        self._fresh = False
+
+    def follow(self) -> None:
+        """The token's text has been read."""
+        if self._reader is not None:
+            self._follow_reasoning(self._reader)
+            self._follow_calls(self._reader)
+        if self._matcher is not None and self._matcher.is_stopped():
+            self.finished = self.finished or not self._calling
+            self._matcher = None
+
+    def _hold(self, matcher: LLMatcher) -> None:
+        self._matcher, self._fresh = matcher.deep_copy(), True
+
+    def _follow_reasoning(self, reader: Reader) -> None:
+        if reader.thinking:
+            self._thinking = self._entered = True
+            self._thought += 1
+            self._limit()
+        elif self._entered:
+            self._thinking = self._entered = False
+            if self._plan.answer:
+                self._hold(self._plan.answer)
+                self.turned = True
+
+    def _limit(self) -> None:
+        budget = self._plan.budget
+        if self._thinking and budget is not None and self._thought >= budget and not self._forced:
+            self._forced = list(self._plan.close)
+            self.turned = True
+
+    def _follow_calls(self, reader: Reader) -> None:
+        plan = self._plan
+        if plan.single_call and reader.calls_ended:
+            self.finished = True
+        if plan.call is None or plan.tokenizer is None or reader.calling == self._calling:
+            return
+        self._calling = self.turned = reader.calling
+        self._matcher = None
+        if reader.calling:
+            self._hold(plan.call)
+            assert self._matcher is not None
+            begun = plan.tokenizer.tokenize_str(reader.since_mark.lstrip())
+            if self._matcher.try_consume_tokens(begun) < len(begun):
+                self._matcher = None  # it writes calls in another way than its template
+            self._fresh = False
