@@ -40,7 +40,7 @@ FULL_MESSAGE = Meta(
 FILLED = Meta(extra_json_schema={"minItems": 1})
 
 
-class Part(Struct):
+class ContentPart(Struct):
     type: Annotated[str, Meta(extra_json_schema={"enum": PARTS})]
     text: str | None = None
     refusal: str | None = None
@@ -59,7 +59,7 @@ class ToolCall(Struct):
 
 class Message(Struct):
     role: Annotated[str, Meta(extra_json_schema={"enum": ROLES})]
-    content: str | Annotated[list[Annotated[Part, FULL_PART]], FILLED] | None = None
+    content: str | Annotated[list[Annotated[ContentPart, FULL_PART]], FILLED] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None

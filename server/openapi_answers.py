@@ -76,6 +76,53 @@ class Completion(Struct):
     system_fingerprint: str | None
 
 
+class ResponseError(Struct):
+    code: str
+    message: str
+
+
+class ResponseUsage(Struct):
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: CompletionTokensDetails
+    total_tokens: int
+
+
+class Response(Struct):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    background: bool
+    error: ResponseError | None
+    incomplete_details: dict[str, str] | None
+    instructions: str | None
+    metadata: dict[str, str]
+    model: str
+    output: list[dict[str, Any]]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    store: bool
+    tools: list[dict[str, Any]]
+    usage: ResponseUsage | None
+
+
+class Deleted(Struct):
+    id: str
+    object: Literal["response"]
+    deleted: bool
+
+
+class ItemList(Struct):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class Model(Struct):
     id: str
     object: Literal["model"]

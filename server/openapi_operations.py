@@ -6,12 +6,13 @@ from typing import Any
 
 from msgspec import Struct
 
-from server import chat_request, completion_request
+from server import chat_request, completion_request, response_request
 from server import openapi_answers as answers
 from server.chat_request import ChatRequest
 from server.completion_request import CompletionRequest
 from server.detokenize import DetokenizeRequest
 from server.load_model import LoadRequest
+from server.response_request import ResponseRequest
 from server.tokenize import TokenizeRequest
 from worker.tasks import TASKS, Task
 
@@ -21,6 +22,12 @@ Schema = dict[str, Any]
 Body = Mapping[str, type[Struct] | Schema]  # by media type
 
 STREAM: Schema = {"description": "With stream: true. Each event is a chunk, the last is [DONE]."}
+RESPONSE_STREAM: Schema = {"description": "With stream: true. The last event holds the response."}
+ITEMS_QUERY: Mapping[str, Schema] = {
+    "order": {"enum": ["asc", "desc"], "default": "desc"},
+    "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
+    "after": {"type": "string", "description": "The id of an item"},
+}
 POSTED = (400, 408, 413, 415, 503, 504)  # what may become of a body
 
 
@@ -59,6 +66,36 @@ OPERATIONS = (
         {JSON: answers.Completion, EVENTS: STREAM},
         (*POSTED, 404),
         completion_request.UNIMPLEMENTED,
+    ),
+    Operation(
+        "POST",
+        "/v1/responses",
+        "A model's response to items or a text, stored unless store is false",
+        {JSON: ResponseRequest},
+        {JSON: answers.Response, EVENTS: RESPONSE_STREAM},
+        (*POSTED, 404),
+        response_request.UNIMPLEMENTED,
+    ),
+    Operation("GET", "/v1/responses/{id}", "A response", {}, {JSON: answers.Response}, (400, 404)),
+    Operation(
+        "DELETE", "/v1/responses/{id}", "Forget a response", {}, {JSON: answers.Deleted}, (404,)
+    ),
+    Operation(
+        "GET",
+        "/v1/responses/{id}/input_items",
+        "What a response was given, newest first",
+        {},
+        {JSON: answers.ItemList},
+        (400, 404),
+        query=ITEMS_QUERY,
+    ),
+    Operation(
+        "POST",
+        "/v1/responses/{id}/cancel",
+        "End a response that runs in the background",
+        {},
+        {JSON: answers.Response},
+        (400, 404),
     ),
     Operation("GET", "/v1/models", "The language model", {}, {JSON: answers.ModelList}, (503,)),
     Operation(
