@@ -1,12 +1,15 @@
 """`POST /v1/chat/completions`: a conversation in, the next message out, whole or in chunks."""
 
+import secrets
+from collections import Counter
 from collections.abc import Iterator
 
 from server.chat_request import ChatRequest
 from server.generation import GenerationEndpoint
 from server.generation_request import decode
 from server.reply import Document, Reply, finite
-from worker.streams import Delta, TokenLogprob
+from worker.payloads import GenerationInput
+from worker.streams import Delta, Part, TokenLogprob
 
 
 class ChatCompletions(GenerationEndpoint):
@@ -21,25 +24,67 @@ class ChatReply(Reply):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(self, request: ChatRequest, payloads: list[GenerationInput], model: str) -> None:
+        super().__init__(request, payloads, model)
+        self.called: Counter[int] = Counter()  # calls so far, by choice
+
     def opening(self) -> Iterator[Document]:
         for index in range(self.payloads[0].n):
             yield _chunk_choice(index, {"role": "assistant"}, None, None)
 
     def choices(self, delta: Delta, logprobs: list[TokenLogprob]) -> Iterator[Document]:
-        if delta.text:
-            yield _chunk_choice(delta.choice, {"content": delta.text}, _logprobs(logprobs), None)
-            logprobs = []
+        index = delta.choice
+        for part in delta.parts:
+            if part.kind == "call":
+                for call in self._call(index, part):
+                    yield _chunk_choice(index, {"tool_calls": [call]}, None, None)
+            elif part.kind == "reasoning":
+                yield _chunk_choice(index, {"reasoning_content": part.text}, None, None)
+            else:
+                yield _chunk_choice(index, {"content": part.text}, _logprobs(logprobs), None)
+                logprobs = []
         if delta.finish_reason is not None:
-            yield _chunk_choice(delta.choice, {}, _logprobs(logprobs), delta.finish_reason)
+            yield _chunk_choice(index, {}, _logprobs(logprobs), delta.finish_reason)
+
+    def _call(self, choice: int, part: Part) -> Iterator[Document]:
+        """A call's name comes whole and first, what follows are its arguments."""
+        if part.name is not None:
+            self.called[choice] += 1
+            yield {"index": self.called[choice] - 1} | _new_call(part.name, "")
+        if part.text:
+            function = {"arguments": part.text}
+            yield {"index": self.called[choice] - 1, "function": function}
 
     def choice(self, delta: Delta) -> Document:
         wanted = self.payloads[0].sampling.logprobs is not None
         return {
             "index": delta.choice,
-            "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            "message": _message(delta),
             "logprobs": {"content": _tokens(delta.logprobs), "refusal": None} if wanted else None,
             "finish_reason": delta.finish_reason,
         }
+
+
+def _message(delta: Delta) -> Document:
+    reasoning = "".join(part.text for part in delta.parts if part.kind == "reasoning")
+    calls: list[Document] = []
+    for part in delta.parts:
+        if part.kind == "call" and part.name is not None:
+            calls.append(_new_call(part.name, part.text))
+        elif part.kind == "call":
+            calls[-1]["function"]["arguments"] += part.text
+    message: Document = {"role": "assistant", "content": delta.text, "refusal": None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["content"] = delta.text or None
+        message["tool_calls"] = calls
+    return message
+
+
+def _new_call(name: str, arguments: str) -> Document:
+    function = {"name": name, "arguments": arguments}
+    return {"id": "call_" + secrets.token_hex(12), "type": "function", "function": function}
 
 
 def _chunk_choice(

@@ -1,6 +1,8 @@
 """The body of `POST /v1/chat/completions`, checked, as a GenerationInput."""
 
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from batching.errors import InvalidInput
 from server.chat_message import Message, Messages
@@ -10,6 +12,7 @@ from server.generation_request import (
     TopLogprobs,
     refuse_unimplemented,
 )
+from server.tool_request import TOOL_CHOICE, calls_of
 from worker.payloads import Chat, GenerationInput
 from worker.streams import TokenStream
 
@@ -20,14 +23,13 @@ UNIMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "functions": (),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True,),
     "prediction": (),
     "prompt_cache_options": (),
     "prompt_cache_retention": ("in_memory", "in-memory"),
-    "reasoning_effort": (),
     "store": (False,),
     "web_search_options": (),
 }
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # Arguments of apply_chat_template, and of the rendering inside: not variables of a template.
 RESERVED = frozenset(
     (
@@ -46,7 +48,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
+    tool_choice: Annotated[Any, Meta(extra_json_schema=TOOL_CHOICE)] = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    thinking_token_budget: Count | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -55,11 +60,9 @@ class ChatRequest(GenerationRequest, kw_only=True):
     functions: Any = None
     modalities: Any = None
     moderation: Any = None
-    parallel_tool_calls: Any = None
     prediction: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
-    reasoning_effort: Any = None
     store: Any = None
     web_search_options: Any = None
 
@@ -79,37 +82,29 @@ class ChatRequest(GenerationRequest, kw_only=True):
         if self.add_generation_prompt and self.continue_final_message:
             both = "continue_final_message: excludes add_generation_prompt"
             raise InvalidInput(both, "continue_final_message")
-        self._check_tools()
         check_template_kwargs(self.chat_template_kwargs)
-
-    def _check_tools(self) -> None:
-        if self.tools is None:
-            if self.tool_choice not in (None, "none"):
-                raise InvalidInput("tool_choice: goes with tools only", "tool_choice")
-            return
-        if not self.tools:
-            raise InvalidInput("tools: must not be empty; leave it out", "tools")
-        if self.tool_choice != "none":
-            raise InvalidInput("tools: calls are not served yet; tool_choice: none is", "tools")
-        for n, tool in enumerate(self.tools):
-            _check_tool(tool, f"tools[{n}]")
 
     def generation_input(self) -> GenerationInput:
         """Checks, then one input with a stream of its own."""
         self.check()
+        calls = calls_of(self.tools, self.tool_choice, self.parallel_tool_calls)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return GenerationInput(
             prompt=chat(
                 self.messages,
-                self.tools,
+                self.tools if calls else None,  # what may not be called is not offered
                 self.chat_template_kwargs,
                 self.add_generation_prompt,
                 bool(self.continue_final_message),
+                self.reasoning_effort,
             ),
             stream=TokenStream(),
             sampling=self.sampling(logprobs),
             stopping=self.stopping(),
             n=self.n or 1,
+            constraint=self.constraint(),
+            calls=calls,
+            thinking_tokens=self.thinking_token_budget,
         )
 
 
@@ -119,6 +114,7 @@ def chat(
     template_kwargs: dict[str, Any] | None = None,
     add_generation_prompt: bool | None = None,
     continue_final_message: bool = False,
+    effort: str | None = None,
 ) -> Chat:
     if not messages:
         raise InvalidInput("messages: must not be empty", "messages")
@@ -130,6 +126,7 @@ def chat(
         template_kwargs or {},
         add_generation_prompt,
         continue_final_message,
+        effort,
     )
 
 
@@ -138,13 +135,3 @@ def check_template_kwargs(given: dict[str, Any] | None) -> None:
         if name in RESERVED:
             param = f"chat_template_kwargs.{name}"
             raise InvalidInput(f"{param}: is not a variable of the template", param)
-
-
-def _check_tool(tool: dict[str, Any], path: str) -> None:
-    if tool.get("type") != "function":
-        raise InvalidInput(f"{path}.type: must be function", f"{path}.type")
-    function = tool.get("function")
-    if not isinstance(function, dict):
-        raise InvalidInput(f"{path}.function: must be an object", f"{path}.function")
-    if not isinstance(function.get("name"), str) or not function["name"]:
-        raise InvalidInput(f"{path}.function.name: is required", f"{path}.function.name")

@@ -56,7 +56,9 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         if len(prompts) > 1 and len(prompts) * n > most:
             many = f"prompt: {len(prompts)} times n={n} is more than {most} choices"
             raise InvalidInput(many, "prompt")
-        stream = TokenStream()
+        stream, constraint = TokenStream(), self.constraint()
+        if constraint and self.echo and self.most_tokens == 0:
+            constraint = None  # nothing is said
         return [
             GenerationInput(
                 prompt=prompt,
@@ -66,6 +68,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
                 n=n,
                 first_choice=number * n,
                 echo=bool(self.echo),
+                constraint=constraint,
                 param=param,
             )
             for number, (param, prompt) in enumerate(prompts.items())

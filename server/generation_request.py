@@ -15,7 +15,8 @@ from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
 from server.body import parse_json
-from worker.payloads import Sampling, Stopping
+from server.output_format import ResponseFormat, StructuredOutputs, constraint_of
+from worker.payloads import Constraint, Sampling, Stopping
 
 MOST_STOPS = 16
 _PATH = re.compile(r"(.*?)(?: - at `(?:key in )?\$(.*)`)?", re.DOTALL)
@@ -41,10 +42,6 @@ class StreamOptions(Struct):
     continuous_usage_stats: bool | None = None
 
 
-class ResponseFormat(Struct):
-    type: Annotated[str, Meta(extra_json_schema={"enum": ["text"]})]
-
-
 class GenerationRequest(Struct, kw_only=True):
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -65,7 +62,7 @@ class GenerationRequest(Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: Unserved = None
+    structured_outputs: StructuredOutputs | None = None
 
     def check(self) -> None:
         """Raise InvalidInput for what no field's type says."""
@@ -74,22 +71,13 @@ class GenerationRequest(Struct, kw_only=True):
         if self.min_tokens and self.most_tokens is not None and self.min_tokens > self.most_tokens:
             both = f"min_tokens: {self.min_tokens} is more than max_tokens, {self.most_tokens}"
             raise InvalidInput(both, "min_tokens")
-        self._check_format()
-
-    def _check_format(self) -> None:
-        format_ = self.response_format.type if self.response_format else "text"
-        if format_ not in ("text", "json_object", "json_schema"):
-            known = f"must be text, json_object or json_schema, not {format_[:50]!r}"
-            raise InvalidInput(f"response_format.type: {known}", "response_format.type")
-        if format_ != "text":
-            unserved = f"response_format.type: {format_} is not served yet"
-            raise InvalidInput(unserved, "response_format.type")
-        if self.structured_outputs is not None:
-            raise InvalidInput("structured_outputs: is not served yet", "structured_outputs")
 
     @property
     def most_tokens(self) -> int | None:
         return self.max_tokens
+
+    def constraint(self) -> Constraint | None:
+        return constraint_of(self.response_format, self.structured_outputs)
 
     def sampling(self, logprobs: int | None) -> Sampling:
         return Sampling(

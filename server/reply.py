@@ -65,7 +65,7 @@ class Reply(ABC):
     def chunks(self, delta: Delta, usage: Usage) -> Iterator[bytes]:
         """None as long as there is no text to show; log-probabilities wait for theirs."""
         logprobs = delta.logprobs
-        if not delta.text and delta.finish_reason is None:
+        if not delta.parts and delta.finish_reason is None:
             if logprobs:
                 self.unsent.setdefault(delta.choice, []).extend(logprobs)
             return

@@ -232,11 +232,12 @@ def test_template_arguments_arrive(server: Server, generator: FakeGenerator) -> 
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     kwargs = {"enable_thinking": False}
     prompt = asked(
-        generator, server, tools=[tool], tool_choice="none", chat_template_kwargs=kwargs
+        generator, server, tools=[tool], reasoning_effort="low", chat_template_kwargs=kwargs
     ).prompt
     assert isinstance(prompt, Chat)
     assert prompt.tools == (tool,)
     assert prompt.template_kwargs == kwargs
+    assert prompt.effort == "low"
     assert (prompt.add_generation_prompt, prompt.continue_final_message) == (True, False)
     continued = asked(generator, server, continue_final_message=True).prompt
     assert isinstance(continued, Chat)
@@ -349,10 +350,40 @@ def test_what_asks_for_nothing_is_accepted(server: Server, body: dict[str, Any])
         ({"response_format": {"type": "xml"}}, "response_format.type", "'xml'"),
         ({"response_format": {}}, "response_format.type", "is required"),
         ({"response_format": "text"}, "response_format", "expected object"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type", "not served yet"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "not served yet"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "must be one of"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema.schema",
+            "is required",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": []}}},
+            "response_format.json_schema.schema",
+            "expected object",
+        ),
+        ({"structured_outputs": {}}, "structured_outputs", "needs one of"),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+            "structured_outputs",
+            "needs one of",
+        ),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "not be empty"),
+        ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice", "not be empty"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "is not JSON"),
+        ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json", "an object"),
+        (
+            {"structured_outputs": {"regex": "a", "structural_tag": "x"}},
+            "structured_outputs.structural_tag",
+            "not implemented",
+        ),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+            "excludes",
+        ),
+        ({"reasoning_effort": "hard"}, "reasoning_effort", "invalid enum"),
+        ({"thinking_token_budget": -1}, "thinking_token_budget", ">= 0"),
         ({"tools": []}, "tools", "must not be empty"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not served yet"),
         ({"tools": [{"type": "x"}], "tool_choice": "none"}, "tools[0].type", "function"),
         (
             {"tools": [{"type": "function", "function": {}}], "tool_choice": "none"},
@@ -390,10 +421,8 @@ def test_what_does_not_fit_is_named(
         ("functions", [{"name": "f"}]),
         ("modalities", ["text", "audio"]),
         ("moderation", {}),
-        ("parallel_tool_calls", False),
         ("prediction", {"type": "content", "content": "x"}),
         ("prompt_cache_retention", "24h"),
-        ("reasoning_effort", "low"),
         ("store", True),
         ("store", 0),
         ("web_search_options", {}),
