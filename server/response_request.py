@@ -12,7 +12,7 @@ from server.chat_request import check_template_kwargs
 from server.generation_request import GenerationRequest, TopLogprobs, refuse_unimplemented
 from server.response_input import Item, messages
 from server.response_store import Document
-from server.response_tools import Tool, ToolChoice, calls, check_tools
+from server.response_tools import Tool, ToolChoice, calls, check_depth, check_tools
 from worker.payloads import Chat, Constraint, GenerationInput
 from worker.streams import TokenStream
 
@@ -63,6 +63,7 @@ class Format(Struct):
         for field in ("name", "schema"):
             if getattr(self, field) is None:
                 raise InvalidInput(f"text.format.{field}: is required", f"text.format.{field}")
+        check_depth(self.schema, "text.format.schema")
         return Constraint("json_schema", self.schema, "text.format.schema")
 
     def document(self) -> Document:

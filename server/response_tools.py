@@ -7,6 +7,7 @@ refused by name.
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
+import orjson
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
@@ -27,6 +28,7 @@ class Tool(Struct):
             raise InvalidInput(f"{path}.type: {only}", f"{path}.type")
         if not self.name:
             raise InvalidInput(f"{path}.name: is required", f"{path}.name")
+        check_depth(self.parameters, f"{path}.parameters")
 
     def nested(self) -> Document:
         """As chat templates read it."""
@@ -67,6 +69,14 @@ def check_tools(tools: Sequence[Tool]) -> None:
             twice = f"{path}.name: there is a tool of this name before it"
             raise InvalidInput(twice, f"{path}.name")
         names.add(tool.name)
+
+
+def check_depth(schema: Document | None, path: str) -> None:
+    """JSON that is read may be nested deeper than what is written, and this is told again."""
+    try:
+        orjson.dumps([[[[[[schema]]]]]])  # at least as deep as it lies in an event
+    except orjson.JSONEncodeError:
+        raise InvalidInput(f"{path}: is nested too deeply", path) from None
 
 
 def calls(
