@@ -8,8 +8,14 @@ from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
 from server.chat_message import Message
-from server.chat_request import check_template_kwargs
-from server.generation_request import GenerationRequest, TopLogprobs, refuse_unimplemented
+from server.chat_request import Effort, check_template_kwargs
+from server.generation_request import (
+    Count,
+    GenerationRequest,
+    TopLogprobs,
+    refuse_unimplemented,
+)
+from server.output_format import ANY_OBJECT, FORMATS, json_constraint
 from server.response_input import Item, messages
 from server.response_store import Document
 from server.response_tools import Tool, ToolChoice, calls, check_depth, check_tools
@@ -34,7 +40,6 @@ UNIMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "prompt_cache_options": (),
     "prompt_cache_retention": ("in_memory", "in-memory"),
     "response_format": (),
-    "structured_outputs": (),
     "truncation": ("disabled",),
 }
 UNIMPLEMENTED_REASONING: dict[str, tuple[Any, ...]] = {
@@ -46,25 +51,24 @@ Summary = Literal["auto", "concise", "detailed"]
 
 
 class Format(Struct):
-    type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "json_object", "json_schema"]})]
+    type: Annotated[str, Meta(extra_json_schema={"enum": FORMATS})]
     name: str | None = None
     schema: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None
 
     def constraint(self) -> Constraint | None:
+        if self.type not in FORMATS:
+            known = f"must be one of {', '.join(FORMATS)}, not {self.type[:50]!r}"
+            raise InvalidInput(f"text.format.type: {known}", "text.format.type")
         if self.type == "text":
             return None
         if self.type == "json_object":
-            return Constraint("json_schema", {"type": "object"}, "text.format")
-        if self.type != "json_schema":
-            known = f"must be text, json_object or json_schema, not {self.type[:50]!r}"
-            raise InvalidInput(f"text.format.type: {known}", "text.format.type")
-        for field in ("name", "schema"):
-            if getattr(self, field) is None:
-                raise InvalidInput(f"text.format.{field}: is required", f"text.format.{field}")
+            return json_constraint(ANY_OBJECT, "text.format")
+        if self.name is None:
+            raise InvalidInput("text.format.name: is required", "text.format.name")
         check_depth(self.schema, "text.format.schema")
-        return Constraint("json_schema", self.schema, "text.format.schema")
+        return json_constraint(self.schema, "text.format.schema")
 
     def document(self) -> Document:
         if self.type != "json_schema":
@@ -79,7 +83,7 @@ class TextOptions(Struct):
 
 
 class Reasoning(Struct):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     summary: Summary | None = None
     generate_summary: Summary | None = None
     context: Any = None
@@ -102,6 +106,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
     include: list[str] | None = None
     top_logprobs: TopLogprobs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: Count | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -134,6 +139,13 @@ class ResponseRequest(GenerationRequest, kw_only=True):
     def format(self) -> Format:
         return (self.text and self.text.format) or Format("text")
 
+    def constraint(self) -> Constraint | None:
+        wanted, structured = self.format.constraint(), super().constraint()
+        if wanted and structured:
+            both = "structured_outputs: excludes text.format"
+            raise InvalidInput(both, "structured_outputs")
+        return wanted or structured
+
     def check(self) -> None:
         refuse_unimplemented(self, UNIMPLEMENTED)
         super().check()
@@ -164,17 +176,19 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         if self.instructions is not None:
             conversation.insert(0, Message("system", self.instructions))
         tools = self.tools or ()
+        offered = calls(tools, self.tool_choice, self.parallel_tool_calls)
         return GenerationInput(
             prompt=Chat(
                 tuple(message.rendered("input") for message in conversation),
-                tuple(tool.nested() for tool in tools),
+                tuple(tool.nested() for tool in tools if offered),
                 self.chat_template_kwargs or {},
                 effort=self.reasoning.effort if self.reasoning else None,
             ),
             stream=TokenStream(),
             sampling=self.sampling(self.logprobs),
             stopping=self.stopping(),
-            constraint=self.format.constraint(),
-            calls=calls(tools, self.tool_choice, self.parallel_tool_calls),
+            constraint=self.constraint(),
+            calls=offered,
+            thinking_tokens=self.thinking_token_budget,
             param="input",
         )

@@ -105,7 +105,7 @@ def test_a_stored_response_is_not_streamed_again(server: Server) -> None:
 
 def test_input_items_are_listed_in_pages(server: Server) -> None:
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
-    given = [
+    given: list[dict[str, Any]] = [
         {"role": "user", "content": "a", "id": "msg_mine"},
         {"role": "assistant", "content": "b"},
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "c"}]},

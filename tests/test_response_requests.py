@@ -86,6 +86,7 @@ def test_effort_and_template_arguments_arrive(asked: Any) -> None:
     prompt = asked(reasoning={"effort": "low"}, chat_template_kwargs={"a": 1}).prompt
     assert prompt.effort == "low"
     assert prompt.template_kwargs == {"a": 1}
+    assert asked(thinking_token_budget=0).thinking_tokens == 0
     assert asked(reasoning={"summary": "auto"}).prompt.effort is None
 
 
@@ -205,6 +206,8 @@ def test_a_choice_of_tools_says_what_may_be_called(
 ) -> None:
     payload = asked(**{"tools": [TOOL, OTHER], **fields})
     assert payload.calls == calls
+    offered = [tool["function"]["name"] for tool in payload.prompt.tools]
+    assert offered == (["f", "g"] if calls else [])  # what may not be called is not offered
 
 
 def test_a_format_constrains_the_text(asked: Any) -> None:
@@ -213,6 +216,8 @@ def test_a_format_constrains_the_text(asked: Any) -> None:
     assert constraint == Constraint("json_schema", SCHEMA, "text.format.schema")
     constraint = asked(text={"format": {"type": "json_object"}}).constraint
     assert constraint == Constraint("json_schema", {"type": "object"}, "text.format")
+    constraint = asked(structured_outputs={"regex": "a+"}).constraint
+    assert constraint == Constraint("regex", "a+", "structured_outputs.regex")
     assert asked(text={"format": {"type": "text"}, "verbosity": "low"}).constraint is None
 
 
@@ -352,6 +357,11 @@ ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}
             "text.format.schema",
             "nested too deeply",
         ),
+        (
+            {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+            "excludes text.format",
+        ),
         ({"tools": [{}]}, "tools[0].type", "is required"),
         ({"tools": [TOOL, {"type": "web_search"}]}, "tools[1].type", "'web_search'"),
         ({"tools": [{"type": "mcp", "server_label": "a"}]}, "tools[0].type", "'mcp'"),
@@ -421,7 +431,6 @@ def test_what_does_not_fit_is_named(
         ("prompt_cache_options", {}),
         ("prompt_cache_retention", "24h"),
         ("response_format", {"type": "text"}),
-        ("structured_outputs", {"regex": "a"}),
         ("truncation", "auto"),
     ],
 )
