@@ -7,6 +7,7 @@ Calls have no content parts. A stretch of reasoning, of text or of arguments is 
 """
 
 import secrets
+from collections import deque
 from collections.abc import Iterator
 from typing import Literal
 
@@ -25,7 +26,9 @@ class ResponseOutput:
         self.items: list[Document] = []
         self._open: Document | None = None  # the last one, if more may come
         self._texts: list[str] = []  # of the open item
-        self._logprobs: list[TokenLogprob] = []  # of text that is still to come
+        # Not yet told: they may lag behind the text, or be of the message after the next.
+        self._logprobs: deque[TokenLogprob] = deque()
+        self._unscored = 0  # characters of the open message that none was told of
 
     def add(self, delta: Delta) -> Iterator[Document]:
         self._logprobs += delta.logprobs
@@ -45,6 +48,7 @@ class ResponseOutput:
             yield from self._begin(kind, part.name)
         if part.text:
             self._texts.append(part.text)
+            self._unscored += len(part.text)
             yield self._said(part.text)
 
     def _begin(self, kind: str, name: str | None) -> Iterator[Document]:
@@ -59,7 +63,7 @@ class ResponseOutput:
         else:
             item |= {"call_id": "call_" + secrets.token_hex(12), "name": name, "arguments": ""}
         self.items.append(item)
-        self._open, self._texts = item, []
+        self._open, self._texts, self._unscored = item, [], 0
         yield {"type": "response.output_item.added", **self._where(), "item": item}
         if part is not None:
             added = self._where() | {"item_id": item["id"], "content_index": 0, "part": part}
@@ -75,9 +79,18 @@ class ResponseOutput:
         of_item["content_index"] = 0
         if kind == "reasoning":
             return {"type": "response.reasoning_text.delta", **of_item}
-        logprobs, self._logprobs = [_token(each) for each in self._logprobs], []
+        logprobs = self._scores()
         self._open["content"][0]["logprobs"] += logprobs
         return {"type": "response.output_text.delta", **of_item, "logprobs": logprobs}
+
+    def _scores(self) -> list[Document]:
+        """Log-probabilities of the open message's text: their tokens join to it."""
+        found = []
+        while self._logprobs and len(self._logprobs[0].text) <= self._unscored:
+            each = self._logprobs.popleft()
+            self._unscored -= len(each.text)
+            found.append(_token(each))
+        return found
 
     def _close(self, how: Ending) -> Iterator[Document]:
         item, text = self._open, "".join(self._texts)
@@ -93,6 +106,7 @@ class ResponseOutput:
             part["text"] = text
             of_item["content_index"] = 0
             if item["type"] == "message":
+                part["logprobs"] += self._scores()
                 done = of_item | {"text": text, "logprobs": part["logprobs"]}
                 yield {"type": "response.output_text.done", **done}
             else:
