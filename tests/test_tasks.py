@@ -109,6 +109,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("token-classification", {"aggregation_strategy": ["none"]}),
     ("token-classification", {"stride": -1}),
     ("token-classification", {"ignore_labels": {}}),
+    ("token-classification", {"ignore_labels": "O"}),
     ("zero-shot-classification", {}),
     ("zero-shot-classification", {"candidate_labels": []}),
     ("zero-shot-image-classification", {"candidate_labels": "cat, dog"}),
@@ -136,6 +137,12 @@ def test_values_of_wrong_type_or_range_are_refused(task: str, parameters: dict[s
     with pytest.raises(InvalidInput) as caught:
         check_parameters(task, parameters)
     assert str(caught.value.param).startswith("parameters.")
+
+
+def test_a_whole_number_will_do_where_the_pipeline_wants_a_float() -> None:
+    parameters = {"temperature": 1, "repetition_penalty": 2, "top_k": 3}
+    check_parameters("text-generation", parameters)
+    assert [type(value) for value in parameters.values()] == [float, float, int]
 
 
 def test_values_that_the_model_cannot_take_are_refused() -> None:

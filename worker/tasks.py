@@ -27,14 +27,18 @@ def integer(low: int, high: int = 1 << 20) -> Check:
     return check
 
 
-def number(low: float, high: float) -> Check:
-    def check(value: Any) -> str | None:
-        fine = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return (
-            None if fine and low <= value <= high else f"must be a number from {low:g} to {high:g}"
-        )
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A check of a number; transformers wants it as a float even where it is whole."""
 
-    return check
+    low: float
+    high: float
+
+    def __call__(self, value: Any) -> str | None:
+        fine = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if fine and self.low <= value <= self.high:
+            return None
+        return f"must be a number from {self.low:g} to {self.high:g}"
 
 
 def one_of(*choices: Any) -> Check:
@@ -86,12 +90,12 @@ GENERATE: Mapping[str, Check] = {
     "max_new_tokens": integer(1, MAX_NEW_TOKENS),
     "min_new_tokens": integer(0, MAX_NEW_TOKENS),
     "do_sample": flag,
-    "temperature": number(0.01, 100),
+    "temperature": Number(0.01, 100),
     "top_k": integer(1),
-    "top_p": number(0.001, 1),
-    "min_p": number(0, 1),
-    "typical_p": number(0.001, 1),
-    "repetition_penalty": number(0.01, 10),
+    "top_p": Number(0.001, 1),
+    "min_p": Number(0, 1),
+    "typical_p": Number(0.001, 1),
+    "repetition_penalty": Number(0.01, 10),
     "no_repeat_ngram_size": integer(0, 100),
     "num_beams": integer(1, 8),
     "num_return_sequences": integer(1, 16),
@@ -122,7 +126,7 @@ TASKS: Mapping[str, Task] = {
         "text",
         {
             "aggregation_strategy": one_of("none", "simple", "first", "average", "max"),
-            "ignore_labels": lambda v: None if v == [] else texts(v),
+            "ignore_labels": lambda v: None if v == [] else listed(v),
             "stride": integer(0),
         },
     ),
@@ -160,20 +164,20 @@ TASKS: Mapping[str, Task] = {
         "image",
         {
             "subtask": one_of("panoptic", "instance", "semantic"),
-            "threshold": number(0, 1),
-            "mask_threshold": number(0, 1),
-            "overlap_mask_area_threshold": number(0, 1),
+            "threshold": Number(0, 1),
+            "mask_threshold": Number(0, 1),
+            "overlap_mask_area_threshold": Number(0, 1),
         },
         batches=False,
     ),
-    "object-detection": Task("image", {"threshold": number(0, 1)}, batches=False),
+    "object-detection": Task("image", {"threshold": Number(0, 1)}, batches=False),
     "depth-estimation": Task("image", batches=False),
     "zero-shot-image-classification": Task(
         "image", ZERO_SHOT_MEDIA, required=("candidate_labels",), stages=False
     ),
     "zero-shot-object-detection": Task(
         "json",
-        {"threshold": number(0, 1), "top_k": integer(1)},
+        {"threshold": Number(0, 1), "top_k": integer(1)},
         stages=False,
         json_keys=("image", "candidate_labels"),
     ),
@@ -190,8 +194,8 @@ TASKS: Mapping[str, Task] = {
         "audio",
         {
             "return_timestamps": one_of(True, False, "word", "char"),
-            "chunk_length_s": number(0, 300),
-            "stride_length_s": number(0, 150),
+            "chunk_length_s": Number(0, 300),
+            "stride_length_s": Number(0, 150),
             "max_new_tokens": integer(1, 4096),
             "language": text,
             "task": one_of("transcribe", "translate"),
@@ -244,8 +248,9 @@ def resolve_task(name: str) -> str:
     raise UnservedTask(f"unknown task {name!r}; known are: {', '.join(sorted(TASKS))}")
 
 
-def check_parameters(task_name: str, parameters: Mapping[str, Any]) -> None:
-    """Raises InvalidInput unless every parameter is one of the task's and well-formed."""
+def check_parameters(task_name: str, parameters: dict[str, Any]) -> None:
+    """Raises InvalidInput unless every parameter is one of the task's and well-formed; makes
+    floats of whole numbers where any number will do."""
     task = TASKS[task_name]
     for name, value in parameters.items():
         check = task.parameters.get(name)
@@ -257,6 +262,8 @@ def check_parameters(task_name: str, parameters: Mapping[str, Any]) -> None:
             )
         if wrong := check(value):
             raise InvalidInput(f"{name} {wrong}", f"parameters.{name}")
+        if isinstance(check, Number):
+            parameters[name] = float(value)
     for name in task.required:
         if name not in parameters:
             raise InvalidInput(
