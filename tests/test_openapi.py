@@ -226,7 +226,6 @@ def test_a_fuzzer_finds_no_failure(server: Server, tmp_path: Path, examples: int
         ("text-classification", "bert-classify"),
         ("token-classification", "bert-ner"),
         ("zero-shot-classification", "bert-nli"),
-        ("text-generation", "llama-lm"),
         ("table-question-answering", "tapas"),
         ("image-classification", "vit"),
         ("automatic-speech-recognition", "whisper"),
@@ -250,7 +249,8 @@ def fuzz(server: Server, folder: Path, examples: int, *words: str) -> None:
         *("--generation-database=none", "--suppress-health-check=all", "--no-color", *words),
     ]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr
     failures = {each for each in answers(server) if each[1] >= "500" and each[0] != "/ready"}
     assert not failures
 
