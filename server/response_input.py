@@ -23,9 +23,32 @@ PREFIXES = {
     "function_call": "fc_",
     "function_call_output": "fco_",
 }
-KINDS = (*PREFIXES, "item_reference")
+NEEDS = {
+    "message": ("role", "content"),
+    "reasoning": (),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "item_reference": ("id",),
+}
 ROLES = ("user", "assistant", "system", "developer")
 SPOKEN = ("input_text", "output_text", "refusal")
+# For the OpenAPI document: what an item needs, beyond its fields' types. A type may be left out
+# where `Item.document` tells it from other fields.
+FULL_ITEM = Meta(
+    extra_json_schema={
+        "anyOf": [
+            {
+                "properties": {
+                    "type": {"enum": [kind, *untyped]},
+                    **{name: {"not": {"type": "null"}} for name in needs},
+                },
+                "required": [*needs, *([] if untyped else ["type"])],
+            }
+            for kind, needs in NEEDS.items()
+            for untyped in [[None] if kind in ("message", "item_reference") else []]
+        ]
+    }
+)
 
 T = TypeVar("T")
 
@@ -52,7 +75,7 @@ Parts = str | list[Part]
 
 
 class Item(Struct):
-    type: Annotated[str, Meta(extra_json_schema={"enum": KINDS})] | None = None
+    type: Annotated[str, Meta(extra_json_schema={"enum": [*NEEDS]})] | None = None
     id: str | None = None
     role: Annotated[str, Meta(extra_json_schema={"enum": ROLES})] | None = None
     content: Parts | None = None
@@ -70,7 +93,7 @@ class Item(Struct):
         if kind == "item_reference":
             return self._referred(f"{path}.id", stored)
         if kind not in PREFIXES:
-            known = f"must be one of {', '.join(KINDS)}, not {kind[:50]!r}"
+            known = f"must be one of {', '.join(NEEDS)}, not {kind[:50]!r}"
             raise InvalidInput(f"{path}.type: {known}", f"{path}.type")
         made = {
             "message": self._message,

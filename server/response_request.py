@@ -7,16 +7,17 @@ import msgspec
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
-from server.chat_message import Message
+from server.chat_message import FILLED, Message
 from server.chat_request import Effort, check_template_kwargs
 from server.generation_request import (
     Count,
+    Filled,
     GenerationRequest,
     TopLogprobs,
     refuse_unimplemented,
 )
 from server.output_format import ANY_OBJECT, FORMATS, json_constraint
-from server.response_input import Item, messages
+from server.response_input import FULL_ITEM, Item, messages
 from server.response_store import Document
 from server.response_tools import Tool, ToolChoice, calls, check_depth, check_tools
 from worker.payloads import Chat, Constraint, GenerationInput
@@ -91,7 +92,7 @@ class Reasoning(Struct):
 
 
 class ResponseRequest(GenerationRequest, kw_only=True):
-    input: str | list[Item]
+    input: Filled | Annotated[list[Annotated[Item, FULL_ITEM]], FILLED]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -103,7 +104,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    include: list[str] | None = None
+    include: list[Annotated[str, Meta(extra_json_schema={"enum": INCLUDABLE})]] | None = None
     top_logprobs: TopLogprobs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     thinking_token_budget: Count | None = None

@@ -175,8 +175,10 @@ class Responses:
             self._fail(scope, reply, exchange, error)
         finally:
             exchange.close()
-        await self._keep(reply)
-        del self.jobs[reply.id]
+        try:
+            await self._keep(reply)
+        finally:
+            del self.jobs[reply.id]
 
     def _fail(
         self, scope: Scope, reply: ResponseReply, exchange: Exchange, error: Exception
