@@ -99,7 +99,7 @@ class Answering:
             self.grammars.tokenizer("tools") if answer or one_call else None,
             answer,
             one_call,
-            self._may_think(form, begun) if answer else None,
+            self._may_think(form, begun) if answer and _shall_think(request) else None,
             budget,
             self._close(form) if budget is not None else (),
             single,
@@ -128,7 +128,7 @@ class Answering:
         return tuple(self._tokenizer.encode(reasoning.close_literals[0], add_special_tokens=False))
 
     def _may_think(self, form: AnswerForm | None, begun: str) -> int | None:
-        """The token by which the model may open its thoughts, if it does so by itself."""
+        """The token by which the model opens its thoughts, if it does so by itself."""
         if form is None or not self._opens_thoughts or (form.reasoning is None):
             return None
         closed = form.reasoning.close_re is not None and form.reasoning.close_re.search(begun)
@@ -159,3 +159,12 @@ class Answering:
         )
         assert isinstance(text, str)
         return text
+
+
+def _shall_think(request: GenerationInput) -> bool:
+    """Whether thinking is asked for: otherwise an answer that is held to a form begins with it."""
+    chat = request.prompt
+    if not isinstance(chat, Chat):
+        return False
+    switched = any(chat.template_kwargs.get(switch) for switch in SWITCHES)
+    return switched or chat.effort not in (None, "none") or request.thinking_tokens is not None

@@ -42,9 +42,9 @@ class Guide:
         self._thought = 0
         self._forced: list[int] = []
         self._matcher: LLMatcher | None = None
-        self._fresh = False  # the matcher has seen nothing yet
+        self._may_think = None if self._thinking else plan.may_think  # in place of what is next
         if plan.answer and not self._thinking:
-            self._hold(plan.answer)
+            self._matcher = plan.answer.deep_copy()
         self._limit()
 
     def draft(self, looked_up: tuple[int, ...], most: int) -> tuple[int, ...]:
@@ -63,7 +63,7 @@ class Guide:
         if self._forced:
             return Wanted(only=self._forced[0])
         if self._matcher is not None:
-            return Wanted(self._matcher, drafts, also=self._plan.may_think if self._fresh else None)
+            return Wanted(self._matcher, drafts, also=self._may_think)
         if self._thinking and self._plan.answer:
             return Wanted(None, drafts, no_end=True)
         return None
@@ -72,13 +72,13 @@ class Guide:
         """A token was chosen; its text has not been read yet."""
         if self._forced:
             self._forced.pop(0)
-        elif self._matcher is not None and self._fresh and token == self._plan.may_think:
-            self._matcher, self._thinking = None, True
-            self.turned = True
+        elif self._may_think is not None and token == self._may_think:
+            self._matcher = None
+            self._thinking = self.turned = True
         elif self._matcher is not None and not self._matcher.consume_token(token):
             why = self._matcher.get_error()[:200]
             raise ItemFailed(f"the answer's grammar cannot be followed any further: {why}")
-        self._fresh = False
+        self._may_think = None
 
     def follow(self) -> None:
         """The token's text has been read."""
@@ -89,9 +89,6 @@ class Guide:
             self.finished = self.finished or not self._calling
             self._matcher = None
 
-    def _hold(self, matcher: LLMatcher) -> None:
-        self._matcher, self._fresh = matcher.deep_copy(), True
-
     def _follow_reasoning(self, reader: Reader) -> None:
         if reader.thinking:
             self._thinking = self._entered = True
@@ -100,7 +97,7 @@ class Guide:
         elif self._entered:
             self._thinking = self._entered = False
             if self._plan.answer:
-                self._hold(self._plan.answer)
+                self._matcher = self._plan.answer.deep_copy()
                 self.turned = True
 
     def _limit(self) -> None:
@@ -118,9 +115,7 @@ class Guide:
         self._calling = self.turned = reader.calling
         self._matcher = None
         if reader.calling:
-            self._hold(plan.call)
-            assert self._matcher is not None
+            self._matcher = plan.call.deep_copy()
             begun = plan.tokenizer.tokenize_str(reader.since_mark.lstrip())
             if self._matcher.try_consume_tokens(begun) < len(begun):
                 self._matcher = None  # it writes calls in another way than its template
-            self._fresh = False

@@ -1,0 +1,115 @@
+"""A tiny random-weight model with a Qwen-style chat template: it can think and call tools, and
+means nothing by either. Its tokenizer carries no response template, unless asked to."""
+
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from batching.request_queue import WorkItem
+from tests.generating import loaded
+from tests.tiny import SMALL, hf
+from tests.tiny_tokenizers import llama_tokenizer
+from worker.attention import PagedCache
+from worker.generation import PagedGenerator, load_generator
+from worker.language_model import GeneratorOptions
+from worker.payloads import Chat, GenerationInput, Sampling, Stopping
+from worker.streams import TokenStream
+
+ORDINARY = Sampling(temperature=1.0, seed=1)
+MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+TEMPLATE = """
+{%- for message in messages -%}
+    {{- "<|" ~ message.role ~ "|>" -}}
+    {%- if message.reasoning_content -%}
+        {{- "<think>\\n" ~ message.reasoning_content ~ "\\n</think>\\n\\n" -}}
+    {%- endif -%}
+    {{- message.content or "" -}}
+    {%- for call in message.tool_calls or [] -%}
+        {{- "\\n" if message.content or not loop.first else "" -}}
+        {{- '<tool_call>\\n{"name": "' ~ call.function.name ~ '", "arguments": ' -}}
+        {{- (call.function.arguments | tojson) ~ "}\\n</tool_call>" -}}
+    {%- endfor -%}
+    {{- "</s>" -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- "<|assistant|>" -}}
+    {%- if enable_thinking is defined and not enable_thinking -%}
+        {{- "<think>\\n\\n</think>\\n\\n" -}}
+    {%- elif thinking_begun -%}
+        {{- "<think>\\n" -}}
+    {%- endif -%}
+{%- endif -%}
+""".strip()
+CONTEXT = 1024
+_root = tempfile.TemporaryDirectory(prefix="tiny-chat-")
+
+
+def tokenizer(template: str = TEMPLATE, marks: list[str] = MARKS) -> Any:
+    made = llama_tokenizer(template)
+    made.add_tokens([hf.AddedToken(mark, normalized=False, special=False) for mark in marks])
+    made.model_max_length = CONTEXT
+    return made
+
+
+@cache
+def folder(config: str = "LlamaConfig") -> Path:
+    path = Path(_root.name) / config
+    torch.manual_seed(3)
+    made = tokenizer()
+    sizes = {**SMALL, "vocab_size": len(made), "max_position_embeddings": CONTEXT}
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    model = hf.AutoModelForCausalLM.from_config(getattr(hf, config)(**{**sizes, **ids}))
+    model.save_pretrained(path)
+    made.save_pretrained(path)
+    return path
+
+
+def options() -> GeneratorOptions:
+    return GeneratorOptions(str(folder()), dtype="float32", device="cpu", kv_cache_gb=0.01)
+
+
+@cache
+def _loaded() -> PagedGenerator:
+    generator = load_generator(options())
+    assert isinstance(generator, PagedGenerator)
+    return generator
+
+
+def engine(speculation: str = "auto", blocks: int = 400) -> PagedGenerator:
+    """A fresh one, of a model that is loaded once."""
+    language = _loaded().language
+    cache = PagedCache(language.layers, blocks, language.dtype, language.device)
+    chosen = GeneratorOptions("", speculation=speculation)
+    return PagedGenerator(language, cache, blocks, chosen, CONTEXT)
+
+
+@cache
+def plain_engine() -> PagedGenerator:
+    """One whose template knows neither thinking nor tools."""
+    return loaded("llama")
+
+
+def asking(
+    text: str = "hello",
+    sampling: Sampling = ORDINARY,
+    max_tokens: int = 300,
+    tools: tuple[Any, ...] = (),
+    n: int = 1,
+    stopping: dict[str, Any] | None = None,
+    variables: dict[str, Any] | None = None,
+    effort: str | None = None,
+    **fields: Any,
+) -> WorkItem:
+    messages = ({"role": "user", "content": text},)
+    payload = GenerationInput(
+        Chat(messages, tools, variables or {}, effort=effort),
+        TokenStream(),
+        sampling,
+        Stopping(max_tokens=max_tokens, **(stopping or {})),
+        n=n,
+        **fields,
+    )
+    return WorkItem(payload, None, float("inf"), 0.0)
