@@ -75,6 +75,7 @@ def test_an_answer_falls_into_its_parts() -> None:
     }
 
 
+LLAMA = '{"name": "x", "parameters": '
 FAMILIES = [
     ("<tool_call> </think>", WHOLE),
     (
@@ -89,8 +90,8 @@ FAMILIES = [
         '[TOOL_CALLS] [{"name": "get", "arguments": {"n": 1}}, {"name": "put", "arguments": {}}]',
     ),
     ("<|tool_call>call:", '<|tool_call>call:get{s:<|"|>x "y"<|"|>,n:2}<tool_call|>'),
-    ('<|python_tag|>"parameters"', '{"name": "get", "parameters": {"s": "b"}}'),
-    ('<|python_tag|>"parameters"', '<|python_tag|>{"name": "get", "parameters": {"s": "b"}}'),
+    (LLAMA, '{"name": "get", "parameters": {"s": "b"}}'),
+    (LLAMA, '<|python_tag|>{"name": "get", "parameters": {"s": "b"}}'),
     ("</think>", "<think>\na\n</think>\n\nThe <b>answer</b> </think"),
 ]
 

@@ -242,6 +242,8 @@ def test_least_tokens_and_ignored_ends_do_not_break_a_document() -> None:
         (Constraint("json_schema", {"type": "string", "format": "nonsense"}, "f"), "nonsense"),
         (Constraint("json_schema", ["no", "schema"], "f"), "object"),
         (Constraint("regex", "a(", "f"), "unclosed group"),
+        (Constraint("json_schema", {"$ref": "#"}, "f"), "no text fits"),
+        (Constraint("json_schema", False, "f"), "object"),
         (Constraint("grammar", "start: UNKNOWN", "f"), "UNKNOWN"),
     ],
 )
@@ -250,6 +252,16 @@ def test_what_cannot_be_used_is_refused_with_the_reason(constraint: Any, reason:
         engine().prepare(asking(constraint=constraint))
     assert caught.value.param == "f"
     assert len(str(caught.value)) < 1000
+
+
+def test_a_tool_that_cannot_be_used_is_named() -> None:
+    broken = {"type": "function", "function": {"name": "b", "parameters": {"type": "foo"}}}
+    for required in (False, True):
+        calls = Calls(("clock", "b"), required=required)
+        with pytest.raises(InvalidInput, match="foo") as caught:
+            engine().prepare(asking(tools=(CLOCK, broken), calls=calls))
+        assert caught.value.param == "tools[1]"
+        assert "start" not in str(caught.value)  # nothing of our own grammar
 
 
 # ── tools ──

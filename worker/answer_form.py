@@ -81,7 +81,7 @@ FAMILIES: list[tuple[tuple[str, ...], dict[str, Any]]] = [
         },
     ),
     (
-        ("<|python_tag|>", '"parameters"'),
+        ('{"name": "', '"parameters": '),
         {
             "open_pattern": r'(?:<\|python_tag\|>)?(?=\{"name": ?")',
             "repeats": True,

@@ -110,15 +110,23 @@ class Answering:
     ) -> tuple[LLMatcher | None, LLMatcher | None]:
         """What holds the answer as a whole, and a call that the model begins by itself."""
         calls, constraint = request.calls, request.constraint
+        assert isinstance(request.prompt, Chat)
         if calls is None or call is None:
             return self.grammars.matcher(constraint) if constraint else None, None
         several = calls.parallel and (calls.required or call.several_in_mark or bool(constraint))
         grammar = call.grammar(tools, several, self.grammars.quoted)
+        try:
+            compiled = self.grammars.compiled(grammar, "tools")
+        except InvalidInput:
+            for n, tool in enumerate(request.prompt.tools):  # which of them is it?
+                single = call.grammar([tool], False, self.grammars.quoted)
+                self.grammars.compiled(single, f"tools[{n}]")
+            raise
         if calls.required:
-            return self.grammars.compiled(grammar, "tools"), None
+            return compiled, None
         if constraint:
             return self.grammars.either(constraint, grammar), None
-        return None, self.grammars.compiled(grammar, "tools")
+        return None, compiled
 
     def _close(self, form: AnswerForm | None) -> tuple[int, ...]:
         reasoning = form.reasoning if form else None

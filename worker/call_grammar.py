@@ -71,21 +71,32 @@ def call_form(form: AnswerForm | None, render: Render) -> CallForm | None:
     if form is None or form.calls is None or form.calls.content != "json":
         return None
     try:
-        one, two = _calls_in(form, render(_turn(1))), _calls_in(form, render(_turn(2)))
-        found = WRITTEN.search(one)
-        if found is None or one.count(NAME) != 1:
-            return None
-        begin, middle = one[: found.start()].split(NAME)
+        one = _calls_in(form, render(_turn(1)))
     except Exception:  # whatever a template raises
         return None
-    between = None
-    both = two.split(begin, 1)[-1].split(NAME + middle)
-    if two.startswith(begin + NAME + middle) and len(both) == 3 and found[0] in both[1]:
-        between = both[1].split(found[0], 1)[1]
+    found = WRITTEN.search(one)
+    if found is None or one.count(NAME) != 1 or found.start() < one.index(NAME):
+        return None
+    begin, middle = one[: found.start()].split(NAME)
+    between = _between(form, render, found[0], begin, middle)
     close = form.closes.get("tool_calls")
     shared = between is not None and (close is None or not close.pattern.search(between))
     end = one[found.end() :]
     return CallForm(begin, middle, between, end, found["colon"], found["comma"], shared)
+
+
+def _between(
+    form: AnswerForm, render: Render, arguments: str, begin: str, middle: str
+) -> str | None:
+    """What stands between two calls."""
+    try:
+        two = _calls_in(form, render(_turn(2)))
+    except Exception:  # a template that knows one only
+        return None
+    first, second = begin + NAME + middle + arguments, NAME + middle + arguments
+    if not two.startswith(first) or second not in two[len(first) :]:
+        return None
+    return two[len(first) : two.index(second, len(first))]
 
 
 def _turn(calls: int) -> list[dict[str, Any]]:

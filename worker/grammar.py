@@ -11,6 +11,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
@@ -23,6 +24,8 @@ from worker.payloads import Constraint
 COMPACT: Any = {"whitespace_flexible": False}
 KEPT = 128  # compiled grammars, the ones used last
 REASON = 500  # characters of what the library says
+POSITION = re.compile(r"^at \d+\(\d+\): ")
+QUOTED = re.compile(r"\s*(\d+ \||\^)")
 
 
 class Grammars:
@@ -58,8 +61,10 @@ class Grammars:
                 self._known.move_to_end(grammar)
                 return known
         made = LLMatcher(self.tokenizer(param), grammar, log_level=0)
-        if made.is_error():
-            raise _unusable(made.get_error(), param)
+        probe = made.deep_copy()
+        probe.compute_bitmask()
+        if probe.is_error() or probe.is_stopped():
+            raise _unusable(made.get_error() or "no text fits it", param)
         with self._lock:
             self._known[grammar] = made
             if len(self._known) > KEPT:
@@ -80,15 +85,26 @@ class Grammars:
 
     def quoted(self, text: str) -> str:
         """A text in Lark's notation; special tokens stand by their ids."""
-        added = self._tokenizer.get_added_vocab()
-        special = {t: i for t, i in added.items() if self.tokenizer("").is_special_token(i)}
-        marks = "|".join(re.escape(t) for t in sorted(special, key=len, reverse=True))
-        parts = re.split(f"({marks})", text) if marks else [text]
+        parts = self._marks.split(text) if self._special else [text]
         return " ".join(
-            f"<[{special[part]}]>" if part in special else json.dumps(part, ensure_ascii=False)
+            f"<[{self._special[part]}]>"
+            if part in self._special
+            else json.dumps(part, ensure_ascii=False)
             for part in parts
             if part
         )
+
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        """The tokens that no text of a grammar stands for."""
+        made = self.tokenizer("tools")
+        added = self._tokenizer.get_added_vocab()
+        return {token: id_ for token, id_ in added.items() if made.is_special_token(id_)}
+
+    @cached_property
+    def _marks(self) -> re.Pattern[str]:
+        longest_first = sorted(self._special, key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
 
 def _grammar(constraint: Constraint) -> str:
@@ -111,4 +127,7 @@ def _object(constraint: Constraint) -> dict[str, Any]:
 
 
 def _unusable(reason: str, param: str) -> InvalidInput:
-    return InvalidInput(f"{param}: cannot be used: {reason[:REASON]}", param)
+    """With the library's reason, without the lines of the grammar that it quotes."""
+    said = [line for line in reason.splitlines() if not QUOTED.match(line)]
+    told = " ".join(" ".join(said).split()).rstrip(": ")
+    return InvalidInput(f"{param}: cannot be used: {POSITION.sub('', told)[:REASON]}", param)
