@@ -1,0 +1,78 @@
+"""What tests ask for through the official SDKs, and of whom.
+
+`demo` knows how to use a weather tool; `tiny` has random weights, can think, and does nothing
+that it is not held to.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import openai
+from pydantic import BaseModel, Field
+
+from tests import tiny_chat
+from tests.serving import serving
+
+RESULT = json.dumps({"temperature": 18, "condition": "sunny"})
+QUESTION = "What is the weather in Paris?"
+THINK: dict[str, Any] = {"chat_template_kwargs": {"thinking_begun": True}}
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 1}
+
+
+class Near(BaseModel):
+    name: str = Field(max_length=6)
+    km: int = Field(ge=0, le=999)
+
+
+class Place(BaseModel):
+    city: str = Field(max_length=8)
+    kind: Literal["capital", "town"]
+    near: list[Near] = Field(max_length=2)
+    twin: Near | None
+
+
+class GetWeather(BaseModel):
+    """Get the current weather in a city"""
+
+    city: str = Field(description="The city", max_length=20)
+
+
+class Clock(BaseModel):
+    """Get the time"""
+
+    zone: Literal["utc", "local"]
+
+
+WEATHER = openai.pydantic_function_tool(GetWeather, name="get_weather")
+CLOCK = openai.pydantic_function_tool(Clock, name="clock")
+
+
+class Sdk(NamedTuple):
+    """A client of a server with one model."""
+
+    client: openai.OpenAI
+    model: str
+    url: str
+
+
+@contextmanager
+def demo() -> Iterator[Sdk]:
+    with _sdk(chat_model="demo") as made:
+        yield made
+
+
+@contextmanager
+def tiny() -> Iterator[Sdk]:
+    with _sdk(chat_model=str(tiny_chat.folder()), dtype="float32", kv_cache_gb=0.05) as made:
+        yield made
+
+
+@contextmanager
+def _sdk(**settings: Any) -> Iterator[Sdk]:
+    with serving(compile="off", **settings) as server:
+        url = server.url + "/v1"
+        with openai.OpenAI(base_url=url, api_key="-", max_retries=0) as client:
+            [model] = client.models.list()
+            yield Sdk(client, model.id, url)

@@ -1,0 +1,306 @@
+"""OpenAI's Python SDK and Chat Completions: documents, calls and reasoning of real models."""
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai.types.chat import ParsedChatCompletion
+
+from tests import sdk
+from tests.sdk import (
+    CLOCK,
+    QUESTION,
+    RESULT,
+    SAMPLED,
+    THINK,
+    WEATHER,
+    Clock,
+    GetWeather,
+    Place,
+    Sdk,
+)
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Sdk]:
+    with sdk.demo() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[Sdk]:
+    with sdk.tiny() as made:
+        yield made
+
+
+@pytest.fixture(params=["demo", "tiny"])
+def asked(request: pytest.FixtureRequest) -> Sdk:
+    made: Sdk = request.getfixturevalue(request.param)
+    return made
+
+
+def user(text: str) -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+def parse(
+    asked: Sdk, text: str = QUESTION, form: Any = openai.omit, **fields: Any
+) -> ParsedChatCompletion[Any]:
+    fields = {"max_tokens": 300, **fields}
+    return asked.client.chat.completions.parse(
+        model=asked.model, messages=user(text), response_format=form, **fields
+    )
+
+
+def calls_of(answer: ParsedChatCompletion[Any]) -> list[Any]:
+    """The arguments of all calls, as the SDK made objects of them."""
+    [choice] = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    calls = choice.message.tool_calls or []
+    assert len({call.id for call in calls}) == len(calls) > 0
+    return [call.function.parsed_arguments for call in calls]
+
+
+# ── documents ──
+
+
+def test_an_answer_is_parsed_into_its_model(asked: Sdk) -> None:
+    answer = parse(asked, form=Place, n=3, **SAMPLED)
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        assert isinstance(choice.message.parsed, Place)
+        document = json.loads(choice.message.content or "")
+        assert document == choice.message.parsed.model_dump()
+        assert list(document) == list(Place.model_fields)
+    assert len({choice.message.content for choice in answer.choices}) > 1
+
+
+def test_a_streamed_answer_is_parsed_as_it_comes_and_at_its_end(asked: Sdk) -> None:
+    with asked.client.chat.completions.stream(
+        model=asked.model, messages=user(QUESTION), response_format=Place, max_tokens=300
+    ) as stream:
+        events = list(stream)
+        final = stream.get_final_completion().choices[0].message
+    deltas = [event for event in events if event.type == "content.delta"]
+    assert len(deltas) > 3
+    assert "".join(event.delta for event in deltas) == final.content
+    assert isinstance(deltas[-2].parsed, dict)  # what there is of it so far
+    [done] = [event for event in events if event.type == "content.done"]
+    assert isinstance(done.parsed, Place)
+    assert done.parsed == final.parsed
+    assert done.content == final.content
+
+
+def test_a_document_that_is_cut_off_is_an_error_of_its_own(asked: Sdk) -> None:
+    with pytest.raises(openai.LengthFinishReasonError) as cut:
+        parse(asked, form=Place, max_tokens=4)
+    assert (cut.value.completion.choices[0].message.content or "").startswith('{"')
+
+
+def test_a_schema_that_cannot_be_served_is_refused_by_name(asked: Sdk) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "none"}}}
+    for streams in (False, True):
+        with pytest.raises(openai.BadRequestError) as bad:
+            asked.client.chat.completions.create(
+                model=asked.model, messages=user("hi"), response_format=form, stream=streams
+            )
+        assert bad.value.param == "response_format.json_schema.schema"
+
+
+def test_log_probabilities_are_those_of_the_document(asked: Sdk) -> None:
+    answer = parse(asked, form=Place, logprobs=True, top_logprobs=2, **SAMPLED)
+    [choice] = answer.choices
+    assert isinstance(choice.message.parsed, Place)
+    assert choice.logprobs is not None
+    tokens = choice.logprobs.content or []
+    assert "".join(each.token for each in tokens) == choice.message.content
+    assert b"".join(bytes(each.bytes or ()) for each in tokens).decode() == choice.message.content
+    assert all(each.logprob <= 0 and len(each.top_logprobs) == 2 for each in tokens)
+
+
+def test_forms_beyond_the_api_go_in_the_extra_body(tiny: Sdk) -> None:
+    body = {"structured_outputs": {"choice": ["red", "green"]}}
+    said = {
+        parse(tiny, extra_body=body, temperature=2, seed=seed).choices[0].message.content
+        for seed in range(8)
+    }
+    assert said == {"red", "green"}
+
+
+# ── calls ──
+
+
+def test_the_model_calls_a_tool_where_there_is_need(demo: Sdk) -> None:
+    assert calls_of(parse(demo, tools=[WEATHER])) == [GetWeather(city="Paris")]
+    free = parse(demo, "What is the capital of France?", tools=[WEATHER], tool_choice="auto")
+    assert free.choices[0].message.content == "The capital of France is Paris."
+    assert not free.choices[0].message.tool_calls
+
+
+def test_required_is_a_call_of_any_tool(asked: Sdk) -> None:
+    for seed in range(4):
+        fields = {"tools": [WEATHER, CLOCK], "tool_choice": "required", "temperature": 1}
+        calls = calls_of(parse(asked, "Hello!", seed=seed, **fields))
+        assert all(isinstance(each, GetWeather | Clock) for each in calls)
+
+
+def test_a_named_tool_is_the_one_that_is_called(asked: Sdk) -> None:
+    named = {"type": "function", "function": {"name": "clock"}}
+    [call, *_] = calls_of(parse(asked, tools=[WEATHER, CLOCK], tool_choice=named))
+    assert isinstance(call, Clock)
+
+
+def test_none_is_no_call(asked: Sdk) -> None:
+    answer = asked.client.chat.completions.create(
+        model=asked.model,
+        messages=user(QUESTION),
+        tools=[WEATHER],
+        tool_choice="none",
+        max_tokens=60,
+    )
+    assert answer.choices[0].message.tool_calls is None
+    assert answer.choices[0].message.content
+
+
+def test_one_call_at_a_time_if_so_asked(tiny: Sdk) -> None:
+    fields: dict[str, Any] = {"tools": [CLOCK], "tool_choice": "required", "temperature": 1.5}
+    many, single = (
+        [calls_of(parse(tiny, seed=seed, parallel_tool_calls=way, **fields)) for seed in range(6)]
+        for way in (True, False)
+    )
+    assert max(map(len, many)) > 1
+    assert {len(each) for each in single} == {1}
+
+
+def test_a_streamed_call_is_told_name_first_and_parsed_at_its_end(asked: Sdk) -> None:
+    with asked.client.chat.completions.stream(
+        model=asked.model,
+        messages=user(QUESTION),
+        tools=[WEATHER],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=200,
+    ) as stream:
+        events = list(stream)
+        final = stream.get_final_completion()
+    deltas = [e for e in events if e.type == "tool_calls.function.arguments.delta"]
+    [done] = [e for e in events if e.type == "tool_calls.function.arguments.done"]
+    assert {event.name for event in deltas} == {"get_weather"}
+    assert "".join(event.arguments_delta for event in deltas) == done.arguments
+    assert isinstance(done.parsed_arguments, GetWeather)
+    assert calls_of(final) == [done.parsed_arguments]
+    assert not any(event.type == "content.delta" for event in events)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_a_tool_returns_becomes_the_answer(demo: Sdk, streams: bool) -> None:
+    def turn(messages: list[Any]) -> ParsedChatCompletion[None]:
+        chat = demo.client.chat.completions
+        if not streams:
+            return chat.parse(model="demo", messages=messages, tools=[WEATHER])
+        with chat.stream(model="demo", messages=messages, tools=[WEATHER]) as stream:
+            return stream.until_done().get_final_completion()
+
+    messages = user(QUESTION)
+    called = turn(messages).choices[0].message
+    messages.append(called)
+    [call] = called.tool_calls or []
+    assert call.function.parsed_arguments == GetWeather(city="Paris")
+    messages.append({"role": "tool", "tool_call_id": call.id, "content": RESULT})
+    answer = turn(messages).choices[0]
+    assert answer.finish_reason == "stop"
+    assert not {"18", "sunny", "Paris"} - set(re.findall(r"\w+", answer.message.content or ""))
+
+
+# ── reasoning ──
+
+
+def reasoning(message: Any) -> str:
+    """It is no field of the SDK's types."""
+    return str((message.model_extra or {}).get("reasoning_content", ""))
+
+
+@pytest.mark.parametrize("budget", [0, 5, 20])
+def test_thoughts_are_apart_and_end_with_their_budget(tiny: Sdk, budget: int) -> None:
+    body = THINK | {"thinking_token_budget": budget}
+    fields: dict[str, Any] = {"messages": user("hi"), "max_tokens": 60, "extra_body": body}
+    create = tiny.client.chat.completions.create
+    answer = create(model=tiny.model, **fields, **SAMPLED)
+    [choice] = answer.choices
+    assert bool(reasoning(choice.message)) == bool(budget)
+    assert choice.message.content
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 60
+    details = answer.usage.completion_tokens_details
+    assert details is not None
+    assert details.reasoning_tokens is not None
+    assert budget <= details.reasoning_tokens <= budget + 1  # the mark that ends it
+    deltas = [
+        chunk.choices[0].delta
+        for chunk in create(model=tiny.model, stream=True, **fields, **SAMPLED)
+    ]
+    assert "".join(map(reasoning, deltas)) == reasoning(choice.message)
+    assert "".join(delta.content or "" for delta in deltas) == choice.message.content
+    assert not any(reasoning(delta) and delta.content for delta in deltas)
+
+
+def test_thoughts_come_before_what_is_held_to_a_form(tiny: Sdk) -> None:
+    body = THINK | {"thinking_token_budget": 8}
+    thought = parse(tiny, form=Place, extra_body=body, **SAMPLED).choices[0].message
+    assert reasoning(thought)
+    assert isinstance(thought.parsed, Place)
+    fields: dict[str, Any] = {"tools": [CLOCK], "tool_choice": "required", "extra_body": body}
+    called = parse(tiny, **fields, **SAMPLED)
+    assert reasoning(called.choices[0].message)
+    assert all(isinstance(each, Clock) for each in calls_of(called))
+
+
+def test_thoughts_may_be_told_again(tiny: Sdk) -> None:
+    said: Any = {"role": "assistant", "content": "yes", "reasoning_content": "let me see"}
+    bare: Any = {"role": "assistant", "content": "yes"}
+    prompts = []
+    for message in (said, bare):
+        answer = tiny.client.chat.completions.create(
+            model=tiny.model, messages=[*user("hi"), message, *user("why")], max_tokens=1
+        )
+        assert answer.usage is not None
+        prompts.append(answer.usage.prompt_tokens)
+    assert prompts[0] > prompts[1]
+
+
+# ── many at once ──
+
+
+def test_sixteen_at_once_are_each_as_asked(tiny: Sdk) -> None:
+    async def ask(client: openai.AsyncOpenAI, n: int) -> None:
+        chat = client.chat.completions
+        fields: dict[str, Any] = {"max_tokens": 300, "temperature": 1.2, "seed": n}
+        fields |= {"model": tiny.model, "messages": user(f"number {n}")}
+        if n % 4 == 0:
+            answer = await chat.parse(response_format=Place, **fields)
+            assert isinstance(answer.choices[0].message.parsed, Place)
+        elif n % 4 == 1:
+            called = await chat.parse(tools=[CLOCK], tool_choice="required", **fields)
+            assert all(isinstance(each, Clock) for each in calls_of(called))
+        elif n % 4 == 2:
+            body = THINK | {"thinking_token_budget": 9}
+            async with chat.stream(response_format=Place, extra_body=body, **fields) as stream:
+                final = (await stream.get_final_completion()).choices[0]
+            assert isinstance(final.message.parsed, Place)
+        else:
+            body = {"ignore_eos": True}
+            free = await chat.create(**{**fields, "max_tokens": 40, "extra_body": body})
+            assert free.choices[0].finish_reason == "length"
+            assert free.usage is not None
+            assert free.usage.completion_tokens == 40
+
+    async def ask_all() -> None:
+        async with openai.AsyncOpenAI(base_url=tiny.url, api_key="-", max_retries=0) as client:
+            await asyncio.gather(*(ask(client, n) for n in range(16)))
+
+    asyncio.run(ask_all())

@@ -1,0 +1,269 @@
+"""OpenAI's Python SDK and the Responses API: items of real models, stored and built upon."""
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import ParsedResponse, ResponseFunctionToolCall
+
+from tests import sdk
+from tests.sdk import (
+    CLOCK,
+    QUESTION,
+    RESULT,
+    SAMPLED,
+    THINK,
+    WEATHER,
+    Clock,
+    GetWeather,
+    Place,
+    Sdk,
+)
+from tests.serving import wait_until
+
+TOOLS: list[Any] = [WEATHER, CLOCK]  # the SDK takes them as they are for the other API
+
+
+def sampled(**extra: Any) -> dict[str, Any]:
+    """A seed is no parameter of this API."""
+    return {"temperature": SAMPLED["temperature"], "extra_body": {"seed": SAMPLED["seed"], **extra}}
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Sdk]:
+    with sdk.demo() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[Sdk]:
+    with sdk.tiny() as made:
+        yield made
+
+
+@pytest.fixture(params=["demo", "tiny"])
+def asked(request: pytest.FixtureRequest) -> Sdk:
+    made: Sdk = request.getfixturevalue(request.param)
+    return made
+
+
+def calls_of(answer: ParsedResponse[Any]) -> list[Any]:
+    """The arguments of all calls, as the SDK made objects of them."""
+    assert answer.status == "completed"
+    calls = [item for item in answer.output if item.type == "function_call"]
+    assert len({call.call_id for call in calls}) == len(calls) > 0
+    return [call.parsed_arguments for call in calls]
+
+
+def knows(text: str) -> bool:
+    """Whether an answer tells what the weather tool returned."""
+    return not {"18", "sunny", "Paris"} - set(re.findall(r"\w+", text))
+
+
+# ── documents ──
+
+
+def test_a_text_is_parsed_into_its_model(asked: Sdk) -> None:
+    answer = asked.client.responses.parse(
+        model=asked.model, input=QUESTION, text_format=Place, max_output_tokens=300, **sampled()
+    )
+    assert answer.status == "completed"
+    assert isinstance(answer.output_parsed, Place)
+    assert json.loads(answer.output_text) == answer.output_parsed.model_dump()
+
+
+def test_a_streamed_text_is_parsed_at_its_end(asked: Sdk) -> None:
+    with asked.client.responses.stream(
+        model=asked.model, input=QUESTION, text_format=Place, max_output_tokens=300
+    ) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    [done] = [event for event in events if event.type == "response.output_text.done"]
+    assert len(deltas) > 3
+    assert "".join(event.delta for event in deltas) == done.text == final.output_text
+    assert isinstance(done.parsed, Place)
+    assert final.output_parsed == done.parsed
+    assert events[0].type == "response.created"
+    assert events[-1].type == "response.completed"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+def test_log_probabilities_are_those_of_the_text(tiny: Sdk) -> None:
+    answer = tiny.client.responses.parse(
+        model=tiny.model,
+        input="hi",
+        text_format=Place,
+        include=["message.output_text.logprobs"],
+        top_logprobs=2,
+        max_output_tokens=300,
+        **sampled(),
+    )
+    [item] = answer.output
+    assert item.type == "message"
+    [part] = item.content
+    assert part.type == "output_text"
+    assert "".join(each.token for each in part.logprobs or ()) == part.text
+    assert isinstance(part.parsed, Place)
+
+
+# ── calls ──
+
+
+def test_a_tool_is_called_as_the_choice_says(asked: Sdk) -> None:
+    def call(choice: Any) -> ParsedResponse[None]:
+        return asked.client.responses.parse(
+            model=asked.model,
+            input=QUESTION,
+            tools=TOOLS,
+            tool_choice=choice,
+            parallel_tool_calls=False,
+            max_output_tokens=200,
+        )
+
+    [named] = calls_of(call({"type": "function", "name": "clock"}))
+    assert isinstance(named, Clock)
+    [required] = calls_of(call("required"))
+    assert isinstance(required, GetWeather | Clock)
+    none = call("none")
+    assert [item.type for item in none.output] == ["message"]
+
+
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("streams", [True, False])
+def test_what_a_tool_returns_becomes_the_answer(demo: Sdk, stored: bool, streams: bool) -> None:
+    """Either the server keeps the conversation, or the client tells all of it again."""
+
+    def turn(**fields: Any) -> ParsedResponse[None]:
+        fields |= {"model": "demo", "tools": TOOLS[:1], "store": stored}
+        if not streams:
+            return demo.client.responses.parse(**fields)
+        with demo.client.responses.stream(**fields) as stream:
+            return stream.until_done().get_final_response()
+
+    items: list[Any] = [{"role": "user", "content": QUESTION}]
+    asking = turn(input=items)
+    [call] = asking.output
+    assert isinstance(call, ResponseFunctionToolCall)
+    assert calls_of(asking) == [GetWeather(city="Paris")]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}
+    if stored:
+        answer = turn(input=[result], previous_response_id=asking.id)
+    else:
+        answer = turn(input=[*items, *asking.output, result])
+    assert knows(answer.output_text), answer.output_text
+
+
+def test_a_streamed_call_is_told_in_parts(asked: Sdk) -> None:
+    with asked.client.responses.stream(
+        model=asked.model,
+        input=QUESTION,
+        tools=TOOLS[:1],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_output_tokens=200,
+    ) as stream:
+        events = list(stream)
+    deltas = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+    [done] = [e for e in events if e.type == "response.function_call_arguments.done"]
+    assert "".join(deltas) == done.arguments
+    GetWeather.model_validate_json(done.arguments)
+
+
+# ── reasoning ──
+
+
+def test_thoughts_are_items(tiny: Sdk) -> None:
+    extra = THINK | {"thinking_token_budget": 6}
+    fields: dict[str, Any] = {"model": tiny.model, "input": "hi", "text_format": Place}
+    fields |= sampled(**extra) | {"max_output_tokens": 300}
+    answer = tiny.client.responses.parse(**fields)
+    thought, message = answer.output
+    assert thought.type == "reasoning"
+    [part] = thought.content or []
+    assert part.text
+    assert message.type == "message"
+    assert isinstance(answer.output_parsed, Place)
+    assert answer.usage is not None
+    assert 6 <= answer.usage.output_tokens_details.reasoning_tokens <= 7
+    with tiny.client.responses.stream(**fields) as stream:
+        told = [e.delta for e in stream if e.type == "response.reasoning_text.delta"]
+        final = stream.get_final_response()
+    assert "".join(told) == part.text
+    assert final.output_parsed == answer.output_parsed
+    again = tiny.client.responses.create(
+        model=tiny.model, input=[*answer.output, {"role": "user", "content": "why"}],  # type: ignore[list-item]  # as the SDK's guides do
+        max_output_tokens=3,
+    )  # fmt: skip
+    assert again.usage is not None
+    assert again.usage.input_tokens > answer.usage.output_tokens
+
+
+# ── stored and in the background ──
+
+
+def test_a_response_is_looked_up_built_upon_and_deleted(demo: Sdk) -> None:
+    responses = demo.client.responses
+    first = responses.create(model="demo", input="What is the capital of France?")
+    assert first.output_text == "The capital of France is Paris."
+    then = responses.create(model="demo", input="And of Japan?", previous_response_id=first.id)
+    assert then.output_text == "The capital of Japan is Tokyo."
+    assert responses.retrieve(first.id).output_text == first.output_text
+    [item] = responses.input_items.list(then.id)
+    assert item.type == "message"
+    assert item.content[0].type == "input_text"
+    assert item.content[0].text == "And of Japan?"
+    responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        responses.retrieve(first.id)
+
+
+def test_what_runs_in_the_background_is_polled(demo: Sdk) -> None:
+    responses = demo.client.responses
+    begun = responses.create(model="demo", input="What is the capital of France?", background=True)
+    assert begun.status == "queued"
+    wait_until(lambda: responses.retrieve(begun.id).status == "completed")
+    assert responses.retrieve(begun.id).output_text == "The capital of France is Paris."
+
+
+def test_what_runs_in_the_background_is_cancelled(tiny: Sdk) -> None:
+    responses = tiny.client.responses
+    begun = responses.create(
+        model=tiny.model, input="hi", background=True, extra_body={"ignore_eos": True}
+    )
+    assert responses.cancel(begun.id).status == "cancelled"
+    assert responses.cancel(begun.id).status == "cancelled"
+    assert responses.retrieve(begun.id).status == "cancelled"
+
+
+# ── many at once ──
+
+
+def test_sixteen_at_once_are_each_as_asked(tiny: Sdk) -> None:
+    async def ask(client: openai.AsyncOpenAI, n: int) -> None:
+        fields: dict[str, Any] = {"max_output_tokens": 300, "temperature": 1.2}
+        fields |= {"model": tiny.model, "input": f"number {n}", "extra_body": {"seed": n}}
+        if n % 3 == 0:
+            answer = await client.responses.parse(text_format=Place, **fields)
+            assert isinstance(answer.output_parsed, Place)
+        elif n % 3 == 1:
+            called = await client.responses.parse(tools=TOOLS[1:], tool_choice="required", **fields)
+            assert all(isinstance(each, Clock) for each in calls_of(called))
+        else:
+            async with client.responses.stream(
+                **{**fields, "max_output_tokens": 30, "extra_body": {"ignore_eos": True}}
+            ) as stream:
+                events = [event async for event in stream]
+            assert events[-1].type == "response.incomplete"
+            assert events[-1].response.usage is not None
+            assert events[-1].response.usage.output_tokens == 30
+
+    async def ask_all() -> None:
+        async with openai.AsyncOpenAI(base_url=tiny.url, api_key="-", max_retries=0) as client:
+            await asyncio.gather(*(ask(client, n) for n in range(16)))
+
+    asyncio.run(ask_all())
