@@ -87,9 +87,9 @@ def test_a_streamed_answer_is_parsed_as_it_comes_and_at_its_end(asked: Sdk) -> N
         events = list(stream)
         final = stream.get_final_completion().choices[0].message
     deltas = [event for event in events if event.type == "content.delta"]
-    assert len(deltas) > 3
+    assert len(deltas) > 1
     assert "".join(event.delta for event in deltas) == final.content
-    assert isinstance(deltas[-2].parsed, dict)  # what there is of it so far
+    assert isinstance(deltas[0].parsed, dict)  # what there is of it so far
     [done] = [event for event in events if event.type == "content.done"]
     assert isinstance(done.parsed, Place)
     assert done.parsed == final.parsed

@@ -84,7 +84,7 @@ def test_a_streamed_text_is_parsed_at_its_end(asked: Sdk) -> None:
         final = stream.get_final_response()
     deltas = [event for event in events if event.type == "response.output_text.delta"]
     [done] = [event for event in events if event.type == "response.output_text.done"]
-    assert len(deltas) > 3
+    assert len(deltas) > 1
     assert "".join(event.delta for event in deltas) == done.text == final.output_text
     assert isinstance(done.parsed, Place)
     assert final.output_parsed == done.parsed
@@ -230,10 +230,10 @@ def test_what_runs_in_the_background_is_polled(demo: Sdk) -> None:
     assert responses.retrieve(begun.id).output_text == "The capital of France is Paris."
 
 
-def test_what_runs_in_the_background_is_cancelled(tiny: Sdk) -> None:
-    responses = tiny.client.responses
+def test_what_runs_in_the_background_is_cancelled(demo: Sdk) -> None:
+    responses, endless = demo.client.responses, {"ignore_eos": True}
     begun = responses.create(
-        model=tiny.model, input="hi", background=True, extra_body={"ignore_eos": True}
+        model="demo", input="hi", background=True, temperature=1.5, extra_body=endless
     )
     assert responses.cancel(begun.id).status == "cancelled"
     assert responses.cancel(begun.id).status == "cancelled"
