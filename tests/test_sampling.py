@@ -10,7 +10,16 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from worker.sampling import Choice, Draws, Row, SamplingParams, prompt_logprobs, sample, uniform
+from worker.sampling import (
+    Allowed,
+    Choice,
+    Draws,
+    Row,
+    SamplingParams,
+    prompt_logprobs,
+    sample,
+    uniform,
+)
 
 WIDE = 20_000  # blocks of candidates, two widenings, and the sort of everything
 INF, NAN = float("inf"), float("nan")
@@ -504,3 +513,46 @@ def test_uniform_looks_uniform_and_uncorrelated(moving: str, n: int) -> None:
     for lag in (1, 2, 64):
         correlation = float((centred[lag:] * centred[:-lag]).mean() * 12)
         assert abs(correlation) < 4 / n**0.5
+
+
+# ── what is allowed ──
+
+
+def test_only_what_is_allowed_is_chosen_and_the_rest_of_the_rows_are_as_before() -> None:
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(5))
+    rows = [
+        Row(Draws(SamplingParams(temperature=t, seed=n), 0, []), 0)
+        for n, t in enumerate([0, 1, 1, 0])
+    ]
+    free = [choice.token for choice in sample(logits, rows)]
+    tokens = torch.zeros(2, 300, dtype=torch.bool)
+    tokens[0, [7, 9]] = True
+    tokens[1, 299] = True
+    held = [choice.token for choice in sample(logits, rows, Allowed([1, 3], tokens))]
+    assert held[0] == free[0]
+    assert held[2] == free[2]
+    assert held[1] in (7, 9)
+    assert held[3] == 299
+
+
+def test_a_ban_changes_no_log_probability() -> None:
+    logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(6))
+    row = Row(Draws(SamplingParams(temperature=0.0, logprobs=3), 0, []), 0)
+    tokens = torch.zeros(1, 300, dtype=torch.bool)
+    tokens[0, 11] = True
+    [choice] = sample(logits, [row], Allowed([0], tokens))
+    raw = torch.log_softmax(logits.double(), -1)[0]
+    assert choice.token == 11
+    assert choice.logprob == pytest.approx(float(raw[11]), abs=1e-5)
+    assert [token for token, _ in choice.top] == raw.topk(3).indices.tolist()
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_broken_row_is_seen_through_a_ban(broken: float) -> None:
+    logits = torch.zeros(1, 300)
+    logits[0, 5] = broken
+    tokens = torch.zeros(1, 300, dtype=torch.bool)
+    tokens[0, 11] = True
+    row = Row(Draws(SamplingParams(), 0, []), 0)
+    [choice] = sample(logits, [row], Allowed([0], tokens))
+    assert choice.token == -1

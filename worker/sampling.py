@@ -210,10 +210,11 @@ def _edited(
 
 def _ban(scores: torch.Tensor, allowed: Allowed, vocabulary: int) -> None:
     """-inf where nothing is allowed; NaN and +inf stay, so that a broken row is still seen."""
+    index = torch.tensor(allowed.rows, device=scores.device)
+    flat = scores.view(len(scores), -1)
+    rows = flat[index, :vocabulary]
     banned = ~allowed.tokens.to(scores.device, non_blocking=True)
-    for at, ban in zip(allowed.rows, banned, strict=True):
-        row = scores[at].view(-1)[:vocabulary]
-        row.masked_fill_(ban & (row < torch.inf), -torch.inf)
+    flat[index, :vocabulary] = rows.masked_fill_(banned & (rows < torch.inf), -torch.inf)
 
 
 def _places(
