@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,18 +10,7 @@ import pytest
 from openai.types.chat import ParsedChatCompletion
 
 from tests import sdk
-from tests.sdk import (
-    CLOCK,
-    QUESTION,
-    RESULT,
-    SAMPLED,
-    THINK,
-    WEATHER,
-    Clock,
-    GetWeather,
-    Place,
-    Sdk,
-)
+from tests.sdk import Clock, GetWeather, Place, Sdk
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +36,7 @@ def user(text: str) -> list[Any]:
 
 
 def parse(
-    asked: Sdk, text: str = QUESTION, form: Any = openai.omit, **fields: Any
+    asked: Sdk, text: str = sdk.QUESTION, form: Any = openai.omit, **fields: Any
 ) -> ParsedChatCompletion[Any]:
     fields = {"max_tokens": 300, **fields}
     return asked.client.chat.completions.parse(
@@ -70,7 +58,7 @@ def calls_of(answer: ParsedChatCompletion[Any]) -> list[Any]:
 
 
 def test_an_answer_is_parsed_into_its_model(asked: Sdk) -> None:
-    answer = parse(asked, form=Place, n=3, **SAMPLED)
+    answer = parse(asked, form=Place, n=3, **sdk.SAMPLED)
     for choice in answer.choices:
         assert choice.finish_reason == "stop"
         assert isinstance(choice.message.parsed, Place)
@@ -82,7 +70,7 @@ def test_an_answer_is_parsed_into_its_model(asked: Sdk) -> None:
 
 def test_a_streamed_answer_is_parsed_as_it_comes_and_at_its_end(asked: Sdk) -> None:
     with asked.client.chat.completions.stream(
-        model=asked.model, messages=user(QUESTION), response_format=Place, max_tokens=300
+        model=asked.model, messages=user(sdk.QUESTION), response_format=Place, max_tokens=300
     ) as stream:
         events = list(stream)
         final = stream.get_final_completion().choices[0].message
@@ -113,7 +101,7 @@ def test_a_schema_that_cannot_be_served_is_refused_by_name(asked: Sdk) -> None:
 
 
 def test_log_probabilities_are_those_of_the_document(asked: Sdk) -> None:
-    answer = parse(asked, form=Place, logprobs=True, top_logprobs=2, **SAMPLED)
+    answer = parse(asked, form=Place, logprobs=True, top_logprobs=2, **sdk.SAMPLED)
     [choice] = answer.choices
     assert isinstance(choice.message.parsed, Place)
     assert choice.logprobs is not None
@@ -136,30 +124,30 @@ def test_forms_beyond_the_api_go_in_the_extra_body(tiny: Sdk) -> None:
 
 
 def test_the_model_calls_a_tool_where_there_is_need(demo: Sdk) -> None:
-    assert calls_of(parse(demo, tools=[WEATHER])) == [GetWeather(city="Paris")]
-    free = parse(demo, "What is the capital of France?", tools=[WEATHER], tool_choice="auto")
+    assert calls_of(parse(demo, tools=[sdk.WEATHER])) == [GetWeather(city="Paris")]
+    free = parse(demo, "What is the capital of France?", tools=[sdk.WEATHER], tool_choice="auto")
     assert free.choices[0].message.content == "The capital of France is Paris."
     assert not free.choices[0].message.tool_calls
 
 
 def test_required_is_a_call_of_any_tool(asked: Sdk) -> None:
     for seed in range(4):
-        fields = {"tools": [WEATHER, CLOCK], "tool_choice": "required", "temperature": 1}
+        fields = {"tools": [sdk.WEATHER, sdk.CLOCK], "tool_choice": "required", "temperature": 1}
         calls = calls_of(parse(asked, "Hello!", seed=seed, **fields))
         assert all(isinstance(each, GetWeather | Clock) for each in calls)
 
 
 def test_a_named_tool_is_the_one_that_is_called(asked: Sdk) -> None:
     named = {"type": "function", "function": {"name": "clock"}}
-    [call, *_] = calls_of(parse(asked, tools=[WEATHER, CLOCK], tool_choice=named))
+    [call, *_] = calls_of(parse(asked, tools=[sdk.WEATHER, sdk.CLOCK], tool_choice=named))
     assert isinstance(call, Clock)
 
 
 def test_none_is_no_call(asked: Sdk) -> None:
     answer = asked.client.chat.completions.create(
         model=asked.model,
-        messages=user(QUESTION),
-        tools=[WEATHER],
+        messages=user(sdk.QUESTION),
+        tools=[sdk.WEATHER],
         tool_choice="none",
         max_tokens=60,
     )
@@ -168,7 +156,7 @@ def test_none_is_no_call(asked: Sdk) -> None:
 
 
 def test_one_call_at_a_time_if_so_asked(tiny: Sdk) -> None:
-    fields: dict[str, Any] = {"tools": [CLOCK], "tool_choice": "required", "temperature": 1.5}
+    fields: dict[str, Any] = {"tools": [sdk.CLOCK], "tool_choice": "required", "temperature": 1.5}
     many, single = (
         [calls_of(parse(tiny, seed=seed, parallel_tool_calls=way, **fields)) for seed in range(6)]
         for way in (True, False)
@@ -177,11 +165,21 @@ def test_one_call_at_a_time_if_so_asked(tiny: Sdk) -> None:
     assert {len(each) for each in single} == {1}
 
 
+def test_tools_beside_a_form_give_a_call_or_a_document(tiny: Sdk) -> None:
+    fields: dict[str, Any] = {"form": Place, "tools": [sdk.CLOCK], "temperature": 2}
+    kinds = set()
+    for seed in range(8):
+        answer = parse(tiny, f"number {seed}", seed=seed, **fields)
+        message = answer.choices[0].message
+        kinds.add(type(calls_of(answer)[0] if message.tool_calls else message.parsed))
+    assert kinds == {Clock, Place}
+
+
 def test_a_streamed_call_is_told_name_first_and_parsed_at_its_end(asked: Sdk) -> None:
     with asked.client.chat.completions.stream(
         model=asked.model,
-        messages=user(QUESTION),
-        tools=[WEATHER],
+        messages=user(sdk.QUESTION),
+        tools=[sdk.WEATHER],
         tool_choice="required",
         parallel_tool_calls=False,
         max_tokens=200,
@@ -202,19 +200,19 @@ def test_what_a_tool_returns_becomes_the_answer(demo: Sdk, streams: bool) -> Non
     def turn(messages: list[Any]) -> ParsedChatCompletion[None]:
         chat = demo.client.chat.completions
         if not streams:
-            return chat.parse(model="demo", messages=messages, tools=[WEATHER])
-        with chat.stream(model="demo", messages=messages, tools=[WEATHER]) as stream:
+            return chat.parse(model="demo", messages=messages, tools=[sdk.WEATHER])
+        with chat.stream(model="demo", messages=messages, tools=[sdk.WEATHER]) as stream:
             return stream.until_done().get_final_completion()
 
-    messages = user(QUESTION)
+    messages = user(sdk.QUESTION)
     called = turn(messages).choices[0].message
     messages.append(called)
     [call] = called.tool_calls or []
     assert call.function.parsed_arguments == GetWeather(city="Paris")
-    messages.append({"role": "tool", "tool_call_id": call.id, "content": RESULT})
+    messages.append({"role": "tool", "tool_call_id": call.id, "content": sdk.RESULT})
     answer = turn(messages).choices[0]
     assert answer.finish_reason == "stop"
-    assert not {"18", "sunny", "Paris"} - set(re.findall(r"\w+", answer.message.content or ""))
+    assert sdk.knows(answer.message.content or ""), answer.message.content
 
 
 # ── reasoning ──
@@ -227,10 +225,10 @@ def reasoning(message: Any) -> str:
 
 @pytest.mark.parametrize("budget", [0, 5, 20])
 def test_thoughts_are_apart_and_end_with_their_budget(tiny: Sdk, budget: int) -> None:
-    body = THINK | {"thinking_token_budget": budget}
+    body = sdk.THINK | {"thinking_token_budget": budget}
     fields: dict[str, Any] = {"messages": user("hi"), "max_tokens": 60, "extra_body": body}
     create = tiny.client.chat.completions.create
-    answer = create(model=tiny.model, **fields, **SAMPLED)
+    answer = create(model=tiny.model, **fields, **sdk.SAMPLED)
     [choice] = answer.choices
     assert bool(reasoning(choice.message)) == bool(budget)
     assert choice.message.content
@@ -242,7 +240,7 @@ def test_thoughts_are_apart_and_end_with_their_budget(tiny: Sdk, budget: int) ->
     assert budget <= details.reasoning_tokens <= budget + 1  # the mark that ends it
     deltas = [
         chunk.choices[0].delta
-        for chunk in create(model=tiny.model, stream=True, **fields, **SAMPLED)
+        for chunk in create(model=tiny.model, stream=True, **fields, **sdk.SAMPLED)
     ]
     assert "".join(map(reasoning, deltas)) == reasoning(choice.message)
     assert "".join(delta.content or "" for delta in deltas) == choice.message.content
@@ -250,12 +248,12 @@ def test_thoughts_are_apart_and_end_with_their_budget(tiny: Sdk, budget: int) ->
 
 
 def test_thoughts_come_before_what_is_held_to_a_form(tiny: Sdk) -> None:
-    body = THINK | {"thinking_token_budget": 8}
-    thought = parse(tiny, form=Place, extra_body=body, **SAMPLED).choices[0].message
+    body = sdk.THINK | {"thinking_token_budget": 8}
+    thought = parse(tiny, form=Place, extra_body=body, **sdk.SAMPLED).choices[0].message
     assert reasoning(thought)
     assert isinstance(thought.parsed, Place)
-    fields: dict[str, Any] = {"tools": [CLOCK], "tool_choice": "required", "extra_body": body}
-    called = parse(tiny, **fields, **SAMPLED)
+    fields: dict[str, Any] = {"tools": [sdk.CLOCK], "tool_choice": "required", "extra_body": body}
+    called = parse(tiny, **fields, **sdk.SAMPLED)
     assert reasoning(called.choices[0].message)
     assert all(isinstance(each, Clock) for each in calls_of(called))
 
@@ -285,10 +283,10 @@ def test_sixteen_at_once_are_each_as_asked(tiny: Sdk) -> None:
             answer = await chat.parse(response_format=Place, **fields)
             assert isinstance(answer.choices[0].message.parsed, Place)
         elif n % 4 == 1:
-            called = await chat.parse(tools=[CLOCK], tool_choice="required", **fields)
+            called = await chat.parse(tools=[sdk.CLOCK], tool_choice="required", **fields)
             assert all(isinstance(each, Clock) for each in calls_of(called))
         elif n % 4 == 2:
-            body = THINK | {"thinking_token_budget": 9}
+            body = sdk.THINK | {"thinking_token_budget": 9}
             async with chat.stream(response_format=Place, extra_body=body, **fields) as stream:
                 final = (await stream.get_final_completion()).choices[0]
             assert isinstance(final.message.parsed, Place)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,26 +10,15 @@ import pytest
 from openai.types.responses import ParsedResponse, ResponseFunctionToolCall
 
 from tests import sdk
-from tests.sdk import (
-    CLOCK,
-    QUESTION,
-    RESULT,
-    SAMPLED,
-    THINK,
-    WEATHER,
-    Clock,
-    GetWeather,
-    Place,
-    Sdk,
-)
+from tests.sdk import Clock, GetWeather, Place, Sdk
 from tests.serving import wait_until
 
-TOOLS: list[Any] = [WEATHER, CLOCK]  # the SDK takes them as they are for the other API
+TOOLS: list[Any] = [sdk.WEATHER, sdk.CLOCK]  # the SDK takes them as they are for the other API
 
 
 def sampled(**extra: Any) -> dict[str, Any]:
     """A seed is no parameter of this API."""
-    return {"temperature": SAMPLED["temperature"], "extra_body": {"seed": SAMPLED["seed"], **extra}}
+    return {"temperature": 1.0, "extra_body": {"seed": 1, **extra}}
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +47,12 @@ def calls_of(answer: ParsedResponse[Any]) -> list[Any]:
     return [call.parsed_arguments for call in calls]
 
 
-def knows(text: str) -> bool:
-    """Whether an answer tells what the weather tool returned."""
-    return not {"18", "sunny", "Paris"} - set(re.findall(r"\w+", text))
-
-
 # ── documents ──
 
 
 def test_a_text_is_parsed_into_its_model(asked: Sdk) -> None:
     answer = asked.client.responses.parse(
-        model=asked.model, input=QUESTION, text_format=Place, max_output_tokens=300, **sampled()
+        model=asked.model, input=sdk.QUESTION, text_format=Place, max_output_tokens=300, **sampled()
     )
     assert answer.status == "completed"
     assert isinstance(answer.output_parsed, Place)
@@ -78,7 +61,7 @@ def test_a_text_is_parsed_into_its_model(asked: Sdk) -> None:
 
 def test_a_streamed_text_is_parsed_at_its_end(asked: Sdk) -> None:
     with asked.client.responses.stream(
-        model=asked.model, input=QUESTION, text_format=Place, max_output_tokens=300
+        model=asked.model, input=sdk.QUESTION, text_format=Place, max_output_tokens=300
     ) as stream:
         events = list(stream)
         final = stream.get_final_response()
@@ -118,7 +101,7 @@ def test_a_tool_is_called_as_the_choice_says(asked: Sdk) -> None:
     def call(choice: Any) -> ParsedResponse[None]:
         return asked.client.responses.parse(
             model=asked.model,
-            input=QUESTION,
+            input=sdk.QUESTION,
             tools=TOOLS,
             tool_choice=choice,
             parallel_tool_calls=False,
@@ -133,6 +116,23 @@ def test_a_tool_is_called_as_the_choice_says(asked: Sdk) -> None:
     assert [item.type for item in none.output] == ["message"]
 
 
+def test_one_call_at_a_time_if_so_asked(tiny: Sdk) -> None:
+    def count(parallel: bool, seed: int) -> int:
+        answer = tiny.client.responses.parse(
+            model=tiny.model,
+            input=sdk.QUESTION,
+            tools=TOOLS[1:],
+            tool_choice="required",
+            parallel_tool_calls=parallel,
+            temperature=1.5,
+            extra_body={"seed": seed},
+        )
+        return len(calls_of(answer))
+
+    assert max(count(True, seed) for seed in range(6)) > 1
+    assert {count(False, seed) for seed in range(6)} == {1}
+
+
 @pytest.mark.parametrize("stored", [True, False])
 @pytest.mark.parametrize("streams", [True, False])
 def test_what_a_tool_returns_becomes_the_answer(demo: Sdk, stored: bool, streams: bool) -> None:
@@ -145,23 +145,23 @@ def test_what_a_tool_returns_becomes_the_answer(demo: Sdk, stored: bool, streams
         with demo.client.responses.stream(**fields) as stream:
             return stream.until_done().get_final_response()
 
-    items: list[Any] = [{"role": "user", "content": QUESTION}]
+    items: list[Any] = [{"role": "user", "content": sdk.QUESTION}]
     asking = turn(input=items)
     [call] = asking.output
     assert isinstance(call, ResponseFunctionToolCall)
     assert calls_of(asking) == [GetWeather(city="Paris")]
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": sdk.RESULT}
     if stored:
         answer = turn(input=[result], previous_response_id=asking.id)
     else:
         answer = turn(input=[*items, *asking.output, result])
-    assert knows(answer.output_text), answer.output_text
+    assert sdk.knows(answer.output_text), answer.output_text
 
 
 def test_a_streamed_call_is_told_in_parts(asked: Sdk) -> None:
     with asked.client.responses.stream(
         model=asked.model,
-        input=QUESTION,
+        input=sdk.QUESTION,
         tools=TOOLS[:1],
         tool_choice="required",
         parallel_tool_calls=False,
@@ -178,7 +178,7 @@ def test_a_streamed_call_is_told_in_parts(asked: Sdk) -> None:
 
 
 def test_thoughts_are_items(tiny: Sdk) -> None:
-    extra = THINK | {"thinking_token_budget": 6}
+    extra = sdk.THINK | {"thinking_token_budget": 6}
     fields: dict[str, Any] = {"model": tiny.model, "input": "hi", "text_format": Place}
     fields |= sampled(**extra) | {"max_output_tokens": 300}
     answer = tiny.client.responses.parse(**fields)
