@@ -184,6 +184,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
                 tuple(tool.nested() for tool in tools if offered),
                 self.chat_template_kwargs or {},
                 effort=self.reasoning.effort if self.reasoning else None,
+                effort_param="reasoning.effort",
             ),
             stream=TokenStream(),
             sampling=self.sampling(self.logprobs),

@@ -174,6 +174,14 @@ def test_a_call_that_is_cut_short_keeps_what_there_is() -> None:
     assert [(each.name, each.text) for each in found] == [("w", ""), (None, '{"ci')]
 
 
+@pytest.mark.parametrize("cut", ["<tool_call>", '<tool_call>\n{"na', '<tool_call>\n{"name": "w'])
+def test_a_call_without_a_name_yet_is_not_shown(cut: str) -> None:
+    reader = Reader(HERMES, "", True)
+    found = reader.push("So " + cut) + reader.flush()
+    assert [(each.kind, each.text) for each in found] == [("content", "So")]
+    assert reader.calls_begun == 0
+
+
 def test_a_tokenizers_own_template_is_the_one() -> None:
     own = {"start_anchor": "A", "fields": {"content": {"content": "text"}}}
     tokenizer: Any = Carrier("<tool_call>", own)

@@ -239,7 +239,7 @@ def test_least_tokens_and_ignored_ends_do_not_break_a_document() -> None:
     [
         (Constraint("json_schema", {"type": "foo"}, "f"), "foo"),
         (Constraint("json_schema", {"$ref": "#/$defs/none"}, "f"), "none"),
-        (Constraint("json_schema", {"type": "string", "format": "nonsense"}, "f"), "nonsense"),
+        (Constraint("json_schema", {"not": {"type": "string"}}, "f"), "not"),
         (Constraint("json_schema", ["no", "schema"], "f"), "object"),
         (Constraint("regex", "a(", "f"), "unclosed group"),
         (Constraint("json_schema", {"$ref": "#"}, "f"), "no text fits"),
@@ -252,6 +252,23 @@ def test_what_cannot_be_used_is_refused_with_the_reason(constraint: Any, reason:
         engine().prepare(asking(constraint=constraint))
     assert caught.value.param == "f"
     assert len(str(caught.value)) < 1000
+
+
+def test_a_format_that_is_not_known_is_a_remark() -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "format": {"type": "string", "format": "base64", "maxLength": 3},
+            "day": {"type": "string", "format": "date"},
+            "kind": {"const": {"format": "base64"}},
+        },
+        "required": ["format", "day", "kind"],
+        "additionalProperties": False,
+    }
+    [choice] = alone(asking(constraint=Constraint("json_schema", schema, "f"))).choices
+    made = json.loads(choice.text)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", made["day"])
+    assert made["kind"] == {"format": "base64"}
 
 
 def test_a_tool_that_cannot_be_used_is_named() -> None:

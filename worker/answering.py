@@ -65,7 +65,8 @@ class Answering:
             if re.search(rf"\b{switch}\b", text):
                 given[switch] = chat.effort != "none"
         if not given and chat.effort != "none":
-            raise InvalidInput(f"{EFFORT}: this model's template knows no thinking", EFFORT)
+            why = f"{chat.effort_param}: this model's template knows no thinking"
+            raise InvalidInput(why, chat.effort_param)
         return given
 
     def plan(self, request: GenerationInput, prompt: str) -> AnswerPlan:

@@ -24,6 +24,9 @@ from worker.payloads import Constraint
 COMPACT: Any = {"whitespace_flexible": False}
 KEPT = 128  # compiled grammars, the ones used last
 REASON = 500  # characters of what the library says
+# The formats of strings that llguidance holds to.
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname")
+FORMATS += ("ipv4", "ipv6", "uuid", "uri")
 POSITION = re.compile(r"^at \d+\(\d+\): ")
 QUOTED = re.compile(r"\s*(\d+ \||\^)")
 
@@ -51,7 +54,8 @@ class Grammars:
         if constraint.kind != "json_schema":
             only = "goes with tools only where it asks for JSON"
             raise InvalidInput(f"{constraint.param}: {only}", constraint.param)
-        schema = json.dumps({**_object(constraint), "x-guidance": COMPACT})
+        known = _without_unknown_formats(_object(constraint))
+        schema = json.dumps({**known, "x-guidance": COMPACT})
         lines = [f"calls: {calls.removeprefix('start:')}", f"answer: %json {schema}"]
         return self.compiled("\n".join(["start: calls | answer", *lines]), constraint.param)
 
@@ -110,7 +114,7 @@ class Grammars:
 def _grammar(constraint: Constraint) -> str:
     value = constraint.value
     if constraint.kind == "json_schema":
-        schema = json.dumps(_object(constraint))
+        schema = json.dumps(_without_unknown_formats(_object(constraint)))
         return LLMatcher.grammar_from_json_schema(schema, overrides=COMPACT)
     if constraint.kind == "regex":
         return LLMatcher.grammar_from_regex(value)
@@ -124,6 +128,19 @@ def _object(constraint: Constraint) -> dict[str, Any]:
     if not isinstance(constraint.value, dict):
         raise InvalidInput(f"{constraint.param}: must be an object", constraint.param)
     return constraint.value
+
+
+def _without_unknown_formats(schema: Any) -> Any:
+    """A format is a remark, not a rule, where it is not known."""
+    if isinstance(schema, list):
+        return [_without_unknown_formats(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value if key in ("const", "enum") else _without_unknown_formats(value)
+        for key, value in schema.items()
+        if key != "format" or not isinstance(value, str) or value in FORMATS
+    }
 
 
 def _unusable(reason: str, param: str) -> InvalidInput:

@@ -34,6 +34,7 @@ class Chat:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     effort: str | None = None  # how much to think first: `none`, `minimal`, `low`, …
+    effort_param: str = "reasoning_effort"  # the field of the request that it comes from
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ class Reader:
         self._apart = False  # a mark stood before: white space is nobody's
         self._call: CallReader | None = None
         self._call_text = ""  # of the call that is being read, with its marks
+        self._opened = 0  # how much of it is the first mark
         self._held = ""  # may be the beginning of a mark
         self._space = ""  # may be the last before a mark
         if begun:
@@ -78,9 +79,15 @@ class Reader:
         while match := self._read(found, ended=True):
             self._turn(match, found)
         self._say_space(found)
-        if self.calling:
+        if self.calling and not self._cut_short:
             self._end_call(found)
         return found
+
+    @property
+    def _cut_short(self) -> bool:
+        """Whether the call that is being read is one as far as it goes, but has no name yet."""
+        opening = self._call_text[self._opened :].lstrip()[:1]
+        return self._call is not None and not self._call.begun and opening in ("", "{", "[")
 
     def _read(self, found: list[Found], ended: bool) -> tuple[Mark, Match] | None:
         """Tell what stands before the next mark, or cannot become part of one."""
@@ -133,6 +140,7 @@ class Reader:
             self._inside = field
             if self.calling:
                 self._call, self._call_text = self._call_reader(field, match), taken
+                self._opened = len(taken)
                 self._tell_call("", found)
 
     def _tell(self, text: str, found: list[Found]) -> None:
