@@ -50,10 +50,12 @@ def messages(payload: GenerationInput) -> list[Any]:
 
 # ── what the worker gets ──
 
+BARE = Chat(({"role": "user", "content": "hi"},), effort_param="reasoning.effort")
+
 
 def test_a_bare_request_leaves_everything_to_the_checkpoint(asked: Any) -> None:
     payload = asked()
-    assert payload.prompt == Chat(({"role": "user", "content": "hi"},))
+    assert payload.prompt == BARE
     assert payload.sampling == Sampling()
     assert payload.stopping == Stopping()
     assert (payload.n, payload.constraint, payload.calls) == (1, None, None)
@@ -62,7 +64,7 @@ def test_a_bare_request_leaves_everything_to_the_checkpoint(asked: Any) -> None:
 def test_null_counts_as_absent(asked: Any) -> None:
     nothing = dict.fromkeys(set(ResponseRequest.__struct_fields__) - {"input"})
     payload = asked(**nothing)
-    assert payload.prompt == Chat(({"role": "user", "content": "hi"},))
+    assert payload.prompt == BARE
     assert payload.sampling == Sampling()
     assert payload.stopping == Stopping()
 

@@ -25,8 +25,10 @@ COMPACT: Any = {"whitespace_flexible": False}
 KEPT = 128  # compiled grammars, the ones used last
 REASON = 500  # characters of what the library says
 # The formats of strings that llguidance holds to.
-FORMATS = ("date-time", "time", "date", "duration", "email", "hostname")
-FORMATS += ("ipv4", "ipv6", "uuid", "uri")
+FORMATS = (
+    *("date-time", "time", "date", "duration", "email", "hostname"),
+    *("ipv4", "ipv6", "uuid", "uri"),
+)
 POSITION = re.compile(r"^at \d+\(\d+\): ")
 QUOTED = re.compile(r"\s*(\d+ \||\^)")
 
