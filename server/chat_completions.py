@@ -45,6 +45,8 @@ class ChatReply(Reply):
                 logprobs = []
         if delta.finish_reason is not None:
             yield _chunk_choice(index, {}, _logprobs(logprobs), delta.finish_reason)
+        elif logprobs:
+            self.unsent.setdefault(index, []).extend(logprobs)
 
     def _call(self, choice: int, part: Part) -> Iterator[Document]:
         """A call's name comes whole and first, what follows are its arguments."""

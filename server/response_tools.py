@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
 from server.response_store import Document
+from server.tool_request import NAME
 from worker.payloads import Calls
 
 
@@ -28,6 +29,9 @@ class Tool(Struct):
             raise InvalidInput(f"{path}.type: {only}", f"{path}.type")
         if not self.name:
             raise InvalidInput(f"{path}.name: is required", f"{path}.name")
+        if not NAME.fullmatch(self.name):
+            kind = f"{path}.name: must be 1 to 64 letters, digits and _ - . : /"
+            raise InvalidInput(kind, f"{path}.name")
         check_depth(self.parameters, f"{path}.parameters")
 
     def nested(self) -> Document:

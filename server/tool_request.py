@@ -1,5 +1,6 @@
 """The tools of a request and which of them may be called, as Chat Completions has them."""
 
+import re
 from typing import Any
 
 from batching.errors import InvalidInput
@@ -7,6 +8,7 @@ from worker.payloads import Calls
 
 Tools = list[dict[str, Any]]
 
+NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 WAYS = ("none", "auto", "required")
 # For the OpenAPI document.
 FUNCTION = {
@@ -71,6 +73,9 @@ def _names(tools: Tools) -> list[str]:
         name = function.get("name")
         if not isinstance(name, str) or not name:
             raise InvalidInput(f"{path}.function.name: is required", f"{path}.function.name")
+        if not NAME.fullmatch(name):
+            kind = f"{path}.function.name: must be 1 to 64 letters, digits and _ - . : /"
+            raise InvalidInput(kind, f"{path}.function.name")
         if name in names:
             twice = f"{path}.function.name: there are two tools {name[:100]!r}"
             raise InvalidInput(twice, f"{path}.function.name")

@@ -191,6 +191,11 @@ def test_a_budget_for_thinking_arrives(generator: FakeGenerator, server: Server)
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"tools": [CLOCK, CLOCK]}, "tools[1].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": 'a"b'}}]}, "tools[0].function.name"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a" * 65}}]},
+            "tools[0].function.name",
+        ),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]},
             "tools[0].function.parameters",

@@ -1,8 +1,10 @@
 """Answers read as they come: the same however they are cut, and what transformers makes of the
 whole."""
 
+import copy
 import json
 import random
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -110,7 +112,12 @@ def test_cuts_make_no_difference(chat: str, text: str) -> None:
 @pytest.mark.parametrize(("chat", "text"), FAMILIES)
 def test_the_library_reads_the_same(chat: str, text: str) -> None:
     how = form(chat)
-    theirs = parse_response(text, how.template, prefix="", tools=[WEATHER])
+    spec = copy.deepcopy(dict(how.spec))
+    if spec["fields"].get("tool_calls", {}).get("open") == "<tool_call>":
+        # left to itself, the library takes the space between two calls for content
+        spec["fields"]["tool_calls"]["open_pattern"] = r"\s*<tool_call>"
+        del spec["fields"]["tool_calls"]["open"]
+    theirs = parse_response(text, spec, prefix="", tools=[WEATHER])
     ours = read(how, text)
     assert ours["content"].strip() == theirs.get("content", "")
     assert ours["reasoning"] == theirs.get("reasoning_content", "")
@@ -162,9 +169,7 @@ def test_without_tools_calls_are_text() -> None:
 def test_a_call_that_makes_no_sense_is_text(body: str) -> None:
     text = f"So: <tool_call>{body}</tool_call> yes"
     made = read(HERMES, text)
-    assert made["content"] == f"So:<tool_call>{body}</tool_call> yes".replace("So:<", "So: <") or (
-        made["content"] == f"So: <tool_call>{body}</tool_call> yes"
-    )
+    assert made["content"] == f"So:<tool_call>{body}</tool_call> yes"
     assert made["calls"] == []
 
 
@@ -192,16 +197,78 @@ def test_a_tokenizers_own_template_is_the_one() -> None:
     assert answer_form(tokenizer) is None
 
 
-def test_where_an_answer_begins_in_a_prompt() -> None:
-    prompt = "<|im_start|>assistant\nold<|im_end|>\n<|im_start|>assistant\n<think>\n"
-    assert PLAIN.opening_in(prompt) == "<think>\n"
-    assert PLAIN.opening_in("no such mark") == ""
+@pytest.mark.parametrize(
+    ("prompt", "begun"),
+    [
+        ("<|assistant|>old</s><|assistant|><think>\n", "<think>\n"),
+        ("<|assistant|><think>\n\n</think>\n\n", "<think>\n\n</think>\n\n"),
+        ("<think>old</think>yes</s><|assistant|>", ""),
+        ("<|user|>what is <think>?</s><|assistant|>", ""),
+        ("no such mark", ""),
+        ("", ""),
+    ],
+)
+def test_what_a_prompt_has_begun(prompt: str, begun: str) -> None:
+    assert PLAIN.thoughts_in(prompt) == begun
+    assert form("[TOOL_CALLS]").thoughts_in(prompt) == ""
+
+
+def test_what_is_held_to_a_document_has_no_marks() -> None:
+    reader = Reader(HERMES, "<think>\n\n</think>\n\n", True)
+    reader.hold(marks=False)
+    text = f' "<think>{CALL}</think> '
+    found = [each for letter in text for each in reader.push(letter)] + reader.flush()
+    assert "".join(each.text for each in found) == text
+    assert {each.kind for each in found} == {"content"}
+
+
+def test_calls_in_place_of_a_document_come_first() -> None:
+    reader = Reader(HERMES, "", True)
+    reader.hold(marks=True)
+    found = reader.push(f"{CALL}\n{CALL}")
+    assert [each.name for each in found if each.name] == ["w", "w"]
+    reader = Reader(HERMES, "", True)
+    reader.hold(marks=True)
+    text = f'{{"a": "{CALL}"}}'
+    assert "".join(each.text for each in reader.push(text) + reader.flush()) == text
+    assert reader.calls_begun == 0
+
+
+def test_a_mark_within_a_string_ends_no_call_that_is_held_to_json() -> None:
+    text = '<tool_call>\n{"name": "w", "arguments": {"s": "a</tool_call>b"}}\n</tool_call>'
+    reader = Reader(HERMES, "", True)
+    reader.calls_held = True
+    found = [each for letter in text for each in reader.push(letter)]
+    assert "".join(each.text for each in found) == '{"s": "a</tool_call>b"}'
+    assert reader.calls_ended == 1
+
+
+def test_json_in_the_middle_of_a_text_is_no_call() -> None:
+    how = form(LLAMA)
+    text = 'Here: {"name": "Bob", "parameters": {}} done.'
+    assert read(how, text) == {"content": text, "reasoning": "", "calls": []}
+    assert read(how, text, list(range(len(text))))["content"] == text
+
+
+def test_spaces_and_marks_that_never_end_take_no_time() -> None:
+    for how, text in (
+        (HERMES, (" " * 4000 + "x") * 20),
+        (form("[TOOL_CALLS][ARGS]"), "[TOOL_CALLS]" * 8000),
+        (form("<tool_call><function=<parameter="), "<tool_call> <function" * 4000),
+    ):
+        reader = Reader(how, "", True)
+        started = time.process_time()
+        found = [each for at in range(0, len(text), 16) for each in reader.push(text[at : at + 16])]
+        found += reader.flush()
+        assert time.process_time() - started < 3
+        assert "".join(each.text for each in found).strip() == text.strip()
 
 
 @pytest.mark.parametrize(
     ("pattern", "text"),
     [
-        (r"\s*<tool_call>", "<tool_call>"),
+        (r"\s*<tool_call>", None),
+        ("<tool_call>", "<tool_call>"),
         (r"<\|a\|>", "<|a|>"),
         (r"a+", None),
         (r"(?P<name>x)", None),

@@ -550,7 +550,7 @@ def test_a_ban_changes_no_log_probability() -> None:
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_a_broken_row_is_seen_through_a_ban(broken: float) -> None:
     logits = torch.zeros(1, 300)
-    logits[0, 5] = broken
+    logits[0, 11] = broken
     tokens = torch.zeros(1, 300, dtype=torch.bool)
     tokens[0, 11] = True
     row = Row(Draws(SamplingParams(), 0, []), 0)

@@ -1,10 +1,12 @@
 """Answers held to grammars and tools, from the engine on a model of random weights: what it says
 is as asked all the same."""
 
+import contextlib
 import json
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jsonschema_rs
@@ -132,8 +134,6 @@ def test_a_document_is_valid_and_compact(name: str) -> None:
         assert choice.finish_reason == "stop"
         document = json.loads(choice.text)
         assert jsonschema_rs.is_valid(SCHEMAS[name], document), choice.text
-        compact = json.dumps(document, separators=(",", ":"), ensure_ascii=False)
-        assert len(choice.text) >= len(compact)
         assert not re.search(r"[{\[,:]\s|\s[}\],:]", re.sub(r'"(\\.|[^"\\])*"', "", choice.text))
 
 
@@ -219,6 +219,22 @@ def test_log_probabilities_are_of_what_the_model_would_say() -> None:
     assert banned  # the best tokens were mostly not allowed, and are told all the same
 
 
+def test_log_probabilities_are_those_of_the_content() -> None:
+    sampling = Sampling(temperature=1.0, logprobs=0, logit_bias=opening_call(0).logit_bias)
+    for seed in range(6):
+        item = asking(
+            sampling=replace(sampling, seed=seed),
+            tools=TOOLS,
+            calls=Calls(NAMES),
+            variables={"thinking_begun": seed % 2 == 0},
+            thinking_tokens=4,
+            max_tokens=120,
+            stopping={"stop": ("e",)} if seed > 3 else {},
+        )
+        [choice] = alone(item).choices
+        assert "".join(entry.text for entry in choice.logprobs) == choice.text
+
+
 def test_a_limit_cuts_a_document_short() -> None:
     [choice] = alone(asking(max_tokens=4, constraint=schema("nested"))).choices
     assert choice.finish_reason == "length"
@@ -254,6 +270,100 @@ def test_what_cannot_be_used_is_refused_with_the_reason(constraint: Any, reason:
     assert len(str(caught.value)) < 1000
 
 
+def chain(length: int) -> dict[str, Any]:
+    """A schema that refers to another, and so on."""
+    links: dict[str, Any] = {
+        f"a{n}": {
+            "type": "object",
+            "properties": {"x": {"$ref": f"#/$defs/a{n + 1}"}},
+            "required": ["x"],
+            "additionalProperties": False,
+        }
+        for n in range(length)
+    }
+    return {"$ref": "#/$defs/a0", "$defs": {**links, f"a{length}": {"type": "null"}}}
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Constraint("json_schema", chain(1500), "f"),
+        Constraint("grammar", "\n".join(
+            ["start: a0", *(f'a{n}: "x" a{n + 1}' for n in range(5000)), 'a5000: "y"']
+        ), "f"),
+    ],
+)  # fmt: skip
+def test_a_long_chain_of_references_does_no_harm(constraint: Constraint) -> None:
+    item = asking(constraint=constraint, max_tokens=5)
+    with contextlib.suppress(InvalidInput):  # if it is too long for the library
+        [choice] = alone(item).choices
+        assert choice.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Constraint("choice", [f"x{n}" for n in range(100_000)], "f"),
+        Constraint("regex", "a" * 60_000, "f"),
+        Constraint("json_schema", {"enum": ["x" * 1_000_000]}, "f"),
+        Constraint("grammar", 'root ::= "a', "f"),
+        Constraint("grammar", "root ::= " + "(" * 5000, "f"),
+    ],
+)
+def test_what_is_too_much_is_refused_in_few_words(constraint: Constraint) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        engine().prepare(asking(constraint=constraint))
+    assert caught.value.param == "f"
+    assert len(str(caught.value)) < 700
+    assert "backtrace" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["</s>", "<tool_call>", "a<think>b", "x/y", 'tab\t\x7f "q" é'])
+def test_any_text_can_be_asked_for(text: str) -> None:
+    [choice] = alone(asking(constraint=Constraint("choice", [text], "f"))).choices
+    assert choice.text == text
+    schema = {"const": {"a": text.replace("\x7f", "")}}
+    [choice] = alone(asking(constraint=Constraint("json_schema", schema, "f"))).choices
+    assert json.loads(choice.text) == schema["const"]
+    pattern = Constraint("regex", re.escape(text), "f")
+    [choice] = alone(asking(constraint=pattern)).choices
+    assert choice.text == text
+
+
+def test_a_grammar_that_was_used_often_is_made_anew() -> None:
+    grammars = engine().prompts.grammars
+    constraint = Constraint("regex", "(a|b)*a(a|b){9}c", "f")
+    made = {id(grammars.matcher(constraint)) for _ in range(450)}
+    assert 2 <= len(made) <= 3
+
+
+def test_many_optional_members_can_be_generated() -> None:
+    schema = {
+        "type": "object",
+        "properties": {f"p{n}": {"type": "boolean"} for n in range(700)},
+        "additionalProperties": False,
+    }
+    item = asking(constraint=Constraint("json_schema", schema, "f"), max_tokens=30)
+    assert alone(item).choices[0].tokens > 1
+
+
+def test_one_of_and_what_clients_say_to_the_library() -> None:
+    schema = {
+        "x-guidance": {"whitespace_pattern": " +", "foo": 1},
+        "oneOf": [{"const": {"a": [1, 2]}}, {"const": {"a": [3, 4]}}],
+    }
+    [choice] = alone(asking(constraint=Constraint("json_schema", schema, "f"))).choices
+    assert choice.text in ('{"a":[1,2]}', '{"a":[3,4]}')
+
+
+def test_stop_tokens_and_least_tokens_leave_a_way_on() -> None:
+    letter = tiny_chat.tokenizer().encode("A", add_special_tokens=False)
+    stopping = {"stop_token_ids": tuple(letter), "min_tokens": 3}
+    constraint = Constraint("choice", ["A"], "f")
+    [choice] = alone(asking(constraint=constraint, stopping=stopping)).choices
+    assert choice.finish_reason == "stop"
+
+
 def test_a_format_that_is_not_known_is_a_remark() -> None:
     schema = {
         "type": "object",
@@ -272,13 +382,14 @@ def test_a_format_that_is_not_known_is_a_remark() -> None:
 
 
 def test_a_tool_that_cannot_be_used_is_named() -> None:
-    broken = {"type": "function", "function": {"name": "b", "parameters": {"type": "foo"}}}
-    for required in (False, True):
-        calls = Calls(("clock", "b"), required=required)
-        with pytest.raises(InvalidInput, match="foo") as caught:
-            engine().prepare(asking(tools=(CLOCK, broken), calls=calls))
-        assert caught.value.param == "tools[1]"
-        assert "start" not in str(caught.value)  # nothing of our own grammar
+    parameters = {"type": "object", "properties": {"a": {"type": "foo"}}}
+    broken = {"type": "function", "function": {"name": "b", "parameters": parameters}}
+    calls = Calls(("clock", "b"), required=True)
+    with pytest.raises(InvalidInput, match="foo") as caught:
+        engine().prepare(asking(tools=(CLOCK, broken), calls=calls))
+    assert caught.value.param == "tools[1]"
+    assert "start" not in str(caught.value)  # nothing of our own grammar
+    engine().prepare(asking(tools=(CLOCK, broken), calls=Calls(("clock", "b"))))
 
 
 # ── tools ──
@@ -323,15 +434,15 @@ def test_a_named_tool_is_the_one_that_is_called() -> None:
 
 
 def opening_call(seed: int) -> Sampling:
-    """It begins a call sooner or later."""
-    mark = tiny_chat.tokenizer().convert_tokens_to_ids("<tool_call>")
-    return Sampling(temperature=1.0, seed=seed, logit_bias={mark: 2.0})
+    """It begins a call sooner or later, and comes to an end."""
+    mark, end = tiny_chat.tokenizer().convert_tokens_to_ids(["<tool_call>", "</s>"])
+    return Sampling(temperature=1.0, seed=seed, logit_bias={mark: 2.5, end: 1.5})
 
 
 def test_a_call_that_the_model_begins_is_held_to_its_tool() -> None:
     made = 0
-    for seed in range(6):
-        item = asking(sampling=opening_call(seed), tools=TOOLS, calls=Calls(NAMES), max_tokens=500)
+    for seed in range(12):
+        item = asking(sampling=opening_call(seed), tools=TOOLS, calls=Calls(NAMES), max_tokens=400)
         served = alone(item)
         if served.choices[0].finish_reason == "length":
             continue
@@ -343,12 +454,15 @@ def test_a_call_that_the_model_begins_is_held_to_its_tool() -> None:
 
 
 def test_the_first_call_is_the_last_where_only_one_may_be_made() -> None:
-    for seed in range(4):
+    made = 0
+    for seed in range(6):
         calls = Calls(NAMES, parallel=False)
         served = alone(asking(sampling=opening_call(seed), tools=TOOLS, calls=calls))
         if served.choices[0].finish_reason == "tool_calls":
             assert len(calls_in(served)) == 1
             assert served.choices[0].parts[-1].kind == "call"
+            made += 1
+    assert made > 1
 
 
 def test_without_tools_a_call_is_text() -> None:
@@ -375,6 +489,61 @@ def test_an_answer_in_a_form_may_be_a_call_instead() -> None:
             assert jsonschema_rs.is_valid(SCHEMAS["flat"], json.loads(served.choices[0].text))
             kinds.add("document")
     assert kinds == {"call", "document"}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": "object", "properties": {"a": {"const": 1}}, "allOf": [{"required": ["b"]}]},
+        {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a", "b"]},
+        {"type": ["object", "null"], "properties": {"a": {"const": 1}}},
+        {"type": "string"},
+        {"$ref": "#/$defs/x", "$defs": {"x": {"type": "object", "properties": {}}}},
+    ],
+)
+def test_tools_of_any_schema_take_objects(parameters: dict[str, Any]) -> None:
+    tool = {"type": "function", "function": {"name": "t", "parameters": parameters}}
+    calls = Calls(("t",), required=True, parallel=False)
+    item = asking(tools=(tool,), calls=calls, max_tokens=400, sampling=Sampling(seed=3))
+    served = alone(item)
+    if served.choices[0].finish_reason == "tool_calls":
+        [(name, arguments)] = calls_in(served)
+        assert name == "t"
+        assert isinstance(arguments, dict)
+
+
+def test_a_tool_that_cannot_be_held_to_may_still_be_called() -> None:
+    odd = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}
+    tool = {"type": "function", "function": {"name": "t", "parameters": odd}}
+    item = asking(tools=(tool,), calls=Calls(("t",)), max_tokens=5)
+    assert alone(item).choices[0].finish_reason
+
+
+@pytest.mark.parametrize("stop", [(">>>",), ("}}}", "\n\n\n")])
+def test_stop_strings_do_not_get_in_the_way(stop: tuple[str, ...]) -> None:
+    """They are looked for in content alone, and hold no marks back."""
+    document = {"constraint": schema("flat"), "variables": {"thinking_begun": True}}
+    for fields in (
+        {**document, "sampling": closing(1), "thinking_tokens": 9},
+        {"sampling": opening_call(1), "tools": TOOLS, "calls": Calls(NAMES)},
+        {"tools": TOOLS, "calls": Calls(NAMES, required=True)},
+    ):
+        without = alone(asking(**fields))
+        stopped = alone(asking(**fields, stopping={"stop": stop}))
+        assert stopped.ids == without.ids
+        assert stopped.choices[0].parts == without.choices[0].parts
+
+
+def test_marks_within_a_document_are_its_text() -> None:
+    pattern = r'\{"a":"<think(>|!)a{0,9}</thin(k|x)(>|!)b{3}"\}'
+    for seed in range(6):
+        item = asking(
+            sampling=Sampling(temperature=1.0, seed=seed),
+            constraint=Constraint("regex", pattern, "f"),
+        )
+        [choice] = alone(item).choices
+        assert re.fullmatch(pattern, choice.text)
+        assert {part.kind for part in choice.parts} == {"content"}
 
 
 # ── reasoning ──

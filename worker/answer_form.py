@@ -24,8 +24,7 @@ FUNCTION = {"type": "function", "function": "{content}"}
 CAPTURED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 THOUGHTS = {"open": "<think>", "close": "</think>", "content": "text"}
 JSON_IN_TAGS = {
-    # The space before a call is no content.
-    "open_pattern": r"\s*<tool_call>",
+    "open": "<tool_call>",
     "close": "</tool_call>",
     "repeats": True,
     "content": "json",
@@ -36,8 +35,8 @@ FAMILIES: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (
         ("<tool_call>", "<function=", "<parameter="),
         {
-            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-            "close_pattern": r"</function>\s*</tool_call>",
+            "open_pattern": r"<tool_call>\s{0,8}<function=(?P<name>[^>\n]{1,128})>",
+            "close_pattern": r"</function>\s{0,8}</tool_call>",
             "repeats": True,
             "content": "xml-inline",
             "content_args": {
@@ -50,7 +49,8 @@ FAMILIES: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (
         ("[TOOL_CALLS]", "[ARGS]"),
         {
-            "open_pattern": r"\[TOOL_CALLS\](?P<name>[^\[{]+)(?:\[CALL_ID\][^\[{]*)?\[ARGS\]",
+            "open_pattern": r"\[TOOL_CALLS\](?P<name>[^\[{]{1,128})"
+            r"(?:\[CALL_ID\][^\[{]{0,64})?\[ARGS\]",
             "close_pattern": r"(?=\[TOOL_CALLS\])",
             "repeats": True,
             "content": "json",
@@ -72,7 +72,7 @@ FAMILIES: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (
         ("<|tool_call>call:",),
         {
-            "open_pattern": r"<\|tool_call>call:(?P<name>\w+)",
+            "open_pattern": r"<\|tool_call>call:(?P<name>\w{1,128})",
             "close": "<tool_call|>",
             "repeats": True,
             "content": "json",
@@ -93,17 +93,7 @@ FAMILIES: list[tuple[tuple[str, ...], dict[str, Any]]] = [
         },
     ),
 ]
-# What stands before the assistant's words.
-OPENINGS = [
-    "<|im_start|>assistant\n",
-    "<|start_header_id|>assistant<|end_header_id|>\n\n",
-    "<|turn>model\n",
-    "<start_of_turn>model\n",
-    "<｜Assistant｜>",
-    "<|assistant|>\n",
-    "<|assistant|>",
-    "[/INST]",
-]
+ANYWHERE = "\n"  # the library wants to know where an answer begins in a prompt; we know that
 
 
 class Mark(NamedTuple):
@@ -122,7 +112,13 @@ class AnswerForm:
 
     @cached_property
     def template(self) -> ResponseTemplate:
-        return load_response_template(dict(self.spec))
+        """Space before a mark is nobody's in any case, and looking for it takes long."""
+        fields = {name: dict(field) for name, field in self.spec["fields"].items()}
+        for field in fields.values():
+            for key in ("open_pattern", "close_pattern"):
+                if key in field:
+                    field[key] = field[key].removeprefix(r"\s*")
+        return load_response_template({**self.spec, "fields": fields})
 
     @property
     def calls(self) -> ResponseTemplateField | None:
@@ -150,22 +146,39 @@ class AnswerForm:
             if field.close_re is not None
         }
 
-    def opening_in(self, prompt: str) -> str:
-        """What of the answer the prompt has already written; "" if it does not open one."""
-        begun = self.template.start_anchor_re.search(prompt) is not None
-        return self.template.truncate_past_last_anchor(prompt) if begun else ""
+    @property
+    def unmarked(self) -> bool:
+        """Whether nothing but their own text tells that there are calls."""
+        mark = self.opens.get(CALLS)
+        found = mark.pattern.search('{"name": "x"') if mark else None
+        return found is not None and not found.group()
+
+    def thoughts_in(self, prompt: str) -> str:
+        """The marks of reasoning that a prompt ends with: it has begun, or is over."""
+        mark = self.opens.get(self.reasoning.name) if self.reasoning else None
+        if mark is None or self.reasoning is None:
+            return ""
+        begun = [match.start() for match in mark.pattern.finditer(prompt)][-1:]
+        tail = prompt[begun[0] :] if begun else ""
+        rest = mark.pattern.sub("", tail)
+        if self.reasoning.close_re is not None:
+            rest = self.reasoning.close_re.sub("", rest)
+        return "" if rest.strip() else tail
 
     def marks(self, token: str) -> bool:
-        """Whether a token is part of what opens or closes reasoning and calls."""
+        """Whether a special token is part of what opens, closes or quotes reasoning and calls."""
         fields = [field for field in (self.calls, self.reasoning) if field]
         patterns = [each for field in fields for each in (field.open_re, field.close_re) if each]
-        return any(token in pattern.pattern.replace("\\", "") for pattern in patterns)
+        texts = [pattern.pattern.replace("\\", "") for pattern in patterns]
+        for field in fields:
+            texts += [each for pair in field.content_args.get("string_delims", ()) for each in pair]
+        return len(token) > 2 and any(token in text for text in texts)
 
 
 # What calls look like where a model must make some and its own form cannot be told.
 PLAIN = AnswerForm(
     {
-        "start_anchor": OPENINGS,
+        "start_anchor": ANYWHERE,
         "fields": {
             "reasoning_content": THOUGHTS,
             CALLS: JSON_IN_TAGS,
@@ -191,7 +204,7 @@ def answer_form(tokenizer: PreTrainedTokenizerBase) -> AnswerForm | None:
     if not fields:
         return None
     fields[CONTENT] = {"content": "text"}
-    return AnswerForm({"start_anchor": OPENINGS, "fields": fields})
+    return AnswerForm({"start_anchor": ANYWHERE, "fields": fields})
 
 
 def _grows(pattern: Any, literals: list[str] | None) -> bool:
@@ -201,8 +214,7 @@ def _grows(pattern: Any, literals: list[str] | None) -> bool:
 
 
 def literal(pattern: str) -> str | None:
-    """The one text that a pattern stands for, white space before it aside."""
-    rest = pattern.removeprefix(r"\s*")
-    if re.search(r"(?<!\\)(?:\\\\)*[.^$*+?{}\[\]|()]|\\[A-Za-z0-9]", rest):
+    """The one text that a pattern stands for."""
+    if re.search(r"(?<!\\)(?:\\\\)*[.^$*+?{}\[\]|()]|\\[A-Za-z0-9]", pattern):
         return None
-    return re.sub(r"\\(.)", r"\1", rest)
+    return re.sub(r"\\(.)", r"\1", pattern)

@@ -25,6 +25,13 @@ SWITCHES = ("enable_thinking", "thinking")  # what templates call it
 EFFORT = "reasoning_effort"
 
 
+# For templates that write calls only where there are tools.
+TOOL = {
+    "type": "function",
+    "function": {"name": "any", "description": "", "parameters": {"type": "object"}},
+}
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
     """For all choices of a prompt."""
@@ -73,13 +80,13 @@ class Answering:
         """`prompt` as the template has written it."""
         if not isinstance(request.prompt, Chat):
             answer = self.grammars.matcher(request.constraint) if request.constraint else None
-            return AnswerPlan(plan=Plan(self.grammars.tokenizer(""), answer) if answer else None)
+            return AnswerPlan(plan=Plan(answer=answer) if answer else None)
         calls, form, call = request.calls, self.form, self._call_form
         if calls and (form is None or form.calls is None or (calls.required and call is None)):
             form, call = PLAIN, PLAIN_CALLS
         named = calls.names if calls else ()
         tools = tuple(tool for tool in request.prompt.tools if tool["function"]["name"] in named)
-        begun = form.opening_in(prompt) if form else ""
+        begun = _begun(form, request.prompt, prompt) if form else ""
         plan = self._plan(request, form, begun, tools, call)
         return AnswerPlan(form, begun, calls, tools, plan)
 
@@ -93,12 +100,15 @@ class Answering:
     ) -> Plan | None:
         calls, budget = request.calls, request.thinking_tokens
         single = calls is not None and not calls.parallel
-        answer, one_call = self._grammars_for(request, tools, call)
+        answer, one_call = self._grammars_for(request, form, tools, call)
         if not (answer or one_call or single or budget is not None):
             return None
+        required = calls is not None and calls.required
         return Plan(
             self.grammars.tokenizer("tools") if answer or one_call else None,
             answer,
+            not required,
+            calls is not None,
             one_call,
             self._may_think(form, begun) if answer and _shall_think(request) else None,
             budget,
@@ -107,7 +117,11 @@ class Answering:
         )
 
     def _grammars_for(
-        self, request: GenerationInput, tools: tuple[Mapping[str, Any], ...], call: CallForm | None
+        self,
+        request: GenerationInput,
+        form: AnswerForm | None,
+        tools: tuple[Mapping[str, Any], ...],
+        call: CallForm | None,
     ) -> tuple[LLMatcher | None, LLMatcher | None]:
         """What holds the answer as a whole, and a call that the model begins by itself."""
         calls, constraint = request.calls, request.constraint
@@ -119,12 +133,18 @@ class Answering:
         try:
             compiled = self.grammars.compiled(grammar, "tools")
         except InvalidInput:
+            if not calls.required and not constraint:
+                return None, None  # what the model makes of it is not held to it
             for n, tool in enumerate(request.prompt.tools):  # which of them is it?
-                single = call.grammar([tool], False, self.grammars.quoted)
-                self.grammars.compiled(single, f"tools[{n}]")
+                if tool in tools:
+                    single = call.grammar([tool], False, self.grammars.quoted)
+                    self.grammars.compiled(single, f"tools[{n}]")
             raise
         if calls.required:
             return compiled, None
+        if constraint and form and form.unmarked:
+            both = "this model's calls cannot be told from JSON: leave out either this or tools"
+            raise InvalidInput(f"{constraint.param}: {both}", constraint.param)
         if constraint:
             return self.grammars.either(constraint, grammar), None
         return None, compiled
@@ -155,7 +175,7 @@ class Answering:
             [{"role": "user", "content": "?"}], prompt=True, enable_thinking=True
         )
         assert self.form is not None
-        if Reader(self.form, self.form.opening_in(prompt), False).thinking:
+        if Reader(self.form, self.form.thoughts_in(prompt), False).thinking:
             return None  # the prompt does
         ids = self._tokenizer.encode(mark, add_special_tokens=False)
         return ids[0] if len(ids) == 1 else None
@@ -164,10 +184,18 @@ class Answering:
         self, messages: list[dict[str, Any]], prompt: bool = False, **variables: Any
     ) -> str:
         text = self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=prompt, tokenize=False, **variables
+            messages, [TOOL], add_generation_prompt=prompt, tokenize=False, **variables
         )
         assert isinstance(text, str)
         return text
+
+
+def _begun(form: AnswerForm, chat: Chat, prompt: str) -> str:
+    """What of the answer the prompt has already written."""
+    if chat.continue_final_message:
+        content = chat.messages[-1].get("content")
+        return content if isinstance(content, str) else ""
+    return form.thoughts_in(prompt) if chat.add_generation_prompt else ""
 
 
 def _shall_think(request: GenerationInput) -> bool:

@@ -5,13 +5,13 @@ what stands around names and arguments is the form. Where that cannot be told (n
 template, arguments that are not JSON), calls that must be made are written in the plain form.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from worker.answer_form import AnswerForm
+from worker.grammar import schema_rule
 
 Render = Callable[[list[dict[str, Any]]], str]  # a chat template, without a generation prompt
 Quote = Callable[[str], str]  # a text as Lark's notation has it
@@ -19,6 +19,8 @@ Tool = Mapping[str, Any]
 
 NAME = "name_of_it"
 ARGUMENTS = {"first_key": "its_text", "second_key": 12}
+# Where properties may be declared besides.
+ELSEWHERE = ("allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "dependentSchemas")
 WRITTEN = re.compile(
     r'\{\s*"first_key"(?P<colon>\s*:\s*)"its_text"(?P<comma>\s*,\s*)"second_key"\s*:\s*12\s*\}'
 )
@@ -49,8 +51,8 @@ class CallForm:
 
     def _call(self, tool: Tool, quote: Quote) -> str:
         function = tool["function"]
-        schema = {"x-guidance": self._spaces(), **_schema(function.get("parameters"))}
-        return f"{quote(function['name'] + self.middle)} %json {json.dumps(schema)}"
+        schema = schema_rule(_schema(function.get("parameters")), self._spaces())
+        return f"{quote(function['name'] + self.middle)} {schema}"
 
     def _spaces(self) -> dict[str, Any]:
         colon, comma = (re.escape(each) for each in (self.colon, self.comma))
@@ -111,14 +113,15 @@ def _turn(calls: int) -> list[dict[str, Any]]:
 
 def _calls_in(form: AnswerForm, text: str) -> str:
     """From the mark that opens the first call to the one that closes the last."""
-    opening = form.opens["tool_calls"].pattern.search(text)
-    start = opening.end() - len(opening.group().lstrip())
+    marks = form.opens["tool_calls"].pattern.finditer(text)
+    first = text.index(NAME)  # what stands before may be told about calls in general
+    start = [match.start() for match in marks if match.start() <= first][-1]
     close = form.closes.get("tool_calls")
     ends = [match.end() for match in close.pattern.finditer(text)] if close else []
     if ends and ends[-1] > text.rindex(NAME):
         return text[start : ends[-1]]
     last = list(WRITTEN.finditer(text))[-1].end()
-    return text[start:last] + _closing(text[start : text.index(NAME)])
+    return text[start:last] + _closing(text[start:first])
 
 
 def _closing(text: str) -> str:
@@ -133,12 +136,15 @@ def _closing(text: str) -> str:
 
 
 def _schema(parameters: Any) -> dict[str, Any]:
-    """A function without parameters takes an empty object."""
+    """Arguments are an object of what is declared; a function that declares none takes none."""
     if not parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     schema = dict(parameters)
-    schema.pop("x-guidance", None)
-    schema.setdefault("type", "object")
-    if "properties" in schema and "additionalProperties" not in schema:
-        schema["additionalProperties"] = False
+    if "$ref" not in schema:
+        schema["type"] = "object"
+    declared = schema.get("properties")
+    if isinstance(declared, dict) and not any(key in schema for key in ELSEWHERE):
+        required = schema.get("required")
+        if set(required if isinstance(required, list) else ()) <= set(declared):
+            schema.setdefault("additionalProperties", False)
     return schema

@@ -36,6 +36,11 @@ class CallReader:
         self._space: str | None = None  # white space that may be the arguments' end; None: before
         self._said: list[Said] = []
 
+    @property
+    def quoted(self) -> bool:
+        """Whether it is in the middle of a string."""
+        return self._quoted
+
     def push(self, text: str) -> list[Said]:
         self._said = []
         if self._bare_name is not None and not self.begun:

@@ -37,7 +37,8 @@ class Choice:
         self.guide = prepared.answer.guide(self._reader)
         self._min_tokens = item.payload.stopping.min_tokens
         self._delta: Delta | None = None
-        self._shown = 0  # characters that no stop string can take back
+        self._read = 0  # characters of the text so far
+        self._held: deque[tuple[int, str]] = deque()  # content that may become a stop string
         self._scores = Scores()
 
     def row(self, drafted: tuple[int, ...] = ()) -> Row:
@@ -107,32 +108,61 @@ class Choice:
     def _show(self, text: str, sampled: Sampled) -> None:
         if sampled.logprob is not None:
             self._scores.add(token_logprob(self.vocabulary, sampled, text))
-        early = self.count <= self._min_tokens
-        self._tell(text if early else self._stops.push(text))
-        if self._stops.matched is not None:
-            self._tell("", last=True)
+        self._tell(text)
 
-    def _tell(self, shown: str, last: bool = False) -> None:
-        """Text that stays: it, and the log-probabilities of it that is content, go out."""
-        delta = self._open()
-        start, self._shown = self._shown, self._shown + len(shown)
+    def _tell(self, text: str, last: bool = False) -> None:
+        """What the text is goes out, as far as that is certain, with the log-probabilities of
+        what is content. Stop strings are looked for in content only."""
+        start, self._read = self._read, self._read + len(text)
+        told = self._read
         if self._reader is None:
-            delta.add("content", shown)
-            self._scores.content(start, self._shown)
-            told = self._shown
+            self._say(text, start)
         else:
-            found = self._reader.push(shown)
+            found = self._reader.push(text)
             found += self._reader.flush() if last else []
             for each in found:
-                delta.add(each.kind, each.text, each.name)
+                if self._stops.matched is not None:
+                    break
                 if each.kind == "content":
-                    self._scores.content(each.at, each.at + len(each.text))
+                    self._say(each.text, each.at)
+                else:
+                    self._say_held()
+                    self._open().add(each.kind, each.text, each.name)
             told = self._reader.at
-        delta.logprobs += self._scores.take(None if last else told)
+        if last or self._stops.matched is not None:
+            self._say_held()
+            self._open().logprobs += self._scores.take(None)
+        else:
+            told = self._held[0][0] if self._held else told
+            self._open().logprobs += self._scores.take(told)
+
+    def _say(self, text: str, at: int) -> None:
+        """Content that stands at `at`: a stop string may hold some of it back."""
+        if self._stops.matched is not None or not text:
+            return
+        self._held.append((at, text))
+        early = self.count <= self._min_tokens
+        self._let_out(text if early else self._stops.push(text))
+
+    def _say_held(self) -> None:
+        """No stop string comes of what is held back."""
+        if self._stops.matched is None:
+            self._let_out(self._stops.flush())
+
+    def _let_out(self, shown: str) -> None:
+        self._open().add("content", shown)
+        left = len(shown)
+        while self._held and left:
+            at, text = self._held.popleft()
+            taken = min(left, len(text))
+            self._scores.content(at, at + taken)
+            left -= taken
+            if taken < len(text):
+                self._held.appendleft((at + taken, text[taken:]))
 
     def _flush(self, sampled: Sampled) -> None:
-        """The text ends here, with `sampled`: what was held back for a stop string or a half
-        character comes. The latter is the last token's that is shown."""
+        """The text ends here, with `sampled`: what was held back for a stop string, a mark or
+        half a character comes. The latter is the last token's that is shown."""
         rest = self._text.flush()
         if rest and sampled.logprob is not None:
             if not self._scores.waiting:
@@ -140,7 +170,7 @@ class Choice:
                 last = told.pop() if told else token_logprob(self.vocabulary, sampled, "")
                 self._scores.take_back(last)
             self._scores.lengthen(rest)
-        self._tell(self._stops.push(rest) + self._stops.flush(), last=True)
+        self._tell(rest, last=True)
 
 
 class Scores:

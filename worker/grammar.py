@@ -1,28 +1,34 @@
-"""Grammars over tokens: what an answer may be, and which tokens may come next in one.
+"""Grammars over tokens: what an answer may be.
 
     Constraint or calls → Grammars (compiled, cached) → a copy for each choice (guide.py)
     → what a step's rows allow (masks.py) → sampling.py
 
-On llguidance. Compiling is done in pool threads.
+On llguidance. Compiling is done in pool threads; what is compiled comes from clients, so that its
+size is bounded, and the library's recursion gets a stack of its own.
 """
 
 import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 from transformers import PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput
 from worker.payloads import Constraint
 
-COMPACT: Any = {"whitespace_flexible": False}
-KEPT = 128  # compiled grammars, the ones used last
+COMPACT = {"whitespace_flexible": False, "coerce_one_of": True}
+KEPT = 32  # compiled grammars, the ones used last
+USES = 200  # of one: copies share what the lexer has learned, which is bounded
+LONGEST = {"json_schema": 1_000_000, "regex": 50_000, "choice": 100_000, "grammar": 100_000}
+MOST_CHOICES = 2_000
+LIMITS = LLParserLimits(max_items_in_row=20_000, step_max_items=500_000, verbose_errors=False)
+STACK_BYTES = 1 << 29  # of address space; a chain of references as long as LONGEST fits
 REASON = 500  # characters of what the library says
 # The formats of strings that llguidance holds to.
 FORMATS = (
@@ -32,6 +38,9 @@ FORMATS = (
 POSITION = re.compile(r"^at \d+\(\d+\): ")
 QUOTED = re.compile(r"\s*(\d+ \||\^)")
 
+T = TypeVar("T")
+_starting = threading.Lock()  # the stack's size is the whole process's setting
+
 
 class Grammars:
     """The grammars of one tokenizer. `rows`: the width of the model's output."""
@@ -39,16 +48,14 @@ class Grammars:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, rows: int, ends: Sequence[int]) -> None:
         self._rows, self._ends = rows, list(ends)
         self._tokenizer = tokenizer
-        self._known: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._known: OrderedDict[str, tuple[LLMatcher, int]] = OrderedDict()
         self._lock = threading.Lock()
         self._made: LLTokenizer | None = None
 
     def matcher(self, constraint: Constraint) -> LLMatcher:
-        """To be copied for use; InvalidInput with the library's reason if it is none."""
-        try:
-            grammar = _grammar(constraint)
-        except ValueError as error:
-            raise _unusable(str(error), constraint.param) from None
+        """To be copied for use; InvalidInput with the reason if it is none."""
+        rule = _rule(constraint)
+        grammar = rule if constraint.kind == "grammar" else f"start: {rule}"
         return self.compiled(grammar, constraint.param)
 
     def either(self, constraint: Constraint, calls: str) -> LLMatcher:
@@ -56,25 +63,36 @@ class Grammars:
         if constraint.kind != "json_schema":
             only = "goes with tools only where it asks for JSON"
             raise InvalidInput(f"{constraint.param}: {only}", constraint.param)
-        known = _without_unknown_formats(_object(constraint))
-        schema = json.dumps({**known, "x-guidance": COMPACT})
-        lines = [f"calls: {calls.removeprefix('start:')}", f"answer: %json {schema}"]
+        lines = [f"calls: {calls.removeprefix('start:')}", f"answer: {_rule(constraint)}"]
         return self.compiled("\n".join(["start: calls | answer", *lines]), constraint.param)
 
     def compiled(self, grammar: str, param: str) -> LLMatcher:
+        """`grammar`: in Lark's notation."""
         with self._lock:
-            if (known := self._known.get(grammar)) is not None:
-                self._known.move_to_end(grammar)
-                return known
-        made = LLMatcher(self.tokenizer(param), grammar, log_level=0)
-        probe = made.deep_copy()
-        probe.compute_bitmask()
-        if probe.is_error() or probe.is_stopped():
-            raise _unusable(made.get_error() or "no text fits it", param)
+            made, uses = self._known.pop(grammar, (None, 0))
+            if made is not None and uses < USES:
+                self._known[grammar] = made, uses + 1
+                return made
+        made = _with_stack(lambda: self._compile(grammar, param))
         with self._lock:
-            self._known[grammar] = made
+            self._known[grammar] = made, 1
             if len(self._known) > KEPT:
                 self._known.popitem(last=False)
+        return made
+
+    def _compile(self, grammar: str, param: str) -> LLMatcher:
+        tokenizer = self.tokenizer(param)
+        plain = grammar.replace("\\", "")
+        if any(mark in plain for mark in self._special):
+            # it would force the text by its token, and then not take it
+            grammar = f'%llguidance {{"no_forcing": true}}\n{grammar}'
+        made = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+        probe = made.deep_copy()
+        probe.compute_bitmask()
+        if "NoExtension" in f"{probe.stop_reason()} {probe.get_error()}":
+            raise _unusable("no text fits it", param)
+        if probe.is_error():
+            raise _unusable(probe.get_error(), param)
         return made
 
     def tokenizer(self, param: str) -> LLTokenizer:
@@ -93,9 +111,7 @@ class Grammars:
         """A text in Lark's notation; special tokens stand by their ids."""
         parts = self._marks.split(text) if self._special else [text]
         return " ".join(
-            f"<[{self._special[part]}]>"
-            if part in self._special
-            else json.dumps(part, ensure_ascii=False)
+            f"<[{self._special[part]}]>" if part in self._special else _literal(part)
             for part in parts
             if part
         )
@@ -113,23 +129,44 @@ class Grammars:
         return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
 
-def _grammar(constraint: Constraint) -> str:
-    value = constraint.value
-    if constraint.kind == "json_schema":
-        schema = json.dumps(_without_unknown_formats(_object(constraint)))
-        return LLMatcher.grammar_from_json_schema(schema, overrides=COMPACT)
-    if constraint.kind == "regex":
-        return LLMatcher.grammar_from_regex(value)
-    if constraint.kind == "choice":
-        alternatives = " | ".join(json.dumps(each, ensure_ascii=False) for each in value)
-        return LLMatcher.grammar_from_lark(f"start: {alternatives}")
-    return LLMatcher.grammar_from_lark(any_to_lark(value))
+def schema_rule(schema: dict[str, Any], options: dict[str, Any]) -> str:
+    """A JSON schema in Lark's notation; what a client says to llguidance itself is left out."""
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
-def _object(constraint: Constraint) -> dict[str, Any]:
-    if not isinstance(constraint.value, dict):
-        raise InvalidInput(f"{constraint.param}: must be an object", constraint.param)
-    return constraint.value
+def _rule(constraint: Constraint) -> str:
+    """What follows `start:` in Lark's notation, or a whole grammar."""
+    value, kind, param = constraint.value, constraint.kind, constraint.param
+    if kind == "json_schema" and not isinstance(value, dict):
+        raise InvalidInput(f"{param}: must be an object", param)
+    if kind == "choice" and len(value) > MOST_CHOICES:
+        raise InvalidInput(f"{param}: takes at most {MOST_CHOICES} texts", param)
+    try:
+        rule = _notation(kind, value)
+    except Exception as error:  # whatever makes it no schema, or no grammar
+        raise _unusable(str(error) or type(error).__name__, param) from None
+    if len(rule) > LONGEST[kind]:
+        raise _unusable(f"it is longer than {LONGEST[kind]} characters", param)
+    return rule
+
+
+def _notation(kind: str, value: Any) -> str:
+    if kind == "json_schema":
+        return schema_rule(_without_unknown_formats(value), COMPACT)
+    if kind == "regex":
+        return f"/{_slashes_escaped(value)}/"
+    if kind == "choice":
+        return " | ".join(map(_literal, value))
+    grammar: str = any_to_lark(value)
+    return grammar
+
+
+def _slashes_escaped(regex: str) -> str:
+    return re.sub(r"(\\.)|/|\n", lambda m: m[1] or {"/": r"\/", "\n": r"\n"}[m[0]], regex)
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _without_unknown_formats(schema: Any) -> Any:
@@ -145,8 +182,35 @@ def _without_unknown_formats(schema: Any) -> Any:
     }
 
 
+def _with_stack(run: Callable[[], T]) -> T:
+    """In a thread with a stack of STACK_BYTES."""
+    result: list[T] = []
+    failure: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            result.append(run())
+        except BaseException as error:  # told where it is waited for
+            failure.append(error)
+
+    with _starting:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread = threading.Thread(target=guarded, name="grammar", daemon=True)
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    if failure:
+        raise failure[0]
+    return result[0]
+
+
 def _unusable(reason: str, param: str) -> InvalidInput:
     """With the library's reason, without the lines of the grammar that it quotes."""
+    reason = re.split("<backtrace>|<state>|<non-verbose/>", reason)[0]
+    if reason.startswith("panic:"):
+        reason = "it is more than the library for grammars can take"
     said = [line for line in reason.splitlines() if not QUOTED.match(line)]
     told = " ".join(" ".join(said).split()).rstrip(": ")
     return InvalidInput(f"{param}: cannot be used: {POSITION.sub('', told)[:REASON]}", param)

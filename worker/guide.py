@@ -22,6 +22,8 @@ class Plan:
 
     tokenizer: LLTokenizer | None = None  # where there is a grammar
     answer: LLMatcher | None = None  # what follows the reasoning, up to the end
+    document: bool = False  # the answer is one: nothing in it is a mark
+    may_call: bool = False  # or it may be calls instead
     call: LLMatcher | None = None  # a call that the model begins by itself
     may_think: int | None = None  # a token that begins reasoning in place of the answer
     budget: int | None = None  # tokens of reasoning
@@ -37,14 +39,15 @@ class Guide:
         self.turned = False  # what was drafted does not know of the last token's effect
         self._plan = plan
         self._reader = reader
-        self._thinking = self._entered = reader is not None and reader.thinking
+        self._thinking = reader is not None and reader.thinking  # or about to
+        self._entered = self._thinking  # the reader has seen it
         self._calling = False
         self._thought = 0
         self._forced: list[int] = []
         self._matcher: LLMatcher | None = None
-        self._may_think = None if self._thinking else plan.may_think  # in place of what is next
+        self._may_think = None if self._thinking else plan.may_think
         if plan.answer and not self._thinking:
-            self._matcher = plan.answer.deep_copy()
+            self._hold(plan.answer)
         self._limit()
 
     def draft(self, looked_up: tuple[int, ...], most: int) -> tuple[int, ...]:
@@ -73,12 +76,14 @@ class Guide:
         if self._forced:
             self._forced.pop(0)
         elif self._may_think is not None and token == self._may_think:
-            self._matcher = None
+            self._matcher = self._may_think = None
             self._thinking = self.turned = True
+            return
         elif self._matcher is not None and not self._matcher.consume_token(token):
-            why = self._matcher.get_error()[:200]
-            raise ItemFailed(f"the answer's grammar cannot be followed any further: {why}")
-        self._may_think = None
+            raise ItemFailed("the grammar of this answer is too complex to be followed any further")
+        if self._may_think is not None:
+            self._may_think = None
+            self._tell_reader()
 
     def follow(self) -> None:
         """The token's text has been read."""
@@ -86,8 +91,20 @@ class Guide:
             self._follow_reasoning(self._reader)
             self._follow_calls(self._reader)
         if self._matcher is not None and self._matcher.is_stopped():
-            self.finished = self.finished or not self._calling
+            self.finished = self.finished or not self._calling or self._plan.single_call
             self._matcher = None
+
+    def _hold(self, answer: LLMatcher) -> None:
+        self._matcher = answer.deep_copy()
+        if self._may_think is None:
+            self._tell_reader()
+
+    def _tell_reader(self) -> None:
+        """The answer begins, and no thoughts."""
+        if self._reader is not None:
+            self._reader.calls_held = True
+            if self._plan.document:
+                self._reader.hold(marks=self._plan.may_call)
 
     def _follow_reasoning(self, reader: Reader) -> None:
         if reader.thinking:
@@ -97,7 +114,9 @@ class Guide:
         elif self._entered:
             self._thinking = self._entered = False
             if self._plan.answer:
-                self._matcher = self._plan.answer.deep_copy()
+                begun = reader.since_mark.lstrip()
+                self._hold(self._plan.answer)
+                self._take(begun)
                 self.turned = True
 
     def _limit(self) -> None:
@@ -110,12 +129,19 @@ class Guide:
         plan = self._plan
         if plan.single_call and reader.calls_ended:
             self.finished = True
-        if plan.call is None or plan.tokenizer is None or reader.calling == self._calling:
+        if plan.call is None or reader.calling == self._calling:
             return
-        self._calling = self.turned = reader.calling
+        self._calling, self.turned = reader.calling, True
         self._matcher = None
         if reader.calling:
             self._matcher = plan.call.deep_copy()
-            begun = plan.tokenizer.tokenize_str(reader.since_mark.lstrip())
-            if self._matcher.try_consume_tokens(begun) < len(begun):
+            if not self._take(reader.since_mark.lstrip()):
                 self._matcher = None  # it writes calls in another way than its template
+            reader.calls_held = self._matcher is not None
+
+    def _take(self, text: str) -> bool:
+        """Text that has come already; whether the grammar takes it."""
+        if self._matcher is None or self._plan.tokenizer is None:
+            return False
+        tokens = self._plan.tokenizer.tokenize_str(text, parse_special=True)
+        return self._matcher.try_consume_tokens(tokens) == len(tokens)

@@ -47,7 +47,7 @@ class Prompts:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
-        self.eos_ids = end_ids(defaults, tokenizer)
+        self.eos_ids = tuple(id_ for id_ in end_ids(defaults, tokenizer) if id_ < vocab_size)
         self.defaults = default_sampling(defaults)
         self.grammars = Grammars(tokenizer, vocab_size, self.eos_ids)
         self.answering = Answering(tokenizer, self.grammars)

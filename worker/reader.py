@@ -26,6 +26,9 @@ class Found(NamedTuple):
     at: int = 0  # of content: where it stands in the whole text
 
 
+MOST_HELD = 4096  # characters that may become a mark; then they are what they are
+
+
 class Reader:
     """`begun`: what the prompt has already written of the answer. `calls`: whether there may be
     any; if not, what looks like one is content."""
@@ -34,7 +37,7 @@ class Reader:
         self, form: AnswerForm, begun: str, calls: bool, tools: Sequence[Mapping[str, Any]] = ()
     ) -> None:
         self.calls_begun = self.calls_ended = 0
-        self.at = 0  # all text before this is told, or belongs to nobody
+        self.calls_held = False  # to a grammar: their strings end where they should
         self._form = form
         self._tools: list[Any] = [dict(tool) for tool in tools]
         outside = [field for field in form.template.fields.values() if field.open_re is None]
@@ -43,15 +46,28 @@ class Reader:
         self._marks_outside = [m for name, m in form.opens.items() if calls or name != CALLS]
         if self._outside and (end := form.closes.get(self._outside.name)):
             self._marks_outside.append(end)
+        self._first_only = False  # a mark counts only where nothing stands before it
+        self._at = 0  # of the whole text, so much is read
+        self._told = False  # there is content
         self._apart = False  # a mark stood before: white space is nobody's
         self._call: CallReader | None = None
         self._call_text = ""  # of the call that is being read, with its marks
         self._opened = 0  # how much of it is the first mark
+        self._since = ""  # the mark before, up to the first content
         self._held = ""  # may be the beginning of a mark
         self._space = ""  # may be the last before a mark
         if begun:
             self.push(begun)
-            self.at -= len(begun)
+            self._space = ""
+            self._at = -len(self._held)
+
+    def hold(self, marks: bool) -> None:
+        """From here on the text is held to a grammar, of a document: nothing in it is a mark but,
+        with `marks`, in the beginning."""
+        self._told = self._apart = False
+        self._first_only = True
+        if not marks:
+            self._marks_outside = []
 
     @property
     def thinking(self) -> bool:
@@ -63,8 +79,15 @@ class Reader:
 
     @property
     def since_mark(self) -> str:
-        """The text of the call that is being read, from its mark on; "" where there is none."""
-        return self._call_text + self._held if self.calling else ""
+        """The text of the call that is being read, with its mark; or what follows the last mark,
+        up to the first content."""
+        return (self._call_text if self.calling else self._since) + self._held
+
+    @property
+    def at(self) -> int:
+        """All text before this is told, or belongs to nobody."""
+        open_call = self.calling and not (self._call and self._call.begun)
+        return self._at - len(self._call_text) if open_call else self._at
 
     def push(self, text: str) -> list[Found]:
         self._held += text
@@ -103,7 +126,7 @@ class Reader:
         pending = len(self._held)
         for mark in self._marks():
             match = mark.pattern.search(self._held, partial=not ended)
-            if match is None:
+            if match is None or not self._counts(match):
                 continue
             may_grow = mark.grows or not match.group()
             if not ended and (match.partial or (may_grow and match.end() == len(self._held))):
@@ -112,9 +135,16 @@ class Reader:
                 continue
             elif best is None or match.start() < best[1].start():
                 best = mark, match
-        if best is None or best[1].start() >= pending:
-            return None, pending
-        return best, best[1].start()
+        if best is not None and best[1].start() < pending:
+            return best, best[1].start()
+        return None, pending if len(self._held) - pending < MOST_HELD else len(self._held)
+
+    def _counts(self, match: Match) -> bool:
+        """Some marks are marks only before everything else, lest they are seen in what is said."""
+        if self._inside is not self._outside:
+            return True
+        first = not self._told and not self._held[: match.start()].strip()
+        return first or not (self._first_only or (self._form.unmarked and not match.group()))
 
     def _marks(self) -> list[Mark]:
         if self._inside is self._outside:
@@ -128,8 +158,12 @@ class Reader:
         field, match = mark[0].field, mark[1]
         taken = match.group()
         self._held = self._held[len(taken) :]
+        if self.calling and self.calls_held and self._call and self._call.quoted:
+            self._tell(taken, found)  # a text that looks like one
+            return
         self._forget_space()
-        self.at += len(taken)
+        self._since = ""
+        self._at += len(taken)
         self._apart = True
         if self._inside is not self._outside:
             if self.calling:
@@ -145,14 +179,17 @@ class Reader:
 
     def _tell(self, text: str, found: list[Found]) -> None:
         name = self._inside.name if self._inside else ""
+        if self._apart and self._inside is self._outside:
+            self._since += text
         if name == CALLS:
-            self._call_text += text
-            self.at += len(text)
+            if not (self._call and self._call.begun and len(self._call_text) > MOST_HELD):
+                self._call_text += text
+            self._at += len(text)
             self._tell_call(text, found)
         elif name == CONTENT or name in REASONING:
             self._tell_text("content" if name == CONTENT else "reasoning", text, found)
         else:
-            self.at += len(text)
+            self._at += len(text)
 
     def _tell_text(self, kind: Kind, text: str, found: list[Found]) -> None:
         stripped = text.rstrip()
@@ -160,22 +197,23 @@ class Reader:
             shown = self._space + stripped
             if self._apart:
                 bare = len(shown) - len(shown.lstrip())
-                self.at += bare
+                self._at += bare
                 shown = shown[bare:]
-            found.append(Found(kind, shown, None, self.at))
-            self.at += len(shown)
+            found.append(Found(kind, shown, None, self._at))
+            self._at += len(shown)
             self._space, self._apart = "", False
+            self._told = self._told or kind == "content"
         self._space += text[len(stripped) :]
 
     def _say_space(self, found: list[Found]) -> None:
         """The end of the text is not between anything."""
         if self._space and not self._apart and not self.calling:
             kind: Kind = "reasoning" if self.thinking else "content"
-            found.append(Found(kind, self._space, None, self.at))
+            found.append(Found(kind, self._space, None, self._at))
         self._forget_space()
 
     def _forget_space(self) -> None:
-        self.at += len(self._space)
+        self._at += len(self._space)
         self._space = ""
 
     # ── calls ──
@@ -210,7 +248,7 @@ class Reader:
         if calls or (self._call and self._call.begun):
             self.calls_ended += 1
         else:
-            found.append(Found("content", whole, None, self.at - len(whole)))
+            found.append(Found("content", whole, None, self._at - len(whole)))
             self._apart = False
 
     def _parsed(self, text: str) -> list[tuple[str, str]]:

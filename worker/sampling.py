@@ -175,12 +175,13 @@ def _edited(
     shifts: list[Edit] = []
     repeats: list[Edit] = []
     counted: list[Edit] = []
+    held = set(allowed.rows) if allowed else ()  # they end when they must
     for at, row in enumerate(rows):
         draws, params = row.draws, row.draws.params
         if params.logit_bias:
             ids, amounts = zip(*params.logit_bias, strict=True)
             shifts.append((at, ids, amounts))
-        if row.position < params.min_tokens:
+        if row.position < params.min_tokens and at not in held:
             # added, so that NaN stays; what follows leaves -inf as it is
             shifts.append((at, params.end_ids, -np.inf))
         if draws.seen is not None:
@@ -209,12 +210,10 @@ def _edited(
 
 
 def _ban(scores: torch.Tensor, allowed: Allowed, vocabulary: int) -> None:
-    """-inf where nothing is allowed; NaN and +inf stay, so that a broken row is still seen."""
-    index = torch.tensor(allowed.rows, device=scores.device)
-    flat = scores.view(len(scores), -1)
-    rows = flat[index, :vocabulary]
+    """-inf where nothing is allowed; a row is broken if what is allowed in it is."""
     banned = ~allowed.tokens.to(scores.device, non_blocking=True)
-    flat[index, :vocabulary] = rows.masked_fill_(banned & (rows < torch.inf), -torch.inf)
+    for at, ban in zip(allowed.rows, banned, strict=True):
+        scores[at].view(-1)[:vocabulary].masked_fill_(ban, -torch.inf)
 
 
 def _places(
