@@ -523,11 +523,12 @@ def test_a_tool_that_cannot_be_held_to_may_still_be_called() -> None:
 def test_stop_strings_do_not_get_in_the_way(stop: tuple[str, ...]) -> None:
     """They are looked for in content alone, and hold no marks back."""
     document = {"constraint": schema("flat"), "variables": {"thinking_begun": True}}
-    for fields in (
+    asked: list[dict[str, Any]] = [
         {**document, "sampling": closing(1), "thinking_tokens": 9},
         {"sampling": opening_call(1), "tools": TOOLS, "calls": Calls(NAMES)},
         {"tools": TOOLS, "calls": Calls(NAMES, required=True)},
-    ):
+    ]
+    for fields in asked:
         without = alone(asking(**fields))
         stopped = alone(asking(**fields, stopping={"stop": stop}))
         assert stopped.ids == without.ids
