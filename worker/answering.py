@@ -23,8 +23,6 @@ from worker.reader import Reader
 
 SWITCHES = ("enable_thinking", "thinking")  # what templates call it
 EFFORT = "reasoning_effort"
-
-
 # For templates that write calls only where there are tools.
 TOOL = {
     "type": "function",
@@ -104,16 +102,17 @@ class Answering:
         if not (answer or one_call or single or budget is not None):
             return None
         required = calls is not None and calls.required
+        thinks = answer is not None and _shall_think(request)
         return Plan(
-            self.grammars.tokenizer("tools") if answer or one_call else None,
-            answer,
-            not required,
-            calls is not None,
-            one_call,
-            self._may_think(form, begun) if answer and _shall_think(request) else None,
-            budget,
-            self._close(form) if budget is not None else (),
-            single,
+            tokenizer=self.grammars.tokenizer("tools") if answer or one_call else None,
+            answer=answer,
+            document=not required,
+            may_call=calls is not None,
+            call=one_call,
+            may_think=self._may_think(form, begun) if thinks else None,
+            budget=budget,
+            close=self._close(form) if budget is not None else (),
+            single_call=single,
         )
 
     def _grammars_for(
@@ -171,10 +170,12 @@ class Answering:
         mark = reasoning.open_literals[0]
         if mark not in str(self._tokenizer.chat_template):
             return None
-        prompt = self._rendered(
-            [{"role": "user", "content": "?"}], prompt=True, enable_thinking=True
-        )
         assert self.form is not None
+        user = {"role": "user", "content": "?"}
+        try:
+            prompt = self._rendered([user], prompt=True, enable_thinking=True)
+        except Exception:  # whatever a template raises
+            return None
         if Reader(self.form, self.form.thoughts_in(prompt), False).thinking:
             return None  # the prompt does
         ids = self._tokenizer.encode(mark, add_special_tokens=False)
