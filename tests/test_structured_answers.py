@@ -300,6 +300,15 @@ def test_a_long_chain_of_references_does_no_harm(constraint: Constraint) -> None
         assert choice.finish_reason == "length"
 
 
+def test_tools_of_any_length_do_no_harm() -> None:
+    tool = {"type": "function", "function": {"name": "t", "parameters": chain(15_000)}}
+    item = asking(tools=(tool,), calls=Calls(("t",)), max_tokens=3)
+    assert alone(item).choices[0].tokens  # it is served, and not held to that
+    with pytest.raises(InvalidInput, match="longer than") as caught:
+        engine().prepare(asking(tools=(tool,), calls=Calls(("t",), required=True)))
+    assert caught.value.param == "tools[0]"
+
+
 @pytest.mark.parametrize(
     "constraint",
     [

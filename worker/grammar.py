@@ -25,7 +25,8 @@ from worker.payloads import Constraint
 COMPACT = {"whitespace_flexible": False, "coerce_one_of": True}
 KEPT = 32  # compiled grammars, the ones used last
 USES = 200  # of one: copies share what the lexer has learned, which is bounded
-LONGEST = {"json_schema": 1_000_000, "regex": 50_000, "choice": 100_000, "grammar": 100_000}
+LONGEST = 1_000_000  # characters of a grammar, tools and all
+LONGEST_TEXT = {"regex": 50_000, "choice": 100_000, "grammar": 100_000}
 MOST_CHOICES = 2_000
 LIMITS = LLParserLimits(max_items_in_row=20_000, step_max_items=500_000, verbose_errors=False)
 STACK_BYTES = 1 << 29  # of address space; a chain of references as long as LONGEST fits
@@ -68,6 +69,7 @@ class Grammars:
 
     def compiled(self, grammar: str, param: str) -> LLMatcher:
         """`grammar`: in Lark's notation."""
+        _check_length(grammar, LONGEST, param)
         with self._lock:
             made, uses = self._known.pop(grammar, (None, 0))
             if made is not None and uses < USES:
@@ -145,9 +147,13 @@ def _rule(constraint: Constraint) -> str:
         rule = _notation(kind, value)
     except Exception as error:  # whatever makes it no schema, or no grammar
         raise _unusable(str(error) or type(error).__name__, param) from None
-    if len(rule) > LONGEST[kind]:
-        raise _unusable(f"it is longer than {LONGEST[kind]} characters", param)
+    _check_length(rule, LONGEST_TEXT.get(kind, LONGEST), param)
     return rule
+
+
+def _check_length(grammar: str, longest: int, param: str) -> None:
+    if len(grammar) > longest:
+        raise _unusable(f"it is longer than {longest} characters", param)
 
 
 def _notation(kind: str, value: Any) -> str:

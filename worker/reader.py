@@ -17,6 +17,7 @@ from worker.call_reader import CallReader
 from worker.streams import Kind
 
 Match = Any  # of the regex package
+MOST_HELD = 4096  # characters that may become a mark; then they are what they are
 
 
 class Found(NamedTuple):
@@ -24,9 +25,6 @@ class Found(NamedTuple):
     text: str
     name: str | None = None  # of a call that begins
     at: int = 0  # of content: where it stands in the whole text
-
-
-MOST_HELD = 4096  # characters that may become a mark; then they are what they are
 
 
 class Reader:
