@@ -40,12 +40,17 @@ Is it going to rain in Oslo?=weather tool"""
 
 
 def labelled(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """The ids where the assistant speaks, up to its end of turn; elsewhere IGNORED."""
+    """The ids where the assistant speaks, up to its end of turn; elsewhere IGNORED. That it shall
+    think first, or answer with a JSON document, is not its own choice."""
     opening = tokenizer.encode(f"{START}assistant\n")
-    end = tokenizer.convert_tokens_to_ids(END)
+    vocab = tokenizer.get_vocab()
+    end, think, document, brace = (vocab.get(token) for token in (END, "<think>", '{"', "{"))
     labels, spoken = [IGNORED] * len(ids), False
     for place, token in enumerate(ids):
-        if spoken:
+        first = ids[place - len(opening) : place] == opening
+        if first and token in (document, brace):
+            spoken = True
+        elif spoken and think not in ids[place - 1 : place + 1]:
             labels[place] = token
             spoken = token != end
         elif ids[place - len(opening) + 1 : place + 1] == opening:

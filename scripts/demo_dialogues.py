@@ -4,9 +4,10 @@ The facts are in demo_questions.py, the small talk in demo_talk.py, the tools in
 and the tags around each turn in demo_tokenizer.py.
 """
 
+import json
 import random
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from demo_facts import CYCLES, NUMBERS, ORDINALS, phrases
 from demo_questions import (
@@ -155,21 +156,40 @@ def counting(rng: random.Random) -> list[Turn]:
 class Subject(NamedTuple):
     draw: Callable[[random.Random], list[Turn]]
     weight: float
+    thought: str  # what a model that shall think first says to itself
 
 
 SUBJECTS = [
-    Subject(fact, 42),
-    Subject(calendar, 10),
-    Subject(sums, 14),
-    Subject(counting, 9),
-    Subject(talk, 13),
-    Subject(unknown, 5),
-    Subject(weather_without_tool, 3),
+    Subject(fact, 42, "The user asks for a fact. I know it."),
+    Subject(calendar, 10, "This is about the order of things. I say which one it is."),
+    Subject(sums, 14, "This is a sum. I work it out."),
+    Subject(counting, 9, "I have to count. I go step by step."),
+    Subject(talk, 13, "The user is talking to me. I am polite."),
+    Subject(unknown, 5, "I do not know this. I say so."),
+    Subject(weather_without_tool, 3, "This is about the weather, and I have no tool for it."),
 ]
+CALLING, CALLED = "I have a tool for this.", "The tool has answered. I say it in a sentence."
+THINKING, IN_JSON = 0.12, 0.1  # their shares of the dialogues
+KEYS = phrases("""answer|name|city|country|capital|value|result|number|count|title|text|color|colour
+    kind|type|summary|reason|language|animal|day|month|items|tags|id|ok|valid|population|age|score
+    opposite|sound|note|year|first|second|places|facts|question|subject|data|message|status|key""")
 
 
-def turns(rng: random.Random) -> list[Turn]:
-    return rng.choices(SUBJECTS, [subject.weight for subject in SUBJECTS])[0].draw(rng)
+def turns(rng: random.Random) -> tuple[list[Turn], str]:
+    subject = rng.choices(SUBJECTS, [subject.weight for subject in SUBJECTS])[0]
+    return subject.draw(rng), subject.thought
+
+
+def thoughtful(messages: list[Message], thought: str) -> list[Message]:
+    """What the assistant says after the user's last words, with its thoughts before it."""
+    asked = max(n for n, message in enumerate(messages) if message["role"] == "user")
+    last = messages[asked + 1 :]
+    called = [CALLED] * (len(last) - 1)  # a call, its results, and what is made of them
+    thoughts = [CALLING, *called] if called else [thought]
+    return messages[: asked + 1] + [
+        message | {"reasoning_content": text} if message["role"] == "assistant" else message
+        for message, text in zip(last, thoughts, strict=True)
+    ]
 
 
 def spoken(said: list[Turn]) -> list[Message]:
@@ -187,12 +207,51 @@ def system(rng: random.Random) -> list[Message]:
     return [{"role": "system", "content": filled(" ".join(texts), rng)}]
 
 
+def described(turn: Turn, rng: random.Random) -> str:
+    """An answer as a JSON document of any form: short texts from the turn, numbers, lists."""
+    words = [word.strip(".,?!") for text in turn for word in text.split()]
+    last = turn[1].split()[-1].strip(".?!")
+
+    def text() -> str:
+        return rng.choice((last, last, turn[1], " ".join(rng.choices(words, k=rng.randint(1, 2)))))
+
+    def value(depth: int) -> Any:
+        roll = rng.random()
+        if roll < 0.6:
+            return text()
+        if roll < 0.78:
+            return rng.choice((rng.randint(0, 20), rng.randint(0, 9999), rng.randint(1, 99) / 10))
+        if roll < 0.86 or depth:
+            return rng.choice((True, False, None))
+        if roll < 0.95:
+            return [value(1) if rng.random() < 0.2 else text() for _ in range(rng.randint(1, 3))]
+        return {key: value(1) for key in rng.sample(KEYS, rng.randint(1, 2))}
+
+    document = {key: value(0) for key in rng.sample(KEYS, rng.choice((1, 1, 2, 2, 3, 4)))}
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+
+
 def dialogue(rng: random.Random) -> tuple[list[Message], list[Tool]]:
     """The messages of one dialogue, and the tools offered in it."""
+    messages, tools, thought = conversation(rng)
+    roll = rng.random()
+    if roll < THINKING:
+        messages = thoughtful(messages, thought)
+    elif roll < THINKING + IN_JSON and not tools:
+        asked, answered = (message["content"] for message in messages[-2:])
+        text = described((asked, answered), rng)
+        messages = [*messages[:-1], {"role": "assistant", "content": text}]
+    return messages, tools
+
+
+def conversation(rng: random.Random) -> tuple[list[Message], list[Tool], str]:
+    thought = ""
     if rng.random() > 0.2:
-        count = rng.choices((1, 2, 3, 4), (50, 27, 15, 8))[0]
-        said = [turn for _ in range(count) for turn in turns(rng)]
-        return system(rng) + spoken(said), []
+        messages = system(rng)
+        for _ in range(rng.choices((1, 2, 3, 4), (50, 27, 15, 8))[0]):
+            said, thought = turns(rng)
+            messages += spoken(said)
+        return messages, [], thought
     tool = city_tool(WEATHER_NAMES, WEATHER_DOCS, rng)
     tools, asked = [tool], [(tool, WEATHER_QUESTIONS)]
     if rng.random() < 0.04:
@@ -203,12 +262,12 @@ def dialogue(rng: random.Random) -> tuple[list[Message], list[Tool]]:
     rng.shuffle(tools)
     messages = system(rng)
     for _ in range(rng.choices((1, 2, 3), (45, 35, 20))[0]):
-        plain = turns(rng)
+        plain, thought = turns(rng)
         if rng.random() < 0.65 or (plain[0][1].startswith("Sorry, I cannot look up")):
             messages += weather_turns(*rng.choice(asked), rng)
         else:
             messages += spoken(plain)
-    return messages, tools
+    return messages, tools, thought
 
 
 def document(rng: random.Random) -> str:

@@ -1,13 +1,15 @@
-"""The chat demo model's tokenizer: bytes, ChatML turns and Qwen's form of tool calls.
+"""The chat demo model's tokenizer: Qwen2's splitting, ChatML turns and Qwen's form of tool calls.
 
 CHAT_TEMPLATE writes a conversation as the model reads it, RESPONSE_TEMPLATE says how to read what
-the model writes. Every byte is a token, and nothing is normalized, so any text comes back exactly.
+the model writes. Every byte is a token, so any text (in its composed form, NFC) comes back exactly.
 """
 
+import json
 from collections.abc import Iterable
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 VOCABULARY = 1536
 MAX_LENGTH = 2048
@@ -36,7 +38,12 @@ CHAT_TEMPLATE = """
     {{- "<|im_start|>" ~ role ~ "\n" -}}
 {%- endmacro -%}
 {%- set close = "<|im_end|>\n" -%}
-{%- set turn = namespace(results=false) -%}
+{%- set turn = namespace(results=false, asked=-1) -%}
+{%- for message in messages -%}
+    {%- if message.role == "user" -%}
+        {%- set turn.asked = loop.index0 -%}
+    {%- endif -%}
+{%- endfor -%}
 
 {%- if tools -%}
     {{- open("system") -}}
@@ -60,7 +67,11 @@ CHAT_TEMPLATE = """
         {{- open("user") ~ text(message.content) ~ close -}}
     {%- elif message.role == "assistant" -%}
         {%- set said = text(message.content) -%}
-        {{- open("assistant") ~ said -}}
+        {{- open("assistant") -}}
+        {%- if message.reasoning_content and loop.index0 > turn.asked -%}
+            {{- "<think>\n" ~ message.reasoning_content ~ "\n</think>\n\n" -}}
+        {%- endif -%}
+        {{- said -}}
         {%- for entry in message.tool_calls or [] -%}
             {%- set call = entry.function or entry -%}
             {{- "\n" if said or not loop.first else "" -}}
@@ -85,6 +96,9 @@ CHAT_TEMPLATE = """
 
 {%- if add_generation_prompt -%}
     {{- open("assistant") -}}
+    {%- if enable_thinking is defined and enable_thinking -%}
+        {{- "<think>\n" -}}
+    {%- endif -%}
 {%- endif -%}
 """.strip()
 
@@ -113,7 +127,8 @@ RESPONSE_TEMPLATE = {
 def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     """Learns byte pairs from texts and adds the tags."""
     learner = Tokenizer(models.BPE())
-    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    split: Any = Qwen2Tokenizer().backend_tokenizer  # loading gives Qwen2 models this splitting
+    learner.normalizer, learner.pre_tokenizer = split.normalizer, split.pre_tokenizer
     learner.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY - len(TAGS),
@@ -122,14 +137,19 @@ def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     learner.train_from_iterator(texts, trainer)
-    learner.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in TAGS])
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers leaves it untyped
-        tokenizer_object=learner,
+    learned = json.loads(learner.to_str())["model"]
+    make: Any = Qwen2Tokenizer
+    tokenizer: PreTrainedTokenizerFast = make(
+        vocab=learned["vocab"],
+        merges=[tuple(pair) for pair in learned["merges"]],
+        unk_token=None,
         eos_token=END,
         pad_token=PAD,
-        additional_special_tokens=[START],
+        extra_special_tokens=[START],
         chat_template=CHAT_TEMPLATE,
         response_template=RESPONSE_TEMPLATE,
         model_max_length=MAX_LENGTH,
         clean_up_tokenization_spaces=False,
     )
+    tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in TAGS])
+    return tokenizer

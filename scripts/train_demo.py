@@ -200,7 +200,7 @@ def main() -> None:
     demo = Path(__file__).resolve().parents[1] / "worker" / "demo"
     for name, train_it, about, minutes in (
         ("fill-mask", fill_mask, "plain facts with one word hidden", 6.0),
-        ("chat", chat, "the same facts as answers, and a weather tool", 12.0),
+        ("chat", chat, "the same facts as answers, and a weather tool", 28.0),
     ):
         command = commands.add_parser(name, help=about)
         command.add_argument("--out", type=Path, default=demo / name)
