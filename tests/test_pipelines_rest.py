@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from tests import tiny_vision as tiny_vision  # adds its models to the list
-from tests.parity import item, oracle, runner, same, serve, text
+from tests.parity import item, oracle, refusal, runner, same, serve, text
 from tests.test_pipelines_media import noise, png, wav
 from worker.answers import to_json
 
@@ -176,3 +176,78 @@ def test_text_to_audio_equals_the_pipeline() -> None:
     answers = answers_like_the_pipeline("text-to-audio", "vits", calls)
     assert unlike(answers)
     assert {answer["sampling_rate"] for answer in answers} == {16000}
+
+
+def test_keypoint_matching_equals_the_pipeline() -> None:
+    parameters: list[dict[str, Any]] = [{}, {"threshold": 0.1}]
+    calls: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+        ({"images": [encoded(one), encoded(other)]}, {"": [opened(one), opened(other)]}, chosen)
+        for one, other in ((PICTURES[0], PICTURES[2]), (PICTURES[1], PICTURES[3]))
+        for chosen in parameters
+    ]
+    answers = answers_like_the_pipeline("keypoint-matching", "superglue", calls)
+    assert all(answers[::2])
+    assert unlike(answers[::2])
+    assert set(answers[0][0]) == {"keypoint_image_0", "keypoint_image_1", "score"}
+
+
+@pytest.mark.parametrize(
+    "images", [None, [], [PICTURES[0]], PICTURES[:3]], ids=["one", "none", "a list of one", "three"]
+)
+def test_keypoints_are_matched_in_two_images(images: list[bytes] | None) -> None:
+    given = encoded(PICTURES[0]) if images is None else list(map(encoded, images))
+    error = refusal("keypoint-matching", "superglue", {"images": given})
+    assert (str(error), error.param) == ("must be a list of two images", "inputs.images")
+
+
+def test_an_image_that_is_a_path_is_said_which() -> None:
+    images = [encoded(PICTURES[0]), "/etc/passwd"]
+    error = refusal("keypoint-matching", "superglue", {"images": images})
+    assert error.param == "inputs.images[1]"
+    assert "paths and links are not opened" in str(error)
+
+
+QUESTIONS = {
+    "refund": {"type": "noul", "instructions": "Is a refund requested?"},
+    "tone": {"type": "choice", "criteria": {"calm": "polite", "angry": None, "sad": None}},
+    "urgency": {"type": "score", "criteria": ["can wait", "this week", "today"]},
+}
+
+
+def test_decision_equals_the_pipeline() -> None:
+    calls: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+        (request, {"": request}, {})
+        for state in ("I was charged twice.", {"message": ["hello", 3]})
+        for request in ({"state": state, "questions": QUESTIONS},)
+    ]
+    answers = answers_like_the_pipeline("decision", "decider", calls)
+    assert unlike(answers)
+    assert {name: answer["type"] for name, answer in answers[0].items()} == {
+        "refund": "noul",
+        "tone": "choice",
+        "urgency": "score",
+    }
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"state": "hello"}, "decision takes an object"),
+        ({"state": "hello", "questions": {}}, "must be an object of 1 to 64 questions"),
+        ({"state": "", "questions": QUESTIONS}, "must be a string, an object or a list"),
+        ({"state": "hello", "questions": {"a": {"type": "which"}}}, "`type` must be one of"),
+        ({"state": "hello", "questions": {"a": {"type": "choice"}}}, "criteria"),
+        ({"state": text(400), "questions": QUESTIONS}, "tokens with the state; the model takes"),
+        ({"state": "a", "questions": QUESTIONS, "assets": {"a": "/etc/passwd"}}, "takes an object"),
+    ],
+)
+def test_decisions_that_cannot_be_taken(request_: Any, message: str) -> None:
+    assert message in str(refusal("decision", "decider", request_))
+
+
+def test_a_state_nested_too_deeply_is_refused() -> None:
+    state: Any = "hello"
+    for _ in range(5000):
+        state = [state]
+    error = refusal("decision", "decider", {"state": state, "questions": QUESTIONS})
+    assert "nested too deeply" in str(error)

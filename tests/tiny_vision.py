@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from transformers.decision import DecisionConfig
+
 from tests import tiny
 from tests.tiny import SMALL, STARS, hf
 from tests.tiny_tokenizers import bert_tokenizer, llama_tokenizer, roberta_tokenizer
@@ -205,8 +207,38 @@ def llava() -> list[Any]:
     return [hf.LlavaForConditionalGeneration(config), processor]
 
 
+def superglue() -> list[Any]:
+    detector = hf.SuperPointConfig(
+        encoder_hidden_sizes=[8, 8, 16, 16],
+        decoder_hidden_size=32,
+        descriptor_decoder_dim=32,
+        keypoint_threshold=0.0,
+        max_keypoints=20,
+        initializer_range=0.5,
+    )
+    config = hf.SuperGlueConfig(
+        keypoint_detector_config=detector,
+        hidden_size=32,
+        keypoint_encoder_sizes=[16, 32],
+        gnn_layers_types=["self", "cross"],
+        num_attention_heads=2,
+        sinkhorn_iterations=5,
+        initializer_range=0.5,
+    )
+    processor = hf.SuperGlueImageProcessorPil(size={"height": 64, "width": 80})
+    return [hf.SuperGlueForKeypointMatching(config), processor]
+
+
+def decider() -> list[Any]:
+    """A chat model whose tokenizer has letters for the options of a question."""
+    labels = {"noul": ["Y", "N"], "choice": list("ABCD"), "score": list("ABCD")}
+    return [*tiny.BUILDERS["llama-lm"](), DecisionConfig(labels=labels)]
+
+
 tiny.BUILDERS.update(
     {
+        "superglue": superglue,
+        "decider": decider,
         "vit-base": vit_base,
         "segformer": segformer,
         "glpn": glpn,

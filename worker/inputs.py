@@ -17,6 +17,7 @@ from worker.payloads import PipelineInput
 from worker.tasks import TASKS, listed, texts
 
 MAX_LABELLED_CHARS = 4_000_000
+MAX_QUESTIONS = 64  # each may be a prompt of its own
 
 Check = Callable[[Any], str | None]
 
@@ -127,6 +128,16 @@ def table(value: Any) -> str | None:
     return None if fine else 'must be an object of columns of equal length: {"name": ["…", …], …}'
 
 
+def state(value: Any) -> str | None:
+    fine = isinstance(value, (str, dict, list)) and value
+    return None if fine else "must be a string, an object or a list, not empty"
+
+
+def questions(value: Any) -> str | None:
+    fine = isinstance(value, dict) and 0 < len(value) <= MAX_QUESTIONS
+    return None if fine else f"must be an object of 1 to {MAX_QUESTIONS} questions by their names"
+
+
 # Which keys an object may have beside those it must have.
 OPTIONAL_KEYS = {"document-question-answering": ("image", "word_boxes")}
 CHECKS: dict[str, Check] = {
@@ -136,11 +147,13 @@ CHECKS: dict[str, Check] = {
     "candidate_labels": listed,
     "word_boxes": word_boxes,
     "table": table,
+    "state": state,
+    "questions": questions,
 }
 
 
 def read_object(task: str, inputs: Any, limit: int) -> Any:
-    """The object with its images decoded and its table made a DataFrame of strings."""
+    """What the pipeline is called with: images decoded, a table made a DataFrame of strings."""
     wanted = TASKS[task].json_keys
     known = (*wanted, *OPTIONAL_KEYS.get(task, ()))
     given = {k: v for k, v in inputs.items() if v is not None} if isinstance(inputs, dict) else {}
@@ -150,15 +163,29 @@ def read_object(task: str, inputs: Any, limit: int) -> Any:
     for key, value in given.items():
         if key in CHECKS and (wrong := CHECKS[key](value)):
             raise InvalidInput(wrong, f"inputs.{key}")
-    check_characters(sum(count_characters(given[k]) for k in CHECKS if k in given), limit)
+    try:
+        characters = sum(count_characters(given[key]) for key in CHECKS if key in given)
+    except RecursionError:
+        raise InvalidInput("it is nested too deeply", "inputs") from None
+    check_characters(characters, limit)
     if task == "document-question-answering" and not {"image", "word_boxes"} & set(given):
         raise InvalidInput("a document is an image, word_boxes, or both", "inputs")
-    for key in ("image", "images"):
-        if key in given:
-            given[key] = to_image(given[key], f"inputs.{key}")
+    if "image" in given:
+        given["image"] = to_image(given["image"], "inputs.image")
+    if "images" in given:
+        read = read_pair_of_images if task == "keypoint-matching" else to_image
+        given["images"] = read(given["images"], "inputs.images")
     if "table" in given:
         given["table"] = to_frame(given["table"])
-    return given
+    if task == "keypoint-matching":
+        return {"inputs": given["images"]}
+    return {"inputs": given} if task == "decision" else given
+
+
+def read_pair_of_images(value: Any, param: str) -> Any:
+    if not isinstance(value, list) or len(value) != 2:
+        raise InvalidInput("must be a list of two images", param)
+    return [to_image(each, f"{param}[{index}]") for index, each in enumerate(value)]
 
 
 def count_characters(value: Any) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 
 from batching.errors import InvalidInput
 from worker.loading import Pipe
@@ -47,6 +48,19 @@ def vocabulary(pipe: Pipe) -> int:
         return int(pipe.model.get_input_embeddings().num_embeddings)
     except (AttributeError, NotImplementedError):  # the model embeds in its own way
         return ENDLESS
+
+
+def check_decision(pipe: Pipe, request: Mapping[str, Any], limit: int) -> None:
+    """Raises InvalidInput unless the questions are well-formed and each prompt fits."""
+    try:
+        prompts = pipe.preprocess(request)["prompts"]
+    except (ValueError, TemplateError) as error:
+        raise InvalidInput(str(error)[:1000], "inputs.questions") from None
+    longest = max(inputs["input_ids"].shape[-1] for inputs, _ in prompts)
+    if longest > limit:
+        raise InvalidInput(
+            f"a question makes {longest} tokens with the state; the model takes {limit}", "inputs"
+        )
 
 
 def check_tokens(chunks: Sequence[Mapping[str, Any]], limit: int, known: int) -> int:

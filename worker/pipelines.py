@@ -22,6 +22,7 @@ from worker.answers import split_generated, split_rows, spread_masks, to_json
 from worker.copies import Copies, panics_as_errors, stage_parameters
 from worker.inputs import read_input
 from worker.lengths import (
+    check_decision,
     check_strides,
     check_strings,
     check_tokens,
@@ -173,6 +174,8 @@ class PipelineRunner:
             template = fields.get("hypothesis_template", "This is a photo of {}.")
             strings += [template.format(label) for label in fields.get("candidate_labels", [])]
             check_strings(pipe, strings, self.limit)
+        if self.task_name == "decision":
+            check_decision(pipe, inputs["inputs"], self.limit)
         return Prepared([inputs], dict(payload.parameters), {})
 
     def finish(self, item: WorkItem, raw: Any) -> bytes:

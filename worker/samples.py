@@ -23,6 +23,10 @@ def warm_up_input(task: str, pipe: Pipe) -> tuple[Any, dict[str, Any]]:
         case "document-question-answering":
             boxes = [["one", [0, 0, 100, 100]], ["two", [100, 0, 200, 100]]]
             return {"image": _png_text(), "question": "what?", "word_boxes": boxes}, {}
+        case "keypoint-matching":
+            return {"images": [_png_text(), _png_text()]}, {}
+        case "decision":
+            return {"state": "hello", "questions": {"one": {"type": "noul"}}}, {}
         case "zero-shot-object-detection":
             return {"image": _png_text(), **labels}, {}
         case "image-text-to-text":

@@ -187,6 +187,10 @@ TASKS: Mapping[str, Task] = {
         stages=False,
         json_keys=("images", "text"),
     ),
+    "keypoint-matching": Task(
+        "json", {"threshold": Number(0, 1)}, stages=False, json_keys=("images",)
+    ),
+    "decision": Task("json", stages=False, json_keys=("state", "questions")),
     "audio-classification": Task(
         "audio", {"top_k": optional(integer(1, 100_000)), "function_to_apply": scores}
     ),
@@ -209,9 +213,7 @@ TASKS: Mapping[str, Task] = {
 NOT_SERVED = {
     "video-classification": "its pipeline reads videos from paths and URLs only",
     "mask-generation": "its pipeline needs torchvision, which onequeue does not install",
-    "keypoint-matching": "it takes two images at a time",
-    "any-to-any": "it has no single form of input",
-    "decision": "it has no single form of input",
+    "any-to-any": "its pipeline needs torchvision, which onequeue does not install",
 }
 
 CHAT_INSTEAD = "serve a chat model with text-generation instead"
