@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from batching.continuous import Chunk
 from batching.request_queue import WorkItem
 from tests import tiny_decoders
-from worker.attention import PagedCache
 from worker.generation import Generation, PagedGenerator, load_generator
 from worker.language_model import GeneratorOptions
 from worker.payloads import GenerationInput, Sampling, StepReport, Stopping
+from worker.step import PagedCache
 from worker.streams import Delta, TokenStream
 
 torch.set_num_threads(1)

@@ -9,17 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from worker.attention import (
-    BLOCK,
-    SLACK,
-    SPREAD,
-    Group,
-    LayerShape,
-    PagedCache,
-    Step,
-    attend,
-    running,
-)
+from worker.attention import attend, running
+from worker.step import BLOCK, SLACK, SPREAD, Group, LayerShape, PagedCache, Step
 
 FLOAT32 = torch.float32
 CPU = torch.device("cpu")

@@ -6,24 +6,30 @@ import threading
 from typing import Any
 
 import pytest
-import torch
 
 from tests import tiny
-from worker import compiling, linear
-from worker.attention import PagedCache, Step
+from worker import compiling, generation
 from worker.language_model import GeneratorOptions, LanguageModel, load_language_model
+from worker.step import PagedCache, Step
 
 
-def loaded() -> LanguageModel:
-    language = load_language_model(GeneratorOptions(str(tiny.folder("llama-lm")), dtype="float32"))
+def loaded(quantization: str = "none") -> LanguageModel:
+    options = GeneratorOptions(
+        str(tiny.folder("llama-lm")), dtype="float32", device="cpu", quantization=quantization
+    )
+    language = load_language_model(options)
     language.page()
-    linear.pack(language.model)
+    generation._lay_out(language, options, paged=True)
     return language
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
-def test_the_compiled_model_takes_over_and_gives_the_same_logits() -> None:
-    language = loaded()
+@pytest.mark.parametrize(("quantization", "rounding"), [("none", 1e-4), ("int8", 5e-2)])
+def test_the_compiled_model_takes_over_and_gives_the_same_logits(
+    quantization: str, rounding: float
+) -> None:
+    language = loaded(quantization)
+    assert language.tolerance == rounding
     plain = language.call
     finished = threading.Event()
     outcome: list[bool] = []
@@ -48,9 +54,7 @@ def test_the_compiled_model_takes_over_and_gives_the_same_logits() -> None:
         ids = [1 + n % 50 for n in range(width)]
         step = Step(cache, chunks, language.dtype)
         got = language.forward(step, ids, range(width))
-        torch.testing.assert_close(
-            got, language.forward(step, ids, range(width), plain), atol=1e-4, rtol=1e-4
-        )
+        language.compare(got, language.forward(step, ids, range(width), plain))
 
 
 def test_where_compiling_fails_serving_goes_on_and_the_log_says_so(

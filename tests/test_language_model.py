@@ -10,10 +10,11 @@ import torch
 from tests import tiny_decoders
 from tests.tiny_decoders import ARCHITECTURES, LONG_ROPES, UNPAGED, WINDOW, WINDOWED
 from worker import attention
-from worker.attention import CannotPage, Step
+from worker.attention import CannotPage
 from worker.generation import load_generator
 from worker.language_model import GeneratorOptions, LanguageModel, load_language_model
 from worker.loading import LoadingFailed
+from worker.step import Step
 
 torch.set_num_threads(1)
 

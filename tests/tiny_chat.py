@@ -12,10 +12,10 @@ from batching.request_queue import WorkItem
 from tests.generating import loaded
 from tests.tiny import SMALL, hf
 from tests.tiny_tokenizers import llama_tokenizer
-from worker.attention import PagedCache
 from worker.generation import PagedGenerator, load_generator
 from worker.language_model import GeneratorOptions
 from worker.payloads import Chat, GenerationInput, Sampling, Stopping
+from worker.step import PagedCache
 from worker.streams import TokenStream
 
 ORDINARY = Sampling(temperature=1.0, seed=1)

@@ -1,7 +1,7 @@
 """The compiled model: made in a thread of its own while the plain one serves.
 
 One graph for any number of tokens, since attention and its memory are opaque to the compiler, and
-one for a single token; weights are constants in it, those of packed layers the same as before.
+one for a single token; on a CPU weights are constants in it, those of packed layers the same.
 The output head stays outside: its number of rows changes with every step.
 """
 
@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch._inductor import config as inductor
 
-from worker.attention import PagedCache, Step
 from worker.language_model import LanguageModel
+from worker.step import PagedCache, Step
 
 log = logging.getLogger("onequeue.compiling")
 
@@ -35,7 +35,7 @@ def _compile(language: LanguageModel, done: Callable[[bool], None]) -> None:
     started = time.monotonic()
     try:
         torch.set_num_threads(torch.get_num_threads())  # this thread's own count
-        with inductor.patch(freezing=True):
+        with inductor.patch(freezing=language.device.type == "cpu"):
             twin = _twin(language.model)
             _check(language, twin)
     except Exception as error:

@@ -14,22 +14,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+
 from batching.blocks import BlockPool
 from batching.continuous import Chunk, ContinuousScheduler
 from batching.continuous import Sequence as Running
 from batching.errors import ItemFailed
 from batching.request_queue import WorkItem
 from worker import linear, memory
-from worker.attention import BLOCK, CannotPage, PagedCache, Step
+from worker.attention import CannotPage
 from worker.choices import Choice
+from worker.decode_graphs import SIZES, SPARE, DecodeGraphs, decode_graphs
 from worker.language_model import GeneratorOptions, LanguageModel, load_language_model
 from worker.loading import LoadingFailed
 from worker.masks import Masks, Wanted
+from worker.parity import TOLERANCE
 from worker.payloads import Generator, StepOutcome, StepReport
 from worker.prompts import Prepared
 from worker.sampling import Choice as Sampled
 from worker.sampling import Row, prompt_logprobs, sample
 from worker.speculation import Lookup
+from worker.step import BLOCK, PagedCache, Step
 from worker.text_side import TextSide, as_failure, collect
 
 log = logging.getLogger("onequeue.generation")
@@ -85,6 +90,7 @@ class PagedGenerator(TextSide):
         self.prefill_s = 0.0  # per prompt token, lately
         self._free_rows = FREE_ROWS[language.device.type]
         self._masks = Masks(language.vocab_size, self.prompts.eos_ids)
+        self._graphs = self._capture()
 
     def compile(self) -> None:
         """Begin; `compile_state` tells when it is done."""
@@ -95,6 +101,11 @@ class PagedGenerator(TextSide):
 
         self.compile_state = "running"
         compile_in_background(self.language, done)
+
+    def _capture(self) -> DecodeGraphs | None:
+        longest = min(self.pool.count, -(-self.max_model_len // BLOCK))
+        most = min(self.scheduler.max_running, SIZES[-1])
+        return decode_graphs(self.language, self.cache, self.pool.count, longest, most)
 
     def add(self, item: WorkItem) -> None:
         prepared: Prepared = item.prepared
@@ -136,6 +147,8 @@ class PagedGenerator(TextSide):
         counts = _Counts()
         for item in [item for item in self.live if not item.open]:
             self._drop(item)
+        if self._graphs and self._graphs.call is not self.language.call:
+            self._graphs = self._capture()  # of the model that is compiled now
         chunks = self.scheduler.schedule(self._budget(), self._draft)
         if chunks:
             self._run(chunks, counts)
@@ -216,8 +229,11 @@ class PagedGenerator(TextSide):
             (chunk.sequence.table.blocks if chunk.sequence.table else [], chunk.start, chunk.width)
             for chunk in chunks
         ]
-        step = Step(self.cache, tables, self.language.dtype)
-        logits = self.language.forward(step, ids, wanted)
+        if self._graphs and self._graphs.takes(tables):
+            logits = self._graphs.forward(tables, ids, wanted)
+        else:
+            step = Step(self.cache, tables, self.language.dtype)
+            logits = self.language.forward(step, ids, wanted)
         scores = []
         row = 0
         for chunk, positions in zip(chunks, scored, strict=True):
@@ -358,7 +374,7 @@ def load_generator(options: GeneratorOptions) -> Generator:
             f"MAX_MODEL_LEN={options.max_model_len}: the model takes {language.context} tokens "
             f"and the memory for keys and values holds {blocks * BLOCK}"
         )
-    cache = PagedCache(language.layers, blocks, language.dtype, language.device)
+    cache = PagedCache(language.layers, blocks + SPARE, language.dtype, language.device)
     log.info("cache blocks=%d tokens=%d context=%d", blocks, blocks * BLOCK, max_model_len)
     generator = PagedGenerator(language, cache, blocks, options, max_model_len)
     big = language.parameters >= WORTH_COMPILING
@@ -373,6 +389,7 @@ def _lay_out(language: LanguageModel, options: GeneratorOptions, paged: bool) ->
         if language.device.type != "cpu":
             raise LoadingFailed("QUANTIZATION=int8 is for models on a CPU")
         linear.quantise(language.model, memory.free_bytes(language.device))
+        language.tolerance = TOLERANCE[torch.bfloat16]  # what int8 weights are multiplied by
     elif paged and language.device.type == "cpu" and linear.packs(language.dtype):
         linear.pack(language.model)
         try:

@@ -23,18 +23,10 @@ from transformers import (
 )
 
 from worker import memory
-from worker.attention import (
-    ATTENTION,
-    BLOCK,
-    CannotPage,
-    LayerShape,
-    PagedCache,
-    Step,
-    probing,
-    running,
-)
+from worker.attention import ATTENTION, CannotPage, probing, running
 from worker.loading import LoadingFailed, choose_device, choose_dtype, has_bfloat16
 from worker.parity import LONGEST, SHORTEST, TOLERANCE
+from worker.step import BLOCK, LayerShape, PagedCache, Step
 
 log = logging.getLogger("onequeue.language_model")
 
@@ -72,6 +64,7 @@ class LanguageModel:
         self.device = model.device
         self.dtype = model.dtype
         self.parameters = model.num_parameters()
+        self.tolerance = TOLERANCE[model.dtype]  # of the largest logit, for rounding
         self.call: Callable[..., Any] = model  # what `forward` runs: the model, or it compiled
         self.layers: list[LayerShape] = []
         self.windows: list[int] = []
@@ -225,7 +218,7 @@ class LanguageModel:
     def compare(self, got: Tensor, own: Tensor) -> None:
         largest = own.float().abs().max().clamp(min=1e-6)
         off = (got.float() - own.float()).abs().max() / largest
-        if not off <= TOLERANCE[self.dtype]:  # also when NaN
+        if not off <= self.tolerance:  # also when NaN
             raise CannotPage(f"packed logits differ by {float(off):.1e} of the largest")
 
     @torch.inference_mode()
@@ -257,6 +250,8 @@ def load_language_model(options: GeneratorOptions) -> LanguageModel:
             if not Path(path).is_dir():
                 raise FileNotFoundError("there is no such folder")
         device = choose_device(options.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # where this thread's kernels and graphs go
         memory.check_fits(path, options.dtype, device)
         keywords = {} if options.attention == "auto" else {"attn_implementation": options.attention}
         model = auto.from_pretrained(

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from worker.attention import BLOCK, LayerShape, block_bytes
 from worker.loading import LoadingFailed
+from worker.step import BLOCK, LayerShape, block_bytes
 
 GB = 1e9
 # Of what is free once the weights are there, the part that keys and values may take.

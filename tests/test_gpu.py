@@ -1,0 +1,97 @@
+"""What only a GPU can show: kernels as they are compiled, captured steps, the model compiled."""
+
+import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from tests import tiny_decoders
+from tests.generating import assert_greedy, prompts, request, serve
+from tests.test_attention import CASES, Case, expected, memory, mixes, name
+from worker import compiling
+from worker.attention import attend, running
+from worker.decode_graphs import RowsStep
+from worker.generation import PagedGenerator, load_generator
+from worker.language_model import GeneratorOptions
+from worker.step import PagedCache
+
+if not torch.cuda.is_available():
+    pytest.skip("there is no GPU", allow_module_level=True)
+GPU = torch.device("cuda")
+FEW_ROWS = [case for case in CASES if case.kind in ("decodes", "spread decodes", "drafts")]
+
+
+@pytest.mark.parametrize("case", FEW_ROWS, ids=name)
+def test_kernels_of_single_tokens(case: Case) -> None:
+    torch.manual_seed(0)
+    mix = mixes(random.Random(name(case)), case.kind)
+    there = memory(case, mix, random.Random(0))
+    cache = PagedCache(there.cache.layers, len(there.cache.keys[0]), torch.float32, GPU)
+    cache.keys[0].copy_(there.cache.keys[0])
+    cache.values[0].copy_(there.cache.values[0])
+    widths = [width for _, width in mix]
+    step = RowsStep(cache, sum(widths), 200)
+    chunks = [(blocks, *chunk) for blocks, chunk in zip(there.step.blocks, mix, strict=True)]
+    step.fill(chunks, [0] * sum(widths), sum(widths), 0)
+    query = [torch.randn(width, case.heads, case.key_size) for width in widths]
+    new = [
+        torch.cat([whole[start:] for (start, _), whole in zip(mix, given, strict=True)])
+        for given in (there.keys, there.values)
+    ]
+    sinks = torch.randn(case.heads)
+    q, k, v = (each.transpose(0, 1)[None].to(GPU) for each in (torch.cat(query), *new))
+    with running(step):
+        given = sinks.to(GPU) if case.sinks else None
+        out = attend(q, k, v, given, 0, case.scale, case.window, case.softcap)
+    rows: Any = out[0].double().cpu()  # split is not annotated
+    for place, got in enumerate(rows.split(widths)):
+        keys, values = there.keys[place], there.values[place]
+        right = expected(case, query[place], keys, values, mix[place][0], sinks)
+        torch.testing.assert_close(got, right, atol=1e-5, rtol=1e-5)
+
+
+def generator_of(model: str, compile: str = "off") -> PagedGenerator:
+    folder = str(tiny_decoders.folder(model))
+    options = GeneratorOptions(
+        folder, dtype="float32", device="cuda", kv_cache_gb=0.05, compile=compile
+    )
+    made = load_generator(options)
+    assert isinstance(made, PagedGenerator), made.info.why
+    return made
+
+
+@pytest.mark.parametrize("model", tiny_decoders.ARCHITECTURES)
+def test_greedy_output_equals_generate(model: str) -> None:
+    generator = generator_of(model)
+    given = prompts(1, (1, 2, 7, 16, 17, 33, 48, 60))
+    served, _ = serve(generator, [request(each) for each in given], seed=1)
+    assert_greedy(model, served, 12)
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3", "gpt-oss"])
+def test_steps_are_captured_again_once_the_model_is_compiled(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished = threading.Event()
+    ordinary = compiling.compile_in_background
+
+    def watched(language: Any, done: Any) -> None:
+        def and_then(compiled: bool) -> None:
+            done(compiled)
+            finished.set()
+
+        ordinary(language, and_then)
+
+    monkeypatch.setattr(compiling, "compile_in_background", watched)
+    generator = generator_of(model, compile="on")
+    assert generator._graphs is not None
+    first = generator._graphs
+    assert finished.wait(300)
+    assert generator.compile_state == "done"
+    given = prompts(1, (1, 7, 17, 48))
+    served, _ = serve(generator, [request(each) for each in given], seed=1)
+    assert_greedy(model, served, 12)
+    assert generator._graphs is not None
+    assert generator._graphs is not first
