@@ -58,6 +58,7 @@ def launch(
         command += ["--device", "cpu", "--continuous-batching", "--cb-max-memory-percent", "0.1"]
         return command, port, "/health", offline
     settings = {"CHAT_MODEL": model, "PIPELINE_MODEL": "none", "DTYPE": dtype, "KV_CACHE_GB": "2"}
+    settings["REQUEST_TIMEOUT_S"] = "600"  # as patient as the load tester
     for part in filter(None, name.partition(":")[2].split(",")):
         setting, _, value = part.partition("=")
         settings[setting] = value

@@ -9,7 +9,7 @@ import pytest
 from batching.blocks import BlockPool
 from tests.generating import assert_greedy, engine, greedy, prompts, request, serve
 from tests.tiny_decoders import ARCHITECTURES
-from worker import generation
+from worker import generation, pace
 from worker.speculation import Lookup
 
 LENGTHS = (1, 2, 7, 16, 17, 33, 48, 60)
@@ -44,8 +44,8 @@ def check_parity(
     """32 prompts at random times; what is switched on must have happened, what is off not."""
     given = prompts(seed, LENGTHS)
     most = MOST if "chunked prefill" in features else 512
-    monkeypatch.setattr(generation, "MOST_PREFILL", {"cpu": most})
-    monkeypatch.setattr(generation, "LEAST_PREFILL", most)  # whatever it has learned of the time
+    monkeypatch.setattr(pace, "MOST", {"cpu": most})
+    monkeypatch.setattr(pace, "LEAST", most)  # whatever it has learned of the time
     if "prefix cache" not in features:
         monkeypatch.setattr(BlockPool, "match", lambda pool, tokens: ([], False))
     if "speculation" in features:

@@ -23,7 +23,7 @@ from tests.generating import (
     serve,
 )
 from tests.tiny_tokenizers import llama_tokenizer
-from worker import generation
+from worker import pace
 from worker.payloads import Sampling
 from worker.streams import Delta, TokenLogprob
 
@@ -104,8 +104,8 @@ def test_an_echoed_prompt_is_scored_whole_and_takes_nothing_from_the_cache(lengt
 def test_an_echoed_prompt_is_scored_once_though_it_is_put_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(generation, "MOST_PREFILL", {"cpu": 24})
-    monkeypatch.setattr(generation, "LEAST_PREFILL", 24)
+    monkeypatch.setattr(pace, "MOST", {"cpu": 24})
+    monkeypatch.setattr(pace, "LEAST", 24)
     older, younger = request(prompt_of(14), BUSY, 20), request(prompt_of(110, 1), BUSY, echo=True)
     # the older needs its second block while the younger is in its prompt
     served, driver = serve(engine("llama", blocks=8), [older, younger])

@@ -17,7 +17,7 @@ from tests.generating import (
     request,
     serve,
 )
-from worker import generation
+from worker import pace
 from worker.generation import PagedGenerator
 from worker.payloads import Sampling
 
@@ -28,8 +28,8 @@ NEW = 8
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "MOST_PREFILL", {"cpu": 40})
-    monkeypatch.setattr(generation, "LEAST_PREFILL", 40)
+    monkeypatch.setattr(pace, "MOST", {"cpu": 40})
+    monkeypatch.setattr(pace, "LEAST", 40)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from worker.decode_graphs import SIZES, SPARE, DecodeGraphs, decode_graphs
 from worker.language_model import GeneratorOptions, LanguageModel, load_language_model
 from worker.loading import LoadingFailed
 from worker.masks import Masks, Wanted
+from worker.pace import Pace
 from worker.parity import TOLERANCE
 from worker.payloads import Generator, StepOutcome, StepReport
 from worker.prompts import Prepared
@@ -39,11 +40,6 @@ from worker.text_side import TextSide, as_failure, collect
 
 log = logging.getLogger("onequeue.generation")
 
-# Prompt tokens a step takes while nobody streams, and at least while somebody does.
-MOST_PREFILL = {"cpu": 512, "cuda": 8192}
-LEAST_PREFILL = 32
-# While somebody streams, a step's share of prompts should not take longer than this.
-PREFILL_S = 0.25
 # A decode step costs about the same for so many rows: drafts are free up to here.
 FREE_ROWS = {"cpu": 8, "cuda": 64}
 # COMPILE=auto leaves models with fewer parameters alone: a minute's work for little.
@@ -87,7 +83,7 @@ class PagedGenerator(TextSide):
         self.pool = BlockPool(blocks, BLOCK)
         self.scheduler = ContinuousScheduler(self.pool, options.max_running)
         self.live: dict[WorkItem, list[Generation]] = {}  # choices that have not ended
-        self.prefill_s = 0.0  # per prompt token, lately
+        self._pace = Pace(language.device.type)
         self._free_rows = FREE_ROWS[language.device.type]
         self._masks = Masks(language.vocab_size, self.prompts.eos_ids)
         self._graphs = self._capture()
@@ -149,26 +145,14 @@ class PagedGenerator(TextSide):
             self._drop(item)
         if self._graphs and self._graphs.call is not self.language.call:
             self._graphs = self._capture()  # of the model that is compiled now
-        chunks = self.scheduler.schedule(self._budget(), self._draft)
+        streaming = any(s.computed + 1 >= len(s.tokens) for s in self.scheduler.running)
+        chunks = self.scheduler.schedule(self._pace.prompt_tokens(streaming), self._draft)
         if chunks:
             self._run(chunks, counts)
-            self._learn(chunks, time.monotonic() - started)
+            rows = sum(chunk.width for chunk in chunks)
+            self._pace.learn(counts.prefill, rows - counts.prefill, time.monotonic() - started)
         deltas, done = collect(self.live, counts.touched, counts.failed)
         return StepOutcome(self._report(counts, started), deltas, done)
-
-    def _budget(self) -> int:
-        """Prompt tokens for the next step: many, but streams must not stall for long."""
-        most = MOST_PREFILL[self.language.device.type]
-        streaming = any(s.computed + 1 >= len(s.tokens) for s in self.scheduler.running)
-        if not streaming or not self.prefill_s:
-            return most
-        return max(LEAST_PREFILL, min(most, int(PREFILL_S / self.prefill_s)))
-
-    def _learn(self, chunks: Sequence[Chunk], seconds: float) -> None:
-        tokens = sum(chunk.count for chunk in chunks)
-        if tokens >= 2 * LEAST_PREFILL:
-            per_token = seconds / tokens
-            self.prefill_s += (0.3 if self.prefill_s else 1.0) * (per_token - self.prefill_s)
 
     def _draft(self, sequence: Running) -> tuple[int, ...]:
         generation: Generation = sequence.owner
