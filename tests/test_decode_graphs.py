@@ -1,6 +1,9 @@
 """Steps of captured size: what they say, when they are taken, and what happens without them."""
 
+import copy
 import logging
+import shutil
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +14,7 @@ from torch import Tensor
 
 import worker
 from tests.generating import assert_greedy, engine, loaded, prompts, request, serve
-from worker import decode_graphs
+from worker import compiling, decode_graphs
 from worker.attention import CannotPage
 from worker.decode_graphs import SPARE, WIDEST, DecodeGraphs, Run
 from worker.generation import PagedGenerator
@@ -138,6 +141,19 @@ def test_where_capturing_fails_steps_are_launched_one_by_one_and_the_log_says_so
         "no CUDA graphs, steps are launched one by one: "
         "operation not permitted when stream is capturing"
     ]
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
+def test_what_was_compiled_in_its_thread_is_captured_without_compiling_more() -> None:
+    """It would be on the worker's thread, while streams wait."""
+    language = copy.copy(loaded("llama").language)
+    finished = threading.Event()
+    compiling.compile_in_background(language, lambda compiled: finished.set())
+    assert finished.wait(300)
+    assert language.call is not loaded("llama").language.call
+    cache = PagedCache(language.layers, BLOCKS + SPARE, torch.float32, language.device)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        DecodeGraphs(language, cache, BLOCKS, 16, 32, Recorder())
 
 
 def test_on_a_cpu_there_are_none() -> None:

@@ -28,7 +28,7 @@ def test_packed_weights_give_the_same_products(bias: bool, shape: tuple[int, ...
 def test_packing_can_be_undone() -> None:
     model = nn.Sequential(layer(), nn.ReLU(), nn.ModuleDict({"in": nn.Linear(80, 3)}))
     weights = [each.weight.clone() for each in model.modules() if type(each) is nn.Linear]
-    linear.pack(model)
+    linear.pack(model, free_bytes=10**9)
     assert sum(isinstance(each, PackedLinear) for each in model.modules()) == 2
     linear.unpack(model)
     back = [each.weight for each in model.modules() if type(each) is nn.Linear]
@@ -36,12 +36,55 @@ def test_packing_can_be_undone() -> None:
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_where_bfloat16_is_emulated_products_are_its_own(
+    bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exact product, rounded once: no further from it than bfloat16's own."""
+    monkeypatch.setattr(linear, "has_bfloat16", lambda: False)
+    plain = layer(bias).bfloat16()
+    model = nn.Sequential(plain)
+    linear.pack(model, free_bytes=10**9)
+    made = model[0]
+    assert isinstance(made, PackedLinear)
+    assert made.packed.dtype == torch.float32
+    x = torch.randn(30, 48).bfloat16()
+    exact = nn.functional.linear(
+        x.double(), plain.weight.double(), plain.bias.double() if bias else None
+    )
+    assert made(x).dtype == torch.bfloat16
+    torch.testing.assert_close(made(x), exact.bfloat16(), atol=1e-6, rtol=2**-7)
+    linear.unpack(model)
+    back = model[0]
+    assert isinstance(back, nn.Linear)
+    assert back.weight.dtype == torch.bfloat16
+    assert torch.equal(back.weight, plain.weight)
+    assert not bias or torch.equal(back.bias, plain.bias)
+
+
+def test_weights_are_not_doubled_where_there_is_no_room(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(linear, "has_bfloat16", lambda: False)
+    model = nn.Sequential(layer().bfloat16())
+    linear.pack(model, free_bytes=2 * 48 * 80)
+    assert type(model[0]) is nn.Linear
+    assert "bfloat16 is emulated" in caplog.records[0].message
+    linear.pack(model.float(), free_bytes=0)
+    assert isinstance(model[0], PackedLinear), "float32 takes no more than it did"
+
+
+def test_where_there_is_bfloat16_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "has_bfloat16", lambda: True)
+    assert linear.packed_dtype(torch.bfloat16) == torch.bfloat16
+
+
 def test_subclasses_of_linear_are_left_alone() -> None:
     class Own(nn.Linear):
         pass
 
     model = nn.Sequential(Own(4, 4))
-    linear.pack(model)
+    linear.pack(model, free_bytes=10**9)
     assert type(model[0]) is Own
 
 

@@ -1,6 +1,7 @@
 """What the layers of a model call in place of attention: the step that runs on this thread.
 
-Registered with transformers as an attention function, and as a mask function that makes none.
+Registered with transformers as an attention function, but with no function that makes its mask:
+for such it makes none, and does not look at the positions, which a GPU would have to wait for.
 """
 
 import threading
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from worker.step import LayerShape
 
@@ -134,4 +135,3 @@ def attend(
 
 
 AttentionInterface.register(ATTENTION, paged_attention)
-AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)

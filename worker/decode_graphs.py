@@ -11,7 +11,8 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ class RowsStep:
         self.cache = cache
         self.programs = PROGRAMS * _processors(cache.device)
         self._filled = torch.zeros(4, rows, dtype=torch.long, device=cache.device)
-        # `rests`: places after it in its block that nobody has written
+        # `rests`: places after it in a block that the step begins
         self.ids, self.positions, self.slots, self.rests = self._filled
         self.tables = torch.zeros(rows, table, dtype=torch.int32, device=cache.device)
 
@@ -78,7 +79,8 @@ class RowsStep:
         filled[2, : len(ids)] = (
             blocks[chunk, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
         )
-        filled[3, ends - 1] = BLOCK - 1 - lasts % BLOCK
+        begun = lasts % BLOCK < widths
+        filled[3, ends - 1] = np.where(begun, BLOCK - 1 - lasts % BLOCK, 0)
         self._filled[:, :rows].copy_(torch.from_numpy(filled))
         self.tables[:rows, : tables.shape[1]].copy_(torch.from_numpy(tables))
 
@@ -140,20 +142,24 @@ class DecodeGraphs:
         return sum(widths) <= self._sizes[-1] and max(widths) <= WIDEST
 
     def forward(self, chunks: Chunks, ids: Sequence[int], wanted: Sequence[int]) -> Tensor:
-        """Logits [len(wanted), V] of the rows `wanted`; keys and values are written."""
+        """Logits [len(wanted), V] of the rows `wanted`, until the next call; keys and values are
+        written."""
         size = next(size for size in self._sizes if size >= len(ids))
         self._step.fill(chunks, ids, size, self._nobodys)
         replay, logits = self._captured[size]
+        first = len(wanted) if list(wanted) == list(range(len(wanted))) else 0
+        # made before the replay, for which it would wait
+        rows = None if first else torch.tensor(list(wanted), dtype=torch.long, device=logits.device)
         replay()
-        return logits[torch.tensor(list(wanted), dtype=torch.long, device=logits.device)]
+        return logits[:first] if rows is None else logits[rows]
 
     @torch.inference_mode()
     def _run(self, size: int) -> Tensor:
         step = self._step.first(size)
+        # clones are to the compiler what LanguageModel.forward passes: it compiles no more
+        ids, positions = step.ids[None].clone(), step.positions[None].clone()
         with running(step):
-            output = self.call(
-                input_ids=step.ids[None], position_ids=step.positions[None], use_cache=False
-            )
+            output = self.call(input_ids=ids, position_ids=positions, use_cache=False)
         logits: Tensor = output.logits[0]
         return logits
 
@@ -180,18 +186,39 @@ class CudaCapture:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def __call__(self, run: Run) -> tuple[Callable[[], Any], Tensor]:
-        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
+        ordinary = torch.cuda.current_stream()
+        self._aside.wait_stream(ordinary)
+        with torch.cuda.stream(self._aside):
             run()  # compiles kernels and makes what libraries keep, neither of which is captured
-        torch.cuda.current_stream().wait_stream(aside)
+            with waiting_is_an_error():
+                run()
+        ordinary.wait_stream(self._aside)
         graph = torch.cuda.CUDAGraph()
-        # other threads may use the GPU meanwhile: one compiles
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = run()
+        try:
+            # other threads may use the GPU meanwhile
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._aside, capture_error_mode="thread_local"
+            ):
+                logits = run()
+        except Exception:
+            torch.cuda.set_stream(ordinary)  # torch leaves the other
+            raise
         return graph.replay, logits
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """A model that looks at its numbers cannot be captured, and a capture that fails leaves
+    torch's allocator broken: it must be known before."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def _processors(device: torch.device) -> int:

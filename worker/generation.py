@@ -144,6 +144,7 @@ class PagedGenerator(TextSide):
         for item in [item for item in self.live if not item.open]:
             self._drop(item)
         if self._graphs and self._graphs.call is not self.language.call:
+            self._graphs = None  # their memory is needed
             self._graphs = self._capture()  # of the model that is compiled now
         streaming = any(s.computed + 1 >= len(s.tokens) for s in self.scheduler.running)
         chunks = self.scheduler.schedule(self._pace.prompt_tokens(streaming), self._draft)
@@ -375,9 +376,11 @@ def _lay_out(language: LanguageModel, options: GeneratorOptions, paged: bool) ->
         linear.quantise(language.model, memory.free_bytes(language.device))
         language.tolerance = TOLERANCE[torch.bfloat16]  # what int8 weights are multiplied by
     elif paged and language.device.type == "cpu" and linear.packs(language.dtype):
-        linear.pack(language.model)
+        linear.pack(language.model, memory.free_bytes(language.device))
         try:
             language.recheck()
         except Exception as error:  # a model that uses weights without calling their layer
             log.info("weights stay as they are: %s", error)
             linear.unpack(language.model)
+    elif language.device.type == "cpu" and linear.packed_dtype(language.dtype) != language.dtype:
+        log.warning("this CPU emulates bfloat16: DTYPE=float32 is faster here")

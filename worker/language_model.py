@@ -24,7 +24,7 @@ from transformers import (
 
 from worker import memory
 from worker.attention import ATTENTION, CannotPage, probing, running
-from worker.loading import LoadingFailed, choose_device, choose_dtype, has_bfloat16
+from worker.loading import LoadingFailed, choose_device, choose_dtype
 from worker.parity import LONGEST, SHORTEST, TOLERANCE
 from worker.step import BLOCK, LayerShape, PagedCache, Step
 
@@ -230,7 +230,9 @@ class LanguageModel:
         with running(step):
             output = (call or self.call)(
                 input_ids=torch.tensor([list(ids)], device=self.device),
-                position_ids=step.positions[None],
+                position_ids=step.positions[
+                    None
+                ].clone(),  # as in decode_graphs.py, to the compiler
                 use_cache=False,
                 logits_to_keep=rows,
             )
@@ -251,7 +253,7 @@ def load_language_model(options: GeneratorOptions) -> LanguageModel:
                 raise FileNotFoundError("there is no such folder")
         device = choose_device(options.device)
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # where this thread's kernels and graphs go
+            torch.cuda.set_device(device.index or 0)  # where this thread's kernels and graphs go
         memory.check_fits(path, options.dtype, device)
         keywords = {} if options.attention == "auto" else {"attn_implementation": options.attention}
         model = auto.from_pretrained(
@@ -266,6 +268,4 @@ def load_language_model(options: GeneratorOptions) -> LanguageModel:
         raise LoadingFailed(f"the chat model {name!r} could not be loaded: {reason}") from error
     model.eval()
     log.info("loaded seconds=%.1f", time.monotonic() - started)
-    if model.dtype == torch.bfloat16 and device.type == "cpu" and not has_bfloat16():
-        log.warning("this CPU emulates bfloat16: DTYPE=float32 is faster here")
     return LanguageModel(name, model, tokenizer)

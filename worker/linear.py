@@ -1,7 +1,10 @@
 """Linear layers for a CPU: weights laid out as its matrix kernels want them, or as int8.
 
 oneDNN's own layout makes products with few rows, which is what decoding is, several times faster
-than the plain one, and a compiled graph uses the same weights. int8 weights carry one scale an
+than the plain one, and a compiled graph uses the same weights. A CPU that has no bfloat16 would
+emulate it at a sixth of the speed: there the weights of a bfloat16 model are laid out as float32,
+if there is memory for that. Products are then what bfloat16's own are: of the same numbers, summed
+in float32, rounded to bfloat16. int8 weights carry one scale an
 output and are multiplied by bfloat16 inputs; more rows than those kernels are good at go through a
 copy of the dequantised values, if there is memory for one, so that both say the same.
 """
@@ -30,16 +33,23 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), INT8_ROWS)
+        self.dtype = weight.dtype
+        self.inside = packed_dtype(weight.dtype)
+        weight = weight.detach().to(self.inside)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, INT8_ROWS)
+        bias = None if bias is None else bias.detach().to(self.inside)
         self.register_buffer("packed", packed, persistent=False)
-        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return made
+        made: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x.to(self.inside), self.packed, self.bias, "none", [], ""
+        )
+        return made.to(x.dtype)
 
     def unpacked(self) -> nn.Linear:
-        return _linear(self.packed.to_dense(), self.bias)
+        bias = None if self.bias is None else self.bias.to(self.dtype)
+        return _linear(self.packed.to_dense().to(self.dtype), bias)
 
 
 class Int8Linear(nn.Module):
@@ -89,10 +99,14 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def packs(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies packed weights of a dtype."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # torch's
-        return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and has_bfloat16())
+    """Whether this CPU multiplies packed weights of a model of this dtype."""
+    known: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch's
+    return known and dtype in (torch.float32, torch.bfloat16)
+
+
+def packed_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What packed weights of a model of this dtype are."""
+    return dtype if dtype != torch.bfloat16 or has_bfloat16() else torch.float32
 
 
 def _linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
@@ -104,9 +118,19 @@ def _linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
     ]
 
 
-def pack(model: nn.Module) -> None:
-    """Lay out all linear layers' weights anew; what was shared with an embedding is copied."""
-    for parent, name, linear in _linears(model):
+def pack(model: nn.Module, free_bytes: int) -> None:
+    """Lay out all linear layers' weights anew, unless that takes too much memory; what was shared
+    with an embedding is copied."""
+    found = _linears(model)
+    sizes = [linear.weight.numel() for _, _, linear in found]
+    dtype = found[0][2].weight.dtype if found else torch.float32
+    more = sum(sizes) * (packed_dtype(dtype).itemsize - dtype.itemsize)
+    if more > COPY_SHARE * free_bytes:
+        log.warning("bfloat16 is emulated: float32 weights would take %.1f GB more", more / 1e9)
+        return
+    if more:
+        log.info("bfloat16 weights multiplied in float32, which takes %.3f GB more", more / 1e9)
+    for parent, name, linear in found:
         setattr(parent, name, PackedLinear(linear.weight, linear.bias))
 
 
@@ -121,7 +145,8 @@ def quantise(model: nn.Module, free_bytes: int) -> None:
     """int8 in place of all linear layers' weights, with a copy for large batches if it fits."""
     found = _linears(model)
     sizes = [linear.weight.numel() for _, _, linear in found]
-    copy_bytes = sum(sizes) * (found[0][2].weight.dtype.itemsize if found else 0)
+    dtype = packed_dtype(found[0][2].weight.dtype) if found else torch.float32
+    copy_bytes = sum(sizes) * dtype.itemsize
     copy = copy_bytes <= COPY_SHARE * free_bytes
     for parent, name, linear in found:
         setattr(parent, name, Int8Linear(linear.weight, linear.bias, copy))
