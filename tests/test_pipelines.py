@@ -8,11 +8,16 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from transformers import pipeline
 
 from batching.errors import InvalidInput
 from tests import tiny
 from tests.parity import assert_parity, item, mixed, oracle, runner, serve, text
-from worker.pipelines import PipelineRunner
+from worker import linear
+from worker.loading import LoadOptions
+from worker.pipelines import PipelineRunner, load_runner
 
 TEXTS = [text(n, 7 * n) for n in (1, 3, 12, 2, 25, 5, 1, 18)]
 
@@ -252,3 +257,51 @@ def test_warm_up_passes_for_every_model(model: str) -> None:
     run: PipelineRunner = runner(tiny.TASKS[model], model)
     run.warm_up()
     assert json.dumps(run.info.batching)
+
+
+# ── a CPU that emulates bfloat16 ──
+
+
+def emulating(monkeypatch: pytest.MonkeyPatch, model: str = "bert-classify") -> PipelineRunner:
+    monkeypatch.setattr(linear, "has_bfloat16", lambda: False)
+    options = LoadOptions(
+        "text-classification", str(tiny.folder(model)), device="cpu", dtype="bfloat16"
+    )
+    return load_runner(options, 8, pool_threads=2)
+
+
+def linears(run: PipelineRunner) -> set[type]:
+    kinds = (nn.Linear, linear.PackedLinear)
+    return {type(module) for module in run.pipe.model.modules() if isinstance(module, kinds)}
+
+
+def test_bfloat16_weights_are_multiplied_in_float32_where_it_is_emulated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = emulating(monkeypatch)
+    assert linears(run) == {linear.PackedLinear}
+    assert run.info.dtype == "bfloat16"
+    call = pipeline(
+        "text-classification", model=str(tiny.folder("bert-classify")), dtype=torch.bfloat16
+    )
+    texts = [text(3 + 4 * number, number) for number in range(6)]
+    every = {"top_k": None}
+    answers = serve(run, [item(each, **every) for each in texts])
+    for answer, each in zip(answers, texts, strict=True):
+        own = {score["label"]: score["score"] for score in call(each, **every)}
+        ours = {score["label"]: score["score"] for score in answer}
+        assert ours == pytest.approx(own, abs=0.02)
+
+
+def test_layers_whose_weights_are_looked_at_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def looks(run: PipelineRunner) -> None:
+        for module in run.pipe.model.modules():
+            if isinstance(module, linear.PackedLinear):
+                _ = module.weight
+
+    monkeypatch.setattr(PipelineRunner, "warm_up", looks)
+    run = emulating(monkeypatch)
+    assert linears(run) == {nn.Linear}
+    assert "DTYPE=float32 is faster here" in caplog.records[-1].message

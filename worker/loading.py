@@ -67,8 +67,6 @@ def load_pipeline(options: LoadOptions) -> Pipe:
         ) from error
     pipe.model.eval()
     log.info("loaded seconds=%.1f", time.monotonic() - started)
-    if pipe.dtype == torch.bfloat16 and device.type == "cpu" and not has_bfloat16():
-        log.warning("this CPU emulates bfloat16: DTYPE=float32 is faster here")
     return pipe
 
 

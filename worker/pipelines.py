@@ -17,7 +17,7 @@ from transformers.pipelines.base import ChunkPipeline, pad_collate_fn
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
-from worker import failures
+from worker import failures, linear, memory
 from worker.answers import split_generated, split_rows, spread_masks, to_json
 from worker.copies import Copies, panics_as_errors, stage_parameters
 from worker.inputs import read_input
@@ -88,6 +88,8 @@ class PipelineRunner:
             why=why,
         )
         self._copies = Copies(pipe, pool_threads)
+        if pipe.device.type == "cpu" and linear.packed_dtype(pipe.dtype) != pipe.dtype:
+            self._lay_out()
 
     def _choose_batching(self) -> tuple[Batching, str]:
         """The best way to batch that gives the model's own output; why none better."""
@@ -115,6 +117,16 @@ class PipelineRunner:
         if why_not_padded := _refusal(lambda: check_padding(model, tokenizer, self.limit)):
             return "single", f"packed: {why}; padded: {why_not_padded}"
         return "padded", why
+
+    def _lay_out(self) -> None:
+        """Spare a CPU without bfloat16 its emulation, unless a layer's weights are looked at."""
+        model = self.pipe.model
+        linear.pack(model, memory.free_bytes(self.pipe.device))
+        try:
+            self.warm_up()
+        except Exception as error:
+            linear.unpack(model)
+            log.warning("this CPU emulates bfloat16: DTYPE=float32 is faster here (%r)", error)
 
     # ── pool threads ──
 
