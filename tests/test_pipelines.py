@@ -293,6 +293,12 @@ def test_bfloat16_weights_are_multiplied_in_float32_where_it_is_emulated(
         assert ours == pytest.approx(own, abs=0.02)
 
 
+def test_without_packed_products_nothing_is_laid_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not every CPU has them: Apple's has not."""
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert linears(emulating(monkeypatch)) == {nn.Linear}
+
+
 def test_layers_whose_weights_are_looked_at_stay_as_they_are(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

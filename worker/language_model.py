@@ -227,12 +227,13 @@ class LanguageModel:
     ) -> Tensor:
         """Logits [len(wanted), V] of the step's rows `wanted`; keys and values are written."""
         rows = torch.tensor(list(wanted), dtype=torch.long, device=self.device)
+        positions = step.positions[
+            None
+        ].clone()  # made in inference mode, for the compiler's guards
         with running(step):
             output = (call or self.call)(
                 input_ids=torch.tensor([list(ids)], device=self.device),
-                position_ids=step.positions[
-                    None
-                ].clone(),  # as in decode_graphs.py, to the compiler
+                position_ids=positions,
                 use_cache=False,
                 logits_to_keep=rows,
             )

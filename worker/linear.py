@@ -4,9 +4,9 @@ oneDNN's own layout makes products with few rows, which is what decoding is, sev
 than the plain one, and a compiled graph uses the same weights. A CPU that has no bfloat16 would
 emulate it at a sixth of the speed: there the weights of a bfloat16 model are laid out as float32,
 if there is memory for that. Products are then what bfloat16's own are: of the same numbers, summed
-in float32, rounded to bfloat16. int8 weights carry one scale an
-output and are multiplied by bfloat16 inputs; more rows than those kernels are good at go through a
-copy of the dequantised values, if there is memory for one, so that both say the same.
+in float32, rounded to bfloat16. int8 weights carry one scale an output and are multiplied by
+bfloat16 inputs; more rows than those kernels are good at go through a copy of the dequantised
+values, if there is memory for one, so that both say the same.
 """
 
 import logging
@@ -102,6 +102,11 @@ def packs(dtype: torch.dtype) -> bool:
     """Whether this CPU multiplies packed weights of a model of this dtype."""
     known: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch's
     return known and dtype in (torch.float32, torch.bfloat16)
+
+
+def spares_emulation(dtype: torch.dtype) -> bool:
+    """Whether packing a model of this dtype makes it faster by more than its layout."""
+    return packs(dtype) and packed_dtype(dtype) != dtype
 
 
 def packed_dtype(dtype: torch.dtype) -> torch.dtype:

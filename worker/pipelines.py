@@ -88,7 +88,7 @@ class PipelineRunner:
             why=why,
         )
         self._copies = Copies(pipe, pool_threads)
-        if pipe.device.type == "cpu" and linear.packed_dtype(pipe.dtype) != pipe.dtype:
+        if pipe.device.type == "cpu" and linear.spares_emulation(pipe.dtype):
             self._lay_out()
 
     def _choose_batching(self) -> tuple[Batching, str]:
