@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from worker.step import LayerShape
+from worker.step import How, LayerShape
 
 ATTENTION = "onequeue_paged"
 
@@ -26,15 +26,7 @@ class Attends(Protocol):
     """A step: knows where its tokens' keys and values are."""
 
     def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        layer: int,
-        scale: float,
-        window: int,
-        softcap: float,
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, how: How
     ) -> Tensor: ...
 
 
@@ -98,28 +90,6 @@ def _warming(module: Any) -> tuple[float, float] | None:
     return None
 
 
-@torch.library.custom_op("onequeue::paged_attention", mutates_args=())
-def _attend_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    layer: int,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> Tensor:
-    """The same, opaque to the compiler: its graph depends on the number of tokens only. The cache
-    is found through the thread, not passed, and each layer writes its own part alone."""
-    return attend(query, key, value, sinks, layer, scale, window, softcap)
-
-
-@_attend_op.register_fake
-def _(query: Any, key: Any, value: Any, sinks: Any, *rest: Any) -> Tensor:
-    made: Tensor = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
-    return made
-
-
 def attend(
     query: Tensor,
     key: Tensor,
@@ -131,7 +101,18 @@ def attend(
     softcap: float,
 ) -> Tensor:
     step: Attends = _here.step
-    return step.attend(query, key, value, sinks, layer, scale, window, softcap)
+    return step.attend(query, key, value, sinks, How(layer, scale, window, softcap))
+
+
+# The same, opaque to the compiler: its graph depends on the number of tokens only. The cache is
+# found through the thread, not passed, and each layer writes its own part alone.
+_attend_op = torch.library.custom_op("onequeue::paged_attention", attend, mutates_args=())
+
+
+@_attend_op.register_fake
+def _(query: Any, key: Any, value: Any, sinks: Any, *rest: Any) -> Tensor:
+    made: Tensor = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+    return made
 
 
 AttentionInterface.register(ATTENTION, paged_attention)

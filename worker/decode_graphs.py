@@ -21,7 +21,7 @@ from torch import Tensor
 
 from worker.attention import running
 from worker.language_model import LanguageModel
-from worker.step import BLOCK, Chunks, PagedCache, Step, rewarmed
+from worker.step import BLOCK, Chunks, How, PagedCache, Step, rewarmed
 
 log = logging.getLogger("onequeue.decode_graphs")
 
@@ -85,29 +85,21 @@ class RowsStep:
         self.tables[:rows, : tables.shape[1]].copy_(torch.from_numpy(tables))
 
     def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        layer: int,
-        scale: float,
-        window: int,
-        softcap: float,
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, how: How
     ) -> Tensor:
         """Of one layer, [1, heads, T, size] in, [1, T, heads, size] out."""
         from worker import decode_kernel  # needs triton, which comes with torch for GPUs
 
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys, values = self.cache.keys[how.layer], self.cache.values[how.layer]
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
         q, k, v = (t if t.stride(2) == 1 else t.contiguous() for t in (q, k, v))
-        shape = self.cache.layers[layer]
+        shape = self.cache.layers[how.layer]
         if shape.warming:
             q = (q * rewarmed(self.positions, *shape.warming)).to(q.dtype)
         decode_kernel.write(k, v, keys, values, self.slots, self.rests)
         return decode_kernel.attend(
-            q, keys, values, self.tables, self.positions, programs=self.programs, scale=scale,
-            window=window, chunk=shape.chunk, softcap=softcap, sinks=sinks,
+            q, keys, values, self.tables, self.positions, programs=self.programs, scale=how.scale,
+            window=how.window, chunk=shape.chunk, softcap=how.softcap, sinks=sinks,
         ).unsqueeze(0)  # fmt: skip
 
 

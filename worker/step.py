@@ -10,7 +10,7 @@ tensor operations. Few rows on a GPU go another way (decode_graphs.py).
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,15 @@ class LayerShape:
     chunk: int = 0  # tokens see their own chunk of so many only (Llama 4); 0: no such limit
     # Llama 4 warms queries by their place in the row: its floor_scale and attn_scale
     warming: tuple[float, float] | None = None
+
+
+class How(NamedTuple):
+    """What a layer asks of attention."""
+
+    layer: int
+    scale: float
+    window: int  # 0: all before
+    softcap: float  # 0: none
 
 
 class PagedCache:
@@ -101,17 +110,10 @@ class Step:
         self._rewarmed: dict[tuple[float, float], Tensor] = {}
 
     def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        layer: int,
-        scale: float,
-        window: int,
-        softcap: float,
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, how: How
     ) -> Tensor:
         """Of one layer, [1, heads, T, size] in, [1, T, heads, size] out."""
+        layer, scale, window, softcap = how
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [T, heads, size]
         shape = self.cache.layers[layer]
