@@ -81,3 +81,15 @@ class OutOfMemory(ItemFailed):
 
 class WrongResultCount(ItemFailed):
     pass
+
+
+def as_failure(error: BaseException, kind: str) -> ItemFailed:
+    """What the client of an item is told that alone made the model raise `error`."""
+    if isinstance(error, ItemFailed):
+        return error
+    if kind == "memory":
+        failure: ItemFailed = OutOfMemory("this input does not fit into memory")
+    else:
+        failure = ItemFailed("the model failed on this input")
+    failure.__cause__ = error.with_traceback(None)
+    return failure

@@ -158,7 +158,7 @@ class FakeGenerator:
         self.running = []
         return items
 
-    def diagnose(self, error: Exception) -> Literal["item", "memory", "fatal"]:
+    def diagnose(self, error: BaseException) -> Literal["item", "memory", "fatal"]:
         return diagnose(error)
 
     def warm_up(self) -> None:

@@ -53,7 +53,7 @@ class FakeRunner:
             raise ValueError("cannot be finished")
         return orjson.dumps({"echo": raw.lower()})
 
-    def diagnose(self, error: Exception) -> Literal["item", "memory", "fatal"]:
+    def diagnose(self, error: BaseException) -> Literal["item", "memory", "fatal"]:
         return diagnose(error)
 
     def warm_up(self) -> None:

@@ -111,7 +111,7 @@ class Driver:
 
     def add(self, item: WorkItem) -> Served:
         self.generator.prepare(item)
-        served = self.served[item] = Served(item, item.prepared.ids)
+        served = self.served[item] = Served(item, item.prepared[0].prepared.ids)
         self.generator.add(item)
         served.generations = list(self.generator.live[item])
         return served

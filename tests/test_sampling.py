@@ -265,9 +265,22 @@ def test_drafted_tokens_count_as_accepted_ones_do(kind: dict[str, Any]) -> None:
     assert sample(logits[:1], [drafting]) == sample(logits[:1], [fresh])
 
 
+def test_choices_of_a_request_share_what_does_not_change() -> None:
+    params = SamplingParams(logit_bias=((3, 1.5), (900, -2.0)), repetition_penalty=1.3)
+    draws = Draws(params, 0, [5, 6, 5])
+    draws.accept(7)
+    sibling = draws.sibling(4)
+    assert sibling.choice == 4
+    assert sibling.bias is draws.bias
+    assert sibling.prompt is draws.prompt
+    assert [*draws.prompt] == [5, 6]
+    assert ([*(draws.said or ())], [*(sibling.said or ())]) == ([7], [])
+
+
 def test_draws_without_penalties_keep_no_history() -> None:
     draws = after([1, 2, 3], [4, 5], temperature=0.0).draws
-    assert draws.seen is None
+    assert draws.said is None
+    assert not len(draws.prompt)
     assert draws.counts is None
 
 

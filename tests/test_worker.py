@@ -56,6 +56,9 @@ class Recorder:
             else:
                 self.outputs([(item, "rejected")])
 
+    def on_failed(self, outcomes: list[Outcome]) -> None:
+        self.outputs(outcomes)
+
     def count(self) -> int:
         return sum(map(len, list(self.outcomes.values())))  # the worker's thread adds to it
 

@@ -5,7 +5,9 @@
 The arguments are given as the model writes them, without the white space around them.
 """
 
+import copy
 import json
+from collections.abc import Iterable
 from typing import NamedTuple
 
 SPACE = " \t\r\n"
@@ -31,10 +33,11 @@ class CallReader:
         self._quoted = self._escaped = False
         self._named = False  # the call that is being read
         self._key: str | None = None  # None: a key is being read
-        self._text = ""  # of a key or a name
-        self._waiting = ""  # arguments that came before the name
-        self._space: str | None = None  # white space that may be the arguments' end; None: before
-        self._said: list[Said] = []
+        self._text: list[str] = []  # of a key or a name
+        self._waiting: list[str] = []  # arguments that came before the name
+        # white space that may be the arguments' end; None: before them
+        self._space: list[str] | None = None
+        self._said: list[tuple[str | None, list[str]]] = []
 
     @property
     def quoted(self) -> bool:
@@ -56,10 +59,17 @@ class CallReader:
             elif nested or letter not in ":,}":
                 self._member(letter)
             elif letter == ":":
-                self._key, self._text = _string(self._text), ""
+                self._key, self._text = _string(self._text), []
             else:
-                self._key, self._text, self._space = None, "", None
-        return self._said
+                self._key, self._text, self._space = None, [], None
+        return [Said(name, "".join(text)) for name, text in self._said]
+
+    def sibling(self) -> "CallReader":
+        """Another call that begins as this one does, as far as it has been read."""
+        made = copy.copy(self)
+        made._text, made._waiting = [*self._text], [*self._waiting]
+        made._space = None if self._space is None else [*self._space]
+        return made
 
     def _follow(self, letter: str) -> None:
         """Where in the JSON text we are."""
@@ -78,41 +88,42 @@ class CallReader:
         if letter == "[" and self._depth == 1:
             self._level = 2  # a list of calls
         elif letter == "{":
-            self._named, self._key, self._text, self._space = False, None, "", None
+            self._named, self._key, self._text, self._space = False, None, [], None
 
     def _member(self, letter: str) -> None:
         if self._key == self._arguments_key:
             self._argument(letter)
         elif self._key is None or self._key == self._name_key:
-            self._text += letter
+            self._text.append(letter)
             if self._key is not None and letter == '"' and not self._quoted:
                 self._begin(_string(self._text))
 
     def _begin(self, name: str) -> None:
         self._named = self.begun = True
-        self._said.append(Said(name))
-        self._argue(self._waiting)
-        self._waiting = ""
+        self._said.append((name, []))
+        self._argue(*self._waiting)
+        self._waiting = []
 
     def _argument(self, letter: str) -> None:
         if letter in SPACE and not self._quoted:
-            self._space = None if self._space is None else self._space + letter
+            if self._space is not None:
+                self._space.append(letter)
             return
-        self._argue((self._space or "") + letter)
-        self._space = ""
+        self._argue(*(self._space or ()), letter)
+        self._space = []
 
-    def _argue(self, text: str) -> None:
+    def _argue(self, *text: str) -> None:
         if not self._named:
             self._waiting += text
-        elif self._said and self._said[-1].name is None:
-            self._said[-1] = Said(None, self._said[-1].text + text)
+        elif self._said and self._said[-1][0] is None:
+            self._said[-1][1].extend(text)
         elif text:
-            self._said.append(Said(None, text))
+            self._said.append((None, [*text]))
 
 
-def _string(text: str) -> str:
+def _string(text: Iterable[str]) -> str:
     try:
-        value = json.loads(text)
-    except ValueError:
+        value = json.loads("".join(text))
+    except (ValueError, RecursionError):
         return ""
     return value if isinstance(value, str) else ""

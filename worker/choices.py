@@ -1,15 +1,18 @@
 """One continuation of a prompt: from sampled tokens to text, log-probabilities and its end.
 
-The same for the paged engine and the static fallback. On the worker's thread.
+The same for the paged engine and the static fallback. A request's choices are made in a pool
+thread, whatever its prompt takes to be read; from then on they belong to the worker's thread,
+where each token costs as much as it adds.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from batching.request_queue import WorkItem
 from worker.detokenize import StopStrings, Vocabulary
 from worker.prompts import Prepared
+from worker.reader import Reader
 from worker.sampling import Choice as Sampled
 from worker.sampling import Draws, Row
 from worker.streams import Delta, FinishReason, TokenLogprob
@@ -18,23 +21,61 @@ from worker.streams import Delta, FinishReason, TokenLogprob
 CONTEXT = 8
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """The prompt's text; of its tokens one by one, if their log-probabilities are asked for."""
+
+    text: str
+    texts: tuple[str, ...]
+
+
+def make_choices(item: WorkItem, prepared: Prepared, vocabulary: Vocabulary) -> list["Choice"]:
+    """All of a request's; what they share is made once."""
+    reader = prepared.answer.reader()
+    draws = Draws(prepared.params, 0, prepared.ids)
+    echo = _echo(prepared, vocabulary) if prepared.echo else None
+    return [
+        Choice(item, prepared, vocabulary, draws.sibling(draw), reader and reader.sibling(), echo)
+        for draw in range(item.payload.n)
+    ]
+
+
+def _echo(prepared: Prepared, vocabulary: Vocabulary) -> Echo:
+    texts: list[str] = []
+    if prepared.wants_prompt_logprobs:
+        stream = vocabulary.stream([])
+        texts = [stream.push(token) for token in prepared.ids]
+        texts[-1] += stream.flush()
+    return Echo(vocabulary.text_of(prepared.ids), tuple(texts))
+
+
 class Choice:
-    def __init__(self, item: WorkItem, number: int, draw: int, vocabulary: Vocabulary) -> None:
-        """`number` is the choice's within the request, `draw` within its prompt."""
-        prepared: Prepared = item.prepared
+    def __init__(
+        self,
+        item: WorkItem,
+        prepared: Prepared,
+        vocabulary: Vocabulary,
+        draws: Draws,
+        reader: Reader | None,
+        echo: Echo | None,
+    ) -> None:
         self.item = item
-        self.number = number
-        self.draw = draw
         self.prepared = prepared
         self.vocabulary = vocabulary
-        self.draws = Draws(prepared.params, draw, prepared.ids)
+        self.draws = draws
+        self.number = item.payload.first_choice + draws.choice  # within the request
         self.count = 0  # output tokens so far
         self.begun = False
         self.ended = False
         self._text = vocabulary.stream(prepared.ids[-CONTEXT:])
         self._stops = StopStrings(item.payload.stopping.stop)
-        self._reader = prepared.answer.reader()
-        self.guide = prepared.answer.guide(self._reader)
+        self._reader = reader
+        self.guide = prepared.answer.guide(reader)
+        self._echo = echo
+        self._prompt: list[TokenLogprob] = []  # what is known of its tokens, if that is asked for
+        if echo and echo.texts:
+            first = Sampled(prepared.ids[0], None, ())
+            self._prompt.append(token_logprob(vocabulary, first, echo.texts[0]))
         self._min_tokens = item.payload.stopping.min_tokens
         self._delta: Delta | None = None
         self._read = 0  # characters of the text so far
@@ -44,16 +85,29 @@ class Choice:
     def row(self, drafted: tuple[int, ...] = ()) -> Row:
         return Row(self.draws, self.count + len(drafted), drafted)
 
-    def begin(self, cached: int, prompt_entries: Sequence[TokenLogprob] = ()) -> None:
+    @property
+    def scored(self) -> int:
+        """Tokens of the prompt whose log-probabilities are known; the first has none."""
+        return max(0, len(self._prompt) - 1)
+
+    def score_prompt(self, scores: Sequence[Sampled]) -> None:
+        """How likely the prompt's next tokens are."""
+        if scores:
+            assert self._echo is not None
+            texts = self._echo.texts[len(self._prompt) : len(self._prompt) + len(scores)]
+            for score, text in zip(scores, texts, strict=True):
+                self._prompt.append(token_logprob(self.vocabulary, score, text))
+
+    def begin(self, cached: int) -> None:
         """The prompt has been run: what there is to tell about it."""
         self.begun = True
         delta = self._open()
-        if self.draw == 0:
+        if self.draws.choice == 0:
             delta.prompt_tokens = len(self.prepared.ids)
             delta.cached_tokens = cached
-        if self.prepared.echo:
-            delta.add("content", self.vocabulary.text_of(self.prepared.ids))
-            delta.logprobs += prompt_entries
+        if self._echo is not None:
+            delta.add("content", self._echo.text)
+            delta.logprobs, self._prompt = self._prompt, []
         if self.prepared.max_tokens == 0:
             self._end("length", None)
 

@@ -239,6 +239,9 @@ class Engine:
         for item in items:
             item.resolve(self.refusal() or BreakerOpen("the model keeps failing", 1))
 
+    def on_failed(self, outcomes: list[Outcome]) -> None:
+        self._resolve_all(outcomes)
+
     def on_breaker(self, is_open: bool) -> None:
         self.observer.breaker(is_open)
         log.log(logging.ERROR if is_open else logging.INFO, "breaker open=%s", is_open)

@@ -12,8 +12,9 @@ OUT_OF_MEMORY = (
 )
 
 
-def diagnose(error: Exception) -> Literal["item", "memory", "fatal"]:
-    """A CUDA error other than out of memory poisons the context: nothing runs after it."""
+def diagnose(error: BaseException) -> Literal["item", "memory", "fatal"]:
+    """A CUDA error other than out of memory poisons the context: nothing runs after it. Anything
+    else is the fault of what was worked on, a panic in a library, which is no Exception, too."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         _free_cached_memory()
         return "memory"

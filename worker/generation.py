@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -19,7 +20,7 @@ import torch
 from batching.blocks import BlockPool
 from batching.continuous import Chunk, ContinuousScheduler
 from batching.continuous import Sequence as Running
-from batching.errors import ItemFailed
+from batching.errors import ItemFailed, as_failure
 from batching.request_queue import WorkItem
 from worker import linear, memory
 from worker.attention import CannotPage
@@ -31,12 +32,12 @@ from worker.masks import Masks, Wanted
 from worker.pace import Pace
 from worker.parity import TOLERANCE
 from worker.payloads import Generator, StepOutcome, StepReport
-from worker.prompts import Prepared
 from worker.sampling import Choice as Sampled
 from worker.sampling import Row, prompt_logprobs, sample
 from worker.speculation import Lookup
 from worker.step import BLOCK, PagedCache, Step
-from worker.text_side import TextSide, as_failure, collect
+from worker.streams import Delta
+from worker.text_side import TextSide, collect
 
 log = logging.getLogger("onequeue.generation")
 
@@ -53,7 +54,7 @@ class Generation:
     choice: Choice
     lookup: Lookup | None
     sequence: Running = field(init=False)
-    prompt_scores: list[Sampled] = field(default_factory=list)  # of its tokens but the first
+    scheduled: bool = True
 
 
 @dataclass(slots=True)
@@ -65,7 +66,7 @@ class _Counts:
     cached: int = 0
     drafted: int = 0
     accepted: int = 0
-    touched: list[Choice] = field(default_factory=list)
+    said: list[tuple[Choice, Delta | None]] = field(default_factory=list)
     failed: dict[WorkItem, Exception] = field(default_factory=dict)
 
 
@@ -104,25 +105,27 @@ class PagedGenerator(TextSide):
         return decode_graphs(self.language, self.cache, self.pool.count, longest, most)
 
     def add(self, item: WorkItem) -> None:
-        prepared: Prepared = item.prepared
-        made = []
-        for draw in range(item.payload.n):
-            choice = Choice(item, item.payload.first_choice + draw, draw, self.vocabulary)
-            generation = Generation(choice, Lookup() if self.speculates else None)
-            reuse = not prepared.wants_prompt_logprobs
-            generation.sequence = Running(generation, prepared.ids, reuse)
-            made.append(generation)
-            self.scheduler.add(generation.sequence)
+        made = [self._generation(choice) for choice in item.prepared]
         self.live[item] = made
+        for generation in made:
+            self.scheduler.add(generation.sequence)
+
+    def _generation(self, choice: Choice) -> Generation:
+        made = Generation(choice, Lookup() if self.speculates else None)
+        prepared = choice.prepared
+        made.sequence = Running(made, prepared.ids, reuse=not prepared.wants_prompt_logprobs)
+        return made
 
     @property
     def busy(self) -> bool:
         return bool(self.live)
 
     def clear(self) -> list[WorkItem]:
+        """What was scheduled, and how, may be what is wrong: nothing of it is kept."""
         items = list(self.live)
-        for item in items:
-            self._drop(item)
+        self.live.clear()
+        self.pool = BlockPool(self.pool.count, BLOCK)
+        self.scheduler = ContinuousScheduler(self.pool, self.scheduler.max_running)
         return items
 
     def warm_up(self) -> None:
@@ -147,23 +150,30 @@ class PagedGenerator(TextSide):
             self._graphs = None  # their memory is needed
             self._graphs = self._capture()  # of the model that is compiled now
         streaming = any(s.computed + 1 >= len(s.tokens) for s in self.scheduler.running)
-        chunks = self.scheduler.schedule(self._pace.prompt_tokens(streaming), self._draft)
+        draft = partial(self._draft, counts)
+        chunks = self.scheduler.schedule(self._pace.prompt_tokens(streaming), draft)
+        for item in counts.failed:
+            self._drop(item)
         if chunks:
             self._run(chunks, counts)
             rows = sum(chunk.width for chunk in chunks)
             self._pace.learn(counts.prefill, rows - counts.prefill, time.monotonic() - started)
-        deltas, done = collect(self.live, counts.touched, counts.failed)
+        deltas, done = collect(self.live, counts.said, counts.failed)
         return StepOutcome(self._report(counts, started), deltas, done)
 
-    def _draft(self, sequence: Running) -> tuple[int, ...]:
+    def _draft(self, counts: _Counts, sequence: Running) -> tuple[int, ...]:
         generation: Generation = sequence.owner
         share = self._free_rows // max(1, len(self.scheduler.running)) - 1
         if generation.lookup is None or share < 1:
             return ()
         choice = generation.choice
         most = min(share, choice.prepared.max_tokens - choice.count - 1)
-        draft = generation.lookup.draft(sequence.tokens, most)
-        return choice.guide.draft(draft, most) if choice.guide else draft
+        try:
+            draft = generation.lookup.draft(sequence.tokens, most)
+            return choice.guide.draft(draft, most) if choice.guide else draft
+        except BaseException as error:
+            self._blame(choice.item, error, counts)
+            return ()
 
     def _run(self, chunks: list[Chunk], counts: _Counts) -> None:
         """A step; one that raises is halved until only the guilty sequences fail."""
@@ -172,14 +182,13 @@ class PagedGenerator(TextSide):
             return
         try:
             scores, sampled = self._forward(chunks)
-        except Exception as error:
-            traceback.clear_frames(error.__traceback__)
-            kind = self.diagnose(error)
-            if kind == "fatal":
-                raise
+        except BaseException as error:
             if len(chunks) == 1:
-                self._fail(chunks[0], error, kind, counts)
+                self._fail(chunks[0], error, counts)
                 return
+            traceback.clear_frames(error.__traceback__)
+            if self.diagnose(error) == "fatal":
+                raise
         else:
             self._accept(chunks, scores, sampled, counts)
             return
@@ -234,7 +243,7 @@ class PagedGenerator(TextSide):
         generation: Generation = chunk.sequence.owner
         if not generation.choice.prepared.wants_prompt_logprobs or generation.choice.begun:
             return range(0)
-        known = len(generation.prompt_scores)
+        known = generation.choice.scored
         last = chunk.sequence.prompt_len - 1
         return range(max(chunk.start, known), min(chunk.start + chunk.count, last))
 
@@ -258,13 +267,13 @@ class PagedGenerator(TextSide):
             try:
                 if (own and own[0].token < 0) or any(score.token < 0 for score in scored):
                     raise ItemFailed("the model's output for this input is no number")
-                generation.prompt_scores += scored
+                choice.score_prompt(scored)
                 if chunk.reaches_end:
                     self._go_on(generation, chunk, own, counts)
                 else:
                     self.scheduler.advance(chunk)
-            except Exception as error:
-                self._fail(chunk, error, "item", counts)
+            except BaseException as error:
+                self._fail(chunk, error, counts)
 
     def _go_on(
         self, generation: Generation, chunk: Chunk, own: Sequence[Sampled], counts: _Counts
@@ -272,9 +281,7 @@ class PagedGenerator(TextSide):
         """Drafts that the draws agree with, and one token after them, join the output."""
         choice, sequence = generation.choice, chunk.sequence
         if not choice.begun:
-            scores, generation.prompt_scores = generation.prompt_scores, []
-            choice.begin(sequence.cached or 0, self.echoed(choice.prepared, scores))
-        counts.touched.append(choice)
+            choice.begin(sequence.cached or 0)
         taken: list[int] = []
         for position, drawn in enumerate(own):
             if choice.ended or drawn.token < 0:
@@ -293,21 +300,34 @@ class PagedGenerator(TextSide):
             generation.lookup.verified(len(chunk.drafts), agreed)
         self.scheduler.advance(chunk, taken)
         if choice.ended:
-            self.scheduler.remove(sequence)
+            self._unschedule(generation)
+        counts.said.append((choice, choice.take()))
 
-    def _fail(self, chunk: Chunk, error: Exception, kind: str, counts: _Counts) -> None:
+    def _fail(self, chunk: Chunk, error: BaseException, counts: _Counts) -> None:
         """The item is broken: nobody shall take its prefix from the cache."""
         item = chunk.sequence.owner.choice.item
-        log.warning("generation failed error=%r", error)
-        counts.failed[item] = as_failure(error, kind)
+        self._blame(item, error, counts)
         self._drop(item, broken=True)
 
+    def _blame(self, item: WorkItem, error: BaseException, counts: _Counts) -> None:
+        """Something raised while working on this item alone."""
+        traceback.clear_frames(error.__traceback__)  # they hold what a forward had allocated
+        if (kind := self.diagnose(error)) == "fatal":
+            raise error
+        log.warning("generation failed error=%r", error)
+        counts.failed[item] = as_failure(error, kind)
+
     def _drop(self, item: WorkItem, broken: bool = False) -> None:
-        for generation in self.live.pop(item, []):
+        for generation in self.live.get(item, []):
             if broken and generation.sequence.table:
                 self.pool.forget(generation.sequence.table)
-            if not generation.choice.ended:
-                self.scheduler.remove(generation.sequence)
+            if generation.scheduled:
+                self._unschedule(generation)
+        self.live.pop(item, None)
+
+    def _unschedule(self, generation: Generation) -> None:
+        self.scheduler.remove(generation.sequence)
+        generation.scheduled = False
 
     def _report(self, counts: _Counts, started: float) -> StepReport:
         scheduler = self.scheduler

@@ -177,7 +177,7 @@ class Runner(Protocol):
     def finish(self, item: WorkItem, raw: Any) -> Any:
         """The answer to an item, from its raw output."""
 
-    def diagnose(self, error: Exception) -> Literal["item", "memory", "fatal"]:
+    def diagnose(self, error: BaseException) -> Literal["item", "memory", "fatal"]:
         """Why `forward` raised: its input, too little memory, or a device that is lost."""
 
     def warm_up(self) -> None:
@@ -214,12 +214,12 @@ class Generator(Protocol):
         """Whether there is anything to step for."""
 
     def step(self) -> StepOutcome:
-        """Drop who left, then one step for who is running; raises only if the device is lost."""
+        """Drop who left, then one step for who is running; raises only what belongs to no item."""
 
     def clear(self) -> list[WorkItem]:
-        """Drop everything, waiting and running; the items are returned."""
+        """Drop everything, waiting and running, whatever state it is in; the items are returned."""
 
-    def diagnose(self, error: Exception) -> Literal["item", "memory", "fatal"]: ...
+    def diagnose(self, error: BaseException) -> Literal["item", "memory", "fatal"]: ...
 
     def warm_up(self) -> None:
         """One small step through everything; raises if the worker is broken."""
@@ -232,6 +232,6 @@ class Models:
     pipeline: Runner | None = None
     generator: Generator | None = None
 
-    def diagnose(self, error: Exception) -> Literal["item", "memory", "fatal"]:
+    def diagnose(self, error: BaseException) -> Literal["item", "memory", "fatal"]:
         model = self.pipeline or self.generator
         return model.diagnose(error) if model else "item"

@@ -264,7 +264,7 @@ class PipelineRunner:
             return self.pipe(**inputs, **prepared.forward)
         return self.pipe(inputs, **prepared.forward)
 
-    def diagnose(self, error: Exception) -> Literal["item", "memory", "fatal"]:
+    def diagnose(self, error: BaseException) -> Literal["item", "memory", "fatal"]:
         return failures.diagnose(error)
 
     def warm_up(self) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput
-from batching.request_queue import WorkItem
 from worker.answering import Answering, AnswerPlan
 from worker.grammar import Grammars
 from worker.payloads import Chat, GenerationInput, Sampling, Stopping
@@ -53,15 +52,14 @@ class Prompts:
         self.answering = Answering(tokenizer, self.grammars)
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
-    def prepare(self, item: WorkItem) -> None:
-        """Fill in `item.prepared` and `tokens`; InvalidInput says what cannot be served."""
-        request: GenerationInput = item.payload
+    def prepare(self, request: GenerationInput) -> Prepared:
+        """InvalidInput says what cannot be served."""
         text, ids = self._prompt(request)
         ends: dict[int, int | None] = {id_: id_ for id_ in request.stopping.stop_token_ids}
         self._check_ids(request.stopping.stop_token_ids, "stop_token_ids")
         if not request.stopping.ignore_eos:
             ends |= dict.fromkeys(self.eos_ids)
-        item.prepared = Prepared(
+        return Prepared(
             ids,
             self._params(request.sampling, request.stopping, tuple(ends)),
             self._max_tokens(len(ids), request),
@@ -69,7 +67,6 @@ class Prompts:
             request.echo,
             self.answering.plan(request, text),
         )
-        item.tokens = len(ids)
 
     def _prompt(self, request: GenerationInput) -> tuple[str, list[int]]:
         """The prompt's text, if it is one, and its tokens."""

@@ -5,6 +5,7 @@ as soon as it is certain what it belongs to. White space around reasoning and ca
 nobody. A call that makes no sense is content.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -58,6 +59,12 @@ class Reader:
             self.push(begun)
             self._space = ""
             self._at = -len(self._held)
+
+    def sibling(self) -> "Reader":
+        """Another answer to the same prompt, as far as this one has been read."""
+        made = copy.copy(self)
+        made._call = self._call and self._call.sibling()
+        return made
 
     def hold(self, marks: bool) -> None:
         """From here on the text is held to a grammar, of a document: nothing in it is a mark but,

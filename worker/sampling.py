@@ -8,6 +8,7 @@ that differ by rounding move a few bounds by as little.
 Not here: which rows there are, and what a token does to its request (stop strings, text).
 """
 
+import copy
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -53,15 +54,32 @@ class Draws:
     def __init__(self, params: SamplingParams, choice: int, prompt: Sequence[int]) -> None:
         self.params = params
         self.choice = choice
-        repeats = params.repetition_penalty != 1.0
+        ids, amounts = zip(*params.logit_bias, strict=True) if params.logit_bias else ((), ())
+        self.bias = np.array(ids, np.int64), np.array(amounts, np.float32)
+        # the prompt's tokens, where a penalty looks at them
+        self.prompt = np.array([], np.int64)
+        if params.repetition_penalty != 1.0:
+            self.prompt = np.unique(np.array(prompt, np.int64))
+        self._begin()
+
+    def _begin(self) -> None:
+        params = self.params
+        self.said = array("q") if params.repetition_penalty != 1.0 else None
         counts = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-        self.seen: array[int] | None = array("q", set(prompt)) if repeats else None
         self.counts: Counter[int] | None = Counter() if counts else None
+
+    def sibling(self, choice: int) -> "Draws":
+        """Of another choice of the same request, before its first token: what does not change is
+        shared."""
+        made = copy.copy(self)
+        made.choice = choice
+        made._begin()
+        return made
 
     def accept(self, token: int) -> None:
         """A token became part of the output."""
-        if self.seen is not None:
-            self.seen.append(token)
+        if self.said is not None:
+            self.said.append(token)
         if self.counts is not None:
             self.counts[token] += 1
 
@@ -179,13 +197,14 @@ def _edited(
     for at, row in enumerate(rows):
         draws, params = row.draws, row.draws.params
         if params.logit_bias:
-            ids, amounts = zip(*params.logit_bias, strict=True)
-            shifts.append((at, ids, amounts))
+            shifts.append((at, *draws.bias))
         if row.position < params.min_tokens and at not in held:
             # added, so that NaN stays; what follows leaves -inf as it is
             shifts.append((at, params.end_ids, -np.inf))
-        if draws.seen is not None:
-            repeats.append((at, draws.seen + array("q", row.drafted), params.repetition_penalty))
+        if draws.said is not None:
+            repeats.append((at, draws.prompt, params.repetition_penalty))
+            said = draws.said + array("q", row.drafted)
+            repeats.append((at, said, params.repetition_penalty))
         if draws.counts is not None:
             counts = Counter(draws.counts)
             counts.update(row.drafted)

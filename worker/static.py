@@ -15,17 +15,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from batching.errors import ItemFailed
+from batching.errors import ItemFailed, as_failure
 from batching.request_queue import WorkItem
 from worker.choices import Choice
 from worker.language_model import GeneratorOptions, LanguageModel
 from worker.masks import Masks
-from worker.payloads import GenerationInput, StepOutcome, StepReport
-from worker.prompts import Prepared
+from worker.payloads import StepOutcome, StepReport
 from worker.sampling import Choice as Sampled
 from worker.sampling import sample
 from worker.stepwise import Past, Stepwise
-from worker.text_side import TextSide, as_failure, collect
+from worker.streams import Delta
+from worker.text_side import TextSide, collect
 
 log = logging.getLogger("onequeue.static")
 
@@ -61,7 +61,7 @@ class _Counts:
     decode: int = 0
     preempted: int = 0
     waits_s: list[float] = field(default_factory=list)
-    touched: list[Choice] = field(default_factory=list)
+    said: list[tuple[Choice, Delta | None]] = field(default_factory=list)
     failed: dict[WorkItem, Exception] = field(default_factory=dict)
 
 
@@ -81,18 +81,10 @@ class StaticGenerator(TextSide):
         self.most = self.room = options.max_running  # rows that may run; less when memory was short
 
     def add(self, item: WorkItem) -> None:
-        payload: GenerationInput = item.payload
-        prepared: Prepared = item.prepared
         scores: list[Sampled] = []
-        self.live[item] = [
-            Row(
-                Choice(item, payload.first_choice + draw, draw, self.vocabulary),
-                list(prepared.ids),
-                scores,
-            )
-            for draw in range(payload.n)
-        ]
-        self.waiting += self.live[item]
+        made = [Row(choice, list(choice.prepared.ids), scores) for choice in item.prepared]
+        self.live[item] = made
+        self.waiting += made
 
     @property
     def busy(self) -> bool:
@@ -101,7 +93,8 @@ class StaticGenerator(TextSide):
     def clear(self) -> list[WorkItem]:
         items = list(self.live)
         self.live.clear()
-        self._sweep()
+        self.waiting.clear()
+        self.batches = []
         return items
 
     def warm_up(self) -> None:
@@ -120,7 +113,7 @@ class StaticGenerator(TextSide):
         self._admit(counts, started)
         for batch in list(self.batches):
             self._run(batch, counts)
-        deltas, done = collect(self.live, counts.touched, counts.failed)
+        deltas, done = collect(self.live, counts.said, counts.failed)
         self._sweep()
         return StepOutcome(self._report(counts, started), deltas, done)
 
@@ -185,7 +178,7 @@ class StaticGenerator(TextSide):
         try:
             self._advance(batch, counts)
             return
-        except Exception as error:
+        except BaseException as error:
             traceback.clear_frames(error.__traceback__)
             kind = self.diagnose(error)
             if kind == "fatal":
@@ -199,7 +192,7 @@ class StaticGenerator(TextSide):
                 batch.rows = batch.rows[:middle]
                 self.batches.append(parts[1])
             else:
-                self._fail(batch.rows[0], error, kind, counts)
+                self._fail(batch.rows[0], error, counts)
                 return
         for part in parts:
             self._run(part, counts)
@@ -253,17 +246,20 @@ class StaticGenerator(TextSide):
             if (sampled and sampled.token < 0) or any(score.token < 0 for score in row.scores):
                 raise ItemFailed("the model's output for this input is no number")
             if not choice.begun:
-                choice.begin(0, self.echoed(choice.prepared, row.scores))
+                choice.score_prompt(row.scores)
+                choice.begin(0)
                 row.scores = []
             if sampled is not None:
                 row.tokens.append(sampled.token)
                 choice.accept(sampled)
                 counts.decode += 1
-            counts.touched.append(choice)
-        except Exception as error:
-            self._fail(row, error, "item", counts)
+            counts.said.append((choice, choice.take()))
+        except BaseException as error:
+            self._fail(row, error, counts)
 
-    def _fail(self, row: Row, error: Exception, kind: str, counts: _Counts) -> None:
+    def _fail(self, row: Row, error: BaseException, counts: _Counts) -> None:
+        if (kind := self.diagnose(error)) == "fatal":
+            raise error
         log.warning("generation failed error=%r", error)
         counts.failed[row.choice.item] = as_failure(error, kind)
         self.live.pop(row.choice.item, None)

@@ -6,8 +6,12 @@ generation step to the event loop:
 
     load → warm up → (receive → step)* → stopped, or dead with a reason
 
-Encoder batches and generation steps take turns. HTTP, the asyncio queue and pre- and
-post-processing are not here (see engine.py), nor is what a generation step does (generation.py).
+Encoder batches and generation steps take turns. What is raised while working on an item fails
+that item; what belongs to none fails all that its model had in hand, and the warm-up input tells
+whether the model still works. Only a lost device ends the thread.
+
+HTTP, the asyncio queue and pre- and post-processing are not here (see engine.py), nor is what a
+generation step does (generation.py).
 """
 
 import logging
@@ -25,9 +29,9 @@ from batching.errors import (
     ClientGone,
     ItemFailed,
     OnequeueError,
-    OutOfMemory,
     WorkerDown,
     WrongResultCount,
+    as_failure,
 )
 from batching.request_queue import WorkItem
 from worker.payloads import (
@@ -52,6 +56,7 @@ class Listener(Protocol):
     def on_batch(self, report: BatchReport, failed: list[Outcome]) -> None: ...
     def on_step(self, outcome: StepOutcome) -> None: ...
     def on_rejected(self, items: list[WorkItem]) -> None: ...
+    def on_failed(self, outcomes: list[Outcome]) -> None: ...
     def on_breaker(self, is_open: bool) -> None: ...
     def on_state(self, state: State, error: Exception | None) -> None: ...
 
@@ -81,6 +86,7 @@ class Worker:
         self.models = Models()
         self.state: State = "loading"
         self.busy_since: float | None = None  # read by the watchdog
+        self._in_hand: list[WorkItem] = []  # the encoder batch that is being run
         self.inbox: queue.SimpleQueue[tuple[float, list[WorkItem]] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name="worker", daemon=True)
         self._post: Callable[..., None] = lambda *args: None
@@ -137,11 +143,14 @@ class Worker:
             return True
 
     def _sort_in(self, item: WorkItem, arrived_at: float) -> None:
-        if isinstance(item.payload, GenerationInput):
-            item.arrived_at = arrived_at
-            self._require_generator().add(item)
-        else:
-            self.batcher.add(item, arrived_at)
+        try:
+            if isinstance(item.payload, GenerationInput):
+                item.arrived_at = arrived_at
+                self._require_generator().add(item)
+            else:
+                self.batcher.add(item, arrived_at)
+        except BaseException as error:
+            self._blame([item], error)
 
     def _wait_s(self) -> float | None:
         if self._generating:
@@ -154,10 +163,32 @@ class Worker:
             self._reject_waiting()
             self._probe()
             return
-        if batch := self.batcher.take(self.clock()):
-            self._execute(batch)
-        if self._generating:
-            self._generate()
+        try:
+            self._in_hand = []
+            self._in_hand = self.batcher.take(self.clock())
+            if self._in_hand:
+                self._execute(self._in_hand)
+        except BaseException as error:
+            unanswered = [item for item in self._in_hand if not item.ran]
+            self._recover(unanswered + self.batcher.clear(), error)
+        try:
+            if self._generating:
+                self._generate()
+        except BaseException as error:
+            self._recover(self._require_generator().clear(), error)
+
+    def _recover(self, items: list[WorkItem], error: BaseException) -> None:
+        """An error that belongs to no item, so to all; is it the inputs, or us?"""
+        self._blame(items, error)
+        self._probe()
+
+    def _blame(self, items: list[WorkItem], error: BaseException) -> None:
+        self.busy_since = None
+        if (kind := self.models.diagnose(error)) == "fatal":
+            raise error
+        log.error("failed items=%d", len(items), exc_info=error)
+        outcomes = [(item, as_failure(error, kind)) for item in items]
+        self._post(self._require_listener().on_failed, outcomes)
 
     @property
     def _generating(self) -> bool:
@@ -192,9 +223,9 @@ class Worker:
         listener = self._require_listener()
         succeeded = [o for o in run.outcomes if not isinstance(o[1], Exception)]
         failed = [o for o in run.outcomes if isinstance(o[1], Exception)]
+        listener.outputs(succeeded)
         for item, _ in succeeded:
             item.ran = True
-        listener.outputs(succeeded)
         self._post(listener.on_batch, self._report(batch, run), failed)
         if succeeded:
             self.breaker.succeeded()
@@ -207,7 +238,7 @@ class Worker:
         started = self.clock()
         try:
             outputs = runner.forward([item.prepared for item in items])
-        except Exception as error:
+        except BaseException as error:
             # The frames hold what the forward had allocated, and the parts below need it.
             traceback.clear_frames(error.__traceback__)
             kind = runner.diagnose(error)
@@ -216,7 +247,7 @@ class Worker:
             run.out_of_memory += kind == "memory"
             if len(items) == 1:
                 log.warning("item failed error=%r", error)
-                run.outcomes.append((items[0], _failure(error, kind)))
+                run.outcomes.append((items[0], as_failure(error, kind)))
                 return
         else:
             run.forward_s += self.clock() - started
@@ -255,7 +286,7 @@ class Worker:
         self.busy_since = self.clock()
         try:
             self._warm_up()
-        except Exception as error:
+        except BaseException as error:
             if self.models.diagnose(error) == "fatal":
                 raise
             log.error("worker failure error=%r", error)
@@ -310,12 +341,3 @@ def _paired(items: list[WorkItem], outputs: list[Any]) -> list[Outcome]:
     wrong = f"the model gave {len(outputs)} results for {len(items)} inputs"
     log.error("%s", wrong)
     return [(item, WrongResultCount(wrong)) for item in items]
-
-
-def _failure(error: Exception, kind: str) -> ItemFailed:
-    if kind == "memory":
-        failure: ItemFailed = OutOfMemory("this input does not fit into memory")
-    else:
-        failure = ItemFailed("the model failed on this input")
-    failure.__cause__ = error.with_traceback(None)
-    return failure

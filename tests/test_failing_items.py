@@ -1,0 +1,220 @@
+"""Whatever is raised while the worker has an item in its hands fails that item, and nobody else."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from batching.request_queue import WorkItem
+from tests import tiny_chat
+from tests.fakes import FakeRunner
+from tests.serving import Server, serving
+from worker.reader import Reader
+
+
+class PanicException(BaseException):  # what a panic in a Rust library is in Python
+    pass
+
+
+ERRORS: list[type[BaseException]] = [RecursionError, MemoryError, PanicException]
+POISON = "poison"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 20}}}
+
+# Places that belong to a request's choices, and how to get to the object whose method it is.
+OF_A_CHOICE: dict[str, Callable[[Any], Any]] = {
+    "row": lambda choice: choice,
+    "begin": lambda choice: choice,
+    "accept": lambda choice: choice,
+    "take": lambda choice: choice,
+    "_text.push": lambda choice: choice._text,
+    "_reader.push": lambda choice: choice._reader,
+    "_stops.push": lambda choice: choice._stops,
+    "_stops.flush": lambda choice: choice._stops,
+    "draws.accept": lambda choice: choice.draws,
+    "guide.draft": lambda choice: choice.guide,
+    "guide.wanted": lambda choice: choice.guide,
+    "guide.accept": lambda choice: choice.guide,
+    "guide.follow": lambda choice: choice.guide,
+}
+# Places that belong to nobody in particular.
+OF_THE_GENERATOR = [
+    "scheduler.schedule", "scheduler.remove", "scheduler.add", "pool.close", "step", "_report",
+]  # fmt: skip
+OF_THE_BATCHER = ["add", "take", "free", "succeeded"]
+
+
+class Stage:
+    """A server of both kinds, and one place of it that raises when it is next come to."""
+
+    def __init__(self, server: Server, runner: FakeRunner, generator: Any) -> None:
+        self.server, self.runner, self.generator = server, runner, generator
+        self.raised = threading.Event()
+
+    def raise_in(
+        self, owner: Any, name: str, error: type[BaseException], once: bool = True
+    ) -> None:
+        own = getattr(owner, name)
+
+        def raising(*arguments: Any) -> Any:
+            if once:
+                setattr(owner, name, own)
+            self.raised.set()
+            raise error("on purpose")
+
+        setattr(owner, name, raising)
+
+    def poison(self, place: str, error: type[BaseException]) -> None:
+        """The next request that says POISON raises at that place."""
+        prepare = self.generator.prepare
+
+        def preparing(item: WorkItem) -> None:
+            prepare(item)
+            if item.payload.prompt.messages[-1]["content"] == POISON:
+                self.generator.prepare = prepare
+                owner = OF_A_CHOICE[place](item.prepared[0])
+                self.raise_in(owner, place.rpartition(".")[2], error, once=False)
+
+        self.generator.prepare = preparing
+
+    def chat(self, text: str = "hello", **fields: Any) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 8, **fields}
+        return httpx.post(self.server.url + "/v1/chat/completions", json=body, timeout=60)
+
+    def pipeline(self, text: str = "hello") -> httpx.Response:
+        return httpx.post(self.server.url + "/", content=text, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Stage]:
+    runner, generator = FakeRunner(), tiny_chat.engine()
+    with serving(lambda: runner, load_chat=lambda: generator) as server:
+        yield Stage(server, runner, generator)
+
+
+@pytest.fixture
+def stage(shared: Stage) -> Iterator[Stage]:
+    shared.raised.clear()
+    yield shared
+    assert shared.raised.is_set(), "the place was never come to"
+    assert shared.chat().status_code == 200
+    assert shared.pipeline().status_code == 200
+    assert httpx.get(shared.server.url + "/health").status_code == 200
+    assert not shared.generator.live
+    assert not shared.generator.pool.used
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("place", OF_A_CHOICE)
+def test_an_error_in_a_request_s_own_part_fails_it_alone(
+    stage: Stage, place: str, error: type[BaseException]
+) -> None:
+    stage.poison(place, error)
+    url = stage.server.url + "/v1/chat/completions"
+    mate = {
+        "messages": [{"role": "user", "content": "mate"}],
+        "max_tokens": 300,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    with httpx.stream("POST", url, json=mate, timeout=60) as stream:
+        lines = stream.iter_lines()
+        assert next(lines).startswith("data: {")
+        held = {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}
+        answer = stage.chat(POISON, n=2, stop="none of it", **held)
+        wanted = "out_of_memory" if error is MemoryError else "item_failed"
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, wanted)
+        told = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert told[-1]["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("place", OF_THE_GENERATOR)
+def test_an_error_that_is_nobody_s_leaves_the_generator_working(
+    stage: Stage, place: str, error: type[BaseException]
+) -> None:
+    owner, _, name = place.rpartition(".")
+    stage.raise_in(getattr(stage.generator, owner) if owner else stage.generator, name, error)
+    assert stage.chat().status_code == 500
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("place", OF_THE_BATCHER)
+def test_an_error_in_the_batcher_leaves_the_worker_working(
+    stage: Stage, place: str, error: type[BaseException]
+) -> None:
+    stage.raise_in(stage.server.engine.worker.batcher, place, error)
+    assert stage.pipeline().status_code == 500
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_in_a_forward_fails_its_batch_of_one(
+    stage: Stage, error: type[BaseException]
+) -> None:
+    stage.raise_in(stage.runner, "forward", error)
+    assert stage.pipeline().status_code == 500
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_on_the_way_out_of_a_batch_leaves_nobody_waiting(
+    stage: Stage, error: type[BaseException]
+) -> None:
+    stage.raise_in(stage.server.engine.worker, "_report", error)
+    assert stage.pipeline().status_code in (200, 500)
+    stage.raised.clear()
+    stage.raise_in(stage.server.engine, "outputs", error)
+    assert stage.pipeline().status_code == 500
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_in_the_sampler_or_the_masks_leaves_the_generator_working(
+    stage: Stage, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from worker import generation
+
+    own = generation.sample
+
+    def raising(*arguments: Any) -> Any:
+        monkeypatch.setattr(generation, "sample", own)
+        stage.raised.set()
+        raise error("on purpose")
+
+    monkeypatch.setattr(generation, "sample", raising)
+    assert stage.chat().status_code == 500
+    stage.raise_in(stage.generator._masks, "begin", error)
+    assert stage.chat(response_format={"type": "json_object"}).status_code == 500
+
+
+def test_a_call_that_nests_a_thousand_brackets_is_answered(stage: Stage) -> None:
+    """In place of a name, in a turn that the model is to go on with: it was the worker's end."""
+    stage.raised.set()
+    begun = '<tool_call>\n{"name": ' + "[" * 600 + '"x"'
+    tool = {"type": "function", "function": {"name": "look"}}
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": begun}]
+    answer = stage.chat(messages=messages, tools=[tool], continue_final_message=True)
+    assert answer.status_code == 200
+
+
+def test_text_is_read_in_the_pool_and_once_for_all_choices(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn that is to be gone on with may be long."""
+    stage.raised.set()
+    threads: list[str] = []
+    own = Reader.__init__
+
+    def watched(*arguments: Any) -> None:
+        threads.append(threading.current_thread().name)
+        own(*arguments)
+
+    monkeypatch.setattr(Reader, "__init__", watched)
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "<think>well"},
+    ]
+    answer = stage.chat(messages=messages, continue_final_message=True, n=9, max_tokens=3)
+    assert len(answer.json()["choices"]) == 9
+    assert len(threads) == 1
+    assert threads[0].startswith("pool-")
