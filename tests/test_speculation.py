@@ -1,6 +1,6 @@
 """Prompt lookup: what is drafted, and when it is not worth it."""
 
-from worker.speculation import DRAFT, PATIENCE, Lookup
+from worker.speculation import DRAFT, INDEXED, PATIENCE, Lookup
 
 
 def test_what_followed_the_last_tokens_is_drafted() -> None:
@@ -45,3 +45,8 @@ def test_wrong_drafts_pause_it_and_a_right_one_ends_that() -> None:
     lookup.verified(drafted=1, accepted=1)
     lookup.verified(drafted=1, accepted=0)
     assert lookup.draft(tokens, 1) == (4,)
+
+
+def test_one_draft_looks_at_so_many_tokens_only() -> None:
+    lookup, tokens = Lookup(), [*range(3 * INDEXED), 2 * INDEXED, 2 * INDEXED + 1, 2 * INDEXED + 2]
+    assert [lookup.draft(tokens, 1) for _ in range(3)] == [(), (), (2 * INDEXED + 3,)]

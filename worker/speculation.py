@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 GRAM = 3  # tokens that must agree
 DRAFT = 6  # tokens proposed at most
+INDEXED = 512  # tokens looked at in one go: a long prompt takes several steps
 # A sequence whose drafts are mostly wrong is asked less and less often.
 PATIENCE = 4
 LONGEST_PAUSE = 64
@@ -26,10 +27,11 @@ class Lookup:
 
     def draft(self, tokens: Sequence[int], most: int) -> tuple[int, ...]:
         """Up to `most` tokens that followed the last GRAM tokens where they were seen last."""
-        while self._indexed < len(tokens):
-            end = self._indexed
-            self._after[tuple(tokens[end - GRAM : end])] = end
-            self._indexed += 1
+        first, last = self._indexed, min(len(tokens), self._indexed + INDEXED)
+        known = tokens[first - GRAM : last]
+        for end in range(first, last):
+            self._after[tuple(known[end - first : end - first + GRAM])] = end
+        self._indexed = max(first, last)
         if self._pause:
             self._pause -= 1
             return ()
