@@ -71,13 +71,10 @@ def collect(
 ) -> tuple[list[tuple[WorkItem, Delta]], list[tuple[WorkItem, Exception | None]]]:
     """What a step gave to whom. `live` has the items' choices, each as something's `choice`;
     items leave it when all have ended."""
-    deltas: list[tuple[WorkItem, Delta]] = []
+    given = [(choice.item, delta) for choice, delta in said if choice.item not in failed]
     done: list[tuple[WorkItem, Exception | None]] = list(failed.items())
-    for choice, delta in said:
-        if delta and choice.item not in failed:
-            deltas.append((choice.item, delta))
-        ours = live.get(choice.item)
-        if ours and all(each.choice.ended for each in ours):
-            del live[choice.item]
-            done.append((choice.item, None))
-    return deltas, done
+    for item in dict.fromkeys(item for item, _ in given):
+        if all(each.choice.ended for each in live[item]):
+            del live[item]
+            done.append((item, None))
+    return [(item, delta) for item, delta in given if delta], done
