@@ -243,7 +243,7 @@ def _line_up(line: list[Sequence], sequence: Sequence) -> None:
 
 def _firm(line: list[Sequence]) -> int:
     """How many in a line are not in the background."""
-    return bisect.bisect_left(line, (True,), key=lambda each: each.rank)
+    return bisect.bisect_left(line, True, key=lambda each: each.background)
 
 
 def _shared(prompts: list[Sequence], budget: int, alike: bool) -> list[Chunk]:

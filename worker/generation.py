@@ -110,7 +110,7 @@ class PagedGenerator(TextSide):
             choice = Choice(item, item.payload.first_choice + draw, draw, self.vocabulary)
             generation = Generation(choice, Lookup() if self.speculates else None)
             reuse = not prepared.wants_prompt_logprobs
-            generation.sequence = Running(generation, prepared.ids, reuse)
+            generation.sequence = Running(generation, prepared.ids, reuse, item.payload.background)
             made.append(generation)
             self.scheduler.add(generation.sequence)
         self.live[item] = made
@@ -323,6 +323,7 @@ class PagedGenerator(TextSide):
             admitted=len(new),
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
+            starved=scheduler.starved,
             blocks_used=self.pool.used,
             blocks_total=self.pool.count,
             total_s=now - started,

@@ -8,6 +8,7 @@ from batching.request_queue import WorkItem
 from worker.streams import Delta, TokenStream
 
 State = Literal["loading", "warming", "ready", "dead"]
+Served = Literal["pipeline", "generation"]  # by which model
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ class GenerationInput:
     calls: Calls | None = None  # None: what looks like a call is text
     thinking_tokens: int | None = None  # reasoning is ended after so many; None: never
     param: str = "messages"  # the field of the request that errors about the prompt name
+    background: bool = False  # nobody waits for it: it comes after all that somebody waits for
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,7 @@ class StepReport:
     admitted: int = 0  # sequences that began
     running: int = 0  # sequences left running after the step
     waiting: int = 0  # sequences that wait for room
+    starved: bool = False  # some that are not in the background had no part in the step
     blocks_used: int = 0
     blocks_total: int = 0
     total_s: float = 0.0
@@ -232,6 +235,5 @@ class Models:
     pipeline: Runner | None = None
     generator: Generator | None = None
 
-    def diagnose(self, error: Exception) -> Literal["item", "memory", "fatal"]:
-        model = self.pipeline or self.generator
-        return model.diagnose(error) if model else "item"
+    def of(self, served: Served) -> Runner | Generator | None:
+        return self.pipeline if served == "pipeline" else self.generator

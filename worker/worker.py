@@ -1,12 +1,13 @@
 """The worker: one dedicated thread that loads the models, batches and runs forwards.
 
-All scheduling state (batcher, generator, breaker) belongs to this thread. It is sent items and a
+All scheduling state (batcher, generator, breakers) belongs to this thread. It is sent items and a
 stop through its inbox; a pipeline's outputs go straight to the pool, and one report a batch or
 generation step to the event loop:
 
     load → warm up → (receive → step)* → stopped, or dead with a reason
 
-Encoder batches and generation steps take turns. HTTP, the asyncio queue and pre- and
+Encoder batches and generation steps take turns. Each model has a breaker of its own: while one is
+refused, the other goes on. HTTP, the asyncio queue and pre- and
 post-processing are not here (see engine.py), nor is what a generation step does (generation.py).
 """
 
@@ -15,7 +16,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -36,6 +37,7 @@ from worker.payloads import (
     Generator,
     Models,
     Runner,
+    Served,
     State,
     StepOutcome,
 )
@@ -52,7 +54,7 @@ class Listener(Protocol):
     def on_batch(self, report: BatchReport, failed: list[Outcome]) -> None: ...
     def on_step(self, outcome: StepOutcome) -> None: ...
     def on_rejected(self, items: list[WorkItem]) -> None: ...
-    def on_breaker(self, is_open: bool) -> None: ...
+    def on_breaker(self, served: Served, is_open: bool) -> None: ...
     def on_state(self, state: State, error: Exception | None) -> None: ...
 
 
@@ -71,12 +73,12 @@ class Worker:
         self,
         load: Callable[[], Models],
         batcher: DynamicBatcher,
-        breaker: Breaker,
+        breakers: Mapping[Served, Breaker],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.load = load
         self.batcher = batcher
-        self.breaker = breaker
+        self.breakers = breakers
         self.clock = clock
         self.models = Models()
         self.state: State = "loading"
@@ -116,7 +118,8 @@ class Worker:
         self._enter("warming")
         self.busy_since = self.clock()
         try:
-            self._warm_up()
+            for served in self.breakers:
+                self._warm_up(served)
         except Exception as error:
             raise ItemFailed("the model failed on its warm-up input") from error
         self.busy_since = None
@@ -146,14 +149,15 @@ class Worker:
     def _wait_s(self) -> float | None:
         if self._generating:
             return 0.0
-        due = [at for at in (self.batcher.due_at(), self.breaker.probe_at) if at is not None]
+        probes = [breaker.probe_at for breaker in self.breakers.values()]
+        due = [at for at in (self.batcher.due_at(), *probes) if at is not None]
         return max(0.0, min(due) - self.clock()) if due else None
 
     def _step(self) -> None:
-        if self.breaker.is_open:
-            self._reject_waiting()
-            self._probe()
-            return
+        for served, breaker in self.breakers.items():
+            if breaker.is_open:
+                self._reject_waiting(served)
+                self._probe(served)
         if batch := self.batcher.take(self.clock()):
             self._execute(batch)
         if self._generating:
@@ -171,9 +175,9 @@ class Worker:
         self.batcher.free(self.clock())
         self._post(self._require_listener().on_step, outcome)
         if outcome.deltas:
-            self.breaker.succeeded()
+            self.breakers["generation"].succeeded()
         elif any(isinstance(error, ItemFailed) for _, error in outcome.done):
-            self._probe()
+            self._probe("generation")
 
     def _execute(self, batch: list[WorkItem]) -> None:
         started = self.busy_since = self.clock()
@@ -197,9 +201,9 @@ class Worker:
         listener.outputs(succeeded)
         self._post(listener.on_batch, self._report(batch, run), failed)
         if succeeded:
-            self.breaker.succeeded()
+            self.breakers["pipeline"].succeeded()
         elif any(isinstance(outcome, ItemFailed) for _, outcome in failed):
-            self._probe()  # is it the inputs, or us? the warm-up input tells
+            self._probe("pipeline")  # is it the inputs, or us? the warm-up input tells
 
     def _run_items(self, items: list[WorkItem], run: _Run) -> None:
         """Run items as one batch; one that raises is halved until only the guilty fail."""
@@ -247,36 +251,37 @@ class Worker:
             saturated=rows >= self.batcher.cap or bool(len(self.batcher)) or not self.inbox.empty(),
         )
 
-    def _probe(self) -> None:
+    def _probe(self, served: Served) -> None:
         """Run the warm-up input, if it is time to, and tell the breaker how it went."""
-        if self.breaker.probe_at is not None and self.clock() < self.breaker.probe_at:
+        breaker = self.breakers[served]
+        if breaker.probe_at is not None and self.clock() < breaker.probe_at:
             return
-        was_open = self.breaker.is_open
+        was_open = breaker.is_open
         self.busy_since = self.clock()
         try:
-            self._warm_up()
+            self._warm_up(served)
         except Exception as error:
-            if self.models.diagnose(error) == "fatal":
+            model = self.models.of(served)
+            if model and model.diagnose(error) == "fatal":
                 raise
-            log.error("worker failure error=%r", error)
-            self.breaker.failed(self.clock())
+            log.error("model failure serves=%s error=%r", served, error)
+            breaker.failed(self.clock())
         else:
-            self.breaker.succeeded()
+            breaker.succeeded()
         finally:
             self.busy_since = None
-        if self.breaker.is_open != was_open:
-            self._post(self._require_listener().on_breaker, self.breaker.is_open)
-        if self.breaker.is_open:
-            self._reject_waiting()
+        if breaker.is_open != was_open:
+            self._post(self._require_listener().on_breaker, served, breaker.is_open)
+        if breaker.is_open:
+            self._reject_waiting(served)
 
-    def _warm_up(self) -> None:
-        for model in (self.models.pipeline, self.models.generator):
-            if model:
-                model.warm_up()
+    def _warm_up(self, served: Served) -> None:
+        if model := self.models.of(served):
+            model.warm_up()
 
-    def _reject_waiting(self) -> None:
-        generator = self.models.generator
-        if items := self.batcher.clear() + (generator.clear() if generator else []):
+    def _reject_waiting(self, served: Served) -> None:
+        waiting = self.batcher if served == "pipeline" else self._require_generator()
+        if items := waiting.clear():
             self._post(self._require_listener().on_rejected, items)
 
     def _die(self, error: BaseException) -> None:
