@@ -1,4 +1,4 @@
-"""Circuit breaker for a failing worker: pure state, the caller brings the clock.
+"""Circuit breaker for a failing model: pure state, the caller brings the clock.
 
 Closed until `threshold` failures in a row; then open until a probe, allowed after
 `cooldown_s`, succeeds. Who probes, and with what, is the worker's affair.

@@ -4,10 +4,16 @@
        ▲                  │
        └────preempt───────┘   (its blocks are given up, its tokens are computed again later)
 
-Every decoding sequence is in every step; what the budget leaves goes to prompts, oldest first, so
-long prompts arrive in chunks beside running streams. When blocks run out, the youngest sequence
-is put back, so the oldest always gets on and nothing can lock up. Pure state, owned by the worker
-thread: no tensors, no clock. Sampling and stop conditions are the caller's.
+Every decoding sequence is in every step. Prompts share the step's budget, so they arrive in chunks
+beside running streams: half of it is for the oldest, the rest for who needs least, so that neither
+short prompts wait for a long one nor a long one for ever. When blocks run out, the youngest
+sequence is put back, so the oldest always gets on and nothing can lock up.
+
+Background sequences come after all others, in the line and in a step, and give way to them. The
+oldest of them counts as one of the others, so that they too end, one by one at least.
+
+Pure state, owned by the worker thread: no tensors, no clock. Sampling and stop conditions are the
+caller's.
 """
 
 import bisect
@@ -29,9 +35,14 @@ PROJECTED = 128
 class Sequence:
     """One choice being generated: prompt and output so far, and what of it is in the cache."""
 
-    __slots__ = ("cached", "computed", "number", "owner", "prompt_len", "reuse", "table", "tokens")
+    __slots__ = (
+        "background", "cached", "computed", "number", "owner", "prompt_len", "reuse", "table",
+        "tokens",
+    )  # fmt: skip
 
-    def __init__(self, owner: Any, prompt: Several[int], reuse: bool = True) -> None:
+    def __init__(
+        self, owner: Any, prompt: Several[int], reuse: bool = True, background: bool = False
+    ) -> None:
         self.owner = owner  # the caller's own; not looked at here
         self.tokens = list(prompt)  # prompt and output
         self.prompt_len = len(prompt)
@@ -39,7 +50,18 @@ class Sequence:
         self.computed = 0  # leading tokens whose keys and values are in the cache
         self.cached: int | None = None  # prompt tokens found in the cache at first admission
         self.table: BlockTable | None = None  # None: waiting
+        self.background = background  # comes after all that are not
         self.number = -1  # order of arrival
+
+    @property
+    def left(self) -> int:
+        """Tokens that have not been through the model."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Who comes first has the lower one."""
+        return self.background, self.number
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +90,20 @@ class ContinuousScheduler:
     def __init__(self, pool: BlockPool, max_running: int) -> None:
         self.pool = pool
         self.max_running = max_running
-        self.waiting: list[Sequence] = []  # in order of arrival
+        self.waiting: list[Sequence] = []  # by rank
         self.running: list[Sequence] = []  # likewise
         self.preempted = 0  # since the last step
         self.admitted: list[Sequence] = []  # for the first time, in the last step
+        self.starved = False  # whether the last step had no room for one not in the background
+        self._favoured: Sequence | None = (
+            None  # the background one that counts as one of the others
+        )
         self._numbers = itertools.count()
 
     def add(self, sequence: Sequence) -> None:
         """Its tokens must fit into the pool, however long it gets; the caller sees to that."""
         sequence.number = next(self._numbers)
-        self.waiting.append(sequence)
+        _line_up(self.waiting, sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """It has finished, or nobody waits for it any more."""
@@ -87,6 +113,8 @@ class ContinuousScheduler:
             self.running.remove(sequence)
             self.pool.close(sequence.table)
             sequence.table = None
+        if sequence is self._favoured:
+            self._favoured = None
 
     # ── one step ──
 
@@ -96,11 +124,28 @@ class ContinuousScheduler:
         """The next step's chunks. `budget` is how many prompt tokens it may have."""
         self.preempted = 0
         self.admitted = []
+        self._favour()
         decoding = self._decoding()
-        prefills = self._prefills(budget)
-        budget -= sum(chunk.count for chunk in prefills)
-        admissions = self._admissions(budget)
-        return [self._decode(sequence, draft) for sequence in decoding] + prefills + admissions
+        awaited = self._admit_waiting()
+        decoding = [sequence for sequence in decoding if sequence.table]
+        decodes = set(decoding)
+        prompts = [sequence for sequence in self.running if sequence not in decodes]
+        chunks = _shared(prompts, budget, alike=awaited)
+        at_work = {chunk.sequence for chunk in chunks}
+        self.starved |= any(not each.background and each not in at_work for each in prompts)
+        return [self._decode(sequence, draft) for sequence in decoding] + chunks
+
+    def _favour(self) -> None:
+        """If there is background work, one of it counts as if it were none, until it has ended."""
+        if self._favoured is not None:
+            return
+        behind = [each for line in (self.running, self.waiting) for each in line[_firm(line) :][:1]]
+        if behind:
+            self._favoured = oldest = min(behind, key=lambda each: each.number)
+            line = self.running if oldest.table else self.waiting
+            line.remove(oldest)
+            oldest.background = False
+            _line_up(line, oldest)
 
     def _decoding(self) -> list[Sequence]:
         """Those with one token to go, and room for it."""
@@ -133,34 +178,39 @@ class ContinuousScheduler:
         sequence.table = None
         sequence.computed = 0
         self.preempted += 1
-        bisect.insort(self.waiting, sequence, key=lambda each: each.number)
+        _line_up(self.waiting, sequence)
 
-    def _prefills(self, budget: int) -> list[Chunk]:
-        chunks = []
-        for sequence in self.running:
-            left = len(sequence.tokens) - sequence.computed
-            if left > 1 and budget > 0:
-                chunks.append(_next_chunk(sequence, budget))
-                budget -= chunks[-1].count
-        return chunks
-
-    def _admissions(self, budget: int) -> list[Chunk]:
-        chunks: list[Chunk] = []
+    def _admit_waiting(self) -> bool:
+        """In order, as long as there is room. True if somebody who is not in the background waits
+        for a prefix that is being computed."""
+        self.starved = awaited = False
         position = 0
-        while position < len(self.waiting) and budget > 0:
-            if len(self.running) + position >= self.max_running:
-                break  # places are kept for those that are passed over
+        while position < len(self.waiting):
             sequence = self.waiting[position]
+            if sequence.background and self.preempted:
+                break  # it may just have been put back
+            firm = len(self.running) if sequence.background else _firm(self.running)
+            if firm + position >= self.max_running:  # places are kept for those passed over
+                self.starved = not sequence.background
+                break
             matched, in_flight = self.pool.match(sequence.tokens) if sequence.reuse else ([], False)
             if in_flight:
                 position += 1  # the rest of its prefix is being computed: wait, let others pass
-                continue
-            if not self._admit(sequence, matched):
+                awaited |= not sequence.background
+            elif self._make_way(sequence, matched, position):
+                del self.waiting[position]
+            else:
+                self.starved = not sequence.background
                 break  # nobody overtakes for being smaller
-            del self.waiting[position]
-            chunks.append(_next_chunk(sequence, budget))
-            budget -= chunks[-1].count
-        return chunks
+        return awaited
+
+    def _make_way(self, sequence: Sequence, matched: list[int], kept: int) -> bool:
+        """Admit it beside `kept` places for others, if need be instead of background work."""
+        while len(self.running) + kept >= self.max_running or not self._admit(sequence, matched):
+            if sequence.background or _firm(self.running) == len(self.running):
+                return False
+            self._preempt(self.running[-1])
+        return True
 
     def _admit(self, sequence: Sequence, matched: list[int]) -> bool:
         pool = self.pool
@@ -173,7 +223,7 @@ class ContinuousScheduler:
         if sequence.cached is None:
             sequence.cached = sequence.computed
             self.admitted.append(sequence)
-        bisect.insort(self.running, sequence, key=lambda each: each.number)
+        _line_up(self.running, sequence)
         return True
 
     def advance(self, chunk: Chunk, sampled: Several[int] = ()) -> None:
@@ -187,7 +237,27 @@ class ContinuousScheduler:
         self.pool.register(sequence.table, sequence.tokens, sequence.computed)
 
 
-def _next_chunk(sequence: Sequence, budget: int) -> Chunk:
-    left = len(sequence.tokens) - sequence.computed
-    most = budget if sequence.reuse else min(budget, PROJECTED)
-    return Chunk(sequence, sequence.computed, min(left, most))
+def _line_up(line: list[Sequence], sequence: Sequence) -> None:
+    bisect.insort(line, sequence, key=lambda each: each.rank)
+
+
+def _firm(line: list[Sequence]) -> int:
+    """How many in a line are not in the background."""
+    return bisect.bisect_left(line, True, key=lambda each: each.background)
+
+
+def _shared(prompts: list[Sequence], budget: int, alike: bool) -> list[Chunk]:
+    """Half of the budget for the first, or what it needs of that; the rest for who needs least.
+    `alike`: a background one may be computing what others wait for."""
+    if not prompts or budget <= 0:
+        return []
+    first = min(prompts, key=lambda each: each.number) if alike else prompts[0]
+    most = {each: each.left if each.reuse else min(each.left, PROJECTED) for each in prompts}
+    shares = dict.fromkeys(prompts, 0)
+    shares[first] = min(most[first], -(-budget // 2))
+    budget -= shares[first]
+    for each in sorted(prompts, key=lambda each: (each.background and not alike, each.left)):
+        more = min(most[each] - shares[each], budget)
+        shares[each] += more
+        budget -= more
+    return [Chunk(each, each.computed, share) for each, share in shares.items() if share]

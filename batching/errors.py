@@ -7,7 +7,7 @@
     │  ├─ DeadlineHopeless the measured service rate cannot meet the deadline
     │  ├─ NotReady         loading or warming up
     │  ├─ Draining         the server is stopping
-    │  ├─ BreakerOpen      the worker keeps failing, a probe is due
+    │  ├─ BreakerOpen      the model keeps failing, a probe is due
     │  └─ WorkerDown       the worker thread is dead or stuck
     ├─ DeadlineExceeded    accepted, but the deadline passed in the queue or while running
     ├─ ClientGone          the client left; nobody waits for an answer

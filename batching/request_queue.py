@@ -2,7 +2,9 @@
 
 A handler has its payloads accepted and awaits their futures; feeders take pairs off the other
 end. All of it runs on the event loop. The bound counts what is accepted and unanswered, wherever
-it is by then, so no second, unbounded queue can form. Batches are not made here.
+it is by then, so no second, unbounded queue can form. Work in the background has a part of the
+places to itself, and nobody else counts it as ahead. How long a newcomer would wait is known in
+lanes.py. Batches are not made here.
 """
 
 import asyncio
@@ -11,6 +13,10 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from batching.errors import ClientGone, DeadlineHopeless, QueueFull
+from batching.lanes import BatchLane, Lane, TurnLane
+
+# Of the places, background work may take one in so many.
+BACKGROUND = 4
 
 
 class WorkItem:
@@ -21,6 +27,7 @@ class WorkItem:
         "arrived_at",
         "batch_size",
         "begun",
+        "counted",
         "deadline",
         "finished_at",
         "future",
@@ -41,7 +48,8 @@ class WorkItem:
     ) -> None:
         self.payload = payload
         self.lane: Lane | None = None
-        self.begun = False  # its answer has begun: no longer ahead of others
+        self.begun = False  # its answer has begun, or never will: no longer ahead of others
+        self.counted = False  # its lane knows its tokens
         self.future: asyncio.Future[Any] = future  # type: ignore[assignment]  # warm-ups have none
         self.deadline = deadline
         self.accepted_at = accepted_at
@@ -69,57 +77,31 @@ class WorkItem:
         return True
 
 
-class ServiceRate:
-    """Items per second of a worker that has more to do, recent batches weighing most.
-
-    Record only batches that were full or kept others waiting: after light load a rate would be
-    that of single items, and refuse a burst that one batch could serve.
-    """
-
-    def __init__(self, memory: float = 0.9) -> None:
-        self.memory = memory
-        self._items = 0.0
-        self._seconds = 0.0
-
-    def record(self, items: int, seconds: float) -> None:
-        self._items = self._items * self.memory + items
-        self._seconds = self._seconds * self.memory + seconds
-
-    def seconds_for(self, items: int) -> float:
-        """Expected time to serve `items`; 0 as long as nothing was measured."""
-        return items * self._seconds / self._items if self._items else 0.0
-
-
-class Lane:
-    """What is accepted for one model, and how fast that gets on. Lanes share the queue's places."""
-
-    def __init__(self) -> None:
-        self.rate = ServiceRate()
-        self.ahead = 0  # items whose answer has not begun
-
-    def expected_s(self) -> float:
-        """How long a new item would wait for those ahead of it."""
-        return self.rate.seconds_for(self.ahead)
-
-
 class RequestQueue:
     def __init__(self, capacity: int, clock: Callable[[], float]) -> None:
         self.capacity = capacity
         self.clock = clock
-        self.pipeline, self.generation = Lane(), Lane()
+        self.pipeline, self.generation = BatchLane(capacity), TurnLane(capacity)
+        self.background = TurnLane(max(1, capacity // BACKGROUND))
         self.waiting: set[WorkItem] = set()  # accepted and unanswered, one place each
         self._pairs: asyncio.Queue[WorkItem] = asyncio.Queue()
         self._settled = asyncio.Event()
         self._settled.set()
 
     def _admit(self, count: int, deadline: float, lane: Lane) -> None:
-        expected_s = lane.expected_s()
+        now = self.clock()
+        expected_s = lane.expected_s(now)
         if self.pending + count > self.capacity:
             raise QueueFull(
                 f"the queue is full: {self.pending} of {self.capacity} places are taken",
                 retry_after(expected_s),
             )
-        if lane.ahead and self.clock() + expected_s > deadline:
+        if lane.taken + count > lane.places:
+            raise QueueFull(
+                f"the background is full: {lane.taken} of {lane.places} places are taken",
+                retry_after(expected_s),
+            )
+        if lane.ahead and now + expected_s > deadline:
             raise DeadlineHopeless(
                 f"the {lane.ahead} requests ahead need about {expected_s:.1f} s, "
                 "longer than this request may take",
@@ -138,7 +120,7 @@ class RequestQueue:
         loop, now = asyncio.get_running_loop(), self.clock()
         items = [WorkItem(p, loop.create_future(), deadline, now) for p in payloads]
         self.waiting.update(items)
-        lane.ahead += len(items)
+        lane.enter(len(items))
         self._settled.clear()
         for item in items:
             item.lane = lane
@@ -146,11 +128,9 @@ class RequestQueue:
         return items
 
     def begin(self, item: WorkItem) -> None:
-        """The item's answer begins: from here on it takes its time, but nobody waits for it."""
-        if not item.begun:
-            item.begun = True
-            if item.lane:
-                item.lane.ahead -= 1
+        """The item's answer begins, if it has not yet."""
+        if item.lane and not item.begun:
+            item.lane.begin(item)
 
     def forget(self, items: Sequence[WorkItem]) -> None:
         """The handler is done with the items, answered or not: their places are free again."""
@@ -159,7 +139,8 @@ class RequestQueue:
                 item.resolve(ClientGone("the client has gone"))
             if not item.future.cancelled():
                 item.future.exception()  # seen: a list's second failure is nobody's news
-            self.begin(item)
+            if item.lane and item in self.waiting:
+                item.lane.leave(item)
         self.waiting.difference_update(items)
         if not self.waiting:
             self._settled.set()
@@ -187,5 +168,5 @@ class RequestQueue:
 
 
 def retry_after(expected_s: float) -> float:
-    """Whole seconds for a Retry-After header: the time the queue needs, 1 to 60."""
-    return float(min(60, max(1, math.ceil(expected_s))))
+    """Whole seconds for a Retry-After header: the time the queue needs, at least 1."""
+    return float(max(1, math.ceil(expected_s)))

@@ -68,7 +68,7 @@ def create_app(
         settings.max_batch_size, settings.max_batch_tokens, settings.max_batch_wait_ms / 1000
     )
     loading = loader(settings, pool_threads, load, load_chat)
-    worker = Worker(loading, batcher, Breaker())
+    worker = Worker(loading, batcher, {"pipeline": Breaker(), "generation": Breaker()})
     observer = Metrics(lambda: queue.pending, settings.max_batch_size)
     engine = Engine(worker, queue, observer, pool_threads, settings.stuck_after_s)
     routes = [

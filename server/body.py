@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 import re
 import time
 from collections.abc import Mapping
@@ -144,17 +145,18 @@ def _half_character(body: bytes) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Monotonic seconds. For work that answers all at once, `first` is all there is."""
+    """Monotonic seconds, infinite where there is no limit. For work that answers all at once,
+    `first` is all there is."""
 
     first: float  # until an answer begins
-    whole: float | None  # until it has ended, if the client said so
+    whole: float  # until it has ended
 
 
 def deadlines_of(headers: Headers, settings: Settings) -> Deadlines:
     """The header X-Request-Timeout-Ms may only shorten the setting."""
     now, given = time.monotonic(), headers.get(b"x-request-timeout-ms")
     if given is None:
-        return Deadlines(now + settings.request_timeout_s, None)
+        return Deadlines(now + settings.request_timeout_s, math.inf)
     if not given.isdigit() or len(given) > 10 or not int(given):
         raise InvalidInput("must be a positive whole number", "X-Request-Timeout-Ms")
     whole_s = int(given) / 1000

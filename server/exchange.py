@@ -7,6 +7,7 @@ an answer looks like is not known here (see reply.py), nor how it is sent (see s
 """
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass
 
@@ -48,7 +49,7 @@ class Exchange:
         self.items = engine.submit(payloads, deadlines.first)
         self._running = len(self.items)
         self._failed = False
-        self._timer = self._expire_at(deadlines.first)
+        self._timer = self._expire_at(min(deadlines.first, deadlines.whole))
         for item in self.items:
             item.future.add_done_callback(self._on_done)
 
@@ -82,19 +83,24 @@ class Exchange:
 
     def close(self) -> None:
         """Give the places back; what still runs is aborted."""
-        self._timer.cancel()
+        self._stop_timer()
         self.engine.queue.forget(self.items)
 
     def _begin(self) -> None:
         self.begun = True
         self.metrics.first_token.observe(time.monotonic() - self.items[0].accepted_at)
-        self._timer.cancel()
-        if self.deadlines.whole is not None:
-            self._timer = self._expire_at(self.deadlines.whole)
+        self._stop_timer()
+        self._timer = self._expire_at(self.deadlines.whole)
 
-    def _expire_at(self, deadline: float) -> asyncio.TimerHandle:
+    def _expire_at(self, deadline: float) -> asyncio.TimerHandle | None:
+        if deadline == math.inf:
+            return None
         left_s = deadline - time.monotonic()
         return self.engine.loop.call_later(left_s, self.engine.expire, self.items)
+
+    def _stop_timer(self) -> None:
+        if self._timer:
+            self._timer.cancel()
 
     def _on_done(self, future: "asyncio.Future[None]") -> None:
         """The worker is done with an item: what has not been said by now never will be."""

@@ -1,4 +1,7 @@
-"""`GET /health`: is the process worth keeping. `GET /ready`: should it get traffic."""
+"""`GET /health`: is the process worth keeping. `GET /ready`: should it get traffic.
+
+It should as long as one of its models answers; those that keep failing are named.
+"""
 
 import orjson
 from starlette.requests import Request
@@ -6,6 +9,9 @@ from starlette.responses import Response
 
 from server.errors import envelope
 from worker.engine import Engine
+from worker.payloads import Served
+
+SERVED: tuple[Served, ...] = ("pipeline", "generation")
 
 
 async def health(request: Request) -> Response:
@@ -22,18 +28,26 @@ async def ready(request: Request) -> Response:
     engine: Engine = request.app.engine
     if engine.failure is not None:
         return _no(str(engine.failure), "worker_down")
-    if (refusal := engine.refusal()) is not None:
-        return _no(str(refusal), "not_ready")
-    pipeline, generator = engine.worker.models.pipeline, engine.worker.models.generator
-    content = {"status": "ready", "compile": generator.compile_state if generator else "off"}
-    if pipeline:
-        content |= {"task": pipeline.info.task, "model": pipeline.info.model}
-    if generator:
-        content["chat_model"] = generator.info.model
+    if (down := engine.down()) is not None:
+        return _no(str(down), "not_ready")
+    models = engine.worker.models
+    refused = {served: engine.refusal(served) for served in SERVED if models.of(served) is not None}
+    if all(refused.values()):
+        return _no("the models keep failing; they are tried again shortly", "not_ready")
+    content: dict[str, object] = {
+        "status": "ready",
+        "compile": models.generator.compile_state if models.generator else "off",
+    }
+    if models.pipeline:
+        content |= {"task": models.pipeline.info.task, "model": models.pipeline.info.model}
+    if models.generator:
+        content["chat_model"] = models.generator.info.model
+    if failing := [served for served, refusal in refused.items() if refusal]:
+        content["failing"] = failing
     return _json(content)
 
 
-def _json(content: dict[str, str]) -> Response:
+def _json(content: dict[str, object]) -> Response:
     return Response(orjson.dumps(content), media_type="application/json")
 
 

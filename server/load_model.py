@@ -30,7 +30,7 @@ class LoadModel:
         body = await read_body(request.receive, headers, self.settings, deadline)
         require_json(headers)
         model = self.models.require(decode(body, LoadRequest).model)
-        if (refusal := self.models.engine.refusal()) is not None:
+        if (refusal := self.models.engine.refusal("generation")) is not None:
             raise refusal
         event = orjson.dumps({"status": "ready", "model": model, "cached": True})
         return Response(b"data: %b\n\n" % event, media_type="text/event-stream")

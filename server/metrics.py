@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server import __version__
-from worker.payloads import BatchReport, ModelInfo, StepReport
+from worker.payloads import BatchReport, ModelInfo, Served, StepReport
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -46,7 +46,8 @@ class Metrics:
         self.out_of_memory = self._make(Counter, "out_of_memory", "Forwards that ran out of memory")
         self.cap = self._make(Gauge, "batch_cap", "Rows a batch may have now")
         self.cap.set(batch_cap)
-        self.breaker_open = self._make(Gauge, "breaker_open", "1 while the worker keeps failing")
+        failing = "1 while the model keeps failing"
+        self.breaker_open = self._make(Gauge, "breaker_open", failing, "serves")
         self.build = self._make(Info, "build", "Versions")
         self.build.info({"version": __version__, **_versions()})
         self.model = self._make(Info, "model", "A loaded model", "serves")
@@ -113,11 +114,13 @@ class Metrics:
     def failed(self, kind: str) -> None:
         self.errors.labels(kind).inc()
 
-    def breaker(self, is_open: bool) -> None:
-        self.breaker_open.set(is_open)
+    def breaker(self, served: Served, is_open: bool) -> None:
+        self.breaker_open.labels(served).set(is_open)
 
     def loaded(self, info: ModelInfo) -> None:
-        serves = "generation" if info.batching in ("continuous", "static") else "pipeline"
+        generates = info.batching in ("continuous", "static")
+        serves: Served = "generation" if generates else "pipeline"
+        self.breaker(serves, is_open=False)
         self.model.labels(serves).info(
             {
                 "task": info.task,

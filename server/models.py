@@ -43,7 +43,7 @@ class ModelNames:
         return _json(self._described())
 
     def _described(self) -> dict[str, object]:
-        if (refusal := self.engine.refusal()) is not None:
+        if (refusal := self.engine.refusal("generation")) is not None:
             raise refusal
         length = self.engine.generator.max_model_len
         return {

@@ -193,4 +193,5 @@ class ResponseRequest(GenerationRequest, kw_only=True):
             calls=offered,
             thinking_tokens=self.thinking_token_budget,
             param="input",
+            background=bool(self.background),
         )

@@ -9,8 +9,9 @@ response_lookup.py.
 
 import asyncio
 import logging
+import math
 import sqlite3
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import anyio.to_thread
 import orjson
@@ -75,8 +76,10 @@ class Responses:
         body = await read_body(receive, headers, self.settings, deadlines.first)
         require_json(headers)
         reply, payload = await anyio.to_thread.run_sync(self._prepare, body)
+        if payload.background:  # it begins when there is time for it
+            deadlines = replace(deadlines, first=math.inf)
         exchange = Exchange(self.engine, self.metrics, [payload], deadlines)
-        if reply.request.background:
+        if payload.background:
             answer = json(reply.document)
             task = self.engine.loop.create_task(self._run(scope, reply, exchange))
             self.jobs[reply.id] = Job(reply, exchange, task)

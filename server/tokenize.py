@@ -71,7 +71,7 @@ class TextEndpoint:
         deadline = deadline_of(headers, self.settings)
         body = await read_body(receive, headers, self.settings, deadline)
         require_json(headers)
-        if (refusal := self.engine.refusal()) is not None:
+        if (refusal := self.engine.refusal("generation")) is not None:
             raise refusal
         answer = await anyio.to_thread.run_sync(self._guarded, body, limiter=self.threads)
         content = orjson.dumps(answer)

@@ -67,6 +67,7 @@ class FakeGenerator:
         self.payloads: list[GenerationInput] = []
         self.dropped: list[str] = []  # prompts whose clients had left
         self.lost: Exception | None = None  # what a step raises
+        self.healthy = True
 
     def release(self) -> None:
         """Let all steps pass from here on."""
@@ -162,7 +163,8 @@ class FakeGenerator:
         return diagnose(error)
 
     def warm_up(self) -> None:
-        pass
+        if not self.healthy:
+            raise RuntimeError("the worker is broken")
 
 
 def text_of(prompt: Any) -> str:

@@ -77,8 +77,8 @@ class FakeModel:
 class Job:
     """A request for `most` tokens, and what it must get."""
 
-    def __init__(self, prompt: Several[int], most: int, reuse: bool) -> None:
-        self.sequence = Sequence(self, prompt, reuse)
+    def __init__(self, prompt: Several[int], most: int, reuse: bool, background: bool) -> None:
+        self.sequence = Sequence(self, prompt, reuse, background)
         self.most = most
         self.expected = list(prompt)
         for _ in range(most):
@@ -116,6 +116,7 @@ class Simulation:
         self.to_come = chance.randint(1, 15)
         self.bustle = chance.choice((0.2, 0.5, 0.9))  # how often somebody comes
         self.unrest = chance.choice((0, 0, 0.02, 0.1))  # how often somebody goes
+        self.patience = chance.choice((0, 0, 0.5, 0.9))  # how often work is for the background
         self.live: list[Job] = []
         self.past: list[list[int]] = [[0]]
         self.seen: Counter[str] = Counter()
@@ -154,7 +155,7 @@ class Simulation:
         reuse = self.chance.random() < 0.85
         self.past.append(prompt)
         for _ in range(self.chance.choice((1, 1, 1, 4))):
-            job = Job(prompt, most, reuse)
+            job = Job(prompt, most, reuse, self.chance.random() < self.patience)
             self.scheduler.add(job.sequence)
             self.live.append(job)
         self.to_come -= 1
@@ -185,6 +186,7 @@ class Simulation:
         budget = self.chance.randint(1, self.budget)
         chunks = self.scheduler.schedule(budget, self._draft)
         before.check(chunks, budget, [job.sequence for job in self.live])
+        self.seen["gave way"] += before.gave_way
         self._count(chunks)
         broken = [job for job in self._leaving() if self.chance.random() < 0.3]
         self.model.run(chunks, [job.sequence for job in broken])
@@ -223,7 +225,9 @@ class Before:
     """How things stood before a step, to judge the step by."""
 
     def __init__(self, scheduler: ContinuousScheduler) -> None:
+        scheduler._favour()  # as the step will do first
         self.scheduler = scheduler
+        self.gave_way = False
         self.pool = pool = scheduler.pool
         self.running = list(scheduler.running)
         self.tables = {sequence: sequence.table for sequence in self.running}
@@ -242,12 +246,13 @@ class Before:
         prompts = [chunk for chunk in chunks if chunk not in decodes]
         left = budget - sum(chunk.count for chunk in prompts)
         assert left >= 0
+        self._check_shares(prompts, budget, left)
         assert not any(chunk.drafts for chunk in prompts)
         assert all(chunk.count == 1 for chunk in decodes)
         self._check_lines(live)
         self._check_chunks(chunks)
         self._check_who_is_put_back()
-        self._check_who_is_admitted(chunks, left)
+        self._check_who_is_admitted(chunks)
 
     def _stayed(self, sequence: Sequence) -> bool:
         return sequence.table is not None and sequence.table is self.tables.get(sequence)
@@ -256,7 +261,10 @@ class Before:
         waiting, running = self.scheduler.waiting, self.scheduler.running
         assert sorted(waiting + running, key=lambda s: s.number) == live  # nobody is lost
         for line in (waiting, running):
-            assert line == sorted(line, key=lambda s: s.number)
+            assert line == sorted(line, key=lambda s: s.rank)
+        behind = [s for s in live if s.background]
+        ahead = [s for s in live if s is self.scheduler._favoured]
+        assert all(ahead[0].number < s.number for s in behind)  # the oldest counts as none of them
         assert len(running) <= self.scheduler.max_running
         assert_sound(self.pool, [s.table for s in running if s.table])
         assert all(s.table is None and s.computed == 0 for s in waiting)
@@ -268,18 +276,43 @@ class Before:
         assert all(c.start == c.sequence.computed and c.count > 0 for c in chunks)
         assert all(c.sequence.reuse or c.count <= continuous.PROJECTED for c in chunks)
         assert all(s in at_work for s in self.decoding if self._stayed(s))
-        if self.running:
-            assert self.running[0] in at_work  # whatever happens, the oldest gets on
+        running = self.scheduler.running  # whatever happens, the oldest gets on
+        assert running[0] in at_work or min(running, key=lambda s: s.number) in at_work
+        if self.running and not self.running[0].background:
             assert self._stayed(self.running[0])
 
+    def _check_shares(self, prompts: list[Chunk], budget: int, left: int) -> None:
+        """Half is for the first, nothing is left over, and nobody is passed over by one who needs
+        more, or who is in the background."""
+        shares = {chunk.sequence: chunk.count for chunk in prompts}
+        decoding = [s for s in self.decoding if self._stayed(s)]
+        wanting = [s for s in self.scheduler.running if s not in decoding]
+        if not wanting:
+            return
+        most = {s: s.left if s.reuse else min(s.left, continuous.PROJECTED) for s in wanting}
+        unmet = [s for s in wanting if shares.get(s, 0) < most[s]]
+        assert not (left and unmet)
+        if any(not s.background for s in awaiting(self.scheduler)):
+            return
+        assert shares[wanting[0]] >= min(most[wanting[0]], budget / 2)
+        for s in unmet:
+            served = [t for t in wanting[1:] if t in shares]
+            assert all((t.background, t.left) <= (s.background, s.left) for t in served)
+
     def _check_who_is_put_back(self) -> None:
-        """The youngest, and only for tokens that have no room."""
+        """The youngest, and only for tokens that have no room, or for one that is not in the
+        background while they are."""
         stayed = [self._stayed(sequence) for sequence in self.running]
         assert stayed == sorted(stayed, reverse=True)
         assert stayed.count(False) == self.scheduler.preempted
-        assert all(stayed) or self.wanted > self.free
+        if all(stayed) or self.wanted > self.free:
+            return
+        self.gave_way = True
+        assert all(s.background for s in self.running if not self._stayed(s))
+        newcomers = [s for s in self.scheduler.running if not self._stayed(s)]
+        assert not all(s.background for s in newcomers + self.scheduler.waiting)
 
-    def _check_who_is_admitted(self, chunks: list[Chunk], left: int) -> None:
+    def _check_who_is_admitted(self, chunks: list[Chunk]) -> None:
         """In order of arrival; only those are passed over whose prefix is being computed. And
         nobody waits without need."""
         scheduler, pool = self.scheduler, self.pool
@@ -292,7 +325,10 @@ class Before:
         if passed == len(scheduler.waiting):
             return
         first = scheduler.waiting[passed]
-        assert all(s.number < first.number for s in admitted)
+        if first.background and scheduler.preempted:
+            return
+        if not scheduler.preempted:
+            assert all(s.rank < first.rank for s in admitted)
         places = scheduler.max_running - len(scheduler.running) - passed
         matched = pool.match(first.tokens)[0] if first.reuse else []
         wanted = pool.blocks_for(len(first.tokens)) - len(matched) + pool.unused(matched)
@@ -302,4 +338,4 @@ class Before:
             if c.sequence.table
         )
         reserve = min(len(scheduler.running), pool.count // RESERVE)
-        assert not left or places <= 0 or wanted + reserve > pool.free + for_drafts
+        assert places <= 0 or wanted + reserve > pool.free + for_drafts

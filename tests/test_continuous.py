@@ -27,6 +27,7 @@ def test_whatever_happens_each_sequence_ends_as_if_it_were_alone(
     assert seen["drafted"] > seen["drafts right"] > 100  # and all of it did happen
     for event in ("preempted", "cached", "chunked", "awaiting a prefix"):
         assert seen[event] > 100
+    assert seen["gave way"] > 2
     for event in ("cancelled", "broken"):
         assert seen[f"{event} while running"] > 10
         assert seen[f"{event} while waiting"] > 10
@@ -177,14 +178,141 @@ def test_long_prompts_come_in_chunks_beside_running_streams() -> None:
     assert long.tokens[100:] == [7]
 
 
-def test_the_budget_goes_to_the_oldest_prompt_first() -> None:
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    s = scheduler_of(1000, size=100)
+    (long,) = arriving(s, fresh(30_000))
+    step(s, budget=512)
+    (short,) = arriving(s, fresh(20, since=50_000))
+    chunks = step(s, budget=512)
+    assert {each: chunk.count for each, chunk in chunks.items()} == {long: 492, short: 20}
+
+
+def test_short_prompts_do_not_wait_behind_several_long_ones() -> None:
+    s = scheduler_of(3000, size=100)
+    longs = arriving(s, *(fresh(30_000, since=100_000 * n) for n in (3, 1, 2)))
+    (short,) = arriving(s, fresh(300))
+    step(s, budget=512)
+    step(s, budget=512)
+    assert short.tokens[300:] == [7]
+    assert longs[0].computed >= 512
+
+
+def test_a_stream_of_short_prompts_does_not_hold_up_a_long_one() -> None:
+    s = scheduler_of(4000, size=10, max_running=10_000)
+    (long,) = arriving(s, fresh(10_000))
+    for turn in range(40):
+        assert long.computed == 256 * turn
+        newcomers = arriving(s, *(fresh(100, since=100_000 + 1000 * turn + n) for n in range(9)))
+        step(s, budget=512)
+        for each in newcomers:
+            s.remove(each)
+    assert long.tokens[10_000:] == [7]
+
+
+def test_of_equal_prompts_the_oldest_comes_first() -> None:
     s = scheduler_of(1000)
-    first, second, third = arriving(s, fresh(30), fresh(30, since=0), [1])
+    first, second, third = arriving(s, *(fresh(30, since=100 * n) for n in range(3)))
     chunks = step(s, budget=40)
-    assert [chunk.count for chunk in chunks.values()] == [30, 10]
+    assert {each: chunk.count for each, chunk in chunks.items()} == {first: 30, second: 10}
+    assert s.running == [first, second, third]
+    assert s.starved
+    step(s, budget=60)
+    assert not s.starved
+
+
+# ── in the background ──
+
+
+def in_background(scheduler: ContinuousScheduler, *prompts: Several[int]) -> list[Sequence]:
+    made = [Sequence(None, prompt, background=True) for prompt in prompts]
+    for sequence in made:
+        scheduler.add(sequence)
+    return made
+
+
+def test_background_work_waits_for_all_other_but_its_oldest() -> None:
+    s = scheduler_of(100, max_running=3)
+    oldest, *rest = in_background(s, [1], [2], [3])
+    newcomers = arriving(s, [4], [5])
+    assert list(step(s)) == [oldest, *newcomers]
+    assert s.waiting == rest
+    assert not s.starved  # those that do not wait for anybody do not count
+
+
+def test_background_work_gives_its_place_to_a_newcomer() -> None:
+    s = scheduler_of(100, max_running=3)
+    oldest, second, third = in_background(s, [1], [2], [3])
+    step(s)
+    (newcomer,) = arriving(s, [4])
+    assert list(step(s)) == [oldest, second, newcomer]
+    assert (s.preempted, s.waiting) == (1, [third])
+    arriving(s, [5], [6])
+    step(s)
+    assert second in s.waiting
+    assert oldest in s.running
+    assert s.starved
+
+
+def test_background_work_gives_its_blocks_to_a_newcomer() -> None:
+    s = scheduler_of(10)
+    oldest, second = in_background(s, fresh(8), fresh(20, since=0))
+    step(s)
+    (newcomer,) = arriving(s, fresh(20, since=2000))
+    assert set(step(s)) == {oldest, newcomer}
+    assert s.waiting == [second]
+
+
+def test_background_work_is_put_back_before_younger_sequences() -> None:
+    s = scheduler_of(7)
+    arriving(s, fresh(4))
+    _, second = in_background(s, [1], fresh(8, since=0))
+    step(s)
+    (young,) = arriving(s, fresh(4, since=2000))
+    step(s)
+    assert (second.table is None, young.table is None) == (False, False)
+    step(s)  # the young one needs a second block
+    assert second.table is None
+    assert young.table
+
+
+def test_prompts_in_the_background_get_what_others_leave_of_a_step() -> None:
+    s = scheduler_of(1000)
+    in_background(s, [1])
+    (behind,) = in_background(s, fresh(30))
+    step(s, budget=10)
+    (newcomer,) = arriving(s, fresh(30, since=0))
+    chunks = step(s, budget=15)
+    assert chunks[newcomer].count == 15
+    assert behind not in chunks
     chunks = step(s, budget=20)
-    assert {each: chunk.count for each, chunk in chunks.items()} == {first: 1, second: 20}
-    assert not third.table
+    assert (chunks[newcomer].count, chunks[behind].count) == (15, 5)
+
+
+def test_under_constant_other_work_the_background_still_ends_in_order() -> None:
+    s = scheduler_of(60, max_running=2)
+    behind = in_background(s, *(fresh(10, since=100 * n) for n in range(4)))
+    ended: list[Sequence] = []
+    for turn in range(200):
+        while len(s.waiting) < 8:  # there is always more than can run
+            arriving(s, fresh(10, since=10_000 + 100 * turn))
+        step(s, budget=10)
+        for each in [each for each in s.running if len(each.tokens) > 20]:
+            s.remove(each)
+            ended += [each] if each in behind else []
+    assert ended == behind
+
+
+def test_others_do_not_wait_for_a_prefix_that_the_background_never_gets_to() -> None:
+    s = scheduler_of(4000, max_running=1000)
+    in_background(s, [1])
+    (behind,) = in_background(s, fresh(400))
+    step(s, budget=40)
+    (waits,) = arriving(s, fresh(400))
+    for turn in range(60):
+        arriving(s, *(fresh(20, since=10_000 + 1000 * turn + 50 * n) for n in range(3)))
+        step(s, budget=40)
+    assert behind.table
+    assert waits.tokens[400:]
 
 
 def test_nobody_overtakes_for_being_smaller() -> None:

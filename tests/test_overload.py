@@ -14,6 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.event_streams import chat, open_stream, read_until
+from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
 from tests.serving import metric, serving, wait_until
 
@@ -42,7 +44,7 @@ def test_full_queue_answers_503_at_once() -> None:
 def test_hopeless_deadline_is_refused_before_it_costs_anything() -> None:
     runner = FakeRunner()
     with serving(lambda: runner) as server, ThreadPoolExecutor(1) as pool:
-        server.engine.queue.pipeline.rate.record(1, 10.0)
+        server.engine.queue.pipeline.record(1, 1, 10.0)
         runner.gate.clear()
         waiting = pool.submit(post, server.url, "ahead")
         assert runner.entered.acquire(timeout=10)
@@ -144,17 +146,46 @@ def test_a_dead_worker_turns_health_red_and_everybody_is_answered() -> None:
 def test_an_open_breaker_answers_503_and_closes_again() -> None:
     runner = FakeRunner()
     with serving(lambda: runner) as server:
-        server.engine.worker.breaker.cooldown_s = 0.3
+        server.engine.worker.breakers["pipeline"].cooldown_s = 0.3
         runner.healthy = False
         statuses = [post(server.url, "bad").status_code for _ in range(3)]
         assert statuses == [500] * 3
-        wait_until(lambda: metric(server, "onequeue_breaker_open") == 1)
+        is_open = 'onequeue_breaker_open{serves="pipeline"}'
+        wait_until(lambda: metric(server, is_open) == 1)
         refused = post(server.url, "good")
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "breaker_open"
         assert httpx.get(server.url + "/health").status_code == 200
+        assert httpx.get(server.url + "/ready").status_code == 503
         runner.healthy = True
-        wait_until(lambda: metric(server, "onequeue_breaker_open") == 0)
+        wait_until(lambda: metric(server, is_open) == 0)
+        assert post(server.url, "good").status_code == 200
+
+
+def test_a_failing_pipeline_leaves_the_chat_as_it_is() -> None:
+    runner, generator = FakeRunner(), FakeGenerator()
+    long = {"messages": [{"role": "user", "content": "long"}], "stream": True}
+    with (
+        serving(lambda: runner, load_chat=lambda: generator) as server,
+        open_stream(server, "/v1/chat/completions", long) as client,
+    ):
+        read_until(client, b"content")
+        (stream,) = generator.running
+        server.engine.worker.breakers["pipeline"].cooldown_s = 0.2
+        runner.healthy = False
+        assert [post(server.url, "bad").status_code for _ in range(3)] == [500] * 3
+        ready = server.url + "/ready"
+        wait_until(lambda: httpx.get(ready).json().get("failing") == ["pipeline"])
+        assert httpx.get(ready).status_code == 200
+        steps = stream.steps
+        wait_until(lambda: stream.steps > steps + 3)
+        assert chat(server).status_code == 200
+        assert httpx.get(server.url + "/v1/models").status_code == 200
+        assert post(server.url, "good").json()["error"]["code"] == "breaker_open"
+        assert generator.running == [stream]
+        assert metric(server, 'onequeue_breaker_open{serves="generation"}') == 0
+        runner.healthy = True
+        wait_until(lambda: "failing" not in httpx.get(ready).json())
         assert post(server.url, "good").status_code == 200
 
 

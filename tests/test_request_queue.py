@@ -1,4 +1,5 @@
 import asyncio
+import math
 
 import pytest
 
@@ -9,7 +10,7 @@ from batching.errors import (
     Draining,
     QueueFull,
 )
-from batching.request_queue import RequestQueue, ServiceRate, retry_after
+from batching.request_queue import RequestQueue, retry_after
 
 pytestmark = pytest.mark.anyio
 
@@ -45,19 +46,19 @@ async def test_a_list_is_accepted_whole_or_not_at_all() -> None:
 
 async def test_retry_after_is_the_time_the_queue_needs() -> None:
     q = queue(10)
-    q.pipeline.rate.record(items=10, seconds=20.0)
+    q.pipeline.record(items=10, tokens=10, seconds=20.0)
     q.accept(range(10), 1000)
     with pytest.raises(QueueFull) as refused:
         q.accept(["x"], 1000)
     assert refused.value.retry_after_s == 20
     assert retry_after(0.001) == 1
-    assert retry_after(1e6) == 60
+    assert retry_after(99.5) == 100
 
 
 async def test_hopeless_deadline_is_refused_at_once_and_only_then() -> None:
     q = queue(100)
     ahead = q.accept(range(10), 101)  # nothing measured yet: no guess
-    q.pipeline.rate.record(items=10, seconds=5.0)
+    q.pipeline.record(items=10, tokens=10, seconds=5.0)
     q.forget(q.accept(["x"], 100 + 5.1))
     with pytest.raises(DeadlineHopeless):
         q.accept(["x"], 100 + 4.9)
@@ -65,14 +66,17 @@ async def test_hopeless_deadline_is_refused_at_once_and_only_then() -> None:
     q.accept(["x"], 100.001)  # an empty queue is never hopeless: it measures anew
 
 
-def test_rate_follows_recent_batches() -> None:
-    rate = ServiceRate()
-    assert rate.seconds_for(5) == 0
-    rate.record(10, 1.0)
-    assert rate.seconds_for(10) == pytest.approx(1.0)
-    for _ in range(60):
-        rate.record(10, 2.0)
-    assert rate.seconds_for(10) == pytest.approx(2.0, rel=0.01)
+async def test_the_background_has_a_quarter_of_the_places_and_is_nobodys_wait() -> None:
+    q = queue(8)
+    behind = q.accept(["a", "b"], math.inf, q.background)
+    with pytest.raises(QueueFull, match="background"):
+        q.accept(["c"], math.inf, q.background)
+    assert (q.background.ahead, q.generation.ahead) == (2, 0)
+    q.accept(range(6), 200, q.generation)
+    with pytest.raises(QueueFull):
+        q.accept(["x"], 200, q.generation)
+    q.forget(behind[:1])
+    q.accept(["c"], math.inf, q.background)
 
 
 async def test_items_resolve_once() -> None:

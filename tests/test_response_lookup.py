@@ -10,7 +10,7 @@ import pytest
 from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
-from tests.event_streams import CLIENT, open_stream
+from tests.event_streams import CLIENT, open_stream, post
 from tests.fake_generator import FakeGenerator
 from tests.response_events import PATH, WHOLE, answered, events, look_up, of, respond
 from tests.serving import Server, metric, serving, wait_until
@@ -290,21 +290,36 @@ def test_a_background_failure_is_what_its_response_says(
 
 def test_a_background_response_keeps_to_its_time_limit() -> None:
     generator = FakeGenerator()
-    with serving(load_chat=lambda: generator, request_timeout_s=0.05) as server:
-        id = answered(respond(server, "hang", background=True))["id"]
+    with serving(load_chat=lambda: generator) as server:
+        body = {"input": "hang", "background": True}
+        id = answered(post(server, PATH, body, **{"X-Request-Timeout-Ms": "50"}))["id"]
         wait_until(lambda: look_up(server, id).json()["status"] == "failed")
         assert "time limit" in look_up(server, id).json()["error"]["message"]
 
 
-def test_a_background_response_takes_a_place() -> None:
+def test_a_background_response_begins_when_there_is_time_for_it() -> None:
     generator = FakeGenerator()
-    generator.gate.clear()
-    with serving(load_chat=lambda: generator, max_queue_size=1, shutdown_grace_s=0) as server:
-        answered(respond(server, "hang", background=True))
+    generator.one_by_one = True
+    with serving(load_chat=lambda: generator, request_timeout_s=0.05) as server:
+        id = answered(respond(server, "say a b", background=True))["id"]
+        assert respond(server, "hang").status_code == 504  # the same limit, later
+        assert look_up(server, id).json()["status"] == "queued"
+        generator.release()
+        wait_until(lambda: look_up(server, id).json()["status"] == "completed")
+
+
+def test_background_responses_take_a_quarter_of_the_places_and_nobody_elses() -> None:
+    generator = FakeGenerator()
+    with serving(load_chat=lambda: generator, max_queue_size=8, shutdown_grace_s=0) as server:
+        for _ in range(2):
+            answered(respond(server, "hang", background=True))
         full = respond(server, background=True)
         assert full.status_code == 503
         assert error_of(full)["code"] == "queue_full"
-        generator.release()
+        assert "background" in error_of(full)["message"]
+        assert int(full.headers["retry-after"]) >= 1
+        answered(respond(server))
+        assert [payload.background for payload in generator.payloads] == [True, True, False]
 
 
 # ── from one start to the next ──

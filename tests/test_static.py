@@ -2,9 +2,10 @@
 
 import logging
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -99,7 +100,8 @@ def fresh(name: str = "bloom", max_running: int = 256) -> StaticGenerator:
     generator = StaticGenerator.__new__(StaticGenerator)
     generator.__dict__ |= checked(name).__dict__
     generator.live, generator.batches = {}, []
-    generator.waiting = type(generator.waiting)()
+    generator.waiting, generator.background = deque(), deque()
+    generator.favoured = None
     generator.most = generator.room = max_running
     return generator
 
@@ -233,6 +235,42 @@ def test_rows_that_end_leave_the_others_as_they_were(name: str) -> None:
     for at, each in enumerate(served):
         assert each.ids == [oracle(name, given[at], 3 + 2 * at)]
     assert [r.running for r in driver.reports] == [5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0]
+
+
+def behind(prompt: Sequence[int], **asked: Any) -> WorkItem:
+    """A request in the background."""
+    item = request(prompt, **asked)
+    item.payload = replace(item.payload, background=True)
+    return item
+
+
+def test_the_background_runs_as_one_batch_and_leaves_room_beside_it() -> None:
+    driver = Driver(fresh())
+    given = prompts(4)
+    first = [driver.add(behind(prompt, max_tokens=30)) for prompt in given[:3]]
+    driver.step()
+    assert driver.reports[-1].running == 3
+    second = driver.add(behind(given[3], max_tokens=2))
+    driver.step()
+    assert (driver.reports[-1].running, driver.reports[-1].waiting) == (3, 1)
+    newcomer = driver.add(request(given[4], max_tokens=2))
+    driver.step()
+    driver.step()
+    assert newcomer.done
+    assert not second.deltas
+    driver.finish()
+    assert [each.ids[0] for each in first] == [oracle("bloom", each, 30) for each in given[:3]]
+
+
+def test_under_constant_other_work_the_background_ends_in_order() -> None:
+    driver = Driver(fresh(max_running=2))
+    given = prompts(5)
+    waits = [driver.add(behind(prompt, max_tokens=3)).item for prompt in given[:3]]
+    for _ in range(40):
+        while len(driver.generator.waiting) < 4:
+            driver.add(request(given[4], max_tokens=2))
+        driver.step()
+    assert [item for item in driver.ended if item in waits] == waits
 
 
 def test_tokens_stream_a_step_at_a_time() -> None:

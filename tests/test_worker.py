@@ -15,7 +15,15 @@ from batching.request_queue import WorkItem
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
 from tests.serving import wait_until
-from worker.payloads import BatchReport, GenerationInput, Models, PipelineInput, State, StepOutcome
+from worker.payloads import (
+    BatchReport,
+    GenerationInput,
+    Models,
+    PipelineInput,
+    Served,
+    State,
+    StepOutcome,
+)
 from worker.worker import Outcome, Worker
 
 
@@ -29,14 +37,14 @@ class Recorder:
         self.rejected: list[str] = []
         self.states: list[State] = []
         self.errors: list[Exception | None] = []
-        self.breaker: list[bool] = []
+        self.breaker: list[tuple[Served, bool]] = []
 
     def on_state(self, state: State, error: Exception | None) -> None:
         self.errors.append(error)
         self.states.append(state)
 
-    def on_breaker(self, is_open: bool) -> None:
-        self.breaker.append(is_open)
+    def on_breaker(self, served: Served, is_open: bool) -> None:
+        self.breaker.append((served, is_open))
 
     def outputs(self, outcomes: list[Outcome]) -> None:
         for item, outcome in outcomes:
@@ -75,7 +83,11 @@ class Bench:
         self.batcher = DynamicBatcher(max_size=8, max_tokens=1000, max_wait_s=max_wait_s)
         self.generator = FakeGenerator()
         models = Models(runner, self.generator)
-        self.worker = Worker(lambda: models, self.batcher, Breaker(3, cooldown_s))
+        breakers: dict[Served, Breaker] = {
+            "pipeline": Breaker(3, cooldown_s),
+            "generation": Breaker(3, cooldown_s),
+        }
+        self.worker = Worker(lambda: models, self.batcher, breakers)
 
     def submit(self, *texts: str) -> list[WorkItem]:
         items = []
@@ -214,13 +226,13 @@ def test_worker_failures_in_a_row_open_the_breaker_and_a_probe_closes_it(
     for n in range(3):
         bench.submit(f"bad {n}")
         bench.wait_for(n + 1)
-    wait_until(lambda: bench.recorder.breaker == [True])
+    wait_until(lambda: bench.recorder.breaker == [("pipeline", True)])
     bench.submit("meanwhile")
     bench.wait_for(4)
     assert bench.recorder.outcomes["meanwhile"] == ["rejected"]
     assert not any("meanwhile" in batch for batch in bench.runner.batches)
     bench.runner.healthy = True
-    wait_until(lambda: bench.recorder.breaker[-1:] == [False])
+    wait_until(lambda: bench.recorder.breaker[-1:] == [("pipeline", False)])
     bench.submit("after")
     bench.wait_for(5)
     assert bench.recorder.outcomes["after"] == ["AFTER"]
@@ -267,13 +279,39 @@ def test_generation_in_which_all_fail_makes_the_worker_try_itself(
 ) -> None:
     bench = start(cooldown_s=60.0)
     wait_until(lambda: bench.worker.state == "ready")
-    bench.runner.healthy = False
+    bench.generator.healthy = False
     for n in range(3):
         bench.generate("bad")
         wait_until(lambda n=n: len(bench.recorder.steps) == n + 1)  # type: ignore[misc]
-    wait_until(lambda: bench.recorder.breaker == [True])
+    wait_until(lambda: bench.recorder.breaker == [("generation", True)])
     bench.generate("say a b")
     wait_until(lambda: bench.recorder.rejected == ["say a b"])
+    bench.submit("a")  # the other model is not concerned
+    bench.wait_for(1)
+    assert bench.recorder.outcomes["a"] == ["A"]
+    assert bench.runner.warm_ups == 1
+
+
+def test_what_runs_does_not_keep_the_other_models_breaker_closed(
+    start: Callable[..., Bench],
+) -> None:
+    bench = start(cooldown_s=60.0)
+    wait_until(lambda: bench.worker.state == "ready")
+    bench.runner.healthy = False
+    stream = bench.generate("long")
+    wait_until(lambda: len(bench.recorder.steps) > 3)
+    for n in range(3):
+        bench.submit(f"bad {n}")
+        bench.wait_for(n + 1)
+    wait_until(lambda: bench.recorder.breaker == [("pipeline", True)])
+    steps = len(bench.recorder.steps)
+    wait_until(lambda: len(bench.recorder.steps) > steps + 3)
+    assert bench.recorder.rejected == []  # what runs goes on
+    bench.submit("meanwhile")
+    bench.wait_for(4)
+    assert bench.recorder.outcomes["meanwhile"] == ["rejected"]
+    assert bench.recorder.breaker == [("pipeline", True)]
+    stream.open = False
 
 
 def test_failed_loading_is_told_and_ends_the_thread() -> None:
@@ -281,7 +319,7 @@ def test_failed_loading_is_told_and_ends_the_thread() -> None:
         raise ItemFailed("no such model")
 
     recorder = Recorder()
-    worker = Worker(lambda: Models(load()), DynamicBatcher(8, 100, 0), Breaker())
+    worker = Worker(lambda: Models(load()), DynamicBatcher(8, 100, 0), {"pipeline": Breaker()})
     worker.start(recorder, lambda function, *args: function(*args))
     worker.thread.join(10)
     assert recorder.states == ["dead"]

@@ -28,6 +28,7 @@ from batching.errors import (
     Refused,
     WorkerDown,
 )
+from batching.lanes import Lane
 from batching.request_queue import RequestQueue, WorkItem
 from worker.payloads import (
     BatchReport,
@@ -35,9 +36,11 @@ from worker.payloads import (
     Generator,
     ModelInfo,
     Runner,
+    Served,
     State,
     StepOutcome,
     StepReport,
+    served_by,
 )
 from worker.pool import Pool, Stage
 from worker.worker import Outcome, Worker
@@ -50,7 +53,7 @@ class Observer(Protocol):
 
     def batch(self, report: BatchReport) -> None: ...
     def step(self, report: StepReport) -> None: ...
-    def breaker(self, is_open: bool) -> None: ...
+    def breaker(self, served: Served, is_open: bool) -> None: ...
     def loaded(self, info: ModelInfo) -> None: ...
 
 
@@ -118,8 +121,17 @@ class Engine:
         since = self.worker.busy_since
         return since is not None and time.monotonic() - since > self.stuck_after_s
 
-    def refusal(self) -> Refused | None:
-        """Why nothing is accepted now."""
+    def refusal(self, served: Served) -> Refused | None:
+        """Why nothing is accepted for a model now."""
+        if (refusal := self.down()) is not None:
+            return refusal
+        if (probe_at := self.worker.breakers[served].probe_at) is not None:
+            wait_s = max(1.0, probe_at - time.monotonic())
+            return BreakerOpen("the model keeps failing; it is tried again shortly", wait_s)
+        return None
+
+    def down(self) -> Refused | None:
+        """Why nothing is accepted at all."""
         if self.draining:
             return Draining("the server is stopping", 5)
         if self.worker.state == "dead":
@@ -128,23 +140,24 @@ class Engine:
             return WorkerDown("the worker is stuck in a forward pass", 60)
         if self.worker.state != "ready":
             return NotReady(f"the model is {self.worker.state}", 5)
-        if (probe_at := self.worker.breaker.probe_at) is not None:
-            wait_s = max(1.0, probe_at - time.monotonic())
-            return BreakerOpen("the model keeps failing; it is tried again shortly", wait_s)
         return None
 
     # ── one item ──
 
     def submit(self, payloads: Sequence[Any], deadline: float) -> list[WorkItem]:
-        """Queue payloads, or raise a Refused; their futures get the answers or the errors."""
-        if (refusal := self.refusal()) is not None:
+        """Queue payloads, all for one model, or raise a Refused; their futures get the answers or
+        the errors."""
+        if (refusal := self.refusal(served_by(payloads[0]))) is not None:
             raise refusal
-        generates = isinstance(payloads[0], GenerationInput)
-        lane = self.queue.generation if generates else self.queue.pipeline
-        items = self.queue.accept(payloads, deadline, lane)
+        items = self.queue.accept(payloads, deadline, self._lane(payloads[0]))
         if self._watchdog is None:
             self._watch(self.stuck_after_s)
         return items
+
+    def _lane(self, payload: Any) -> Lane:
+        if not isinstance(payload, GenerationInput):
+            return self.queue.pipeline
+        return self.queue.background if payload.background else self.queue.generation
 
     @property
     def generator(self) -> Generator:
@@ -182,13 +195,14 @@ class Engine:
                 failed.append((item, refusal))
             else:
                 prepared.append(item)
+                if item.lane:
+                    item.lane.prepared(item)
         self.worker.submit(prepared)
         if failed:
             self._post(self._resolve_all, failed)
 
     def _model_for(self, item: WorkItem) -> Runner | Generator:
-        models = self.worker.models
-        model = models.generator if isinstance(item.payload, GenerationInput) else models.pipeline
+        model = self.worker.models.of(served_by(item.payload))
         assert model is not None  # nothing is admitted before the models are loaded
         return model
 
@@ -220,31 +234,35 @@ class Engine:
 
     def on_batch(self, report: BatchReport, failed: list[Outcome]) -> None:
         if report.saturated:
-            self.queue.pipeline.rate.record(report.size, report.total_s)
+            self.queue.pipeline.record(report.size, report.tokens, report.total_s)
         self.observer.batch(report)
         self._resolve_all(failed)
 
     def on_step(self, outcome: StepOutcome) -> None:
-        report = outcome.report
-        if report.waiting:
-            self.queue.generation.rate.record(report.admitted, report.total_s)
-        self.observer.step(report)
+        queue, now = self.queue, self.queue.clock()
+        self.observer.step(outcome.report)
         for item, delta in outcome.deltas:
             if item.open:
-                self.queue.begin(item)
+                queue.begin(item)
                 item.payload.stream.push(delta)
+        for item, _ in outcome.done:
+            queue.begin(item)  # those that failed have had their turn too
+        queue.generation.stepped(now, outcome.report.starved)
+        queue.background.stepped(now, queue.background.ahead > 0)
         self._resolve_all(outcome.done)
 
     def on_rejected(self, items: list[WorkItem]) -> None:
         for item in items:
-            item.resolve(self.refusal() or BreakerOpen("the model keeps failing", 1))
+            refusal = self.refusal(served_by(item.payload))
+            item.resolve(refusal or BreakerOpen("the model keeps failing", 1))
 
     def on_failed(self, outcomes: list[Outcome]) -> None:
         self._resolve_all(outcomes)
 
-    def on_breaker(self, is_open: bool) -> None:
-        self.observer.breaker(is_open)
-        log.log(logging.ERROR if is_open else logging.INFO, "breaker open=%s", is_open)
+    def on_breaker(self, served: Served, is_open: bool) -> None:
+        self.observer.breaker(served, is_open)
+        level = logging.ERROR if is_open else logging.INFO
+        log.log(level, "breaker serves=%s open=%s", served, is_open)
 
     def on_state(self, state: State, error: Exception | None) -> None:
         if state == "warming":

@@ -112,8 +112,9 @@ class PagedGenerator(TextSide):
 
     def _generation(self, choice: Choice) -> Generation:
         made = Generation(choice, Lookup() if self.speculates else None)
-        prepared = choice.prepared
-        made.sequence = Running(made, prepared.ids, reuse=not prepared.wants_prompt_logprobs)
+        prepared, background = choice.prepared, choice.item.payload.background
+        reuse = not prepared.wants_prompt_logprobs
+        made.sequence = Running(made, prepared.ids, reuse, background)
         return made
 
     @property
@@ -343,6 +344,7 @@ class PagedGenerator(TextSide):
             admitted=len(new),
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
+            starved=scheduler.starved,
             blocks_used=self.pool.used,
             blocks_total=self.pool.count,
             total_s=now - started,

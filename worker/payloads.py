@@ -8,6 +8,7 @@ from batching.request_queue import WorkItem
 from worker.streams import Delta, TokenStream
 
 State = Literal["loading", "warming", "ready", "dead"]
+Served = Literal["pipeline", "generation"]  # by which model
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,11 @@ class GenerationInput:
     calls: Calls | None = None  # None: what looks like a call is text
     thinking_tokens: int | None = None  # reasoning is ended after so many; None: never
     param: str = "messages"  # the field of the request that errors about the prompt name
+    background: bool = False  # nobody waits for it: it comes after all that somebody waits for
+
+
+def served_by(payload: Any) -> Served:
+    return "generation" if isinstance(payload, GenerationInput) else "pipeline"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +138,7 @@ class StepReport:
     admitted: int = 0  # sequences that began
     running: int = 0  # sequences left running after the step
     waiting: int = 0  # sequences that wait for room
+    starved: bool = False  # some that are not in the background had no part in the step
     blocks_used: int = 0
     blocks_total: int = 0
     total_s: float = 0.0
@@ -232,6 +239,9 @@ class Models:
     pipeline: Runner | None = None
     generator: Generator | None = None
 
-    def diagnose(self, error: BaseException) -> Literal["item", "memory", "fatal"]:
-        model = self.pipeline or self.generator
+    def of(self, served: Served) -> Runner | Generator | None:
+        return self.pipeline if served == "pipeline" else self.generator
+
+    def diagnose(self, served: Served, error: BaseException) -> Literal["item", "memory", "fatal"]:
+        model = self.of(served)
         return model.diagnose(error) if model else "item"

@@ -4,7 +4,8 @@
 
 Implements worker.payloads.Generator as generation.py does, with the same draws and texts. Each step
 gives every running row a token. Nobody joins a batch that has begun; rows that end, or whose client
-has gone, leave it at once.
+has gone, leave it at once. Rows in the background begin when no others wait and no batch runs; one
+of them at a time is not made to wait.
 """
 
 import logging
@@ -77,6 +78,8 @@ class StaticGenerator(TextSide):
         self._masks = Masks(language.vocab_size, self.prompts.eos_ids)
         self.live: dict[WorkItem, list[Row]] = {}  # all choices of those that are not done
         self.waiting: deque[Row] = deque()  # in order of arrival
+        self.background: deque[Row] = deque()  # likewise, after all others
+        self.favoured: Row | None = None  # the background one that counts as one of the others
         self.batches: list[Batch] = []
         self.most = self.room = options.max_running  # rows that may run; less when memory was short
 
@@ -84,7 +87,8 @@ class StaticGenerator(TextSide):
         scores: list[Sampled] = []
         made = [Row(choice, list(choice.prepared.ids), scores) for choice in item.prepared]
         self.live[item] = made
-        self.waiting += made
+        line = self.background if item.payload.background else self.waiting
+        line += made
 
     @property
     def busy(self) -> bool:
@@ -94,6 +98,7 @@ class StaticGenerator(TextSide):
         items = list(self.live)
         self.live.clear()
         self.waiting.clear()
+        self.background.clear()
         self.batches = []
         return items
 
@@ -129,6 +134,7 @@ class StaticGenerator(TextSide):
     def _sweep(self) -> None:
         """Let go of rows that have ended or whose item has gone."""
         self.waiting = deque(row for row in self.waiting if self._alive(row))
+        self.background = deque(row for row in self.background if self._alive(row))
         for batch in self.batches:
             self._shrink(batch)
         left = [batch for batch in self.batches if batch.rows]
@@ -143,16 +149,20 @@ class StaticGenerator(TextSide):
         batch.rows = [batch.rows[at] for at in kept]
 
     def _admit(self, counts: _Counts, now: float) -> None:
+        if self.background and not (self.favoured and self._alive(self.favoured)):
+            self.favoured = self.background.popleft()
+            self.waiting.appendleft(self.favoured)
         if len(self.batches) >= SIDE_BY_SIDE:
             return
+        idle = not self.batches and all(row is self.favoured for row in self.waiting)
         rows: list[Row] = []
         room = min(ROWS, self.room - self.running)
         longest, most = 0, PREFILL[self.language.device.type]
-        while self.waiting and len(rows) < room:
-            longest = max(longest, len(self.waiting[0].tokens))
+        while len(rows) < room and (line := self.waiting or (idle and self.background)):
+            longest = max(longest, len(line[0].tokens))
             if rows and longest * (len(rows) + 1) > most:
                 break
-            row = self.waiting.popleft()
+            row = line.popleft()
             rows.append(row)
             if not row.admitted:
                 row.admitted = True
@@ -202,7 +212,9 @@ class StaticGenerator(TextSide):
         self.room = self.running // 2
         kept = len(batch.rows) // 2 if len(self.batches) == 1 else 0
         counts.preempted += len(batch.rows) - kept
-        self.waiting.extendleft(reversed(batch.rows[kept:]))
+        for row in reversed(batch.rows[kept:]):
+            behind = row.choice.item.payload.background and row is not self.favoured
+            (self.background if behind else self.waiting).appendleft(row)
         batch.rows = batch.rows[:kept]
         if not kept:
             self.batches.remove(batch)
@@ -271,7 +283,8 @@ class StaticGenerator(TextSide):
             preempted=counts.preempted,
             admitted=len(counts.waits_s),
             running=self.running,
-            waiting=len(self.waiting),
+            waiting=len(self.waiting) + len(self.background),
+            starved=bool(self.waiting),
             total_s=time.monotonic() - started,
             waits_s=tuple(counts.waits_s),
         )

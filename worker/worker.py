@@ -1,14 +1,15 @@
 """The worker: one dedicated thread that loads the models, batches and runs forwards.
 
-All scheduling state (batcher, generator, breaker) belongs to this thread. It is sent items and a
+All scheduling state (batcher, generator, breakers) belongs to this thread. It is sent items and a
 stop through its inbox; a pipeline's outputs go straight to the pool, and one report a batch or
 generation step to the event loop:
 
     load → warm up → (receive → step)* → stopped, or dead with a reason
 
-Encoder batches and generation steps take turns. What is raised while working on an item fails
-that item; what belongs to none fails all that its model had in hand, and the warm-up input tells
-whether the model still works. Only a lost device ends the thread.
+Encoder batches and generation steps take turns, and each model has a breaker of its own. What is
+raised while working on an item fails that item; what belongs to none fails all that its model had
+in hand, and the warm-up input tells whether the model still works. Only a lost device ends the
+thread.
 
 HTTP, the asyncio queue and pre- and post-processing are not here (see engine.py), nor is what a
 generation step does (generation.py).
@@ -19,7 +20,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -36,12 +37,13 @@ from batching.errors import (
 from batching.request_queue import WorkItem
 from worker.payloads import (
     BatchReport,
-    GenerationInput,
     Generator,
     Models,
     Runner,
+    Served,
     State,
     StepOutcome,
+    served_by,
 )
 
 log = logging.getLogger("onequeue.worker")
@@ -57,7 +59,7 @@ class Listener(Protocol):
     def on_step(self, outcome: StepOutcome) -> None: ...
     def on_rejected(self, items: list[WorkItem]) -> None: ...
     def on_failed(self, outcomes: list[Outcome]) -> None: ...
-    def on_breaker(self, is_open: bool) -> None: ...
+    def on_breaker(self, served: Served, is_open: bool) -> None: ...
     def on_state(self, state: State, error: Exception | None) -> None: ...
 
 
@@ -76,12 +78,12 @@ class Worker:
         self,
         load: Callable[[], Models],
         batcher: DynamicBatcher,
-        breaker: Breaker,
+        breakers: Mapping[Served, Breaker],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.load = load
         self.batcher = batcher
-        self.breaker = breaker
+        self.breakers = breakers
         self.clock = clock
         self.models = Models()
         self.state: State = "loading"
@@ -122,7 +124,8 @@ class Worker:
         self._enter("warming")
         self.busy_since = self.clock()
         try:
-            self._warm_up()
+            for served in self.breakers:
+                self._warm_up(served)
         except Exception as error:
             raise ItemFailed("the model failed on its warm-up input") from error
         self.busy_since = None
@@ -144,25 +147,26 @@ class Worker:
 
     def _sort_in(self, item: WorkItem, arrived_at: float) -> None:
         try:
-            if isinstance(item.payload, GenerationInput):
+            if served_by(item.payload) == "generation":
                 item.arrived_at = arrived_at
                 self._require_generator().add(item)
             else:
                 self.batcher.add(item, arrived_at)
         except BaseException as error:
-            self._blame([item], error)
+            self._blame(served_by(item.payload), [item], error)
 
     def _wait_s(self) -> float | None:
         if self._generating:
             return 0.0
-        due = [at for at in (self.batcher.due_at(), self.breaker.probe_at) if at is not None]
+        probes = [breaker.probe_at for breaker in self.breakers.values()]
+        due = [at for at in (self.batcher.due_at(), *probes) if at is not None]
         return max(0.0, min(due) - self.clock()) if due else None
 
     def _step(self) -> None:
-        if self.breaker.is_open:
-            self._reject_waiting()
-            self._probe()
-            return
+        for served, breaker in self.breakers.items():
+            if breaker.is_open:
+                self._reject_waiting(served)
+                self._probe(served)
         try:
             self._in_hand = []
             self._in_hand = self.batcher.take(self.clock())
@@ -170,23 +174,23 @@ class Worker:
                 self._execute(self._in_hand)
         except BaseException as error:
             unanswered = [item for item in self._in_hand if not item.ran]
-            self._recover(unanswered + self.batcher.clear(), error)
+            self._recover("pipeline", unanswered + self.batcher.clear(), error)
         try:
             if self._generating:
                 self._generate()
         except BaseException as error:
-            self._recover(self._require_generator().clear(), error)
+            self._recover("generation", self._require_generator().clear(), error)
 
-    def _recover(self, items: list[WorkItem], error: BaseException) -> None:
+    def _recover(self, served: Served, items: list[WorkItem], error: BaseException) -> None:
         """An error that belongs to no item, so to all; is it the inputs, or us?"""
-        self._blame(items, error)
-        self._probe()
+        self._blame(served, items, error)
+        self._probe(served)
 
-    def _blame(self, items: list[WorkItem], error: BaseException) -> None:
+    def _blame(self, served: Served, items: list[WorkItem], error: BaseException) -> None:
         self.busy_since = None
-        if (kind := self.models.diagnose(error)) == "fatal":
+        if (kind := self.models.diagnose(served, error)) == "fatal":
             raise error
-        log.error("failed items=%d", len(items), exc_info=error)
+        log.error("failed serves=%s items=%d", served, len(items), exc_info=error)
         outcomes = [(item, as_failure(error, kind)) for item in items]
         self._post(self._require_listener().on_failed, outcomes)
 
@@ -202,9 +206,9 @@ class Worker:
         self.batcher.free(self.clock())
         self._post(self._require_listener().on_step, outcome)
         if outcome.deltas:
-            self.breaker.succeeded()
+            self.breakers["generation"].succeeded()
         elif any(isinstance(error, ItemFailed) for _, error in outcome.done):
-            self._probe()
+            self._probe("generation")
 
     def _execute(self, batch: list[WorkItem]) -> None:
         started = self.busy_since = self.clock()
@@ -228,9 +232,9 @@ class Worker:
             item.ran = True
         self._post(listener.on_batch, self._report(batch, run), failed)
         if succeeded:
-            self.breaker.succeeded()
+            self.breakers["pipeline"].succeeded()
         elif any(isinstance(outcome, ItemFailed) for _, outcome in failed):
-            self._probe()  # is it the inputs, or us? the warm-up input tells
+            self._probe("pipeline")  # is it the inputs, or us? the warm-up input tells
 
     def _run_items(self, items: list[WorkItem], run: _Run) -> None:
         """Run items as one batch; one that raises is halved until only the guilty fail."""
@@ -278,36 +282,36 @@ class Worker:
             saturated=rows >= self.batcher.cap or bool(len(self.batcher)) or not self.inbox.empty(),
         )
 
-    def _probe(self) -> None:
+    def _probe(self, served: Served) -> None:
         """Run the warm-up input, if it is time to, and tell the breaker how it went."""
-        if self.breaker.probe_at is not None and self.clock() < self.breaker.probe_at:
+        breaker = self.breakers[served]
+        if breaker.probe_at is not None and self.clock() < breaker.probe_at:
             return
-        was_open = self.breaker.is_open
+        was_open = breaker.is_open
         self.busy_since = self.clock()
         try:
-            self._warm_up()
+            self._warm_up(served)
         except BaseException as error:
-            if self.models.diagnose(error) == "fatal":
+            if self.models.diagnose(served, error) == "fatal":
                 raise
-            log.error("worker failure error=%r", error)
-            self.breaker.failed(self.clock())
+            log.error("model failure serves=%s error=%r", served, error)
+            breaker.failed(self.clock())
         else:
-            self.breaker.succeeded()
+            breaker.succeeded()
         finally:
             self.busy_since = None
-        if self.breaker.is_open != was_open:
-            self._post(self._require_listener().on_breaker, self.breaker.is_open)
-        if self.breaker.is_open:
-            self._reject_waiting()
+        if breaker.is_open != was_open:
+            self._post(self._require_listener().on_breaker, served, breaker.is_open)
+        if breaker.is_open:
+            self._reject_waiting(served)
 
-    def _warm_up(self) -> None:
-        for model in (self.models.pipeline, self.models.generator):
-            if model:
-                model.warm_up()
+    def _warm_up(self, served: Served) -> None:
+        if model := self.models.of(served):
+            model.warm_up()
 
-    def _reject_waiting(self) -> None:
-        generator = self.models.generator
-        if items := self.batcher.clear() + (generator.clear() if generator else []):
+    def _reject_waiting(self, served: Served) -> None:
+        waiting = self.batcher if served == "pipeline" else self._require_generator()
+        if items := waiting.clear():
             self._post(self._require_listener().on_rejected, items)
 
     def _die(self, error: BaseException) -> None:
