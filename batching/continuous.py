@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batching.blocks import BlockPool, BlockTable
+from batching.tokens import Tokens
 
 # When another is admitted, a block for each of those running stays free, but no more than this
 # part of all: room to grow, lest the newcomer be put back at once.
@@ -44,7 +45,7 @@ class Sequence:
         self, owner: Any, prompt: Several[int], reuse: bool = True, background: bool = False
     ) -> None:
         self.owner = owner  # the caller's own; not looked at here
-        self.tokens = list(prompt)  # prompt and output
+        self.tokens = Tokens(prompt)
         self.prompt_len = len(prompt)
         self.reuse = reuse  # False: every token's output is wanted, so all are computed
         self.computed = 0  # leading tokens whose keys and values are in the cache
@@ -185,6 +186,7 @@ class ContinuousScheduler:
         for a prefix that is being computed."""
         self.starved = awaited = False
         position = 0
+        computed: Several[int] | None = None  # a prompt that is being, as the one before was
         while position < len(self.waiting):
             sequence = self.waiting[position]
             if sequence.background and self.preempted:
@@ -193,8 +195,9 @@ class ContinuousScheduler:
             if firm + position >= self.max_running:  # places are kept for those passed over
                 self.starved = not sequence.background
                 break
-            matched, in_flight = self.pool.match(sequence.tokens) if sequence.reuse else ([], False)
+            matched, in_flight = self._match(sequence, computed)
             if in_flight:
+                computed = computed if sequence.tokens.output else sequence.tokens.prompt
                 position += 1  # the rest of its prefix is being computed: wait, let others pass
                 awaited |= not sequence.background
             elif self._make_way(sequence, matched, position):
@@ -203,6 +206,13 @@ class ContinuousScheduler:
                 self.starved = not sequence.background
                 break  # nobody overtakes for being smaller
         return awaited
+
+    def _match(self, sequence: Sequence, computed: Several[int] | None) -> tuple[list[int], bool]:
+        """Not looked up for each choice of a request whose prompt is known to be computed now."""
+        tokens = sequence.tokens
+        if not sequence.reuse or (tokens.prompt is computed and not tokens.output):
+            return [], sequence.reuse
+        return self.pool.match(tokens)
 
     def _make_way(self, sequence: Sequence, matched: list[int], kept: int) -> bool:
         """Admit it beside `kept` places for others, if need be instead of background work."""
@@ -232,7 +242,7 @@ class ContinuousScheduler:
         sequence = chunk.sequence
         assert sequence.table is not None
         sequence.computed = chunk.start + chunk.count + max(0, len(sampled) - 1)
-        sequence.tokens += sampled
+        sequence.tokens.output += sampled
         self.pool.trim(sequence.table, len(sequence.tokens))
         self.pool.register(sequence.table, sequence.tokens, sequence.computed)
 

@@ -94,7 +94,7 @@ class Job:
         for draft in (*drafts, None):
             if len(taken) == self.left:
                 break
-            taken.append(following(self.sequence.tokens + taken))
+            taken.append(following([*self.sequence.tokens, *taken]))
             if taken[-1] != draft:
                 break
         return taken
@@ -164,8 +164,8 @@ class Simulation:
         self.seen[f"{event} {'running' if job.sequence.table else 'waiting'}"] += 1
         self.scheduler.remove(job.sequence)
         self.live.remove(job)
-        self.past.append(job.sequence.tokens)
-        assert job.sequence.tokens == job.expected[: len(job.sequence.tokens)]
+        self.past.append([*job.sequence.tokens])
+        assert [*job.sequence.tokens] == job.expected[: len(job.sequence.tokens)]
 
     def _leaving(self) -> list[Job]:
         return [job for job in self.live if self.chance.random() < self.unrest]

@@ -31,7 +31,7 @@ def foreseeing(
         found = ordinary(lookup, tokens, most)
         if found or most < 1:
             return found
-        following = next(each for each in whole if each[: len(tokens)] == tokens)[len(tokens) :]
+        following = next(each for each in whole if each[: len(tokens)] == [*tokens])[len(tokens) :]
         right = following[: min(most, chance.randrange(5))]
         return (*right, 7)[:most]
 

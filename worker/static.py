@@ -18,6 +18,7 @@ from typing import Literal
 
 from batching.errors import ItemFailed, as_failure
 from batching.request_queue import WorkItem
+from batching.tokens import Tokens
 from worker.choices import Choice
 from worker.language_model import GeneratorOptions, LanguageModel
 from worker.masks import Masks
@@ -43,7 +44,7 @@ class Row:
     """One choice on its way."""
 
     choice: Choice
-    tokens: list[int]  # prompt and output
+    tokens: Tokens
     scores: list[Sampled]  # of the prompt's tokens but the first; shared by an item's choices
     admitted: bool = False
 
@@ -85,7 +86,7 @@ class StaticGenerator(TextSide):
 
     def add(self, item: WorkItem) -> None:
         scores: list[Sampled] = []
-        made = [Row(choice, list(choice.prepared.ids), scores) for choice in item.prepared]
+        made = [Row(choice, Tokens(choice.prepared.ids), scores) for choice in item.prepared]
         self.live[item] = made
         line = self.background if item.payload.background else self.waiting
         line += made
@@ -262,7 +263,7 @@ class StaticGenerator(TextSide):
                 choice.begin(0)
                 row.scores = []
             if sampled is not None:
-                row.tokens.append(sampled.token)
+                row.tokens.output.append(sampled.token)
                 choice.accept(sampled)
                 counts.decode += 1
             counts.said.append((choice, choice.take()))
