@@ -59,6 +59,9 @@ class TextSide:
             raise InvalidInput(f"{token_id} is no token id of this model", "tokens")
         return self.vocabulary.token(token_id)[0]
 
+    def call_id(self, name: str, index: int) -> str:
+        return self.prompts.turns.call_id(name, index)
+
     def echoed(self, prepared: Prepared, scores: Sequence[Sampled]) -> list[TokenLogprob]:
         """The prompt's entries with their texts, which joined are the prompt's; `scores` are of
         its tokens but the first."""
