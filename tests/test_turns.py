@@ -243,6 +243,16 @@ def test_a_late_result_finds_its_call() -> None:
     assert "[tool]get_weatherfunctions.get_weather:0" in text
 
 
+def test_results_of_earlier_calls_or_of_none_stay() -> None:
+    prompts = prompts_of(HEAD + "{{ m.name }}" + SAYS + NINE + END)
+    first, second = (answered(prompts, [ASKED], calling(name=name)) for name in ("a", "b"))
+    unknown = {"role": "tool", "tool_call_id": "call_unknown", "content": "lost"}
+    told = [*results(second, "sunny"), *results(first, "noon"), unknown]
+    text = prompts.render(chat([ASKED, first, second, *told])[1])
+    assert re.search(r"\[tool\]bsunny\w{9}\[tool\]anoon\w{9}\[tool\]lost\w{9}\[", text)
+    assert "call_unknown" not in text
+
+
 @pytest.mark.parametrize("written", ['{"city": ', "[1]", "sunny"])
 def test_arguments_that_are_none_are_shown_as_they_are(written: str) -> None:
     for template in (SAYS + OBJECTS, SAYS + TEXTS, SAYS):
