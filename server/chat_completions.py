@@ -1,14 +1,13 @@
 """`POST /v1/chat/completions`: a conversation in, the next message out, whole or in chunks."""
 
-import secrets
 from collections import Counter
 from collections.abc import Iterator
 
 from server.chat_request import ChatRequest
 from server.generation import GenerationEndpoint
 from server.generation_request import decode
-from server.reply import Document, Reply, finite
-from worker.payloads import GenerationInput
+from server.reply import CallId, Document, Reply, finite
+from worker.payloads import Chat, GenerationInput
 from worker.streams import Delta, Part, TokenLogprob
 
 
@@ -16,7 +15,7 @@ class ChatCompletions(GenerationEndpoint):
     def parse(self, body: bytes) -> Reply:
         request = decode(body, ChatRequest)
         model = self.models.require(request.model)
-        return ChatReply(request, [request.generation_input()], model)
+        return ChatReply(request, request.generation_input(), model, self.engine.call_id)
 
 
 class ChatReply(Reply):
@@ -24,9 +23,14 @@ class ChatReply(Reply):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, request: ChatRequest, payloads: list[GenerationInput], model: str) -> None:
-        super().__init__(request, payloads, model)
+    def __init__(
+        self, request: ChatRequest, payload: GenerationInput, model: str, call_id: CallId
+    ) -> None:
+        super().__init__(request, [payload], model)
+        assert isinstance(payload.prompt, Chat)
         self.called: Counter[int] = Counter()  # calls so far, by choice
+        self._called_before = payload.prompt.calls
+        self._call_id = call_id
 
     def opening(self) -> Iterator[Document]:
         for index in range(self.payloads[0].n):
@@ -51,8 +55,8 @@ class ChatReply(Reply):
     def _call(self, choice: int, part: Part) -> Iterator[Document]:
         """A call's name comes whole and first, what follows are its arguments."""
         if part.name is not None:
-            self.called[choice] += 1
-            yield {"index": self.called[choice] - 1} | _new_call(part.name, "")
+            call = self._new_call(choice, part.name, "")
+            yield {"index": self.called[choice] - 1} | call
         if part.text:
             function = {"arguments": part.text}
             yield {"index": self.called[choice] - 1, "function": function}
@@ -61,32 +65,32 @@ class ChatReply(Reply):
         wanted = self.payloads[0].sampling.logprobs is not None
         return {
             "index": delta.choice,
-            "message": _message(delta),
+            "message": self._message(delta),
             "logprobs": {"content": _tokens(delta.logprobs), "refusal": None} if wanted else None,
             "finish_reason": delta.finish_reason,
         }
 
+    def _message(self, delta: Delta) -> Document:
+        reasoning = "".join(part.text for part in delta.parts if part.kind == "reasoning")
+        calls: list[Document] = []
+        for part in delta.parts:
+            if part.kind == "call" and part.name is not None:
+                calls.append(self._new_call(delta.choice, part.name, part.text))
+            elif part.kind == "call":
+                calls[-1]["function"]["arguments"] += part.text
+        message: Document = {"role": "assistant", "content": delta.text, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["content"] = delta.text or None
+            message["tool_calls"] = calls
+        return message
 
-def _message(delta: Delta) -> Document:
-    reasoning = "".join(part.text for part in delta.parts if part.kind == "reasoning")
-    calls: list[Document] = []
-    for part in delta.parts:
-        if part.kind == "call" and part.name is not None:
-            calls.append(_new_call(part.name, part.text))
-        elif part.kind == "call":
-            calls[-1]["function"]["arguments"] += part.text
-    message: Document = {"role": "assistant", "content": delta.text, "refusal": None}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["content"] = delta.text or None
-        message["tool_calls"] = calls
-    return message
-
-
-def _new_call(name: str, arguments: str) -> Document:
-    function = {"name": name, "arguments": arguments}
-    return {"id": "call_" + secrets.token_hex(12), "type": "function", "function": function}
+    def _new_call(self, choice: int, name: str, arguments: str) -> Document:
+        id = self._call_id(name, self._called_before + self.called[choice])
+        self.called[choice] += 1
+        function = {"name": name, "arguments": arguments}
+        return {"id": id, "type": "function", "function": function}
 
 
 def _chunk_choice(

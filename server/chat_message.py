@@ -7,8 +7,7 @@ model takes text only, so that other parts are refused by name.
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-import orjson
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, to_builtins
 
 from batching.errors import InvalidInput
 
@@ -80,7 +79,7 @@ class Message(Struct):
             if (value := getattr(self, key)) is not None:
                 made[key] = value
         if self.tool_calls:
-            made["tool_calls"] = [_rendered(call) for call in self.tool_calls]
+            made["tool_calls"] = [to_builtins(call) for call in self.tool_calls]
         return made
 
     def _text(self, path: str) -> str | None:
@@ -102,16 +101,3 @@ class Message(Struct):
 
 
 Messages = Annotated[list[Annotated[Message, FULL_MESSAGE]], FILLED]
-
-
-def _rendered(call: ToolCall) -> Mapping[str, Any]:
-    """Templates want the arguments as an object, where the API has them as JSON in a string."""
-    arguments: Any = call.function.arguments
-    if isinstance(arguments, str):
-        try:
-            parsed = orjson.loads(arguments or "{}")
-        except orjson.JSONDecodeError:
-            parsed = None  # cut off, or made up: the template shows it as it is
-        arguments = parsed if isinstance(parsed, dict) else arguments
-    function = {"name": call.function.name, "arguments": arguments}
-    return {"id": call.id, "type": call.type, "function": function}

@@ -7,7 +7,7 @@ generation.py.
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import orjson
@@ -20,6 +20,7 @@ from worker.streams import Delta, TokenLogprob
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 Document = dict[str, Any]
+CallId = Callable[[str, int], str]  # for a call of this function, its conversation's n-th
 
 
 class Reply(ABC):

@@ -6,12 +6,11 @@ An event is a document with its `type`; it shares items with `items`, so write i
 Calls have no content parts. A stretch of reasoning, of text or of arguments is one item.
 """
 
-import secrets
 from collections import deque
 from collections.abc import Iterator
 from typing import Literal
 
-from server.reply import finite
+from server.reply import CallId, finite
 from server.response_input import new_id
 from server.response_store import Document
 from worker.streams import Delta, Part, TokenLogprob
@@ -22,8 +21,12 @@ ITEM_TYPES = {"content": "message", "reasoning": "reasoning", "call": "function_
 
 
 class ResponseOutput:
-    def __init__(self) -> None:
+    """`called`: how many calls have been made in the conversation before."""
+
+    def __init__(self, call_id: CallId, called: int) -> None:
         self.items: list[Document] = []
+        self._call_id = call_id
+        self._called = called
         self._open: Document | None = None  # the last one, if more may come
         self._texts: list[str] = []  # of the open item
         # Not yet told: they may lag behind the text, or be of the message after the next.
@@ -38,20 +41,20 @@ class ResponseOutput:
     def end(self, how: Ending) -> Iterator[Document]:
         """Close what is open. What ended with nothing said is an empty message."""
         if how == "completed" and not self.items:
-            yield from self._begin("message", None)
+            yield from self._begin("message")
         yield from self._close(how)
 
     def _add(self, part: Part) -> Iterator[Document]:
         kind = ITEM_TYPES[part.kind]
         if self._open is None or self._open["type"] != kind or part.name is not None:
             yield from self._close("completed")
-            yield from self._begin(kind, part.name)
+            yield from self._begin(kind, part.name or "")
         if part.text:
             self._texts.append(part.text)
             self._unscored += len(part.text)
             yield self._said(part.text)
 
-    def _begin(self, kind: str, name: str | None) -> Iterator[Document]:
+    def _begin(self, kind: str, name: str = "") -> Iterator[Document]:
         item: Document = {"id": new_id(kind), "type": kind, "status": "in_progress"}
         part: Document | None = None
         if kind == "message":
@@ -61,7 +64,9 @@ class ResponseOutput:
             item |= {"summary": [], "content": []}
             part = {"type": "reasoning_text", "text": ""}
         else:
-            item |= {"call_id": "call_" + secrets.token_hex(12), "name": name, "arguments": ""}
+            call_id = self._call_id(name, self._called)
+            self._called += 1
+            item |= {"call_id": call_id, "name": name, "arguments": ""}
         self.items.append(item)
         self._open, self._texts, self._unscored = item, [], 0
         yield {"type": "response.output_item.added", **self._where(), "item": item}

@@ -20,10 +20,12 @@ from worker.streams import Delta
 
 
 class ResponseReply:
-    def __init__(self, request: ResponseRequest, items: list[Document], model: str) -> None:
+    def __init__(
+        self, request: ResponseRequest, items: list[Document], model: str, output: ResponseOutput
+    ) -> None:
         self.request = request
         self.input = items
-        self.output = ResponseOutput()
+        self.output = output
         self._cut = False  # by max_output_tokens, or the end of the context
         self._events = 0
         self.document = _blank(request, model) | {"output": self.output.items}

@@ -26,6 +26,7 @@ from server.generation_request import decode
 from server.metrics import Metrics
 from server.models import ModelNames
 from server.response_input import documents
+from server.response_output import ResponseOutput
 from server.response_reply import ResponseReply, spend
 from server.response_request import ResponseRequest
 from server.response_store import Document, NotStored, ResponseStore, Stored
@@ -33,7 +34,7 @@ from server.root import watch
 from server.settings import Settings
 from server.sse import EventStream
 from worker.engine import Engine
-from worker.payloads import GenerationInput
+from worker.payloads import Chat, GenerationInput
 from worker.streams import Delta
 
 log = logging.getLogger("onequeue.responses")
@@ -106,7 +107,9 @@ class Responses:
         request.check()
         items = documents(request.input, self.store.item)
         payload = request.generation_input(self._before(request.previous_response_id), items)
-        return ResponseReply(request, items, model), payload
+        assert isinstance(payload.prompt, Chat)
+        output = ResponseOutput(self.engine.call_id, payload.prompt.calls)
+        return ResponseReply(request, items, model, output), payload
 
     def _before(self, id: str | None) -> list[Document]:
         """All items of the conversation that a response ended."""

@@ -100,6 +100,9 @@ class FakeGenerator:
             raise InvalidInput(f"there is no token {token_id}")
         return chr(token_id)
 
+    def call_id(self, name: str, index: int) -> str:
+        return f"call_{name}:{index}"
+
     # ── on the worker's thread ──
 
     def add(self, item: WorkItem) -> None:

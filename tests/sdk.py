@@ -70,8 +70,9 @@ def demo() -> Iterator[Sdk]:
 
 
 @contextmanager
-def tiny() -> Iterator[Sdk]:
-    with _sdk(chat_model=str(tiny_chat.folder()), dtype="float32", kv_cache_gb=0.05) as made:
+def tiny(template: str = tiny_chat.TEMPLATE) -> Iterator[Sdk]:
+    folder = tiny_chat.folder(template=template)
+    with _sdk(chat_model=str(folder), dtype="float32", kv_cache_gb=0.05) as made:
         yield made
 
 

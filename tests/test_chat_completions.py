@@ -217,11 +217,10 @@ def test_messages_reach_the_template_as_it_reads_them(
     ]  # fmt: skip
     prompt = asked(generator, server, messages=messages).prompt
     assert isinstance(prompt, Chat)
-    parsed = {**call, "function": {"name": "f", "arguments": {"a": 1}}}
     assert prompt.messages == (
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "one\ntwo", "name": "ann"},
-        {"role": "assistant", "content": None, "tool_calls": [parsed, cut]},
+        {"role": "assistant", "content": None, "tool_calls": [call, cut]},
         {"role": "tool", "content": "3", "tool_call_id": "c1"},
         {"role": "assistant", "content": "no"},
         {"role": "user", "content": "hi"},

@@ -51,8 +51,7 @@ def test_a_message_has_its_reasoning_and_its_calls(server: Server) -> None:
     assert first["function"] == {"name": "get_weather", "arguments": '{"city":"Oslo"}'}
     assert second["function"] == {"name": "clock", "arguments": "{}"}
     assert first["type"] == second["type"] == "function"
-    assert first["id"].startswith("call_")
-    assert first["id"] != second["id"]
+    assert [first["id"], second["id"]] == ["call_get_weather:0", "call_clock:1"]
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
 
 
@@ -84,6 +83,24 @@ def test_a_call_streams_its_name_first_and_then_its_arguments(server: Server) ->
     assert arguments == ['{"city":"Oslo"}', "{}"]
     assert deltas[-1] == {}
     assert [choice["finish_reason"] for choice in said] == [None] * (len(said) - 1) + ["tool_calls"]
+
+
+def test_ids_are_the_generators_who_is_told_how_many_calls_there_were(server: Server) -> None:
+    function = {"name": "clock", "arguments": "{}"}
+    calls = [{"id": f"c{n}", "type": "function", "function": function} for n in range(2)]
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "user", "content": ASKED},
+    ]
+    fields: dict[str, Any] = {"messages": messages, "tools": TOOLS, "n": 2}
+    for choice in chat(server, **fields).json()["choices"]:
+        ids = [call["id"] for call in choice["message"]["tool_calls"]]
+        assert ids == ["call_get_weather:2", "call_clock:3"]
+    streamed = [c["choices"][0] for c in chunks(chat(server, stream=True, **fields))]
+    for index in (0, 1):
+        deltas = [choice["delta"] for choice in streamed if choice["index"] == index]
+        begun = [call for delta in deltas for call in delta.get("tool_calls", ()) if "id" in call]
+        assert [call["id"] for call in begun] == ["call_get_weather:2", "call_clock:3"]
 
 
 def test_calls_of_several_choices_are_counted_apart(server: Server) -> None:

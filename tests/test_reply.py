@@ -12,6 +12,7 @@ from server.completions import CompletionReply
 from server.exchange import Usage
 from server.generation_request import decode
 from server.reply import Reply
+from tests.fake_generator import FakeGenerator
 from worker.streams import Delta, Part, TokenLogprob
 
 
@@ -34,7 +35,7 @@ TOKENS = [
 def chat(**fields: Any) -> Reply:
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True, **fields}
     request = decode(orjson.dumps(body), ChatRequest)
-    return ChatReply(request, [request.generation_input()], "demo")
+    return ChatReply(request, request.generation_input(), "demo", FakeGenerator().call_id)
 
 
 def completion(**fields: Any) -> Reply:

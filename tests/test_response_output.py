@@ -2,7 +2,12 @@
 
 from server.response_output import ResponseOutput
 from server.response_store import Document
+from tests.fake_generator import FakeGenerator
 from worker.streams import Delta, Kind, Part, TokenLogprob
+
+
+def empty() -> ResponseOutput:
+    return ResponseOutput(FakeGenerator().call_id, 0)
 
 
 def score(text: str) -> TokenLogprob:
@@ -14,7 +19,7 @@ def tokens(logprobs: list[Document]) -> list[str]:
 
 
 def test_log_probabilities_that_lag_behind_their_text_are_told_at_its_end() -> None:
-    output = ResponseOutput()
+    output = empty()
     first = list(output.add(Delta(0, [Part("content", "abc")], logprobs=[score("ab")])))
     assert tokens(first[-1]["logprobs"]) == ["ab"]
     assert list(output.add(Delta(0, [], logprobs=[score("c")], finish_reason="stop"))) == []
@@ -24,7 +29,7 @@ def test_log_probabilities_that_lag_behind_their_text_are_told_at_its_end() -> N
 
 
 def test_log_probabilities_go_to_the_message_that_has_their_text() -> None:
-    output = ResponseOutput()
+    output = empty()
     parts = [Part("content", "ab"), Part("call", "{}", "f"), Part("content", "cd")]
     delta = Delta(0, parts, logprobs=[score("a"), score("b"), score(""), score("cd")])
     told = [event for event in output.add(delta) if event["type"].endswith("text.delta")]
@@ -32,7 +37,7 @@ def test_log_probabilities_go_to_the_message_that_has_their_text() -> None:
 
 
 def test_a_reasoning_item_follows_text_and_text_follows_it() -> None:
-    output = ResponseOutput()
+    output = empty()
     kinds: tuple[Kind, ...] = ("content", "reasoning", "content", "content")
     list(output.add(Delta(0, [Part(kind, kind[0]) for kind in kinds])))
     list(output.end("incomplete"))
@@ -41,7 +46,7 @@ def test_a_reasoning_item_follows_text_and_text_follows_it() -> None:
 
 
 def test_nothing_but_an_end_makes_an_empty_message_unless_it_failed() -> None:
-    output = ResponseOutput()
+    output = empty()
     assert list(output.end("incomplete")) == []
     assert [event["type"].removeprefix("response.") for event in output.end("completed")] == [
         "output_item.added", "content_part.added", "output_text.done",

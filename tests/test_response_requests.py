@@ -126,12 +126,11 @@ def test_an_assistants_items_become_one_message(asked: Any) -> None:
         {"type": "input_text", "text": "say 4"}]}  # fmt: skip
 
     def called(*calls: dict[str, Any]) -> list[Any]:
-        parsed = {"c1": {"a": 1}, "c2": '{"a": '}
         return [
             {
                 "id": call["call_id"],
                 "type": "function",
-                "function": {"name": "f", "arguments": parsed[call["call_id"]]},
+                "function": {"name": "f", "arguments": call["arguments"]},
             }
             for call in calls
         ]

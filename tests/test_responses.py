@@ -122,7 +122,7 @@ def test_reasoning_text_and_calls_are_items_in_order(server: Server) -> None:
     assert thought["summary"] == []
     assert thought["content"][0]["type"] == "reasoning_text"
     assert call["name"] == "get_weather"
-    assert re.fullmatch("call_[0-9a-f]{24}", call["call_id"])
+    assert call["call_id"] == "call_get_weather:0"  # as the generator makes them
     assert call["id"] != call["call_id"]
     assert {item["status"] for item in answer["output"]} == {"completed"}
     assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == 2
@@ -132,7 +132,9 @@ def test_two_calls_of_one_function_are_two_items(server: Server) -> None:
     answer = answered(respond(server, "say !f ={} !f ={}"))
     assert of(answer) == [("function_call", "{}"), ("function_call", "{}")]
     first, second = answer["output"]
-    assert first["call_id"] != second["call_id"]
+    assert (first["call_id"], second["call_id"]) == ("call_f:0", "call_f:1")
+    more = respond(server, "say !f ={}", previous_response_id=answer["id"])
+    assert answered(more)["output"][0]["call_id"] == "call_f:2"
 
 
 def test_text_on_both_sides_of_a_call_is_two_messages(server: Server) -> None:
@@ -356,7 +358,7 @@ def test_the_sdk_closes_the_loop_of_a_tool(client: openai.OpenAI, generator: Fak
             {
                 "id": call.call_id,
                 "type": "function",
-                "function": {"name": "get_weather", "arguments": {"city": "Paris"}},
+                "function": {"name": "get_weather", "arguments": '{"city":"Paris"}'},
             }
         ],
     }

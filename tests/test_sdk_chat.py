@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai.types.chat import ParsedChatCompletion
 
-from tests import sdk
+from tests import sdk, tiny_chat
 from tests.sdk import Clock, GetWeather, Place, Sdk
 
 
@@ -22,6 +22,12 @@ def demo() -> Iterator[Sdk]:
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[Sdk]:
     with sdk.tiny() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[Sdk]:
+    with sdk.tiny(tiny_chat.STRICT) as made:
         yield made
 
 
@@ -213,6 +219,43 @@ def test_what_a_tool_returns_becomes_the_answer(demo: Sdk, streams: bool) -> Non
     answer = turn(messages).choices[0]
     assert answer.finish_reason == "stop"
     assert sdk.knows(answer.message.content or ""), answer.message.content
+
+
+@pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}])
+def test_a_call_goes_back_with_whatever_content_it_has(demo: Sdk, content: dict[str, Any]) -> None:
+    call = {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+    messages: list[Any] = user(sdk.QUESTION)
+    calls = [{"id": "toolu_01", "type": "function", "function": call}]
+    messages.append({"role": "assistant", "tool_calls": calls, **content})
+    messages.append({"role": "tool", "tool_call_id": "toolu_01", "content": sdk.RESULT})
+    create = demo.client.chat.completions.create
+    answer = create(model="demo", messages=messages, tools=[sdk.WEATHER])
+    assert sdk.knows(answer.choices[0].message.content or "")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_calls_go_back_through_a_template_that_is_strict_about_them(
+    strict: Sdk, streams: bool
+) -> None:
+    fields: dict[str, Any] = {"model": strict.model, "tools": [sdk.CLOCK], "max_tokens": 200}
+    messages = user("What time is it?")
+    ids = []
+    for _ in range(3):
+        chat = strict.client.chat.completions
+        if streams:
+            with chat.stream(messages=messages, tool_choice="required", **fields) as stream:
+                called = stream.get_final_completion().choices[0].message
+        else:
+            called = (
+                chat.parse(messages=messages, tool_choice="required", **fields).choices[0].message
+            )
+        assert called.content is None
+        messages.append(called)
+        for call in called.tool_calls or ():
+            ids.append(call.id)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "noon"})
+    assert len(set(ids)) == len(ids) >= 3
+    assert all(len(id) == 9 and id.isalnum() for id in ids)
 
 
 # ── reasoning ──

@@ -54,11 +54,22 @@ def tokenizer(template: str = TEMPLATE, marks: list[str] = MARKS) -> Any:
     return made
 
 
+# One that takes no null beside calls, and no ids but of nine letters.
+STRICT = TEMPLATE.replace(
+    '{{- message.content or "" -}}',
+    """{{- "" + message.content -}}
+    {%- for call in message.tool_calls or [message] -%}
+        {%- set id = call.id or call.tool_call_id -%}
+        {{- raise_exception("IDs have nine letters") if id and id | length != 9 -}}
+    {%- endfor -%}""",
+)
+
+
 @cache
-def folder(config: str = "LlamaConfig") -> Path:
-    path = Path(_root.name) / config
+def folder(config: str = "LlamaConfig", template: str = TEMPLATE) -> Path:
+    path = Path(_root.name) / f"{config}-{'strict' if template == STRICT else 'plain'}"
     torch.manual_seed(3)
-    made = tokenizer()
+    made = tokenizer(template)
     sizes = {**SMALL, "vocab_size": len(made), "max_position_embeddings": CONTEXT}
     ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
     model = hf.AutoModelForCausalLM.from_config(getattr(hf, config)(**{**sizes, **ids}))

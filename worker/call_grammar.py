@@ -38,6 +38,12 @@ class CallForm:
     comma: str = ", "
     several_in_mark: bool = False  # calls share one pair of marks
 
+    def text(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Calls as they are written, of names and arguments."""
+        between = self.between or self.end + self.begin
+        written = between.join(name + self.middle + arguments for name, arguments in calls)
+        return self.begin + written + self.end
+
     def grammar(self, tools: Sequence[Tool], parallel: bool, quote: Quote) -> str:
         """Nothing but calls of these tools, in Lark's notation; one if not `parallel`."""
         more = f"({quote(self.between)} call)*" if parallel and self.between else ""

@@ -165,6 +165,9 @@ class Engine:
         assert self.worker.models.generator is not None
         return self.worker.models.generator
 
+    def call_id(self, name: str, index: int) -> str:
+        return self.generator.call_id(name, index)
+
     def expire(self, items: list[WorkItem]) -> None:
         """The items' deadline has passed, wherever they are."""
         for item in items:

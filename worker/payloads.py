@@ -37,6 +37,11 @@ class Chat:
     effort: str | None = None  # how much to think first: `none`, `minimal`, `low`, …
     effort_param: str = "reasoning_effort"  # the field of the request that it comes from
 
+    @property
+    def calls(self) -> int:
+        """How many have been made."""
+        return sum(len(message.get("tool_calls") or ()) for message in self.messages)
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -212,6 +217,10 @@ class Generator(Protocol):
 
     def token(self, token_id: int) -> str:
         """One token's own text; InvalidInput if there is no such id."""
+
+    def call_id(self, name: str, index: int) -> str:
+        """For a call that an answer makes, its conversation's `index`-th: an id that the chat
+        template takes back. At once, from any thread."""
 
     def add(self, item: WorkItem) -> None:
         """Take a prepared item into the waiting queue."""

@@ -8,6 +8,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput
@@ -15,6 +16,7 @@ from worker.answering import Answering, AnswerPlan
 from worker.grammar import Grammars
 from worker.payloads import Chat, GenerationInput, Sampling, Stopping
 from worker.sampling import SamplingParams
+from worker.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class Prompts:
         self.defaults = default_sampling(defaults)
         self.grammars = Grammars(tokenizer, vocab_size, self.eos_ids)
         self.answering = Answering(tokenizer, self.grammars)
+        self.turns = Turns(self._rendered)
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     def prepare(self, request: GenerationInput) -> Prepared:
@@ -106,23 +109,37 @@ class Prompts:
         return ids
 
     def render(self, chat: Chat) -> str:
-        """The chat template's text; InvalidInput with the template's own reason."""
+        """The chat template's text; InvalidInput with the template's own reason, if it has one."""
         if not self.tokenizer.chat_template:
             raise InvalidInput("this model has no chat template: use /v1/completions", "messages")
         variables = self.answering.effort(chat) | dict(chat.template_kwargs)
         try:
-            text = self.tokenizer.apply_chat_template(
-                [dict(message) for message in chat.messages],
-                tools=[dict(tool) for tool in chat.tools] or None,
-                add_generation_prompt=chat.add_generation_prompt,
+            return self._rendered(
+                self.turns.told(chat.messages),
+                [dict(tool) for tool in chat.tools] or None,
+                chat.add_generation_prompt,
                 continue_final_message=chat.continue_final_message,
-                tokenize=False,
                 **variables,
             )
+        except InvalidInput:
+            raise
         except Exception as error:  # whatever a template raises
-            reason = str(error)[:500] or type(error).__name__
-            message = f"the model's chat template refuses the messages: {reason}"
-            raise InvalidInput(message, "messages") from error
+            raise InvalidInput(_refusal(error), "messages") from error
+
+    def _rendered(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        text = self.tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            add_generation_prompt=generation_prompt,
+            tokenize=False,
+            **variables,
+        )
         assert isinstance(text, str)
         return text
 
@@ -166,6 +183,13 @@ class Prompts:
             min_tokens=stopping.min_tokens,
             end_ids=ends if stopping.min_tokens else (),
         )
+
+
+def _refusal(error: Exception) -> str:
+    """What a template says by raise_exception is meant to be read; other errors are its insides."""
+    if type(error) is TemplateError and error.message:
+        return f"the model's chat template refuses the messages: {error.message[:500]}"
+    return "the model's chat template cannot render these messages"
 
 
 def end_ids(defaults: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

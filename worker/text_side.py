@@ -60,6 +60,9 @@ class TextSide:
             raise InvalidInput(f"{token_id} is no token id of this model", "tokens")
         return self.vocabulary.token(token_id)[0]
 
+    def call_id(self, name: str, index: int) -> str:
+        return self.prompts.turns.call_id(name, index)
+
     def diagnose(self, error: BaseException) -> Literal["item", "memory", "fatal"]:
         return failures.diagnose(error)
 
