@@ -18,7 +18,15 @@ def test_that_fails():
 def test_a_failure_is_printed_while_somebody_else_parses(tmp_path: Path) -> None:
     test = tmp_path / "test_failing.py"
     test.write_text(FAILING + "\ntable = [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]]\n" * 200)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", f"--rootdir={tmp_path}", str(test)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.conftest",
+        f"--rootdir={tmp_path}",
+        str(test),
+    ]
     root = Path(__file__).parent.parent
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
     assert "what it says" in done.stdout
