@@ -195,7 +195,7 @@ def load(port: int, path: str, clients: int, key: str | None) -> dict[str, Any]:
     """Mixed lengths of 4 to 60 words, closed loop, by scripts/load_test.py."""
     command = [sys.executable, "scripts/load_test.py", f"http://127.0.0.1:{port}{path}"]
     command += ["--concurrency", str(clients), "--requests", str(CLIENTS[clients])]
-    command += ["--words", "4,60", "--mask", "[MASK]", "--seed", "1", "--warmup", "4"]
+    command += ["--words", "4-60", "--mask", "[MASK]", "--seed", "1", "--warmup", "4"]
     if key:
         command += ["--kind", "json", "--json-key", key]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -86,7 +86,7 @@ def load(
     command = [sys.executable, "scripts/load_test.py", f"http://127.0.0.1:{port}", "--kind", "chat"]
     command += ["--stream", "--model", model, "--max-tokens", str(TOKENS), "--seed", str(clients)]
     command += ["--concurrency", str(clients), "--requests", str(requests), "--warmup", "2"]
-    command += ["--words", f"{WORDS},{WORDS}", "--timeout", "600", "--fields", json.dumps(fields)]
+    command += ["--words", str(WORDS), "--timeout", "600", "--fields", json.dumps(fields)]
     done = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True, check=True)
     measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     if measured["errors"]:

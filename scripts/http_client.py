@@ -168,7 +168,7 @@ class ChatStream:
             chunk = json.loads(event)
             self.first = self.first or now
             if chunk.get("error"):
-                raise StreamError
+                raise StreamError(json.dumps(chunk["error"]))
             if chunk.get("usage"):
                 self.usage = chunk["usage"]["completion_tokens"]
             if any((choice.get("delta") or {}).get("content") for choice in chunk["choices"]):

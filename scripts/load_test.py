@@ -3,7 +3,8 @@
 
 Closed loop (--concurrency) or open loop (--rate; latency counts from the scheduled arrival).
 It speaks plain HTTP/1.1: no https, proxies or redirects; and it does not judge what an answer says.
-Latency percentiles are of 2xx answers only. The last line of stdout is one JSON document.
+Latency percentiles are of 2xx answers only; of each kind of error, the first is shown.
+The last line of stdout is one JSON document.
 
     scripts/load_test.py http://127.0.0.1:8000/ --concurrency 16 --requests 2000 --plot out.svg
     scripts/load_test.py http://127.0.0.1:8000 --kind chat --stream --rate 5 --duration 30 | tail -1
@@ -31,6 +32,7 @@ from http_client import FAILURES, ChatStream, Client, IncompleteStreamError, err
 from latency_plot import percentile, plot
 
 CHAT_PATH = "/v1/chat/completions"
+MAX_SHOWN = 200  # characters of an error
 WORDS = (
     "the a old new small river city morning engine letter music winter garden teacher window "
     "quiet bright heavy simple open runs keeps finds moves answers over under beside before after "
@@ -62,6 +64,7 @@ class Record:
     samples: list[Sample] = field(default_factory=list)
     latencies: list[float] = field(default_factory=list)
     retry_after: Counter[str] = field(default_factory=Counter)
+    first_errors: dict[str, str] = field(default_factory=dict)  # by status: what it said
     issued: int = 0
     in_flight: int = 0
     dropped: int = 0
@@ -94,6 +97,9 @@ class LoadTest:
             sample.status = str(response.status)
             if response.status == 503 and "retry-after" in response.headers:
                 record.retry_after[response.headers["retry-after"]] += 1
+            if not sample.ok:
+                said = response.body.decode(errors="replace")
+                record.first_errors.setdefault(sample.status, shortened(said))
             if sample.ok and self.args.kind == "chat":
                 read_tokens(sample, start, response.body, stream)
         except asyncio.CancelledError:
@@ -101,6 +107,7 @@ class LoadTest:
             raise
         except FAILURES as error:
             sample.status = error_name(error)
+            record.first_errors.setdefault(sample.status, shortened(str(error)))
         finally:
             record.in_flight -= 1
         sample.latency = time.perf_counter() - start
@@ -219,6 +226,12 @@ def make_client(args: argparse.Namespace) -> Client:
     return Client(url, {"content-type": content_type} | dict(args.header))
 
 
+def shortened(text: str) -> str:
+    """On one line, of what a terminal can show."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return line if len(line) <= MAX_SHOWN else line[: MAX_SHOWN - 1] + "…"
+
+
 def spread(seconds: Sequence[float], *percents: float) -> dict[str, float] | None:
     """Percentiles and the largest, in milliseconds."""
     if not seconds:
@@ -249,6 +262,7 @@ def summarize(args: argparse.Namespace, record: Record) -> dict[str, Any]:
             status: spread([x.latency for x in samples if x.status == status], 50, 90, 95, 99)
             for status in statuses
         },
+        "first_errors": record.first_errors,
         "retry_after": dict(record.retry_after),
         "send_lag_p99_ms": lag and lag["p99"],
         "generator_cpu_share": round((time.process_time() - record.cpu_started) / elapsed, 3),
@@ -294,6 +308,7 @@ def table(args: argparse.Namespace, result: dict[str, Any]) -> str:
         count = result["statuses"][status]
         lines.append(f"{status:24}{count:10}" + "".join(f"{values[c]:11.2f}" for c in columns))
     lines.append("")
+    lines += [f"{'first ' + s:24}{said}" for s, said in result["first_errors"].items() if said]
     if result.get("output_tokens"):
         rate = result["output_tokens_per_s"]
         lines.append(f"{'output tokens':24}{result['output_tokens']}, {rate:.1f}/s")
@@ -321,8 +336,8 @@ def http_url(text: str) -> str:
 
 
 def word_range(text: str) -> tuple[int, int]:
-    low, _, high = text.partition(",")
-    words = int(low), int(high or low)
+    low, dash, high = text.partition("-")
+    words = int(low), int(high if dash else low)
     if not 1 <= words[0] <= words[1]:
         raise ValueError
     return words
@@ -365,7 +380,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--duration", type=positive, default=math.inf, help="stop sending after these seconds")
     add("--warmup", type=int, default=0, help="requests sent first and not counted")
     add("--timeout", type=positive, default=60.0, help="seconds for one whole request")
-    add("--words", type=word_range, default=(4, 60), metavar="LOW,HIGH", help="length of a text")
+    add("--words", type=word_range, default=(4, 20), metavar="N|LOW-HIGH", help="of a text (4-20)")
     add("--mask", help='put this word into each text at a random place, e.g. "[MASK]"')
     add("--json-key", default="inputs")
     add("--model", help="chat: the model to name")

@@ -1,9 +1,41 @@
-"""What must be set before anything is imported."""
+"""What must be set before anything is imported, and what keeps tests from depending on the clock.
 
+Limits in tests are for what never happens: on a busy machine a second is nothing.
+"""
+
+import gc
 import os
+from collections.abc import Generator
 from pathlib import Path
+
+import httpx
+import hypothesis
+import pytest
 
 # Without a GPU, Triton's kernels are run by its interpreter: read when they, and triton's own, are
 # defined, and torch or transformers may be what imports triton.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# What httpx.get and its like take where they are given no limit: 5 s otherwise.
+vars(httpx._config.DEFAULT_TIMEOUT_CONFIG).update(vars(httpx.Timeout(60)))
+
+hypothesis.settings.register_profile(
+    "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("untimed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Print a failure without collecting garbage.
+
+    pytest parses the test's source for it. While it makes the tree, CPython 3.11 counts its depth
+    in one place for all threads, and fails where another one parses meanwhile, as a traceback that
+    is logged does. Nothing but what the collector calls lets another thread in.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()

@@ -9,7 +9,7 @@ import httpx
 from tests.serving import Server
 
 Chunk = dict[str, Any]
-CLIENT = httpx.Client(verify=False, timeout=30)  # making one takes longer than most requests
+CLIENT = httpx.Client(verify=False, timeout=60)  # making one takes longer than most requests
 
 
 def post(server: Server, path: str, body: Any, **headers: str) -> httpx.Response:
@@ -46,7 +46,7 @@ def open_stream(server: Server, path: str, body: Any, *headers: str) -> socket.s
     lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {len(content)}", *headers]
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
-    client.settimeout(10)
+    client.settimeout(60)
     client.connect(("127.0.0.1", server.port))
     client.sendall("\r\n".join(lines).encode() + b"\r\n\r\n" + content)
     return client

@@ -121,16 +121,16 @@ class FakeGenerator:
 
     def step(self) -> StepOutcome:
         self.stepped.release()
-        assert self.gate.wait(30)
+        assert self.gate.wait(60)
         if self.one_by_one:
-            assert self.single.acquire(timeout=30)
+            assert self.single.acquire(timeout=60)
         if self.lost:
             raise self.lost
         outcome = StepOutcome(StepReport(admitted=1, decode_tokens=1, total_s=0.001), [], [])
         for each in list(self.running):
             if not each.item.open:
-                self.dropped.append(each.prompt)
                 self.running.remove(each)
+                self.dropped.append(each.prompt)
                 outcome.done.append((each.item, ClientGone("the client has gone")))
                 continue
             each.steps += 1

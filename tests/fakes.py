@@ -42,7 +42,7 @@ class FakeRunner:
     def forward(self, prepared: list[Any]) -> list[Any]:
         self.batches.append(list(prepared))
         self.entered.release()
-        assert self.gate.wait(30)
+        assert self.gate.wait(60)
         self.before(prepared)
         if any("bad" in text for text in prepared):
             raise ValueError("bad text")

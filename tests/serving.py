@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import httpx
@@ -25,7 +26,9 @@ class Server:
     ) -> None:
         self.app = create_app(settings, load, load_chat)
         self.engine = self.app.engine
-        config = uvicorn.Config(self.app, port=0, log_level="error", access_log=False)
+        config = uvicorn.Config(
+            self.app, port=0, log_level="error", access_log=False, timeout_keep_alive=3600
+        )
         self.uvicorn = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.uvicorn.run, daemon=True)
 
@@ -44,7 +47,7 @@ class Server:
 
     def stop(self) -> None:
         self.uvicorn.should_exit = True
-        self.thread.join(30)
+        self.thread.join(60)
         assert not self.thread.is_alive()
 
 
@@ -67,21 +70,53 @@ def serving(
     server.start()
     try:
         if ready:
-            wait_until(lambda: httpx.get(server.url + "/ready").status_code == 200, 120)
+            wait_until(lambda: httpx.get(server.url + "/ready").status_code == 200, 300)
         yield server
     finally:
         server.stop()
 
 
+class Timers:
+    """An engine's loop, whose timers go off when the test says so, and never by themselves."""
+
+    def __init__(self, server: Server) -> None:
+        self._loop: Any = server.engine.loop
+        self._set: list[tuple[float, Any, Callable[[], object]]] = []
+        server.engine.loop = self  # type: ignore[assignment]  # all that an engine asks of one
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+    def call_later(self, delay_s: float, function: Callable[..., object], *args: Any) -> Any:
+        handle = self._loop.call_later(24 * 3600, function, *args)
+        self._set.append((delay_s, handle, partial(function, *args)))
+        return handle
+
+    def go_off(self, within_s: float) -> None:
+        """Those that were set for at most so many seconds, unless they have been cancelled."""
+        done = threading.Event()
+        self._loop.call_soon_threadsafe(self._go_off, within_s, done)
+        assert done.wait(60)
+
+    def _go_off(self, within_s: float, done: threading.Event) -> None:
+        due = [each for each in self._set if each[0] <= within_s]
+        self._set = [each for each in self._set if each[0] > within_s]
+        for _, handle, function in due:
+            if not handle.cancelled():
+                handle.cancel()
+                function()
+        done.set()
+
+
 def read_answer(client: socket.socket) -> tuple[int, bytes]:
     """Status and body of one answer off a raw socket."""
-    client.settimeout(10)
+    client.settimeout(60)
     response = http.client.HTTPResponse(client)
     response.begin()
     return response.status, response.read()
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
     """For what another thread is about to do, where there is no event to wait for."""
     deadline = time.monotonic() + timeout_s
     while not condition():

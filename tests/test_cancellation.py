@@ -21,7 +21,7 @@ def test_leaving_while_queued_frees_the_place_and_costs_no_forward() -> None:
     with serving(lambda: runner, max_queue_size=2) as server:
         runner.gate.clear()
         running = send(server, "running")
-        assert runner.entered.acquire(timeout=10)
+        assert runner.entered.acquire(timeout=60)
         queued = send(server, "queued")
         wait_until(lambda: server.engine.queue.pending == 2)
         queued.close()
@@ -40,7 +40,7 @@ def test_leaving_while_running_frees_the_place_at_once() -> None:
     with serving(lambda: runner, max_queue_size=1) as server:
         runner.gate.clear()
         running = send(server, "running")
-        assert runner.entered.acquire(timeout=10)
+        assert runner.entered.acquire(timeout=60)
         running.close()
         wait_until(lambda: server.engine.queue.pending == 0)
         runner.gate.set()

@@ -39,7 +39,7 @@ def test_the_compiled_model_takes_over_and_gives_the_same_logits(
         finished.set()
 
     compiling.compile_in_background(language, done)
-    assert finished.wait(300)
+    assert finished.wait(1200)
     assert outcome == [True]
     assert language.call is not plain
     cache = PagedCache(language.layers, 8, language.dtype, language.device)

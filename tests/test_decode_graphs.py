@@ -149,7 +149,7 @@ def test_what_was_compiled_in_its_thread_is_captured_without_compiling_more() ->
     language = copy.copy(loaded("llama").language)
     finished = threading.Event()
     compiling.compile_in_background(language, lambda compiled: finished.set())
-    assert finished.wait(300)
+    assert finished.wait(1200)
     assert language.call is not loaded("llama").language.call
     cache = PagedCache(language.layers, BLOCKS + SPARE, torch.float32, language.device)
     with torch._dynamo.config.patch(error_on_recompile=True):

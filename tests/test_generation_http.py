@@ -15,7 +15,7 @@ import pytest
 from server import sse
 from tests.event_streams import CLIENT, chat, chunks, frames, open_stream, post, read_until, writes
 from tests.fake_generator import FakeGenerator
-from tests.serving import Server, metric, read_answer, serving, wait_until
+from tests.serving import Server, Timers, metric, read_answer, serving, wait_until
 from tests.test_root import error_of
 
 CHAT = "/v1/chat/completions"
@@ -94,7 +94,7 @@ def test_everything_is_a_503_while_loading(method: str, path: str) -> None:
     gate = threading.Event()
 
     def load() -> FakeGenerator:
-        assert gate.wait(30)
+        assert gate.wait(60)
         return FakeGenerator()
 
     with serving(load_chat=load, ready=False) as server:
@@ -109,8 +109,12 @@ def test_everything_is_a_503_while_loading(method: str, path: str) -> None:
 @PATHS
 @STREAM
 def test_no_token_in_time_is_a_504(path: str, stream: bool) -> None:
-    with serving_fake() as (server, generator):
-        answer = ask(server, path, "hang", limit_ms=100, stream=stream)
+    with serving_fake() as (server, generator), ThreadPoolExecutor(1) as pool:
+        timers = Timers(server)
+        asked = pool.submit(ask, server, path, "hang", limit_ms=40_000, stream=stream)
+        wait_until(lambda: bool(generator.running))
+        timers.go_off(within_s=40)
+        answer = asked.result()
         assert answer.status_code == 504
         assert error_of(answer)["code"] == "deadline_exceeded"
         wait_until(lambda: generator.dropped == ["hang"])
@@ -118,9 +122,7 @@ def test_no_token_in_time_is_a_504(path: str, stream: bool) -> None:
 
 def test_a_long_limit_of_the_client_does_not_lengthen_the_wait_for_the_first_token() -> None:
     with serving_fake(request_timeout_s=0.1) as (server, _):
-        started = time.monotonic()
-        assert ask(server, CHAT, "hang", limit_ms=60_000).status_code == 504
-        assert time.monotonic() - started < 5
+        assert ask(server, CHAT, "hang", limit_ms=3600_000).status_code == 504
 
 
 # ── after the first token ──
@@ -154,12 +156,13 @@ def test_one_failing_prompt_of_a_list_ends_the_others(stream: bool) -> None:
 
 @STREAM
 def test_the_time_limit_ends_with_the_first_token(stream: bool) -> None:
-    with serving_fake(request_timeout_s=0.2) as (server, generator), ThreadPoolExecutor(1) as pool:
+    with serving_fake() as (server, generator), ThreadPoolExecutor(1) as pool:
+        timers = Timers(server)
         generator.one_by_one = True
         asked = pool.submit(chat, server, stream=stream)
         generator.single.release()
         wait_until(lambda: metric(server, "onequeue_time_to_first_token_seconds_count") == 1)
-        time.sleep(0.3)  # the limit itself
+        timers.go_off(within_s=60)
         generator.release()
         answer = asked.result()
         assert answer.status_code == 200
@@ -170,8 +173,13 @@ def test_the_time_limit_ends_with_the_first_token(stream: bool) -> None:
 @PATHS
 @STREAM
 def test_the_clients_own_limit_bounds_the_whole(path: str, stream: bool) -> None:
-    with serving_fake() as (server, generator):
-        answer = ask(server, path, "long", limit_ms=200, stream=stream, max_tokens=10**9)
+    with serving_fake() as (server, generator), ThreadPoolExecutor(1) as pool:
+        timers = Timers(server)
+        fields = {"stream": stream, "max_tokens": 10**9}
+        asked = pool.submit(ask, server, path, "long", limit_ms=40_000, **fields)
+        wait_until(lambda: metric(server, "onequeue_time_to_first_token_seconds_count") == 1)
+        timers.go_off(within_s=40)
+        answer = asked.result()
         if stream:
             assert answer.status_code == 200
             assert json.loads(frames(answer.text)[-2])["error"]["code"] == "deadline_exceeded"
@@ -184,7 +192,7 @@ def test_the_clients_own_limit_bounds_the_whole(path: str, stream: bool) -> None
 def test_a_server_that_gives_up_says_so_in_the_stream() -> None:
     with serving_fake() as (server, generator), ThreadPoolExecutor(1) as pool:
         asked = pool.submit(chat, server, "long", stream=True)
-        assert generator.said.wait(10)
+        assert generator.said.wait(60)
         server.engine.loop.call_soon_threadsafe(server.engine.give_up)
         assert json.loads(frames(asked.result().text)[-2])["error"]["code"] == "draining"
 
@@ -192,7 +200,7 @@ def test_a_server_that_gives_up_says_so_in_the_stream() -> None:
 def test_a_worker_that_dies_says_so_in_the_stream() -> None:
     with serving_fake() as (server, generator), ThreadPoolExecutor(1) as pool:
         asked = pool.submit(chat, server, "long", stream=True)
-        assert generator.said.wait(10)
+        assert generator.said.wait(60)
         generator.lost = RuntimeError("CUDA error: unspecified launch failure")
         assert json.loads(frames(asked.result().text)[-2])["error"]["code"] == "worker_down"
         assert chat(server, stream=True).status_code == 503
@@ -219,6 +227,7 @@ def test_an_idle_stream_is_kept_alive_by_comments(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.05)
     with serving_fake() as (server, generator):
         generator.one_by_one = True
+        started = time.monotonic()
         with open_stream(server, CHAT, body_for(CHAT, stream=True)) as client:
             generator.single.release()
             got = read_until(client, b": keep-alive\n\n")
@@ -226,7 +235,7 @@ def test_an_idle_stream_is_kept_alive_by_comments(monkeypatch: pytest.MonkeyPatc
             generator.release()
             got += read_until(client, b"[DONE]\n\n")
         comments = [each for each in writes(got) if each == b": keep-alive\n\n"]
-        assert 2 <= len(comments) <= 50
+        assert 2 <= len(comments) <= 1 + (time.monotonic() - started) / 0.05
         events = b"".join(each for each in writes(got) if not each.startswith(b":"))
         assert len(frames(events.decode())) >= 4
 
@@ -241,7 +250,7 @@ def test_a_client_that_leaves_ends_its_work_within_a_step(path: str, stream: boo
         generator.single.release()
         if stream:
             read_until(client, b"\n\n")
-        assert generator.said.wait(10)
+        assert generator.said.wait(60)
         client.close()
         wait_until(lambda: server.engine.queue.pending == 0)
         assert generator.dropped == []
@@ -260,6 +269,7 @@ def test_a_client_that_leaves_before_the_first_token_ends_its_work(stream: bool)
         wait_until(lambda: bool(generator.running))
         client.close()
         wait_until(lambda: generator.dropped == ["hang"])
+        wait_until(lambda: server.engine.queue.pending == 0)
         assert chat(server).status_code == 200
 
 
@@ -269,7 +279,7 @@ def test_leaving_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
             read_until(client, b"content")
         gone = 'onequeue_errors_total{kind="client_gone"}'
         wait_until(lambda: metric(server, gone) == 1)
-        assert generator.dropped == ["long"]
+        wait_until(lambda: generator.dropped == ["long"])
 
 
 def test_a_client_that_stops_reading_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +288,7 @@ def test_a_client_that_stops_reading_is_given_up(monkeypatch: pytest.MonkeyPatch
     with serving_fake() as (server, generator):
         with open_stream(server, CHAT, body_for(CHAT, "big", stream=True)) as client:
             wait_until(lambda: generator.dropped == ["big"])
-            assert server.engine.queue.pending == 0
+            wait_until(lambda: server.engine.queue.pending == 0)
             assert client.recv(4096).startswith(b"HTTP/1.1 200")
         assert chat(server).status_code == 200
         assert metric(server, 'onequeue_errors_total{kind="client_gone"}') == 1
@@ -288,7 +298,8 @@ def test_a_slow_reader_gets_everything_in_fewer_events(monkeypatch: pytest.Monke
     with serving_fake() as (server, generator):
         body = body_for(CHAT, "big", stream=True, max_tokens=60)
         with open_stream(server, CHAT, body) as client:
-            wait_until(lambda: bool(generator.payloads) and not generator.running)
+            assert generator.said.wait(60)
+            wait_until(lambda: not generator.running)
             raw = read_until(client, b"[DONE]\n\n\r\n")
         data = frames(b"".join(writes(raw)).decode())
         texts = [json.loads(each)["choices"][0]["delta"].get("content", "") for each in data[:-1]]
@@ -301,7 +312,7 @@ def test_a_slow_reader_gets_everything_in_fewer_events(monkeypatch: pytest.Monke
 
 def test_keys_origins_limits_and_methods_hold_here_too() -> None:
     settings: dict[str, Any] = {
-        "api_keys": ("secret",), "cors_origins": ("*",), "max_body_mb": 0.01, "body_timeout_s": 0.3,
+        "api_keys": ("secret",), "cors_origins": ("*",), "max_body_mb": 0.01,
     }  # fmt: skip
     with serving_fake(**settings) as (server, _):
         key = {"Authorization": "Bearer secret"}
@@ -324,10 +335,13 @@ def test_keys_origins_limits_and_methods_hold_here_too() -> None:
         assert CLIENT.get(server.url + "/v1/models").status_code == 401
         stream = post(server, CHAT, body_for(CHAT, stream=True), Origin="https://a", **key)
         assert stream.headers["access-control-allow-origin"] == "*"
-        with socket.create_connection(("127.0.0.1", server.port)) as client:
-            head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n"
-            client.sendall(head.encode() + b"Content-Length: 10\r\n\r\n{")
-            assert read_answer(client)[0] == 408
+    with (
+        serving_fake(body_timeout_s=0.3) as (server, _),
+        socket.create_connection(("127.0.0.1", server.port)) as client,
+    ):
+        client.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n".encode())
+        client.sendall(b"Content-Length: 10\r\n\r\n{")
+        assert read_answer(client)[0] == 408
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "abc", "1.5"])

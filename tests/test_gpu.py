@@ -88,7 +88,7 @@ def test_steps_are_captured_again_once_the_model_is_compiled(
     generator = generator_of(model, compile="on")
     assert generator._graphs is not None
     first = generator._graphs
-    assert finished.wait(300)
+    assert finished.wait(1200)
     assert generator.compile_state == "done"
     given = prompts(1, (1, 7, 17, 48))
     served, _ = serve(generator, [request(each) for each in given], seed=1)

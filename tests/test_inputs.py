@@ -68,9 +68,9 @@ def test_hundred_thousand_words_are_refused_in_under_a_second(
     inputs = wrap("hello " * 100_000)
     labels = {"candidate_labels": "a"} if task == "zero-shot-classification" else {}
     runner(task, model)
-    started = time.perf_counter()
+    started = time.process_time()  # ours alone: the machine may have more to do
     refusal(task, model, inputs, **labels)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
 
 
 @pytest.mark.parametrize(

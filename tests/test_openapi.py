@@ -109,7 +109,7 @@ def test_it_is_there_before_the_model() -> None:
     gate = threading.Event()
 
     def load() -> FakeGenerator:
-        assert gate.wait(30)
+        assert gate.wait(60)
         return FakeGenerator()
 
     with serving(load_chat=load, ready=False) as server:
@@ -245,6 +245,7 @@ def fuzz(server: Server, folder: Path, examples: int, *words: str) -> None:
     command = [
         *(sys.executable, "-m", "schemathesis.cli", "run", server.url + "/openapi.json"),
         *("--header", "Authorization: Bearer k", "--seed=1", f"--max-examples={examples}"),
+        "--request-timeout=60",
         *("--phases=coverage,fuzzing", f"--exclude-checks={unchecked}", "--continue-on-failure"),
         *("--generation-database=none", "--suppress-health-check=all", "--no-color", *words),
     ]

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from tests.event_streams import CLIENT, open_stream, post
 from tests.fake_generator import FakeGenerator
 from tests.response_events import PATH, WHOLE, answered, events, look_up, of, respond
-from tests.serving import Server, metric, serving, wait_until
+from tests.serving import Server, metric, read_answer, serving, wait_until
 from tests.test_root import error_of
 from worker.payloads import Chat
 
@@ -226,10 +226,9 @@ def test_a_background_response_outlives_its_client() -> None:
     generator = FakeGenerator()
     generator.gate.clear()
     with serving(load_chat=lambda: generator) as server:
-        client = open_stream(server, PATH, {"input": "hi", "background": True})
-        answer = client.recv(65536)
-        client.close()
-        id = answer.partition(b'"id":"')[2].partition(b'"')[0].decode()
+        with open_stream(server, PATH, {"input": "hi", "background": True}) as client:
+            _, answer = read_answer(client)
+        id = json.loads(answer)["id"]
         generator.release()
         wait_until(lambda: look_up(server, id).json()["status"] == "completed")
         assert generator.dropped == []
@@ -239,7 +238,7 @@ def test_cancelling_ends_a_background_response() -> None:
     generator = FakeGenerator()
     with serving(load_chat=lambda: generator) as server:
         id = answered(respond(server, "long", background=True))["id"]
-        assert generator.said.wait(10)
+        assert generator.said.wait(60)
         cancelled = answered(cancel(server, id))
         assert cancelled["status"] == "cancelled"
         assert cancelled["completed_at"] is None
@@ -266,7 +265,7 @@ def test_deleting_a_background_response_ends_it() -> None:
     generator = FakeGenerator()
     with serving(load_chat=lambda: generator) as server:
         id = answered(respond(server, "long", background=True))["id"]
-        assert generator.said.wait(10)
+        assert generator.said.wait(60)
         assert delete(server, id).status_code == 200
         assert look_up(server, id).status_code == 404
         wait_until(lambda: generator.dropped == ["long"])

@@ -46,10 +46,10 @@ def client(server: Server) -> openai.OpenAI:
 
 
 def test_an_answer_has_every_field_of_the_api(server: Server) -> None:
+    started = int(time.time())
     answer = answered(respond(server))
     assert re.fullmatch("resp_[0-9a-f]{48}", answer.pop("id"))
-    assert abs(answer.pop("created_at") - time.time()) < 10
-    assert abs(answer.pop("completed_at") - time.time()) < 10
+    assert started <= answer.pop("created_at") <= answer.pop("completed_at") <= time.time()
     assert re.fullmatch("msg_[0-9a-f]{48}", answer["output"][0].pop("id"))
     assert answer == {
         "object": "response",
@@ -286,7 +286,7 @@ def test_a_client_that_leaves_ends_the_work(stream: bool) -> None:
         if stream:
             read_until(client, b"response.output_text.delta")
         else:
-            assert generator.said.wait(10)
+            assert generator.said.wait(60)
         client.close()
         wait_until(lambda: generator.dropped == ["long"])
         wait_until(lambda: server.engine.queue.pending == 0)

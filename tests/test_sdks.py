@@ -161,7 +161,7 @@ def test_transformers_chat(tmp_path: Path) -> None:
             input="hi\n!exit\n",
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
             cwd=tmp_path,
             env=environment,
         )
