@@ -241,7 +241,7 @@ def test_a_lost_device_ends_the_worker_without_bisection(start: Callable[..., Be
 
     bench = start(FakeRunner(lost))
     bench.submit("a")
-    wait_until(lambda: bench.worker.state == "dead")
+    wait_until(lambda: bench.recorder.states[-1:] == ["dead"])
     assert bench.runner.batches == [["a"]]
     assert type(bench.recorder.errors[-1]) is WorkerDown
 
