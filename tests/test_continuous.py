@@ -334,6 +334,17 @@ def test_others_do_not_wait_for_a_prefix_that_the_background_never_gets_to() -> 
     assert waits.tokens[400:]
 
 
+def test_who_computes_a_prefix_that_others_wait_for_does_not_rest() -> None:
+    s = scheduler_of(1000)
+    in_background(s, *([n] for n in range(20)))
+    in_background(s, fresh(400))
+    step(s, budget=100)
+    (waits,) = arriving(s, fresh(400))
+    for _ in range(8):
+        step(s, budget=100)
+    assert waits.tokens[400:]
+
+
 def test_nobody_overtakes_for_being_smaller() -> None:
     s = scheduler_of(10)
     first, second, third = arriving(s, fresh(20), fresh(30, since=0), [1])
