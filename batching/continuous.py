@@ -9,8 +9,9 @@ beside running streams: half of it is for the oldest, the rest for who needs lea
 short prompts wait for a long one nor a long one for ever. When blocks run out, the youngest
 sequence is put back, so the oldest always gets on and nothing can lock up.
 
-Background sequences come after all others, in the line and in a step, and give way to them. The
-oldest of them counts as one of the others, so that they too end, one by one at least.
+Background sequences come after all others, in the line and in a step, and give way to them; beside
+them only some have a part in a step, which would take longer with every one. The oldest counts as
+one of the others, so that they too end, one by one at least.
 
 Pure state, owned by the worker thread: no tensors, no clock. Sampling and stop conditions are the
 caller's.
@@ -18,7 +19,7 @@ caller's.
 
 import bisect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,9 @@ from batching.tokens import Tokens
 RESERVE = 20
 # Tokens a step of a prompt whose log-probabilities are wanted: all go onto the vocabulary.
 PROJECTED = 128
+# Beside others, so many background sequences as there are others, or up to so many in all, are in a
+# step: that many take a model hardly longer than one.
+FEW = 8
 
 
 class Sequence:
@@ -126,11 +130,15 @@ class ContinuousScheduler:
         self.preempted = 0
         self.admitted = []
         self._favour()
-        decoding = self._decoding()
-        awaited = self._admit_waiting()
+        most = self._most()
+        resting = set(self.running[most:])
+        decoding = self._decoding(resting)
+        awaited = self._admit_waiting(most)
         decoding = [sequence for sequence in decoding if sequence.table]
         decodes = set(decoding)
-        prompts = [sequence for sequence in self.running if sequence not in decodes]
+        if awaited:
+            resting = {sequence for sequence in resting if sequence.left == 1}
+        prompts = [each for each in self.running if each not in decodes and each not in resting]
         chunks = _shared(prompts, budget, alike=awaited)
         at_work = {chunk.sequence for chunk in chunks}
         self.starved |= any(not each.background and each not in at_work for each in prompts)
@@ -148,13 +156,21 @@ class ContinuousScheduler:
             oldest.background = False
             _line_up(line, oldest)
 
-    def _decoding(self) -> list[Sequence]:
+    def _most(self) -> int:
+        """How many sequences a step may have if the last of them is a background one."""
+        firm = _firm(self.running)
+        if firm + _firm(self.waiting) == (self._favoured is not None):
+            return self.max_running  # there are no others
+        return max(FEW, 2 * firm)
+
+    def _decoding(self, resting: Container[Sequence]) -> list[Sequence]:
         """Those with one token to go, and room for it."""
         return [
             sequence
             for sequence in list(self.running)
             if sequence.table  # not put back meanwhile, for the sake of an older one
-            and sequence.computed + 1 >= len(sequence.tokens)
+            and sequence.left <= 1
+            and sequence not in resting
             and self._make_room(sequence)
         ]
 
@@ -181,16 +197,16 @@ class ContinuousScheduler:
         self.preempted += 1
         _line_up(self.waiting, sequence)
 
-    def _admit_waiting(self) -> bool:
-        """In order, as long as there is room. True if somebody who is not in the background waits
-        for a prefix that is being computed."""
+    def _admit_waiting(self, most: int) -> bool:
+        """In order, as long as there is room, background ones while less than `most` run. True if
+        somebody who is not in the background waits for a prefix that is being computed."""
         self.starved = awaited = False
         position = 0
         computed: Several[int] | None = None  # a prompt that is being, as the one before was
         while position < len(self.waiting):
             sequence = self.waiting[position]
-            if sequence.background and self.preempted:
-                break  # it may just have been put back
+            if sequence.background and (self.preempted or len(self.running) >= most):
+                break  # it would rest, or may just have been put back
             firm = len(self.running) if sequence.background else _firm(self.running)
             if firm + position >= self.max_running:  # places are kept for those passed over
                 self.starved = not sequence.background

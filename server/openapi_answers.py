@@ -158,3 +158,4 @@ class Ready(Struct):
     task: str | UnsetType = UNSET
     model: str | UnsetType = UNSET
     chat_model: str | UnsetType = UNSET
+    failing: list[Literal["pipeline", "generation"]] | UnsetType = UNSET

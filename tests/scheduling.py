@@ -187,6 +187,7 @@ class Simulation:
         chunks = self.scheduler.schedule(budget, self._draft)
         before.check(chunks, budget, [job.sequence for job in self.live])
         self.seen["gave way"] += before.gave_way
+        self.seen["rested"] += len(before.resting)
         self._count(chunks)
         broken = [job for job in self._leaving() if self.chance.random() < 0.3]
         self.model.run(chunks, [job.sequence for job in broken])
@@ -226,12 +227,14 @@ class Before:
 
     def __init__(self, scheduler: ContinuousScheduler) -> None:
         scheduler._favour()  # as the step will do first
+        self.most = scheduler._most()
         self.scheduler = scheduler
         self.gave_way = False
         self.pool = pool = scheduler.pool
         self.running = list(scheduler.running)
         self.tables = {sequence: sequence.table for sequence in self.running}
-        self.decoding = [s for s in self.running if s.computed + 1 == len(s.tokens)]
+        self.decoding = [s for s in self.running[: self.most] if s.left == 1]
+        self.resting = self.running[self.most :]
         self.new = [s for s in scheduler.waiting if s.cached is None]
         self.free = pool.free
         self.wanted = 0
@@ -285,15 +288,17 @@ class Before:
         """Half is for the first, nothing is left over, and nobody is passed over by one who needs
         more, or who is in the background."""
         shares = {chunk.sequence: chunk.count for chunk in prompts}
-        decoding = [s for s in self.decoding if self._stayed(s)]
-        wanting = [s for s in self.scheduler.running if s not in decoding]
+        idle = [s for s in (*self.decoding, *self.resting) if self._stayed(s)]
+        wanting = [s for s in self.scheduler.running if s not in idle]
         if not wanting:
             return
+        if any(not s.background for s in awaiting(self.scheduler)):
+            return
+        assert all(s.background for s in self.resting)
+        assert not any(s in shares for s in self.resting if self._stayed(s))
         most = {s: s.left if s.reuse else min(s.left, continuous.PROJECTED) for s in wanting}
         unmet = [s for s in wanting if shares.get(s, 0) < most[s]]
         assert not (left and unmet)
-        if any(not s.background for s in awaiting(self.scheduler)):
-            return
         assert shares[wanting[0]] >= min(most[wanting[0]], budget / 2)
         for s in unmet:
             served = [t for t in wanting[1:] if t in shares]
@@ -325,7 +330,7 @@ class Before:
         if passed == len(scheduler.waiting):
             return
         first = scheduler.waiting[passed]
-        if first.background and scheduler.preempted:
+        if first.background and (scheduler.preempted or len(scheduler.running) >= self.most):
             return
         if not scheduler.preempted:
             assert all(s.rank < first.rank for s in admitted)

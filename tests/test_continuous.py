@@ -6,7 +6,7 @@ import pytest
 
 from batching import continuous
 from batching.blocks import BlockPool
-from batching.continuous import PROJECTED, RESERVE, Chunk, ContinuousScheduler, Sequence
+from batching.continuous import FEW, PROJECTED, RESERVE, Chunk, ContinuousScheduler, Sequence
 from tests.scheduling import Simulation, assert_sound
 
 
@@ -15,6 +15,7 @@ def test_whatever_happens_each_sequence_ends_as_if_it_were_alone(
     group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(continuous, "PROJECTED", 7)
+    monkeypatch.setattr(continuous, "FEW", 2)
     seen: Counter[str] = Counter()
     for seed in range(210 * group, 210 * (group + 1)):
         simulation = Simulation(seed)
@@ -28,6 +29,7 @@ def test_whatever_happens_each_sequence_ends_as_if_it_were_alone(
     for event in ("preempted", "cached", "chunked", "awaiting a prefix"):
         assert seen[event] > 100
     assert seen["gave way"] > 2
+    assert seen["rested"] > 3
     for event in ("cancelled", "broken"):
         assert seen[f"{event} while running"] > 10
         assert seen[f"{event} while waiting"] > 10
@@ -239,6 +241,23 @@ def test_background_work_waits_for_all_other_but_its_oldest() -> None:
     assert not s.starved  # those that do not wait for anybody do not count
 
 
+def test_beside_others_most_of_the_background_rests() -> None:
+    s = scheduler_of(1000)
+    behind = in_background(s, *([n] for n in range(50)))
+    assert len(step(s)) == 50
+    newcomers = arriving(s, [100])
+    chunks = step(s)
+    assert set(chunks) == {*behind[:FEW], *newcomers}
+    newcomers += arriving(s, *([n] for n in range(101, 120)))
+    step(s)
+    chunks = step(s)
+    assert set(chunks) == {*behind[: 1 + 21], *newcomers}  # the oldest is one of the others
+    assert s.preempted == 0
+    for each in newcomers:
+        s.remove(each)
+    assert set(step(s)) == set(behind)
+
+
 def test_background_work_gives_its_place_to_a_newcomer() -> None:
     s = scheduler_of(100, max_running=3)
     oldest, second, third = in_background(s, [1], [2], [3])
@@ -312,6 +331,17 @@ def test_others_do_not_wait_for_a_prefix_that_the_background_never_gets_to() -> 
         arriving(s, *(fresh(20, since=10_000 + 1000 * turn + 50 * n) for n in range(3)))
         step(s, budget=40)
     assert behind.table
+    assert waits.tokens[400:]
+
+
+def test_who_computes_a_prefix_that_others_wait_for_does_not_rest() -> None:
+    s = scheduler_of(1000)
+    in_background(s, *([n] for n in range(20)))
+    in_background(s, fresh(400))
+    step(s, budget=100)
+    (waits,) = arriving(s, fresh(400))
+    for _ in range(8):
+        step(s, budget=100)
     assert waits.tokens[400:]
 
 
