@@ -149,6 +149,7 @@ def _load_pipeline(settings: Settings, pool_threads: int) -> Runner:
         settings.device,
         settings.dtype,
         settings.attn_implementation,
+        settings.max_image_mp,
     )
     return load_runner(options, settings.max_batch_size, pool_threads)
 

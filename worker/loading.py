@@ -31,6 +31,7 @@ class LoadOptions:
     device: str = "auto"  # auto, cpu, cuda, cuda:1, …
     dtype: str = "auto"  # auto, float32, bfloat16, float16
     attention: str = "auto"  # auto, or a name transformers knows
+    max_image_mp: float = 64.0
 
 
 def load_pipeline(options: LoadOptions) -> Pipe:
