@@ -31,7 +31,9 @@ def setting(
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    pipeline_task: str = setting("fill-mask", "what POST / runs: a transformers pipeline task")
+    pipeline_task: str = setting(
+        "auto", "what POST / runs: a transformers pipeline task; auto: what the model was made for"
+    )
     pipeline_model: str = setting("demo", "a hub id, a local path, demo, or none")
     chat_model: str = setting("demo", "what the chat and completions endpoints run, named likewise")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")

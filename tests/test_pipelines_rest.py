@@ -268,11 +268,11 @@ def test_an_answer_as_large_as_the_image_takes_room_too(
     task: str, model: str, planes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, taken = runner(task, model), []
-    monkeypatch.setattr(run.pipe.model.config, "num_queries", planes, raising=False)
-    monkeypatch.setattr(run, "planes", output_planes(task, run.pipe))
     prepared = item(PICTURES[0])
     run.prepare(prepared)
     (raw,) = run.forward([prepared.prepared])
+    monkeypatch.setattr(run.pipe.model.config, "num_queries", planes, raising=False)
+    monkeypatch.setattr(run, "planes", output_planes(task, run.pipe))
 
     def seen(answer: Any) -> bytes:
         taken.append(run.room.taken)

@@ -9,6 +9,7 @@ otherwise padded or one by one. Tasks whose pipelines have no clean seams are ca
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import orjson
@@ -17,8 +18,9 @@ from transformers.pipelines.base import ChunkPipeline, pad_collate_fn
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
-from worker import failures, linear, memory
+from worker import failures, linear, memory, missing
 from worker.answers import split_generated, split_rows, spread_masks, to_json
+from worker.architectures import advice, made_for
 from worker.copies import Copies, panics_as_errors, stage_parameters
 from worker.inputs import read_input
 from worker.lengths import (
@@ -32,7 +34,7 @@ from worker.lengths import (
     reads_prompt,
     vocabulary,
 )
-from worker.loading import LoadOptions, Pipe, load_pipeline
+from worker.loading import LoadingFailed, LoadOptions, Pipe, load_pipeline
 from worker.media import PLANES
 from worker.packing import CannotPack, Packing
 from worker.parity import Differs, check_left_padding, check_packing, check_padding
@@ -61,10 +63,29 @@ class Prepared:
 
 
 def load_runner(options: LoadOptions, max_rows: int, pool_threads: int) -> "PipelineRunner":
-    pipe = load_pipeline(options)
+    pipe, lacking = load_pipeline(options)
     room = Room(int(options.max_image_mp * 1e6))
     task = resolve_task(options.task)
+    if missing.matter(pipe.model, lacking, partial(_warm_up_answer, pipe, task)):
+        config = pipe.model.config.to_dict()
+        advised = "" if task in made_for(config) else f"; {advice(config)}"
+        raise LoadingFailed(
+            f"the model {options.model!r} was not made for {task}: its checkpoint has no weights "
+            f"for {missing.shown(lacking)}{advised}"
+        )
     return PipelineRunner(pipe, task, options.model, max_rows, pool_threads, room)
+
+
+def _warm_up_answer(pipe: Pipe, task: str) -> bytes:
+    """What the pipeline says to the warm-up input; all that it finds, where it would choose."""
+    inputs, parameters = warm_up_input(task, pipe)
+    if "threshold" in TASKS[task].parameters:
+        parameters = {**parameters, "threshold": 0.0}
+    payload = PipelineInput(inputs, parameters)
+    with Room(1 << 20).place() as place:
+        return to_json(
+            pipe(read_input(task, payload, pipe, context_limit(pipe), place), **parameters)
+        )
 
 
 class PipelineRunner:
