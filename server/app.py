@@ -60,8 +60,10 @@ def create_app(
     where `none` means that there is none."""
     try:
         task = settle_task(settings.pipeline_task, settings.pipeline_model)
-    except (TaskUnclear, UnservedTask) as error:
+    except UnservedTask as error:
         raise SettingsError(f"PIPELINE_TASK: {error}") from None
+    except TaskUnclear as error:
+        raise SettingsError(str(error)) from None
     settings = replace(settings, pipeline_task=task)
     if settings.pipeline_model == settings.chat_model == "none":
         raise SettingsError("PIPELINE_MODEL=none and CHAT_MODEL=none: there is nothing to serve")

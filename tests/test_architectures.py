@@ -76,7 +76,7 @@ def test_a_checkpoint_that_leaves_the_task_open_is_refused(
     names: list[str], says: str, tmp_path: Path
 ) -> None:
     settings = Settings(pipeline_model=checkpoint(tmp_path, *names, **NLI))
-    with pytest.raises(SettingsError, match="PIPELINE_TASK: it is not set, and .*" + says):
+    with pytest.raises(SettingsError, match="PIPELINE_TASK is not set, and .*" + says):
         create_app(settings, FakeRunner)
 
 
@@ -84,7 +84,7 @@ def test_a_task_that_the_checkpoint_has_no_head_for_is_refused_before_it_is_load
     tmp_path: Path,
 ) -> None:
     model = checkpoint(tmp_path, "BertForSequenceClassification")
-    with pytest.raises(TaskUnclear, match=r"not made for fill-mask: .* PIPELINE_TASK=text-class"):
+    with pytest.raises(TaskUnclear, match=r"not made for it: .* PIPELINE_TASK=text-class"):
         settle_task("fill-mask", model)
     for fine in ("text-classification", "sentiment-analysis", "feature-extraction"):
         assert settle_task(fine, model) in TASKS
@@ -116,5 +116,5 @@ def test_a_config_that_cannot_be_read_is_said(tmp_path: Path) -> None:
     for content in (None, "{"):
         if content:
             (tmp_path / "config.json").write_text(content)
-        with pytest.raises(TaskUnclear, match=r"it is not set, and config.json of .* be read"):
+        with pytest.raises(TaskUnclear, match=r"PIPELINE_MODEL=/.*config.json cannot be read"):
             settle_task("auto", str(tmp_path))

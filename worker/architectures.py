@@ -67,7 +67,9 @@ def settle_task(task: str, model: str) -> str:
         config = read_config(model)
         fitting = made_for(config)
         if fitting and task not in fitting and task in HEADS:
-            raise TaskUnclear(f"{model} was not made for {task}: {advice(config)}")
+            raise TaskUnclear(
+                f"PIPELINE_TASK={task}: {model} was not made for it: {advice(config)}"
+            )
     return task
 
 
@@ -77,9 +79,11 @@ def _made_for_one(config: Mapping[str, Any], model: str) -> str:
         return fitting[0]
     names = " and ".join(architectures(config)) or "not named"
     if not fitting:
-        raise TaskUnclear(f"it is not set, and the architecture of {model} ({names}) says none")
+        raise TaskUnclear(
+            f"PIPELINE_TASK is not set, and the architecture of {model} ({names}) says none"
+        )
     raise TaskUnclear(
-        f"it is not set, and the architecture of {model} ({names}) fits several: "
+        f"PIPELINE_TASK is not set, and the architecture of {model} ({names}) fits several: "
         + ", ".join(fitting)
     )
 
@@ -132,6 +136,7 @@ def read_config(model: str) -> dict[str, Any]:
     except Exception as error:  # of the hub, the file or its content
         reason = (str(error).splitlines() or [repr(error)])[0]
         raise TaskUnclear(
-            f"it is not set, and config.json of {model} cannot be read: {reason}"
+            f"PIPELINE_MODEL={model}: its config.json cannot be read, and PIPELINE_TASK is not "
+            f"set: {reason}"
         ) from error
     return config if isinstance(config, dict) else {}

@@ -22,7 +22,7 @@ Image.init()
 Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit; ours is a setting
 # In blocks that malloc maps, and gives back at once: of smaller ones each thread would keep the
 # memory of the largest image it has had.
-Image.core.set_block_size(64 << 20)
+Image.core.set_block_size(64 << 20)  # type: ignore[attr-defined]  # not annotated
 WANTED: list[str] = ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF"]
 FORMATS = [kind for kind in WANTED if kind in Image.OPEN]  # Pillow may be built without some
 # A progressive JPEG costs a pass over all pixels for each scan, and a scan may be empty: so many
