@@ -15,14 +15,16 @@ from batching.errors import OnequeueError
 from worker.tasks import resolve_task
 
 DEMO_TASK = "fill-mask"
+HEARS = "(Wav2Vec2|Hubert|UniSpeech|WavLM|SEW|Data2VecAudio|Whisper)"
 ZERO_SHOT = ("text-classification", "zero-shot-classification")
 # The first that fits the architecture's whole name. What ends in Model is a body without a head.
 MADE_FOR: Mapping[str, tuple[str, ...]] = {
-    r"(Wav2Vec2|Hubert|UniSpeech|WavLM|SEW|Data2VecAudio).*ForSequenceClassification": (
-        "audio-classification",
-    ),
+    rf"{HEARS}.*ForSequenceClassification": ("audio-classification",),
+    rf"{HEARS}.*(Model|ForPreTraining)|.*EncoderDecoderModel": (),
     r".*ForSequenceClassification": ("text-classification",),
-    r".*For(MaskedLM|PreTraining)|.*WithLMHeadModel": ("fill-mask",),
+    r".*ForMaskedLM|.*(Bert|Albert|BigBird|Ernie|FNet)ForPreTraining|.*WithLMHeadModel": (
+        "fill-mask",
+    ),
     r".*For(CausalLM|TextGeneration)|.*LMHeadModel": ("text-generation",),
     r".*ForTokenClassification": ("token-classification",),
     r"Tapas.*ForQuestionAnswering": ("table-question-answering",),
@@ -36,7 +38,7 @@ MADE_FOR: Mapping[str, tuple[str, ...]] = {
     r".*ForDepthEstimation": ("depth-estimation",),
     r".*ForKeypointMatching": ("keypoint-matching",),
     r".*ForAudioClassification": ("audio-classification",),
-    r".*For(CTC|SpeechSeq2Seq)|(Whisper|Moonshine|Speech2Text)ForConditionalGeneration": (
+    r".*For(CTC|TDT|SpeechSeq2Seq)|(Whisper|Moonshine|Speech2Text)ForConditionalGeneration": (
         "automatic-speech-recognition",
     ),
     r"(CLIP|Siglip|Siglip2|AltCLIP|ChineseCLIP|Align)Model": ("zero-shot-image-classification",),
@@ -93,7 +95,7 @@ def made_for(config: Mapping[str, Any]) -> tuple[str, ...]:
     for name in architectures(config):
         for pattern, tasks in MADE_FOR.items():
             if re.fullmatch(pattern, name):
-                return ZERO_SHOT if tasks[0] == ZERO_SHOT[0] and knows_entailment(config) else tasks
+                return ZERO_SHOT if tasks == ZERO_SHOT[:1] and knows_entailment(config) else tasks
         if name.endswith("ForConditionalGeneration") and "vision_config" in config:
             return ("image-text-to-text",)
         if name.endswith("Model"):  # what comes in decides, and only a vision model has these
