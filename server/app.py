@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -36,9 +37,10 @@ from server.responses import Responses
 from server.root import Root
 from server.settings import Settings, SettingsError, load_settings
 from server.tokenize import Tokenize
+from worker.architectures import TaskUnclear, settle_task
 from worker.engine import Engine
 from worker.payloads import Generator, Models, Runner
-from worker.tasks import UnservedTask, resolve_task
+from worker.tasks import UnservedTask
 from worker.worker import Worker
 
 log = logging.getLogger("onequeue.app")
@@ -57,9 +59,12 @@ def create_app(
     """`load` and `load_chat` make the models, on the worker thread; by default from the settings,
     where `none` means that there is none."""
     try:
-        task = resolve_task(settings.pipeline_task)
+        task = settle_task(settings.pipeline_task, settings.pipeline_model)
     except UnservedTask as error:
         raise SettingsError(f"PIPELINE_TASK: {error}") from None
+    except TaskUnclear as error:
+        raise SettingsError(str(error)) from None
+    settings = replace(settings, pipeline_task=task)
     if settings.pipeline_model == settings.chat_model == "none":
         raise SettingsError("PIPELINE_MODEL=none and CHAT_MODEL=none: there is nothing to serve")
     pool_threads = max(2, min(8, (os.cpu_count() or 2) // 2))
@@ -149,6 +154,7 @@ def _load_pipeline(settings: Settings, pool_threads: int) -> Runner:
         settings.device,
         settings.dtype,
         settings.attn_implementation,
+        settings.max_image_mp,
     )
     return load_runner(options, settings.max_batch_size, pool_threads)
 

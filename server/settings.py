@@ -31,7 +31,9 @@ def setting(
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    pipeline_task: str = setting("fill-mask", "what POST / runs: a transformers pipeline task")
+    pipeline_task: str = setting(
+        "auto", "what POST / runs: a transformers pipeline task; auto: what the model was made for"
+    )
     pipeline_model: str = setting("demo", "a hub id, a local path, demo, or none")
     chat_model: str = setting("demo", "what the chat and completions endpoints run, named likewise")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
@@ -66,6 +68,9 @@ class Settings:
         10.0, "a body without progress for so long gets 408", minimum=0.001
     )
     max_body_mb: float = setting(32.0, "larger bodies get 413", minimum=0.000001)
+    max_image_mp: float = setting(
+        64.0, "megapixels of one image, and of all that are decoded at a time", minimum=0.000001
+    )
     shutdown_grace_s: float = setting(
         30.0, "how long accepted work may take after SIGTERM", minimum=0
     )

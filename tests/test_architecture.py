@@ -14,7 +14,14 @@ FORBIDDEN = {
     "server": TORCH,
 }
 # What the server imports when it starts, before the worker thread loads a model.
-TORCH_FREE = {"worker.payloads", "worker.streams", "worker.tasks", "worker.engine", "worker.worker"}
+TORCH_FREE = {
+    "worker.payloads",
+    "worker.streams",
+    "worker.architectures",
+    "worker.tasks",
+    "worker.engine",
+    "worker.worker",
+}
 
 
 def imports(path: Path, module_level: bool = False) -> set[str]:

@@ -2,16 +2,20 @@
 
 import base64
 import io
+from collections import UserDict
 from typing import Any
 
 import orjson
 import pytest
 from PIL import Image
 
+from batching.errors import InvalidInput
 from tests import tiny_vision as tiny_vision  # adds its models to the list
 from tests.parity import item, oracle, refusal, runner, same, serve, text
 from tests.test_pipelines_media import noise, png, wav
+from worker import pipelines
 from worker.answers import to_json
+from worker.lengths import output_planes
 
 PICTURES = [
     png(1, (40, 30)),
@@ -205,6 +209,82 @@ def test_an_image_that_is_a_path_is_said_which() -> None:
     error = refusal("keypoint-matching", "superglue", {"images": images})
     assert error.param == "inputs.images[1]"
     assert "paths and links are not opened" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "inputs", "parameters"),
+    [
+        ("image-feature-extraction", "vit-base", PICTURES[0], {}),
+        ("zero-shot-image-classification", "clip", PICTURES[0], {"candidate_labels": ["a"]}),
+        (
+            "zero-shot-object-detection",
+            "owlvit",
+            {"image": encoded(PICTURES[0]), "candidate_labels": ["one", "two"]},
+            {},
+        ),
+        ("image-text-to-text", "llava", {"images": encoded(PICTURES[0]), "text": "<image> a"}, {}),
+        ("keypoint-matching", "superglue", {"images": [encoded(PICTURES[0])] * 2}, {}),
+    ],
+)
+def test_no_decoded_image_waits_for_the_worker(
+    task: str, model: str, inputs: Any, parameters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, taken = runner(task, model), []
+    load = Image.Image.convert
+
+    def convert(self: Image.Image, *args: Any, **more: Any) -> Image.Image:
+        taken.append(run.room.taken)
+        return load(self, *args, **more)
+
+    monkeypatch.setattr(Image.Image, "convert", convert)
+    prepared = item(inputs, **parameters)
+    run.prepare(prepared)
+    assert taken[0] == 40 * 30 * (2 if task == "keypoint-matching" else 1)
+    assert run.room.taken == 0
+    assert not [each for each in leaves(prepared.prepared.chunks) if isinstance(each, Image.Image)]
+
+
+def leaves(value: Any) -> list[Any]:
+    if isinstance(value, (dict, UserDict)):
+        return leaves(list(value.values()))
+    if isinstance(value, (list, tuple)):
+        return [leaf for each in value for leaf in leaves(each)]
+    return [value]
+
+
+def test_an_image_is_kept_once_for_all_labels() -> None:
+    inputs = {"image": encoded(PICTURES[0]), "candidate_labels": ["one", "two", "three"]}
+    prepared = item(inputs)
+    runner("zero-shot-object-detection", "owlvit").prepare(prepared)
+    assert len({id(chunk["pixel_values"]) for chunk in prepared.prepared.chunks}) == 1
+    assert len({id(chunk["input_ids"]) for chunk in prepared.prepared.chunks}) == 3
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "planes"),
+    [("depth-estimation", "glpn", 16), ("image-segmentation", "detr-panoptic", 10)],
+)
+def test_an_answer_as_large_as_the_image_takes_room_too(
+    task: str, model: str, planes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, taken = runner(task, model), []
+    prepared = item(PICTURES[0])
+    run.prepare(prepared)
+    (raw,) = run.forward([prepared.prepared])
+    monkeypatch.setattr(run.pipe.model.config, "num_queries", planes, raising=False)
+    monkeypatch.setattr(run, "planes", output_planes(task, run.pipe))
+
+    def seen(answer: Any) -> bytes:
+        taken.append(run.room.taken)
+        return to_json(answer)
+
+    monkeypatch.setattr(pipelines, "to_json", seen)
+    run.finish(prepared, raw)
+    assert taken == [40 * 30 * planes // 8]
+    assert run.room.taken == 0
+    monkeypatch.setattr(run.room, "size", 40 * 30 + 1)
+    with pytest.raises(InvalidInput, match=f"where each gets {planes} values"):
+        run.prepare(item(PICTURES[0]))
 
 
 QUESTIONS = {

@@ -296,7 +296,8 @@ def test_a_failed_warm_up_is_said_on_ready_and_turns_health_red() -> None:
 
 
 def test_a_model_that_cannot_be_loaded_is_named_on_ready() -> None:
-    with serving(pipeline_model="/nowhere/at/all", ready=False) as server:
+    nowhere = "/nowhere/at/all"
+    with serving(pipeline_model=nowhere, pipeline_task="fill-mask", ready=False) as server:
         wait_until(lambda: server.engine.failure is not None, 300)
         response = httpx.get(server.url + "/ready")
         assert response.status_code == 503

@@ -5,15 +5,17 @@ a pipeline would open it as a path or a link. Counting tokens is in lengths.py.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from transformers.utils.chat_template_utils import Chat
 
 from batching.errors import InvalidInput
-from worker.lengths import check_characters, check_sound
+from worker.lengths import check_characters, check_sound, output_planes
 from worker.loading import Pipe
-from worker.media import to_audio, to_image
+from worker.media import to_audio, to_image, to_images
 from worker.payloads import PipelineInput
+from worker.room import Place
 from worker.tasks import TASKS, listed, texts
 
 MAX_LABELLED_CHARS = 4_000_000
@@ -22,20 +24,19 @@ MAX_QUESTIONS = 64  # each may be a prompt of its own
 Check = Callable[[Any], str | None]
 
 
-def read_input(task: str, payload: PipelineInput, pipe: Pipe, limit: int) -> Any:
-    """Raises InvalidInput for what the task cannot take."""
+def read_input(task: str, payload: PipelineInput, pipe: Pipe, limit: int, place: Place) -> Any:
+    """Raises InvalidInput for what the task cannot take; what is decoded is decoded in `place`."""
     inputs = payload.inputs
     match TASKS[task].kind:
         case "image":
-            return to_image(inputs)
+            return to_image(inputs, place, planes=output_planes(task, pipe))
         case "audio":
             rate = pipe.feature_extractor.sampling_rate
-            samples = to_audio(inputs, rate)
             own_pieces = getattr(pipe, "type", "") == "seq2seq_whisper"
-            check_sound(len(samples) / rate, payload.parameters, own_pieces)
-            return samples
+            check = partial(check_sound, parameters=payload.parameters, any_length=own_pieces)
+            return to_audio(inputs, rate, place, check)
         case "json":
-            return read_object(task, inputs, limit)
+            return read_object(task, inputs, limit, place)
     if task == "zero-shot-classification" and isinstance(inputs, str):
         labels = payload.parameters["candidate_labels"]
         if len(inputs) * len(labels) > MAX_LABELLED_CHARS:  # it is tokenized for each label
@@ -152,7 +153,7 @@ CHECKS: dict[str, Check] = {
 }
 
 
-def read_object(task: str, inputs: Any, limit: int) -> Any:
+def read_object(task: str, inputs: Any, limit: int, place: Place) -> Any:
     """What the pipeline is called with: images decoded, a table made a DataFrame of strings."""
     wanted = TASKS[task].json_keys
     known = (*wanted, *OPTIONAL_KEYS.get(task, ()))
@@ -171,21 +172,22 @@ def read_object(task: str, inputs: Any, limit: int) -> Any:
     if task == "document-question-answering" and not {"image", "word_boxes"} & set(given):
         raise InvalidInput("a document is an image, word_boxes, or both", "inputs")
     if "image" in given:
-        given["image"] = to_image(given["image"], "inputs.image")
+        labels = len(given.get("candidate_labels", ()))  # the image is processed for each
+        given["image"] = to_image(given["image"], place, "inputs.image", labels)
+    if task == "keypoint-matching":
+        return read_pair_of_images(given["images"], place, "inputs.images")
     if "images" in given:
-        read = read_pair_of_images if task == "keypoint-matching" else to_image
-        given["images"] = read(given["images"], "inputs.images")
+        given["images"] = to_image(given["images"], place, "inputs.images")
     if "table" in given:
         given["table"] = to_frame(given["table"])
-    if task == "keypoint-matching":
-        return {"inputs": given["images"]}
-    return {"inputs": given} if task == "decision" else given
+    return given
 
 
-def read_pair_of_images(value: Any, param: str) -> Any:
+def read_pair_of_images(value: Any, place: Place, param: str) -> Any:
     if not isinstance(value, list) or len(value) != 2:
         raise InvalidInput("must be a list of two images", param)
-    return [to_image(each, f"{param}[{index}]") for index, each in enumerate(value)]
+    named = [(each, f"{param}[{index}]") for index, each in enumerate(value)]
+    return to_images(named, place)
 
 
 def count_characters(value: Any) -> int:

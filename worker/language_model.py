@@ -22,7 +22,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from worker import memory
+from worker import memory, missing
+from worker.architectures import advice
 from worker.attention import ATTENTION, CannotPage, probing, running
 from worker.loading import LoadingFailed, choose_device, choose_dtype
 from worker.parity import LONGEST, SHORTEST, TOLERANCE
@@ -241,6 +242,29 @@ class LanguageModel:
         return logits if len(logits) == len(rows) else logits[rows]
 
 
+def check_generates(model: PreTrainedModel, lacking: dict[str, str]) -> None:
+    """LoadingFailed unless the checkpoint has weights for what follows a text, and a token's
+    logits depend on those before it alone."""
+
+    @torch.inference_mode()
+    def logits(last: int) -> Tensor:
+        ids = torch.tensor([[*range(1, 8), last]], device=model.device)
+        own: Tensor = model(input_ids=ids, use_cache=False).logits[0]
+        return own.float()
+
+    why = ""
+    if missing.matter(model, lacking, lambda: logits(0).cpu().numpy().tobytes()):
+        why = f"its checkpoint has no weights for {missing.shown(lacking)}"
+    else:
+        one, other = logits(0)[:-1], logits(8)[:-1]
+        if (one - other).abs().max() > TOLERANCE[model.dtype] * one.abs().max():
+            why = "its tokens depend on those that follow"
+    if why:
+        raise LoadingFailed(
+            f"it was not made to generate text: {why}; {advice(model.config.to_dict())}"
+        )
+
+
 def load_language_model(options: GeneratorOptions) -> LanguageModel:
     name = options.model
     path = str(DEMO_FOLDER) if name == "demo" else name
@@ -257,16 +281,19 @@ def load_language_model(options: GeneratorOptions) -> LanguageModel:
             torch.cuda.set_device(device.index or 0)  # where this thread's kernels and graphs go
         memory.check_fits(path, options.dtype, device)
         keywords = {} if options.attention == "auto" else {"attn_implementation": options.attention}
-        model = auto.from_pretrained(
+        model, info = auto.from_pretrained(
             path,
             dtype=choose_dtype(options.dtype, path, device),
             trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
             **keywords,
-        ).to(device)
+        )
+        model.to(device).eval()
+        check_generates(model, missing.names_of(info))
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise LoadingFailed(f"the chat model {name!r} could not be loaded: {reason}") from error
-    model.eval()
     log.info("loaded seconds=%.1f", time.monotonic() - started)
     return LanguageModel(name, model, tokenizer)

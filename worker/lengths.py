@@ -124,6 +124,18 @@ def check_sound(seconds: float, parameters: Mapping[str, Any], any_length: bool)
         )
 
 
+def output_planes(task: str, pipe: Pipe) -> int:
+    """About how many float32 values an answer makes of each of the image's pixels: scores of each
+    label, a mask of each query, or a map of depths that becomes Python floats, then text."""
+    if task == "depth-estimation":
+        return 16
+    if task != "image-segmentation":
+        return 1
+    config = pipe.model.config
+    queries = getattr(getattr(config, "decoder_config", config), "num_queries", 0)
+    return max(int(config.num_labels), int(queries))
+
+
 def plan_generation(pipe: Pipe, forward: dict[str, Any], prompt_tokens: int, limit: int) -> int:
     """Settle how many tokens are generated, in `forward`; returns the rows a prompt becomes.
 

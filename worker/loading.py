@@ -10,11 +10,12 @@ import torch
 from transformers import AutoConfig, pipeline
 
 from batching.errors import OnequeueError
+from worker import missing
+from worker.architectures import DEMO_TASK
 from worker.tasks import resolve_task
 
 log = logging.getLogger("onequeue.loading")
 
-DEMO_TASK = "fill-mask"
 DEMO_FOLDER = Path(__file__).parent / "demo" / "fill-mask"
 # A transformers.Pipeline. Its annotations call everything optional, whatever the task.
 Pipe: TypeAlias = Any
@@ -31,9 +32,11 @@ class LoadOptions:
     device: str = "auto"  # auto, cpu, cuda, cuda:1, …
     dtype: str = "auto"  # auto, float32, bfloat16, float16
     attention: str = "auto"  # auto, or a name transformers knows
+    max_image_mp: float = 64.0
 
 
-def load_pipeline(options: LoadOptions) -> Pipe:
+def load_pipeline(options: LoadOptions) -> tuple[Pipe, dict[str, str]]:
+    """The pipeline, and the names of the weights that its checkpoint lacks."""
     task = resolve_task(options.task)
     model = options.model
     if model == "demo":
@@ -52,14 +55,15 @@ def load_pipeline(options: LoadOptions) -> Pipe:
                 raise FileNotFoundError("there is no such folder")
         device = choose_device(options.device)
         keywords = {} if options.attention == "auto" else {"attn_implementation": options.attention}
-        pipe = make(
-            task,
-            model=model,
-            device=device,
-            dtype=choose_dtype(options.dtype, model, device),
-            trust_remote_code=False,  # unset, a terminal would be asked
-            model_kwargs=keywords,
-        )
+        with missing.recorded() as lacking:
+            pipe = make(
+                task,
+                model=model,
+                device=device,
+                dtype=choose_dtype(options.dtype, model, device),
+                trust_remote_code=False,  # unset, a terminal would be asked
+                model_kwargs=keywords,
+            )
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise LoadingFailed(
@@ -67,7 +71,7 @@ def load_pipeline(options: LoadOptions) -> Pipe:
         ) from error
     pipe.model.eval()
     log.info("loaded seconds=%.1f", time.monotonic() - started)
-    return pipe
+    return pipe, lacking.get(id(pipe.model), {})
 
 
 def choose_device(name: str) -> torch.device:

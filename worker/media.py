@@ -1,28 +1,44 @@
 """Images and sound from bytes, base64 or data URLs; runs in pool threads.
 
 Strings are decoded here and never handed on: pipelines open strings as local paths or URLs.
-Sizes are checked before anything is decoded, against files that unpack into gigabytes, and
-only image formats decoded in this process are read (PostScript would start a program).
+Sizes are read from headers and checked before anything is decoded, against files that unpack
+into gigabytes, and no decoder gives more than its header says. Only image formats decoded in
+this process are read (PostScript would start a program).
 """
 
 import base64
 import binascii
 import io
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from batching.errors import InvalidInput
+from worker.room import Place
 
-MAX_PIXELS = 64_000_000
 Image.init()
+Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit; ours is a setting
+# In blocks that malloc maps, and gives back at once: of smaller ones each thread would keep the
+# memory of the largest image it has had.
+Image.core.set_block_size(64 << 20)  # type: ignore[attr-defined]  # not annotated
 WANTED: list[str] = ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF"]
 FORMATS = [kind for kind in WANTED if kind in Image.OPEN]  # Pillow may be built without some
+# A progressive JPEG costs a pass over all pixels for each scan, and a scan may be empty: so many
+# times the largest image's pixels are gone over. Cameras and encoders make about ten.
+MAX_SCANS = 64
+# What is made for each pixel beside the image, before less is taken: float32 values.
+PLANES = 8
+# as Pillow's decoders please
+DECODING_ERRORS = (OSError, SyntaxError, ValueError, TypeError, RuntimeError)
+TIFF_TILE = 322, 323  # the tags of a tile's width and length
+MAX_TILE = 1 << 24  # pixels: a tile is unpacked whole, however small the image is
 MIN_AUDIO_S = 0.03  # speech models take one frame of 25 ms at least
 MAX_AUDIO_S = 2 * 3600
+MIN_RATE, MAX_RATE = 1000, 384_000
 MAX_SAMPLES = 1 << 30  # of all channels, before resampling
-BLOCK = 1 << 20  # frames decoded at a time
+BLOCK = 1 << 20  # samples of all channels decoded at a time
 
 
 def to_bytes(value: Any, param: str) -> bytes:
@@ -44,21 +60,57 @@ def to_bytes(value: Any, param: str) -> bytes:
         ) from None
 
 
-def to_image(value: Any, param: str = "inputs") -> Image.Image:
-    """A decoded image of at most MAX_PIXELS; pipelines turn it upright and make it RGB."""
+def to_image(value: Any, place: Place, param: str = "inputs", planes: int = 1) -> Image.Image:
+    """A decoded image; pipelines turn it upright and make it RGB. See `to_images`."""
+    return to_images([(value, param)], place, planes)[0]
+
+
+def to_images(
+    values: Sequence[tuple[Any, str]], place: Place, planes: int = 1
+) -> list[Image.Image]:
+    """Decoded images, each given with its parameter's name, of as many pixels together as the
+    place's room has; of fewer where many `planes` of their size will be made."""
+    opened = [_open(value, param, place.size) for value, param in values]
+    pixels = sum(image.width * image.height for image in opened)
+    most = place.size * PLANES // max(PLANES, planes)
+    for image, (_, param) in zip(opened, values, strict=True):
+        if pixels > most:
+            many = f", {pixels} together with the others" if len(opened) > 1 else ""
+            why = f" where each gets {planes} values (labels, masks)" if planes > PLANES else ""
+            raise InvalidInput(
+                f"the image has {image.width} x {image.height} pixels{many}; at most {most} in all "
+                f"are taken{why}",
+                param,
+            )
+    place.take(pixels)
+    for image, (_, param) in zip(opened, values, strict=True):
+        try:
+            image.load()
+        except DECODING_ERRORS:
+            raise _unreadable(param) from None
+    return opened
+
+
+def _open(value: Any, param: str, room: int) -> Image.Image:
+    """An image of which only the header has been read."""
     data = to_bytes(value, param)
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
-        if image.width * image.height > MAX_PIXELS:
-            size = f"has {image.width} x {image.height} pixels"
-            raise InvalidInput(f"the image {size}; at most {MAX_PIXELS} in all are taken", param)
-        image.load()
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise InvalidInput(f"the image has more than {MAX_PIXELS} pixels", param) from None
-    except (OSError, SyntaxError, ValueError, RuntimeError):  # as Pillow's decoders please
-        names = ", ".join(FORMATS)
-        raise InvalidInput(f"this is not an image that can be read ({names})", param) from None
+        tags: Any = getattr(image, "tag_v2", {})
+        tile = int(tags.get(TIFF_TILE[0], 0)) * int(tags.get(TIFF_TILE[1], 0))
+    except DECODING_ERRORS:
+        raise _unreadable(param) from None
+    if tile > MAX_TILE:
+        raise InvalidInput("the image is stored in tiles that are too large", param)
+    scans = data.count(b"\xff\xda") if "progressive" in image.info else 0
+    if scans * image.width * image.height > MAX_SCANS * room:
+        raise InvalidInput(f"the image is drawn in {scans} scans: save it with fewer", param)
     return image
+
+
+def _unreadable(param: str) -> InvalidInput:
+    names = ", ".join(FORMATS)
+    return InvalidInput(f"this is not an image that can be read ({names})", param)
 
 
 class SoundBytes(io.BytesIO):
@@ -71,13 +123,27 @@ class SoundBytes(io.BytesIO):
             return super().seek(0)
 
 
-def to_audio(value: Any, sampling_rate: int, param: str = "inputs") -> np.ndarray:
-    """Mono float32 samples [n] at `sampling_rate` Hz from a WAV, FLAC, OGG or MP3 file."""
+def to_audio(
+    value: Any,
+    sampling_rate: int,
+    place: Place,
+    check_s: Callable[[float], None] = lambda seconds: None,
+    param: str = "inputs",
+) -> np.ndarray:
+    """Mono float32 samples [n] at `sampling_rate` Hz from a WAV, FLAC, OGG or MP3 file.
+
+    `check_s` raises for a length in seconds that is not taken."""
     import soundfile
 
     data = to_bytes(value, param)
     try:
         with soundfile.SoundFile(SoundBytes(data)) as file:
+            if not MIN_RATE <= file.samplerate <= MAX_RATE:
+                raise InvalidInput(
+                    f"the sound has {file.samplerate} samples a second; {MIN_RATE} to {MAX_RATE} "
+                    "are taken",
+                    param,
+                )
             seconds = file.frames / file.samplerate
             if seconds > MAX_AUDIO_S or file.frames * file.channels > MAX_SAMPLES:
                 raise InvalidInput(
@@ -85,6 +151,8 @@ def to_audio(value: Any, sampling_rate: int, param: str = "inputs") -> np.ndarra
                     f"{MAX_AUDIO_S} seconds and {MAX_SAMPLES} samples are taken",
                     param,
                 )
+            check_s(seconds)
+            place.take(int(seconds * sampling_rate))
             samples = _read_mono(file, sampling_rate)
     except (soundfile.LibsndfileError, TypeError):
         raise InvalidInput(
@@ -104,7 +172,8 @@ def _read_mono(file: Any, sampling_rate: int) -> np.ndarray:
     parts = [np.zeros(0, np.float32)]
     same = file.samplerate == sampling_rate
     resampler = None if same else soxr.ResampleStream(file.samplerate, sampling_rate, 1)
-    for block in file.blocks(BLOCK, dtype="float32", always_2d=True):
+    # Never more than the header says, but perhaps less: `file.blocks` would go on with old samples.
+    while len(block := file.read(max(1, BLOCK // file.channels), "float32", always_2d=True)):
         with np.errstate(all="ignore"):  # broken files hold any number; to_audio looks at them
             mono = block.mean(axis=1)
         parts.append(mono if resampler is None else resampler.resample_chunk(mono))

@@ -7,8 +7,9 @@ otherwise padded or one by one. Tasks whose pipelines have no clean seams are ca
 """
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import orjson
@@ -17,8 +18,9 @@ from transformers.pipelines.base import ChunkPipeline, pad_collate_fn
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
-from worker import failures, linear, memory
+from worker import failures, linear, memory, missing
 from worker.answers import split_generated, split_rows, spread_masks, to_json
+from worker.architectures import advice, made_for
 from worker.copies import Copies, panics_as_errors, stage_parameters
 from worker.inputs import read_input
 from worker.lengths import (
@@ -27,14 +29,17 @@ from worker.lengths import (
     check_strings,
     check_tokens,
     context_limit,
+    output_planes,
     plan_generation,
     reads_prompt,
     vocabulary,
 )
-from worker.loading import LoadOptions, Pipe, load_pipeline
+from worker.loading import LoadingFailed, LoadOptions, Pipe, load_pipeline
+from worker.media import PLANES
 from worker.packing import CannotPack, Packing
 from worker.parity import Differs, check_left_padding, check_packing, check_padding
 from worker.payloads import ModelInfo, PipelineInput
+from worker.room import Room
 from worker.samples import warm_up_input
 from worker.tasks import TASKS, resolve_task
 
@@ -54,23 +59,53 @@ class Prepared:
     tokens: int = 1  # of the longest chunk
     copies: int = 1  # rows that generation makes of each chunk
     masks: list[list[int]] | None = None  # fill-mask: mask positions of each row
+    pixels: int = 0  # of the image, where the answer is as large
 
 
 def load_runner(options: LoadOptions, max_rows: int, pool_threads: int) -> "PipelineRunner":
-    pipe = load_pipeline(options)
-    return PipelineRunner(pipe, resolve_task(options.task), options.model, max_rows, pool_threads)
+    pipe, lacking = load_pipeline(options)
+    room = Room(int(options.max_image_mp * 1e6))
+    task = resolve_task(options.task)
+    if missing.matter(pipe.model, lacking, partial(_warm_up_answer, pipe, task)):
+        config = pipe.model.config.to_dict()
+        advised = "" if task in made_for(config) else f"; {advice(config)}"
+        raise LoadingFailed(
+            f"the model {options.model!r} was not made for {task}: its checkpoint has no weights "
+            f"for {missing.shown(lacking)}{advised}"
+        )
+    return PipelineRunner(pipe, task, options.model, max_rows, pool_threads, room)
+
+
+def _warm_up_answer(pipe: Pipe, task: str) -> bytes:
+    """What the pipeline says to the warm-up input; all that it finds, where it would choose."""
+    inputs, parameters = warm_up_input(task, pipe)
+    if "threshold" in TASKS[task].parameters:
+        parameters = {**parameters, "threshold": 0.0}
+    payload = PipelineInput(inputs, parameters)
+    with Room(1 << 20).place() as place:
+        return to_json(
+            pipe(read_input(task, payload, pipe, context_limit(pipe), place), **parameters)
+        )
 
 
 class PipelineRunner:
     """Implements worker.payloads.Runner for one pipeline."""
 
     def __init__(
-        self, pipe: Pipe, task_name: str, model_name: str, max_rows: int, pool_threads: int
+        self,
+        pipe: Pipe,
+        task_name: str,
+        model_name: str,
+        max_rows: int,
+        pool_threads: int,
+        room: Room,
     ) -> None:
         self.pipe = pipe
         self.task_name = task_name
         self.task = TASKS[task_name]
         self.max_rows = max_rows
+        self.room = room
+        self.planes = output_planes(task_name, pipe)
         self.limit = context_limit(pipe)
         self.vocabulary = vocabulary(pipe)
         self.generates = task_name == "text-generation"
@@ -154,15 +189,18 @@ class PipelineRunner:
         return shared, frozenset(prepared.chunks[0]), prompt
 
     def _prepare(self, pipe: Pipe, payload: PipelineInput) -> Prepared:
-        inputs = read_input(self.task_name, payload, pipe, self.limit)
-        if not self.task.stages:
-            return self._prepare_whole(pipe, inputs, payload)
         check_strides(payload.parameters, self.limit)
-        with panics_as_errors():
+        with self.room.place() as place, panics_as_errors():
+            inputs = read_input(self.task_name, payload, pipe, self.limit, place)
+            if self.task.kind != "text" or not self.task.stages:
+                self._check_strings(pipe, inputs, payload)
+            if not self.task.stages:
+                return Prepared([inputs], dict(payload.parameters), {})
             before, during, after = stage_parameters(pipe, payload.parameters)
             made = pipe.preprocess(inputs, **before)
-            chunks = list(made) if isinstance(pipe, ChunkPipeline) else [made]
-        prepared = Prepared(chunks, during, after)
+            chunks = self._share_equals(made) if isinstance(pipe, ChunkPipeline) else [made]
+            pixels = place.held if self.planes > 1 else 0
+        prepared = Prepared(chunks, during, after, pixels=pixels)
         prepared.tokens = check_tokens(chunks, self.limit, self.vocabulary)
         if self.generates:
             own_tokenizer = during.pop("tokenizer", None)  # there with stop strings
@@ -176,7 +214,19 @@ class PipelineRunner:
             prepared.masks = [mask_positions(chunk, mask_id) for chunk in chunks]
         return prepared
 
-    def _prepare_whole(self, pipe: Pipe, inputs: Any, payload: PipelineInput) -> Prepared:
+    def _share_equals(self, chunks: Iterable[Chunk]) -> list[Chunk]:
+        """The chunks, with one tensor for all that equal the first's: zero-shot-object-detection
+        makes the same image again for each label."""
+        made: list[Chunk] = []
+        for chunk in chunks:
+            made.append(chunk)
+            for key, value in made[0].items() if self.task.kind == "json" else ():
+                if isinstance(value, torch.Tensor) and torch.equal(value, chunk[key]):
+                    chunk[key] = value
+        return made
+
+    def _check_strings(self, pipe: Pipe, inputs: Any, payload: PipelineInput) -> None:
+        """What is tokenized where `check_tokens` does not see it."""
         if pipe.tokenizer is not None:
             fields = {
                 **payload.parameters,
@@ -187,15 +237,16 @@ class PipelineRunner:
             strings += [template.format(label) for label in fields.get("candidate_labels", [])]
             check_strings(pipe, strings, self.limit)
         if self.task_name == "decision":
-            check_decision(pipe, inputs["inputs"], self.limit)
-        return Prepared([inputs], dict(payload.parameters), {})
+            check_decision(pipe, inputs, self.limit)
 
     def finish(self, item: WorkItem, raw: Any) -> bytes:
         """The answer as JSON."""
         prepared: Prepared = item.prepared
         if not self.task.stages:
             return to_json(raw)
-        with self._copies.borrow() as pipe:
+        with self.room.place() as place, self._copies.borrow() as pipe:
+            if prepared.pixels:
+                place.take(prepared.pixels * self.planes // PLANES)
             if prepared.masks is not None and self.packing is not None:
                 raw = [
                     spread_masks(output, masks)
@@ -203,9 +254,9 @@ class PipelineRunner:
                 ]
             outputs = raw if isinstance(pipe, ChunkPipeline) else raw[0]
             answer = pipe.postprocess(outputs, **prepared.postprocess)
-        if self.task.wraps_string and isinstance(item.payload.inputs, str):
-            answer = answer if "top_k" in item.payload.parameters else [answer]
-        return to_json(answer)
+            if self.task.wraps_string and isinstance(item.payload.inputs, str):
+                answer = answer if "top_k" in item.payload.parameters else [answer]
+            return to_json(answer)
 
     # ── the worker thread ──
 
@@ -216,7 +267,7 @@ class PipelineRunner:
 
     def _forward(self, prepared: list[Prepared]) -> list[Any]:
         if not self.task.stages:
-            return [self._call_whole(p) for p in prepared]
+            return [self.pipe(*p.chunks, **p.forward) for p in prepared]
         rows = [chunk for p in prepared for chunk in p.chunks]
         masks = [m for p in prepared for m in p.masks or []] or None
         outputs: list[Any] = []
@@ -257,12 +308,6 @@ class PipelineRunner:
         with self.packing.batch(real, batch["input_ids"].shape[1], masks):
             output = self.pipe.forward(batch, **parameters)
         return split_rows(output, len(rows), lengths)
-
-    def _call_whole(self, prepared: Prepared) -> Any:
-        (inputs,) = prepared.chunks
-        if self.task.kind == "json":
-            return self.pipe(**inputs, **prepared.forward)
-        return self.pipe(inputs, **prepared.forward)
 
     def diagnose(self, error: BaseException) -> Literal["item", "memory", "fatal"]:
         return failures.diagnose(error)

@@ -173,22 +173,22 @@ TASKS: Mapping[str, Task] = {
     "object-detection": Task("image", {"threshold": Number(0, 1)}, batches=False),
     "depth-estimation": Task("image", batches=False),
     "zero-shot-image-classification": Task(
-        "image", ZERO_SHOT_MEDIA, required=("candidate_labels",), stages=False
+        "image", ZERO_SHOT_MEDIA, required=("candidate_labels",), batches=False
     ),
     "zero-shot-object-detection": Task(
         "json",
         {"threshold": Number(0, 1), "top_k": integer(1)},
-        stages=False,
+        batches=False,
         json_keys=("image", "candidate_labels"),
     ),
     "image-text-to-text": Task(
         "json",
         {"max_new_tokens": integer(1, 1024), "return_full_text": flag},
-        stages=False,
+        batches=False,
         json_keys=("images", "text"),
     ),
     "keypoint-matching": Task(
-        "json", {"threshold": Number(0, 1)}, stages=False, json_keys=("images",)
+        "json", {"threshold": Number(0, 1)}, batches=False, json_keys=("images",)
     ),
     "decision": Task("json", stages=False, json_keys=("state", "questions")),
     "audio-classification": Task(
@@ -206,7 +206,7 @@ TASKS: Mapping[str, Task] = {
         },
     ),
     "zero-shot-audio-classification": Task(
-        "audio", ZERO_SHOT_MEDIA, required=("candidate_labels",), stages=False
+        "audio", ZERO_SHOT_MEDIA, required=("candidate_labels",), batches=False
     ),
 }
 

@@ -1,0 +1,51 @@
+"""What is decoded at the same time is bounded, and nobody waits forever for room."""
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+from tests.serving import wait_until
+from worker.room import Room
+
+
+def take(room: Room, count: int, go_on: threading.Event) -> None:
+    with room.place() as place:
+        place.take(count)
+        go_on.wait(10)
+
+
+def test_what_does_not_fit_waits_its_turn() -> None:
+    room = Room(10)
+    first, second, third = (threading.Event() for _ in range(3))
+    with ThreadPoolExecutor(3) as pool:
+        one = pool.submit(take, room, 6, first)
+        wait_until(lambda: room.taken == 6)
+        two = pool.submit(take, room, 9, second)
+        wait_until(lambda: len(room._line) == 1)
+        three = pool.submit(take, room, 1, third)  # there is room, but it came later
+        wait_until(lambda: len(room._line) == 2)
+        assert room.taken == 6
+        first.set()
+        one.result(10)
+        wait_until(lambda: room.taken == 10)
+        second.set()
+        third.set()
+        done: list[Future[None]] = [two, three]
+        assert [each.result(10) for each in done] == [None, None]
+    assert room.taken == 0
+
+
+def test_what_exceeds_the_room_is_alone_in_it() -> None:
+    room = Room(10)
+    with room.place() as place:
+        place.take(1000)
+        assert room.taken == 10
+    assert room.taken == 0
+
+
+def test_room_is_given_back_when_decoding_fails() -> None:
+    room = Room(10)
+    with suppress(OSError), room.place() as place:
+        place.take(10)
+        raise OSError
+    assert room.taken == 0

@@ -1,0 +1,144 @@
+"""Which tasks a checkpoint was made for, by the architectures that its config.json names.
+
+Read before anything is loaded, without torch or transformers, to find the task where none is set
+and to refuse one that contradicts the checkpoint. What a model really lacks is found out when it
+has been loaded (missing.py).
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from batching.errors import OnequeueError
+from worker.tasks import resolve_task
+
+DEMO_TASK = "fill-mask"
+HEARS = "(Wav2Vec2|Hubert|UniSpeech|WavLM|SEW|Data2VecAudio|Whisper)"
+ZERO_SHOT = ("text-classification", "zero-shot-classification")
+# The first that fits the architecture's whole name. What ends in Model is a body without a head.
+MADE_FOR: Mapping[str, tuple[str, ...]] = {
+    rf"{HEARS}.*ForSequenceClassification": ("audio-classification",),
+    rf"{HEARS}.*(Model|ForPreTraining)|.*EncoderDecoderModel": (),
+    r".*ForSequenceClassification": ("text-classification",),
+    r".*ForMaskedLM|.*(Bert|Albert|BigBird|Ernie|FNet)ForPreTraining|.*WithLMHeadModel": (
+        "fill-mask",
+    ),
+    r".*For(CausalLM|TextGeneration)|.*LMHeadModel": ("text-generation",),
+    r".*ForTokenClassification": ("token-classification",),
+    r"Tapas.*ForQuestionAnswering": ("table-question-answering",),
+    r"LayoutLM.*ForQuestionAnswering": ("document-question-answering",),
+    r".*ForImageClassification": ("image-classification",),
+    r".*For\w*Segmentation": ("image-segmentation",),
+    r"(OwlViT|Owlv2|MMGroundingDino|GroundingDino|OmDetTurbo)ForObjectDetection": (
+        "zero-shot-object-detection",
+    ),
+    r".*ForObjectDetection": ("object-detection",),
+    r".*ForDepthEstimation": ("depth-estimation",),
+    r".*ForKeypointMatching": ("keypoint-matching",),
+    r".*ForAudioClassification": ("audio-classification",),
+    r".*For(CTC|TDT|SpeechSeq2Seq)|(Whisper|Moonshine|Speech2Text)ForConditionalGeneration": (
+        "automatic-speech-recognition",
+    ),
+    r"(CLIP|Siglip|Siglip2|AltCLIP|ChineseCLIP|Align)Model": ("zero-shot-image-classification",),
+    r"ClapModel": ("zero-shot-audio-classification",),
+    r"(Vits|Bark)Model|.*ForTextTo(Speech|Waveform)": ("text-to-audio",),
+}
+# Tasks that another model than one made for them cannot do: it has no such head.
+HEADS = {
+    "text-classification", "zero-shot-classification", "token-classification", "fill-mask",
+    "table-question-answering", "image-classification", "image-segmentation", "object-detection",
+    "depth-estimation", "keypoint-matching", "audio-classification",
+    "automatic-speech-recognition",
+}  # fmt: skip
+
+
+class TaskUnclear(OnequeueError):
+    """No task is set and the checkpoint leaves it open, or it contradicts the one that is set."""
+
+
+def settle_task(task: str, model: str) -> str:
+    """The task to run: the one that is set, or for `auto` what the checkpoint was made for."""
+    if model in ("demo", "none"):
+        return DEMO_TASK if task == "auto" else resolve_task(task)
+    if task == "auto":
+        return _made_for_one(read_config(model), model)
+    task = resolve_task(task)
+    if is_path(model) and (Path(model).expanduser() / "config.json").is_file():
+        config = read_config(model)
+        fitting = made_for(config)
+        if fitting and task not in fitting and task in HEADS:
+            raise TaskUnclear(
+                f"PIPELINE_TASK={task}: {model} was not made for it: {advice(config)}"
+            )
+    return task
+
+
+def _made_for_one(config: Mapping[str, Any], model: str) -> str:
+    fitting = made_for(config)
+    if len(fitting) == 1:
+        return fitting[0]
+    names = " and ".join(architectures(config)) or "not named"
+    if not fitting:
+        raise TaskUnclear(
+            f"PIPELINE_TASK is not set, and the architecture of {model} ({names}) says none"
+        )
+    raise TaskUnclear(
+        f"PIPELINE_TASK is not set, and the architecture of {model} ({names}) fits several: "
+        + ", ".join(fitting)
+    )
+
+
+def made_for(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The tasks that a checkpoint's architecture is made for; empty where that is not known."""
+    for name in architectures(config):
+        for pattern, tasks in MADE_FOR.items():
+            if re.fullmatch(pattern, name):
+                return ZERO_SHOT if tasks == ZERO_SHOT[:1] and knows_entailment(config) else tasks
+        if name.endswith("ForConditionalGeneration") and "vision_config" in config:
+            return ("image-text-to-text",)
+        if name.endswith("Model"):  # what comes in decides, and only a vision model has these
+            sees = "num_channels" in config and "vocab_size" not in config
+            return ("image-feature-extraction" if sees else "feature-extraction",)
+    return ()
+
+
+def knows_entailment(config: Mapping[str, Any]) -> bool:
+    labels = config.get("id2label") or {}
+    return any(str(label).lower().startswith("entail") for label in labels.values())
+
+
+def architectures(config: Mapping[str, Any]) -> list[str]:
+    return [str(name) for name in config.get("architectures") or ()]
+
+
+def advice(config: Mapping[str, Any]) -> str:
+    """What the architecture is and which task to set for it."""
+    names, tasks = ", ".join(architectures(config)), " or ".join(made_for(config))
+    if not tasks:
+        return f"its architecture is {names or 'not named'}"
+    return f"its architecture, {names}, is for PIPELINE_TASK={tasks}"
+
+
+def is_path(model: str) -> bool:
+    return model.startswith(("/", ".", "~")) or Path(model).is_dir()
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """config.json of a folder, or of a hub id: from the cache, or fetched."""
+    try:
+        if is_path(model):
+            path = Path(model).expanduser() / "config.json"
+        else:
+            from huggingface_hub import hf_hub_download
+
+            path = Path(hf_hub_download(model, "config.json"))
+        config = json.loads(path.read_text())
+    except Exception as error:  # of the hub, the file or its content
+        reason = (str(error).splitlines() or [repr(error)])[0]
+        raise TaskUnclear(
+            f"PIPELINE_MODEL={model}: its config.json cannot be read, and PIPELINE_TASK is not "
+            f"set: {reason}"
+        ) from error
+    return config if isinstance(config, dict) else {}
