@@ -12,7 +12,7 @@ from server.generation_request import (
     TopLogprobs,
     refuse_unimplemented,
 )
-from server.tool_request import TOOL_CHOICE, calls_of
+from server.tool_request import TOOL_CHOICE, Tools, calls_of
 from worker.payloads import Chat, GenerationInput
 from worker.streams import TokenStream
 
@@ -47,7 +47,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
     tool_choice: Annotated[Any, Meta(extra_json_schema=TOOL_CHOICE)] = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import ClientGone, Draining, InvalidInput
-from server.body import deadlines_of, read_body, require_json
+from server.body import Parsing, deadlines_of, read_body, require_json
 from server.errors import AnsweredEarly, http_error, to_response
 from server.exchange import Exchange
 from server.generation_request import decode
@@ -66,6 +66,7 @@ class Responses:
         self.models = models
         self.store = store
         self.jobs: dict[str, Job] = {}
+        self.parsing = Parsing()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
@@ -74,7 +75,9 @@ class Responses:
             raise Draining("the server is stopping", 5)
         body = await read_body(receive, headers, self.settings, deadlines.first)
         require_json(headers)
-        reply, payload = await anyio.to_thread.run_sync(self._prepare, body)
+        if (refusal := self.engine.refusal()) is not None:
+            raise refusal
+        reply, payload = await self.parsing.run(self._prepare, body, deadlines.first, blocks=True)
         exchange = Exchange(self.engine, self.metrics, [payload], deadlines)
         if reply.request.background:
             answer = json(reply.document)
@@ -98,7 +101,7 @@ class Responses:
 
     def _prepare(self, body: bytes) -> tuple[ResponseReply, GenerationInput]:
         """In a pool thread: it may be long, and what it builds on is in the store."""
-        request = decode(body, ResponseRequest)
+        request = decode(body, ResponseRequest, self.engine.generator.max_model_len)
         model = self.models.require(request.model)
         request.check()
         items = documents(request.input, self.store.item)
