@@ -30,16 +30,6 @@ UNIMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-# Arguments of apply_chat_template, and of the rendering inside: not variables of a template.
-RESERVED = frozenset(
-    (
-        "add_generation_prompt", "chat", "chat_template", "continue_final_message",
-        "conversation", "documents", "load_audio_from_video", "max_length", "messages",
-        "padding", "processor_kwargs", "return_assistant_tokens_mask", "return_dict",
-        "return_tensors", "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs",
-        "tools", "truncation",
-    )
-)  # fmt: skip
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -82,7 +72,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
         if self.add_generation_prompt and self.continue_final_message:
             both = "continue_final_message: excludes add_generation_prompt"
             raise InvalidInput(both, "continue_final_message")
-        check_template_kwargs(self.chat_template_kwargs)
 
     def generation_input(self) -> GenerationInput:
         """Checks, then one input with a stream of its own."""
@@ -128,10 +117,3 @@ def chat(
         continue_final_message,
         effort,
     )
-
-
-def check_template_kwargs(given: dict[str, Any] | None) -> None:
-    for name in given or ():
-        if name in RESERVED:
-            param = f"chat_template_kwargs.{name}"
-            raise InvalidInput(f"{param}: is not a variable of the template", param)

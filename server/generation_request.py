@@ -20,7 +20,7 @@ from worker.payloads import Constraint, Sampling, Stopping
 
 MOST_STOPS = 16
 MOST_BIASES = 1024
-_PATH = re.compile(r"(.*?)(?: - at `(?:key in )?\$(.*)`)?", re.DOTALL)
+_PATH = re.compile(r"(.*?)(?: - at `(?:key` in `)?\$(.*)`)?", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]

@@ -46,6 +46,9 @@ class Metrics:
         self.out_of_memory = self._make(Counter, "out_of_memory", "Forwards that ran out of memory")
         self.cap = self._make(Gauge, "batch_cap", "Rows a batch may have now")
         self.cap.set(batch_cap)
+        self.not_stored = self._make(
+            Counter, "responses_not_stored", "Responses that the store did not take"
+        )
         self.breaker_open = self._make(Gauge, "breaker_open", "1 while the worker keeps failing")
         self.build = self._make(Info, "build", "Versions")
         self.build.info({"version": __version__, **_versions()})

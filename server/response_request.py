@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
 from server.chat_message import FILLED, Message
-from server.chat_request import Effort, check_template_kwargs
+from server.chat_request import Effort
 from server.generation_request import (
     Count,
     Filled,
@@ -173,7 +173,6 @@ class ResponseRequest(GenerationRequest, kw_only=True):
             if self.stream:
                 raise InvalidInput("stream: is not implemented with background: true", "stream")
         check_tools(self.tools or ())
-        check_template_kwargs(self.chat_template_kwargs)
 
     def generation_input(
         self, before: Sequence[Document], items: Sequence[Document]

@@ -5,8 +5,11 @@ ago goes first. A conversation is a chain of responses, each with its own input,
 costs as much room as it adds. Methods block; call them in a pool thread.
 """
 
+import contextlib
 import sqlite3
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,9 +84,8 @@ class ResponseStore:
         response, given = orjson.dumps(stored.response), orjson.dumps(stored.input)
         id, size = stored.response["id"], len(response) + len(given)
         items = {(item["id"], id) for item in (*stored.input, *stored.response["output"])}
-        with self._lock, self._database:
+        with self._lock, self._changing():
             run = self._database.execute
-            run("BEGIN")
             row = (id, self._tick(), size, response, given)
             run("INSERT INTO responses VALUES (?, ?, ?, ?, ?)", row)
             self._database.executemany("INSERT INTO items VALUES (?, ?)", items)
@@ -99,14 +101,15 @@ class ResponseStore:
         """A response and all before it in its conversation, first one first."""
         found: list[Stored] = []
         following: str | None = id
-        with self._lock, self._database:
-            self._database.execute("BEGIN")
+        with self._lock:
             while following is not None:
                 stored = self._read(following)
-                used = "UPDATE responses SET used = ? WHERE id = ?"
-                self._database.execute(used, (self._tick(), following))
                 found.append(stored)
                 following = stored.response["previous_response_id"]
+            with contextlib.suppress(sqlite3.Error), self._changing():  # a full disk can be read
+                used = "UPDATE responses SET used = ? WHERE id = ?"
+                uses = [(self._tick(), each.response["id"]) for each in found]
+                self._database.executemany(used, uses)
         return found[::-1]
 
     def item(self, id: str) -> Document:
@@ -121,10 +124,21 @@ class ResponseStore:
         return next(item for item in items if item["id"] == id)
 
     def delete(self, id: str) -> None:
-        with self._lock, self._database:
-            self._database.execute("BEGIN")
+        with self._lock, self._changing():
             if not self._drop("SELECT ?", id):
                 raise NotStored(id)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """A transaction: all of it or, if it raises, nothing."""
+        totals = self.count, self.bytes
+        try:
+            with self._database:
+                self._database.execute("BEGIN")
+                yield
+        except BaseException:
+            self.count, self.bytes = totals
+            raise
 
     @property
     def _full(self) -> bool:

@@ -8,6 +8,7 @@ response_lookup.py.
 """
 
 import asyncio
+import contextlib
 import logging
 import sqlite3
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ from worker.streams import Delta
 log = logging.getLogger("onequeue.responses")
 
 PATH = "/v1/responses"
+MOST_UNSTORED = 1000
+MOST_UNSTORED_BYTES = 64_000_000
 
 
 @dataclass(slots=True)
@@ -65,6 +68,8 @@ class Responses:
         self.metrics = metrics
         self.models = models
         self.store = store
+        # Answers in the background that `store` could not take.
+        self.unstored = ResponseStore(":memory:", MOST_UNSTORED, MOST_UNSTORED_BYTES)
         self.jobs: dict[str, Job] = {}
         self.parsing = Parsing()
 
@@ -179,7 +184,8 @@ class Responses:
         finally:
             exchange.close()
         try:
-            await self._keep(reply)
+            if not await self._keep(reply):  # nobody has been given it
+                await anyio.to_thread.run_sync(self.unstored.put, reply.stored)
         finally:
             del self.jobs[reply.id]
 
@@ -192,23 +198,36 @@ class Responses:
         message = orjson.loads(response.body)["error"]["message"]
         reply.fail(message, isinstance(error, InvalidInput), exchange.usage)
 
-    async def _keep(self, reply: ResponseReply) -> None:
-        """Store it if it is to be; its client gets it even where that fails."""
+    async def _keep(self, reply: ResponseReply) -> bool:
+        """Store it if it is to be; where that fails, as on a full disk, it says so itself."""
         if not reply.request.stored:
-            return
+            return False
         try:
             await anyio.to_thread.run_sync(self.store.put, reply.stored)
         except sqlite3.Error as error:
             log.error("response not stored id=%s error=%r", reply.id, error)
+            self.metrics.not_stored.inc()
+            reply.document["store"] = False
+            return False
+        return True
 
     async def find(self, id: str) -> Stored:
         """A response, ended or in the background; 404 if it is not known."""
         if (job := self.jobs.get(id)) is not None:
             return job.reply.stored
-        try:
-            return await anyio.to_thread.run_sync(self.store.get, id)
-        except NotStored:
-            raise AnsweredEarly(not_found(id, "id")) from None
+        for store in (self.store, self.unstored):
+            with contextlib.suppress(NotStored):
+                return await anyio.to_thread.run_sync(store.get, id)
+        raise AnsweredEarly(not_found(id, "id"))
+
+    async def delete(self, id: str) -> None:
+        """404 if it is not known."""
+        await self.cancel(id)
+        for store in (self.store, self.unstored):
+            with contextlib.suppress(NotStored):
+                await anyio.to_thread.run_sync(store.delete, id)
+                return
+        raise AnsweredEarly(not_found(id, "id"))
 
     async def cancel(self, id: str) -> None:
         """End a response in the background, and wait until it has; nothing if there is none."""
@@ -222,6 +241,7 @@ class Responses:
         if self.jobs:
             await asyncio.wait([job.task for job in self.jobs.values()])
         await anyio.to_thread.run_sync(self.store.close)
+        self.unstored.close()
 
 
 def json(content: object) -> Response:

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from batching.errors import InvalidInput
 from server.body import deadline_of, read_body, require_json
 from server.chat_message import Messages
-from server.chat_request import chat, check_template_kwargs
+from server.chat_request import chat
 from server.generation_request import decode
 from server.models import ModelNames
 from server.settings import Settings
@@ -37,7 +37,6 @@ class TokenizeRequest(Struct):
             raise InvalidInput("prompt: needs either this or messages", "prompt")
         if self.messages is None:
             return self.prompt or ""
-        check_template_kwargs(self.chat_template_kwargs)
         return chat(
             self.messages,
             self.tools,
