@@ -17,6 +17,15 @@ def stored(id: str, previous: str | None = None, text: str = "") -> Stored:
     return Stored(response, [{"id": f"in_{id}", "text": text}])
 
 
+def filled(path: Path) -> ResponseStore:
+    """A store in a file that may not grow, with one response, `a`."""
+    store = ResponseStore(str(path))
+    store.put(stored("a"))
+    [pages] = store._database.execute("PRAGMA page_count").fetchone()
+    store._database.execute(f"PRAGMA max_page_count = {pages}")
+    return store
+
+
 def ids(store: ResponseStore, *among: str) -> list[str]:
     found = []
     for id in among:
@@ -109,6 +118,21 @@ def test_a_file_keeps_responses_their_order_and_its_bounds(tmp_path: Path) -> No
     assert store.get("b") == stored("b")
     store.put(stored("d"))
     assert ids(store, *"abcd") == ["a", "c", "d"]
+    store.close()
+
+
+def test_a_full_disk_keeps_what_is_there_and_can_be_built_upon(tmp_path: Path) -> None:
+    store = filled(tmp_path / "responses.db")
+    before = store.count, store.bytes
+    with pytest.raises(sqlite3.OperationalError, match="full"):
+        store.put(stored("b", "a", "x" * 100_000))
+    assert (store.count, store.bytes) == before
+    assert ids(store, "a", "b") == ["a"]
+    store._database.execute("PRAGMA query_only = ON")  # not even a use can be written down
+    assert store.chain("a") == [stored("a")]
+    store._database.execute("PRAGMA query_only = OFF")
+    store.put(stored("c", "a"))
+    assert ids(store, "a", "c") == ["a", "c"]
     store.close()
 
 
