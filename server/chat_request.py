@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from batching.errors import InvalidInput
-from server.chat_message import Message, Messages
+from server.chat_message import FILLED, Message, Messages
 from server.generation_request import (
     Count,
     GenerationRequest,
@@ -37,7 +37,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    tools: Tools | None = None
+    tools: Annotated[Tools, FILLED] | None = None
     tool_choice: Annotated[Any, Meta(extra_json_schema=TOOL_CHOICE)] = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None

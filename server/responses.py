@@ -28,7 +28,7 @@ from server.models import ModelNames
 from server.response_input import documents
 from server.response_reply import ResponseReply, spend
 from server.response_request import ResponseRequest
-from server.response_store import Document, NotStored, ResponseStore, Stored
+from server.response_store import Document, NotStored, ResponseStore, Stored, TooLarge
 from server.root import watch
 from server.settings import Settings
 from server.sse import EventStream
@@ -109,18 +109,21 @@ class Responses:
         request = decode(body, ResponseRequest, self.engine.generator.max_model_len)
         model = self.models.require(request.model)
         request.check()
-        items = documents(request.input, self.store.item)
+        items = documents(request.input, self.store.items)
         payload = request.generation_input(self._before(request.previous_response_id), items)
         return ResponseReply(request, items, model), payload
 
     def _before(self, id: str | None) -> list[Document]:
-        """All items of the conversation that a response ended."""
+        """All items of the conversation that a response ended. As stored, it may be as large as
+        it might be if it were sent."""
         if id is None:
             return []
+        param, most_mb = "previous_response_id", self.settings.max_body_mb
         try:
-            turns = self.store.chain(id)
+            turns = self.store.chain(id, most_mb * 1_000_000)
+        except TooLarge:
+            raise InvalidInput(f"{param}: its conversation exceeds {most_mb:g} MB", param) from None
         except NotStored as error:
-            param = "previous_response_id"
             if error.id in self.jobs:
                 raise InvalidInput(f"{param}: {id!r} has not ended", param) from None
             raise AnsweredEarly(not_found(error.id, param)) from None

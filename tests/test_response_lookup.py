@@ -184,6 +184,14 @@ def test_what_is_built_on_nothing_is_404(server: Server) -> None:
         assert error_of(answer)["param"] == "previous_response_id"
 
 
+def test_a_conversation_larger_than_a_body_may_be_is_refused() -> None:
+    with serving(load_chat=FakeGenerator, max_body_mb=0.01) as server:
+        id = answered(respond(server, "say " + "x" * 4500))["id"]
+        answer = respond(server, "hi", previous_response_id=id)
+        assert answer.status_code == 400
+        assert error_of(answer)["param"] == "previous_response_id"
+
+
 def test_items_are_referred_to_by_their_ids(server: Server, generator: FakeGenerator) -> None:
     first = answered(respond(server, [{"role": "user", "content": "hi", "id": "msg_hi"}]))
     given: list[Any] = [

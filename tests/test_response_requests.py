@@ -404,7 +404,7 @@ ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}
         ({"metadata": {"a" * 65: ""}}, "metadata", "<= 64"),
         ({"metadata": {"a": "b" * 513}}, "metadata", "<= 512"),
         (
-            {"tools": [TOOL], "tool_choice": {**ALLOWED, "tools": ALLOWED["tools"] * 129}},
+            {"tools": [TOOL], "tool_choice": {**ALLOWED, "tools": [TOOL] * 129}},
             "tool_choice.tools",
             "<= 128",
         ),

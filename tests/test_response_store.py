@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from server.app import create_app
-from server.response_store import NotStored, ResponseStore, Stored
+from server.response_store import NotStored, ResponseStore, Stored, TooLarge
 from server.settings import Settings, SettingsError
 
 
@@ -38,15 +38,14 @@ def test_what_was_put_is_got_until_it_is_deleted() -> None:
     store = ResponseStore(":memory:")
     store.put(stored("a", text="wörld"))
     assert store.get("a") == stored("a", text="wörld")
-    assert store.item("in_a") == {"id": "in_a", "text": "wörld"}
-    assert store.item("out_a") == {"id": "out_a"}
+    found = {"in_a": {"id": "in_a", "text": "wörld"}, "out_a": {"id": "out_a"}}
+    assert store.items({"in_a", "out_a", "none"}) == found
     store.delete("a")
     assert (store.count, store.bytes) == (0, 0)
-    for look_up in (store.get, store.chain, store.delete, store.item):
+    for look_up in (store.get, store.chain, store.delete):
         with pytest.raises(NotStored):
             look_up("a")
-    with pytest.raises(NotStored):
-        store.item("in_a")
+    assert store.items({"in_a"}) == {}
 
 
 def test_an_item_of_two_responses_outlives_the_first() -> None:
@@ -55,10 +54,26 @@ def test_an_item_of_two_responses_outlives_the_first() -> None:
     for id in ("a", "b"):
         store.put(Stored({"id": id, "previous_response_id": None, "output": []}, same))
     store.delete("a")
-    assert store.item("in") == {"id": "in"}
+    assert store.items({"in"}) == {"in": {"id": "in"}}
     store.delete("b")
-    with pytest.raises(NotStored):
-        store.item("in")
+    assert store.items({"in"}) == {}
+
+
+def test_items_of_one_response_cost_one_look_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ResponseStore(":memory:")
+    many: list[Any] = [{"id": f"in_{n}"} for n in range(100)]
+    for id, given in (("a", many[:50]), ("b", many[50:])):
+        store.put(Stored({"id": id, "previous_response_id": None, "output": []}, given))
+    reads: list[str] = []
+    read = store._read
+
+    def counted(id: str) -> Stored:
+        reads.append(id)
+        return read(id)
+
+    monkeypatch.setattr(store, "_read", counted)
+    assert len(store.items({each["id"] for each in many})) == 100
+    assert sorted(reads) == ["a", "b"]
 
 
 def test_a_chain_is_told_from_its_beginning() -> None:
@@ -68,6 +83,9 @@ def test_a_chain_is_told_from_its_beginning() -> None:
         store.put(turn)
     assert store.chain("c") == turns
     assert store.chain("b") == turns[:2]
+    assert store.chain("c", store.bytes) == turns
+    with pytest.raises(TooLarge):
+        store.chain("c", store.bytes - 1)
     store.delete("a")
     with pytest.raises(NotStored) as missing:
         store.chain("c")

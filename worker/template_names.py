@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jinja2 import Template
-from jinja2.defaults import DEFAULT_FILTERS
+from jinja2.filters import FILTERS
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import chat_template_utils
 
@@ -33,7 +33,7 @@ def own_names(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
             *tokenizer.SPECIAL_TOKENS_ATTRIBUTES,
             *tokenizer.special_tokens_map,
             *environment.globals,
-            *(name for name, _ in environment.filters.items() - DEFAULT_FILTERS.items()),
+            *(name for name, _ in environment.filters.items() - FILTERS.items()),
         }
     )
 
