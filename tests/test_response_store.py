@@ -154,6 +154,21 @@ def test_a_full_disk_keeps_what_is_there_and_can_be_built_upon(tmp_path: Path) -
     store.close()
 
 
+def test_what_fails_halfway_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ResponseStore(":memory:", most_responses=1)
+    store.put(stored("a"))
+    before = store.count, store.bytes
+
+    def drop(*words: str) -> bool:
+        raise sqlite3.OperationalError("disk is full")
+
+    monkeypatch.setattr(store, "_drop", drop)
+    with pytest.raises(sqlite3.Error):
+        store.put(stored("b"))
+    assert (store.count, store.bytes) == before
+    assert ids(store, "a", "b") == ["a"]
+
+
 def test_a_file_that_cannot_be_used_is_refused_by_name(tmp_path: Path) -> None:
     text = tmp_path / "notes.txt"
     text.write_text("no database " * 100)
