@@ -1,4 +1,10 @@
-"""Reading a request: its body within limits, its JSON, its time limit."""
+"""Reading a request: its body within limits, its JSON, its time limit.
+
+    bytes → how many values? → JSON → lists no longer than they may be (generation_request.py)
+
+Parsing is one call that holds the interpreter, so what it may cost is known before: values are
+counted without building any. Each endpoint parses its larger bodies off the loop, one at a time.
+"""
 
 import asyncio
 import contextlib
@@ -6,23 +12,31 @@ import json
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import anyio
+import anyio.to_thread
 import orjson
 from starlette.responses import Response
 from starlette.types import Receive
 
-from batching.errors import ClientGone, InvalidInput
+from batching.errors import ClientGone, DeadlineExceeded, InvalidInput
 from server.errors import AnsweredEarly, http_error
 from server.settings import Settings
 
 # A refused body is still read for so long, so that clients get to the answer.
 LINGER_S = 5.0
+# Larger JSON is parsed off the event loop.
+INLINE_BYTES = 1 << 16
+MOST_VALUES = 1_000_000  # keys and values of one JSON body
+_MARKS = b",", b":", b"[", b"{"  # each value and key but the first follows one
+_PIECE = 1 << 16  # bytes counted in one go
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 Headers = Mapping[bytes, bytes]  # names in lower case, as ASGI gives them
+T = TypeVar("T")
 
 
 class Patience:
@@ -109,8 +123,31 @@ def require_json(headers: Headers) -> None:
         raise AnsweredEarly(http_error(415, f"this takes application/json, not {given!r}"))
 
 
+class Parsing:
+    """How an endpoint makes requests of bodies: larger ones wait for each other, so that many at
+    once take no more memory, and no more from other endpoints, than one does."""
+
+    def __init__(self) -> None:
+        self._turn = anyio.CapacityLimiter(1)
+
+    async def run(
+        self, parse: Callable[[bytes], T], body: bytes, deadline: float, blocks: bool = False
+    ) -> T:
+        """`blocks`: whether even a small one would hold up the loop."""
+        large = len(body) > INLINE_BYTES
+        if not (large or blocks):
+            return parse(body)
+        turn = self._turn if large else None
+        try:
+            with anyio.fail_after(deadline - time.monotonic()):
+                return await anyio.to_thread.run_sync(parse, body, limiter=turn)
+        except TimeoutError:
+            raise DeadlineExceeded("the body was not read within the time limit") from None
+
+
 def parse_json(body: bytes) -> dict[str, Any]:
     """A JSON object; InvalidInput says what is wrong with anything else."""
+    check_values(body)
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -122,24 +159,48 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return parsed
 
 
+def check_values(body: bytes) -> None:
+    """InvalidInput for JSON of more than MOST_VALUES keys and values."""
+    if len(body) <= MOST_VALUES:
+        return
+    if b"\\" in body:  # then every quote left begins or ends a string
+        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    count = within = 0  # `within`: 1 in the middle of a string
+    for start in range(0, len(body), _PIECE):
+        texts = body[start : start + _PIECE].split(b'"')
+        outside = b"".join(texts[within::2])
+        count += sum(map(outside.count, _MARKS))
+        within = (within + len(texts) - 1) % 2
+        if count >= MOST_VALUES:
+            raise InvalidInput(f"the body has more than {MOST_VALUES} JSON values")
+
+
 def _half_character(body: bytes) -> str | None:
-    """Where a string escapes a lone surrogate, which JSON's grammar allows and Unicode does not."""
-    if b"\\u" not in body:
+    """Where a string escapes a lone surrogate, which JSON's grammar allows and Unicode does not.
+    Not looked for in long bodies."""
+    if b"\\u" not in body or len(body) > MOST_VALUES:
         return None
     try:
-        nodes: list[tuple[str, Any]] = [("", json.loads(body))]
+        path = _path_of_half(json.loads(body))
     except (ValueError, RecursionError):
         return None
-    while nodes:
-        path, node = nodes.pop()
-        if isinstance(node, str) and _SURROGATE.search(node):
-            return path
-        if isinstance(node, list):
-            nodes += [(f"{path}[{n}]", each) for n, each in enumerate(node)]
-        elif isinstance(node, dict):
-            if any(_SURROGATE.search(key) for key in node):
-                return path
-            nodes += [(f"{path}.{key}" if path else key, each) for key, each in node.items()]
+    return None if path is None else path.removeprefix(".")
+
+
+def _path_of_half(node: Any) -> str | None:
+    if isinstance(node, str):
+        return "" if _SURROGATE.search(node) else None
+    if isinstance(node, dict):
+        if any(map(_SURROGATE.search, node)):
+            return ""
+        within = ((f".{key[:100]}", each) for key, each in node.items())
+    elif isinstance(node, list):
+        within = ((f"[{n}]", each) for n, each in enumerate(node))
+    else:
+        return None
+    for step, each in within:
+        if (path := _path_of_half(each)) is not None:
+            return step + path
     return None
 
 

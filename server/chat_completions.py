@@ -13,7 +13,7 @@ from worker.streams import Delta, Part, TokenLogprob
 
 class ChatCompletions(GenerationEndpoint):
     def parse(self, body: bytes) -> Reply:
-        request = decode(body, ChatRequest)
+        request = decode(body, ChatRequest, self.engine.generator.max_model_len)
         model = self.models.require(request.model)
         return ChatReply(request, request.generation_input(), model, self.engine.call_id)
 

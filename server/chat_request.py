@@ -5,14 +5,14 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from batching.errors import InvalidInput
-from server.chat_message import Message, Messages
+from server.chat_message import FILLED, Message, Messages
 from server.generation_request import (
     Count,
     GenerationRequest,
     TopLogprobs,
     refuse_unimplemented,
 )
-from server.tool_request import TOOL_CHOICE, calls_of
+from server.tool_request import TOOL_CHOICE, Tools, calls_of
 from worker.payloads import Chat, GenerationInput
 from worker.streams import TokenStream
 
@@ -30,16 +30,6 @@ UNIMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-# Arguments of apply_chat_template, and of the rendering inside: not variables of a template.
-RESERVED = frozenset(
-    (
-        "add_generation_prompt", "chat", "chat_template", "continue_final_message",
-        "conversation", "documents", "load_audio_from_video", "max_length", "messages",
-        "padding", "processor_kwargs", "return_assistant_tokens_mask", "return_dict",
-        "return_tensors", "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs",
-        "tools", "truncation",
-    )
-)  # fmt: skip
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -47,7 +37,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[Tools, FILLED] | None = None
     tool_choice: Annotated[Any, Meta(extra_json_schema=TOOL_CHOICE)] = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
@@ -82,7 +72,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
         if self.add_generation_prompt and self.continue_final_message:
             both = "continue_final_message: excludes add_generation_prompt"
             raise InvalidInput(both, "continue_final_message")
-        check_template_kwargs(self.chat_template_kwargs)
 
     def generation_input(self) -> GenerationInput:
         """Checks, then one input with a stream of its own."""
@@ -128,10 +117,3 @@ def chat(
         continue_final_message,
         effort,
     )
-
-
-def check_template_kwargs(given: dict[str, Any] | None) -> None:
-    for name in given or ():
-        if name in RESERVED:
-            param = f"chat_template_kwargs.{name}"
-            raise InvalidInput(f"{param}: is not a variable of the template", param)

@@ -1,5 +1,6 @@
 """The body of `POST /v1/completions`, checked, as a GenerationInput for each prompt."""
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -11,7 +12,7 @@ from server.generation_request import (
     TopLogprobs,
     refuse_unimplemented,
 )
-from worker.payloads import GenerationInput
+from worker.payloads import GenerationInput, Stopping
 from worker.streams import TokenStream
 
 DEFAULT_MAX_TOKENS = 16
@@ -39,6 +40,11 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     @property
     def most_tokens(self) -> int | None:
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def stopping(self) -> Stopping:
+        return replace(
+            super().stopping(), max_tokens=self.max_tokens, default_tokens=DEFAULT_MAX_TOKENS
+        )
 
     def check(self) -> None:
         super().check()

@@ -12,9 +12,11 @@ from worker.streams import Delta, TokenLogprob
 
 class Completions(GenerationEndpoint):
     def parse(self, body: bytes) -> Reply:
-        request = decode(body, CompletionRequest)
+        places = self.settings.max_queue_size
+        most = max(places, self.engine.generator.max_model_len)  # prompts, or tokens of one
+        request = decode(body, CompletionRequest, most)
         model = self.models.require(request.model)
-        payloads = request.generation_inputs(self.settings.max_queue_size)
+        payloads = request.generation_inputs(places)
         return CompletionReply(request, payloads, model)
 
 

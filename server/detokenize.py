@@ -16,9 +16,9 @@ class DetokenizeRequest(Struct):
 
 class Detokenize(TextEndpoint):
     def answer(self, body: bytes) -> Any:
-        request = decode(body, DetokenizeRequest)
-        self.models.require(request.model)
         generator = self.engine.generator
+        request = decode(body, DetokenizeRequest, generator.max_model_len)
+        self.models.require(request.model)
         if request.tokens:
             largest = max(request.tokens)
             try:

@@ -9,17 +9,16 @@ codes; what fails later is told in an event.
 import logging
 from abc import ABC, abstractmethod
 
-import anyio.to_thread
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import ClientGone, Draining
-from server.body import deadlines_of, read_body, require_json
+from server.body import Parsing, deadlines_of, read_body, require_json
 from server.errors import to_response
 from server.exchange import Exchange
 from server.metrics import Metrics
 from server.models import ModelNames
 from server.reply import Reply
-from server.root import INLINE_BYTES, watch
+from server.root import watch
 from server.settings import Settings
 from server.sse import EventStream
 from worker.engine import Engine
@@ -38,6 +37,7 @@ class GenerationEndpoint(ABC):
         self.engine = engine
         self.metrics = metrics
         self.models = models
+        self.parsing = Parsing()
 
     @abstractmethod
     def parse(self, body: bytes) -> Reply:
@@ -50,10 +50,9 @@ class GenerationEndpoint(ABC):
             raise Draining("the server is stopping", 5)
         body = await read_body(receive, headers, self.settings, deadlines.first)
         require_json(headers)
-        if len(body) <= INLINE_BYTES:
-            reply = self.parse(body)
-        else:
-            reply = await anyio.to_thread.run_sync(self.parse, body)
+        if (refusal := self.engine.refusal("generation")) is not None:
+            raise refusal
+        reply = await self.parsing.run(self.parse, body, deadlines.first)
         exchange = Exchange(self.engine, self.metrics, reply.payloads, deadlines)
         self.engine.loop.create_task(watch(receive, exchange.items))
         try:

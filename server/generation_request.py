@@ -7,7 +7,7 @@ ids, lengths) is checked in `Generator.prepare`.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -19,7 +19,8 @@ from server.output_format import ResponseFormat, StructuredOutputs, constraint_o
 from worker.payloads import Constraint, Sampling, Stopping
 
 MOST_STOPS = 16
-_PATH = re.compile(r"(.*?)(?: - at `(?:key in )?\$(.*)`)?", re.DOTALL)
+MOST_BIASES = 1024
+_PATH = re.compile(r"(.*?)(?: - at `(?:key` in `)?\$(.*)`)?", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -31,7 +32,8 @@ Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Filled = Annotated[str, Meta(extra_json_schema={"minLength": 1})]
 Stops = Annotated[list[Filled], Meta(extra_json_schema={"maxItems": MOST_STOPS})]
 Biases = Annotated[
-    dict[str, Bias], Meta(extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,9}$"}})
+    dict[str, Bias],
+    Meta(max_length=MOST_BIASES, extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}),
 ]
 Unserved = Annotated[Any, Meta(extra_json_schema={"type": "null"})]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
@@ -106,13 +108,36 @@ class GenerationRequest(Struct, kw_only=True):
 R = TypeVar("R", bound=Struct)
 
 
-def decode(body: bytes, kind: type[R]) -> R:
-    """A request's struct; InvalidInput names the first field that does not fit."""
+def decode(body: bytes, kind: type[R], most: int | None = None) -> R:
+    """A request's struct; InvalidInput names the first field that does not fit.
+
+    `most` entries its lists may have, and the lists in those: what is to become tokens is not
+    looked at one by one if it cannot fit into the context."""
+    document = parse_json(body)
+    if most is not None:
+        for path, length in _lengths(document, kind.__struct_fields__):
+            if length > most:
+                raise InvalidInput(f"{path}: takes at most {most} entries, not {length}", path)
     try:
-        return msgspec.convert(parse_json(body), kind)
+        return msgspec.convert(document, kind)
     except msgspec.ValidationError as error:
         message, param = _explain(str(error))
         raise InvalidInput(f"{param}: {message}", param) from None
+
+
+def _lengths(document: Mapping[str, Any], fields: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """The lists among the fields, by their paths, each before those in its entries."""
+    for name in fields:
+        if not isinstance(found := document.get(name), list):
+            continue
+        yield name, len(found)
+        for n, entry in enumerate(found):
+            if isinstance(entry, list):
+                yield f"{name}[{n}]", len(entry)
+            elif isinstance(entry, dict):
+                for key, value in entry.items():
+                    if isinstance(value, list):
+                        yield f"{name}[{n}].{key}", len(value)
 
 
 def _explain(told: str) -> tuple[str, str]:

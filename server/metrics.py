@@ -46,6 +46,9 @@ class Metrics:
         self.out_of_memory = self._make(Counter, "out_of_memory", "Forwards that ran out of memory")
         self.cap = self._make(Gauge, "batch_cap", "Rows a batch may have now")
         self.cap.set(batch_cap)
+        self.not_stored = self._make(
+            Counter, "responses_not_stored", "Responses that the store did not take"
+        )
         failing = "1 while the model keeps failing"
         self.breaker_open = self._make(Gauge, "breaker_open", failing, "serves")
         self.build = self._make(Info, "build", "Versions")

@@ -7,7 +7,7 @@ message. This model takes text only, so that other items and parts are refused b
 """
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, TypeVar
 
 from msgspec import Meta, Struct
@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 from batching.errors import InvalidInput
 from server.chat_message import CalledFunction, Message, ToolCall
 from server.errors import AnsweredEarly, http_error
-from server.response_store import Document, NotStored
+from server.response_store import Document
 
 PREFIXES = {
     "message": "msg_",
@@ -85,11 +85,15 @@ class Item(Struct):
     arguments: str | None = None
     output: Parts | None = None
 
-    def document(self, path: str, stored: Callable[[str], Document]) -> Document:
-        """Checked, with an id; `path` is what errors call it, `stored` looks up a reference."""
-        kind = self.type
-        if kind is None:
-            kind = "item_reference" if self.role is None and self.id else "message"
+    @property
+    def kind(self) -> str:
+        if self.type is not None:
+            return self.type
+        return "item_reference" if self.role is None and self.id else "message"
+
+    def document(self, path: str, stored: Mapping[str, Document]) -> Document:
+        """Checked, with an id; `path` is what errors call it, `stored` has what is referred to."""
+        kind = self.kind
         if kind == "item_reference":
             return self._referred(f"{path}.id", stored)
         if kind not in PREFIXES:
@@ -103,13 +107,12 @@ class Item(Struct):
         }[kind](path)
         return {"id": self.id or new_id(kind), "type": kind, "status": "completed", **made}
 
-    def _referred(self, param: str, stored: Callable[[str], Document]) -> Document:
+    def _referred(self, param: str, stored: Mapping[str, Document]) -> Document:
         id = _required(self.id, param)
-        try:
-            return stored(id)
-        except NotStored:
+        if id not in stored:
             unknown = f"{param}: there is no stored item {id[:100]!r}"
-            raise AnsweredEarly(http_error(404, unknown, param)) from None
+            raise AnsweredEarly(http_error(404, unknown, param))
+        return stored[id]
 
     def _message(self, path: str) -> Document:
         role = _required(self.role, f"{path}.role")
@@ -149,10 +152,15 @@ class Item(Struct):
         return {"call_id": call_id, "output": whole}
 
 
-def documents(given: str | list[Item], stored: Callable[[str], Document]) -> list[Document]:
+def documents(
+    given: str | list[Item], look_up: Callable[[set[str]], Mapping[str, Document]]
+) -> list[Document]:
+    """`look_up` finds stored items by their ids, those that there are."""
     if not given:
         raise InvalidInput("input: must not be empty", "input")
     items = [Item(role="user", content=given)] if isinstance(given, str) else given
+    referred = {item.id for item in items if item.id and item.kind == "item_reference"}
+    stored = look_up(referred) if referred else {}
     return [item.document(f"input[{n}]", stored) for n, item in enumerate(items)]
 
 

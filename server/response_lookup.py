@@ -2,15 +2,13 @@
 
 from collections.abc import Mapping
 
-import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from batching.errors import InvalidInput
-from server.errors import AnsweredEarly
-from server.response_store import Document, NotStored
-from server.responses import PATH, Responses, json, not_found
+from server.response_store import Document
+from server.responses import PATH, Responses, json
 
 ONE_PATH = PATH + "/{id}"
 INPUT_PATH = ONE_PATH + "/input_items"
@@ -32,18 +30,11 @@ class ResponseLookup:
     async def one(self, request: Request) -> Response:
         id = _id(request, ONE_PATH)
         if request.method == "DELETE":
-            await self._delete(id)
+            await self.responses.delete(id)
             return json({"id": id, "object": "response", "deleted": True})
         if request.query_params.get("stream", "false") != "false":
             raise InvalidInput("stream: a stored response is answered whole", "stream")
         return json((await self.responses.find(id)).response)
-
-    async def _delete(self, id: str) -> None:
-        await self.responses.cancel(id)
-        try:
-            await anyio.to_thread.run_sync(self.responses.store.delete, id)
-        except NotStored:
-            raise AnsweredEarly(not_found(id, "id")) from None
 
     async def input_items(self, request: Request) -> Response:
         id = _id(request, INPUT_PATH)

@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
 from server.chat_message import FILLED, Message
-from server.chat_request import Effort, check_template_kwargs
+from server.chat_request import Effort
 from server.generation_request import (
     Count,
     Filled,
@@ -20,6 +20,7 @@ from server.output_format import ANY_OBJECT, FORMATS, json_constraint
 from server.response_input import FULL_ITEM, Item, messages
 from server.response_store import Document
 from server.response_tools import Tool, ToolChoice, calls, check_depth, check_tools
+from server.tool_request import MOST_TOOLS
 from worker.payloads import Chat, Constraint, GenerationInput
 from worker.streams import TokenStream
 
@@ -48,6 +49,11 @@ UNIMPLEMENTED_REASONING: dict[str, tuple[Any, ...]] = {
     "mode": ("standard",),
 }
 
+# As OpenAI bounds it: it is kept, and told in each event.
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=16),
+]
 Summary = Literal["auto", "concise", "detailed"]
 
 
@@ -97,9 +103,9 @@ class ResponseRequest(GenerationRequest, kw_only=True):
     previous_response_id: str | None = None
     store: bool | None = None
     background: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MOST_TOOLS)] | None = None
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -167,7 +173,6 @@ class ResponseRequest(GenerationRequest, kw_only=True):
             if self.stream:
                 raise InvalidInput("stream: is not implemented with background: true", "stream")
         check_tools(self.tools or ())
-        check_template_kwargs(self.chat_template_kwargs)
 
     def generation_input(
         self, before: Sequence[Document], items: Sequence[Document]

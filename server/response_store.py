@@ -5,8 +5,12 @@ ago goes first. A conversation is a chain of responses, each with its own input,
 costs as much room as it adds. Methods block; call them in a pool thread.
 """
 
+import contextlib
+import math
 import sqlite3
 import threading
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +45,10 @@ class NotStored(Exception):
     def __init__(self, id: str) -> None:
         super().__init__(id)
         self.id = id
+
+
+class TooLarge(Exception):
+    """The conversation before a response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +89,8 @@ class ResponseStore:
         response, given = orjson.dumps(stored.response), orjson.dumps(stored.input)
         id, size = stored.response["id"], len(response) + len(given)
         items = {(item["id"], id) for item in (*stored.input, *stored.response["output"])}
-        with self._lock, self._database:
+        with self._lock, self._changing():
             run = self._database.execute
-            run("BEGIN")
             row = (id, self._tick(), size, response, given)
             run("INSERT INTO responses VALUES (?, ?, ?, ?, ?)", row)
             self._database.executemany("INSERT INTO items VALUES (?, ?)", items)
@@ -95,36 +102,58 @@ class ResponseStore:
         with self._lock:
             return self._read(id)
 
-    def chain(self, id: str) -> list[Stored]:
-        """A response and all before it in its conversation, first one first."""
+    def chain(self, id: str, most_bytes: float = math.inf) -> list[Stored]:
+        """A response and all before it in its conversation, first one first; or TooLarge."""
         found: list[Stored] = []
         following: str | None = id
-        with self._lock, self._database:
-            self._database.execute("BEGIN")
+        with self._lock:
             while following is not None:
+                most_bytes -= self._size(following)
+                if most_bytes < 0:
+                    raise TooLarge(id)
                 stored = self._read(following)
-                used = "UPDATE responses SET used = ? WHERE id = ?"
-                self._database.execute(used, (self._tick(), following))
                 found.append(stored)
                 following = stored.response["previous_response_id"]
+            with contextlib.suppress(sqlite3.Error), self._changing():  # a full disk can be read
+                used = "UPDATE responses SET used = ? WHERE id = ?"
+                uses = [(self._tick(), each.response["id"]) for each in found]
+                self._database.executemany(used, uses)
         return found[::-1]
 
-    def item(self, id: str) -> Document:
-        """An input or output item of any stored response."""
-        with self._lock:
-            of_item = "SELECT response_id FROM items WHERE id = ? LIMIT 1"
-            row = self._database.execute(of_item, (id,)).fetchone()
-            if row is None:
-                raise NotStored(id)
-            stored = self._read(row[0])
-        items: list[Document] = [*stored.input, *stored.response["output"]]
-        return next(item for item in items if item["id"] == id)
+    def items(self, ids: Set[str]) -> dict[str, Document]:
+        """Those input and output items of any stored response that there are, by their ids. Each
+        response is read once, however many are of it."""
+        found: dict[str, Document] = {}
+        of_item = "SELECT response_id FROM items WHERE id = ? LIMIT 1"
+        for id in ids:
+            if id in found:
+                continue
+            with self._lock:
+                row = self._database.execute(of_item, (id,)).fetchone()
+                if row is None:
+                    continue
+                stored = self._read(row[0])
+            for item in (*stored.input, *stored.response["output"]):
+                if item["id"] in ids:
+                    found.setdefault(item["id"], item)
+        return found
 
     def delete(self, id: str) -> None:
-        with self._lock, self._database:
-            self._database.execute("BEGIN")
+        with self._lock, self._changing():
             if not self._drop("SELECT ?", id):
                 raise NotStored(id)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """A transaction: all of it or, if it raises, nothing."""
+        totals = self.count, self.bytes
+        try:
+            with self._database:
+                self._database.execute("BEGIN")
+                yield
+        except BaseException:
+            self.count, self.bytes = totals
+            raise
 
     @property
     def _full(self) -> bool:
@@ -136,6 +165,12 @@ class ResponseStore:
         if row is None:
             raise NotStored(id)
         return Stored(orjson.loads(row[0]), orjson.loads(row[1]))
+
+    def _size(self, id: str) -> int:
+        row = self._database.execute("SELECT size FROM responses WHERE id = ?", (id,)).fetchone()
+        if row is None:
+            raise NotStored(id)
+        return int(row[0])
 
     def _drop(self, which: str, *values: str) -> bool:
         dropped = f"DELETE FROM responses WHERE id = ({which}) RETURNING size"

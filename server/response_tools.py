@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
 from server.response_store import Document
-from server.tool_request import NAME
+from server.tool_request import MOST_TOOLS, NAME
 from worker.payloads import Calls
 
 
@@ -61,7 +61,7 @@ class ToolChoice(Struct, omit_defaults=True):
     type: str
     name: str | None = None
     mode: Literal["auto", "required"] | None = None
-    tools: list[ChosenTool] | None = None
+    tools: Annotated[list[ChosenTool], Meta(max_length=MOST_TOOLS)] | None = None
 
 
 def check_tools(tools: Sequence[Tool]) -> None:

@@ -8,6 +8,7 @@ response_lookup.py.
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import sqlite3
@@ -19,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import ClientGone, Draining, InvalidInput
-from server.body import deadlines_of, read_body, require_json
+from server.body import Parsing, deadlines_of, read_body, require_json
 from server.errors import AnsweredEarly, http_error, to_response
 from server.exchange import Exchange
 from server.generation_request import decode
@@ -29,7 +30,7 @@ from server.response_input import documents
 from server.response_output import ResponseOutput
 from server.response_reply import ResponseReply, spend
 from server.response_request import ResponseRequest
-from server.response_store import Document, NotStored, ResponseStore, Stored
+from server.response_store import Document, NotStored, ResponseStore, Stored, TooLarge
 from server.root import watch
 from server.settings import Settings
 from server.sse import EventStream
@@ -40,6 +41,8 @@ from worker.streams import Delta
 log = logging.getLogger("onequeue.responses")
 
 PATH = "/v1/responses"
+MOST_UNSTORED = 1000
+MOST_UNSTORED_BYTES = 64_000_000
 
 
 @dataclass(slots=True)
@@ -67,7 +70,10 @@ class Responses:
         self.metrics = metrics
         self.models = models
         self.store = store
+        # Answers in the background that `store` could not take.
+        self.unstored = ResponseStore(":memory:", MOST_UNSTORED, MOST_UNSTORED_BYTES)
         self.jobs: dict[str, Job] = {}
+        self.parsing = Parsing()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
@@ -76,7 +82,9 @@ class Responses:
             raise Draining("the server is stopping", 5)
         body = await read_body(receive, headers, self.settings, deadlines.first)
         require_json(headers)
-        reply, payload = await anyio.to_thread.run_sync(self._prepare, body)
+        if (refusal := self.engine.refusal("generation")) is not None:
+            raise refusal
+        reply, payload = await self.parsing.run(self._prepare, body, deadlines.first, blocks=True)
         if payload.background:  # it begins when there is time for it
             deadlines = replace(deadlines, first=math.inf)
         exchange = Exchange(self.engine, self.metrics, [payload], deadlines)
@@ -102,23 +110,26 @@ class Responses:
 
     def _prepare(self, body: bytes) -> tuple[ResponseReply, GenerationInput]:
         """In a pool thread: it may be long, and what it builds on is in the store."""
-        request = decode(body, ResponseRequest)
+        request = decode(body, ResponseRequest, self.engine.generator.max_model_len)
         model = self.models.require(request.model)
         request.check()
-        items = documents(request.input, self.store.item)
+        items = documents(request.input, self.store.items)
         payload = request.generation_input(self._before(request.previous_response_id), items)
         assert isinstance(payload.prompt, Chat)
         output = ResponseOutput(self.engine.call_id, payload.prompt.calls)
         return ResponseReply(request, items, model, output), payload
 
     def _before(self, id: str | None) -> list[Document]:
-        """All items of the conversation that a response ended."""
+        """All items of the conversation that a response ended. As stored, it may be as large as
+        it might be if it were sent."""
         if id is None:
             return []
+        param, most_mb = "previous_response_id", self.settings.max_body_mb
         try:
-            turns = self.store.chain(id)
+            turns = self.store.chain(id, most_mb * 1_000_000)
+        except TooLarge:
+            raise InvalidInput(f"{param}: its conversation exceeds {most_mb:g} MB", param) from None
         except NotStored as error:
-            param = "previous_response_id"
             if error.id in self.jobs:
                 raise InvalidInput(f"{param}: {id!r} has not ended", param) from None
             raise AnsweredEarly(not_found(error.id, param)) from None
@@ -182,7 +193,8 @@ class Responses:
         finally:
             exchange.close()
         try:
-            await self._keep(reply)
+            if not await self._keep(reply):  # nobody has been given it
+                await anyio.to_thread.run_sync(self.unstored.put, reply.stored)
         finally:
             del self.jobs[reply.id]
 
@@ -195,23 +207,36 @@ class Responses:
         message = orjson.loads(response.body)["error"]["message"]
         reply.fail(message, isinstance(error, InvalidInput), exchange.usage)
 
-    async def _keep(self, reply: ResponseReply) -> None:
-        """Store it if it is to be; its client gets it even where that fails."""
+    async def _keep(self, reply: ResponseReply) -> bool:
+        """Store it if it is to be; where that fails, as on a full disk, it says so itself."""
         if not reply.request.stored:
-            return
+            return False
         try:
             await anyio.to_thread.run_sync(self.store.put, reply.stored)
         except sqlite3.Error as error:
             log.error("response not stored id=%s error=%r", reply.id, error)
+            self.metrics.not_stored.inc()
+            reply.document["store"] = False
+            return False
+        return True
 
     async def find(self, id: str) -> Stored:
         """A response, ended or in the background; 404 if it is not known."""
         if (job := self.jobs.get(id)) is not None:
             return job.reply.stored
-        try:
-            return await anyio.to_thread.run_sync(self.store.get, id)
-        except NotStored:
-            raise AnsweredEarly(not_found(id, "id")) from None
+        for store in (self.store, self.unstored):
+            with contextlib.suppress(NotStored):
+                return await anyio.to_thread.run_sync(store.get, id)
+        raise AnsweredEarly(not_found(id, "id"))
+
+    async def delete(self, id: str) -> None:
+        """404 if it is not known."""
+        await self.cancel(id)
+        for store in (self.store, self.unstored):
+            with contextlib.suppress(NotStored):
+                await anyio.to_thread.run_sync(store.delete, id)
+                return
+        raise AnsweredEarly(not_found(id, "id"))
 
     async def cancel(self, id: str) -> None:
         """End a response in the background, and wait until it has; nothing if there is none."""
@@ -225,6 +250,7 @@ class Responses:
         if self.jobs:
             await asyncio.wait([job.task for job in self.jobs.values()])
         await anyio.to_thread.run_sync(self.store.close)
+        self.unstored.close()
 
 
 def json(content: object) -> Response:

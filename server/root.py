@@ -5,22 +5,23 @@ of each; they are answered together.
 """
 
 import time
+from functools import partial
 from typing import Any
 
-import anyio.to_thread
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import ClientGone, Draining, InvalidInput
 from batching.request_queue import WorkItem
-from server.body import Headers, deadline_of, parse_json, read_body
+from server.body import Headers, Parsing, deadline_of, parse_json, read_body
 from server.errors import AnsweredEarly, http_error
 from server.settings import Settings
 from worker.engine import Engine
 from worker.payloads import PipelineInput
 from worker.tasks import TASKS, Task, check_parameters
 
-# Larger JSON bodies are parsed off the event loop.
-INLINE_BYTES = 1 << 18
+JSON = "application/json"
+FORM = "application/x-www-form-urlencoded"  # what curl says of anything
+CURL = "with curl, post a file by --data-binary @FILE: -d leaves out its line breaks"
 
 
 class Root:
@@ -30,6 +31,7 @@ class Root:
         self.settings = settings
         self.engine = engine
         self.task_name = task_name
+        self.parsing = Parsing()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
@@ -41,11 +43,17 @@ class Root:
         media = media_type(headers)
         if wrong := wrong_media(media, task):
             raise AnsweredEarly(http_error(415, f"{self.task_name} {wrong}, not {media[:100]!r}"))
-        if len(body) <= INLINE_BYTES:
+        if task.kind == "text" or may_be_json(body, media):
+            parse = partial(self.parse, media=media)
+            inputs, many = await self.parsing.run(parse, body, deadline)
+        else:  # bytes stay as they are
             inputs, many = self.parse(body, media)
-        else:
-            inputs, many = await anyio.to_thread.run_sync(self.parse, body, media)
-        answers, items = await run(receive, self.engine, inputs, deadline, many)
+        try:
+            answers, items = await run(receive, self.engine, inputs, deadline, many)
+        except InvalidInput as error:
+            if media == FORM and isinstance(inputs[0].inputs, bytes):
+                raise InvalidInput(f"{error}; {CURL}", error.param) from error
+            raise
         if many and not (task.unwraps_single and len(answers) == 1):
             content = b"[" + b",".join(answers) + b"]"
         else:
@@ -63,9 +71,9 @@ class Root:
         name, task = self.task_name, TASKS[self.task_name]
         if not body:
             raise InvalidInput(f"the body is empty: post the {task.kind} itself, or JSON", "inputs")
-        if media != "application/json":
+        document = parse_object(body, media, task) if may_be_json(body, media) else None
+        if document is None:
             return [parse_raw(body, name, task)], False
-        document = parse_json(body)
         if "inputs" not in document:
             raise InvalidInput('the object needs a field "inputs"', "inputs")
         parameters = document.get("parameters")
@@ -75,11 +83,13 @@ class Root:
             raise InvalidInput("must be an object", "parameters")
         check_parameters(name, parameters)
         inputs = document["inputs"]
-        if not isinstance(inputs, list) or is_chat(inputs):
+        if not isinstance(inputs, list):
             return [PipelineInput(inputs, parameters)], False
-        if not 0 < len(inputs) <= self.settings.max_queue_size:
-            most = self.settings.max_queue_size
+        most = self.settings.max_queue_size
+        if not 0 < len(inputs) <= most:
             raise InvalidInput(f"a list takes 1 to {most} inputs, not {len(inputs)}", "inputs")
+        if is_chat(inputs):
+            return [PipelineInput(inputs, parameters)], False
         return [PipelineInput(each, parameters) for each in inputs], True
 
 
@@ -89,7 +99,7 @@ def media_type(headers: Headers) -> str:
 
 def wrong_media(media: str, task: Task) -> str | None:
     """What the task takes, if it is not this content type. curl's form type counts as raw."""
-    if media in ("", "application/json", "application/x-www-form-urlencoded"):
+    if media in ("", JSON, FORM):
         return None
     if task.kind == "json":
         return "takes application/json"
@@ -99,6 +109,23 @@ def wrong_media(media: str, task: Task) -> str | None:
     if task.kind == "audio" and media == "video/webm":
         return None
     return f"takes {main}/…, raw bytes or application/json"
+
+
+def may_be_json(body: bytes, media: str) -> bool:
+    """`curl -d '{…}'` does not say so."""
+    return media == JSON or (media == FORM and body[:64].lstrip().startswith(b"{"))
+
+
+def parse_object(body: bytes, media: str, task: Task) -> dict[str, Any] | None:
+    """None for a text that only looks like one."""
+    doubtful = media == FORM and task.kind == "text"
+    try:
+        document = parse_json(body)
+    except InvalidInput:
+        if doubtful:
+            return None
+        raise
+    return None if doubtful and "inputs" not in document else document
 
 
 def parse_raw(body: bytes, name: str, task: Task) -> PipelineInput:

@@ -10,10 +10,11 @@ from starlette.types import Receive, Scope, Send
 from batching.errors import InvalidInput
 from server.body import deadline_of, read_body, require_json
 from server.chat_message import Messages
-from server.chat_request import chat, check_template_kwargs
+from server.chat_request import chat
 from server.generation_request import decode
 from server.models import ModelNames
 from server.settings import Settings
+from server.tool_request import Tools
 from worker.engine import Engine
 from worker.payloads import Chat
 
@@ -26,7 +27,7 @@ class TokenizeRequest(Struct):
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -36,7 +37,6 @@ class TokenizeRequest(Struct):
             raise InvalidInput("prompt: needs either this or messages", "prompt")
         if self.messages is None:
             return self.prompt or ""
-        check_template_kwargs(self.chat_template_kwargs)
         return chat(
             self.messages,
             self.tools,
@@ -85,9 +85,9 @@ class TextEndpoint:
 
 class Tokenize(TextEndpoint):
     def answer(self, body: bytes) -> Any:
-        request = decode(body, TokenizeRequest)
-        self.models.require(request.model)
         generator = self.engine.generator
+        request = decode(body, TokenizeRequest, generator.max_model_len)
+        self.models.require(request.model)
         special = True if request.add_special_tokens is None else request.add_special_tokens
         ids = generator.encode(request.text(), special)
         strings = [generator.token(each) for each in ids] if request.return_token_strs else None

@@ -1,12 +1,15 @@
 """The tools of a request and which of them may be called, as Chat Completions has them."""
 
 import re
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from batching.errors import InvalidInput
 from worker.payloads import Calls
 
-Tools = list[dict[str, Any]]
+MOST_TOOLS = 128
+Tools = Annotated[list[dict[str, Any]], Meta(max_length=MOST_TOOLS)]
 
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 WAYS = ("none", "auto", "required")

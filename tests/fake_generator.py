@@ -198,6 +198,7 @@ def say(payload: GenerationInput, each: Running, number: int, choice: Choice) ->
                     for n, letter in enumerate(each.prompt)
                 ]
     most = payload.stopping.max_tokens
+    most = payload.stopping.default_tokens if most is None else most
     if most == 0:
         choice.done, delta.finish_reason = True, "length"
         return delta

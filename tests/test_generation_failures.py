@@ -247,6 +247,8 @@ def test_a_warm_up_tells_that_the_model_is_broken() -> None:
         ([9999], {}, "messages"),
         ([7] * 257, {}, "messages"),
         ([7] * 250, {"max_tokens": 7}, "max_tokens"),
+        ([7] * 250, {"max_tokens": None, "min_tokens": 7}, "min_tokens"),
+        ([7] * 250, {"max_tokens": None, "default_tokens": 16, "min_tokens": 7}, "min_tokens"),
         ([7], {"stop_token_ids": (9999,)}, "stop_token_ids"),
         ([7], {"sampling": Sampling(logit_bias={9999: 1.0})}, "logit_bias"),
     ],
@@ -257,3 +259,10 @@ def test_what_does_not_fit_is_refused_before_it_runs(
     with pytest.raises(InvalidInput) as caught:
         engine("llama").prepare(request(prompt, **changes))
     assert caught.value.param == param
+
+
+def test_a_default_gives_way_to_the_end_of_the_context() -> None:
+    for length, most in ((200, 16), (250, 6), (255, 1)):
+        item = request([7] * length, max_tokens=None, default_tokens=16)
+        engine("llama").prepare(item)
+        assert item.prepared.max_tokens == most

@@ -85,12 +85,6 @@ def test_detokenize_gives_the_text_back(server: Server) -> None:
         ("tokenize", {"prompt": "refused"}, None, "the template refuses this"),
         ("tokenize", {"messages": []}, "messages", "empty"),
         ("tokenize", {"messages": [{"role": "x", "content": ""}]}, "messages[0].role", "'x'"),
-        (
-            "tokenize",
-            {"messages": [{"role": "user", "content": ""}], "chat_template_kwargs": {"tools": 1}},
-            "chat_template_kwargs.tools",
-            "not a variable",
-        ),
         ("detokenize", {}, "tokens", "is required"),
         ("detokenize", {"tokens": "a"}, "tokens", "got str"),
         ("detokenize", {"tokens": [1, "a"]}, "tokens[1]", "got str"),

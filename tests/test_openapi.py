@@ -136,6 +136,7 @@ def test_a_key_is_asked_for_where_the_document_says_so(server: Server) -> None:
 
 USER = {"role": "user", "content": "hi"}
 CALL = {"function": {"name": "f"}}
+TOOLS = [{"type": "function", "function": {"name": f"f{n}"}} for n in range(129)]
 
 
 @pytest.mark.parametrize(
@@ -153,9 +154,10 @@ CALL = {"function": {"name": "f"}}
         (
             CompletionRequest,
             "logit_bias",
-            [None, {}, {"5": 1, "17": -100}],
-            [{"a": 1}, {"-1": 1}, {"5": 101}, {"5": None}, []],
+            [None, {}, {"5": 1, "17": -100}, {str(n): 1 for n in range(1024)}],
+            [{"a": 1}, {"-1": 1}, {"5": 101}, {"5": None}, [], {str(n): 1 for n in range(1025)}],
         ),
+        (ChatRequest, "tools", [None, TOOLS[:1], TOOLS[:128]], [[], TOOLS]),
         (
             ChatRequest,
             "messages",

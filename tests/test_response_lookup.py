@@ -10,10 +10,12 @@ import pytest
 from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
+from server import app, responses
 from tests.event_streams import CLIENT, open_stream, post
 from tests.fake_generator import FakeGenerator
 from tests.response_events import PATH, WHOLE, answered, events, look_up, of, respond
 from tests.serving import Server, metric, read_answer, serving, wait_until
+from tests.test_response_store import filled
 from tests.test_root import error_of
 from worker.payloads import Chat
 
@@ -182,6 +184,14 @@ def test_what_is_built_on_nothing_is_404(server: Server) -> None:
         assert error_of(answer)["param"] == "previous_response_id"
 
 
+def test_a_conversation_larger_than_a_body_may_be_is_refused() -> None:
+    with serving(load_chat=FakeGenerator, max_body_mb=0.01) as server:
+        id = answered(respond(server, "say " + "x" * 4500))["id"]
+        answer = respond(server, "hi", previous_response_id=id)
+        assert answer.status_code == 400
+        assert error_of(answer)["param"] == "previous_response_id"
+
+
 def test_items_are_referred_to_by_their_ids(server: Server, generator: FakeGenerator) -> None:
     first = answered(respond(server, [{"role": "user", "content": "hi", "id": "msg_hi"}]))
     given: list[Any] = [
@@ -319,6 +329,64 @@ def test_background_responses_take_a_quarter_of_the_places_and_nobody_elses() ->
         assert int(full.headers["retry-after"]) >= 1
         answered(respond(server))
         assert [payload.background for payload in generator.payloads] == [True, True, False]
+
+
+# ── what the store cannot take ──
+
+
+@pytest.fixture
+def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """With a disk that has no room for an input of a hundred kilobytes."""
+    monkeypatch.setattr(app, "open_store", lambda settings: filled(tmp_path / "responses.db"))
+    with serving(load_chat=FakeGenerator) as made:
+        yield made
+
+
+LONG = "say " + "x" * 100_000
+NOT_STORED = "onequeue_responses_not_stored_total"
+
+
+def test_what_is_not_stored_says_so(full: Server) -> None:
+    whole = answered(respond(full, LONG))
+    told = events(respond(full, LONG, stream=True))
+    assert told[-1]["type"] == "response.completed"
+    for each in (whole, told[-1]["response"]):
+        assert (each["store"], each["status"]) == (False, "completed")
+        assert of(each) == [("message", LONG.removeprefix("say "))]
+        assert look_up(full, each["id"]).status_code == 404
+        built = respond(full, previous_response_id=each["id"])
+        assert built.status_code == 404
+    assert metric(full, NOT_STORED) == 2
+    assert answered(respond(full, LONG, store=False))["store"] is False
+    assert metric(full, NOT_STORED) == 2
+
+
+def test_an_answer_in_the_background_is_there_without_the_store(full: Server) -> None:
+    id = answered(respond(full, LONG, background=True))["id"]
+    wait_until(lambda: look_up(full, id).json()["status"] == "completed")
+    found = answered(look_up(full, id))
+    assert found["store"] is False
+    assert of(found) == [("message", LONG.removeprefix("say "))]
+    assert len(look_up(full, id, "/input_items").json()["data"]) == 1
+    assert answered(cancel(full, id)) == found
+    assert metric(full, NOT_STORED) == 1
+    assert delete(full, id).json()["deleted"] is True
+    assert look_up(full, id).status_code == delete(full, id).status_code == 404
+
+
+def test_answers_without_the_store_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "open_store", lambda settings: filled(tmp_path / "responses.db"))
+    monkeypatch.setattr(responses, "MOST_UNSTORED", 2)
+    with serving(load_chat=FakeGenerator) as server:
+        ids = []
+        for _ in range(3):
+            ids.append(answered(respond(server, LONG, background=True))["id"])
+            wait_until(lambda: look_up(server, ids[-1]).json()["status"] == "completed")
+            wait_until(lambda: metric(server, NOT_STORED) == len(ids))
+        wait_until(lambda: look_up(server, ids[0]).status_code == 404)
+        assert [look_up(server, id).status_code for id in ids[1:]] == [200, 200]
 
 
 # ── from one start to the next ──

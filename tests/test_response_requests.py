@@ -398,7 +398,15 @@ ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}
             "tool_choice.tools[0].type",
             "'mcp'",
         ),
-        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools", "not a variable"),
+        ({"tools": [TOOL] * 129}, "tools", "<= 128"),
+        ({"metadata": {str(n): "" for n in range(17)}}, "metadata", "<= 16"),
+        ({"metadata": {"a" * 65: ""}}, "metadata", "<= 64"),
+        ({"metadata": {"a": "b" * 513}}, "metadata", "<= 512"),
+        (
+            {"tools": [TOOL], "tool_choice": {**ALLOWED, "tools": [TOOL] * 129}},
+            "tool_choice.tools",
+            "<= 128",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(

@@ -8,13 +8,22 @@ from typing import Any
 import pytest
 
 from server.app import create_app
-from server.response_store import NotStored, ResponseStore, Stored
+from server.response_store import NotStored, ResponseStore, Stored, TooLarge
 from server.settings import Settings, SettingsError
 
 
 def stored(id: str, previous: str | None = None, text: str = "") -> Stored:
     response = {"id": id, "previous_response_id": previous, "output": [{"id": f"out_{id}"}]}
     return Stored(response, [{"id": f"in_{id}", "text": text}])
+
+
+def filled(path: Path) -> ResponseStore:
+    """A store in a file that may not grow, with one response, `a`."""
+    store = ResponseStore(str(path))
+    store.put(stored("a"))
+    [pages] = store._database.execute("PRAGMA page_count").fetchone()
+    store._database.execute(f"PRAGMA max_page_count = {pages}")
+    return store
 
 
 def ids(store: ResponseStore, *among: str) -> list[str]:
@@ -29,15 +38,14 @@ def test_what_was_put_is_got_until_it_is_deleted() -> None:
     store = ResponseStore(":memory:")
     store.put(stored("a", text="wörld"))
     assert store.get("a") == stored("a", text="wörld")
-    assert store.item("in_a") == {"id": "in_a", "text": "wörld"}
-    assert store.item("out_a") == {"id": "out_a"}
+    found = {"in_a": {"id": "in_a", "text": "wörld"}, "out_a": {"id": "out_a"}}
+    assert store.items({"in_a", "out_a", "none"}) == found
     store.delete("a")
     assert (store.count, store.bytes) == (0, 0)
-    for look_up in (store.get, store.chain, store.delete, store.item):
+    for look_up in (store.get, store.chain, store.delete):
         with pytest.raises(NotStored):
             look_up("a")
-    with pytest.raises(NotStored):
-        store.item("in_a")
+    assert store.items({"in_a"}) == {}
 
 
 def test_an_item_of_two_responses_outlives_the_first() -> None:
@@ -46,10 +54,26 @@ def test_an_item_of_two_responses_outlives_the_first() -> None:
     for id in ("a", "b"):
         store.put(Stored({"id": id, "previous_response_id": None, "output": []}, same))
     store.delete("a")
-    assert store.item("in") == {"id": "in"}
+    assert store.items({"in"}) == {"in": {"id": "in"}}
     store.delete("b")
-    with pytest.raises(NotStored):
-        store.item("in")
+    assert store.items({"in"}) == {}
+
+
+def test_items_of_one_response_cost_one_look_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ResponseStore(":memory:")
+    many: list[Any] = [{"id": f"in_{n}"} for n in range(100)]
+    for id, given in (("a", many[:50]), ("b", many[50:])):
+        store.put(Stored({"id": id, "previous_response_id": None, "output": []}, given))
+    reads: list[str] = []
+    read = store._read
+
+    def counted(id: str) -> Stored:
+        reads.append(id)
+        return read(id)
+
+    monkeypatch.setattr(store, "_read", counted)
+    assert len(store.items({each["id"] for each in many})) == 100
+    assert sorted(reads) == ["a", "b"]
 
 
 def test_a_chain_is_told_from_its_beginning() -> None:
@@ -59,6 +83,9 @@ def test_a_chain_is_told_from_its_beginning() -> None:
         store.put(turn)
     assert store.chain("c") == turns
     assert store.chain("b") == turns[:2]
+    assert store.chain("c", store.bytes) == turns
+    with pytest.raises(TooLarge):
+        store.chain("c", store.bytes - 1)
     store.delete("a")
     with pytest.raises(NotStored) as missing:
         store.chain("c")
@@ -110,6 +137,36 @@ def test_a_file_keeps_responses_their_order_and_its_bounds(tmp_path: Path) -> No
     store.put(stored("d"))
     assert ids(store, *"abcd") == ["a", "c", "d"]
     store.close()
+
+
+def test_a_full_disk_keeps_what_is_there_and_can_be_built_upon(tmp_path: Path) -> None:
+    store = filled(tmp_path / "responses.db")
+    before = store.count, store.bytes
+    with pytest.raises(sqlite3.OperationalError, match="full"):
+        store.put(stored("b", "a", "x" * 100_000))
+    assert (store.count, store.bytes) == before
+    assert ids(store, "a", "b") == ["a"]
+    store._database.execute("PRAGMA query_only = ON")  # not even a use can be written down
+    assert store.chain("a") == [stored("a")]
+    store._database.execute("PRAGMA query_only = OFF")
+    store.put(stored("c", "a"))
+    assert ids(store, "a", "c") == ["a", "c"]
+    store.close()
+
+
+def test_what_fails_halfway_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ResponseStore(":memory:", most_responses=1)
+    store.put(stored("a"))
+    before = store.count, store.bytes
+
+    def drop(*words: str) -> bool:
+        raise sqlite3.OperationalError("disk is full")
+
+    monkeypatch.setattr(store, "_drop", drop)
+    with pytest.raises(sqlite3.Error):
+        store.put(stored("b"))
+    assert (store.count, store.bytes) == before
+    assert ids(store, "a", "b") == ["a"]
 
 
 def test_a_file_that_cannot_be_used_is_refused_by_name(tmp_path: Path) -> None:

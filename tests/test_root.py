@@ -11,9 +11,13 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from batching.errors import InvalidInput
+from batching.request_queue import WorkItem
 from server.body import Patience
 from tests.fakes import FakeRunner
 from tests.serving import Server, metric, read_answer, serving, wait_until
+
+FORM = {"content-type": "application/x-www-form-urlencoded"}
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +51,46 @@ def test_raw_text_is_answered_with_timings(server: Server) -> None:
 
 
 def test_curls_own_content_type_counts_as_raw_text(server: Server) -> None:
-    headers = {"content-type": "application/x-www-form-urlencoded"}
-    assert httpx.post(server.url, content="a=b", headers=headers).json() == {"echo": "a=b"}
+    for body in ("a=b", "{a}", '{"input": "a"}', '{"inputs": [mask]}', '"inputs"'):
+        assert httpx.post(server.url, content=body, headers=FORM).json() == {"echo": body}
+
+
+def test_curls_own_content_type_may_be_json(server: Server) -> None:
+    one = httpx.post(server.url, content=' {"inputs": "a"}', headers=FORM)
+    assert one.json() == {"echo": "a"}
+    body = '{"inputs": ["a", "b"], "parameters": {"top_k": 1}}'
+    several = httpx.post(server.url, content=body, headers=FORM)
+    assert several.json() == [{"echo": "a"}, {"echo": "b"}]
+    wrong = httpx.post(server.url, content='{"inputs": "a", "parameters": 3}', headers=FORM)
+    assert error_of(wrong)["param"] == "parameters"
+
+
+class Anything(FakeRunner):
+    """Takes what is no text, too."""
+
+    def prepare(self, item: WorkItem) -> None:
+        if item.payload.inputs == b"refused":
+            raise InvalidInput("this is refused", "inputs")
+        item.prepared = str(item.payload.inputs)
+
+
+def test_a_file_without_its_line_breaks_is_told_of_curls_other_flag() -> None:
+    with serving(Anything, pipeline_task="image-classification") as server:
+        for media, hinted in ((FORM, True), ({"content-type": "image/png"}, False)):
+            answer = httpx.post(server.url, content=b"refused", headers=media)
+            assert answer.status_code == 400
+            assert ("--data-binary" in error_of(answer)["message"]) is hinted
+        assert httpx.post(server.url, content=b"fine", headers=FORM).status_code == 200
+        broken = httpx.post(server.url, content=b'{"inputs": ', headers=FORM)
+        assert "not valid JSON" in error_of(broken)["message"]
+
+
+def test_a_form_is_json_for_a_task_that_takes_nothing_else() -> None:
+    with serving(Anything, pipeline_task="table-question-answering") as server:
+        answer = httpx.post(server.url, content='{"inputs": {"query": "a"}}', headers=FORM)
+        assert answer.json() == {"echo": "{'query': 'a'}"}
+        for body in ('{"query": "a"}', '{"inputs"', "a"):
+            assert httpx.post(server.url, content=body, headers=FORM).status_code == 400
 
 
 def test_json_form_with_one_input_and_with_several(server: Server) -> None:

@@ -63,11 +63,12 @@ class Sampling:
 class Stopping:
     """When a choice ends, besides the model's own end-of-sequence tokens."""
 
-    max_tokens: int | None = None  # None: as many as the context holds
+    max_tokens: int | None = None  # None: `default_tokens`, or fewer if the context is full
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    default_tokens: int | None = None  # None: as many as the context holds
 
 
 @dataclass(frozen=True, slots=True)

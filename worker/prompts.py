@@ -16,6 +16,7 @@ from worker.answering import Answering, AnswerPlan
 from worker.grammar import Grammars
 from worker.payloads import Chat, GenerationInput, Sampling, Stopping
 from worker.sampling import SamplingParams
+from worker.template_names import check_names, own_names
 from worker.turns import Turns
 
 
@@ -53,6 +54,7 @@ class Prompts:
         self.grammars = Grammars(tokenizer, vocab_size, self.eos_ids)
         self.answering = Answering(tokenizer, self.grammars)
         self.turns = Turns(self._rendered)
+        self.own_names = own_names(tokenizer)
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     def prepare(self, request: GenerationInput) -> Prepared:
@@ -112,6 +114,7 @@ class Prompts:
         """The chat template's text; InvalidInput with the template's own reason, if it has one."""
         if not self.tokenizer.chat_template:
             raise InvalidInput("this model has no chat template: use /v1/completions", "messages")
+        check_names(chat.template_kwargs, self.own_names)
         variables = self.answering.effort(chat) | dict(chat.template_kwargs)
         try:
             return self._rendered(
@@ -149,17 +152,17 @@ class Prompts:
                 raise InvalidInput(f"{id_} is no token id of this model", param)
 
     def _max_tokens(self, prompt: int, request: GenerationInput) -> int:
-        room = self.max_model_len - prompt
-        asked = request.stopping.max_tokens
-        if asked is None:
-            return room
-        if asked > room:
-            raise InvalidInput(
-                f"max_tokens is {asked} and the prompt has {prompt} tokens; this model's context "
-                f"holds {self.max_model_len} in all",
-                "max_tokens",
-            )
-        return asked
+        stopping, room = request.stopping, self.max_model_len - prompt
+        default = room if stopping.default_tokens is None else min(room, stopping.default_tokens)
+        most = default if stopping.max_tokens is None else stopping.max_tokens
+        for name, asked in (("max_tokens", most), ("min_tokens", stopping.min_tokens)):
+            if asked > room:
+                raise InvalidInput(
+                    f"{name} is {asked} and the prompt has {prompt} tokens; this model's context "
+                    f"holds {self.max_model_len} in all",
+                    name,
+                )
+        return most
 
     def _params(self, asked: Sampling, stopping: Stopping, ends: tuple[int, ...]) -> SamplingParams:
         own = self.defaults
