@@ -69,7 +69,7 @@ class Served:
     @property
     def ids(self) -> list[list[int]]:
         """Output tokens of each choice, the one that ended it included."""
-        return [g.sequence.tokens[g.sequence.prompt_len :] for g in self.generations]
+        return [g.sequence.tokens.output for g in self.generations]
 
 
 def request(

@@ -172,16 +172,12 @@ def test_an_error_on_the_way_out_of_a_batch_leaves_nobody_waiting(
 def test_an_error_in_the_sampler_or_the_masks_leaves_the_generator_working(
     stage: Stage, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from worker import generation
-
-    own = generation.sample
-
     def raising(*arguments: Any) -> Any:
-        monkeypatch.setattr(generation, "sample", own)
+        monkeypatch.undo()
         stage.raised.set()
         raise error("on purpose")
 
-    monkeypatch.setattr(generation, "sample", raising)
+    monkeypatch.setattr("worker.generation.sample", raising)
     assert stage.chat().status_code == 500
     stage.raise_in(stage.generator._masks, "begin", error)
     assert stage.chat(response_format={"type": "json_object"}).status_code == 500

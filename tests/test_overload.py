@@ -112,7 +112,12 @@ def test_a_stuck_worker_is_noticed_without_traffic_and_while_it_probes() -> None
     runner = FakeRunner()
     probing, gate = threading.Event(), threading.Event()
     with serving(lambda: runner) as server:
-        runner.probing = lambda: (probing.set(), gate.wait(60))
+
+        def probe() -> None:
+            probing.set()
+            gate.wait(60)
+
+        runner.probing = probe
         assert post(server.url, "bad").status_code == 500
         assert probing.wait(60)
         assert httpx.get(server.url + "/ready").status_code == 200

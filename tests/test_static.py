@@ -142,7 +142,7 @@ class Served:
 
     @property
     def ids(self) -> list[list[int]]:
-        return [row.tokens[len(row.choice.prepared.ids) :] for row in self.rows]
+        return [row.tokens.output for row in self.rows]
 
     @property
     def choices(self) -> list[Delta]:
