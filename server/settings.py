@@ -69,7 +69,7 @@ class Settings:
     )
     max_body_mb: float = setting(32.0, "larger bodies get 413", minimum=0.000001)
     max_image_mp: float = setting(
-        64.0, "megapixels of one image, and of all that are decoded at a time", minimum=0.000001
+        64.0, "megapixels of one image, and of all that are decoded at a time", minimum=1
     )
     shutdown_grace_s: float = setting(
         30.0, "how long accepted work may take after SIGTERM", minimum=0

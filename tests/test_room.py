@@ -1,10 +1,15 @@
 """What is decoded at the same time is bounded, and nobody waits forever for room."""
 
+import io
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
-from tests.serving import wait_until
+import httpx
+from PIL import Image
+
+from tests import tiny
+from tests.serving import serving, wait_until
 from worker.room import Room
 
 
@@ -49,3 +54,14 @@ def test_room_is_given_back_when_decoding_fails() -> None:
         place.take(10)
         raise OSError
     assert room.taken == 0
+
+
+def test_a_server_takes_images_of_max_image_mp() -> None:
+    named = str(tiny.folder("vit"))
+    with serving(pipeline_model=named, max_image_mp=1, device="cpu") as server:
+        for width, status in ((1000, 200), (1001, 400)):
+            buffer = io.BytesIO()
+            Image.new("RGB", (width, 1000)).save(buffer, format="PNG")
+            answer = httpx.post(server.url, content=buffer.getvalue(), timeout=60)
+            assert answer.status_code == status
+    assert "1001 x 1000 pixels; at most 1000000" in answer.text
