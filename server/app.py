@@ -30,6 +30,7 @@ from server.detokenize import Detokenize
 from server.front import Front
 from server.load_model import LoadModel
 from server.metrics import Metrics, metrics
+from server.protocol import APP, bound_connections
 from server.response_lookup import ResponseLookup
 from server.response_store import ResponseStore
 from server.responses import Responses
@@ -175,15 +176,16 @@ def _load_chat(settings: Settings) -> Generator:
 @asynccontextmanager
 async def lifespan(
     app: Front, closing: Sequence[Callable[[], Awaitable[None]]]
-) -> AsyncIterator[None]:
+) -> AsyncIterator[dict[str, Front]]:
     """`closing` is awaited once everything accepted has its answer."""
     engine, grace_s = app.engine, app.settings.shutdown_grace_s
     logs.configure()
+    bound_connections()
     sys.setswitchinterval(SWITCH_S)
     engine.start()
     restore = drain_on_signal(engine, grace_s)
     try:
-        yield
+        yield {APP: app}
     finally:
         restore()
         if not engine.draining:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import uvicorn
@@ -22,10 +22,11 @@ class Server:
         settings: Settings,
         load: Callable[[], Runner] | None,
         load_chat: Callable[[], Generator] | None,
+        http: Literal["auto", "httptools", "h11"],
     ) -> None:
         self.app = create_app(settings, load, load_chat)
         self.engine = self.app.engine
-        config = uvicorn.Config(self.app, port=0, log_level="error", access_log=False)
+        config = uvicorn.Config(self.app, port=0, log_level="error", access_log=False, http=http)
         self.uvicorn = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.uvicorn.run, daemon=True)
 
@@ -53,6 +54,7 @@ def serving(
     load: Callable[[], Runner] | None = None,
     ready: bool = True,
     load_chat: Callable[[], Generator] | None = None,
+    http: Literal["auto", "httptools", "h11"] = "auto",
     **settings: Any,
 ) -> Iterator[Server]:
     """A started server; unless `ready` is false, one that answers /ready with 200.
@@ -63,7 +65,7 @@ def serving(
         settings.setdefault("chat_model", "none")
     if load is None and settings.get("chat_model") != "none":
         settings.setdefault("pipeline_model", "none")
-    server = Server(Settings(**settings), load, load_chat)
+    server = Server(Settings(**settings), load, load_chat, http)
     server.start()
     try:
         if ready:
