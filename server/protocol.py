@@ -145,14 +145,14 @@ class BoundedH11(Bounded, H11Protocol):
     """h11 takes no more than 16 kB of a header."""
 
 
-OURS = {HttpToolsProtocol: BoundedHttpTools, H11Protocol: BoundedH11}
+OURS: dict[Any, Any] = {HttpToolsProtocol: BoundedHttpTools, H11Protocol: BoundedH11}
 
 
 def bound_connections() -> None:
     """From now on uvicorn's protocol classes give ours, for apps that say so in their state."""
 
-    def make(cls: type[Any], *_: Any, app_state: dict[str, Any], **__: Any) -> Any:
+    def make(cls: Any, *_: Any, app_state: dict[str, Any], **__: Any) -> Any:
         return object.__new__(OURS.get(cls, cls) if APP in app_state else cls)
 
     for theirs in OURS:
-        theirs.__new__ = make  # type: ignore[method-assign, assignment]
+        theirs.__new__ = make

@@ -67,7 +67,9 @@ class Settings:
         60.0, "a request whose answer, or its first token, takes longer gets 504", minimum=0.001
     )
     body_timeout_s: float = setting(
-        10.0, "a body without progress for so long gets 408", minimum=0.001
+        10.0,
+        "a body without progress, or a header that is not whole, for so long gets 408",
+        minimum=0.001,
     )
     max_body_mb: float = setting(32.0, "larger bodies get 413", minimum=0.000001)
     shutdown_grace_s: float = setting(

@@ -15,6 +15,8 @@ from server.app import create_app
 from server.settings import Settings
 from worker.payloads import Generator, Runner
 
+Parser = Literal["auto", "httptools", "h11"]
+
 
 class Server:
     def __init__(
@@ -22,7 +24,7 @@ class Server:
         settings: Settings,
         load: Callable[[], Runner] | None,
         load_chat: Callable[[], Generator] | None,
-        http: Literal["auto", "httptools", "h11"],
+        http: Parser,
     ) -> None:
         self.app = create_app(settings, load, load_chat)
         self.engine = self.app.engine
@@ -54,7 +56,7 @@ def serving(
     load: Callable[[], Runner] | None = None,
     ready: bool = True,
     load_chat: Callable[[], Generator] | None = None,
-    http: Literal["auto", "httptools", "h11"] = "auto",
+    http: Parser = "auto",
     **settings: Any,
 ) -> Iterator[Server]:
     """A started server; unless `ready` is false, one that answers /ready with 200.

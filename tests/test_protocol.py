@@ -17,7 +17,7 @@ from uvicorn.server import ServerState
 
 from server.protocol import MAX_HEAD
 from tests.fakes import FakeRunner
-from tests.serving import Server, metric, read_answer, serving
+from tests.serving import Parser, Server, metric, read_answer, serving
 
 START = b"GET /health HTTP/1.1\r\nHost: a\r\nX-Long: "
 END = b"\r\n\r\n"
@@ -157,24 +157,23 @@ def test_an_answer_under_way_is_not_written_into() -> None:
 
 
 @pytest.mark.parametrize("http", ["httptools", "h11"])
-def test_a_header_that_does_not_arrive_in_time_gets_408(http: str) -> None:
-    with serving(FakeRunner, body_timeout_s=0.3, http=http) as server:
-        with connect(server) as client:
-            client.sendall(b"GET /health HT")
-            assert_refused(client, 408, "header_timeout")
-        with connect(server) as client:  # nor does one of a later request
-            client.sendall(POST)
-            assert read_answer(client)[0] == 200
-            client.sendall(b"G")
-            assert_refused(client, 408, "header_timeout")
-        with connect(server) as client:  # where nothing was asked, there is no answer
-            assert client.recv(1) == b""
+def test_a_header_that_does_not_arrive_in_time_gets_408(http: Parser) -> None:
+    with serving(FakeRunner, body_timeout_s=1, http=http) as server:
+        first, later, idle = (connect(server) for _ in range(3))
+        first.sendall(b"GET /health HT")
+        later.sendall(POST)
+        assert read_answer(later)[0] == 200
+        later.sendall(b"G")
+        assert_refused(first, 408, "header_timeout")
+        assert_refused(later, 408, "header_timeout")
+        with idle:  # where nothing was asked, there is no answer
+            assert idle.recv(1) == b""
         assert metric(server, 'onequeue_requests_total{endpoint="other",status="408"}') == 2
 
 
 @pytest.mark.parametrize("http", ["httptools", "h11"])
-def test_a_byte_now_and_then_does_not_keep_a_connection(http: str) -> None:
-    with serving(FakeRunner, body_timeout_s=0.3, http=http) as server, connect(server) as client:
+def test_a_byte_now_and_then_does_not_keep_a_connection(http: Parser) -> None:
+    with serving(FakeRunner, body_timeout_s=1, http=http) as server, connect(server) as client:
         client.sendall(START)
         client.settimeout(0.01)
         for _ in range(1000):
@@ -186,7 +185,7 @@ def test_a_byte_now_and_then_does_not_keep_a_connection(http: str) -> None:
 
 
 def test_a_body_that_nobody_reads_any_more_does_not_keep_a_connection() -> None:
-    late = serving(FakeRunner, body_timeout_s=0.3, api_keys=("key",))
+    late = serving(FakeRunner, body_timeout_s=1, api_keys=("key",))
     with late as server, connect(server) as client:
         client.sendall(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4000\r\n\r\n")
         assert read_answer(client)[0] == 401
@@ -196,7 +195,7 @@ def test_a_body_that_nobody_reads_any_more_does_not_keep_a_connection() -> None:
 
 def test_a_request_that_takes_long_is_not_late() -> None:
     runner = FakeRunner()
-    with serving(lambda: runner, body_timeout_s=0.2) as server, connect(server) as client:
+    with serving(lambda: runner, body_timeout_s=1) as server, connect(server) as client:
         runner.gate.clear()
         client.sendall(POST)
         assert runner.entered.acquire(timeout=10)
@@ -207,7 +206,7 @@ def test_a_request_that_takes_long_is_not_late() -> None:
 
 
 @pytest.mark.parametrize("http", ["httptools", "h11"])
-def test_what_is_no_http_gets_the_envelope(http: str) -> None:
+def test_what_is_no_http_gets_the_envelope(http: Parser) -> None:
     with serving(FakeRunner, http=http) as server:
         for malformed in (b"\x16\x03\x01\r\n\r\n", b"GET / HTTP/1.1\r\nHost : a\r\n\r\n"):
             with connect(server) as client:

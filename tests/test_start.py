@@ -55,10 +55,10 @@ LATER = """
 """
 
 
-def run(command: Sequence[str], cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+def run(command: Sequence[str], **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
-        cwd=cwd,
+        cwd=ROOT,
         env=os.environ | env,
         capture_output=True,
         text=True,
@@ -74,13 +74,11 @@ def assert_refused(done: subprocess.CompletedProcess[str], *says: str) -> None:
 
 
 @contextmanager
-def started(
-    command: Sequence[str], cwd: Path = ROOT, **env: str
-) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def started(command: Sequence[str], **env: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A process that listens, and its port; its model may still be loading."""
     child = subprocess.Popen(
         command,
-        cwd=cwd,
+        cwd=ROOT,
         env=os.environ | env,
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
