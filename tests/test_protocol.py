@@ -97,6 +97,14 @@ def test_a_header_may_have_just_so_many_bytes(server: Server) -> None:
         assert_refused(client, 431, "headers_too_large")
 
 
+def test_a_header_of_just_so_many_bytes_may_come_before_its_body(server: Server) -> None:
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\nX-Long: "
+    with connect(server) as client:
+        client.sendall(head + b"a" * (MAX_HEAD - len(head) - len(END)) + END)
+        client.sendall(b"text")
+        assert read_answer(client)[0] == 200
+
+
 def test_a_header_is_counted_apart_from_the_body_it_came_with(server: Server) -> None:
     body = b"a " * MAX_HEAD
     head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\nX-Long: " % len(body)

@@ -4,6 +4,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -238,12 +239,13 @@ def test_a_failed_warm_up_is_said_on_ready_and_turns_health_red() -> None:
         assert httpx.post(server.url, content="x").status_code == 503
 
 
-def test_a_model_that_cannot_be_loaded_is_named_on_ready() -> None:
-    with serving(pipeline_model="/nowhere/at/all", ready=False) as server:
+def test_a_model_that_cannot_be_loaded_is_named_on_ready(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')  # and no weights
+    with serving(pipeline_model=str(tmp_path), ready=False) as server:
         wait_until(lambda: server.engine.failure is not None, 60)
         response = httpx.get(server.url + "/ready")
         assert response.status_code == 503
-        assert "'/nowhere/at/all' could not be loaded for fill-mask" in response.text
+        assert f"'{tmp_path}' could not be loaded for fill-mask" in response.text
         assert httpx.get(server.url + "/health").status_code == 503
 
 
