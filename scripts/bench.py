@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def serve_instant(port: int) -> None:
     from server.settings import load_settings
 
     uvicorn.run(
-        create_app(load_settings(overrides={"chat_model": "none"}), InstantRunner),
+        create_app(replace(load_settings(), chat_model="none"), InstantRunner),
         port=port,
         access_log=False,
     )

@@ -4,11 +4,8 @@
 and drains it on SIGTERM, before uvicorn hears of the signal. One process, one worker thread.
 """
 
-import asyncio
-import contextlib
 import logging
 import os
-import signal
 import sqlite3
 import sys
 import time
@@ -16,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from types import FrameType
+from itertools import pairwise
 from typing import Any
 
 from starlette.routing import Route, Router
@@ -31,11 +28,14 @@ from server.detokenize import Detokenize
 from server.front import Front
 from server.load_model import LoadModel
 from server.metrics import Metrics, metrics
+from server.preflight import check_chat, check_pipeline, check_workers, refuse
+from server.protocol import APP, bound_connections
 from server.response_lookup import ResponseLookup
 from server.response_store import ResponseStore
 from server.responses import Responses
 from server.root import Root
 from server.settings import Settings, SettingsError, load_settings
+from server.stopping import drain_on_signal, end_unloaded, failed, serving_uvicorn
 from server.tokenize import Tokenize
 from worker.architectures import TaskUnclear, settle_task
 from worker.engine import Engine
@@ -48,7 +48,6 @@ log = logging.getLogger("onequeue.app")
 # How long a thread keeps the interpreter while another waits for it. Python's own 5 ms is as long
 # as a small forward pass, and each pass changes hands several times on its way.
 SWITCH_S = 0.001
-STARTUP_FAILURE = 3  # the exit status at which uvicorn's supervisor does not start another
 
 
 def create_app(
@@ -67,6 +66,10 @@ def create_app(
     settings = replace(settings, pipeline_task=task)
     if settings.pipeline_model == settings.chat_model == "none":
         raise SettingsError("PIPELINE_MODEL=none and CHAT_MODEL=none: there is nothing to serve")
+    if load is None:
+        check_pipeline(settings, task)
+    if load_chat is None:
+        check_chat(settings)
     pool_threads = max(2, min(8, (os.cpu_count() or 2) // 2))
     queue = RequestQueue(settings.max_queue_size, time.monotonic)
     batcher = DynamicBatcher(
@@ -181,15 +184,18 @@ def _load_chat(settings: Settings) -> Generator:
 @asynccontextmanager
 async def lifespan(
     app: Front, closing: Sequence[Callable[[], Awaitable[None]]]
-) -> AsyncIterator[None]:
+) -> AsyncIterator[dict[str, Front]]:
     """`closing` is awaited once everything accepted has its answer."""
     engine, grace_s = app.engine, app.settings.shutdown_grace_s
     logs.configure()
+    bound_connections()
     sys.setswitchinterval(SWITCH_S)
+    server = serving_uvicorn()
     engine.start()
+    engine.loaded.add_done_callback(partial(end_unloaded, app.settings.debug, server))
     restore = drain_on_signal(engine, grace_s)
     try:
-        yield
+        yield {APP: app}
     finally:
         restore()
         if not engine.draining:
@@ -198,66 +204,17 @@ async def lifespan(
         for close in closing:
             await close()
         log.info("stopped")
+        if server and failed(engine.loaded):
+            server.started = False  # so that uvicorn ends with its status for a failed start, 3
 
 
-def drain_on_signal(engine: Engine, grace_s: float) -> Callable[[], None]:
-    """On SIGTERM or SIGINT drain first, then hand on to the handler that was there.
-
-    uvicorn would close its listeners and wait, while clients already inside still wait for a
-    model. A second signal ends the wait at once. Returns a function that undoes it.
-    """
-    loop = asyncio.get_running_loop()
-    before: dict[int, Any] = {}
-    drains: list[asyncio.Task[None]] = []
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    def hand_on(number: int, frame: FrameType | None) -> None:
-        restore()  # from here on signals are the server's own affair
-        before[number](number, frame)
-
-    async def drain(number: int, frame: FrameType | None) -> None:
-        log.info("draining unanswered=%d grace_s=%g", engine.queue.pending, grace_s)
-        await engine.drain(grace_s)
-        if signal.getsignal(number) is on_signal:
-            hand_on(number, frame)
-
-    def on_first(number: int, frame: FrameType | None) -> None:
-        if not drains:
-            drains.append(loop.create_task(drain(number, frame)))
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        if engine.draining:
-            loop.call_soon_threadsafe(engine.give_up)
-            hand_on(number, frame)
-        else:
-            loop.call_soon_threadsafe(on_first, number, frame)
-
-    with contextlib.suppress(ValueError):  # off the main thread, whoever embeds us has signals
-        for number in (signal.SIGTERM, signal.SIGINT):
-            handler = signal.getsignal(number)
-            if callable(handler):
-                signal.signal(number, on_signal)
-                before[number] = handler
-    return restore
-
-
-def refuse_several_workers() -> None:
-    """Each process would load its own model and keep its own queue, batcher and metrics."""
-    words = sys.argv[1:]
-    asked = os.environ.get("WEB_CONCURRENCY", "1")
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        if word == "--workers":
-            asked = following
-        elif word.startswith("--workers="):
-            asked = word.partition("=")[2]
-    if asked.isdigit() and int(asked) > 1:
-        raise SettingsError(
-            f"--workers {asked}: one process serves the model, with one queue and one worker "
-            "thread; run more of them on ports of their own behind a load balancer"
-        )
+def workers_asked() -> str | None:
+    """What uvicorn's command was told; its processes have the same words."""
+    for word, following in pairwise([*sys.argv[1:], ""]):
+        name, given, value = word.partition("=")
+        if name == "--workers":
+            return value if given else following
+    return None
 
 
 def __getattr__(name: str) -> Any:
@@ -265,10 +222,9 @@ def __getattr__(name: str) -> Any:
     if name != "app":
         raise AttributeError(name)
     try:
-        refuse_several_workers()
+        check_workers(workers_asked())
         made = create_app(load_settings())
     except SettingsError as error:
-        print(f"onequeue: {error}", file=sys.stderr)
-        raise SystemExit(STARTUP_FAILURE) from None
+        refuse(error)
     globals()["app"] = made
     return made

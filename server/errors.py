@@ -59,6 +59,7 @@ HTTP_CODES = {
     408: ("timeout_error", "body_timeout"),
     413: ("invalid_request_error", "body_too_large"),
     415: ("invalid_request_error", "unsupported_media_type"),
+    431: ("invalid_request_error", "headers_too_large"),
 }
 
 

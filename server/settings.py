@@ -4,12 +4,16 @@ Each field is an environment variable in capitals and a flag of `python -m serve
 that cannot be used is refused at start-up by name. Nothing is looked up again later.
 """
 
+import difflib
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dotenv import dotenv_values
+
+NEARLY = 0.82  # of difflib's 1: two letters swapped, a part left out
 
 
 class SettingsError(ValueError):
@@ -65,7 +69,9 @@ class Settings:
         60.0, "a request whose answer, or its first token, takes longer gets 504", minimum=0.001
     )
     body_timeout_s: float = setting(
-        10.0, "a body without progress for so long gets 408", minimum=0.001
+        10.0,
+        "a body without progress, or a header that is not whole, for so long gets 408",
+        minimum=0.001,
     )
     max_body_mb: float = setting(32.0, "larger bodies get 413", minimum=0.000001)
     max_image_mp: float = setting(
@@ -85,20 +91,35 @@ class Settings:
     debug: bool = setting(False, "show internals in error messages")
 
 
-def load_settings(
-    environ: Mapping[str, str] | None = None, overrides: Mapping[str, str] | None = None
-) -> Settings:
-    """From `.env`, over it the environment, over it `overrides` (flags), all by field name."""
+def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
+    """From `.env`, and over it the environment."""
     if environ is None:
-        environ = {k: v for k, v in dotenv_values(".env").items() if v is not None} | os.environ
-    given = {spec.name: environ.get(spec.name.upper()) for spec in fields(Settings)}
-    given.update(overrides or {})
+        file = {k: v for k, v in dotenv_values(".env").items() if v is not None}
+        for name, guess in misspelt(file):
+            raise SettingsError(f"{name} in .env is not a setting; did you mean {guess}?")
+        for name, guess in misspelt(os.environ):  # which is not ours alone
+            print(f"onequeue: {name} is not a setting; did you mean {guess}?", file=sys.stderr)
+        environ = file | os.environ
     values = {
         spec.name: _parse(spec, raw)
         for spec in fields(Settings)
-        if (raw := given[spec.name]) is not None
+        if (raw := environ.get(spec.name.upper())) is not None
     }
     return Settings(**values)
+
+
+def put_flags(flags: Mapping[str, str | None]) -> None:
+    """Flags that were given, by field name, into the environment."""
+    os.environ.update({name.upper(): raw for name, raw in flags.items() if raw is not None})
+
+
+def misspelt(given: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Names that are none of ours but nearly, each with the one that is meant."""
+    known = [spec.name.upper() for spec in fields(Settings)]
+    for name in given:
+        if name not in known:
+            for guess in difflib.get_close_matches(name.upper(), known, 1, NEARLY):
+                yield name, guess
 
 
 def _parse(spec: Any, raw: str) -> Any:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import uvicorn
@@ -16,6 +16,8 @@ from server.app import create_app
 from server.settings import Settings
 from worker.payloads import Generator, Runner
 
+Parser = Literal["auto", "httptools", "h11"]
+
 
 class Server:
     def __init__(
@@ -23,11 +25,17 @@ class Server:
         settings: Settings,
         load: Callable[[], Runner] | None,
         load_chat: Callable[[], Generator] | None,
+        http: Parser,
     ) -> None:
         self.app = create_app(settings, load, load_chat)
         self.engine = self.app.engine
         config = uvicorn.Config(
-            self.app, port=0, log_level="error", access_log=False, timeout_keep_alive=3600
+            self.app,
+            port=0,
+            log_level="error",
+            access_log=False,
+            timeout_keep_alive=3600,
+            http=http,
         )
         self.uvicorn = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.uvicorn.run, daemon=True)
@@ -56,6 +64,7 @@ def serving(
     load: Callable[[], Runner] | None = None,
     ready: bool = True,
     load_chat: Callable[[], Generator] | None = None,
+    http: Parser = "auto",
     **settings: Any,
 ) -> Iterator[Server]:
     """A started server; unless `ready` is false, one that answers /ready with 200.
@@ -66,7 +75,7 @@ def serving(
         settings.setdefault("chat_model", "none")
     if load is None and settings.get("chat_model") != "none":
         settings.setdefault("pipeline_model", "none")
-    server = Server(Settings(**settings), load, load_chat)
+    server = Server(Settings(**settings), load, load_chat, http)
     server.start()
     try:
         if ready:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -337,13 +338,14 @@ def test_a_failed_warm_up_is_said_on_ready_and_turns_health_red() -> None:
         assert httpx.post(server.url, content="x").status_code == 503
 
 
-def test_a_model_that_cannot_be_loaded_is_named_on_ready() -> None:
-    nowhere = "/nowhere/at/all"
-    with serving(pipeline_model=nowhere, pipeline_task="fill-mask", ready=False) as server:
+def test_a_model_that_cannot_be_loaded_is_named_on_ready(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')  # and no weights
+    task = "fill-mask"
+    with serving(pipeline_model=str(tmp_path), pipeline_task=task, ready=False) as server:
         wait_until(lambda: server.engine.failure is not None, 300)
         response = httpx.get(server.url + "/ready")
         assert response.status_code == 503
-        assert "'/nowhere/at/all' could not be loaded for fill-mask" in response.text
+        assert f"'{tmp_path}' could not be loaded for fill-mask" in response.text
         assert httpx.get(server.url + "/health").status_code == 503
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from server.settings import Settings, SettingsError, load_settings
+from server.settings import Settings, SettingsError, load_settings, misspelt
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,11 +29,6 @@ def test_values_are_parsed_by_their_type() -> None:
     assert settings.api_keys == ("a", "b")
     assert settings.debug is True
     assert settings.dtype == "bfloat16"
-
-
-def test_flags_win_over_the_environment() -> None:
-    settings = load_settings({"MAX_BATCH_SIZE": "8"}, {"max_batch_size": "9"})
-    assert settings.max_batch_size == 9
 
 
 def test_env_file_is_read_and_the_environment_wins(
@@ -72,3 +67,30 @@ def test_help_lists_every_setting() -> None:
     assert done.returncode == 0
     for spec in fields(Settings):
         assert "--" + spec.name.replace("_", "-") in done.stdout
+
+
+def test_a_name_in_the_env_file_that_is_nearly_a_settings_is_refused_with_a_guess(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".env").write_text("OPENAI_API_KEY=x\nPIPELINE_MODLE=x\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingsError, match=r"PIPELINE_MODLE in .env .* PIPELINE_MODEL"):
+        load_settings()
+
+
+def test_such_a_name_in_the_environment_gets_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("API_KEY", "max_batch_size", "MODEL_NAME", "LOG_LEVEL", "OPENAI_API_KEY"):
+        monkeypatch.setenv(name, "x")
+    assert load_settings() == Settings()
+    said = [line for line in capsys.readouterr().err.splitlines() if "did you mean" in line]
+    assert sorted(said) == [
+        "onequeue: API_KEY is not a setting; did you mean API_KEYS?",
+        "onequeue: max_batch_size is not a setting; did you mean MAX_BATCH_SIZE?",
+    ]
+
+
+def test_a_setting_is_never_taken_for_another() -> None:
+    assert list(misspelt(spec.name.upper() for spec in fields(Settings))) == []

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-import pytest
 
 from tests.serving import wait_until
 
@@ -115,35 +114,3 @@ def test_a_second_signal_goes_through_at_once(tmp_path: Path) -> None:
         child.send_signal(signal.SIGINT)
         assert accepted.result().status_code == 503
         child.wait(60)
-
-
-def test_several_workers_are_refused_with_the_reason() -> None:
-    command = [sys.executable, "-m", "uvicorn", "server.app:app", "--workers", "2", "--port", "0"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode != 0 or "failed to start" in done.stderr
-    assert "one process serves the model" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        ("MAX_BATCH_SIZE", "zero", "MAX_BATCH_SIZE='zero': must be a whole number"),
-        ("PIPELINE_TASK", "summarization", "transformers 5 has dropped the task 'summarization'"),
-        ("PIPELINE_TASK", "fill-mast", "PIPELINE_TASK: unknown task 'fill-mast'"),
-    ],
-)
-def test_a_wrong_setting_is_refused_by_name_without_a_traceback(
-    name: str, value: str, says: str
-) -> None:
-    command = [sys.executable, "-m", "uvicorn", "server.app:app", "--port", "0"]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, name: value},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 3
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr

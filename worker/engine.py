@@ -74,6 +74,7 @@ class Engine:
         self.draining = False
         self.pool = Pool(pool_threads)
         self._prepare, self._finish = Stage(self._prepare_items), Stage(self._finish_items)
+        self.loaded: asyncio.Future[None]  # made by `start`; has failed if there is no model
         self._drain_task: asyncio.Task[None] | None = None
         self._watchdog: asyncio.TimerHandle | None = None
 
@@ -81,6 +82,7 @@ class Engine:
 
     def start(self) -> None:
         self.loop = asyncio.get_running_loop()
+        self.loaded = self.loop.create_future()
         self._drain_task = self.loop.create_task(self._drain_queue())
         self.pool.start()
         self.worker.start(self, self._post)
@@ -272,9 +274,12 @@ class Engine:
             self._log_models()
         elif state == "ready":
             log.info("ready")
+            self.loaded.set_result(None)
         elif state == "dead":
             self.failure = error
             self._abandon("the worker has died")
+            if error and not self.loaded.done():
+                self.loaded.set_exception(error)
 
     def _log_models(self) -> None:
         for model in (self.worker.models.pipeline, self.worker.models.generator):

@@ -315,11 +315,17 @@ class Worker:
             self._post(self._require_listener().on_rejected, items)
 
     def _die(self, error: BaseException) -> None:
+        loaded = self.state == "ready"
         self.busy_since = None
         self.state = "dead"
-        known = isinstance(error, OnequeueError)
-        log.critical("worker down: %s", error, exc_info=error.__cause__ if known else error)
-        reason = error if isinstance(error, OnequeueError) else WorkerDown("the worker has died")
+        if isinstance(error, OnequeueError):
+            reason: OnequeueError = error
+        else:
+            said = "the worker has died" if loaded else "the models could not be loaded"
+            reason = WorkerDown(said)
+            reason.__cause__ = error
+        if loaded:  # what could not be loaded is told by whoever starts us
+            log.critical("worker down: %s", error, exc_info=reason.__cause__)
         self._post(self._require_listener().on_state, "dead", reason)
 
     def _enter(self, state: State) -> None:

@@ -1,0 +1,97 @@
+"""What can be known to be wrong before torch is imported and a model is loaded.
+
+Each check raises a SettingsError, one sentence that names what to mend; `refuse` says it and ends
+the process. Values by themselves are checked in settings.py.
+"""
+
+import contextlib
+import errno
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from server.settings import Settings, SettingsError
+
+STARTUP_FAILURE = 3  # uvicorn's own; at this exit status its supervisor does not start another
+_HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
+_CONFIGS = ("config.json", "adapter_config.json")
+
+
+class SeveralWorkers(SettingsError):
+    pass
+
+
+def refuse(error: SettingsError) -> NoReturn:
+    """uvicorn's supervisor imports the app in several processes: the first one speaks. It would
+    end with status 0 itself, as if all had been well."""
+    name = multiprocessing.current_process().name
+    if not name.startswith("SpawnProcess-") or name == "SpawnProcess-1":
+        print(f"onequeue: {error}", file=sys.stderr, flush=True)
+    supervisor = multiprocessing.parent_process()
+    if supervisor and supervisor.pid and isinstance(error, SeveralWorkers):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(supervisor.pid, signal.SIGKILL)
+    raise SystemExit(STARTUP_FAILURE)
+
+
+def check_pipeline(settings: Settings, task: str) -> None:
+    _check_model("PIPELINE_MODEL", settings.pipeline_model, settings.device)
+    if settings.pipeline_model == "demo" and task != "fill-mask":
+        demo = f"PIPELINE_MODEL=demo serves fill-mask only: name a model for {task}"
+        raise SettingsError(demo)
+
+
+def check_chat(settings: Settings) -> None:
+    _check_model("CHAT_MODEL", settings.chat_model, settings.device)
+    if settings.quantization == "int8" and settings.device.startswith("cuda"):
+        both = f"QUANTIZATION=int8 and DEVICE={settings.device}: int8 is for models on a CPU"
+        raise SettingsError(both)
+
+
+def _check_model(name: str, model: str, device: str) -> None:
+    folder = Path(os.path.expanduser(model))
+    if folder.is_dir():
+        if not any((folder / config).is_file() for config in _CONFIGS):
+            raise SettingsError(f"{name}={model!r}: there is no config.json in this folder")
+    elif model.startswith(("/", ".", "~")):
+        raise SettingsError(f"{name}={model!r}: there is no such folder")
+    elif not _HUB_ID.fullmatch(model):
+        raise SettingsError(f"{name}={model!r}: is neither a folder nor a hub id (owner/name)")
+    if not _DEVICE.fullmatch(device):
+        raise SettingsError(f"DEVICE={device!r}: must be auto, cpu, cuda or cuda:N")
+
+
+def check_workers(flag: str | None) -> None:
+    """Each process would load its own model and keep its own queue, batcher and metrics."""
+    asked = flag or os.environ.get("WEB_CONCURRENCY", "1")
+    if asked.isdigit() and int(asked) > 1:
+        where = f"--workers {asked}" if flag else f"WEB_CONCURRENCY={asked}"
+        raise SeveralWorkers(
+            f"{where}: one process serves the model, with one queue and one worker thread; "
+            "run more of them on ports of their own behind a load balancer"
+        )
+
+
+def check_address(host: str, port: int) -> None:
+    """uvicorn binds when the model is loading already."""
+    if not 0 <= port < 65536:
+        raise SettingsError(f"--port {port}: must be 0 to 65535")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no host's name"
+        raise SettingsError(f"--host {host}: {reason}") from None
+    for family, _, _, _, address in found:
+        try:
+            with socket.create_server(address, family=family):
+                pass
+        except OSError as error:
+            if error.errno != errno.EAFNOSUPPORT:  # a name may have addresses of a kind we lack
+                reason = os.strerror(error.errno or 0)
+                raise SettingsError(f"--host {host} --port {port}: {reason}") from None
