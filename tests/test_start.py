@@ -189,9 +189,9 @@ def test_several_workers_are_refused_with_the_reason(script: list[str]) -> None:
     ("flags", "env"), [(["--workers=2"], {}), ([], {"WEB_CONCURRENCY": "2"})], ids=str
 )
 def test_uvicorns_own_processes_say_so_once(flags: list[str], env: dict[str, str]) -> None:
-    done = run([*UVICORN, "--port", "0", *flags], **env)  # its supervisor's exit status is its own
+    done = run([*UVICORN, "--port", "0", *flags], **env)
     assert done.stderr.count("one process serves the model") == 1
-    assert "failed to start, stopping the parent process" in done.stderr
+    assert done.returncode
 
 
 def test_every_way_of_starting_bounds_headers(script: list[str]) -> None:
