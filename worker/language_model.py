@@ -33,7 +33,7 @@ log = logging.getLogger("onequeue.language_model")
 DEMO_FOLDER = Path(__file__).parent / "demo" / "chat"
 # The context of a model that knows no limit.
 UNLIMITED = 32768
-# How far off a mate is put in the check at most: so many blank positions are gathered quickly.
+# How far off a mate is put in the check at most: so many positions are gathered quickly.
 FAR = 1 << 17
 
 
@@ -182,8 +182,8 @@ class LanguageModel:
     def check(self, prompts: Sequence[Sequence[int]], own: Sequence[Tensor]) -> None:
         """CannotPage unless chunks of the prompts, packed, give the model's own logits."""
         needed = [-(-len(prompt) // BLOCK) for prompt in prompts]
-        cache = PagedCache(self.layers, sum(needed) + 1, self.dtype, self.device)
-        first = 1
+        cache = PagedCache(self.layers, sum(needed), self.dtype, self.device)
+        first = 0
         tables = []
         for count in needed:
             tables.append(list(range(first, first + count)))
@@ -202,16 +202,16 @@ class LanguageModel:
                 self.compare(logits[row : row + count], own[i][done[i] : ends[i]])
                 row += count
                 done[i] = ends[i]
-        self._check_far_mate(cache, tables[1], prompts[1], own[1])
+        self._check_far_mate(cache, tables, prompts[1], own[1])
 
     def _check_far_mate(
-        self, cache: PagedCache, table: list[int], prompt: Sequence[int], own: Tensor
+        self, cache: PagedCache, tables: list[list[int]], prompt: Sequence[int], own: Tensor
     ) -> None:
         """A mate near the end of the context must not change what a token gives."""
         far = min(self.context, FAR) - 1
         last = len(prompt) - 1
-        blank = [0] * (far // BLOCK + 1)
-        step = Step(cache, [(table, last, 1), (blank, far, 1)], self.dtype)
+        mate = tables[0][:1] * (far // BLOCK + 1)
+        step = Step(cache, [(tables[1], last, 1), (mate, far, 1)], self.dtype)
         logits = self.forward(step, [prompt[last], prompt[0]], range(2))
         self.compare(logits[:1], own[last:])
 

@@ -13,6 +13,8 @@ from worker.step import BLOCK, LayerShape, block_bytes
 GB = 1e9
 # Of what is free once the weights are there, the part that keys and values may take.
 CACHE_SHARE = {"cpu": 0.5, "cuda": 0.85}
+# Of that part, how much holds prefixes for reuse; running sequences may fill all of it.
+PREFIX_SHARE = 0.25
 # Bytes of a checkpoint's numbers that DTYPE changes.
 STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
@@ -103,3 +105,9 @@ def cache_blocks(
             f"for {room / 1e6:.1f} MB"
         )
     return blocks
+
+
+def prefix_share(device: torch.device, given_gb: float | None) -> float:
+    """How much of the cache is touched for the sake of prefixes: all of what was given, or of what
+    a GPU has set aside anyway."""
+    return PREFIX_SHARE if given_gb is None and device.type == "cpu" else 1.0
