@@ -4,10 +4,10 @@ oneDNN's own layout makes products with few rows, which is what decoding is, sev
 than the plain one, and a compiled graph uses the same weights. A CPU that has no bfloat16 would
 emulate it at a sixth of the speed: there the weights of a bfloat16 model are laid out as float32,
 if there is memory for that. Products are then what bfloat16's own are: of the same numbers, summed
-in float32, rounded to bfloat16. Layers are converted one by one, and each original goes as it is
-replaced: no more than one is there twice, but for what is shared with an embedding. int8 weights carry one scale an output and are multiplied by
+in float32, rounded to bfloat16. int8 weights carry one scale an output and are multiplied by
 bfloat16 inputs; more rows than those kernels are good at go through a copy of the dequantised
-values, if there is memory for one, so that both say the same.
+values, if there is memory for one, so that both say the same. Layers are converted one by one, and
+each original goes as it is replaced, unless an embedding shares it.
 """
 
 import logging
