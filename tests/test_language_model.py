@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AttentionInterface
 
 from tests import tiny_decoders
 from tests.tiny_decoders import ARCHITECTURES, LONG_ROPES, UNPAGED, WINDOW, WINDOWED
@@ -92,19 +93,19 @@ def test_a_window_longer_than_the_prompts_of_the_check_is_told(
 def test_a_longer_window_that_layers_are_not_told_is_noticed(
     model: str,
 ) -> None:
-    ordinary = attention.paged_attention
+    ordinary: Any = attention.paged_attention
 
     def untold(*arguments: Any, sliding_window: int | None = None, **more: Any) -> Any:
         told = sliding_window if getattr(attention._here, "probe", None) else None
         return ordinary(*arguments, sliding_window=told, **more)
 
     made = language(model)
-    attention.AttentionInterface.register(attention.ATTENTION, untold)
+    AttentionInterface.register(attention.ATTENTION, untold)
     try:
         with pytest.raises(CannotPage, match="its sliding window is not told to its layers"):
             made.page()
     finally:
-        attention.AttentionInterface.register(attention.ATTENTION, ordinary)
+        AttentionInterface.register(attention.ATTENTION, ordinary)
     assert made.config.sliding_window == 320
 
 

@@ -67,8 +67,9 @@ class Int8Linear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None, copy: bool) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        parts: Any = weight.detach().split(QUANTISED_ROWS)  # split is not annotated
-        quantised, scales = zip(*map(_quantised, parts), strict=True)
+        starts = range(0, self.out_features, QUANTISED_ROWS)
+        parts = [_quantised(weight.detach()[at : at + QUANTISED_ROWS]) for at in starts]
+        quantised, scales = zip(*parts, strict=True)
         self.register_buffer("weight", torch.cat(quantised), persistent=False)
         self.register_buffer("scale", torch.cat(scales), persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)

@@ -79,7 +79,7 @@ def _sizes(folder: Path, dtype: str) -> Iterator[int]:
     if not files:
         yield from (file.stat().st_size for file in folder.glob("*.bin"))
     for file in files:
-        with safe_open(file, framework="pt") as checkpoint:  # type: ignore[no-untyped-call]
+        with safe_open(file, framework="pt") as checkpoint:
             for name in checkpoint.keys():  # noqa: SIM118
                 tensor = checkpoint.get_slice(name)
                 own = STORED.get(tensor.get_dtype(), 1)
