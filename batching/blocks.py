@@ -6,7 +6,11 @@ identifies the whole prefix, exactly and without hashes of our own. A later sequ
 with the same tokens takes those blocks instead of computing them. Blocks that nobody uses stay
 registered until the room is needed, least recently used first, tails before heads.
 
-Only numbers live here; the tensors are in worker/attention.py.
+A block costs memory from its first use on. So what is given out is, in this order: blocks that were
+used and hold nothing now; fresh ones, until a share of all has been used; the least recently used
+of the registered; more fresh ones, when all others are in use.
+
+Only numbers live here; the tensors are in worker/step.py.
 """
 
 from collections import OrderedDict
@@ -28,12 +32,18 @@ class BlockTable:
 
 
 class BlockPool:
-    def __init__(self, count: int, size: int) -> None:
+    """`share`: the part of all blocks that is used before registered ones are given out."""
+
+    def __init__(self, count: int, size: int, share: float = 1.0) -> None:
         self.count = count
         self.size = size
         self._refs = [0] * count
-        # unused blocks, in the order in which they will be given out
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(count))
+        # what may be given out: used ones with nothing in them, the last one first; registered
+        # ones in this order; and all from `_touched` on, which have never been used
+        self._idle: list[int] = []
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._touched = 0
+        self._enough = int(share * count)
         self._block_of: dict[Key, int] = {}  # computed, in use or not
         self._computing: dict[Key, int] = {}  # promised by a sequence that is being computed
         self._key_of: list[Key | None] = [None] * count
@@ -42,11 +52,11 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        return len(self._idle) + len(self._cached) + self.count - self._touched
 
     @property
     def used(self) -> int:
-        return self.count - len(self._free)
+        return self.count - self.free
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.size)
@@ -82,7 +92,7 @@ class BlockPool:
             return None
         for block in matched:
             self._refs[block] += 1
-            self._free.pop(block, None)
+            self._cached.pop(block, None)
         table.blocks = list(matched)
         table.registered = len(matched)
         table.node = self._node_of[matched[-1]] if matched else ROOT
@@ -106,13 +116,23 @@ class BlockPool:
         if wanted > self.free:
             return False
         for _ in range(wanted):
-            block, _ = self._free.popitem(last=False)
-            if (key := self._key_of[block]) is not None:
-                del self._block_of[key]
-                self._key_of[block] = None
+            block = self._take()
             self._refs[block] = 1
             table.blocks.append(block)
         return True
+
+    def _take(self) -> int:
+        if self._idle:
+            return self._idle.pop()
+        if self._touched < (self._enough if self._cached else self.count):
+            self._touched += 1
+            return self._touched - 1
+        block, _ = self._cached.popitem(last=False)
+        key = self._key_of[block]
+        assert key is not None
+        del self._block_of[key]
+        self._key_of[block] = None
+        return block
 
     def register(self, table: BlockTable, tokens: Sequence[int], computed: int) -> None:
         """The keys and values of the first `computed` tokens are there: let others find them."""
@@ -135,8 +155,7 @@ class BlockPool:
         while len(table.blocks) > self.blocks_for(tokens):
             block = table.blocks.pop()
             self._refs[block] = 0
-            self._free[block] = None
-            self._free.move_to_end(block, last=False)
+            self._idle.append(block)
 
     def forget(self, table: BlockTable) -> None:
         """What is in blocks that this sequence alone uses is not to be found by others."""
@@ -156,9 +175,10 @@ class BlockPool:
             if key is not None and self._computing.get(key) == block:
                 del self._computing[key]
                 self._key_of[block] = key = None
-            self._free[block] = None
             if key is None:
-                self._free.move_to_end(block, last=False)
+                self._idle.append(block)
+            else:
+                self._cached[block] = None
         table.blocks = []
 
     def _name(self, block: int, key: Key) -> int:

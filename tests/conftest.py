@@ -7,6 +7,7 @@ import gc
 import os
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import hypothesis
@@ -39,3 +40,18 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
         return (yield)
     finally:
         gc.enable()
+
+
+@pytest.fixture
+def poisoned_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory for keys and values that has never been written to is full of what are no numbers."""
+    from worker.step import PagedCache
+
+    ordinary = PagedCache.__init__
+
+    def init(cache: PagedCache, *arguments: Any) -> None:
+        ordinary(cache, *arguments)
+        for stored in (*cache.keys, *cache.values):
+            stored.fill_(float("nan"))
+
+    monkeypatch.setattr(PagedCache, "__init__", init)

@@ -41,10 +41,12 @@ def loaded(model: str) -> PagedGenerator:
 def engine(
     model: str, blocks: int = 400, speculation: str = "auto", max_running: int = 256
 ) -> PagedGenerator:
-    """A fresh one, of a model that is loaded once."""
+    """A fresh one, of a model that is loaded once. Its memory is full of what are no numbers."""
     language = loaded(model).language
     options = GeneratorOptions("", speculation=speculation, max_running=max_running)
     cache = PagedCache(language.layers, blocks, language.dtype, language.device)
+    for stored in (*cache.keys, *cache.values):
+        stored.fill_(float("nan"))
     room = min(language.context, blocks * loaded(model).pool.size)
     return PagedGenerator(language, cache, blocks, options, room)
 

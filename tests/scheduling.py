@@ -24,7 +24,10 @@ def assert_sound(pool: BlockPool, tables: Collection[BlockTable]) -> None:
         for block in table.blocks:
             users[block] += 1
     assert pool._refs == users
-    assert set(pool._free) == {block for block, count in enumerate(users) if not count}
+    fresh = range(pool._touched, pool.count)
+    idle = [block for block in (*pool._idle, *pool._cached, *fresh) if not users[block]]
+    assert sorted(idle) == [block for block, count in enumerate(users) if not count]
+    assert len(idle) == pool.free
     assert pool.used + pool.free == pool.count
     named = {block: key for block, key in enumerate(pool._key_of) if key is not None}
     assert {**pool._block_of, **pool._computing} == {key: block for block, key in named.items()}
@@ -108,7 +111,8 @@ class Simulation:
         self.longest = chance.randint(2, 44)  # prompt and output
         size = chance.choice((1, 2, 4, 16))
         fitting = -(-self.longest // size)
-        self.pool = BlockPool(int(fitting * chance.choice((1, 1.3, 2, 3, 8))), size)
+        count = int(fitting * chance.choice((1, 1.3, 2, 3, 8)))
+        self.pool = BlockPool(count, size, share=(0, 0.3, 1)[seed % 3])
         self.scheduler = ContinuousScheduler(self.pool, chance.choice((1, 3, 8, 16)))
         self.model = FakeModel(self.pool)
         self.budget = chance.choice((2, 8, 30, 200))

@@ -33,8 +33,8 @@ def found(pool: BlockPool, tokens: Sequence[int]) -> list[int]:
 A, B, C = [[letter] * 4 for letter in (1, 2, 3)]  # a block each
 
 
-def pool_of(count: int, size: int = 4) -> BlockPool:
-    return BlockPool(count, size)
+def pool_of(count: int, size: int = 4, share: float = 1.0) -> BlockPool:
+    return BlockPool(count, size, share)
 
 
 def test_blocks_for_rounds_up() -> None:
@@ -163,6 +163,45 @@ def test_blocks_that_hold_nothing_of_use_go_before_cached_ones() -> None:
     pool.close(opened(pool, [3] * 7))
     opened(pool, [4] * 8)
     assert len(found(pool, A + B)) == 2
+
+
+def test_used_blocks_that_hold_nothing_go_before_fresh_ones() -> None:
+    pool = pool_of(8)
+    first = opened(pool, [1] * 7)
+    blocks = sorted(first.blocks)
+    pool.close(first)
+    assert sorted(opened(pool, [2] * 7).blocks) == blocks
+
+
+def test_fresh_blocks_go_before_prefixes_until_a_share_of_all_has_been_used() -> None:
+    pool = pool_of(8, share=0.5)
+    used = {block for n in range(4) for block in cached(pool, [n] * 4)}
+    assert len(used) == 4
+    assert all(found(pool, [n] * 4) for n in range(4))
+    for n in range(4, 20):  # from here on the least recently used gives way
+        used.update(cached(pool, [n] * 4))
+        assert [m for m in range(20) if found(pool, [m] * 4)] == list(range(n - 3, n + 1))
+    assert len(used) == 4
+    assert_sound(pool, [])
+
+
+def test_beyond_the_share_fresh_blocks_are_used_when_all_others_are_in_use() -> None:
+    pool = pool_of(8, share=0.5)
+    cached(pool, A + B)
+    table = opened(pool, [0] * 16)
+    assert found(pool, A + B) == []  # its blocks went before the fifth
+    assert pool.grow(table, 32)
+    assert sorted(table.blocks) == list(range(8))
+    assert pool.free == 0
+    assert_sound(pool, [table])
+
+
+def test_tails_go_before_heads_within_the_share_too() -> None:
+    pool = pool_of(8, share=0.5)
+    cached(pool, A + B)
+    cached(pool, C + A)
+    cached(pool, B)
+    assert [len(found(pool, each)) for each in (A + B, C + A, B)] == [1, 2, 1]
 
 
 def test_room_for_drafts_goes_back_and_is_the_next_to_be_given_out() -> None:

@@ -20,6 +20,7 @@ from worker.decode_graphs import SPARE, WIDEST, DecodeGraphs, Run
 from worker.generation import PagedGenerator
 from worker.step import BLOCK, PagedCache
 
+pytestmark = pytest.mark.usefixtures("poisoned_cache")
 BLOCKS = 60
 
 

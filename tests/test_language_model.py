@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AttentionInterface
 
 from tests import tiny_decoders
 from tests.tiny_decoders import ARCHITECTURES, LONG_ROPES, UNPAGED, WINDOW, WINDOWED
@@ -17,6 +18,7 @@ from worker.loading import LoadingFailed
 from worker.step import Step
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("poisoned_cache")
 
 
 def language(model: str) -> LanguageModel:
@@ -67,6 +69,44 @@ def test_more_than_the_context_cannot_be_asked_for() -> None:
     assert load_generator(options).max_model_len == 64
     with pytest.raises(LoadingFailed, match="MAX_MODEL_LEN=100: the model takes 64"):
         load_generator(replace(options, max_model_len=100))
+
+
+@pytest.mark.parametrize(
+    ("model", "windows"),
+    [
+        ("mistral-wide", [320, 320]),
+        ("phi3-wide", [320, 320]),
+        ("gemma2-wide", [320, 0]),
+        ("llama-wide", [0, 0]),
+    ],
+)
+def test_a_window_longer_than_the_prompts_of_the_check_is_told(
+    model: str, windows: list[int]
+) -> None:
+    made = language(model)
+    made.page()
+    assert made.windows == windows
+    assert made.config.sliding_window == 320
+
+
+@pytest.mark.parametrize("model", ["mistral-wide", "phi3-wide", "gemma2-wide", "phimoe-wide"])
+def test_a_longer_window_that_layers_are_not_told_is_noticed(
+    model: str,
+) -> None:
+    ordinary: Any = attention.paged_attention
+
+    def untold(*arguments: Any, sliding_window: int | None = None, **more: Any) -> Any:
+        told = sliding_window if getattr(attention._here, "probe", None) else None
+        return ordinary(*arguments, sliding_window=told, **more)
+
+    made = language(model)
+    AttentionInterface.register(attention.ATTENTION, untold)
+    try:
+        with pytest.raises(CannotPage, match="its sliding window is not told to its layers"):
+            made.page()
+    finally:
+        AttentionInterface.register(attention.ATTENTION, ordinary)
+    assert made.config.sliding_window == 320
 
 
 # ── an implementation with a fault is noticed ──

@@ -1,6 +1,9 @@
 """Packed and int8 linear layers: the same products from weights laid out anew."""
 
 import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +26,24 @@ def test_packed_weights_give_the_same_products(bias: bool, shape: tuple[int, ...
     x = torch.randn(shape)
     torch.testing.assert_close(packed(x), plain(x), atol=1e-5, rtol=1e-5)
     assert packed(x).shape == plain(x).shape
+
+
+@pytest.mark.parametrize("change", [linear.pack, linear.quantise])
+def test_each_original_is_gone_before_the_next_is_converted(
+    change: Callable[[nn.Module, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(*(layer() for _ in range(5)))
+    originals = [weakref.ref(each.weight) for each in model]
+    alive: list[int] = []
+    for kind in (PackedLinear, Int8Linear):
+
+        def init(made: Any, *arguments: Any, ordinary: Any = kind.__init__) -> None:
+            alive.append(sum(ref() is not None for ref in originals))
+            ordinary(made, *arguments)
+
+        monkeypatch.setattr(kind, "__init__", init)
+    change(model, 0)
+    assert alive == [5, 4, 3, 2, 1]
 
 
 def test_packing_can_be_undone() -> None:

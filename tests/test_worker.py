@@ -1,5 +1,6 @@
 """The worker thread with a runner without a model: failing small, exactly once, breaker."""
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from batching.request_queue import WorkItem
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
 from tests.serving import wait_until
+from worker import heap
 from worker.payloads import (
     BatchReport,
     GenerationInput,
@@ -395,7 +397,27 @@ def test_what_a_failed_forward_held_is_free_before_its_parts_run(
     assert set(alive) == {0}
 
 
-def test_an_idle_worker_waits_without_a_timeout(start: Callable[..., Bench]) -> None:
+def test_an_idle_worker_hands_memory_back_once_and_then_waits_without_a_timeout(
+    start: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handed = threading.Semaphore(0)
+    monkeypatch.setattr(heap, "IDLE_S", 0.0)
+    monkeypatch.setattr(heap, "hand_back", handed.release)
+    bench = start()
+    assert handed.acquire(timeout=60)  # what loading took
+    wait_until(lambda: bench.worker._wait_s() is None)
+    bench.together("a", "b")
+    assert handed.acquire(timeout=60)
+    wait_until(lambda: bench.worker._wait_s() is None)
+
+
+def test_an_input_that_was_refused_is_followed_by_handing_back_too(
+    start: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = start()
     wait_until(lambda: bench.recorder.states[-1:] == ["ready"])
-    assert bench.worker._wait_s() is None
+    handed = threading.Event()
+    monkeypatch.setattr(heap, "IDLE_S", 0.0)
+    monkeypatch.setattr(heap, "hand_back", handed.set)
+    bench.worker.submit([])  # what the pool sends when it has refused all
+    assert handed.wait(60)

@@ -175,6 +175,19 @@ LONG_ROPES: dict[str, Callable[[], list[Any]]] = {
         },
     ),
 }
+# Longer than the prompts of the check at load.
+WIDE: dict[str, Callable[[], list[Any]]] = {
+    name: decoder(config, **GROUPED, **more, sliding_window=320, max_position_embeddings=1024)
+    for name, config, more in (
+        ("mistral-wide", "MistralConfig", {}),
+        ("phi3-wide", "Phi3Config", {}),
+        ("gemma2-wide", "Gemma2Config", {"head_dim": 8, "layer_types": MIXED}),
+        # masks its window, but does not tell its layers
+        ("phimoe-wide", "PhimoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        # has one in its configuration, and makes no use of it
+        ("llama-wide", "LlamaConfig", {}),
+    )
+}
 WINDOWED = ("mistral", "gemma2", "gemma3", "starcoder2", "cohere2", "gpt-oss")
 ARCHITECTURES = sorted(BUILDERS)
-BUILDERS |= UNPAGED | LONG_ROPES
+BUILDERS |= UNPAGED | LONG_ROPES | WIDE

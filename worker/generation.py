@@ -81,7 +81,8 @@ class PagedGenerator(TextSide):
         self.cache = cache
         self.speculates = options.speculation == "auto"
         self.compile_state: Literal["running", "done", "off"] = "off"
-        self.pool = BlockPool(blocks, BLOCK)
+        share = memory.prefix_share(language.device, options.kv_cache_gb)
+        self.pool = BlockPool(blocks, BLOCK, share)
         self.scheduler = ContinuousScheduler(self.pool, options.max_running)
         self.live: dict[WorkItem, list[Generation]] = {}  # choices that have not ended
         self._pace = Pace(language.device.type)

@@ -2,7 +2,9 @@
 
 No list of names says which models do: a few random prompts go through the packed step, in
 chunks, and through the model's own forward; where logits differ, or a layer refuses, the model is
-served by the fallback (static.py) and the reason is logged.
+served by the fallback (static.py) and the reason is logged. A sliding window that is longer than
+the prompts is made narrow in the configuration, on both ways: layers that their model masks but
+does not tell are found whatever its size.
 """
 
 import logging
@@ -27,15 +29,17 @@ from worker.architectures import advice
 from worker.attention import ATTENTION, CannotPage, probing, running
 from worker.loading import LoadingFailed, choose_device, choose_dtype
 from worker.parity import LONGEST, SHORTEST, TOLERANCE
-from worker.step import BLOCK, LayerShape, PagedCache, Step
+from worker.step import BLOCK, How, LayerShape, PagedCache, Step
 
 log = logging.getLogger("onequeue.language_model")
 
 DEMO_FOLDER = Path(__file__).parent / "demo" / "chat"
 # The context of a model that knows no limit.
 UNLIMITED = 32768
-# How far off a mate is put in the check at most: so many blank positions are gathered quickly.
+# How far off a mate is put in the check at most: so many positions are gathered quickly.
 FAR = 1 << 17
+# A window that the shortest prompts of the check exceed, whatever the model's own.
+NARROW = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,16 @@ class GeneratorOptions:
     max_model_len: int | None = None
     kv_cache_gb: float | None = None
     max_running: int = 256
+
+
+class NarrowStep(Step):
+    """As if the layers that are told a window were told NARROW."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, how: How
+    ) -> Tensor:
+        told = how._replace(window=min(how.window, NARROW))
+        return super().attend(query, key, value, sinks, told)
 
 
 class LanguageModel:
@@ -104,6 +118,7 @@ class LanguageModel:
         prompts = self._random_prompts()
         own = [self._own_logits(prompt) for prompt in prompts]
         self.reference = prompts, own
+        narrow = self._narrow_logits(prompts[1], own[1])
         before = self.model.config._attn_implementation
         try:
             try:
@@ -114,6 +129,8 @@ class LanguageModel:
                 raise CannotPage("it takes no attention function")
             self._probe_layers()
             self.check(prompts, own)
+            if narrow:
+                self._check_narrow(prompts[1], narrow)
         except Exception as error:
             self.model.set_attn_implementation(before)
             if isinstance(error, CannotPage):
@@ -180,11 +197,42 @@ class LanguageModel:
         logits: Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
         return logits
 
-    def check(self, prompts: Sequence[Sequence[int]], own: Sequence[Tensor]) -> None:
+    def _narrow_logits(self, prompt: Sequence[int], own: Tensor) -> list[Tensor]:
+        """What the model says of the prompt when the window of its configuration, which is longer,
+        is NARROW; nothing if that makes no difference to its own forward, or it has none."""
+        configs = {id(each): each for m in self.model.modules() if (each := _config(m)) is not None}
+        windows = [(each, each.sliding_window) for each in configs.values()]
+        if not any(len(prompt) < window < self.context for _, window in windows):
+            return []
+        try:
+            for config, _ in windows:
+                config.sliding_window = NARROW
+            narrow = self._own_logits(prompt)
+        finally:
+            for config, window in windows:
+                config.sliding_window = window
+        try:
+            self.compare(narrow, own)
+        except CannotPage:
+            return [narrow]
+        return []
+
+    def _check_narrow(self, prompt: list[int], narrow: list[Tensor]) -> None:
+        try:
+            self.check([prompt], narrow, NarrowStep)
+        except CannotPage as error:
+            raise CannotPage(f"its sliding window is not told to its layers: {error}") from error
+
+    def check(
+        self,
+        prompts: Sequence[Sequence[int]],
+        own: Sequence[Tensor],
+        kind: type[Step] = Step,
+    ) -> None:
         """CannotPage unless chunks of the prompts, packed, give the model's own logits."""
         needed = [-(-len(prompt) // BLOCK) for prompt in prompts]
-        cache = PagedCache(self.layers, sum(needed) + 1, self.dtype, self.device)
-        first = 1
+        cache = PagedCache(self.layers, sum(needed), self.dtype, self.device)
+        first = 0
         tables = []
         for count in needed:
             tables.append(list(range(first, first + count)))
@@ -196,23 +244,24 @@ class LanguageModel:
             parts = [i for i, end in enumerate(ends) if end > done[i]]
             chunks = [(tables[i], done[i], ends[i] - done[i]) for i in parts]
             ids = [token for i in parts for token in prompts[i][done[i] : ends[i]]]
-            logits = self.forward(Step(cache, chunks, self.dtype), ids, range(len(ids)))
+            logits = self.forward(kind(cache, chunks, self.dtype), ids, range(len(ids)))
             row = 0
             for i in parts:
                 count = ends[i] - done[i]
                 self.compare(logits[row : row + count], own[i][done[i] : ends[i]])
                 row += count
                 done[i] = ends[i]
-        self._check_far_mate(cache, tables[1], prompts[1], own[1])
+        if len(prompts) > 1:
+            self._check_far_mate(cache, tables, prompts[1], own[1])
 
     def _check_far_mate(
-        self, cache: PagedCache, table: list[int], prompt: Sequence[int], own: Tensor
+        self, cache: PagedCache, tables: list[list[int]], prompt: Sequence[int], own: Tensor
     ) -> None:
         """A mate near the end of the context must not change what a token gives."""
         far = min(self.context, FAR) - 1
         last = len(prompt) - 1
-        blank = [0] * (far // BLOCK + 1)
-        step = Step(cache, [(table, last, 1), (blank, far, 1)], self.dtype)
+        mate = tables[0][:1] * (far // BLOCK + 1)
+        step = Step(cache, [(tables[1], last, 1), (mate, far, 1)], self.dtype)
         logits = self.forward(step, [prompt[last], prompt[0]], range(2))
         self.compare(logits[:1], own[last:])
 
@@ -263,6 +312,12 @@ def check_generates(model: PreTrainedModel, lacking: dict[str, str]) -> None:
         raise LoadingFailed(
             f"it was not made to generate text: {why}; {advice(model.config.to_dict())}"
         )
+
+
+def _config(module: nn.Module) -> Any:
+    """Its configuration, if that names a sliding window."""
+    config = getattr(module, "config", None)
+    return config if isinstance(getattr(config, "sliding_window", None), int) else None
 
 
 def load_language_model(options: GeneratorOptions) -> LanguageModel:

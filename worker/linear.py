@@ -6,10 +6,13 @@ emulate it at a sixth of the speed: there the weights of a bfloat16 model are la
 if there is memory for that. Products are then what bfloat16's own are: of the same numbers, summed
 in float32, rounded to bfloat16. int8 weights carry one scale an output and are multiplied by
 bfloat16 inputs; more rows than those kernels are good at go through a copy of the dequantised
-values, if there is memory for one, so that both say the same.
+values, if there is memory for one, so that both say the same. Layers are converted one by one, and
+each original goes as it is replaced, unless an embedding shares it.
 """
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +23,8 @@ log = logging.getLogger("onequeue.linear")
 
 # The int8 kernels read the weights once a row: faster up to so many rows.
 INT8_ROWS = 8
+# Rows that are made int8 at once: in float32 a vocabulary's would be gigabytes.
+QUANTISED_ROWS = 4096
 # Of what is free, how much the copy may take.
 COPY_SHARE = 0.5
 
@@ -62,21 +67,20 @@ class Int8Linear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None, copy: bool) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        dtype = weight.dtype
-        weight = weight.detach().float()
-        scale = (weight.abs().amax(1) / 127).clamp(min=1e-12).bfloat16()
-        quantised = (weight / scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
-        self.register_buffer("weight", quantised, persistent=False)
-        self.register_buffer("scale", scale, persistent=False)
+        starts = range(0, self.out_features, QUANTISED_ROWS)
+        parts = [_quantised(weight.detach()[at : at + QUANTISED_ROWS]) for at in starts]
+        quantised, scales = zip(*parts, strict=True)
+        self.register_buffer("weight", torch.cat(quantised), persistent=False)
+        self.register_buffer("scale", torch.cat(scales), persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
-        self.dtype = dtype
+        self.dtype = weight.dtype
         self.copy: nn.Module | None = None
         if copy:
             plain = self._dequantised()
-            self.copy = PackedLinear(plain, None) if packs(dtype) else _linear(plain, None)
+            self.copy = PackedLinear(plain, None) if packs(self.dtype) else _linear(plain, None)
 
     def _dequantised(self) -> Tensor:
-        return (self.weight.float() * self.scale.float()[:, None]).to(self.dtype)
+        return self.weight.float().mul_(self.scale.float()[:, None]).to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features).bfloat16()
@@ -87,6 +91,14 @@ class Int8Linear(nn.Module):
         out = out.to(self.dtype).view(*x.shape[:-1], self.out_features)
         made: Tensor = out if self.bias is None else out + self.bias
         return made
+
+
+def _quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 [rows, in] and the rows' scales."""
+    weight = weight.float()
+    scale = (weight.abs().amax(1) / 127).clamp(min=1e-12).bfloat16()
+    made = (weight / scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    return made, scale
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
@@ -114,50 +126,50 @@ def packed_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype != torch.bfloat16 or has_bfloat16() else torch.float32
 
 
-def _linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
-    return [
-        (parent, name, child)
+def _weights(model: nn.Module) -> tuple[int, torch.dtype]:
+    """Of all linear layers: how many, and of what type."""
+    found = [each.weight for each in model.modules() if type(each) is nn.Linear]
+    return sum(weight.numel() for weight in found), found[0].dtype if found else torch.float32
+
+
+def _replace(model: nn.Module, kind: type[nn.Module], make: Callable[[Any], nn.Module]) -> None:
+    """Each module of this kind gives way to what is made of it, one after another."""
+    places = [  # not the modules: whoever lists them keeps them
+        (parent, name)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear
+        if type(child) is kind
     ]
+    for parent, name in places:
+        setattr(parent, name, make(parent.get_submodule(name)))
 
 
 def pack(model: nn.Module, free_bytes: int) -> None:
     """Lay out all linear layers' weights anew, unless that takes too much memory; what was shared
     with an embedding is copied."""
-    found = _linears(model)
-    sizes = [linear.weight.numel() for _, _, linear in found]
-    dtype = found[0][2].weight.dtype if found else torch.float32
-    more = sum(sizes) * (packed_dtype(dtype).itemsize - dtype.itemsize)
+    numbers, dtype = _weights(model)
+    more = numbers * (packed_dtype(dtype).itemsize - dtype.itemsize)
     if more > COPY_SHARE * free_bytes:
         log.warning("bfloat16 is emulated: float32 weights would take %.1f GB more", more / 1e9)
         return
     if more:
         log.info("bfloat16 weights multiplied in float32, which takes %.3f GB more", more / 1e9)
-    for parent, name, linear in found:
-        setattr(parent, name, PackedLinear(linear.weight, linear.bias))
+    _replace(model, nn.Linear, lambda plain: PackedLinear(plain.weight, plain.bias))
 
 
 def unpack(model: nn.Module) -> None:
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, PackedLinear):
-                setattr(parent, name, child.unpacked())
+    _replace(model, PackedLinear, PackedLinear.unpacked)
 
 
 def quantise(model: nn.Module, free_bytes: int) -> None:
     """int8 in place of all linear layers' weights, with a copy for large batches if it fits."""
-    found = _linears(model)
-    sizes = [linear.weight.numel() for _, _, linear in found]
-    dtype = packed_dtype(found[0][2].weight.dtype) if found else torch.float32
-    copy_bytes = sum(sizes) * dtype.itemsize
+    numbers, dtype = _weights(model)
+    copy_bytes = numbers * packed_dtype(dtype).itemsize
     copy = copy_bytes <= COPY_SHARE * free_bytes
-    for parent, name, linear in found:
-        setattr(parent, name, Int8Linear(linear.weight, linear.bias, copy))
+    _replace(model, nn.Linear, lambda plain: Int8Linear(plain.weight, plain.bias, copy))
     log.info(
         "int8 weights_gb=%.3f copy_gb=%.3f%s",
-        sum(sizes) / 1e9,
+        numbers / 1e9,
         copy_bytes / 1e9 if copy else 0.0,
         " the copy of the dequantised values serves larger batches" if copy else "",
     )

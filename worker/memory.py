@@ -1,10 +1,11 @@
 """How much memory there is, and whether a model fits into it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 
 from worker.loading import LoadingFailed
 from worker.step import BLOCK, LayerShape, block_bytes
@@ -12,6 +13,10 @@ from worker.step import BLOCK, LayerShape, block_bytes
 GB = 1e9
 # Of what is free once the weights are there, the part that keys and values may take.
 CACHE_SHARE = {"cpu": 0.5, "cuda": 0.85}
+# Of that part, how much holds prefixes for reuse; running sequences may fill all of it.
+PREFIX_SHARE = 0.25
+# Bytes of a checkpoint's numbers that DTYPE changes.
+STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 def free_bytes(device: torch.device) -> int:
@@ -56,22 +61,30 @@ def _lines(path: str) -> list[str]:
 
 
 def check_fits(path: str, dtype: str, device: torch.device) -> None:
-    """LoadingFailed if a local checkpoint is larger than what is free."""
-    folder = Path(path)
-    files = list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))
-    size = sum(file.stat().st_size for file in files)
-    if dtype == "float32" and _is_half(folder):
-        size *= 2
-    free = free_bytes(device)
-    if size > free:
+    """LoadingFailed if a local checkpoint needs more than what is free. On a CPU its largest tensor
+    counts twice: while a layer's weight is laid out it is there in both forms, and an output head
+    that is the embedding too stays so."""
+    sizes = list(_sizes(Path(path), dtype))
+    largest = max(sizes, default=0) if device.type == "cpu" else 0
+    needed, free = sum(sizes) + largest, free_bytes(device)
+    if needed > free:
         raise LoadingFailed(
-            f"its weights need {size / GB:.1f} GB and {free / GB:.1f} GB are free on {device}"
+            f"its weights need {needed / GB:.1f} GB and {free / GB:.1f} GB are free on {device}"
         )
 
 
-def _is_half(folder: Path) -> bool:
-    text = "".join(_lines(str(folder / "config.json")))
-    return '"bfloat16"' in text or '"float16"' in text
+def _sizes(folder: Path, dtype: str) -> Iterator[int]:
+    """Bytes of each tensor as it will be loaded; of files without a header, as they are."""
+    files = list(folder.glob("model*.safetensors"))
+    if not files:
+        yield from (file.stat().st_size for file in folder.glob("*.bin"))
+    for file in files:
+        with safe_open(file, framework="pt") as checkpoint:
+            for name in checkpoint.keys():  # noqa: SIM118
+                tensor = checkpoint.get_slice(name)
+                own = STORED.get(tensor.get_dtype(), 1)
+                wanted = own if own == 1 or dtype == "auto" else getattr(torch, dtype).itemsize
+                yield math.prod(tensor.get_shape()) * wanted
 
 
 def cache_blocks(
@@ -92,3 +105,9 @@ def cache_blocks(
             f"for {room / 1e6:.1f} MB"
         )
     return blocks
+
+
+def prefix_share(device: torch.device, given_gb: float | None) -> float:
+    """How much of the cache is touched for the sake of prefixes: all of what was given, or of what
+    a GPU has set aside anyway."""
+    return PREFIX_SHARE if given_gb is None and device.type == "cpu" else 1.0

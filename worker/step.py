@@ -46,8 +46,9 @@ class How(NamedTuple):
 class PagedCache:
     """Keys and values of all layers, [blocks, BLOCK, heads, size] each.
 
-    Masked positions are multiplied, not skipped, so what others left must not be seen even there:
-    a block's rest is zeroed when its first token is written, and padding repeats what is one's own.
+    Reserved, not touched: a system gives memory when it is first written to. Masked positions are
+    multiplied, not skipped, so what was there before must not be seen even there: a block's rest is
+    zeroed when its first token is written, and padding repeats what is one's own.
     """
 
     def __init__(
@@ -56,11 +57,11 @@ class PagedCache:
         self.layers = layers
         self.device = device
 
-        def zeros(heads: int, size: int) -> Tensor:
-            return torch.zeros(blocks, BLOCK, heads, size, dtype=dtype, device=device)
+        def reserved(heads: int, size: int) -> Tensor:
+            return torch.empty(blocks, BLOCK, heads, size, dtype=dtype, device=device)
 
-        self.keys = [zeros(layer.heads, layer.key_size) for layer in layers]
-        self.values = [zeros(layer.heads, layer.value_size) for layer in layers]
+        self.keys = [reserved(layer.heads, layer.key_size) for layer in layers]
+        self.values = [reserved(layer.heads, layer.value_size) for layer in layers]
 
 
 def block_bytes(layers: Sequence[LayerShape], dtype: torch.dtype) -> int:

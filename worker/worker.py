@@ -35,6 +35,7 @@ from batching.errors import (
     as_failure,
 )
 from batching.request_queue import WorkItem
+from worker import heap
 from worker.payloads import (
     BatchReport,
     Generator,
@@ -89,6 +90,7 @@ class Worker:
         self.state: State = "loading"
         self.busy_since: float | None = None  # read by the watchdog
         self._in_hand: list[WorkItem] = []  # the encoder batch that is being run
+        self._tidy_at: float | None = None  # when memory is handed back, if nothing runs until then
         self.inbox: queue.SimpleQueue[tuple[float, list[WorkItem]] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name="worker", daemon=True)
         self._post: Callable[..., None] = lambda *args: None
@@ -114,6 +116,7 @@ class Worker:
             self._load()
             while self._receive():
                 self._step()
+                self._tidy()
         except BaseException as error:
             self._die(error)
 
@@ -128,13 +131,14 @@ class Worker:
                 self._warm_up(served)
         except Exception as error:
             raise ItemFailed("the model failed on its warm-up input") from error
-        self.busy_since = None
+        self._rest()
         self._enter("ready")
 
     def _receive(self) -> bool:
         """Wait for the inbox or for whatever is due first, then empty the inbox."""
         try:
             message = self.inbox.get(timeout=self._wait_s())
+            self._tidy_at = self.clock() + heap.IDLE_S  # also when all its inputs were refused
             while True:
                 if message is None:
                     return False
@@ -159,7 +163,7 @@ class Worker:
         if self._generating:
             return 0.0
         probes = [breaker.probe_at for breaker in self.breakers.values()]
-        due = [at for at in (self.batcher.due_at(), *probes) if at is not None]
+        due = [at for at in (self.batcher.due_at(), self._tidy_at, *probes) if at is not None]
         return max(0.0, min(due) - self.clock()) if due else None
 
     def _step(self) -> None:
@@ -194,6 +198,20 @@ class Worker:
         outcomes = [(item, as_failure(error, kind)) for item in items]
         self._post(self._require_listener().on_failed, outcomes)
 
+    def _tidy(self) -> None:
+        """Once nothing has run for a while, what was freed goes back to the system."""
+        if self._tidy_at is not None and self.clock() >= self._tidy_at:
+            self._tidy_at = None
+            heap.hand_back()
+
+    def _rest(self) -> float:
+        """A batch or a step has run; says when."""
+        now = self.clock()
+        self.busy_since = None
+        self.batcher.free(now)
+        self._tidy_at = now + heap.IDLE_S
+        return now
+
     @property
     def _generating(self) -> bool:
         return self.models.generator is not None and self.models.generator.busy
@@ -202,8 +220,7 @@ class Worker:
         """One generation step, of which the generator has bisected and sorted out the failures."""
         self.busy_since = self.clock()
         outcome = self._require_generator().step()
-        self.busy_since = None
-        self.batcher.free(self.clock())
+        self._rest()
         self._post(self._require_listener().on_step, outcome)
         if outcome.deltas:
             self.breakers["generation"].succeeded()
@@ -219,9 +236,7 @@ class Worker:
         self._run_items(batch, run)
         if run.out_of_memory:
             self.batcher.out_of_memory(run.fitted)
-        finished = self.clock()
-        self.busy_since = None
-        self.batcher.free(finished)
+        finished = self._rest()
         for item in batch:
             item.finished_at = finished
         listener = self._require_listener()

@@ -1,0 +1,45 @@
+"""What is counted before a model is loaded, and that memory is reserved without being taken."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from worker import memory
+from worker.loading import LoadingFailed
+from worker.step import LayerShape, PagedCache
+
+CPU = torch.device("cpu")
+
+
+def checkpoint(folder: Path) -> str:
+    """1,600 numbers in bfloat16, the largest tensor of 1,000, and the same again for others."""
+    parts = {"embedding": torch.zeros(10, 100), "layer": torch.zeros(600)}
+    halves = {name: part.bfloat16() for name, part in parts.items()}
+    save_file(halves, folder / "model.safetensors")
+    save_file(halves, folder / "consolidated.safetensors")
+    return str(folder)
+
+
+@pytest.mark.parametrize(("dtype", "needed"), [("auto", 5200), ("float32", 10400)])
+def test_a_checkpoint_needs_its_weights_and_the_largest_once_more(
+    dtype: str, needed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda device: needed)
+    memory.check_fits(checkpoint(tmp_path), dtype, CPU)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: needed - 1)
+    with pytest.raises(LoadingFailed, match="its weights need"):
+        memory.check_fits(checkpoint(tmp_path), dtype, CPU)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no /proc")
+def test_a_cache_takes_no_memory_before_it_is_used() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    before = resident()
+    cache = PagedCache([LayerShape(8, 64, 64)], 8192, torch.float32, CPU)  # half a gigabyte
+    assert resident() - before < 50e6
+    cache.keys[0][:1024] = 1
+    assert resident() - before > 30e6
