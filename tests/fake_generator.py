@@ -164,6 +164,9 @@ class FakeGenerator:
     def warm_up(self) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
 
 def text_of(prompt: Any) -> str:
     if isinstance(prompt, Chat):

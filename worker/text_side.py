@@ -73,6 +73,9 @@ class TextSide:
             for score, text in zip(scores, texts, strict=True)
         ]
 
+    def close(self) -> None:
+        self.prompts.grammars.close()
+
     def diagnose(self, error: Exception) -> Literal["item", "memory", "fatal"]:
         return failures.diagnose(error)
 
