@@ -613,10 +613,10 @@ def test_effort_sets_the_templates_switch() -> None:
 
 def test_a_model_that_does_not_think_is_not_asked_to() -> None:
     with pytest.raises(InvalidInput, match="thinking_token_budget"):
-        tiny_chat.plain_prepare(engine(), asking(max_tokens=9, thinking_tokens=3))
+        prepare(tiny_chat.plain_engine(), asking(max_tokens=9, thinking_tokens=3))
     with pytest.raises(InvalidInput, match="reasoning_effort"):
-        tiny_chat.plain_prepare(engine(), asking(max_tokens=9, effort="high"))
-    tiny_chat.plain_prepare(engine(), asking(max_tokens=9, effort="none"))
+        prepare(tiny_chat.plain_engine(), asking(max_tokens=9, effort="high"))
+    prepare(tiny_chat.plain_engine(), asking(max_tokens=9, effort="none"))
 
 
 def test_static_batches_hold_to_grammars_too() -> None:
