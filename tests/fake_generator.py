@@ -169,6 +169,9 @@ class FakeGenerator:
         if not self.healthy:
             raise RuntimeError("the worker is broken")
 
+    def close(self) -> None:
+        pass
+
 
 def text_of(prompt: Any) -> str:
     if isinstance(prompt, Chat):

@@ -3,10 +3,11 @@
 
 import logging
 import random
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -16,12 +17,14 @@ from batching.request_queue import WorkItem
 from tests import tiny_decoders
 from worker.generation import Generation, PagedGenerator, load_generator
 from worker.language_model import GeneratorOptions
-from worker.payloads import GenerationInput, Sampling, StepReport, Stopping
+from worker.payloads import GenerationInput, Generator, Pending, Sampling, StepReport, Stopping
 from worker.step import PagedCache
 from worker.streams import Delta, TokenStream
 
 torch.set_num_threads(1)
 logging.getLogger("transformers").setLevel(logging.ERROR)
+
+T = TypeVar("T")
 
 GREEDY = Sampling(temperature=0.0)
 ORDINARY = range(6, 300)  # token ids that are no special ones
@@ -94,6 +97,21 @@ def request(
     return WorkItem(payload, None, float("inf"), 0.0)
 
 
+def when_ready(run: Callable[[], T]) -> T:
+    """As the engine has it, again once the grammars that it takes are compiled."""
+    while True:
+        try:
+            return run()
+        except Pending as pending:
+            again = threading.Event()
+            pending.then(lambda: True, again.set)
+            assert again.wait(60), "nobody compiles"
+
+
+def prepare(generator: Generator, item: WorkItem) -> None:
+    when_ready(lambda: generator.prepare(item))
+
+
 class Driver:
     """The worker's loop around a generator, step by step."""
 
@@ -112,7 +130,7 @@ class Driver:
         return chunks
 
     def add(self, item: WorkItem) -> Served:
-        self.generator.prepare(item)
+        prepare(self.generator, item)
         served = self.served[item] = Served(item, item.prepared[0].prepared.ids)
         self.generator.add(item)
         served.generations = list(self.generator.live[item])

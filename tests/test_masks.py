@@ -5,6 +5,7 @@ import torch
 from llguidance import LLMatcher
 
 from tests import tiny_chat
+from tests.generating import when_ready
 from worker.grammar import Grammars
 from worker.masks import Masks, Wanted
 from worker.payloads import Constraint
@@ -17,7 +18,8 @@ MASKS = Masks(WIDTH, [END])
 
 
 def matcher(regex: str) -> LLMatcher:
-    return GRAMMARS.matcher(Constraint("regex", regex, "r")).deep_copy()
+    made = when_ready(lambda: GRAMMARS.matcher(Constraint("regex", regex, "r")))
+    return made.matcher.deep_copy()
 
 
 def alone(of: LLMatcher) -> torch.Tensor:

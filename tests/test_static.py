@@ -15,7 +15,7 @@ import torch
 from batching.errors import ItemFailed, OutOfMemory
 from batching.request_queue import WorkItem
 from tests import generating, tiny_decoders
-from tests.generating import GREEDY, ORDINARY, request
+from tests.generating import GREEDY, ORDINARY, prepare, request
 from tests.tiny_decoders import decoder
 from worker import static
 from worker.generation import load_generator
@@ -161,7 +161,7 @@ class Driver:
         self.ended: list[WorkItem] = []
 
     def add(self, item: WorkItem) -> Served:
-        self.generator.prepare(item)
+        prepare(self.generator, item)
         self.generator.add(item)
         self.served[item] = Served(item, list(self.generator.live[item]))
         return self.served[item]

@@ -94,7 +94,10 @@ def engine(speculation: str = "auto", blocks: int = 400) -> PagedGenerator:
     language = _loaded().language
     cache = PagedCache(language.layers, blocks, language.dtype, language.device)
     chosen = GeneratorOptions("", speculation=speculation)
-    return PagedGenerator(language, cache, blocks, chosen, CONTEXT)
+    made = PagedGenerator(language, cache, blocks, chosen, CONTEXT)
+    # One process tries the grammars of all.
+    made.prompts.grammars = made.prompts.answering.grammars = _loaded().prompts.grammars
+    return made
 
 
 @cache

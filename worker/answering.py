@@ -1,7 +1,7 @@
 """How a request's answers are to be read and held to what it asks: an AnswerPlan.
 
-Made in pool threads; what it takes to compile a grammar is done there, and an unusable one is the
-client's error.
+Made in pool threads, once the grammars it needs are compiled; an unusable one is the client's
+error.
 """
 
 import re
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from llguidance import LLMatcher
 from transformers import PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput
 from worker.answer_form import PLAIN, AnswerForm, answer_form
 from worker.call_grammar import PLAIN_CALLS, CallForm, call_form
 from worker.grammar import Grammars
+from worker.grammar_cache import Grammar
 from worker.guide import Guide, Plan
 from worker.payloads import Calls, Chat, GenerationInput
 from worker.reader import Reader
@@ -121,7 +121,7 @@ class Answering:
         form: AnswerForm | None,
         tools: tuple[Mapping[str, Any], ...],
         call: CallForm | None,
-    ) -> tuple[LLMatcher | None, LLMatcher | None]:
+    ) -> tuple[Grammar | None, Grammar | None]:
         """What holds the answer as a whole, and a call that the model begins by itself."""
         calls, constraint = request.calls, request.constraint
         assert isinstance(request.prompt, Chat)
@@ -137,7 +137,7 @@ class Answering:
             for n, tool in enumerate(request.prompt.tools):  # which of them is it?
                 if tool in tools:
                     single = call.grammar([tool], False, self.grammars.quoted)
-                    self.grammars.compiled(single, f"tools[{n}]")
+                    self.grammars.check(single, f"tools[{n}]")
             raise
         if calls.required:
             return compiled, None

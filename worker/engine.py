@@ -14,6 +14,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from batching.errors import (
@@ -35,6 +36,7 @@ from worker.payloads import (
     GenerationInput,
     Generator,
     ModelInfo,
+    Pending,
     Runner,
     Served,
     State,
@@ -110,6 +112,8 @@ class Engine:
         if not self.draining:
             await self.drain(0)
         self.worker.stop()
+        if self.worker.models.generator:
+            self.worker.models.generator.close()
         if self._watchdog:
             self._watchdog.cancel()
         self.pool.stop()
@@ -184,11 +188,13 @@ class Engine:
         prepared: list[WorkItem] = []
         failed: list[Outcome] = []
         for item in items:
-            if not item.open or item.deadline <= time.monotonic():
+            if not self._waits(item):
                 continue  # its client has left, or its timer answers
             model = self._model_for(item)
             try:
                 model.prepare(item)
+            except Pending as pending:
+                pending.then(partial(self._waits, item), partial(self._prepare_again, item))
             except OnequeueError as error:
                 failed.append((item, error))
             except MemoryError:
@@ -205,6 +211,12 @@ class Engine:
         self.worker.submit(prepared)
         if failed:
             self._post(self._resolve_all, failed)
+
+    def _waits(self, item: WorkItem) -> bool:
+        return item.open and item.deadline > time.monotonic()
+
+    def _prepare_again(self, item: WorkItem) -> None:
+        self.pool.put(self._prepare, [item], urgent=True)
 
     def _model_for(self, item: WorkItem) -> Runner | Generator:
         model = self.worker.models.of(served_by(item.payload))

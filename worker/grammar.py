@@ -1,35 +1,32 @@
 """Grammars over tokens: what an answer may be.
 
-    Constraint or calls → Grammars (compiled, cached) → a copy for each choice (guide.py)
-    → what a step's rows allow (masks.py) → sampling.py
+    Constraint or calls → Grammars (grammar_cache.py: tried, compiled, kept)
+    → a copy for each choice (guide.py) → what a step's rows allow (masks.py) → sampling.py
 
-On llguidance. Compiling is done in pool threads; what is compiled comes from clients, so that its
-size is bounded, and the library's recursion gets a stack of its own.
+On llguidance. What is compiled comes from clients, so that its size is bounded here, and what it
+takes in grammar_trial.py. Here it is put into Lark's notation, in pool threads.
 """
 
 import json
 import re
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance import LLTokenizer
 from transformers import PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput
+from worker.grammar_cache import Asked, Grammar, GrammarCache
+from worker.grammar_trial import Unusable
 from worker.payloads import Constraint
+from worker.trials import Trials
 
 COMPACT = {"whitespace_flexible": False, "coerce_one_of": True}
-KEPT = 32  # compiled grammars, the ones used last
-USES = 200  # of one: copies share what the lexer has learned, which is bounded
 LONGEST = 1_000_000  # characters of a grammar, tools and all
 LONGEST_TEXT = {"regex": 50_000, "choice": 100_000, "grammar": 100_000}
 MOST_CHOICES = 2_000
-LIMITS = LLParserLimits(max_items_in_row=20_000, step_max_items=500_000, verbose_errors=False)
-STACK_BYTES = 1 << 29  # of address space; a chain of references as long as LONGEST fits
+UNFIT = "answers cannot be constrained with this model's tokenizer"
 REASON = 500  # characters of what the library says
 # The formats of strings that llguidance holds to.
 FORMATS = (
@@ -39,9 +36,6 @@ FORMATS = (
 POSITION = re.compile(r"^at \d+\(\d+\): ")
 QUOTED = re.compile(r"\s*(\d+ \||\^)")
 
-T = TypeVar("T")
-_starting = threading.Lock()  # the stack's size is the whole process's setting
-
 
 class Grammars:
     """The grammars of one tokenizer. `rows`: the width of the model's output."""
@@ -49,17 +43,16 @@ class Grammars:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, rows: int, ends: Sequence[int]) -> None:
         self._rows, self._ends = rows, list(ends)
         self._tokenizer = tokenizer
-        self._known: OrderedDict[str, tuple[LLMatcher, int]] = OrderedDict()
-        self._lock = threading.Lock()
-        self._made: LLTokenizer | None = None
+        self._cache = GrammarCache(self._make)
+        self.close = self._cache.close
 
-    def matcher(self, constraint: Constraint) -> LLMatcher:
-        """To be copied for use; InvalidInput with the reason if it is none."""
+    def matcher(self, constraint: Constraint) -> Grammar:
+        """InvalidInput with the reason if it is none; Pending, as all that compiles."""
         rule = _rule(constraint)
-        grammar = rule if constraint.kind == "grammar" else f"start: {rule}"
-        return self.compiled(grammar, constraint.param)
+        foreign = constraint.kind == "grammar"
+        return self.compiled(rule if foreign else f"start: {rule}", constraint.param, foreign)
 
-    def either(self, constraint: Constraint, calls: str) -> LLMatcher:
+    def either(self, constraint: Constraint, calls: str) -> Grammar:
         """An answer as the constraint says, or calls by their grammar."""
         if constraint.kind != "json_schema":
             only = "goes with tools only where it asks for JSON"
@@ -67,47 +60,46 @@ class Grammars:
         lines = [f"calls: {calls.removeprefix('start:')}", f"answer: {_rule(constraint)}"]
         return self.compiled("\n".join(["start: calls | answer", *lines]), constraint.param)
 
-    def compiled(self, grammar: str, param: str) -> LLMatcher:
-        """`grammar`: in Lark's notation."""
-        _check_length(grammar, LONGEST, param)
-        with self._lock:
-            made, uses = self._known.pop(grammar, (None, 0))
-            if made is not None and uses < USES:
-                self._known[grammar] = made, uses + 1
-                return made
-        made = _with_stack(lambda: self._compile(grammar, param))
-        with self._lock:
-            self._known[grammar] = made, 1
-            if len(self._known) > KEPT:
-                self._known.popitem(last=False)
-        return made
+    def compiled(self, grammar: str, param: str, foreign: bool = False) -> Grammar:
+        """`grammar`: in Lark's notation, unless it is `foreign`."""
+        try:
+            return self._cache.get(self._asked(grammar, param, foreign))
+        except Unusable as unusable:
+            raise _unusable(str(unusable), param) from None
 
-    def _compile(self, grammar: str, param: str) -> LLMatcher:
-        tokenizer = self.tokenizer(param)
+    def check(self, grammar: str, param: str) -> None:
+        """InvalidInput if it cannot be compiled."""
+        try:
+            self._cache.check(self._asked(grammar, param, False))
+        except Unusable as unusable:
+            raise _unusable(str(unusable), param) from None
+
+    def _asked(self, grammar: str, param: str, foreign: bool) -> Asked:
+        _check_length(grammar, LONGEST, param)
+        self.tokenizer(param)
         plain = grammar.replace("\\", "")
-        if any(mark in plain for mark in self._special):
-            # it would force the text by its token, and then not take it
-            grammar = f'%llguidance {{"no_forcing": true}}\n{grammar}'
-        made = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
-        probe = made.deep_copy()
-        probe.compute_bitmask()
-        if "NoExtension" in f"{probe.stop_reason()} {probe.get_error()}":
-            raise _unusable("no text fits it", param)
-        if probe.is_error():
-            raise _unusable(probe.get_error(), param)
-        return made
+        # What stands for a special token would be forced as its text, and then not be taken.
+        return Asked(grammar, foreign, not any(mark in plain for mark in self._special))
 
     def tokenizer(self, param: str) -> LLTokenizer:
-        """Made when it is first needed: a large vocabulary takes a second."""
-        with self._lock:
-            if self._made is None:
-                try:
-                    text = self._tokenizer.backend_tokenizer.to_str()
-                    self._made = LLTokenizer(text, n_vocab=self._rows, eos_token=self._ends or None)
-                except Exception as error:
-                    why = "answers cannot be constrained with this model's tokenizer"
-                    raise InvalidInput(f"{param}: {why}", param) from error
-            return self._made
+        try:
+            return self._cache.made()
+        except Unusable as unusable:
+            raise InvalidInput(f"{param}: {unusable}", param) from None
+
+    def _make(self) -> tuple[LLTokenizer, Trials]:
+        """Here and in the child, at the same time."""
+        try:
+            text = self._tokenizer.backend_tokenizer.to_str()
+        except Exception:
+            raise Unusable(UNFIT) from None
+        trials = Trials(text, self._rows, self._ends)
+        trials.start()
+        try:
+            made = LLTokenizer(text, n_vocab=self._rows, eos_token=self._ends or None)
+        except Exception:
+            raise Unusable(UNFIT) from None
+        return made, trials
 
     def quoted(self, text: str) -> str:
         """A text in Lark's notation; special tokens stand by their ids."""
@@ -141,6 +133,8 @@ def _rule(constraint: Constraint) -> str:
     value, kind, param = constraint.value, constraint.kind, constraint.param
     if kind == "json_schema" and not isinstance(value, dict):
         raise InvalidInput(f"{param}: must be an object", param)
+    if kind in ("regex", "grammar"):
+        _check_length(value, LONGEST_TEXT[kind], param)
     if kind == "choice" and len(value) > MOST_CHOICES:
         raise InvalidInput(f"{param}: takes at most {MOST_CHOICES} texts", param)
     try:
@@ -163,7 +157,7 @@ def _notation(kind: str, value: Any) -> str:
         return f"/{_slashes_escaped(value)}/"
     if kind == "choice":
         return " | ".join(map(_literal, value))
-    grammar: str = any_to_lark(value)
+    grammar: str = value
     return grammar
 
 
@@ -186,30 +180,6 @@ def _without_unknown_formats(schema: Any) -> Any:
         for key, value in schema.items()
         if key != "format" or not isinstance(value, str) or value in FORMATS
     }
-
-
-def _with_stack(run: Callable[[], T]) -> T:
-    """In a thread with a stack of STACK_BYTES."""
-    result: list[T] = []
-    failure: list[BaseException] = []
-
-    def guarded() -> None:
-        try:
-            result.append(run())
-        except BaseException as error:  # told where it is waited for
-            failure.append(error)
-
-    with _starting:
-        before = threading.stack_size(STACK_BYTES)
-        try:
-            thread = threading.Thread(target=guarded, name="grammar", daemon=True)
-            thread.start()
-        finally:
-            threading.stack_size(before)
-    thread.join()
-    if failure:
-        raise failure[0]
-    return result[0]
 
 
 def _unusable(reason: str, param: str) -> InvalidInput:

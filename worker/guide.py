@@ -7,13 +7,20 @@ thinking.
 Follows the tokens as they are chosen and the reader of their text. On the worker's thread.
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from llguidance import LLMatcher, LLTokenizer
 
 from batching.errors import ItemFailed
+from worker.grammar_cache import Grammar
 from worker.masks import Wanted
 from worker.reader import Reader
+
+T = TypeVar("T")
+STEP_S = 0.25  # of CPU time on the worker's thread, for what a grammar is asked there at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +28,10 @@ class Plan:
     """What a request asks of its choices, compiled."""
 
     tokenizer: LLTokenizer | None = None  # where there is a grammar
-    answer: LLMatcher | None = None  # what follows the reasoning, up to the end
+    answer: Grammar | None = None  # what follows the reasoning, up to the end
     document: bool = False  # the answer is one: nothing in it is a mark
     may_call: bool = False  # or it may be calls instead
-    call: LLMatcher | None = None  # a call that the model begins by itself
+    call: Grammar | None = None  # a call that the model begins by itself
     may_think: int | None = None  # a token that begins reasoning in place of the answer
     budget: int | None = None  # tokens of reasoning
     close: tuple[int, ...] = ()  # the tokens that end it
@@ -45,6 +52,7 @@ class Guide:
         self._thought = 0
         self._forced: list[int] = []
         self._matcher: LLMatcher | None = None
+        self._grammar: Grammar | None = None  # whose copy it is
         self._may_think = None if self._thinking else plan.may_think
         if plan.answer and not self._thinking:
             self._hold(plan.answer)
@@ -56,9 +64,12 @@ class Guide:
             return ()
         if self._matcher is None:
             return looked_up
-        if sure := self._matcher.compute_ff_tokens():
+        matcher = self._matcher
+        if sure := self._in_time(matcher.compute_ff_tokens):
             return tuple(sure[:most])
-        return looked_up[: self._matcher.validate_tokens(list(looked_up))]
+        if not looked_up:
+            return ()
+        return looked_up[: self._in_time(lambda: matcher.validate_tokens(list(looked_up)))]
 
     def wanted(self, drafts: tuple[int, ...]) -> Wanted | None:
         """What masks the next rows need; None: all tokens may come."""
@@ -66,7 +77,7 @@ class Guide:
         if self._forced:
             return Wanted(only=self._forced[0])
         if self._matcher is not None:
-            return Wanted(self._matcher, drafts, also=self._may_think)
+            return Wanted(self._matcher, drafts, also=self._may_think, grammar=self._grammar)
         if self._thinking and self._plan.answer:
             return Wanted(None, drafts, no_end=True)
         return None
@@ -79,11 +90,26 @@ class Guide:
             self._matcher = self._may_think = None
             self._thinking = self.turned = True
             return
-        elif self._matcher is not None and not self._matcher.consume_token(token):
-            raise ItemFailed("the grammar of this answer is too complex to be followed any further")
+        elif self._matcher is not None:
+            self._consume(self._matcher, token)
         if self._may_think is not None:
             self._may_think = None
             self._tell_reader()
+
+    def _consume(self, matcher: LLMatcher, token: int) -> None:
+        if self._grammar and self._grammar.slow:  # its masks, or this: here, or for another
+            raise ItemFailed("the grammar of this answer takes too long to be followed")
+        if not self._in_time(lambda: matcher.consume_token(token)):
+            raise ItemFailed("the grammar of this answer is too complex to be followed any further")
+
+    def _in_time(self, run: Callable[[], T]) -> T:
+        """On the worker's thread, where the library's own limits bound it. What takes long all the
+        same is done once: the grammar is not followed any further."""
+        started = time.thread_time()
+        made = run()
+        if self._grammar and time.thread_time() - started > STEP_S:
+            self._grammar.slow = True
+        return made
 
     def follow(self) -> None:
         """The token's text has been read."""
@@ -94,8 +120,8 @@ class Guide:
             self.finished = self.finished or not self._calling or self._plan.single_call
             self._matcher = None
 
-    def _hold(self, answer: LLMatcher) -> None:
-        self._matcher = answer.deep_copy()
+    def _hold(self, answer: Grammar) -> None:
+        self._grammar, self._matcher = answer, answer.matcher.deep_copy()
         if self._may_think is None:
             self._tell_reader()
 
@@ -134,14 +160,15 @@ class Guide:
         self._calling, self.turned = reader.calling, True
         self._matcher = None
         if reader.calling:
-            self._matcher = plan.call.deep_copy()
+            self._grammar, self._matcher = plan.call, plan.call.matcher.deep_copy()
             if not self._take(reader.since_mark.lstrip()):
                 self._matcher = None  # it writes calls in another way than its template
             reader.calls_held = self._matcher is not None
 
     def _take(self, text: str) -> bool:
         """Text that has come already; whether the grammar takes it."""
-        if self._matcher is None or self._plan.tokenizer is None:
+        matcher = self._matcher
+        if matcher is None or self._plan.tokenizer is None:
             return False
         tokens = self._plan.tokenizer.tokenize_str(text, parse_special=True)
-        return self._matcher.try_consume_tokens(tokens) == len(tokens)
+        return self._in_time(lambda: matcher.try_consume_tokens(tokens)) == len(tokens)

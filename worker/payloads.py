@@ -1,6 +1,6 @@
 """What crosses between the event loop, the pool and the worker thread. No torch here."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -197,6 +197,15 @@ class Runner(Protocol):
         """Run the smallest sound input through everything; raises if the worker is broken."""
 
 
+class Pending(Exception):
+    """Something that `prepare` needs is being made. `then(wanted, again)` has `again` called, from
+    any thread, when it is worth preparing once more, as long as it is still `wanted`."""
+
+    def __init__(self, then: Callable[[Callable[[], bool], Callable[[], None]], None]) -> None:
+        super().__init__()
+        self.then = then
+
+
 class Generator(Protocol):
     """A loaded causal language model as the worker uses it.
 
@@ -209,7 +218,8 @@ class Generator(Protocol):
     compile_state: Literal["running", "done", "off"]
 
     def prepare(self, item: WorkItem) -> None:
-        """Fill in `item.prepared`; InvalidInput if the prompt or a parameter cannot be served."""
+        """Fill in `item.prepared`; InvalidInput if the prompt or a parameter cannot be served,
+        Pending if it takes more than a pool thread's time to tell."""
 
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt; InvalidInput if the chat template refuses it."""
@@ -240,6 +250,9 @@ class Generator(Protocol):
 
     def warm_up(self) -> None:
         """One small step through everything; raises if the worker is broken."""
+
+    def close(self) -> None:
+        """End what runs beside; nothing is prepared any longer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,9 @@ class TextSide:
     def call_id(self, name: str, index: int) -> str:
         return self.prompts.turns.call_id(name, index)
 
+    def close(self) -> None:
+        self.prompts.grammars.close()
+
     def diagnose(self, error: BaseException) -> Literal["item", "memory", "fatal"]:
         return failures.diagnose(error)
 

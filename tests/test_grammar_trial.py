@@ -1,0 +1,351 @@
+"""What a stranger's grammar can do to others: nothing. It is tried in a process of its own, once;
+followed within limits; and fails alone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from batching.errors import InvalidInput, ItemFailed, QueueFull
+from batching.request_queue import WorkItem
+from tests import tiny_chat
+from tests.fake_generator import FakeGenerator
+from tests.generating import Driver, prepare, when_ready
+from tests.serving import serving, wait_until
+from tests.tiny_chat import asking, engine
+from worker import grammar_cache, masks
+from worker.grammar import Grammars
+from worker.grammar_cache import Grammar
+from worker.masks import Masks, Wanted
+from worker.payloads import Constraint, Pending
+from worker.trials import Trials, Verdict
+
+TOKENIZER = tiny_chat.tokenizer()
+WIDTH = len(TOKENIZER)
+HUNGRY = {"type": "integer", "multipleOf": 99999989}
+ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+DOUBLING = "\n".join(["start: a0 a0", *(f"a{n}: a{n + 1} a{n + 1}" for n in range(60)), 'a60: "x"'])
+ROOT = Path(__file__).parent.parent
+
+
+def schema(of: dict[str, Any]) -> Constraint:
+    return Constraint("json_schema", of, "f")
+
+
+def regex(of: str) -> Constraint:
+    return Constraint("regex", of, "f")
+
+
+@pytest.fixture
+def grammars(monkeypatch: pytest.MonkeyPatch) -> Iterator[Grammars]:
+    monkeypatch.setattr(grammar_cache, "LONG_S", 0.5)
+    made = Grammars(TOKENIZER, WIDTH, [TOKENIZER.eos_token_id])
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Texts that were sent to the child."""
+    texts: list[str] = []
+    attempt = Trials.attempt
+
+    def watched(trials: Trials, text: str, *limits: Any) -> Verdict:
+        texts.append(text)
+        return attempt(trials, text, *limits)
+
+    monkeypatch.setattr(Trials, "attempt", watched)
+    return texts
+
+
+def test_a_grammar_that_takes_for_ever_is_refused_once(
+    grammars: Grammars, tried: list[str]
+) -> None:
+    for _ in range(3):
+        with pytest.raises(InvalidInput, match="too long to compile") as caught:
+            when_ready(lambda: grammars.matcher(schema(HUNGRY)))
+        assert caught.value.param == "f"
+    assert len(tried) == 2  # a short while, then a longer one
+    assert when_ready(lambda: grammars.matcher(regex("[ab]")))  # the same child goes on
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [schema(ENDLESS), Constraint("grammar", DOUBLING, "f")],
+    ids=["endless", "doubles"],
+)
+def test_what_no_answer_can_end_is_refused_with_the_reason(
+    grammars: Grammars, constraint: Constraint
+) -> None:
+    with pytest.raises(InvalidInput, match="too complex to be followed, or asks for a text with"):
+        when_ready(lambda: grammars.matcher(constraint))
+
+
+def test_a_text_that_takes_long_to_be_read_is_read_in_the_child(grammars: Grammars) -> None:
+    with pytest.raises(InvalidInput, match="too long"):
+        when_ready(lambda: grammars.matcher(Constraint("grammar", "\n" * 90_000, "f")))
+
+
+def test_grammars_that_are_the_same_are_tried_and_compiled_once(
+    grammars: Grammars, tried: list[str]
+) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(when_ready, lambda: grammars.matcher(regex("a+"))) for _ in range(8)]
+        assert len({id(each.result()) for each in asked}) == 1
+    assert len(tried) == 1
+
+
+def test_a_verdict_is_remembered_longer_than_what_was_compiled(
+    grammars: Grammars, tried: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_cache, "KEPT", 2)
+    for letter in "abcdabcd":
+        when_ready(lambda letter=letter: grammars.matcher(regex(letter)))  # type: ignore[misc]
+    assert len(tried) == 4
+
+
+def test_what_is_in_use_has_a_limit_in_bytes(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_cache, "MOST_BYTES", 1 << 30)
+    used = when_ready(lambda: grammars.matcher(regex("a")))
+    used.size = 1 << 30
+    with pytest.raises(QueueFull, match="memory"):
+        when_ready(lambda: grammars.matcher(regex("[b-z]+")))
+    del used  # whoever used it is done, and it is no longer kept
+    assert when_ready(lambda: grammars.matcher(regex("[b-z]+")))
+
+
+def test_no_more_wait_than_there_is_room_for(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_cache, "MOST_WAITING", 2)
+    gate = threading.Event()
+    when_ready(lambda: grammars.matcher(regex("a")))
+    monkeypatch.setattr(Trials, "attempt", lambda *_: gate.wait() and Verdict("enough"))
+    waiting = []
+    for letter in "bc":
+        with pytest.raises(Pending) as pending:
+            grammars.matcher(regex(letter))
+        waiting.append(threading.Event())
+        pending.value.then(lambda: True, waiting[-1].set)
+    with pytest.raises(QueueFull):
+        grammars.matcher(regex("d"))
+    gate.set()
+    assert all(each.wait(30) for each in waiting)
+
+
+def test_what_nobody_waits_for_any_longer_is_not_tried(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, tried = threading.Event(), []
+
+    def slow(_: Trials, text: str, *limits: Any) -> Verdict:
+        tried.append(text)
+        gate.wait()
+        return Verdict("enough")
+
+    when_ready(lambda: grammars.matcher(regex("a")))
+    monkeypatch.setattr(Trials, "attempt", slow)
+    done = threading.Event()
+    for letter, wanted in (("b", True), ("c", False), ("d", True)):
+        with pytest.raises(Pending) as pending:
+            grammars.matcher(regex(letter))
+        again = done.set if letter == "d" else lambda: None
+        pending.value.then(lambda wanted=wanted: wanted, again)  # type: ignore[misc]
+    gate.set()
+    assert done.wait(30)
+    assert tried == ["start: /b/", "start: /d/"]
+
+
+# ── the child ──
+
+
+def trials() -> Trials:
+    return Trials(TOKENIZER.backend_tokenizer.to_str(), WIDTH, [TOKENIZER.eos_token_id])
+
+
+def alive(pid: int) -> bool:
+    try:
+        return b") Z" not in Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+
+
+def test_a_child_that_was_killed_is_replaced() -> None:
+    child = trials()
+    assert child.attempt("start: /a/", False, True, 5).reason is None
+    assert child.pid
+    os.kill(child.pid, signal.SIGKILL)
+    assert child.attempt("start: /a/", False, True, 5).reason is None
+    child.close()
+    assert child.pid is None
+
+
+def test_a_grammar_that_takes_all_memory_dies_of_it_alone() -> None:
+    child = trials()
+    child.start()
+    pid = child.pid
+    nested = "start: " + "(" * 20_000 + '"a"' + ")" * 20_000
+    many = json.dumps({"type": "string", "allOf": [
+        {"pattern": f"(a|b)*a(a|b){{{n + 3}}}"} for n in range(25)
+    ]})  # fmt: skip
+    for grammar in (nested, f"start: %json {many}"):
+        assert child.attempt(grammar, False, True, 20).reason
+    assert child.attempt("start: /a/", False, True, 5).reason is None
+    assert child.pid == pid
+    child.close()
+
+
+SERVER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from worker.trials import Trials
+child = Trials(open(sys.argv[2]).read(), int(sys.argv[3]), [1])
+child.start()
+print(child.pid, flush=True)
+child.attempt(sys.argv[4], False, True, 1.0)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("grammar", ["start: /a/", f"start: %json {json.dumps(HUNGRY)}"])
+def test_the_child_ends_with_a_server_that_is_killed(grammar: str, tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text(TOKENIZER.backend_tokenizer.to_str())
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(ROOT), str(file), str(WIDTH), grammar],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with server:
+        assert server.stdout
+        pid = int(server.stdout.readline())
+        assert alive(pid)
+        server.kill()
+    wait_until(lambda: not alive(pid), 30)
+
+
+def test_the_child_ends_with_the_server_and_imports_no_torch() -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 1}}}
+    messages = [{"role": "user", "content": "hello"}]
+    body = {"messages": messages, "response_format": schema}
+    with serving(chat_model="demo") as server:
+        generator: Any = server.engine.generator
+        cache = generator.prompts.grammars._cache
+        assert not cache._trials  # nobody has asked for anything
+        answer = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=60)
+        assert answer.json()["choices"][0]["message"]["content"] == "1"
+        pid = cache._trials.pid
+        assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
+        hungry = {"type": "json_schema", "json_schema": {"name": "x", "schema": HUNGRY}}
+        answer = httpx.post(
+            server.url + "/v1/chat/completions",
+            json=body | {"response_format": hungry},
+            timeout=60,
+        )
+        assert answer.status_code == 400
+        assert "too long" in answer.json()["error"]["message"]
+    wait_until(lambda: not alive(pid))
+
+
+# ── others ──
+
+
+class Waiting(FakeGenerator):
+    """Prepares nothing that is told to wait before `again` is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again: list[Any] = []
+        self.ready = False
+
+    def prepare(self, item: WorkItem) -> None:
+        if "wait" in str(item.payload.prompt) and not self.ready:
+            raise Pending(lambda wanted, again: self.again.append(again))
+        super().prepare(item)
+
+
+def test_who_waits_for_a_grammar_holds_no_thread_of_the_pool() -> None:
+    generator = Waiting()
+
+    def post(server: Any, text: str) -> int:
+        body = {"messages": [{"role": "user", "content": text}]}
+        return httpx.post(server.url + "/v1/chat/completions", json=body, timeout=60).status_code
+
+    with serving(load_chat=lambda: generator, chat_model="x") as server:
+        threads = 3 * len(server.engine.pool.threads)
+        with ThreadPoolExecutor(threads) as clients:
+            waiting = [clients.submit(post, server, "wait") for _ in range(threads)]
+            wait_until(lambda: len(generator.again) == threads)
+            assert post(server, "hello") == 200
+            assert not any(each.done() for each in waiting)
+            generator.ready = True
+            for again in generator.again:
+                again()
+            assert [each.result() for each in waiting] == [200] * threads
+
+
+class Stuck:
+    """A matcher whose mask does not come."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def unsafe_compute_mask_ptr(self, pointer: int, size: int) -> None:
+        self.gate.wait()
+
+
+def test_a_mask_that_is_late_fails_its_own_grammar_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(masks, "PATIENCE_S", 0.3)
+    grammars = engine().prompts.grammars
+    mate = when_ready(lambda: grammars.matcher(regex("[a-c]+")))
+    expected = np.frombuffer(mate.matcher.deep_copy().compute_bitmask(), np.uint8)
+    expected = np.unpackbits(expected, count=WIDTH, bitorder="little").astype(bool)
+    made = Masks(WIDTH, [TOKENIZER.eos_token_id])
+    stuck: Any = [Stuck() for _ in range(masks.MOST_STUCK)]
+    held = [Grammar(each) for each in stuck]
+    mates = [Wanted(mate.matcher.deep_copy(), grammar=mate) for _ in range(3)]
+    for before in range(0, len(stuck), 2):
+        first, second = (Wanted(g.matcher, grammar=g) for g in held[before : before + 2])
+        begun = made.begin([*enumerate([mates[0], first, mates[1], second, mates[2]])])
+        assert begun is not None
+        allowed = begun.result()
+        for row in (0, 2, 4):
+            assert np.array_equal(allowed.tokens[row].numpy(), expected)
+    assert all(grammar.slow for grammar in held)
+    assert not mate.slow
+    with pytest.raises(ItemFailed, match="now"):  # as many threads are stuck as may be
+        made.begin([(0, mates[0])])
+    for each in stuck:
+        each.gate.set()
+    wait_until(lambda: not any(thread.is_alive() for thread in made._stuck))
+    assert made.begin([(0, mates[0])])
+
+
+def test_an_answer_whose_grammar_is_slow_fails_alone_and_is_refused_from_then_on() -> None:
+    generator = engine()
+    slow, mate = asking(constraint=regex("[ab]{20}x")), asking(constraint=regex("[cd]{20}y"))
+    driver = Driver(generator)
+    served, other = driver.add(slow), driver.add(mate)
+    driver.step()
+    slow.prepared.answer.plan.answer.slow = True
+    driver.finish()
+    assert isinstance(served.error, ItemFailed)
+    assert "too long" in str(served.error)
+    assert other.choices[0].text.endswith("y")
+    with pytest.raises(InvalidInput, match="too long to be followed"):
+        prepare(generator, asking(constraint=regex("[ab]{20}x")))
