@@ -111,12 +111,12 @@ def test_a_stuck_worker_turns_health_red_and_everybody_is_answered() -> None:
 def test_a_stuck_worker_is_noticed_without_traffic_and_while_it_probes() -> None:
     runner = FakeRunner()
     probing, gate = threading.Event(), threading.Event()
+
+    def probe() -> None:
+        probing.set()
+        assert gate.wait(60)
+
     with serving(lambda: runner) as server:
-
-        def probe() -> None:
-            probing.set()
-            gate.wait(60)
-
         runner.probing = probe
         assert post(server.url, "bad").status_code == 500
         assert probing.wait(60)
