@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -311,6 +312,7 @@ def test_a_mask_that_is_late_fails_its_own_grammar_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(masks, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(masks, "cpu_s", lambda thread: time.monotonic())
     grammars = engine().prompts.grammars
     mate = when_ready(lambda: grammars.matcher(regex("[a-c]+")))
     expected = np.frombuffer(mate.matcher.deep_copy().compute_bitmask(), np.uint8)
@@ -342,7 +344,7 @@ def test_an_answer_whose_grammar_is_slow_fails_alone_and_is_refused_from_then_on
     driver = Driver(generator)
     served, other = driver.add(slow), driver.add(mate)
     driver.step()
-    slow.prepared.answer.plan.answer.slow = True
+    slow.prepared[0].prepared.answer.plan.answer.slow = True
     driver.finish()
     assert isinstance(served.error, ItemFailed)
     assert "too long" in str(served.error)

@@ -6,6 +6,7 @@ thread goes on with the rows of its mates.
 """
 
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -23,8 +24,8 @@ from worker.sampling import Allowed
 
 Bits = NDArray[np.int32]  # [rows, words], a bit a token
 BIT = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32)).view(np.int32)
-# For one mask, from when it is begun; halved with each that is late, so that a step waits for less
-# than a second in all.
+# Of CPU time for one mask: a machine that is busy, or stood still, says nothing about a grammar.
+# Halved with each that is late, so that a step waits for less than a second of it in all.
 PATIENCE_S = 0.5
 MOST_STUCK = 4  # threads
 
@@ -55,7 +56,7 @@ class _Run:
     width: int
     ends: Sequence[int]
     at: int = 0  # the one that is being computed
-    since: float = field(default_factory=time.monotonic)  # when it was begun
+    since: float | None = None  # its thread's CPU time when it was begun; None: it has not been
     row: int = 0  # its first
     given_up: bool = False
     allowed: Allowed | None = None
@@ -63,10 +64,12 @@ class _Run:
     done: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def begin(self) -> None:
+        self.since = cpu_s(threading.current_thread())
+
     def next(self) -> None:
         self.row += self.wanted[self.at][1].rows
         self.at += 1
-        self.since = time.monotonic()
 
 
 class Masks:
@@ -91,11 +94,16 @@ class Masks:
         self._put(run)
         return Begun(self, run)
 
+    def spent_s(self, run: _Run) -> float:
+        """On the mask that it is at."""
+        since = run.since
+        return 0.0 if since is None or self._thread is None else cpu_s(self._thread) - since
+
     def give_up(self, run: _Run, patience_s: float) -> _Run:
         """If the mask that it is at is late, the others are computed without it. Whoever follows
         the late one's grammar is told by its `slow`."""
         with run.lock:
-            late = time.monotonic() - run.since >= patience_s
+            late = self.spent_s(run) >= patience_s
             if run.done.is_set() or run.at == len(run.wanted) or not late:
                 return run
             run.given_up = True
@@ -104,7 +112,9 @@ class Masks:
         if self._thread:
             self._stuck.append(self._thread)
         self._thread = None
-        rest = replace(run, given_up=False, lock=threading.Lock(), done=threading.Event())
+        rest = replace(
+            run, since=None, given_up=False, lock=threading.Lock(), done=threading.Event()
+        )
         rest.next()
         self._put(rest)
         return rest
@@ -120,6 +130,13 @@ class Masks:
         self._runs.put(run)
 
 
+def cpu_s(thread: threading.Thread) -> float:
+    """That a running thread has used; the time of day where the system does not tell."""
+    if sys.platform == "linux" and thread.ident is not None:
+        return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+    return time.monotonic()
+
+
 # ── the thread ──
 
 
@@ -128,6 +145,7 @@ def _work(runs: "queue.SimpleQueue[_Run | None]") -> None:
     while (run := runs.get()) is not None:
         try:
             while run.at < len(run.wanted):
+                run.begin()
                 _compute(run, executor)
                 with run.lock:
                     if run.given_up:
@@ -180,7 +198,7 @@ class Begun:
     def result(self) -> Allowed:
         """Waits for no mask longer than PATIENCE_S, also counted from before this call."""
         patience_s = PATIENCE_S
-        while not self.run.done.wait(max(0.01, self.run.since + patience_s - time.monotonic())):
+        while not self.run.done.wait(max(0.01, patience_s - self.masks.spent_s(self.run))):
             rest = self.masks.give_up(self.run, patience_s)
             patience_s = patience_s if rest is self.run else patience_s / 2
             self.run = rest
