@@ -161,6 +161,27 @@ def test_what_the_prompt_has_begun_goes_on(begun: str, text: str, expected: dict
     assert read(HERMES, text, list(range(len(text))), begun) == {**expected, "calls": []}
 
 
+def test_a_call_that_the_prompt_has_begun_is_told_whole() -> None:
+    begun = '<tool_call>\n{"name": "weather", "arguments": {"ci'
+    text = 'ty": "Paris"}}\n</tool_call>'
+    whole = [("weather", '{"city": "Paris"}')]
+    assert read(HERMES, text, begun=begun)["calls"] == whole
+    assert read(HERMES, text, list(range(len(text))), begun)["calls"] == whole
+    ended = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+    assert read(HERMES, "Hi", begun=ended) == {"content": "Hi", "reasoning": "", "calls": []}
+    one = Reader(HERMES, begun, True, [WEATHER])
+    other = one.sibling()
+    for reader in (one, other):
+        assert [each.name for each in reader.push("")] == ["weather", None]
+
+
+@pytest.mark.parametrize("name", ['["x"', "12", '{"x": "y"', '""', "null", "[" * 2000 + '"x"'])
+def test_a_name_that_is_none_begins_no_call(name: str) -> None:
+    text = '<tool_call>\n{"name": ' + name + ', "arguments": {}}\n</tool_call>'
+    found = read(HERMES, text)
+    assert found["calls"] == []
+
+
 def test_without_tools_calls_are_text() -> None:
     assert read(HERMES, WHOLE, calls=False)["content"] == f"Hello  there. \n{CALL}\n{CALL}"
 

@@ -96,7 +96,9 @@ class CallReader:
         elif self._key is None or self._key == self._name_key:
             self._text.append(letter)
             if self._key is not None and letter == '"' and not self._quoted:
-                self._begin(_string(self._text))
+                name, self._key = _string(self._text), ""
+                if name:
+                    self._begin(name)
 
     def _begin(self, name: str) -> None:
         self._named = self.begun = True

@@ -55,8 +55,10 @@ class Reader:
         self._since = ""  # the mark before, up to the first content
         self._held = ""  # may be the beginning of a mark
         self._space = ""  # may be the last before a mark
+        self._retold: list[Found] = []  # of a call that the prompt has begun
         if begun:
-            self.push(begun)
+            self._retold = self._open_call(self.push(begun))
+            self.calls_begun, self.calls_ended = int(bool(self._retold)), 0
             self._space = ""
             self._at = -len(self._held)
 
@@ -64,6 +66,7 @@ class Reader:
         """Another answer to the same prompt, as far as this one has been read."""
         made = copy.copy(self)
         made._call = self._call and self._call.sibling()
+        made._retold = [*self._retold]
         return made
 
     def hold(self, marks: bool) -> None:
@@ -96,14 +99,14 @@ class Reader:
 
     def push(self, text: str) -> list[Found]:
         self._held += text
-        found: list[Found] = []
+        found, self._retold = self._retold, []
         while match := self._read(found, ended=False):
             self._turn(match, found)
         return found
 
     def flush(self) -> list[Found]:
         """What was held back, at the end."""
-        found: list[Found] = []
+        found, self._retold = self._retold, []
         while match := self._read(found, ended=True):
             self._turn(match, found)
         self._say_space(found)
@@ -222,6 +225,13 @@ class Reader:
         self._space = ""
 
     # ── calls ──
+
+    def _open_call(self, found: list[Found]) -> list[Found]:
+        """What has been told of the call that is being read."""
+        if not (self.calling and self._call and self._call.begun):
+            return []
+        first = max(n for n, each in enumerate(found) if each.name is not None)
+        return found[first:]
 
     def _call_reader(self, field: ResponseTemplateField, match: Match) -> CallReader | None:
         """Reads calls as they come; None where the form lets them be read only as a whole."""
