@@ -57,6 +57,10 @@ def create_app(
 ) -> Front:
     """`load` and `load_chat` make the models, on the worker thread; by default from the settings,
     where `none` means that there is none."""
+    if load is None:
+        check_pipeline(settings)
+    if load_chat is None:
+        check_chat(settings)
     try:
         task = settle_task(settings.pipeline_task, settings.pipeline_model)
     except UnservedTask as error:
@@ -66,10 +70,6 @@ def create_app(
     settings = replace(settings, pipeline_task=task)
     if settings.pipeline_model == settings.chat_model == "none":
         raise SettingsError("PIPELINE_MODEL=none and CHAT_MODEL=none: there is nothing to serve")
-    if load is None:
-        check_pipeline(settings, task)
-    if load_chat is None:
-        check_chat(settings)
     pool_threads = max(2, min(8, (os.cpu_count() or 2) // 2))
     queue = RequestQueue(settings.max_queue_size, time.monotonic)
     batcher = DynamicBatcher(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from server.settings import Settings, SettingsError
+from worker.tasks import TASKS
 
 STARTUP_FAILURE = 3  # uvicorn's own; at this exit status its supervisor does not start another
 _HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
@@ -40,11 +41,11 @@ def refuse(error: SettingsError) -> NoReturn:
     raise SystemExit(STARTUP_FAILURE)
 
 
-def check_pipeline(settings: Settings, task: str) -> None:
+def check_pipeline(settings: Settings) -> None:
     _check_model("PIPELINE_MODEL", settings.pipeline_model, settings.device)
-    if settings.pipeline_model == "demo" and task != "fill-mask":
-        demo = f"PIPELINE_MODEL=demo serves fill-mask only: name a model for {task}"
-        raise SettingsError(demo)
+    demo, task = settings.pipeline_model == "demo", settings.pipeline_task
+    if demo and task not in ("auto", "fill-mask") and task in TASKS:
+        raise SettingsError(f"PIPELINE_MODEL=demo serves fill-mask only: name a model for {task}")
 
 
 def check_chat(settings: Settings) -> None:

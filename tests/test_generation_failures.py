@@ -265,4 +265,4 @@ def test_a_default_gives_way_to_the_end_of_the_context() -> None:
     for length, most in ((200, 16), (250, 6), (255, 1)):
         item = request([7] * length, max_tokens=None, default_tokens=16)
         engine("llama").prepare(item)
-        assert item.prepared.max_tokens == most
+        assert item.prepared[0].prepared.max_tokens == most

@@ -231,7 +231,7 @@ def test_debug_shows_where_loading_failed() -> None:
 
 def test_a_checkpoint_that_cannot_be_loaded_ends_the_server(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    model = {"PIPELINE_MODEL": str(tmp_path), "CHAT_MODEL": "none"}
+    model = {"PIPELINE_MODEL": str(tmp_path), "PIPELINE_TASK": "fill-mask", "CHAT_MODEL": "none"}
     done = run([*SERVER, "--port", "0"], **model)
     assert_refused(done, str(tmp_path), "could not be loaded")
 
