@@ -17,6 +17,7 @@ from server.errors import AnsweredEarly, http_error
 from server.settings import Settings
 from worker.engine import Engine
 from worker.payloads import PipelineInput
+from worker.room import Allowance
 from worker.tasks import TASKS, Task, check_parameters
 
 JSON = "application/json"
@@ -90,7 +91,8 @@ class Root:
             raise InvalidInput(f"a list takes 1 to {most} inputs, not {len(inputs)}", "inputs")
         if is_chat(inputs):
             return [PipelineInput(inputs, parameters)], False
-        return [PipelineInput(each, parameters) for each in inputs], True
+        allowance = Allowance()
+        return [PipelineInput(each, parameters, allowance) for each in inputs], True
 
 
 def media_type(headers: Headers) -> str:

@@ -18,6 +18,7 @@ TORCH_FREE = {
     "worker.payloads",
     "worker.streams",
     "worker.architectures",
+    "worker.room",
     "worker.tasks",
     "worker.engine",
     "worker.worker",

@@ -1,5 +1,6 @@
 """What is decoded at the same time is bounded, and nobody waits forever for room."""
 
+import base64
 import io
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,7 +11,7 @@ from PIL import Image
 
 from tests import tiny
 from tests.serving import serving, wait_until
-from worker.room import Room
+from worker.room import ROOMS, Room
 
 
 def take(room: Room, count: int, go_on: threading.Event) -> None:
@@ -65,3 +66,19 @@ def test_a_server_takes_images_of_max_image_mp() -> None:
             answer = httpx.post(server.url, content=buffer.getvalue(), timeout=60)
             assert answer.status_code == status
     assert "1001 x 1000 pixels; at most 1000000" in answer.text
+
+
+def test_the_images_of_a_list_have_a_sum() -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (1000, 1000)).save(buffer, format="PNG")
+    image = base64.b64encode(buffer.getvalue()).decode()
+    with serving(
+        pipeline_model=str(tiny.folder("vit")), max_image_mp=1, device="cpu", max_body_mb=1
+    ) as server:
+        for count, status in ((ROOMS, 200), (ROOMS + 1, 400), (ROOMS, 200)):
+            answer = httpx.post(server.url, json={"inputs": [image] * count}, timeout=60)
+            assert answer.status_code == status, answer.text
+            if status == 400:
+                error = answer.json()["error"]
+                assert error["param"].startswith("inputs[")
+                assert "more than 16000000 pixels or samples in all" in error["message"]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from batching.request_queue import WorkItem
+from worker.room import Allowance
 from worker.streams import Delta, TokenStream
 
 State = Literal["loading", "warming", "ready", "dead"]
@@ -15,11 +16,13 @@ Served = Literal["pipeline", "generation"]  # by which model
 class PipelineInput:
     """One input of a pipeline task as the client sent it, and its call's parameters.
 
-    `inputs` is text, raw bytes (an image or a sound file), or a JSON value.
+    `inputs` is text, raw bytes (an image or a sound file), or a JSON value. Inputs of a list share
+    an `allowance`.
     """
 
     inputs: Any
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    allowance: Allowance | None = None
 
 
 @dataclass(frozen=True, slots=True)

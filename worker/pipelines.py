@@ -190,7 +190,7 @@ class PipelineRunner:
 
     def _prepare(self, pipe: Pipe, payload: PipelineInput) -> Prepared:
         check_strides(payload.parameters, self.limit)
-        with self.room.place() as place, panics_as_errors():
+        with self.room.place(payload.allowance) as place, panics_as_errors():
             inputs = read_input(self.task_name, payload, pipe, self.limit, place)
             if self.task.kind != "text" or not self.task.stages:
                 self._check_strings(pipe, inputs, payload)

@@ -10,19 +10,42 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from batching.errors import InvalidInput
+
+# What the inputs of a request may take one after another, in rooms.
+ROOMS = 16
+
+
+class Allowance:
+    """Of one request, whose inputs share it."""
+
+    def __init__(self) -> None:
+        self._spent = 0
+        self._lock = threading.Lock()
+
+    def spend(self, count: int, most: int) -> None:
+        with self._lock:
+            self._spent += count
+            if self._spent > most:
+                much = f"the inputs have more than {most} pixels or samples in all: send fewer"
+                raise InvalidInput(much, "inputs")
+
 
 class Place:
     """One input's share of a room."""
 
-    def __init__(self, room: "Room") -> None:
+    def __init__(self, room: "Room", allowance: Allowance | None) -> None:
         self.size = room.size
         self.room = room
+        self.allowance = allowance
         self.held = 0
 
     def take(self, count: int) -> None:
         """Wait, first come first served, for so much room; call it once, as two that wait for
         each other's would wait forever. What exceeds the room waits until it is alone."""
         assert not self.held
+        if self.allowance:
+            self.allowance.spend(count, ROOMS * self.size)
         self.held = self.room.take(min(count, self.size))
 
 
@@ -34,9 +57,9 @@ class Room:
         self._changed = threading.Condition()
 
     @contextmanager
-    def place(self) -> Iterator[Place]:
+    def place(self, allowance: Allowance | None = None) -> Iterator[Place]:
         """What the place takes is given back at the end."""
-        place = Place(self)
+        place = Place(self, allowance)
         try:
             yield place
         finally:
