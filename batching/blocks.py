@@ -63,19 +63,32 @@ class BlockPool:
 
     # ── reuse ──
 
-    def match(self, tokens: Sequence[int]) -> tuple[list[int], bool]:
-        """Computed blocks that hold the longest prefix of `tokens`, and whether the next block is
-        just being computed by somebody. The last token is never matched: its output is wanted."""
+    def match(self, tokens: Sequence[int]) -> tuple[list[int], Key | None]:
+        """Computed blocks that hold the longest prefix of `tokens`; and if somebody is just
+        computing the next one, the key of the last that will be there then. The last token is
+        never matched: its output is wanted."""
         blocks: list[int] = []
         node = ROOT
         for end in range(self.size, len(tokens), self.size):
             key = (node, tuple(tokens[end - self.size : end]))
             block = self._block_of.get(key)
             if block is None:
-                return blocks, key in self._computing
+                return blocks, self._promised(key, tokens, end)
             blocks.append(block)
             node = self._node_of[block]
-        return blocks, False
+        return blocks, None
+
+    def _promised(self, key: Key, tokens: Sequence[int], end: int) -> Key | None:
+        """The last of the blocks that are being computed, from the one on that ends at `end`."""
+        last = None
+        while end < len(tokens) and (block := self._computing.get(key)) is not None:
+            last = key
+            end += self.size
+            key = self._node_of[block], tuple(tokens[end - self.size : end])
+        return last
+
+    def computing(self, key: Key) -> bool:
+        return key in self._computing
 
     def unused(self, blocks: Sequence[int]) -> int:
         """How many of these nobody uses: taking them makes the free ones fewer."""

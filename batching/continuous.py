@@ -24,7 +24,7 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import Any
 
-from batching.blocks import BlockPool, BlockTable
+from batching.blocks import BlockPool, BlockTable, Key
 from batching.tokens import Tokens
 
 # When another is admitted, a block for each of those running stays free, but no more than this
@@ -41,8 +41,8 @@ class Sequence:
     """One choice being generated: prompt and output so far, and what of it is in the cache."""
 
     __slots__ = (
-        "background", "cached", "computed", "number", "owner", "prompt_len", "reuse", "table",
-        "tokens",
+        "awaited", "background", "cached", "computed", "number", "owner", "prompt_len", "reuse",
+        "table", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -55,6 +55,7 @@ class Sequence:
         self.computed = 0  # leading tokens whose keys and values are in the cache
         self.cached: int | None = None  # prompt tokens found in the cache at first admission
         self.table: BlockTable | None = None  # None: waiting
+        self.awaited: Key | None = None  # the block of its prefix that somebody is computing
         self.background = background  # comes after all that are not
         self.number = -1  # order of arrival
 
@@ -100,9 +101,8 @@ class ContinuousScheduler:
         self.preempted = 0  # since the last step
         self.admitted: list[Sequence] = []  # for the first time, in the last step
         self.starved = False  # whether the last step had no room for one not in the background
-        self._favoured: Sequence | None = (
-            None  # the background one that counts as one of the others
-        )
+        # the background one that counts as one of the others
+        self._favoured: Sequence | None = None
         self._numbers = itertools.count()
 
     def add(self, sequence: Sequence) -> None:
@@ -112,10 +112,12 @@ class ContinuousScheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """It has finished, or nobody waits for it any more."""
-        if sequence.table is None:
-            self.waiting.remove(sequence)
-        else:
-            self.running.remove(sequence)
+        line = self.waiting if sequence.table is None else self.running
+        at = bisect.bisect_left(line, sequence.rank, key=lambda each: each.rank)
+        if line[at : at + 1] != [sequence]:
+            raise ValueError("this sequence is not scheduled")
+        del line[at]
+        if sequence.table is not None:
             self.pool.close(sequence.table)
             sequence.table = None
         if sequence is self._favoured:
@@ -202,7 +204,6 @@ class ContinuousScheduler:
         somebody who is not in the background waits for a prefix that is being computed."""
         self.starved = awaited = False
         position = 0
-        computed: Several[int] | None = None  # a prompt that is being, as the one before was
         while position < len(self.waiting):
             sequence = self.waiting[position]
             if sequence.background and (self.preempted or len(self.running) >= most):
@@ -211,9 +212,8 @@ class ContinuousScheduler:
             if firm + position >= self.max_running:  # places are kept for those passed over
                 self.starved = not sequence.background
                 break
-            matched, in_flight = self._match(sequence, computed)
-            if in_flight:
-                computed = computed if sequence.tokens.output else sequence.tokens.prompt
+            matched = self._match(sequence)
+            if matched is None:
                 position += 1  # the rest of its prefix is being computed: wait, let others pass
                 awaited |= not sequence.background
             elif self._make_way(sequence, matched, position):
@@ -223,12 +223,16 @@ class ContinuousScheduler:
                 break  # nobody overtakes for being smaller
         return awaited
 
-    def _match(self, sequence: Sequence, computed: Several[int] | None) -> tuple[list[int], bool]:
-        """Not looked up for each choice of a request whose prompt is known to be computed now."""
-        tokens = sequence.tokens
-        if not sequence.reuse or (tokens.prompt is computed and not tokens.output):
-            return [], sequence.reuse
-        return self.pool.match(tokens)
+    def _match(self, sequence: Sequence) -> list[int] | None:
+        """What there is of its prefix; None: more of it is just being computed. The end of that is
+        remembered: to find it again takes as long as the prefix is."""
+        if not sequence.reuse:
+            return []
+        if sequence.awaited is None or not self.pool.computing(sequence.awaited):
+            matched, sequence.awaited = self.pool.match(sequence.tokens)
+            if sequence.awaited is None:
+                return matched
+        return None
 
     def _make_way(self, sequence: Sequence, matched: list[int], kept: int) -> bool:
         """Admit it beside `kept` places for others, if need be instead of background work."""

@@ -41,7 +41,7 @@ def option(spec: Any) -> click.Option:
     return click.Option(
         ["--" + spec.name.replace("_", "-")],
         metavar=spec.name.upper(),
-        help=f"{text} ({default if default not in ('', False) else 'off'})",
+        help=f"{text} ({default or ('empty' if default == '' else 'off')})",
         allow_from_autoenv=False,
     )
 

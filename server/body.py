@@ -50,7 +50,8 @@ class Patience:
         self.loop = asyncio.get_running_loop()
         self.task = asyncio.current_task(self.loop)
         self.progress_at = time.monotonic()
-        self.timer = self.loop.call_later(limit_s, self._look)
+        left_s = min(limit_s, deadline - self.progress_at)
+        self.timer = self.loop.call_later(left_s, self._look)
 
     def progress(self) -> None:
         self.progress_at = time.monotonic()
@@ -90,7 +91,7 @@ async def read_body(
     except asyncio.CancelledError:
         if not patience.over:
             raise
-        raise AnsweredEarly(_too_slow(settings.body_timeout_s)) from None
+        raise AnsweredEarly(_too_slow()) from None
     finally:
         patience.timer.cancel()
     await _linger(receive)
@@ -110,8 +111,8 @@ def _too_large(limit: int) -> Response:
     return http_error(413, much, None, {"Connection": "close"})
 
 
-def _too_slow(body_timeout_s: float) -> Response:
-    late = f"the body stopped arriving for {body_timeout_s:g} s, or came too slowly"
+def _too_slow() -> Response:
+    late = "the body stopped arriving, or came too slowly for the request's time limit"
     return http_error(408, late, None, {"Connection": "close"})
 
 
@@ -137,12 +138,17 @@ class Parsing:
         large = len(body) > INLINE_BYTES
         if not (large or blocks):
             return parse(body)
-        turn = self._turn if large else None
-        try:
-            with anyio.fail_after(deadline - time.monotonic()):
-                return await anyio.to_thread.run_sync(parse, body, limiter=turn)
-        except TimeoutError:
-            raise DeadlineExceeded("the body was not read within the time limit") from None
+        return await in_thread(parse, body, deadline, self._turn if large else None)
+
+
+async def in_thread(
+    work: Callable[[bytes], T], body: bytes, deadline: float, turn: anyio.CapacityLimiter | None
+) -> T:
+    try:
+        with anyio.fail_after(deadline - time.monotonic()):
+            return await anyio.to_thread.run_sync(work, body, limiter=turn)
+    except TimeoutError:
+        raise DeadlineExceeded("the body was not read within the time limit") from None
 
 
 def parse_json(body: bytes) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from batching.errors import QueueFull
 from server.errors import AnsweredEarly, http_error, to_response
 from server.metrics import Metrics
 from server.settings import Settings
@@ -23,6 +24,7 @@ from worker.engine import Engine
 
 log = logging.getLogger("onequeue.front")
 
+BODIES = 16  # of MAX_BODY_MB each may be there at a time
 OPEN_PATHS = {"/health", "/ready", "/metrics"}
 _PLAIN_ID = re.compile(rb"[!-~]{1,128}")
 _PROCESS = secrets.token_hex(4).encode()
@@ -41,6 +43,8 @@ class Front:
         self.engine = engine
         self.metrics = metrics
         self.keys = [key.encode() for key in settings.api_keys]
+        self.most_body = int(settings.max_body_mb * 1_000_000)
+        self.held = 0  # bytes of bodies, of all requests that are not answered
         self.served: ASGIApp = self._serve
         if settings.cors_origins:
             self.served = Cors(
@@ -57,7 +61,7 @@ class Front:
             await self.routes(scope, receive, send)
             return
         started = time.monotonic()
-        status = 0
+        status = held = 0
         scope["request_id"] = request_id = _request_id(scope)
 
         async def send_with_id(message: Message) -> None:
@@ -67,9 +71,21 @@ class Front:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
             await send(message)
 
+        async def receive_bounded() -> Message:
+            nonlocal held
+            message = await receive()
+            if body := message.get("body"):
+                more = min(len(body), self.most_body - held)  # beyond that it is dropped
+                if self.held + more > BODIES * self.most_body:
+                    raise QueueFull("the bodies of the requests take all memory there is for them")
+                held += more
+                self.held += more
+            return message
+
         try:
-            await self.served(scope, receive, send_with_id)
+            await self.served(scope, receive_bounded, send_with_id)
         finally:
+            self.held -= held
             endpoint = scope.get("counted_as", scope["path"])  # of paths with a name in them
             endpoint = endpoint if endpoint in self.paths else "other"
             self.metrics.request(endpoint, status, time.monotonic() - started)

@@ -83,6 +83,10 @@ class Metrics:
         children[0].inc()
         children[1].observe(seconds)
 
+    def refused(self, status: int) -> None:
+        """A request that never got as far as to be one."""
+        self.requests.labels("other", str(status)).inc()
+
     def batch(self, report: BatchReport) -> None:
         self.batch_size.observe(report.size)
         self.batch_tokens.observe(report.tokens)

@@ -35,7 +35,8 @@ def refuse(error: SettingsError) -> NoReturn:
     if not name.startswith("SpawnProcess-") or name == "SpawnProcess-1":
         print(f"onequeue: {error}", file=sys.stderr, flush=True)
     supervisor = multiprocessing.parent_process()
-    if supervisor and supervisor.pid and isinstance(error, SeveralWorkers):
+    uvicorns = name.startswith("SpawnProcess-") and "uvicorn" in Path(sys.argv[0]).parts[-2:]
+    if supervisor and supervisor.pid and uvicorns and isinstance(error, SeveralWorkers):
         with contextlib.suppress(ProcessLookupError):
             os.kill(supervisor.pid, signal.SIGKILL)
     raise SystemExit(STARTUP_FAILURE)

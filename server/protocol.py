@@ -19,6 +19,7 @@ from server.errors import envelope, http_error
 from server.front import Front
 
 MAX_HEAD = 64_000  # bytes of a header with its request line, or between two pieces of a body
+MOST_AHEAD = 100  # requests of a connection that wait behind another
 APP = "onequeue"  # where the lifespan's state has the app
 
 
@@ -72,9 +73,10 @@ class Bounded(asyncio.Protocol):
         self.transport.write(head + bytes(response.body))
         if self._asked:
             self.cycle.disconnected = True  # nobody reads what the app may still say
+            self.cycle.waiting_for_100_continue = False
             self.cycle.message_event.set()
         else:
-            self.front.metrics.request("other", response.status_code, 0.0)
+            self.front.metrics.refused(response.status_code)
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.timer = self.loop.call_later(LINGER_S, self.transport.close)
@@ -86,14 +88,18 @@ class Bounded(asyncio.Protocol):
 
     def _watch(self) -> None:
         """While no request is there to be answered, time runs for the next one's header."""
+        if self.refused:
+            return
         if self._asked:
             self.begun = False
             self._stop_timer()
-        elif self.timer is None and not self.refused:
+        elif self.timer is None:
             limit_s = self.front.settings.body_timeout_s
             self.timer = self.loop.call_later(limit_s, self._too_late)
 
     def _too_late(self) -> None:
+        if self.transport.get_protocol() is not self:
+            return  # it has become a websocket
         if not self.begun:
             self.transport.close()
             return
@@ -126,6 +132,9 @@ class BoundedHttpTools(Bounded, HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         self.unended, self.in_head = 0, False
+        if len(self.pipeline) > MOST_AHEAD:
+            self.refused = True
+            self.transport.close()
 
     def on_body(self, body: bytes) -> None:
         self.unended = 0
@@ -151,7 +160,7 @@ OURS: dict[Any, Any] = {HttpToolsProtocol: BoundedHttpTools, H11Protocol: Bounde
 def bound_connections() -> None:
     """From now on uvicorn's protocol classes give ours, for apps that say so in their state."""
 
-    def make(cls: Any, *_: Any, app_state: dict[str, Any], **__: Any) -> Any:
+    def make(cls: Any, *_: Any, app_state: Any = (), **__: Any) -> Any:
         return object.__new__(OURS.get(cls, cls) if APP in app_state else cls)
 
     for theirs in OURS:

@@ -159,7 +159,13 @@ def documents(
     if not given:
         raise InvalidInput("input: must not be empty", "input")
     items = [Item(role="user", content=given)] if isinstance(given, str) else given
-    referred = {item.id for item in items if item.id and item.kind == "item_reference"}
+    referred: set[str] = set()
+    for n, item in enumerate(items):
+        if item.id and item.kind == "item_reference":
+            if item.id in referred:
+                twice = f"input[{n}].id: is referred to twice"
+                raise InvalidInput(twice, f"input[{n}].id")
+            referred.add(item.id)
     stored = look_up(referred) if referred else {}
     return [item.document(f"input[{n}]", stored) for n, item in enumerate(items)]
 

@@ -48,7 +48,7 @@ class NotStored(Exception):
 
 
 class TooLarge(Exception):
-    """The conversation before a response."""
+    """What a response builds on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +120,9 @@ class ResponseStore:
                 self._database.executemany(used, uses)
         return found[::-1]
 
-    def items(self, ids: Set[str]) -> dict[str, Document]:
-        """Those input and output items of any stored response that there are, by their ids. Each
-        response is read once, however many are of it."""
+    def items(self, ids: Set[str], most_bytes: float = math.inf) -> dict[str, Document]:
+        """Those input and output items of any stored response that there are, by their ids; or
+        TooLarge. Each response is read once, however many are of it."""
         found: dict[str, Document] = {}
         of_item = "SELECT response_id FROM items WHERE id = ? LIMIT 1"
         for id in ids:
@@ -132,6 +132,9 @@ class ResponseStore:
                 row = self._database.execute(of_item, (id,)).fetchone()
                 if row is None:
                     continue
+                most_bytes -= self._size(row[0])
+                if most_bytes < 0:
+                    raise TooLarge(id)
                 stored = self._read(row[0])
             for item in (*stored.input, *stored.response["output"]):
                 if item["id"] in ids:

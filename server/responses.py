@@ -13,6 +13,7 @@ import logging
 import math
 import sqlite3
 from dataclasses import dataclass, replace
+from functools import partial
 
 import anyio.to_thread
 import orjson
@@ -113,7 +114,13 @@ class Responses:
         request = decode(body, ResponseRequest, self.engine.generator.max_model_len)
         model = self.models.require(request.model)
         request.check()
-        items = documents(request.input, self.store.items)
+        most_mb = self.settings.max_body_mb
+        look_up = partial(self.store.items, most_bytes=most_mb * 1_000_000)
+        try:
+            items = documents(request.input, look_up)
+        except TooLarge:
+            large = f"input: the responses that its items are of exceed {most_mb:g} MB"
+            raise InvalidInput(large, "input") from None
         payload = request.generation_input(self._before(request.previous_response_id), items)
         assert isinstance(payload.prompt, Chat)
         output = ResponseOutput(self.engine.call_id, payload.prompt.calls)

@@ -14,6 +14,7 @@ from typing import Any
 from dotenv import dotenv_values
 
 NEARLY = 0.82  # of difflib's 1: two letters swapped, a part left out
+SHORT = 7  # letters: a name that is a setting and a letter more may well be somebody else's
 
 
 class SettingsError(ValueError):
@@ -119,7 +120,8 @@ def misspelt(given: Iterable[str]) -> Iterator[tuple[str, str]]:
     for name in given:
         if name not in known:
             for guess in difflib.get_close_matches(name.upper(), known, 1, NEARLY):
-                yield name, guess
+                if len(guess) > SHORT or len(guess) == len(name):
+                    yield name, guess
 
 
 def _parse(spec: Any, raw: str) -> Any:

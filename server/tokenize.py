@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import anyio.to_thread
+import anyio
 import orjson
 from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
-from server.body import deadline_of, read_body, require_json
+from server.body import deadline_of, in_thread, read_body, require_json
 from server.chat_message import Messages
 from server.chat_request import chat
 from server.generation_request import decode
@@ -73,7 +73,7 @@ class TextEndpoint:
         require_json(headers)
         if (refusal := self.engine.refusal("generation")) is not None:
             raise refusal
-        answer = await anyio.to_thread.run_sync(self._guarded, body, limiter=self.threads)
+        answer = await in_thread(self._guarded, body, deadline, self.threads)
         content = orjson.dumps(answer)
         fields = [
             (b"content-type", b"application/json"),

@@ -88,19 +88,25 @@ def test_only_full_and_computed_blocks_are_found() -> None:
         assert found(pool, tokens) == table.blocks[: count // 4]
 
 
+def matched(pool: BlockPool, tokens: list[int]) -> tuple[list[int], bool]:
+    """And whether more of it is just being computed."""
+    blocks, awaited = pool.match(tokens)
+    return blocks, awaited is not None
+
+
 def test_what_is_being_computed_is_announced_until_it_is_there_or_given_up() -> None:
     pool = pool_of(8)
     tokens = [*A, *B, *C, 0]
     table = opened(pool, tokens)
-    assert pool.match(tokens) == ([], True)
-    assert pool.match(A) == ([], False)  # its last token is wanted
-    assert pool.match(B + A) == ([], False)
+    assert matched(pool, tokens) == ([], True)
+    assert matched(pool, A) == ([], False)  # its last token is wanted
+    assert matched(pool, B + A) == ([], False)
     pool.register(table, tokens, 5)
-    assert pool.match(tokens) == (table.blocks[:1], True)
-    assert pool.match([*A, *C, 0]) == (table.blocks[:1], False)
+    assert matched(pool, tokens) == (table.blocks[:1], True)
+    assert matched(pool, [*A, *C, 0]) == (table.blocks[:1], False)
     blocks = list(table.blocks)
     pool.close(table)
-    assert pool.match(tokens) == (blocks[:1], False)
+    assert matched(pool, tokens) == (blocks[:1], False)
     assert_sound(pool, [])
 
 
@@ -246,7 +252,7 @@ def test_a_promise_survives_another_who_computes_the_same() -> None:
     fast = pool.open([*A, *B, 0], [])
     assert fast is not None
     pool.register(fast, [*A, *B, 0], 9)
-    assert pool.match([*A, *B, 0]) == ([], True)
+    assert matched(pool, [*A, *B, 0]) == ([], True)
     pool.close(fast)
     assert_sound(pool, [slow])
     pool.register(slow, [*A, *B, 0], 9)

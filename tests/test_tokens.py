@@ -1,6 +1,9 @@
 """Tokens read like the one list that they are not."""
 
-from batching.blocks import BlockPool
+from collections import Counter
+from typing import Any
+
+from batching.blocks import BlockPool, Key
 from batching.continuous import ContinuousScheduler, Sequence
 from batching.tokens import Tokens
 
@@ -24,22 +27,25 @@ def test_choices_of_a_request_share_their_prompt() -> None:
     assert [*other.tokens] == [1, 2, 3]
 
 
-def test_while_a_prompt_is_computed_it_is_looked_up_once_for_all_its_choices() -> None:
-    pool = BlockPool(4000, 4)
+def test_while_a_prefix_is_computed_it_is_looked_up_once_by_each_who_waits_for_it() -> None:
+    pool = BlockPool(8000, 4)
     scheduler = ContinuousScheduler(pool, 256)
-    prompt = list(range(4000))
-    for _ in range(128):
-        scheduler.add(Sequence(None, prompt))
-    for chunk in scheduler.schedule(40):
-        scheduler.advance(chunk)
-    looked_up, match = 0, pool.match
+    prefix = list(range(400))
+    for number in range(64):
+        scheduler.add(Sequence(None, [*prefix, number]))
+    looked_up: Counter[int] = Counter()
+    match = pool.match
 
-    def counting(tokens: Tokens) -> tuple[list[int], bool]:
-        nonlocal looked_up
-        looked_up += 1
+    def counting(tokens: Any) -> tuple[list[int], Key | None]:
+        looked_up[tokens[-1]] += 1
         return match(tokens)
 
-    pool.match = counting  # type: ignore[method-assign, assignment]  # to count its calls
-    [chunk] = scheduler.schedule(40)
-    assert chunk.count == 40
-    assert looked_up == 1
+    pool.match = counting  # type: ignore[method-assign]  # to count its calls
+    running = 0
+    while not running:
+        chunks = scheduler.schedule(40)
+        for chunk in chunks:
+            scheduler.advance(chunk, [0] if chunk.reaches_end else [])
+        running = len(scheduler.running) - 1
+    assert running == 63  # all at once, when it was there
+    assert max(looked_up.values()) == 2

@@ -3,8 +3,8 @@
     schedule → forward → sample → accept (text, ends) → report
 
 Implements worker.payloads.Generator on transformers' modelling code. Which sequences run is
-decided in batching/continuous.py; where keys and values are kept, in attention.py; models that
-cannot run like this are served by static.py.
+decided in batching/continuous.py; where keys and values are kept, in step.py; models that cannot
+run like this are served by static.py.
 """
 
 import logging
@@ -54,7 +54,7 @@ class Generation:
     choice: Choice
     lookup: Lookup | None
     sequence: Running = field(init=False)
-    scheduled: bool = True
+    scheduled: bool = False
 
 
 @dataclass(slots=True)
@@ -63,7 +63,6 @@ class _Counts:
 
     prefill: int = 0
     decode: int = 0
-    cached: int = 0
     drafted: int = 0
     accepted: int = 0
     said: list[tuple[Choice, Delta | None]] = field(default_factory=list)
@@ -110,6 +109,7 @@ class PagedGenerator(TextSide):
         self.live[item] = made
         for generation in made:
             self.scheduler.add(generation.sequence)
+            generation.scheduled = True
 
     def _generation(self, choice: Choice) -> Generation:
         made = Generation(choice, Lookup() if self.speculates else None)
@@ -144,8 +144,15 @@ class PagedGenerator(TextSide):
             self.pool.close(table)
 
     def step(self) -> StepOutcome:
-        started = time.monotonic()
         counts = _Counts()
+        try:
+            return self._step(counts, time.monotonic())
+        except BaseException:
+            for item in counts.failed:  # it has not been told: for `clear` to find
+                self.live.setdefault(item, [])
+            raise
+
+    def _step(self, counts: _Counts, started: float) -> StepOutcome:
         for item in [item for item in self.live if not item.open]:
             self._drop(item)
         if self._graphs and self._graphs.call is not self.language.call:

@@ -145,8 +145,12 @@ class GrammarCache:
             task = self._tasks[asked] = _Task(asked, compiles)
         task.compiles |= compiles
         if not self._works and not self._closed:
+            try:
+                with_large_stack(self._work)  # it waits for the lock
+            except RuntimeError as error:
+                del self._tasks[asked]
+                raise WorkerDown("answers cannot be held to grammars now", 5) from error
             self._works = True
-            with_large_stack(self._work)
         return Pending(lambda wanted, again: self._join(task, wanted, again))
 
     def _join(self, task: _Task, wanted: Callable[[], bool], again: Callable[[], None]) -> None:
@@ -177,7 +181,8 @@ class GrammarCache:
             except OnequeueError as error:
                 outcome = error
             except BaseException as error:  # a panic in the library is no Exception
-                log.exception("bug in the grammar thread")
+                if not self._closed:
+                    log.exception("bug in the grammar thread")
                 outcome = WorkerDown("answers cannot be held to grammars now", 5)
                 outcome.__cause__ = error
             with self._lock:

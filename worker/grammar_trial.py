@@ -117,6 +117,8 @@ def _in_a_fork(tokenizer: LLTokenizer, request: dict[str, Any]) -> dict[str, Any
     ours, its = os.pipe()
     if (pid := os.fork()) == 0:
         try:
+            os.close(0)  # the pipes are the parent's: they end with it
+            os.close(1)
             _limit(request["cpu_s"])
             with os.fdopen(its, "wb") as pipe:
                 send(pipe, _verdict(tokenizer, request))

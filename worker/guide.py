@@ -10,6 +10,7 @@ Follows the tokens as they are chosen and the reader of their text. On the worke
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 from llguidance import LLMatcher, LLTokenizer
@@ -38,6 +39,28 @@ class Plan:
     single_call: bool = False
 
 
+class Held:
+    """A copy of a grammar's matcher, made when it is first needed: many choices may wait."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self.grammar = grammar
+
+    @cached_property
+    def matcher(self) -> LLMatcher:
+        return self.grammar.matcher.deep_copy()
+
+    def in_time(self, run: Callable[[LLMatcher], T]) -> T:
+        """On the worker's thread, where the library's own limits bound it. What takes long all the
+        same is done once: the grammar is not followed any further, here or for another."""
+        if self.grammar.slow:
+            raise ItemFailed("the grammar of this answer takes too long to be followed")
+        started = time.thread_time()
+        made = run(self.matcher)
+        if time.thread_time() - started > STEP_S:
+            self.grammar.slow = True
+        return made
+
+
 class Guide:
     """`reader` is None where the text is nothing but content."""
 
@@ -51,8 +74,7 @@ class Guide:
         self._calling = False
         self._thought = 0
         self._forced: list[int] = []
-        self._matcher: LLMatcher | None = None
-        self._grammar: Grammar | None = None  # whose copy it is
+        self._held: Held | None = None
         self._may_think = None if self._thinking else plan.may_think
         if plan.answer and not self._thinking:
             self._hold(plan.answer)
@@ -62,22 +84,22 @@ class Guide:
         """Tokens that are sure to come, or those of a draft that may."""
         if self._forced:
             return ()
-        if self._matcher is None:
+        if self._held is None:
             return looked_up
-        matcher = self._matcher
-        if sure := self._in_time(matcher.compute_ff_tokens):
+        if sure := self._held.in_time(lambda matcher: matcher.compute_ff_tokens()):
             return tuple(sure[:most])
         if not looked_up:
             return ()
-        return looked_up[: self._in_time(lambda: matcher.validate_tokens(list(looked_up)))]
+        fitting = self._held.in_time(lambda matcher: matcher.validate_tokens(list(looked_up)))
+        return looked_up[:fitting]
 
     def wanted(self, drafts: tuple[int, ...]) -> Wanted | None:
         """What masks the next rows need; None: all tokens may come."""
         self.turned = False
         if self._forced:
             return Wanted(only=self._forced[0])
-        if self._matcher is not None:
-            return Wanted(self._matcher, drafts, also=self._may_think, grammar=self._grammar)
+        if held := self._held:
+            return Wanted(held.matcher, drafts, also=self._may_think, grammar=held.grammar)
         if self._thinking and self._plan.answer:
             return Wanted(None, drafts, no_end=True)
         return None
@@ -87,41 +109,30 @@ class Guide:
         if self._forced:
             self._forced.pop(0)
         elif self._may_think is not None and token == self._may_think:
-            self._matcher = self._may_think = None
+            self._held = self._may_think = None
             self._thinking = self.turned = True
             return
-        elif self._matcher is not None:
-            self._consume(self._matcher, token)
+        elif self._held is not None:
+            self._consume(self._held, token)
         if self._may_think is not None:
             self._may_think = None
             self._tell_reader()
 
-    def _consume(self, matcher: LLMatcher, token: int) -> None:
-        if self._grammar and self._grammar.slow:  # its masks, or this: here, or for another
-            raise ItemFailed("the grammar of this answer takes too long to be followed")
-        if not self._in_time(lambda: matcher.consume_token(token)):
+    def _consume(self, held: Held, token: int) -> None:
+        if not held.in_time(lambda matcher: matcher.consume_token(token)):
             raise ItemFailed("the grammar of this answer is too complex to be followed any further")
-
-    def _in_time(self, run: Callable[[], T]) -> T:
-        """On the worker's thread, where the library's own limits bound it. What takes long all the
-        same is done once: the grammar is not followed any further."""
-        started = time.thread_time()
-        made = run()
-        if self._grammar and time.thread_time() - started > STEP_S:
-            self._grammar.slow = True
-        return made
 
     def follow(self) -> None:
         """The token's text has been read."""
         if self._reader is not None:
             self._follow_reasoning(self._reader)
             self._follow_calls(self._reader)
-        if self._matcher is not None and self._matcher.is_stopped():
+        if self._held is not None and self._held.matcher.is_stopped():
             self.finished = self.finished or not self._calling or self._plan.single_call
-            self._matcher = None
+            self._held = None
 
     def _hold(self, answer: Grammar) -> None:
-        self._grammar, self._matcher = answer, answer.matcher.deep_copy()
+        self._held = Held(answer)
         if self._may_think is None:
             self._tell_reader()
 
@@ -158,17 +169,17 @@ class Guide:
         if plan.call is None or reader.calling == self._calling:
             return
         self._calling, self.turned = reader.calling, True
-        self._matcher = None
+        self._held = None
         if reader.calling:
-            self._grammar, self._matcher = plan.call, plan.call.matcher.deep_copy()
+            self._held = Held(plan.call)
             if not self._take(reader.since_mark.lstrip()):
-                self._matcher = None  # it writes calls in another way than its template
-            reader.calls_held = self._matcher is not None
+                self._held = None  # it writes calls in another way than its template
+            reader.calls_held = self._held is not None
 
     def _take(self, text: str) -> bool:
         """Text that has come already; whether the grammar takes it."""
-        matcher = self._matcher
-        if matcher is None or self._plan.tokenizer is None:
+        if self._held is None or self._plan.tokenizer is None:
             return False
         tokens = self._plan.tokenizer.tokenize_str(text, parse_special=True)
-        return self._in_time(lambda: matcher.try_consume_tokens(tokens)) == len(tokens)
+        taken = self._held.in_time(lambda matcher: matcher.try_consume_tokens(tokens))
+        return taken == len(tokens)

@@ -25,8 +25,9 @@ from worker.sampling import Allowed
 Bits = NDArray[np.int32]  # [rows, words], a bit a token
 BIT = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32)).view(np.int32)
 # Of CPU time for one mask: a machine that is busy, or stood still, says nothing about a grammar.
-# Halved with each that is late, so that a step waits for less than a second of it in all.
+# Less for each that is late after another, so that a step waits for about a second of it in all.
 PATIENCE_S = 0.5
+LEAST_S = 0.125
 MOST_STUCK = 4  # threads
 
 
@@ -70,6 +71,7 @@ class _Run:
     def next(self) -> None:
         self.row += self.wanted[self.at][1].rows
         self.at += 1
+        self.since = None
 
 
 class Masks:
@@ -121,12 +123,12 @@ class Masks:
 
     def _put(self, run: _Run) -> None:
         if self._thread is None:
-            self._runs = queue.SimpleQueue()
-            self._thread = threading.Thread(
-                target=_work, args=(self._runs,), name="masks", daemon=True
-            )
-            self._thread.start()
-            weakref.finalize(self, self._runs.put, None)
+            runs: queue.SimpleQueue[_Run | None] = queue.SimpleQueue()
+            work = _work, (runs, LLExecutor(1))
+            thread = threading.Thread(target=work[0], args=work[1], name="masks", daemon=True)
+            thread.start()  # or it raises, and is tried again with the next step
+            self._thread, self._runs = thread, runs
+            weakref.finalize(self, runs.put, None)
         self._runs.put(run)
 
 
@@ -140,8 +142,7 @@ def cpu_s(thread: threading.Thread) -> float:
 # ── the thread ──
 
 
-def _work(runs: "queue.SimpleQueue[_Run | None]") -> None:
-    executor = LLExecutor(1)
+def _work(runs: "queue.SimpleQueue[_Run | None]", executor: LLExecutor) -> None:
     while (run := runs.get()) is not None:
         try:
             while run.at < len(run.wanted):
@@ -200,7 +201,7 @@ class Begun:
         patience_s = PATIENCE_S
         while not self.run.done.wait(max(0.01, patience_s - self.masks.spent_s(self.run))):
             rest = self.masks.give_up(self.run, patience_s)
-            patience_s = patience_s if rest is self.run else patience_s / 2
+            patience_s = patience_s if rest is self.run else max(LEAST_S, patience_s / 2)
             self.run = rest
         if self.run.error is not None:
             raise self.run.error

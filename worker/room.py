@@ -72,10 +72,12 @@ class Room:
         ticket = object()
         with self._changed:
             self._line.append(ticket)
-            self._changed.wait_for(
-                lambda: self._line[0] is ticket and self.taken + count <= self.size
-            )
-            self._line.popleft()
-            self.taken += count
-            self._changed.notify_all()
+            try:
+                self._changed.wait_for(
+                    lambda: self._line[0] is ticket and self.taken + count <= self.size
+                )
+                self.taken += count
+            finally:
+                self._line.remove(ticket)
+                self._changed.notify_all()
         return count

@@ -101,6 +101,7 @@ class StaticGenerator(TextSide):
         self.waiting.clear()
         self.background.clear()
         self.batches = []
+        self.favoured, self.room = None, self.most
         return items
 
     def warm_up(self) -> None:
@@ -111,8 +112,15 @@ class StaticGenerator(TextSide):
             raise ItemFailed("the model's output is no number")
 
     def step(self) -> StepOutcome:
-        started = time.monotonic()
         counts = _Counts()
+        try:
+            return self._step(counts, time.monotonic())
+        except BaseException:
+            for item in counts.failed:  # it has not been told: for `clear` to find
+                self.live.setdefault(item, [])
+            raise
+
+    def _step(self, counts: _Counts, started: float) -> StepOutcome:
         for item in [item for item in self.live if not item.open]:
             del self.live[item]
         self._sweep()
@@ -191,6 +199,7 @@ class StaticGenerator(TextSide):
             return
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)
+            batch.past = None  # the parts begin anew
             kind = self.diagnose(error)
             if kind == "fatal":
                 raise

@@ -78,7 +78,6 @@ class Trials:
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
-    """Also while it tries a grammar: its fork's time is limited."""
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
