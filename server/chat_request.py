@@ -61,6 +61,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
         both = self.max_completion_tokens, self.max_tokens
         return next((limit for limit in both if limit is not None), None)
 
+    @property
+    def most_tokens_param(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
     def check(self) -> None:
         super().check()
         refuse_unimplemented(self, UNIMPLEMENTED)

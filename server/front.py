@@ -4,6 +4,7 @@ One pure ASGI layer in the place of Starlette's application and its middleware: 
 pays for each of them. Probes and /metrics need no key, like a load balancer's.
 """
 
+import contextlib
 import hmac
 import itertools
 import logging
@@ -16,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from batching.errors import QueueFull
+from batching.errors import ClientGone, QueueFull
 from server.errors import AnsweredEarly, http_error, to_response
 from server.metrics import Metrics
 from server.settings import Settings
@@ -69,7 +70,13 @@ class Front:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
-            await send(message)
+                scope["begun"] = True
+            try:
+                await send(message)
+            except (OSError, RuntimeError) as error:
+                if isinstance(error, RuntimeError) and "closed=True" not in str(error):
+                    raise
+                raise ClientGone("the client has gone") from error  # as uvloop's transports say it
 
         async def receive_bounded() -> Message:
             nonlocal held
@@ -102,7 +109,11 @@ class Front:
             request_id = scope["request_id"].decode()
             response, kind = to_response(error, scope, request_id, self.settings.debug)
             self.metrics.failed(kind)
-            await response(scope, receive, send)
+            if "begun" not in scope:
+                with contextlib.suppress(ClientGone):
+                    await response(scope, receive, send)
+            elif not isinstance(error, ClientGone):
+                raise  # half an answer must not look like a whole one
 
     def _may_pass(self, scope: Scope) -> bool:
         if scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":

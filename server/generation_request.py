@@ -78,6 +78,10 @@ class GenerationRequest(Struct, kw_only=True):
     def most_tokens(self) -> int | None:
         return self.max_tokens
 
+    @property
+    def most_tokens_param(self) -> str:
+        return "max_tokens"
+
     def constraint(self) -> Constraint | None:
         return constraint_of(self.response_format, self.structured_outputs)
 
@@ -102,6 +106,7 @@ class GenerationRequest(Struct, kw_only=True):
             stop=_stops(self.stop),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
+            param=self.most_tokens_param,
         )
 
 

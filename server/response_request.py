@@ -134,6 +134,10 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         return self.max_output_tokens
 
     @property
+    def most_tokens_param(self) -> str:
+        return "max_output_tokens"
+
+    @property
     def stored(self) -> bool:
         return self.store is not False
 

@@ -54,7 +54,7 @@ class Settings:
     )
     speculation: str = setting("auto", "draft tokens from the request's own text", ("auto", "off"))
     max_model_len: int | None = setting(
-        None, "tokens of prompt and answer together", minimum=1, kind=int
+        None, "tokens of prompt and answer together", minimum=2, kind=int
     )
     kv_cache_gb: float | None = setting(
         None, "memory for keys and values of running sequences", minimum=0.000001, kind=float

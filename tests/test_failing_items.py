@@ -185,6 +185,13 @@ def test_an_error_in_the_sampler_or_the_masks_leaves_the_generator_working(
     assert stage.chat(response_format={"type": "json_object"}).status_code == 500
 
 
+def test_who_failed_in_a_step_that_raises_is_answered_too(stage: Stage) -> None:
+    """Its own failure was not told yet."""
+    stage.poison("accept", RecursionError)
+    stage.raise_in(stage.generator, "_report", ValueError)
+    assert stage.chat(POISON).status_code == 500
+
+
 def test_a_call_that_nests_a_thousand_brackets_is_answered(stage: Stage) -> None:
     """In place of a name, in a turn that the model is to go on with: it was the worker's end."""
     stage.raised.set()

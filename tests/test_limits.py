@@ -2,6 +2,8 @@
 values there are in all."""
 
 import asyncio
+import contextlib
+import socket
 import threading
 import time
 import tracemalloc
@@ -17,9 +19,10 @@ from hypothesis import strategies as st
 from batching.errors import DeadlineExceeded, InvalidInput
 from server import body as bodies
 from server.body import INLINE_BYTES, MOST_VALUES, Parsing, check_values
+from server.front import BODIES
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
-from tests.serving import Server, serving
+from tests.serving import Server, serving, wait_until
 from tests.test_root import error_of
 
 CONTEXT = FakeGenerator.max_model_len
@@ -173,3 +176,24 @@ def test_large_bodies_wait_for_each_other_and_for_nobody_else() -> None:
 
     asyncio.run(several())
     assert most == 1
+
+
+def test_bodies_that_are_there_at_a_time_are_bounded_together() -> None:
+    """Of connections that send nearly all of one and stop."""
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 100000\r\n\r\n"
+    with (
+        serving(FakeRunner, max_body_mb=0.1, body_timeout_s=3600) as server,
+        contextlib.ExitStack() as stack,
+    ):
+        for _ in range(BODIES):
+            client = socket.create_connection(("127.0.0.1", server.port))
+            stack.enter_context(client).sendall(head + b"x" * 99_999)
+        wait_until(lambda: server.app.held == BODIES * 99_999)
+        refused = httpx.post(server.url, content=b"x" * 1000)
+        assert refused.status_code == 503
+        assert error_of(refused)["code"] == "queue_full"
+        assert refused.headers["retry-after"]
+        assert httpx.post(server.url, content=b"x").status_code == 200
+        stack.close()
+        wait_until(lambda: not server.app.held)
+        assert httpx.post(server.url, content=b"x" * 1000).status_code == 200

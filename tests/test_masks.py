@@ -1,6 +1,9 @@
 """What rows allow, against the library's own masks, one row and one draft at a time."""
 
+import threading
+
 import numpy as np
+import pytest
 import torch
 from llguidance import LLMatcher
 
@@ -62,3 +65,18 @@ def test_what_a_guide_asks_for_besides() -> None:
     for row in allowed[2:]:
         assert (~row).nonzero()[:, 0].tolist() == [END]
     assert MASKS.begin([]) is None
+
+
+def test_a_thread_that_cannot_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = Masks(64, [])
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", out_of_threads)
+        with pytest.raises(RuntimeError):
+            masks.begin([(0, Wanted(only=3))])
+    begun = masks.begin([(0, Wanted(only=3))])
+    assert begun is not None
+    assert begun.result().tokens.nonzero().tolist() == [[0, 3]]
+
+
+def out_of_threads(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")

@@ -15,12 +15,14 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from server import protocol
 from server.protocol import MAX_HEAD
 from tests.fakes import FakeRunner
-from tests.serving import Parser, Server, metric, read_answer, serving
+from tests.serving import Parser, Server, metric, read_answer, serving, wait_until
 
 START = b"GET /health HTTP/1.1\r\nHost: a\r\nX-Long: "
 END = b"\r\n\r\n"
+SHORT = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\ntext"
 CHUNKED = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n4\r\ntext\r\n"
 
@@ -223,6 +225,43 @@ def test_what_is_no_http_gets_the_envelope(http: Parser) -> None:
         with connect(server) as client:
             client.sendall(CHUNKED + b"not a size\r\n")
             assert_refused(client, 400, "invalid_request")
+
+
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+def test_a_refused_connection_is_closed_though_the_client_is_not(
+    http: Parser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "LINGER_S", 0.01)
+    with serving(FakeRunner, http=http) as server:
+        for sent in (b"\x16\x03\x01\r\n\r\n", CHUNKED + b"not a size\r\n"):
+            with connect(server) as client:
+                client.sendall(sent)
+                assert read_answer(client)[0] == 400
+                wait_until(lambda: not server.uvicorn.server_state.connections)
+
+
+def test_requests_behind_one_that_is_answered_are_bounded(server: Server) -> None:
+    """Each answer makes room for what has come; what nobody waits for ends with the connection."""
+    with connect(server) as client, contextlib.suppress(OSError):
+        for _ in range(20):
+            client.sendall(SHORT * 500)
+        while client.recv(1 << 16):
+            pass
+    with connect(server) as client:
+        client.sendall(SHORT * 50)
+        answers = b""
+        while answers.count(b"HTTP/1.1 200 OK") < 50:
+            answers += client.recv(1 << 16)
+
+
+def test_who_waits_to_be_told_to_go_on_and_sends_nonsense_is_no_bug(server: Server) -> None:
+    before = metric(server, 'onequeue_errors_total{kind="internal"}')
+    expecting = CHUNKED.replace(b"Host: a", b"Host: a\r\nExpect: 100-continue")
+    with connect(server) as client:
+        client.sendall(expecting.partition(b"4\r\n")[0] + b"no size\r\n")
+        assert read_answer(client)[0] == 400
+    wait_until(lambda: metric(server, "onequeue_queue_depth") == 0)
+    assert metric(server, 'onequeue_errors_total{kind="internal"}') == before
 
 
 def test_a_client_that_is_still_sending_gets_to_its_answer(server: Server) -> None:

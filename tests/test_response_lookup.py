@@ -206,6 +206,18 @@ def test_items_are_referred_to_by_their_ids(server: Server, generator: FakeGener
     assert error_of(answer)["param"] == "input[3].id"
 
 
+def test_items_that_are_referred_to_are_bounded_like_a_body() -> None:
+    with serving(load_chat=FakeGenerator, max_body_mb=0.01) as server:
+        long = [{"role": "user", "content": "say " + "x" * 4500, "id": f"msg_{n}"} for n in (1, 2)]
+        for each in long:
+            answered(respond(server, [each]))
+        one, other = ({"type": "item_reference", "id": each["id"]} for each in long)
+        for given, param in (([one, one], "input[1].id"), ([one, other], "input")):
+            answer = respond(server, given)
+            assert answer.status_code == 400
+            assert error_of(answer)["param"] == param
+
+
 # ── in the background ──
 
 

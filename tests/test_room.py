@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 import httpx
+import pytest
 from PIL import Image
 
 from tests import tiny
@@ -54,6 +55,21 @@ def test_room_is_given_back_when_decoding_fails() -> None:
     with suppress(OSError), room.place() as place:
         place.take(10)
         raise OSError
+    assert room.taken == 0
+
+
+def test_who_cannot_wait_leaves_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = Room(10)
+
+    def out_of_memory(*arguments: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(room._changed, "wait_for", out_of_memory)
+        with pytest.raises(MemoryError), room.place() as place:
+            place.take(1)
+    with room.place() as place:
+        place.take(10)
     assert room.taken == 0
 
 

@@ -94,3 +94,10 @@ def test_such_a_name_in_the_environment_gets_a_word(
 
 def test_a_setting_is_never_taken_for_another() -> None:
     assert list(misspelt(spec.name.upper() for spec in fields(Settings))) == []
+
+
+def test_short_names_that_others_may_have_are_left_alone() -> None:
+    assert dict(misspelt(["COMPILER", "DEVICES", "XDEBUG", "DEVCIE", "API_KEY"])) == {
+        "DEVCIE": "DEVICE",
+        "API_KEY": "API_KEYS",
+    }

@@ -97,7 +97,10 @@ class Grammars:
         trials.start()
         try:
             made = LLTokenizer(text, n_vocab=self._rows, eos_token=self._ends or None)
-        except Exception:
+        except BaseException as error:  # a panic in the library is no Exception
+            trials.close()
+            if isinstance(error, MemoryError):
+                raise
             raise Unusable(UNFIT) from None
         return made, trials
 

@@ -38,7 +38,7 @@ KEPT = 32  # compiled grammars, the ones used last
 MOST_BYTES = 512 << 20  # of all that are kept or in use
 USES = 200  # of one: copies share what the lexer has learned, which is bounded
 REMEMBERED = 1_000  # verdicts
-MOST_WAITING = 64
+MOST_WAITING, MOST_LONG = 64, 8  # to be tried at first; with more time
 QUICK_S, LONG_S = 0.25, 2.0  # CPU time for a trial, at first and at most
 
 T = TypeVar("T")
@@ -140,8 +140,9 @@ class GrammarCache:
     def _await(self, asked: Asked | None, compiles: bool) -> Pending:
         task = self._tasks.get(asked)
         if task is None:
-            if len(self._tasks) >= MOST_WAITING:
-                raise QueueFull("too many grammars wait to be compiled", QUICK_S * MOST_WAITING)
+            if len(self._tasks) - self._long >= MOST_WAITING:
+                wait_s = QUICK_S * MOST_WAITING + LONG_S
+                raise QueueFull("too many grammars wait to be compiled", wait_s)
             task = self._tasks[asked] = _Task(asked, compiles)
         task.compiles |= compiles
         if not self._works and not self._closed:
@@ -214,6 +215,9 @@ class GrammarCache:
         if size is None:
             verdict = self._trials.attempt(*asked, task.cpu_s)
             if verdict.reason == TOO_LONG and task.cpu_s < LONG_S:
+                if self._long >= MOST_LONG:
+                    long = "too many grammars that take long wait to be compiled"
+                    raise QueueFull(long, LONG_S * MOST_LONG)
                 task.cpu_s = LONG_S
                 return False
             if verdict.reason is not None:
@@ -237,6 +241,11 @@ class GrammarCache:
                 self._known.popitem(last=False)
             if self._used + size > MOST_BYTES:
                 raise QueueFull("the grammars in use take all memory there is for them", 5)
+
+    @property
+    def _long(self) -> int:
+        """How many are to be tried with more time: they keep nobody else out."""
+        return sum(task.cpu_s >= LONG_S for task in self._tasks.values())
 
     @property
     def _used(self) -> int:

@@ -72,6 +72,7 @@ class Stopping:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     default_tokens: int | None = None  # None: as many as the context holds
+    param: str = "max_tokens"  # the field of the request that errors about it name
 
 
 @dataclass(frozen=True, slots=True)

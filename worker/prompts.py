@@ -155,7 +155,7 @@ class Prompts:
         stopping, room = request.stopping, self.max_model_len - prompt
         default = room if stopping.default_tokens is None else min(room, stopping.default_tokens)
         most = default if stopping.max_tokens is None else stopping.max_tokens
-        for name, asked in (("max_tokens", most), ("min_tokens", stopping.min_tokens)):
+        for name, asked in ((stopping.param, most), ("min_tokens", stopping.min_tokens)):
             if asked > room:
                 raise InvalidInput(
                     f"{name} is {asked} and the prompt has {prompt} tokens; this model's context "
