@@ -29,6 +29,7 @@ from worker import grammar_cache, masks
 from worker.grammar import Grammars
 from worker.grammar_cache import Grammar
 from worker.masks import Masks, Wanted
+from worker.grammar_trial import TOO_LONG
 from worker.payloads import Constraint, Pending
 from worker.trials import Trials, Verdict
 
@@ -375,8 +376,10 @@ def test_a_slow_grammar_is_not_asked_anything_more() -> None:
 
 
 def test_closing_does_not_wait_for_a_grammar_that_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_cache, "QUICK_S", 3600.0)
     made = Grammars(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
+    when_ready(lambda: made.tokenizer("f"))
+    attempt: Any = Trials.attempt
+    monkeypatch.setattr(Trials, "attempt", lambda *asked: attempt(*asked[:-1], 3600.0))
     with pytest.raises(Pending):
         made.matcher(SLOW)
     trials = wait_for_trials(made)
@@ -415,4 +418,38 @@ def test_a_grammar_thread_that_cannot_start_is_tried_again(
         with pytest.raises(WorkerDown):
             made.matcher(regex("[ab]"))
     assert when_ready(lambda: made.matcher(regex("[ab]")))
+    made.close()
+
+
+def test_grammars_that_take_long_keep_nobody_else_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, begun = threading.Event(), threading.Event()
+    attempt = Trials.attempt
+
+    def slow(trials: Trials, text: str, *limits: Any) -> Verdict:
+        if "slow" not in text:
+            return attempt(trials, text, *limits)
+        if limits[-1] >= grammar_cache.LONG_S:
+            begun.set()
+            assert gate.wait(60)
+        return Verdict(TOO_LONG)
+
+    monkeypatch.setattr(Trials, "attempt", slow)
+    monkeypatch.setattr(grammar_cache, "MOST_WAITING", 2)
+    monkeypatch.setattr(grammar_cache, "MOST_LONG", 1)
+    made = Grammars(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
+    when_ready(lambda: made.tokenizer("f"))
+    with ThreadPoolExecutor(4) as pool:
+        first = pool.submit(when_ready, lambda: made.matcher(regex("slow")))
+        assert begun.wait(60)
+        others = [pool.submit(when_ready, lambda n=n: made.matcher(regex(n))) for n in "ab"]
+        wait_until(lambda: len(made._cache._tasks) == 3)
+        with pytest.raises(QueueFull):
+            made.matcher(regex("c"))  # two wait to be tried
+        gate.set()
+        assert all(each.result(60) for each in others)
+        with pytest.raises(InvalidInput, match="too long"):
+            first.result(60)
+    monkeypatch.setattr(grammar_cache, "MOST_LONG", 0)
+    with pytest.raises(QueueFull):
+        when_ready(lambda: made.matcher(regex("slower")))
     made.close()
