@@ -47,7 +47,7 @@ def check_parity(
     monkeypatch.setattr(pace, "MOST", {"cpu": most})
     monkeypatch.setattr(pace, "LEAST", most)  # whatever it has learned of the time
     if "prefix cache" not in features:
-        monkeypatch.setattr(BlockPool, "match", lambda pool, tokens: ([], False))
+        monkeypatch.setattr(BlockPool, "match", lambda pool, tokens: ([], None))
     if "speculation" in features:
         monkeypatch.setattr(generation, "FREE_ROWS", {"cpu": 32})
         monkeypatch.setattr(Lookup, "draft", foreseeing(given, greedy(model, given, NEW)))

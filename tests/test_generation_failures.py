@@ -266,3 +266,10 @@ def test_a_default_gives_way_to_the_end_of_the_context() -> None:
         item = request([7] * length, max_tokens=None, default_tokens=16)
         engine("llama").prepare(item)
         assert item.prepared[0].prepared.max_tokens == most
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
+def test_more_than_the_context_holds_is_told_by_the_fields_own_name(name: str) -> None:
+    with pytest.raises(InvalidInput, match=f"{name} is 1000") as caught:
+        engine("llama").prepare(request([7], max_tokens=1000, param=name))
+    assert caught.value.param == name

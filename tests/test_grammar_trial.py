@@ -28,8 +28,8 @@ from tests.tiny_chat import asking, engine
 from worker import grammar_cache, masks
 from worker.grammar import Grammars
 from worker.grammar_cache import Grammar
-from worker.masks import Masks, Wanted
 from worker.grammar_trial import TOO_LONG
+from worker.masks import Masks, Wanted
 from worker.payloads import Constraint, Pending
 from worker.trials import Trials, Verdict
 

@@ -72,7 +72,8 @@ class Stopping:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     default_tokens: int | None = None  # None: as many as the context holds
-    param: str = "max_tokens"  # the field of the request that errors about it name
+    # the field of the request that errors about it name
+    param: str = field(default="max_tokens", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
