@@ -121,12 +121,14 @@ def test_a_verdict_is_remembered_longer_than_what_was_compiled(
 def test_what_is_in_use_has_a_limit_in_bytes(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(grammar_cache, "PASSING_S", 3600.0)
     monkeypatch.setattr(grammar_cache, "MOST_BYTES", 1 << 30)
     used = when_ready(lambda: grammars.matcher(regex("a")))
     used.size = 1 << 30
     with pytest.raises(QueueFull, match="memory"):
         when_ready(lambda: grammars.matcher(regex("[b-z]+")))
     del used  # whoever used it is done, and it is no longer kept
+    grammars._cache._refused.clear()  # time has passed
     assert when_ready(lambda: grammars.matcher(regex("[b-z]+")))
 
 
@@ -452,4 +454,30 @@ def test_grammars_that_take_long_keep_nobody_else_out(monkeypatch: pytest.Monkey
     monkeypatch.setattr(grammar_cache, "MOST_LONG", 0)
     with pytest.raises(QueueFull):
         when_ready(lambda: made.matcher(regex("slower")))
+    made.close()
+
+
+def test_a_failure_that_may_pass_is_told_to_all_who_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, attempts = threading.Event(), 0
+
+    def failing(*asked: Any) -> Verdict:
+        nonlocal attempts
+        attempts += 1
+        assert gate.wait(60)
+        raise OSError("there can be no such process")
+
+    monkeypatch.setattr(grammar_cache, "PASSING_S", 3600.0)
+    made = Grammars(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
+    when_ready(lambda: made.tokenizer("f"))
+    with monkeypatch.context() as patch, ThreadPoolExecutor(8) as pool:
+        patch.setattr(Trials, "attempt", failing)
+        asked = [pool.submit(when_ready, lambda: made.matcher(regex("[ab]"))) for _ in range(8)]
+        wait_until(lambda: sum(len(task.waiting) for task in made._cache._tasks.values()) == 8)
+        gate.set()
+        for each in asked:
+            with pytest.raises(WorkerDown):
+                each.result(60)
+    assert attempts == 1
+    made._cache._refused.clear()  # time has passed
+    assert when_ready(lambda: made.matcher(regex("[ab]")))
     made.close()

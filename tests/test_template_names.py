@@ -68,7 +68,7 @@ def test_a_variable_that_the_template_does_not_know_is_fine() -> None:
 def test_what_a_template_cannot_take_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tiny_chat.engine().prompts.tokenizer
     deep: Any = []
-    for _ in range(900):
+    for _ in range(5_000):
         deep = [deep]
     for template in (
         "{{ raise_exception('no, thanks') }}",

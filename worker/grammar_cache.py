@@ -12,6 +12,7 @@ longer is left out.
 import hashlib
 import logging
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -39,6 +40,7 @@ MOST_BYTES = 512 << 20  # of all that are kept or in use
 USES = 200  # of one: copies share what the lexer has learned, which is bounded
 REMEMBERED = 1_000  # verdicts
 MOST_WAITING, MOST_LONG = 64, 8  # to be tried at first; with more time
+PASSING_S = 1.0
 QUICK_S, LONG_S = 0.25, 2.0  # CPU time for a trial, at first and at most
 
 T = TypeVar("T")
@@ -55,6 +57,13 @@ class Asked(NamedTuple):
     def digest(self) -> bytes:
         told = f"{self.foreign}{self.forcing}{self.text}"
         return hashlib.sha256(told.encode("utf-8", "surrogatepass")).digest()
+
+
+class Passing(NamedTuple):
+    """It may go better next time: told to all who waited, and to who comes right after them."""
+
+    error: OnequeueError
+    until: float  # monotonic seconds
 
 
 @dataclass(eq=False)
@@ -92,7 +101,7 @@ class GrammarCache:
         self._known: OrderedDict[Asked, Grammar] = OrderedDict()
         self._alive: weakref.WeakSet[Grammar] = weakref.WeakSet()
         self._sizes: OrderedDict[bytes, int] = OrderedDict()  # of those that may be used
-        self._refused: OrderedDict[bytes, str | OnequeueError] = OrderedDict()
+        self._refused: OrderedDict[bytes, str | Passing] = OrderedDict()
         self._tasks: dict[Asked | None, _Task] = {}
         self._works = False
         self._closed = False
@@ -130,9 +139,11 @@ class GrammarCache:
 
     def _raise_refusal(self, digest: bytes) -> None:
         refusal = self._refused.get(digest)
-        if isinstance(refusal, OnequeueError):  # it may go better next time
+        if isinstance(refusal, Passing):
+            if time.monotonic() < refusal.until:
+                raise refusal.error
             del self._refused[digest]
-            raise refusal
+            return
         if refusal is not None:
             self._refused.move_to_end(digest)
             raise Unusable(refusal)
@@ -172,7 +183,7 @@ class GrammarCache:
 
     def _work(self) -> None:
         while (task := self._next()) is not None:
-            outcome: str | OnequeueError | None
+            outcome: str | Passing | None
             try:
                 if not self._do(task):
                     continue
@@ -180,12 +191,13 @@ class GrammarCache:
             except Unusable as unusable:
                 outcome = str(unusable)
             except OnequeueError as error:
-                outcome = error
+                outcome = Passing(error, time.monotonic() + PASSING_S)
             except BaseException as error:  # a panic in the library is no Exception
                 if not self._closed:
                     log.exception("bug in the grammar thread")
-                outcome = WorkerDown("answers cannot be held to grammars now", 5)
-                outcome.__cause__ = error
+                down = WorkerDown("answers cannot be held to grammars now", 5)
+                down.__cause__ = error
+                outcome = Passing(down, time.monotonic() + PASSING_S)
             with self._lock:
                 if outcome is not None:
                     _remember(self._refused, task.asked.digest if task.asked else b"", outcome)
