@@ -1,6 +1,7 @@
 """The task is read off the checkpoint, and one that contradicts it is refused before loading."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from server.app import create_app
 from server.settings import Settings, SettingsError
 from tests.fakes import FakeRunner
+from worker import architectures
 from worker.architectures import TaskUnclear, made_for, settle_task
 from worker.tasks import TASKS
 
@@ -122,3 +124,12 @@ def test_a_config_that_cannot_be_read_is_said(tmp_path: Path) -> None:
             (tmp_path / "config.json").write_text(content)
         with pytest.raises(TaskUnclear, match=r"PIPELINE_MODEL=/.*config.json cannot be read"):
             settle_task("auto", str(tmp_path))
+
+
+def test_a_hub_that_does_not_answer_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_: gate.wait(60))
+    monkeypatch.setattr(architectures, "FETCH_S", 0.01)
+    with pytest.raises(TaskUnclear, match=r"did not answer within 0\.01 s"):
+        settle_task("auto", "owner/name")
+    gate.set()

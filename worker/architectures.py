@@ -7,7 +7,9 @@ has been loaded (missing.py).
 
 import json
 import re
+import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from batching.errors import OnequeueError
 from worker.tasks import resolve_task
 
 DEMO_TASK = "fill-mask"
+FETCH_S = 60.0
 HEARS = "(Wav2Vec2|Hubert|UniSpeech|WavLM|SEW|Data2VecAudio|Whisper)"
 ZERO_SHOT = ("text-classification", "zero-shot-classification")
 # The first that fits the architecture's whole name. What ends in Model is a body without a head.
@@ -128,12 +131,7 @@ def is_path(model: str) -> bool:
 def read_config(model: str) -> dict[str, Any]:
     """config.json of a folder, or of a hub id: from the cache, or fetched."""
     try:
-        if is_path(model):
-            path = Path(model).expanduser() / "config.json"
-        else:
-            from huggingface_hub import hf_hub_download
-
-            path = Path(hf_hub_download(model, "config.json"))
+        path = Path(model).expanduser() / "config.json" if is_path(model) else _fetched(model)
         config = json.loads(path.read_text())
     except Exception as error:  # of the hub, the file or its content
         reason = (str(error).splitlines() or [repr(error)])[0]
@@ -142,3 +140,22 @@ def read_config(model: str) -> dict[str, Any]:
             f"set: {reason}"
         ) from error
     return config if isinstance(config, dict) else {}
+
+
+def _fetched(model: str) -> Path:
+    """By a thread that nobody waits for longer than FETCH_S: a start shall end one way or other."""
+    from huggingface_hub import hf_hub_download
+
+    path: Future[str] = Future()
+
+    def fetch() -> None:
+        try:
+            path.set_result(hf_hub_download(model, "config.json"))
+        except BaseException as error:  # told where it is waited for
+            path.set_exception(error)
+
+    threading.Thread(target=fetch, name="fetch", daemon=True).start()
+    try:
+        return Path(path.result(FETCH_S))
+    except TimeoutError:
+        raise TimeoutError(f"the hub did not answer within {FETCH_S:g} s") from None
