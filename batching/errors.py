@@ -15,7 +15,7 @@
        ├─ OutOfMemory      this item alone does not fit into memory
        └─ WrongResultCount the model answered a batch with too few or too many results
 
-HTTP statuses are given in server/errors.py, not here.
+HTTP statuses are given in server/http/errors.py, not here.
 """
 
 

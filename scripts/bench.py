@@ -72,7 +72,7 @@ class InstantRunner:
     """Answers with the text itself: what is left is what the server costs."""
 
     def __init__(self) -> None:
-        from worker.payloads import ModelInfo
+        from worker.protocol import ModelInfo
 
         self.info = ModelInfo("fill-mask", "instant", "none", "none", 0, "packed")
 

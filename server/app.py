@@ -18,28 +18,29 @@ from typing import Any
 
 from starlette.routing import Route, Router
 
+from batching.batcher import DynamicBatcher
 from batching.breaker import Breaker
-from batching.dynamic import DynamicBatcher
 from batching.request_queue import RequestQueue
-from server import health, logs, models, openapi
-from server.chat_completions import ChatCompletions
-from server.completions import Completions
-from server.detokenize import Detokenize
-from server.front import Front
-from server.load_model import LoadModel
+from server import health, logs, openapi
+from server.engine import Engine
+from server.http.connections import APP, bound_connections
 from server.metrics import Metrics, metrics
+from server.middleware import Front
+from server.openai import models
+from server.openai.chat import ChatCompletions
+from server.openai.completions import Completions
+from server.openai.detokenize import Detokenize
+from server.openai.load_model import LoadModel
+from server.openai.responses.endpoint import Responses
+from server.openai.responses.lookup import ResponseLookup
+from server.openai.responses.store import ResponseStore
+from server.openai.tokenize import Tokenize
+from server.pipeline import Root
 from server.preflight import check_chat, check_pipeline, check_workers, refuse
-from server.protocol import APP, bound_connections
-from server.response_lookup import ResponseLookup
-from server.response_store import ResponseStore
-from server.responses import Responses
-from server.root import Root
 from server.settings import Settings, SettingsError, load_settings
 from server.stopping import drain_on_signal, end_unloaded, failed, serving_uvicorn
-from server.tokenize import Tokenize
 from worker.architectures import TaskUnclear, settle_task
-from worker.engine import Engine
-from worker.payloads import Generator, Models, Runner
+from worker.protocol import Generator, Models, Runner
 from worker.tasks import UnservedTask
 from worker.worker import Worker
 
@@ -148,8 +149,8 @@ def loader(
 
 
 def _load_pipeline(settings: Settings, pool_threads: int) -> Runner:
-    from worker.loading import LoadOptions
-    from worker.pipelines import load_runner
+    from worker.model.loading import LoadOptions
+    from worker.pipeline.runner import load_runner
 
     options = LoadOptions(
         settings.pipeline_task,
@@ -163,8 +164,8 @@ def _load_pipeline(settings: Settings, pool_threads: int) -> Runner:
 
 
 def _load_chat(settings: Settings) -> Generator:
-    from worker.generation import load_generator
-    from worker.language_model import GeneratorOptions
+    from worker.generation.engine import load_generator
+    from worker.model.language_model import GeneratorOptions
 
     options = GeneratorOptions(
         settings.chat_model,

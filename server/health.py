@@ -7,9 +7,9 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.errors import envelope
-from worker.engine import Engine
-from worker.payloads import Served
+from server.engine import Engine
+from server.http.errors import envelope
+from worker.protocol import Served
 
 SERVED: tuple[Served, ...] = ("pipeline", "generation")
 

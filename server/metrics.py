@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server import __version__
-from worker.payloads import BatchReport, ModelInfo, Served, StepReport
+from worker.protocol import BatchReport, ModelInfo, Served, StepReport
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

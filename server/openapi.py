@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from server import __version__
-from server.front import OPEN_PATHS
+from server.middleware import OPEN_PATHS
 from server.openapi_answers import Error
 from server.openapi_operations import JSON, OPERATIONS, Body, Operation, Schema, root
 from server.settings import Settings

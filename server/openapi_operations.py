@@ -6,14 +6,15 @@ from typing import Any
 
 from msgspec import Struct
 
-from server import chat_request, completion_request, response_request
 from server import openapi_answers as answers
-from server.chat_request import ChatRequest
-from server.completion_request import CompletionRequest
-from server.detokenize import DetokenizeRequest
-from server.load_model import LoadRequest
-from server.response_request import ResponseRequest
-from server.tokenize import TokenizeRequest
+from server.openai import chat_request, completion_request
+from server.openai.chat_request import ChatRequest
+from server.openai.completion_request import CompletionRequest
+from server.openai.detokenize import DetokenizeRequest
+from server.openai.load_model import LoadRequest
+from server.openai.responses import request
+from server.openai.responses.request import ResponseRequest
+from server.openai.tokenize import TokenizeRequest
 from worker.tasks import TASKS, Task
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
@@ -74,7 +75,7 @@ OPERATIONS = (
         {JSON: ResponseRequest},
         {JSON: answers.Response, EVENTS: RESPONSE_STREAM},
         (*POSTED, 404),
-        response_request.UNIMPLEMENTED,
+        request.UNIMPLEMENTED,
     ),
     Operation("GET", "/v1/responses/{id}", "A response", {}, {JSON: answers.Response}, (400, 404)),
     Operation(

@@ -16,7 +16,7 @@ from typing import Any
 
 import uvicorn
 
-from worker.engine import Engine
+from server.engine import Engine
 
 log = logging.getLogger("onequeue.stopping")
 

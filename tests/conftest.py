@@ -45,7 +45,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 @pytest.fixture
 def poisoned_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for keys and values that has never been written to is full of what are no numbers."""
-    from worker.step import PagedCache
+    from worker.model.paged_attention import PagedCache
 
     ordinary = PagedCache.__init__
 

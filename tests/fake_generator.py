@@ -20,15 +20,15 @@ from typing import Any, Literal
 
 from batching.errors import ClientGone, InvalidInput, ItemFailed
 from batching.request_queue import WorkItem
-from worker.failures import diagnose
-from worker.payloads import (
+from worker.deltas import Delta, FinishReason, TokenLogprob
+from worker.model.failures import diagnose
+from worker.protocol import (
     Chat,
     GenerationInput,
     ModelInfo,
     StepOutcome,
     StepReport,
 )
-from worker.streams import Delta, FinishReason, TokenLogprob
 
 INFO = ModelInfo("text-generation", "fake", "cpu", "float32", 0, "continuous")
 WORDS = ["Hello", " there", ",", " wörld", "!"]

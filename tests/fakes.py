@@ -8,8 +8,8 @@ import orjson
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
-from worker.failures import diagnose
-from worker.payloads import ModelInfo
+from worker.model.failures import diagnose
+from worker.protocol import ModelInfo
 
 INFO = ModelInfo("fill-mask", "fake", "cpu", "float32", 0, "packed")
 

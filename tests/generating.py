@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 import torch
 from transformers import AutoModelForCausalLM
 
-from batching.continuous import Chunk
 from batching.request_queue import WorkItem
+from batching.scheduler import Chunk
 from tests import tiny_decoders
-from worker.generation import Generation, PagedGenerator, load_generator
-from worker.language_model import GeneratorOptions
-from worker.payloads import GenerationInput, Generator, Pending, Sampling, StepReport, Stopping
-from worker.step import PagedCache
-from worker.streams import Delta, TokenStream
+from worker.deltas import Delta, TokenStream
+from worker.generation.engine import Generation, PagedGenerator, load_generator
+from worker.model.language_model import GeneratorOptions
+from worker.model.paged_attention import PagedCache
+from worker.protocol import GenerationInput, Generator, Pending, Sampling, StepReport, Stopping
 
 torch.set_num_threads(1)
 logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -16,9 +16,9 @@ from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from tests import tiny
 from tests.tiny_tokenizers import SENTENCES
-from worker.loading import LoadOptions
-from worker.payloads import PipelineInput
-from worker.pipelines import PipelineRunner, load_runner
+from worker.model.loading import LoadOptions
+from worker.pipeline.runner import PipelineRunner, load_runner
+from worker.protocol import PipelineInput
 
 torch.set_num_threads(1)
 

@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Several
 from itertools import takewhile
 
-from batching import continuous
-from batching.blocks import BlockPool, BlockTable
-from batching.continuous import RESERVE, Chunk, ContinuousScheduler, Sequence
+from batching import scheduler
+from batching.block_pool import BlockPool, BlockTable
+from batching.scheduler import RESERVE, Chunk, ContinuousScheduler, Sequence
 
 WORDS = 3  # so few that prefixes are often equal by chance
 NOTHING = 0
@@ -281,7 +281,7 @@ class Before:
         at_work = [chunk.sequence for chunk in chunks]
         assert len(set(at_work)) == len(at_work)
         assert all(c.start == c.sequence.computed and c.count > 0 for c in chunks)
-        assert all(c.sequence.reuse or c.count <= continuous.PROJECTED for c in chunks)
+        assert all(c.sequence.reuse or c.count <= scheduler.PROJECTED for c in chunks)
         assert all(s in at_work for s in self.decoding if self._stayed(s))
         running = self.scheduler.running  # whatever happens, the oldest gets on
         assert running[0] in at_work or min(running, key=lambda s: s.number) in at_work
@@ -300,7 +300,7 @@ class Before:
             return
         assert all(s.background for s in self.resting)
         assert not any(s in shares for s in self.resting if self._stayed(s))
-        most = {s: s.left if s.reuse else min(s.left, continuous.PROJECTED) for s in wanting}
+        most = {s: s.left if s.reuse else min(s.left, scheduler.PROJECTED) for s in wanting}
         unmet = [s for s in wanting if shares.get(s, 0) < most[s]]
         assert not (left and unmet)
         assert shares[wanting[0]] >= min(most[wanting[0]], budget / 2)

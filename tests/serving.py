@@ -14,7 +14,7 @@ import uvicorn
 
 from server.app import create_app
 from server.settings import Settings
-from worker.payloads import Generator, Runner
+from worker.protocol import Generator, Runner
 
 Parser = Literal["auto", "httptools", "h11"]
 

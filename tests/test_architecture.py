@@ -15,12 +15,12 @@ FORBIDDEN = {
 }
 # What the server imports when it starts, before the worker thread loads a model.
 TORCH_FREE = {
-    "worker.payloads",
-    "worker.streams",
+    "worker.protocol",
+    "worker.deltas",
     "worker.architectures",
     "worker.room",
     "worker.tasks",
-    "worker.engine",
+    "server.engine",
     "worker.worker",
 }
 

@@ -10,8 +10,8 @@ import pytest
 from tests.event_streams import CLIENT, chat, chunks, post
 from tests.fake_generator import FakeGenerator
 from tests.serving import Server, serving
-from tests.test_root import error_of
-from worker.payloads import Chat, GenerationInput, Sampling, Stopping
+from tests.test_pipeline_http import error_of
+from worker.protocol import Chat, GenerationInput, Sampling, Stopping
 
 PATH = "/v1/chat/completions"
 WHOLE = "Hello there, wörld!"
@@ -174,7 +174,7 @@ def test_a_bare_request_leaves_everything_to_the_checkpoint(
 
 
 def test_null_counts_as_absent(server: Server, generator: FakeGenerator) -> None:
-    from server.chat_request import ChatRequest
+    from server.openai.chat_request import ChatRequest
 
     nothing = dict.fromkeys(set(ChatRequest.__struct_fields__) - {"messages"})
     payload = asked(generator, server, **nothing)
@@ -438,7 +438,7 @@ def test_a_parameter_that_is_not_implemented_is_named(
 def test_every_parameter_of_the_api_is_honoured_accepted_or_refused() -> None:
     from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming
 
-    from server.chat_request import ChatRequest
+    from server.openai.chat_request import ChatRequest
 
     without_effect = {
         "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user", "verbosity",

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from tests import tiny
-from worker import compiling, generation
-from worker.language_model import GeneratorOptions, LanguageModel, load_language_model
-from worker.step import PagedCache, Step
+from worker.generation import engine
+from worker.model import compiling
+from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
+from worker.model.paged_attention import PagedCache, Step
 
 
 def loaded(quantization: str = "none") -> LanguageModel:
@@ -19,7 +20,7 @@ def loaded(quantization: str = "none") -> LanguageModel:
     )
     language = load_language_model(options)
     language.page()
-    generation._lay_out(language, options, paged=True)
+    engine._lay_out(language, options, paged=True)
     return language
 
 

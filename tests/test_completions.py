@@ -9,7 +9,7 @@ import pytest
 from tests.event_streams import chunks, post
 from tests.fake_generator import FakeGenerator
 from tests.serving import Server, serving
-from tests.test_root import error_of
+from tests.test_pipeline_http import error_of
 
 PATH = "/v1/completions"
 WHOLE = "Hello there, wörld!"
@@ -188,7 +188,7 @@ def test_as_many_candidates_as_answers_is_no_choice(server: Server) -> None:
 def test_every_parameter_of_the_api_is_honoured_accepted_or_refused() -> None:
     from openai.types.completion_create_params import CompletionCreateParamsStreaming
 
-    from server.completion_request import CompletionRequest
+    from server.openai.completion_request import CompletionRequest
 
     known = set(get_type_hints(CompletionCreateParamsStreaming))
     assert {"prompt", "stream"} <= known

@@ -12,7 +12,7 @@ from batching.request_queue import WorkItem
 from tests import tiny_chat
 from tests.fakes import FakeRunner
 from tests.serving import Server, serving
-from worker.reader import Reader
+from worker.text.parser import Reader
 
 
 class PanicException(BaseException):  # what a panic in a Rust library is in Python
@@ -179,7 +179,7 @@ def test_an_error_in_the_sampler_or_the_masks_leaves_the_generator_working(
         stage.raised.set()
         raise error("on purpose")
 
-    monkeypatch.setattr("worker.generation.sample", raising)
+    monkeypatch.setattr("worker.generation.engine.sample", raising)
     assert stage.chat().status_code == 500
     stage.raise_in(stage.generator._masks, "begin", error)
     assert stage.chat(response_format={"type": "json_object"}).status_code == 500

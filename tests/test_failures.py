@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from worker.failures import diagnose
+from worker.model.failures import diagnose
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from batching.blocks import BlockPool
+from batching.block_pool import BlockPool
 from tests.generating import assert_greedy, engine, greedy, prompts, request, serve
 from tests.tiny_decoders import ARCHITECTURES
-from worker import generation, pace
-from worker.speculation import Lookup
+from worker.generation import prefill_budget
+from worker.generation.ngram_drafter import Lookup
 
 LENGTHS = (1, 2, 7, 16, 17, 33, 48, 60)
 NEW = 12
@@ -44,12 +44,12 @@ def check_parity(
     """32 prompts at random times; what is switched on must have happened, what is off not."""
     given = prompts(seed, LENGTHS)
     most = MOST if "chunked prefill" in features else 512
-    monkeypatch.setattr(pace, "MOST", {"cpu": most})
-    monkeypatch.setattr(pace, "LEAST", most)  # whatever it has learned of the time
+    monkeypatch.setattr(prefill_budget, "MOST", {"cpu": most})
+    monkeypatch.setattr(prefill_budget, "LEAST", most)  # whatever it has learned of the time
     if "prefix cache" not in features:
         monkeypatch.setattr(BlockPool, "match", lambda pool, tokens: ([], None))
     if "speculation" in features:
-        monkeypatch.setattr(generation, "FREE_ROWS", {"cpu": 32})
+        monkeypatch.setattr("worker.generation.engine.FREE_ROWS", {"cpu": 32})
         monkeypatch.setattr(Lookup, "draft", foreseeing(given, greedy(model, given, NEW)))
     generator = engine(
         model,

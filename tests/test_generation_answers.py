@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from batching.continuous import PROJECTED
+from batching.scheduler import PROJECTED
 from tests.generating import (
     GREEDY,
     ORDINARY,
@@ -23,9 +23,9 @@ from tests.generating import (
     serve,
 )
 from tests.tiny_tokenizers import llama_tokenizer
-from worker import pace
-from worker.payloads import Sampling
-from worker.streams import Delta, TokenLogprob
+from worker.deltas import Delta, TokenLogprob
+from worker.generation import prefill_budget
+from worker.protocol import Sampling
 
 # the token of a byte that begins a character
 HALF = llama_tokenizer().convert_tokens_to_ids("Ã")
@@ -104,8 +104,8 @@ def test_an_echoed_prompt_is_scored_whole_and_takes_nothing_from_the_cache(lengt
 def test_an_echoed_prompt_is_scored_once_though_it_is_put_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pace, "MOST", {"cpu": 24})
-    monkeypatch.setattr(pace, "LEAST", 24)
+    monkeypatch.setattr(prefill_budget, "MOST", {"cpu": 24})
+    monkeypatch.setattr(prefill_budget, "LEAST", 24)
     older, younger = request(prompt_of(14), BUSY, 20), request(prompt_of(110, 1), BUSY, echo=True)
     # the older needs its second block while the younger is in its prompt
     served, driver = serve(engine("llama", blocks=8), [older, younger])

@@ -17,9 +17,9 @@ from tests.generating import (
     request,
     serve,
 )
-from worker import pace
-from worker.generation import PagedGenerator
-from worker.payloads import Sampling
+from worker.generation import prefill_budget
+from worker.generation.engine import PagedGenerator
+from worker.protocol import Sampling
 
 POISON = 310  # a token that no other prompt has
 LENGTHS = (3, 17, 30, 45)
@@ -28,8 +28,8 @@ NEW = 8
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "MOST", {"cpu": 40})
-    monkeypatch.setattr(pace, "LEAST", 40)
+    monkeypatch.setattr(prefill_budget, "MOST", {"cpu": 40})
+    monkeypatch.setattr(prefill_budget, "LEAST", 40)
 
 
 @contextmanager

@@ -12,11 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
-from server import sse
+from server.http import sse
 from tests.event_streams import CLIENT, chat, chunks, frames, open_stream, post, read_until, writes
 from tests.fake_generator import FakeGenerator
 from tests.serving import Server, Timers, metric, read_answer, serving, wait_until
-from tests.test_root import error_of
+from tests.test_pipeline_http import error_of
 
 CHAT = "/v1/chat/completions"
 PATHS = pytest.mark.parametrize("path", [CHAT, "/v1/completions"])

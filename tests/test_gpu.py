@@ -9,13 +9,13 @@ import torch
 
 from tests import tiny_decoders
 from tests.generating import assert_greedy, prompts, request, serve
-from tests.test_attention import CASES, Case, expected, memory, mixes, name
-from worker import compiling
-from worker.attention import attend, running
-from worker.decode_graphs import RowsStep
-from worker.generation import PagedGenerator, load_generator
-from worker.language_model import GeneratorOptions
-from worker.step import PagedCache
+from tests.test_paged_attention import CASES, Case, expected, memory, mixes, name
+from worker.generation.engine import PagedGenerator, load_generator
+from worker.model import compiling
+from worker.model.attention_interface import attend, running
+from worker.model.cuda_graphs import RowsStep
+from worker.model.language_model import GeneratorOptions
+from worker.model.paged_attention import PagedCache
 
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)

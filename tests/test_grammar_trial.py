@@ -25,13 +25,13 @@ from tests.fake_generator import FakeGenerator
 from tests.generating import Driver, prepare, when_ready
 from tests.serving import serving, wait_until
 from tests.tiny_chat import asking, engine
-from worker import grammar_cache, masks
-from worker.grammar import Grammars
-from worker.grammar_cache import Grammar
-from worker.grammar_trial import TOO_LONG
-from worker.masks import Masks, Wanted
-from worker.payloads import Constraint, Pending
-from worker.trials import Trials, Verdict
+from worker.grammar import bitmask, cache
+from worker.grammar.bitmask import Masks, Wanted
+from worker.grammar.cache import Grammar
+from worker.grammar.compiler import Grammars
+from worker.grammar.trial import TOO_LONG
+from worker.grammar.trial_process import Trials, Verdict
+from worker.protocol import Constraint, Pending
 
 TOKENIZER = tiny_chat.tokenizer()
 WIDTH = len(TOKENIZER)
@@ -52,7 +52,7 @@ def regex(of: str) -> Constraint:
 
 @pytest.fixture
 def grammars(monkeypatch: pytest.MonkeyPatch) -> Iterator[Grammars]:
-    monkeypatch.setattr(grammar_cache, "LONG_S", 0.5)
+    monkeypatch.setattr(cache, "LONG_S", 0.5)
     made = Grammars(TOKENIZER, WIDTH, [TOKENIZER.eos_token_id])
     yield made
     made.close()
@@ -112,7 +112,7 @@ def test_grammars_that_are_the_same_are_tried_and_compiled_once(
 def test_a_verdict_is_remembered_longer_than_what_was_compiled(
     grammars: Grammars, tried: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_cache, "KEPT", 2)
+    monkeypatch.setattr(cache, "KEPT", 2)
     for letter in "abcdabcd":
         when_ready(lambda letter=letter: grammars.matcher(regex(letter)))  # type: ignore[misc]
     assert len(tried) == 4
@@ -121,8 +121,8 @@ def test_a_verdict_is_remembered_longer_than_what_was_compiled(
 def test_what_is_in_use_has_a_limit_in_bytes(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_cache, "PASSING_S", 3600.0)
-    monkeypatch.setattr(grammar_cache, "MOST_BYTES", 1 << 30)
+    monkeypatch.setattr(cache, "PASSING_S", 3600.0)
+    monkeypatch.setattr(cache, "MOST_BYTES", 1 << 30)
     used = when_ready(lambda: grammars.matcher(regex("a")))
     used.size = 1 << 30
     with pytest.raises(QueueFull, match="memory"):
@@ -135,7 +135,7 @@ def test_what_is_in_use_has_a_limit_in_bytes(
 def test_no_more_wait_than_there_is_room_for(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_cache, "MOST_WAITING", 2)
+    monkeypatch.setattr(cache, "MOST_WAITING", 2)
     gate = threading.Event()
     when_ready(lambda: grammars.matcher(regex("a")))
     monkeypatch.setattr(Trials, "attempt", lambda *_: gate.wait() and Verdict("enough"))
@@ -216,7 +216,7 @@ def test_a_grammar_that_takes_all_memory_dies_of_it_alone() -> None:
 SERVER = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from worker.trials import Trials
+from worker.grammar.trial_process import Trials
 child = Trials(open(sys.argv[2]).read(), int(sys.argv[3]), [1])
 child.start()
 print(child.pid, flush=True)
@@ -317,14 +317,14 @@ class Stuck:
 def test_a_mask_that_is_late_fails_its_own_grammar_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(masks, "PATIENCE_S", 0.3)
-    monkeypatch.setattr(masks, "cpu_s", lambda thread: time.monotonic())
+    monkeypatch.setattr(bitmask, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(bitmask, "cpu_s", lambda thread: time.monotonic())
     grammars = engine().prompts.grammars
     mate = when_ready(lambda: grammars.matcher(regex("[a-c]+")))
     expected = np.frombuffer(mate.matcher.deep_copy().compute_bitmask(), np.uint8)
     expected = np.unpackbits(expected, count=WIDTH, bitorder="little").astype(bool)
     made = Masks(WIDTH, [TOKENIZER.eos_token_id])
-    stuck: Any = [Stuck() for _ in range(masks.MOST_STUCK)]
+    stuck: Any = [Stuck() for _ in range(bitmask.MOST_STUCK)]
     held = [Grammar(each) for each in stuck]
     mates = [Wanted(mate.matcher.deep_copy(), grammar=mate) for _ in range(3)]
     for before in range(0, len(stuck), 2):
@@ -416,7 +416,7 @@ def test_a_grammar_thread_that_cannot_start_is_tried_again(
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(grammar_cache, "with_large_stack", out_of_threads)
+        patch.setattr(cache, "with_large_stack", out_of_threads)
         with pytest.raises(WorkerDown):
             made.matcher(regex("[ab]"))
     assert when_ready(lambda: made.matcher(regex("[ab]")))
@@ -430,14 +430,14 @@ def test_grammars_that_take_long_keep_nobody_else_out(monkeypatch: pytest.Monkey
     def slow(trials: Trials, text: str, *limits: Any) -> Verdict:
         if "slow" not in text:
             return attempt(trials, text, *limits)
-        if limits[-1] >= grammar_cache.LONG_S:
+        if limits[-1] >= cache.LONG_S:
             begun.set()
             assert gate.wait(60)
         return Verdict(TOO_LONG)
 
     monkeypatch.setattr(Trials, "attempt", slow)
-    monkeypatch.setattr(grammar_cache, "MOST_WAITING", 2)
-    monkeypatch.setattr(grammar_cache, "MOST_LONG", 1)
+    monkeypatch.setattr(cache, "MOST_WAITING", 2)
+    monkeypatch.setattr(cache, "MOST_LONG", 1)
     made = Grammars(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
     when_ready(lambda: made.tokenizer("f"))
     with ThreadPoolExecutor(4) as pool:
@@ -451,7 +451,7 @@ def test_grammars_that_take_long_keep_nobody_else_out(monkeypatch: pytest.Monkey
         assert all(each.result(60) for each in others)
         with pytest.raises(InvalidInput, match="too long"):
             first.result(60)
-    monkeypatch.setattr(grammar_cache, "MOST_LONG", 0)
+    monkeypatch.setattr(cache, "MOST_LONG", 0)
     with pytest.raises(QueueFull):
         when_ready(lambda: made.matcher(regex("slower")))
     made.close()
@@ -466,7 +466,7 @@ def test_a_failure_that_may_pass_is_told_to_all_who_waited(monkeypatch: pytest.M
         assert gate.wait(60)
         raise OSError("there can be no such process")
 
-    monkeypatch.setattr(grammar_cache, "PASSING_S", 3600.0)
+    monkeypatch.setattr(cache, "PASSING_S", 3600.0)
     made = Grammars(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
     when_ready(lambda: made.tokenizer("f"))
     with monkeypatch.context() as patch, ThreadPoolExecutor(8) as pool:

@@ -10,12 +10,12 @@ from transformers import AttentionInterface
 
 from tests import tiny_decoders
 from tests.tiny_decoders import ARCHITECTURES, LONG_ROPES, UNPAGED, WINDOW, WINDOWED
-from worker import attention
-from worker.attention import CannotPage
-from worker.generation import load_generator
-from worker.language_model import GeneratorOptions, LanguageModel, load_language_model
-from worker.loading import LoadingFailed
-from worker.step import Step
+from worker.generation.engine import load_generator
+from worker.model import attention_interface
+from worker.model.attention_interface import CannotPage
+from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
+from worker.model.loading import LoadingFailed
+from worker.model.paged_attention import Step
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("poisoned_cache")
@@ -93,19 +93,19 @@ def test_a_window_longer_than_the_prompts_of_the_check_is_told(
 def test_a_longer_window_that_layers_are_not_told_is_noticed(
     model: str,
 ) -> None:
-    ordinary: Any = attention.paged_attention
+    ordinary: Any = attention_interface.paged_attention
 
     def untold(*arguments: Any, sliding_window: int | None = None, **more: Any) -> Any:
-        told = sliding_window if getattr(attention._here, "probe", None) else None
+        told = sliding_window if getattr(attention_interface._here, "probe", None) else None
         return ordinary(*arguments, sliding_window=told, **more)
 
     made = language(model)
-    AttentionInterface.register(attention.ATTENTION, untold)
+    AttentionInterface.register(attention_interface.ATTENTION, untold)
     try:
         with pytest.raises(CannotPage, match="its sliding window is not told to its layers"):
             made.page()
     finally:
-        AttentionInterface.register(attention.ATTENTION, ordinary)
+        AttentionInterface.register(attention_interface.ATTENTION, ordinary)
     assert made.config.sliding_window == 320
 
 
@@ -116,9 +116,9 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 def attending(change: Callable[..., tuple[Any, ...]]) -> Patch:
     """`change` sees and returns (query, …, sinks, layer, scale, window, softcap)."""
-    ordinary = attention.attend
+    ordinary = attention_interface.attend
     return lambda patch: patch.setattr(
-        attention, "attend", lambda *arguments: ordinary(*change(*arguments))
+        attention_interface, "attend", lambda *arguments: ordinary(*change(*arguments))
     )
 
 
@@ -170,7 +170,7 @@ def slots_off(patch: pytest.MonkeyPatch) -> None:
 
 
 def not_rewarmed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(attention, "_warming", lambda module: None)
+    patch.setattr(attention_interface, "_warming", lambda module: None)
 
 
 FAULTS: list[tuple[str, str, Patch]] = [

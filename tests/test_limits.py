@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batching.errors import DeadlineExceeded, InvalidInput
-from server import body as bodies
-from server.body import INLINE_BYTES, MOST_VALUES, Parsing, check_values
-from server.front import BODIES
+from server.http import body as bodies
+from server.http.body import INLINE_BYTES, MOST_VALUES, Parsing, check_values
+from server.middleware import BODIES
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
 from tests.serving import Server, serving, wait_until
-from tests.test_root import error_of
+from tests.test_pipeline_http import error_of
 
 CONTEXT = FakeGenerator.max_model_len
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

@@ -15,9 +15,9 @@ import soundfile
 from PIL import Image
 
 from batching.errors import InvalidInput
-from worker import media
-from worker.lengths import check_sound
-from worker.media import to_bytes, to_images
+from worker.pipeline import media
+from worker.pipeline.limits import check_sound
+from worker.pipeline.media import to_bytes, to_images
 from worker.room import Room
 
 RATE = 16000

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from worker import memory
-from worker.loading import LoadingFailed
-from worker.step import LayerShape, PagedCache
+from worker.model import memory
+from worker.model.loading import LoadingFailed
+from worker.model.paged_attention import LayerShape, PagedCache
 
 CPU = torch.device("cpu")
 

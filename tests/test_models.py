@@ -10,7 +10,7 @@ import pytest
 from tests.event_streams import CLIENT, chat, post
 from tests.fake_generator import FakeGenerator
 from tests.serving import Server, serving
-from tests.test_root import error_of
+from tests.test_pipeline_http import error_of
 
 
 @pytest.fixture(scope="module")

@@ -16,17 +16,17 @@ from starlette.routing import Route
 
 from batching.errors import InvalidInput
 from server import openapi
-from server.chat_request import ChatRequest
-from server.completion_request import CompletionRequest
-from server.front import OPEN_PATHS
-from server.generation_request import GenerationRequest, decode
 from server.health import health
+from server.middleware import OPEN_PATHS
+from server.openai.chat_request import ChatRequest
+from server.openai.completion_request import CompletionRequest
+from server.openai.params import GenerationRequest, decode
 from server.settings import Settings
 from tests.event_streams import CLIENT
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
 from tests.serving import Server, serving
-from tests.test_root import error_of
+from tests.test_pipeline_http import error_of
 from worker.tasks import TASKS
 
 ALWAYS = {"/health", "/ready", "/metrics", "/openapi.json"}

@@ -15,9 +15,9 @@ from transformers import pipeline
 from batching.errors import InvalidInput
 from tests import tiny
 from tests.parity import assert_parity, item, mixed, oracle, runner, serve, text
-from worker import linear
-from worker.loading import LoadOptions
-from worker.pipelines import PipelineRunner, load_runner
+from worker.model import cpu_linear
+from worker.model.loading import LoadOptions
+from worker.pipeline.runner import PipelineRunner, load_runner
 
 TEXTS = [text(n, 7 * n) for n in (1, 3, 12, 2, 25, 5, 1, 18)]
 
@@ -263,7 +263,7 @@ def test_warm_up_passes_for_every_model(model: str) -> None:
 
 
 def emulating(monkeypatch: pytest.MonkeyPatch, model: str = "bert-classify") -> PipelineRunner:
-    monkeypatch.setattr(linear, "has_bfloat16", lambda: False)
+    monkeypatch.setattr(cpu_linear, "has_bfloat16", lambda: False)
     options = LoadOptions(
         "text-classification", str(tiny.folder(model)), device="cpu", dtype="bfloat16"
     )
@@ -271,7 +271,7 @@ def emulating(monkeypatch: pytest.MonkeyPatch, model: str = "bert-classify") -> 
 
 
 def linears(run: PipelineRunner) -> set[type]:
-    kinds = (nn.Linear, linear.PackedLinear)
+    kinds = (nn.Linear, cpu_linear.PackedLinear)
     return {type(module) for module in run.pipe.model.modules() if isinstance(module, kinds)}
 
 
@@ -279,7 +279,7 @@ def test_bfloat16_weights_are_multiplied_in_float32_where_it_is_emulated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = emulating(monkeypatch)
-    assert linears(run) == {linear.PackedLinear}
+    assert linears(run) == {cpu_linear.PackedLinear}
     assert run.info.dtype == "bfloat16"
     call = pipeline(
         "text-classification", model=str(tiny.folder("bert-classify")), dtype=torch.bfloat16
@@ -304,7 +304,7 @@ def test_layers_whose_weights_are_looked_at_stay_as_they_are(
 ) -> None:
     def looks(run: PipelineRunner) -> None:
         for module in run.pipe.model.modules():
-            if isinstance(module, linear.PackedLinear):
+            if isinstance(module, cpu_linear.PackedLinear):
                 _ = module.weight
 
     monkeypatch.setattr(PipelineRunner, "warm_up", looks)

@@ -13,9 +13,8 @@ from batching.errors import InvalidInput
 from tests import tiny_vision as tiny_vision  # adds its models to the list
 from tests.parity import item, oracle, refusal, runner, same, serve, text
 from tests.test_pipelines_media import noise, png, wav
-from worker import pipelines
-from worker.answers import to_json
-from worker.lengths import output_planes
+from worker.pipeline.limits import output_planes
+from worker.pipeline.outputs import to_json
 
 PICTURES = [
     png(1, (40, 30)),
@@ -278,7 +277,7 @@ def test_an_answer_as_large_as_the_image_takes_room_too(
         taken.append(run.room.taken)
         return to_json(answer)
 
-    monkeypatch.setattr(pipelines, "to_json", seen)
+    monkeypatch.setattr("worker.pipeline.runner.to_json", seen)
     run.finish(prepared, raw)
     assert taken == [40 * 30 * planes // 8]
     assert run.room.taken == 0

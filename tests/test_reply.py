@@ -5,15 +5,15 @@ from typing import Any
 
 import orjson
 
-from server.chat_completions import ChatReply
-from server.chat_request import ChatRequest
-from server.completion_request import CompletionRequest
-from server.completions import CompletionReply
-from server.exchange import Usage
-from server.generation_request import decode
-from server.reply import Reply
+from server.openai.chat import ChatReply
+from server.openai.chat_request import ChatRequest
+from server.openai.completion_request import CompletionRequest
+from server.openai.completions import CompletionReply
+from server.openai.exchange import Usage
+from server.openai.params import decode
+from server.openai.reply import Reply
 from tests.fake_generator import FakeGenerator
-from worker.streams import Delta, Part, TokenLogprob
+from worker.deltas import Delta, Part, TokenLogprob
 
 
 def delta(text: str, tokens: int, logprobs: list[TokenLogprob] | None = None, **ends: Any) -> Delta:

@@ -10,14 +10,15 @@ import pytest
 from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
-from server import app, responses
+from server import app
+from server.openai.responses import endpoint
 from tests.event_streams import CLIENT, open_stream, post
 from tests.fake_generator import FakeGenerator
 from tests.response_events import PATH, WHOLE, answered, events, look_up, of, respond
 from tests.serving import Server, metric, read_answer, serving, wait_until
+from tests.test_pipeline_http import error_of
 from tests.test_response_store import filled
-from tests.test_root import error_of
-from worker.payloads import Chat
+from worker.protocol import Chat
 
 ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
 
@@ -390,7 +391,7 @@ def test_answers_without_the_store_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app, "open_store", lambda settings: filled(tmp_path / "responses.db"))
-    monkeypatch.setattr(responses, "MOST_UNSTORED", 2)
+    monkeypatch.setattr(endpoint, "MOST_UNSTORED", 2)
     with serving(load_chat=FakeGenerator) as server:
         ids = []
         for _ in range(3):

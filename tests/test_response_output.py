@@ -1,9 +1,9 @@
 """Output items and events made of deltas, where the fake model's would not get to."""
 
-from server.response_output import ResponseOutput
-from server.response_store import Document
+from server.openai.responses.output import ResponseOutput
+from server.openai.responses.store import Document
 from tests.fake_generator import FakeGenerator
-from worker.streams import Delta, Kind, Part, TokenLogprob
+from worker.deltas import Delta, Kind, Part, TokenLogprob
 
 
 def empty() -> ResponseOutput:

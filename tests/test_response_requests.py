@@ -6,12 +6,12 @@ from typing import Any, get_type_hints
 import pytest
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
 
-from server.response_request import ResponseRequest
+from server.openai.responses.request import ResponseRequest
 from tests.fake_generator import FakeGenerator
 from tests.response_events import PATH, answered, look_up, respond
 from tests.serving import Server, serving
-from tests.test_root import error_of
-from worker.payloads import Calls, Chat, Constraint, GenerationInput, Sampling, Stopping
+from tests.test_pipeline_http import error_of
+from worker.protocol import Calls, Chat, Constraint, GenerationInput, Sampling, Stopping
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 OTHER = {"type": "function", "name": "g", "description": "goes", "strict": False}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from server.app import create_app
-from server.response_store import NotStored, ResponseStore, Stored, TooLarge
+from server.openai.responses.store import NotStored, ResponseStore, Stored, TooLarge
 from server.settings import Settings, SettingsError
 
 

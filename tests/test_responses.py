@@ -14,7 +14,7 @@ from tests.event_streams import open_stream, read_until, writes
 from tests.fake_generator import FakeGenerator
 from tests.response_events import PATH, WHOLE, Document, answered, events, look_up, of, respond
 from tests.serving import Server, metric, serving, wait_until
-from tests.test_root import error_of
+from tests.test_pipeline_http import error_of
 
 TOOL = {
     "type": "function",

@@ -17,13 +17,13 @@ from batching.request_queue import WorkItem
 from tests import generating, tiny_decoders
 from tests.generating import GREEDY, ORDINARY, prepare, request
 from tests.tiny_decoders import decoder
-from worker import static
-from worker.generation import load_generator
-from worker.language_model import GeneratorOptions, LanguageModel
-from worker.payloads import Sampling, StepReport
-from worker.static import StaticGenerator
-from worker.stepwise import Stepwise
-from worker.streams import Delta
+from worker.deltas import Delta
+from worker.generation import static
+from worker.generation.engine import load_generator
+from worker.generation.static import StaticGenerator
+from worker.model.cached_runner import Stepwise
+from worker.model.language_model import GeneratorOptions, LanguageModel
+from worker.protocol import Sampling, StepReport
 
 LINEAR = {
     "num_key_value_heads": 2,
@@ -316,7 +316,7 @@ def test_stop_strings_ends_and_least_tokens_hold() -> None:
 
 
 def test_an_echoed_prompt_brings_its_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.stepwise.SCORED", 16)
+    monkeypatch.setattr("worker.model.cached_runner.SCORED", 16)
     prompt = prompts(5)[LENGTHS.index(40)]
     scored = Sampling(temperature=0.0, logprobs=2)
     asked = [request(prompt, scored, n=2, max_tokens=3, echo=True)]

@@ -17,9 +17,9 @@ from batching.request_queue import WorkItem
 from tests import tiny_chat
 from tests.generating import Served, prepare, serve, when_ready
 from tests.tiny_chat import asking, engine
-from worker.language_model import GeneratorOptions, load_language_model
-from worker.payloads import Calls, Constraint, Sampling
-from worker.static import StaticGenerator
+from worker.generation.static import StaticGenerator
+from worker.model.language_model import GeneratorOptions, load_language_model
+from worker.protocol import Calls, Constraint, Sampling
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "flat": {

@@ -8,7 +8,7 @@ from transformers.pipelines import PIPELINE_REGISTRY, REMOVED_TASKS
 
 from batching.errors import InvalidInput
 from tests.parity import item, refusal, runner
-from worker.loading import LoadingFailed, LoadOptions, load_pipeline
+from worker.model.loading import LoadingFailed, LoadOptions, load_pipeline
 from worker.tasks import (
     DROPPED,
     NOT_SERVED,
@@ -158,7 +158,7 @@ def test_values_that_the_model_cannot_take_are_refused() -> None:
 
 
 def test_a_panic_in_the_tokenizer_is_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.pipelines.check_strides", lambda *_: None)
+    monkeypatch.setattr("worker.pipeline.runner.check_strides", lambda *_: None)
     run = runner("token-classification", "bert-ner")
     with pytest.raises(ValueError, match="stride"):
         run.prepare(item("a b c " * 60, stride=62, aggregation_strategy="simple"))

@@ -9,7 +9,7 @@ import pytest
 
 from batching.errors import InvalidInput
 from tests import tiny_chat
-from worker.payloads import Chat
+from worker.protocol import Chat
 
 HI: tuple[dict[str, Any], ...] = ({"role": "user", "content": "hi"},)
 

@@ -3,8 +3,8 @@
 from collections import Counter
 from typing import Any
 
-from batching.blocks import BlockPool, Key
-from batching.continuous import ContinuousScheduler, Sequence
+from batching.block_pool import BlockPool, Key
+from batching.scheduler import ContinuousScheduler, Sequence
 from batching.tokens import Tokens
 
 

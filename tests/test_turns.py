@@ -12,14 +12,14 @@ import orjson
 import pytest
 
 from batching.errors import InvalidInput
-from server.chat_completions import ChatReply
-from server.chat_request import ChatRequest
-from server.generation_request import decode
+from server.openai.chat import ChatReply
+from server.openai.chat_request import ChatRequest
+from server.openai.params import decode
 from tests.tiny_tokenizers import hf, llama_tokenizer
-from worker.payloads import Chat
-from worker.prompts import Prompts
-from worker.streams import Delta, Part
-from worker.turns import TurnForm
+from worker.deltas import Delta, Part
+from worker.generation.request import Prompts
+from worker.protocol import Chat
+from worker.text.turns import TurnForm
 
 REAL = Path(__file__).parents[2] / "shared" / "templates"
 

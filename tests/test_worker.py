@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from batching.batcher import DynamicBatcher
 from batching.breaker import Breaker
-from batching.dynamic import DynamicBatcher
 from batching.errors import ItemFailed, OutOfMemory, WorkerDown, WrongResultCount
 from batching.request_queue import WorkItem
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
 from tests.serving import wait_until
 from worker import heap
-from worker.payloads import (
+from worker.protocol import (
     BatchReport,
     GenerationInput,
     Models,

@@ -12,11 +12,11 @@ from batching.request_queue import WorkItem
 from tests.generating import loaded
 from tests.tiny import SMALL, hf
 from tests.tiny_tokenizers import llama_tokenizer
-from worker.generation import PagedGenerator, load_generator
-from worker.language_model import GeneratorOptions
-from worker.payloads import Chat, GenerationInput, Sampling, Stopping
-from worker.step import PagedCache
-from worker.streams import TokenStream
+from worker.deltas import TokenStream
+from worker.generation.engine import PagedGenerator, load_generator
+from worker.model.language_model import GeneratorOptions
+from worker.model.paged_attention import PagedCache
+from worker.protocol import Chat, GenerationInput, Sampling, Stopping
 
 ORDINARY = Sampling(temperature=1.0, seed=1)
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]

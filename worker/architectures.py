@@ -2,7 +2,7 @@
 
 Read before anything is loaded, without torch or transformers, to find the task where none is set
 and to refuse one that contradicts the checkpoint. What a model really lacks is found out when it
-has been loaded (missing.py).
+has been loaded (model/missing_weights.py).
 """
 
 import json

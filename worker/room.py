@@ -2,7 +2,7 @@
 
 An image of a few hundred kilobytes may unpack into a gigabyte, and each pool thread decodes one:
 together they hold no more than the largest image that is taken may have. Torch-free; what is
-decoded, and what it weighs, is for media.py to say.
+decoded, and what it weighs, is for pipeline/media.py to say.
 """
 
 import threading

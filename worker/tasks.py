@@ -2,7 +2,7 @@
 
 The parameters are an allow-list, because pipelines forward what they don't know to `generate`,
 which can load and run a repository's code: no paths, models, callables or `trust_remote_code`.
-No torch here; how a task is run is in pipelines.py.
+No torch here; how a task is run is in pipeline/runner.py.
 """
 
 from collections.abc import Callable, Mapping

@@ -12,7 +12,7 @@ in hand, and the warm-up input tells whether the model still works. Only a lost 
 thread.
 
 HTTP, the asyncio queue and pre- and post-processing are not here (see engine.py), nor is what a
-generation step does (generation.py).
+generation step does (generation/engine.py).
 """
 
 import logging
@@ -24,8 +24,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from batching.batcher import DynamicBatcher
 from batching.breaker import Breaker
-from batching.dynamic import DynamicBatcher
 from batching.errors import (
     ClientGone,
     ItemFailed,
@@ -36,7 +36,7 @@ from batching.errors import (
 )
 from batching.request_queue import WorkItem
 from worker import heap
-from worker.payloads import (
+from worker.protocol import (
     BatchReport,
     Generator,
     Models,

@@ -1,0 +1,201 @@
+"""Paged key-value memory: which block holds which tokens, who uses it, what may be reused.
+
+Memory is cut into blocks of `size` token positions; a sequence's table lists its blocks in order.
+A full block is registered under its tokens and the block before it, so that the chain of blocks
+identifies the whole prefix, exactly and without hashes of our own. A later sequence that begins
+with the same tokens takes those blocks instead of computing them. Blocks that nobody uses stay
+registered until the room is needed, least recently used first, tails before heads.
+
+A block costs memory from its first use on. So what is given out is, in this order: blocks that were
+used and hold nothing now; fresh ones, until a share of all has been used; the least recently used
+of the registered; more fresh ones, when all others are in use.
+
+Only numbers live here; the tensors are in worker/model/paged_attention.py.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+ROOT = 0  # the node before any first block
+Key = tuple[int, tuple[int, ...]]  # the node before, and the block's tokens
+
+
+class BlockTable:
+    """One sequence's blocks, and how far they have been registered."""
+
+    __slots__ = ("blocks", "node", "registered")
+
+    def __init__(self) -> None:
+        self.blocks: list[int] = []
+        self.registered = 0  # leading blocks whose tokens are computed and registered
+        self.node = ROOT  # of the last of them
+
+
+class BlockPool:
+    """`share`: the part of all blocks that is used before registered ones are given out."""
+
+    def __init__(self, count: int, size: int, share: float = 1.0) -> None:
+        self.count = count
+        self.size = size
+        self._refs = [0] * count
+        # what may be given out: used ones with nothing in them, the last one first; registered
+        # ones in this order; and all from `_touched` on, which have never been used
+        self._idle: list[int] = []
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._touched = 0
+        self._enough = int(share * count)
+        self._block_of: dict[Key, int] = {}  # computed, in use or not
+        self._computing: dict[Key, int] = {}  # promised by a sequence that is being computed
+        self._key_of: list[Key | None] = [None] * count
+        self._node_of = [ROOT] * count
+        self._last_node = ROOT
+
+    @property
+    def free(self) -> int:
+        return len(self._idle) + len(self._cached) + self.count - self._touched
+
+    @property
+    def used(self) -> int:
+        return self.count - self.free
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.size)
+
+    # ── reuse ──
+
+    def match(self, tokens: Sequence[int]) -> tuple[list[int], Key | None]:
+        """Computed blocks that hold the longest prefix of `tokens`; and if somebody is just
+        computing the next one, the key of the last that will be there then. The last token is
+        never matched: its output is wanted."""
+        blocks: list[int] = []
+        node = ROOT
+        for end in range(self.size, len(tokens), self.size):
+            key = (node, tuple(tokens[end - self.size : end]))
+            block = self._block_of.get(key)
+            if block is None:
+                return blocks, self._promised(key, tokens, end)
+            blocks.append(block)
+            node = self._node_of[block]
+        return blocks, None
+
+    def _promised(self, key: Key, tokens: Sequence[int], end: int) -> Key | None:
+        """The last of the blocks that are being computed, from the one on that ends at `end`."""
+        last = None
+        while end < len(tokens) and (block := self._computing.get(key)) is not None:
+            last = key
+            end += self.size
+            key = self._node_of[block], tuple(tokens[end - self.size : end])
+        return last
+
+    def computing(self, key: Key) -> bool:
+        return key in self._computing
+
+    def unused(self, blocks: Sequence[int]) -> int:
+        """How many of these nobody uses: taking them makes the free ones fewer."""
+        return sum(self._refs[block] == 0 for block in blocks)
+
+    # ── a sequence's table ──
+
+    def open(self, tokens: Sequence[int], matched: Sequence[int]) -> BlockTable | None:
+        """A table with room for all `tokens`, beginning with the `matched` blocks; None if there
+        is not enough. The prompt's other full blocks are promised to whoever comes next."""
+        table = BlockTable()
+        wanted = self.blocks_for(len(tokens)) - len(matched)
+        if wanted > self.free - self.unused(matched):
+            return None
+        for block in matched:
+            self._refs[block] += 1
+            self._cached.pop(block, None)
+        table.blocks = list(matched)
+        table.registered = len(matched)
+        table.node = self._node_of[matched[-1]] if matched else ROOT
+        self.grow(table, len(tokens))
+        self._promise(table, tokens)
+        return table
+
+    def _promise(self, table: BlockTable, tokens: Sequence[int]) -> None:
+        node = table.node
+        for i in range(table.registered, len(tokens) // self.size):
+            key = (node, tuple(tokens[i * self.size : (i + 1) * self.size]))
+            if key in self._block_of or key in self._computing:
+                return  # a sequence that takes no prefix: what follows hangs on another's block
+            block = table.blocks[i]
+            self._computing[key] = block
+            node = self._name(block, key)
+
+    def grow(self, table: BlockTable, tokens: int) -> bool:
+        """Make room for `tokens` in all; False, and nothing taken, if there are too few blocks."""
+        wanted = self.blocks_for(tokens) - len(table.blocks)
+        if wanted > self.free:
+            return False
+        for _ in range(wanted):
+            block = self._take()
+            self._refs[block] = 1
+            table.blocks.append(block)
+        return True
+
+    def _take(self) -> int:
+        if self._idle:
+            return self._idle.pop()
+        if self._touched < (self._enough if self._cached else self.count):
+            self._touched += 1
+            return self._touched - 1
+        block, _ = self._cached.popitem(last=False)
+        key = self._key_of[block]
+        assert key is not None
+        del self._block_of[key]
+        self._key_of[block] = None
+        return block
+
+    def register(self, table: BlockTable, tokens: Sequence[int], computed: int) -> None:
+        """The keys and values of the first `computed` tokens are there: let others find them."""
+        while (end := (table.registered + 1) * self.size) <= computed:
+            block = table.blocks[table.registered]
+            key = (table.node, tuple(tokens[end - self.size : end]))
+            if self._computing.get(key) == block:
+                del self._computing[key]
+                self._block_of[key] = block
+            elif (other := self._block_of.get(key, self._computing.get(key))) is not None:
+                block = other  # it has the same tokens: go on from that one
+            else:
+                self._name(block, key)
+                self._block_of[key] = block
+            table.node = self._node_of[block]
+            table.registered += 1
+
+    def trim(self, table: BlockTable, tokens: int) -> None:
+        """Give back what `grow` took beyond `tokens`: the next to be given out again."""
+        while len(table.blocks) > self.blocks_for(tokens):
+            block = table.blocks.pop()
+            self._refs[block] = 0
+            self._idle.append(block)
+
+    def forget(self, table: BlockTable) -> None:
+        """What is in blocks that this sequence alone uses is not to be found by others."""
+        for block in table.blocks:
+            key = self._key_of[block]
+            if self._refs[block] == 1 and key is not None and self._block_of.get(key) == block:
+                del self._block_of[key]
+                self._key_of[block] = None
+
+    def close(self, table: BlockTable) -> None:
+        """Give all blocks back; what is registered can be found until its room is needed."""
+        for block in reversed(table.blocks):
+            self._refs[block] -= 1
+            if self._refs[block]:
+                continue
+            key = self._key_of[block]
+            if key is not None and self._computing.get(key) == block:
+                del self._computing[key]
+                self._key_of[block] = key = None
+            if key is None:
+                self._idle.append(block)
+            else:
+                self._cached[block] = None
+        table.blocks = []
+
+    def _name(self, block: int, key: Key) -> int:
+        self._last_node += 1
+        self._key_of[block] = key
+        self._node_of[block] = self._last_node
+        return self._last_node

@@ -1,0 +1,327 @@
+"""The loop side of the worker: from the queue to the thread and back to the futures.
+
+    accept → drain task → prepare (pool) → worker: batch, forward → finish (pool) → future
+                                         → worker: step, step, … → stream, at the end the future
+
+The loop is not asked in between: the pool hands items to the worker, the worker hands outputs to
+the pool, and each group of answers, or generation step, is one call into the loop. Every item is
+resolved here, once.
+Whether anything is accepted is not stored but asked: `refusal` looks at the worker as it is.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from batching.errors import (
+    BreakerOpen,
+    DeadlineExceeded,
+    Draining,
+    InvalidInput,
+    ItemFailed,
+    NotReady,
+    OnequeueError,
+    OutOfMemory,
+    Refused,
+    WorkerDown,
+)
+from batching.lanes import Lane
+from batching.request_queue import RequestQueue, WorkItem
+from server.pool import Pool, Stage
+from worker.protocol import (
+    BatchReport,
+    GenerationInput,
+    Generator,
+    ModelInfo,
+    Pending,
+    Runner,
+    Served,
+    State,
+    StepOutcome,
+    StepReport,
+    served_by,
+)
+from worker.worker import Outcome, Worker
+
+log = logging.getLogger("onequeue.engine")
+
+
+class Observer(Protocol):
+    """Told what happens, for metrics."""
+
+    def batch(self, report: BatchReport) -> None: ...
+    def step(self, report: StepReport) -> None: ...
+    def breaker(self, served: Served, is_open: bool) -> None: ...
+    def loaded(self, info: ModelInfo) -> None: ...
+
+
+class Engine:
+    def __init__(
+        self,
+        worker: Worker,
+        queue: RequestQueue,
+        observer: Observer,
+        pool_threads: int,
+        stuck_after_s: float,
+    ) -> None:
+        self.worker = worker
+        self.queue = queue
+        self.observer = observer
+        self.stuck_after_s = stuck_after_s
+        self.failure: Exception | None = None  # why the worker is dead
+        self.draining = False
+        self.pool = Pool(pool_threads)
+        self._prepare, self._finish = Stage(self._prepare_items), Stage(self._finish_items)
+        self.loaded: asyncio.Future[None]  # made by `start`; has failed if there is no model
+        self._drain_task: asyncio.Task[None] | None = None
+        self._watchdog: asyncio.TimerHandle | None = None
+
+    # ── life ──
+
+    def start(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.loaded = self.loop.create_future()
+        self._drain_task = self.loop.create_task(self._drain_queue())
+        self.pool.start()
+        self.worker.start(self, self._post)
+
+    def _post(self, function: Callable[..., None], *args: Any) -> None:
+        """Call a function on the loop, from any thread; nobody is left to call once it closed."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(function, *args)
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse what is new, wait for what was accepted, answer 503 to what is left."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(grace_s):
+                await self.queue.settled()
+        except TimeoutError:
+            log.warning("drain incomplete unanswered=%d", self.queue.pending)
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Answer everything that still waits."""
+        self.queue.resolve_all(lambda: Draining("the server has stopped", 5))
+
+    async def stop(self) -> None:
+        if not self.draining:
+            await self.drain(0)
+        self.worker.stop()
+        if self.worker.models.generator:
+            self.worker.models.generator.close()
+        if self._watchdog:
+            self._watchdog.cancel()
+        self.pool.stop()
+        if self._drain_task:
+            self._drain_task.cancel()
+
+    # ── health ──
+
+    @property
+    def stuck(self) -> bool:
+        since = self.worker.busy_since
+        return since is not None and time.monotonic() - since > self.stuck_after_s
+
+    def refusal(self, served: Served) -> Refused | None:
+        """Why nothing is accepted for a model now."""
+        if (refusal := self.down()) is not None:
+            return refusal
+        if (probe_at := self.worker.breakers[served].probe_at) is not None:
+            wait_s = max(1.0, probe_at - time.monotonic())
+            return BreakerOpen("the model keeps failing; it is tried again shortly", wait_s)
+        return None
+
+    def down(self) -> Refused | None:
+        """Why nothing is accepted at all."""
+        if self.draining:
+            return Draining("the server is stopping", 5)
+        if self.worker.state == "dead":
+            return WorkerDown("the model is not being served: the worker is down", 60)
+        if self.stuck:
+            return WorkerDown("the worker is stuck in a forward pass", 60)
+        if self.worker.state != "ready":
+            return NotReady(f"the model is {self.worker.state}", 5)
+        return None
+
+    # ── one item ──
+
+    def submit(self, payloads: Sequence[Any], deadline: float) -> list[WorkItem]:
+        """Queue payloads, all for one model, or raise a Refused; their futures get the answers or
+        the errors."""
+        if (refusal := self.refusal(served_by(payloads[0]))) is not None:
+            raise refusal
+        items = self.queue.accept(payloads, deadline, self._lane(payloads[0]))
+        if self._watchdog is None:
+            self._watch(self.stuck_after_s)
+        return items
+
+    def _lane(self, payload: Any) -> Lane:
+        if not isinstance(payload, GenerationInput):
+            return self.queue.pipeline
+        return self.queue.background if payload.background else self.queue.generation
+
+    @property
+    def generator(self) -> Generator:
+        """The loaded language model; ask after `refusal` only."""
+        assert self.worker.models.generator is not None
+        return self.worker.models.generator
+
+    def call_id(self, name: str, index: int) -> str:
+        return self.generator.call_id(name, index)
+
+    def expire(self, items: list[WorkItem]) -> None:
+        """The items' deadline has passed, wherever they are."""
+        for item in items:
+            item.resolve(DeadlineExceeded("the request did not finish within its time limit"))
+
+    async def _drain_queue(self) -> None:
+        while True:
+            self.pool.put(self._prepare, await self.queue.take())
+
+    def _prepare_items(self, items: list[WorkItem]) -> None:
+        """In a pool thread: prepare items and send them on to the worker."""
+        prepared: list[WorkItem] = []
+        failed: list[Outcome] = []
+        for item in items:
+            if not self._waits(item):
+                continue  # its client has left, or its timer answers
+            model = self._model_for(item)
+            try:
+                model.prepare(item)
+            except Pending as pending:
+                pending.then(partial(self._waits, item), partial(self._prepare_again, item))
+            except OnequeueError as error:
+                failed.append((item, error))
+            except MemoryError:
+                failed.append((item, OutOfMemory("this input does not fit into memory")))
+            except BaseException as error:  # a panic in a tokenizer is no Exception
+                log.info("input refused error=%r", error)
+                refusal = InvalidInput(f"the input does not fit the task {model.info.task}")
+                refusal.__cause__ = error
+                failed.append((item, refusal))
+            else:
+                prepared.append(item)
+                if item.lane:
+                    item.lane.prepared(item)
+        self.worker.submit(prepared)
+        if failed:
+            self._post(self._resolve_all, failed)
+
+    def _waits(self, item: WorkItem) -> bool:
+        return item.open and item.deadline > time.monotonic()
+
+    def _prepare_again(self, item: WorkItem) -> None:
+        self.pool.put(self._prepare, [item], urgent=True)
+
+    def _model_for(self, item: WorkItem) -> Runner | Generator:
+        model = self.worker.models.of(served_by(item.payload))
+        assert model is not None  # nothing is admitted before the models are loaded
+        return model
+
+    def _finish_items(self, outcomes: list[Outcome]) -> None:
+        """In a pool thread: turn raw outputs into answers."""
+        runner = self.worker.models.pipeline
+        assert runner is not None
+        answers: list[Outcome] = []
+        for item, raw in outcomes:
+            if not item.open:
+                continue
+            try:
+                answers.append((item, runner.finish(item, raw)))
+            except BaseException as error:
+                log.warning("postprocessing failed error=%r", error)
+                failure = ItemFailed("the model's output for this input could not be processed")
+                failure.__cause__ = error
+                answers.append((item, failure))
+        self._post(self._resolve_all, answers)
+
+    def _resolve_all(self, outcomes: list[Outcome]) -> None:
+        for item, outcome in outcomes:
+            item.resolve(outcome)
+
+    # ── the worker's side: `outputs` on its thread, the rest on the loop ──
+
+    def outputs(self, outcomes: list[Outcome]) -> None:
+        self.pool.put(self._finish, outcomes, urgent=True)
+
+    def on_batch(self, report: BatchReport, failed: list[Outcome]) -> None:
+        if report.saturated:
+            self.queue.pipeline.record(report.size, report.tokens, report.total_s)
+        self.observer.batch(report)
+        self._resolve_all(failed)
+
+    def on_step(self, outcome: StepOutcome) -> None:
+        queue, now = self.queue, self.queue.clock()
+        self.observer.step(outcome.report)
+        for item, delta in outcome.deltas:
+            if item.open:
+                queue.begin(item)
+                item.payload.stream.push(delta)
+        for item, _ in outcome.done:
+            queue.begin(item)  # those that failed have had their turn too
+        queue.generation.stepped(now, outcome.report.starved)
+        queue.background.stepped(now, queue.background.ahead > 0)
+        self._resolve_all(outcome.done)
+
+    def on_rejected(self, items: list[WorkItem]) -> None:
+        for item in items:
+            refusal = self.refusal(served_by(item.payload))
+            item.resolve(refusal or BreakerOpen("the model keeps failing", 1))
+
+    def on_failed(self, outcomes: list[Outcome]) -> None:
+        self._resolve_all(outcomes)
+
+    def on_breaker(self, served: Served, is_open: bool) -> None:
+        self.observer.breaker(served, is_open)
+        level = logging.ERROR if is_open else logging.INFO
+        log.log(level, "breaker serves=%s open=%s", served, is_open)
+
+    def on_state(self, state: State, error: Exception | None) -> None:
+        if state == "warming":
+            self._log_models()
+        elif state == "ready":
+            log.info("ready")
+            self.loaded.set_result(None)
+        elif state == "dead":
+            self.failure = error
+            self._abandon("the worker has died")
+            if error and not self.loaded.done():
+                self.loaded.set_exception(error)
+
+    def _log_models(self) -> None:
+        for model in (self.worker.models.pipeline, self.worker.models.generator):
+            if model is None:
+                continue
+            info = model.info
+            self.observer.loaded(info)
+            log.info(
+                "model loaded task=%s model=%s device=%s dtype=%s parameters=%d batching=%s%s",
+                info.task, info.model, info.device, info.dtype, info.parameters,
+                info.batching, f" because={info.why!r}" if info.why else "",
+            )  # fmt: skip
+
+    def _abandon(self, reason: str) -> None:
+        """Answer what the worker would still have to run; what has run is being finished."""
+        for item in self.queue.waiting:
+            if not item.ran:
+                item.resolve(WorkerDown(reason, 60))
+
+    def _watch(self, delay_s: float) -> None:
+        """Look again in `delay_s`, as long as somebody waits; a stuck worker's clients get 503."""
+
+        def look() -> None:
+            self._watchdog = None
+            if self.stuck:
+                log.critical("worker stuck for more than seconds=%g", self.stuck_after_s)
+                self._abandon("the worker is stuck")
+            elif self.queue.pending:
+                since = self.worker.busy_since
+                busy_s = 0.0 if since is None else time.monotonic() - since
+                self._watch(self.stuck_after_s - busy_s + 0.01)
+
+        self._watchdog = self.loop.call_later(delay_s, look)

@@ -1,0 +1,234 @@
+"""Reading a request: its body within limits, its JSON, its time limit.
+
+    bytes → how many values? → JSON → lists no longer than they may be (openai/params.py)
+
+Parsing is one call that holds the interpreter, so what it may cost is known before: values are
+counted without building any. Each endpoint parses its larger bodies off the loop, one at a time.
+"""
+
+import asyncio
+import contextlib
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import anyio
+import anyio.to_thread
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive
+
+from batching.errors import ClientGone, DeadlineExceeded, InvalidInput
+from server.http.errors import AnsweredEarly, http_error
+from server.settings import Settings
+
+# A refused body is still read for so long, so that clients get to the answer.
+LINGER_S = 5.0
+# Larger JSON is parsed off the event loop.
+INLINE_BYTES = 1 << 16
+MOST_VALUES = 1_000_000  # keys and values of one JSON body
+_MARKS = b",", b":", b"[", b"{"  # each value and key but the first follows one
+_PIECE = 1 << 16  # bytes counted in one go
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+Headers = Mapping[bytes, bytes]  # names in lower case, as ASGI gives them
+T = TypeVar("T")
+
+
+class Patience:
+    """Cancels the task that waits for a body once nothing has arrived for `limit_s`, or at
+    `deadline`. One timer a request, re-armed only if it fires: most bodies are there already."""
+
+    def __init__(self, limit_s: float, deadline: float) -> None:
+        self.limit_s = limit_s
+        self.deadline = deadline
+        self.over = False
+        self.loop = asyncio.get_running_loop()
+        self.task = asyncio.current_task(self.loop)
+        self.progress_at = time.monotonic()
+        left_s = min(limit_s, deadline - self.progress_at)
+        self.timer = self.loop.call_later(left_s, self._look)
+
+    def progress(self) -> None:
+        self.progress_at = time.monotonic()
+
+    def _look(self) -> None:
+        left_s = min(self.progress_at + self.limit_s, self.deadline) - time.monotonic()
+        if left_s > 0:
+            self.timer = self.loop.call_later(left_s, self._look)
+        elif self.task:
+            self.over = True
+            self.task.cancel()
+
+
+async def read_body(
+    receive: Receive, headers: Headers, settings: Settings, deadline: float
+) -> bytes:
+    """The whole body; AnsweredEarly (408, 413) or ClientGone."""
+    limit = int(settings.max_body_mb * 1_000_000)
+    declared = headers.get(b"content-length", b"")
+    if declared.isdigit() and int(declared[:20]) > limit:
+        if headers.get(b"expect", b"").lower() != b"100-continue":
+            await _linger(receive)  # one that expects to be told will not send
+        raise AnsweredEarly(_too_large(limit))
+    patience = Patience(settings.body_timeout_s, deadline)
+    chunks, size = [], 0
+    try:
+        while size <= limit:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone("the client has gone")
+            chunk = message.get("body", b"")
+            size += len(chunk)
+            chunks.append(chunk)
+            if size <= limit and not message.get("more_body", False):
+                return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+            patience.progress()
+    except asyncio.CancelledError:
+        if not patience.over:
+            raise
+        raise AnsweredEarly(_too_slow()) from None
+    finally:
+        patience.timer.cancel()
+    await _linger(receive)
+    raise AnsweredEarly(_too_large(limit))
+
+
+async def _linger(receive: Receive) -> None:
+    """Read and drop what still comes, so that the client gets to the answer."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            while (await receive()).get("more_body", False):
+                pass
+
+
+def _too_large(limit: int) -> Response:
+    much = f"the body is larger than {limit / 1_000_000:g} MB"
+    return http_error(413, much, None, {"Connection": "close"})
+
+
+def _too_slow() -> Response:
+    late = "the body stopped arriving, or came too slowly for the request's time limit"
+    return http_error(408, late, None, {"Connection": "close"})
+
+
+def require_json(headers: Headers) -> None:
+    """415 for what cannot be JSON. curl's form type can: it is what `curl -d '{…}'` sends."""
+    media = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if media.partition(b"/")[0] in (b"multipart", b"image", b"audio", b"video"):
+        given = media[:100].decode("latin-1")
+        raise AnsweredEarly(http_error(415, f"this takes application/json, not {given!r}"))
+
+
+class Parsing:
+    """How an endpoint makes requests of bodies: larger ones wait for each other, so that many at
+    once take no more memory, and no more from other endpoints, than one does."""
+
+    def __init__(self) -> None:
+        self._turn = anyio.CapacityLimiter(1)
+
+    async def run(
+        self, parse: Callable[[bytes], T], body: bytes, deadline: float, blocks: bool = False
+    ) -> T:
+        """`blocks`: whether even a small one would hold up the loop."""
+        large = len(body) > INLINE_BYTES
+        if not (large or blocks):
+            return parse(body)
+        return await in_thread(parse, body, deadline, self._turn if large else None)
+
+
+async def in_thread(
+    work: Callable[[bytes], T], body: bytes, deadline: float, turn: anyio.CapacityLimiter | None
+) -> T:
+    try:
+        with anyio.fail_after(deadline - time.monotonic()):
+            return await anyio.to_thread.run_sync(work, body, limiter=turn)
+    except TimeoutError:
+        raise DeadlineExceeded("the body was not read within the time limit") from None
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """A JSON object; InvalidInput says what is wrong with anything else."""
+    check_values(body)
+    try:
+        parsed = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        if (param := _half_character(body)) is not None:
+            raise InvalidInput("has half of a surrogate pair: not Unicode text", param) from None
+        raise InvalidInput(f"the body is not valid JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise InvalidInput("the body must be a JSON object")
+    return parsed
+
+
+def check_values(body: bytes) -> None:
+    """InvalidInput for JSON of more than MOST_VALUES keys and values."""
+    if len(body) <= MOST_VALUES:
+        return
+    if b"\\" in body:  # then every quote left begins or ends a string
+        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    count = within = 0  # `within`: 1 in the middle of a string
+    for start in range(0, len(body), _PIECE):
+        texts = body[start : start + _PIECE].split(b'"')
+        outside = b"".join(texts[within::2])
+        count += sum(map(outside.count, _MARKS))
+        within = (within + len(texts) - 1) % 2
+        if count >= MOST_VALUES:
+            raise InvalidInput(f"the body has more than {MOST_VALUES} JSON values")
+
+
+def _half_character(body: bytes) -> str | None:
+    """Where a string escapes a lone surrogate, which JSON's grammar allows and Unicode does not.
+    Not looked for in long bodies."""
+    if b"\\u" not in body or len(body) > MOST_VALUES:
+        return None
+    try:
+        path = _path_of_half(json.loads(body))
+    except (ValueError, RecursionError):
+        return None
+    return None if path is None else path.removeprefix(".")
+
+
+def _path_of_half(node: Any) -> str | None:
+    if isinstance(node, str):
+        return "" if _SURROGATE.search(node) else None
+    if isinstance(node, dict):
+        if any(map(_SURROGATE.search, node)):
+            return ""
+        within = ((f".{key[:100]}", each) for key, each in node.items())
+    elif isinstance(node, list):
+        within = ((f"[{n}]", each) for n, each in enumerate(node))
+    else:
+        return None
+    for step, each in within:
+        if (path := _path_of_half(each)) is not None:
+            return step + path
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Monotonic seconds, infinite where there is no limit. For work that answers all at once,
+    `first` is all there is."""
+
+    first: float  # until an answer begins
+    whole: float  # until it has ended
+
+
+def deadlines_of(headers: Headers, settings: Settings) -> Deadlines:
+    """The header X-Request-Timeout-Ms may only shorten the setting."""
+    now, given = time.monotonic(), headers.get(b"x-request-timeout-ms")
+    if given is None:
+        return Deadlines(now + settings.request_timeout_s, math.inf)
+    if not given.isdigit() or len(given) > 10 or not int(given):
+        raise InvalidInput("must be a positive whole number", "X-Request-Timeout-Ms")
+    whole_s = int(given) / 1000
+    return Deadlines(now + min(settings.request_timeout_s, whole_s), now + whole_s)
+
+
+def deadline_of(headers: Headers, settings: Settings) -> float:
+    return deadlines_of(headers, settings).first

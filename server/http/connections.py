@@ -1,0 +1,167 @@
+"""Connections, below ASGI: what they may cost before there is a request to answer.
+
+uvicorn's parsers wait for the end of a header as long as it takes, and httptools keeps all of it.
+Here a header, and what stands between the chunks of a body, is bounded in bytes and a header in
+time too, and whatever is refused gets the envelope. uvicorn may have chosen its protocol classes
+before it imports the app, so those classes are made to give ours. Bodies are read in body.py.
+"""
+
+import asyncio
+from typing import Any
+
+from starlette.responses import Response
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from server.http.body import LINGER_S
+from server.http.errors import envelope, http_error
+from server.middleware import Front
+
+MAX_HEAD = 64_000  # bytes of a header with its request line, or between two pieces of a body
+MOST_AHEAD = 100  # requests of a connection that wait behind another
+APP = "onequeue"  # where the lifespan's state has the app
+
+
+class Bounded(asyncio.Protocol):
+    """Mixed into a protocol of uvicorn's: the time limit, and answers without a request."""
+
+    app_state: dict[str, Any]
+    cycle: Any  # the latest request and its answer
+    loop: asyncio.AbstractEventLoop
+    server_state: ServerState
+    transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.front: Front = self.app_state[APP]
+        self.begun = False  # something of the next request is there
+        self.refused = False
+        self.timer: asyncio.TimerHandle | None = None
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        if self.refused:
+            return
+        self.begun = True
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        self.refuse(http_error(400, "this is not valid HTTP"))
+
+    @property
+    def silent(self) -> bool:
+        """An answer is under way, into which nothing may be written."""
+        cycle = self.cycle
+        return bool(cycle and cycle.response_started and not cycle.response_complete)
+
+    def refuse(self, response: Response) -> None:
+        """Answer and close; what still comes is dropped for a while, so that it is read."""
+        self.refused = True
+        self._stop_timer()
+        if self.silent:
+            self.transport.close()
+            return
+        headers = [*self.server_state.default_headers, *response.raw_headers]
+        lines = [b"%b: %b\r\n" % header for header in [*headers, (b"connection", b"close")]]
+        head = STATUS_LINE[response.status_code] + b"".join(lines) + b"\r\n"
+        self.transport.write(head + bytes(response.body))
+        if self._asked:
+            self.cycle.disconnected = True  # nobody reads what the app may still say
+            self.cycle.waiting_for_100_continue = False
+            self.cycle.message_event.set()
+        else:
+            self.front.metrics.refused(response.status_code)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.timer = self.loop.call_later(LINGER_S, self.transport.close)
+
+    @property
+    def _asked(self) -> bool:
+        """There is a request without its whole answer."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _watch(self) -> None:
+        """While no request is there to be answered, time runs for the next one's header."""
+        if self.refused:
+            return
+        if self._asked:
+            self.begun = False
+            self._stop_timer()
+        elif self.timer is None:
+            limit_s = self.front.settings.body_timeout_s
+            self.timer = self.loop.call_later(limit_s, self._too_late)
+
+    def _too_late(self) -> None:
+        if self.transport.get_protocol() is not self:
+            return  # it has become a websocket
+        if not self.begun:
+            self.transport.close()
+            return
+        late = f"the header did not arrive within {self.front.settings.body_timeout_s:g} s"
+        self.refuse(envelope(408, late, "timeout_error", "header_timeout"))
+
+    def _stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+
+class BoundedHttpTools(Bounded, HttpToolsProtocol):
+    """httptools has no bound of its own. It is fed no more at once than may be unended."""
+
+    unended = 0  # bytes since the last whole header, piece of a body or end of one
+    in_head = True
+
+    def data_received(self, data: bytes) -> None:
+        at = 0
+        while at < len(data) and not self.refused:
+            piece = data[at : at + MAX_HEAD - self.unended]
+            at += len(piece)
+            self.unended += len(piece)
+            super().data_received(piece)
+            if self.unended >= MAX_HEAD:
+                large = f"the header is larger than {MAX_HEAD // 1000} kB"
+                self.refuse(http_error(431, large))
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self.unended, self.in_head = 0, False
+        if len(self.pipeline) > MOST_AHEAD:
+            self.refused = True
+            self.transport.close()
+
+    def on_body(self, body: bytes) -> None:
+        self.unended = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self.unended, self.in_head = 0, True
+
+    @property
+    def silent(self) -> bool:
+        """Requests are parsed ahead: what is wrong may lie behind one that waits or runs."""
+        return bool(self.pipeline or (self.in_head and self._asked) or super().silent)
+
+
+class BoundedH11(Bounded, H11Protocol):
+    """h11 takes no more than 16 kB of a header."""
+
+
+OURS: dict[Any, Any] = {HttpToolsProtocol: BoundedHttpTools, H11Protocol: BoundedH11}
+
+
+def bound_connections() -> None:
+    """From now on uvicorn's protocol classes give ours, for apps that say so in their state."""
+
+    def make(cls: Any, *_: Any, app_state: Any = (), **__: Any) -> Any:
+        return object.__new__(OURS.get(cls, cls) if APP in app_state else cls)
+
+    for theirs in OURS:
+        theirs.__new__ = make

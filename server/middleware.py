@@ -1,0 +1,143 @@
+"""The app itself, around the routes: request id, API key, errors to envelopes, metrics.
+
+One pure ASGI layer in the place of Starlette's application and its middleware: a short request
+pays for each of them. Probes and /metrics need no key, like a load balancer's.
+"""
+
+import contextlib
+import hmac
+import itertools
+import logging
+import re
+import secrets
+import time
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from batching.errors import ClientGone, QueueFull
+from server.engine import Engine
+from server.http.errors import AnsweredEarly, http_error, to_response
+from server.metrics import Metrics
+from server.settings import Settings
+
+log = logging.getLogger("onequeue.front")
+
+BODIES = 16  # of MAX_BODY_MB each may be there at a time
+OPEN_PATHS = {"/health", "/ready", "/metrics"}
+_PLAIN_ID = re.compile(rb"[!-~]{1,128}")
+_PROCESS = secrets.token_hex(4).encode()
+_COUNT = itertools.count(1)
+
+
+class Front:
+    """`routes` answers or raises; endpoints find this object as `request.app`."""
+
+    def __init__(
+        self, routes: ASGIApp, paths: set[str], settings: Settings, engine: Engine, metrics: Metrics
+    ) -> None:
+        self.routes = routes
+        self.paths = paths  # requests elsewhere are counted together
+        self.settings = settings
+        self.engine = engine
+        self.metrics = metrics
+        self.keys = [key.encode() for key in settings.api_keys]
+        self.most_body = int(settings.max_body_mb * 1_000_000)
+        self.held = 0  # bytes of bodies, of all requests that are not answered
+        self.served: ASGIApp = self._serve
+        if settings.cors_origins:
+            self.served = Cors(
+                self._serve,
+                allow_origins=settings.cors_origins,
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=["X-Request-Id", "X-Batch-Size", "Server-Timing", "Retry-After"],
+            )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self
+        if scope["type"] != "http":
+            await self.routes(scope, receive, send)
+            return
+        started = time.monotonic()
+        status = held = 0
+        scope["request_id"] = request_id = _request_id(scope)
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                scope["begun"] = True
+            try:
+                await send(message)
+            except (OSError, RuntimeError) as error:
+                if isinstance(error, RuntimeError) and "closed=True" not in str(error):
+                    raise
+                raise ClientGone("the client has gone") from error  # as uvloop's transports say it
+
+        async def receive_bounded() -> Message:
+            nonlocal held
+            message = await receive()
+            if body := message.get("body"):
+                more = min(len(body), self.most_body - held)  # beyond that it is dropped
+                if self.held + more > BODIES * self.most_body:
+                    raise QueueFull("the bodies of the requests take all memory there is for them")
+                held += more
+                self.held += more
+            return message
+
+        try:
+            await self.served(scope, receive_bounded, send_with_id)
+        finally:
+            self.held -= held
+            endpoint = scope.get("counted_as", scope["path"])  # of paths with a name in them
+            endpoint = endpoint if endpoint in self.paths else "other"
+            self.metrics.request(endpoint, status, time.monotonic() - started)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A route's answer, or the envelope of what it raised."""
+        try:
+            if self.keys and not self._may_pass(scope):
+                bearer = {"WWW-Authenticate": "Bearer"}
+                wanted = "a valid API key is needed: Authorization: Bearer KEY"
+                raise AnsweredEarly(http_error(401, wanted, None, bearer))
+            await self.routes(scope, receive, send)
+        except Exception as error:
+            request_id = scope["request_id"].decode()
+            response, kind = to_response(error, scope, request_id, self.settings.debug)
+            self.metrics.failed(kind)
+            if "begun" not in scope:
+                with contextlib.suppress(ClientGone):
+                    await response(scope, receive, send)
+            elif not isinstance(error, ClientGone):
+                raise  # half an answer must not look like a whole one
+
+    def _may_pass(self, scope: Scope) -> bool:
+        if scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
+            return True
+        given = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
+        scheme, _, key = given.partition(b" ")
+        matches = [hmac.compare_digest(key.strip(), known) for known in self.keys]
+        return bool(scheme.lower() == b"bearer" and any(matches))
+
+
+class Cors(CORSMiddleware):
+    """Starlette's, with our envelope for a preflight that is refused."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code < 400:
+            return response
+        reason = bytes(response.body).decode()
+        return http_error(400, reason)
+
+
+def _request_id(scope: Scope) -> bytes:
+    """The client's own id if it is plain, else a new one. For logs only, never a key."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _PLAIN_ID.fullmatch(value):
+            return bytes(value)
+    return b"%s-%x" % (_PROCESS, next(_COUNT))

@@ -1,0 +1,115 @@
+"""The way of a generation request through HTTP, whatever its endpoint.
+
+    body → parse → submit → first delta or refusal → headers → chunks, or one document
+
+A stream's headers wait for the first delta, so that refusals and early failures are real status
+codes; what fails later is told in an event.
+"""
+
+import logging
+from abc import ABC, abstractmethod
+
+from starlette.types import Receive, Scope, Send
+
+from batching.errors import ClientGone, Draining
+from server.engine import Engine
+from server.http.body import Parsing, deadlines_of, read_body, require_json
+from server.http.errors import to_response
+from server.http.sse import EventStream
+from server.metrics import Metrics
+from server.openai.exchange import Exchange
+from server.openai.models import ModelNames
+from server.openai.reply import Reply
+from server.pipeline import watch
+from server.settings import Settings
+from worker.deltas import Delta
+
+log = logging.getLogger("onequeue.generation")
+
+
+class GenerationEndpoint(ABC):
+    """A bare ASGI app."""
+
+    def __init__(
+        self, settings: Settings, engine: Engine, metrics: Metrics, models: ModelNames
+    ) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.metrics = metrics
+        self.models = models
+        self.parsing = Parsing()
+
+    @abstractmethod
+    def parse(self, body: bytes) -> Reply:
+        """What is asked for; raises InvalidInput. In a pool thread if the body is large."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        deadlines = deadlines_of(headers, self.settings)
+        if self.engine.draining:
+            raise Draining("the server is stopping", 5)
+        body = await read_body(receive, headers, self.settings, deadlines.first)
+        require_json(headers)
+        if (refusal := self.engine.refusal("generation")) is not None:
+            raise refusal
+        reply = await self.parsing.run(self.parse, body, deadlines.first)
+        exchange = Exchange(self.engine, self.metrics, reply.payloads, deadlines)
+        self.engine.loop.create_task(watch(receive, exchange.items))
+        try:
+            if reply.streams:
+                first = await exchange.read()
+                await self._stream(scope, send, reply, exchange, first)
+            else:
+                await _whole(send, reply, exchange)
+        finally:
+            exchange.close()
+
+    async def _stream(
+        self, scope: Scope, send: Send, reply: Reply, exchange: Exchange, deltas: list[Delta]
+    ) -> None:
+        events = EventStream(send, exchange.stream.wake)
+        request_id = scope["request_id"].decode()
+        try:
+            await events.open()
+            try:
+                await self._say(events, reply, exchange, deltas)
+            except Exception as error:
+                if isinstance(error, ClientGone):
+                    raise
+                response, kind = to_response(error, scope, request_id, self.settings.debug)
+                self.metrics.failed(kind)
+                await events.event(bytes(response.body))
+            await events.end()
+        except ClientGone as error:
+            self.metrics.failed("client_gone")
+            log.info("stream ended id=%s because=%r", request_id, str(error))
+        finally:
+            events.close()
+
+    async def _say(
+        self, events: EventStream, reply: Reply, exchange: Exchange, deltas: list[Delta]
+    ) -> None:
+        usage = exchange.usage
+        for chunk in reply.first_chunks(usage):
+            await events.event(chunk)
+        while True:
+            for delta in deltas:
+                for chunk in reply.chunks(delta, usage):
+                    await events.event(chunk)
+            if not exchange.unfinished:
+                break
+            deltas = await exchange.read()
+            if not deltas:
+                await events.comment()
+        if reply.includes_usage:
+            await events.event(reply.last_chunk(usage))
+
+
+async def _whole(send: Send, reply: Reply, exchange: Exchange) -> None:
+    content = reply.whole(await exchange.collect(), exchange.usage)
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(content)),
+    ]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": content})

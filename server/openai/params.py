@@ -1,0 +1,185 @@
+"""What requests for generated text have in common: typed fields, their ranges, their defaults.
+
+JSON → `decode` → a struct → Sampling and Stopping. Field names are OpenAI's, and vLLM's beyond
+those. null counts as absent; unknown fields are ignored; a parameter of the API that is not
+implemented is refused by name unless it has its documented default. What needs the model (token
+ids, lengths) is checked in `Generator.prepare`.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from batching.errors import InvalidInput
+from server.http.body import parse_json
+from server.openai.structured import ResponseFormat, StructuredOutputs, constraint_of
+from worker.protocol import Constraint, Sampling, Stopping
+
+MOST_STOPS = 16
+MOST_BIASES = 1024
+_PATH = re.compile(r"(.*?)(?: - at `(?:key` in `)?\$(.*)`)?", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+TokenId = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+# What the checks below say, for the OpenAPI document.
+Filled = Annotated[str, Meta(extra_json_schema={"minLength": 1})]
+Stops = Annotated[list[Filled], Meta(extra_json_schema={"maxItems": MOST_STOPS})]
+Biases = Annotated[
+    dict[str, Bias],
+    Meta(max_length=MOST_BIASES, extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}),
+]
+Unserved = Annotated[Any, Meta(extra_json_schema={"type": "null"})]
+TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
+
+
+class StreamOptions(Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(Struct, kw_only=True):
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    logit_bias: Biases | None = None
+    seed: Seed | None = None
+    stop: Filled | Stops | None = None
+    stop_token_ids: list[TokenId] | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    def check(self) -> None:
+        """Raise InvalidInput for what no field's type says."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidInput("stream_options: goes with stream: true only", "stream_options")
+        if self.min_tokens and self.most_tokens is not None and self.min_tokens > self.most_tokens:
+            both = f"min_tokens: {self.min_tokens} is more than max_tokens, {self.most_tokens}"
+            raise InvalidInput(both, "min_tokens")
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def most_tokens_param(self) -> str:
+        return "max_tokens"
+
+    def constraint(self) -> Constraint | None:
+        return constraint_of(self.response_format, self.structured_outputs)
+
+    def sampling(self, logprobs: int | None) -> Sampling:
+        return Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=None if self.top_k is None else max(0, self.top_k),
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=_biases(self.logit_bias),
+            seed=self.seed,
+            logprobs=logprobs,
+        )
+
+    def stopping(self) -> Stopping:
+        return Stopping(
+            max_tokens=self.most_tokens,
+            min_tokens=self.min_tokens or 0,
+            stop=_stops(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            param=self.most_tokens_param,
+        )
+
+
+R = TypeVar("R", bound=Struct)
+
+
+def decode(body: bytes, kind: type[R], most: int | None = None) -> R:
+    """A request's struct; InvalidInput names the first field that does not fit.
+
+    `most` entries its lists may have, and the lists in those: what is to become tokens is not
+    looked at one by one if it cannot fit into the context."""
+    document = parse_json(body)
+    if most is not None:
+        for path, length in _lengths(document, kind.__struct_fields__):
+            if length > most:
+                raise InvalidInput(f"{path}: takes at most {most} entries, not {length}", path)
+    try:
+        return msgspec.convert(document, kind)
+    except msgspec.ValidationError as error:
+        message, param = _explain(str(error))
+        raise InvalidInput(f"{param}: {message}", param) from None
+
+
+def _lengths(document: Mapping[str, Any], fields: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """The lists among the fields, by their paths, each before those in its entries."""
+    for name in fields:
+        if not isinstance(found := document.get(name), list):
+            continue
+        yield name, len(found)
+        for n, entry in enumerate(found):
+            if isinstance(entry, list):
+                yield f"{name}[{n}]", len(entry)
+            elif isinstance(entry, dict):
+                for key, value in entry.items():
+                    if isinstance(value, list):
+                        yield f"{name}[{n}].{key}", len(value)
+
+
+def _explain(told: str) -> tuple[str, str]:
+    """msgspec's words and path in ours: ("expected int, got str", "stop[1]")."""
+    match = _PATH.fullmatch(told)
+    assert match is not None
+    reason, path = match[1], (match[2] or "").removeprefix(".").removesuffix("[...]")
+    if missing := _MISSING.fullmatch(reason):
+        return "is required", f"{path}.{missing[1]}" if path else missing[1]
+    reason = reason.replace(" | null", "").replace("`", "")
+    return reason[:1].lower() + reason[1:], path
+
+
+def refuse_unimplemented(request: Struct, defaults: Mapping[str, tuple[Any, ...]]) -> None:
+    """`defaults`: the fields nothing is done with, and the values that ask for nothing."""
+    for name, harmless in defaults.items():
+        value = getattr(request, name)
+        asks = not any(type(value) is type(each) and value == each for each in harmless)
+        if value is not None and asks:
+            raise InvalidInput(f"{name}: is not implemented here, leave it out", name)
+
+
+def _stops(given: str | list[str] | None) -> tuple[str, ...]:
+    if isinstance(given, str):
+        given, empty = [given], "stop"
+    else:
+        given = given or []
+        empty = next((f"stop[{n}]" for n, text in enumerate(given) if not text), "")
+    if len(given) > MOST_STOPS:
+        raise InvalidInput(f"stop: takes at most {MOST_STOPS} strings, not {len(given)}", "stop")
+    if "" in given:
+        raise InvalidInput(f"{empty}: must not be empty", empty)
+    return tuple(given)
+
+
+def _biases(given: dict[str, float] | None) -> dict[int, float]:
+    for key in given or ():
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise InvalidInput(f"logit_bias: {key[:50]!r} is not a token id", "logit_bias")
+    return {int(key): value for key, value in (given or {}).items()}

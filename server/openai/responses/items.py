@@ -1,0 +1,240 @@
+"""The items of a Responses request: as clients send them, as they are stored, as messages.
+
+    Item  --document-->  what is stored and listed  --messages-->  what the chat template reads
+
+An assistant's reasoning, text and calls are items of their own; a template wants them as one
+message. This model takes text only, so that other items and parts are refused by name.
+"""
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, TypeVar
+
+from msgspec import Meta, Struct
+
+from batching.errors import InvalidInput
+from server.http.errors import AnsweredEarly, http_error
+from server.openai.messages import CalledFunction, Message, ToolCall
+from server.openai.responses.store import Document
+
+PREFIXES = {
+    "message": "msg_",
+    "reasoning": "rs_",
+    "function_call": "fc_",
+    "function_call_output": "fco_",
+}
+NEEDS = {
+    "message": ("role", "content"),
+    "reasoning": (),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "item_reference": ("id",),
+}
+ROLES = ("user", "assistant", "system", "developer")
+SPOKEN = ("input_text", "output_text", "refusal")
+# For the OpenAPI document: what an item needs, beyond its fields' types. A type may be left out
+# where `Item.document` tells it from other fields.
+FULL_ITEM = Meta(
+    extra_json_schema={
+        "anyOf": [
+            {
+                "properties": {
+                    "type": {"enum": [kind, *untyped]},
+                    **{name: {"not": {"type": "null"}} for name in needs},
+                },
+                "required": [*needs, *([] if untyped else ["type"])],
+            }
+            for kind, needs in NEEDS.items()
+            for untyped in [[None] if kind in ("message", "item_reference") else []]
+        ]
+    }
+)
+
+T = TypeVar("T")
+
+
+def new_id(kind: str) -> str:
+    return PREFIXES[kind] + secrets.token_hex(24)
+
+
+class Part(Struct):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+    def said(self, path: str, kinds: Sequence[str]) -> str:
+        if self.type not in kinds:
+            only = f"must be {' or '.join(kinds)}: this model takes text, not {self.type[:50]!r}"
+            raise InvalidInput(f"{path}.type: {only}", f"{path}.type")
+        field = "refusal" if self.type == "refusal" else "text"
+        text = self.refusal if self.type == "refusal" else self.text
+        return _required(text, f"{path}.{field}")
+
+
+Parts = str | list[Part]
+
+
+class Item(Struct):
+    type: Annotated[str, Meta(extra_json_schema={"enum": [*NEEDS]})] | None = None
+    id: str | None = None
+    role: Annotated[str, Meta(extra_json_schema={"enum": ROLES})] | None = None
+    content: Parts | None = None
+    summary: list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: Parts | None = None
+
+    @property
+    def kind(self) -> str:
+        if self.type is not None:
+            return self.type
+        return "item_reference" if self.role is None and self.id else "message"
+
+    def document(self, path: str, stored: Mapping[str, Document]) -> Document:
+        """Checked, with an id; `path` is what errors call it, `stored` has what is referred to."""
+        kind = self.kind
+        if kind == "item_reference":
+            return self._referred(f"{path}.id", stored)
+        if kind not in PREFIXES:
+            known = f"must be one of {', '.join(NEEDS)}, not {kind[:50]!r}"
+            raise InvalidInput(f"{path}.type: {known}", f"{path}.type")
+        made = {
+            "message": self._message,
+            "reasoning": self._reasoning,
+            "function_call": self._call,
+            "function_call_output": self._output,
+        }[kind](path)
+        return {"id": self.id or new_id(kind), "type": kind, "status": "completed", **made}
+
+    def _referred(self, param: str, stored: Mapping[str, Document]) -> Document:
+        id = _required(self.id, param)
+        if id not in stored:
+            unknown = f"{param}: there is no stored item {id[:100]!r}"
+            raise AnsweredEarly(http_error(404, unknown, param))
+        return stored[id]
+
+    def _message(self, path: str) -> Document:
+        role = _required(self.role, f"{path}.role")
+        if role not in ROLES:
+            known = f"must be one of {', '.join(ROLES)}, not {role[:50]!r}"
+            raise InvalidInput(f"{path}.role: {known}", f"{path}.role")
+        texts = _texts(self.content, f"{path}.content", SPOKEN)
+        if not texts:
+            raise InvalidInput(f"{path}.content: must not be empty", f"{path}.content")
+        if role == "assistant":
+            nothing: Document = {"annotations": [], "logprobs": []}
+            parts = [{"type": "output_text", "text": text, **nothing} for text in texts]
+        else:
+            parts = [{"type": "input_text", "text": text} for text in texts]
+        return {"role": role, "content": parts}
+
+    def _reasoning(self, path: str) -> Document:
+        summary = _texts(self.summary or "", f"{path}.summary", ("summary_text",))
+        content = _texts(self.content or "", f"{path}.content", ("reasoning_text",))
+        return {
+            "summary": [{"type": "summary_text", "text": text} for text in summary if text],
+            "content": [{"type": "reasoning_text", "text": text} for text in content if text],
+        }
+
+    def _call(self, path: str) -> Document:
+        return {
+            "call_id": _required(self.call_id, f"{path}.call_id"),
+            "name": _required(self.name, f"{path}.name"),
+            "arguments": _required(self.arguments, f"{path}.arguments"),
+        }
+
+    def _output(self, path: str) -> Document:
+        call_id = _required(self.call_id, f"{path}.call_id")
+        texts = _texts(self.output, f"{path}.output", ("input_text",))
+        parts = [{"type": "input_text", "text": text} for text in texts]
+        whole = self.output if isinstance(self.output, str) else parts
+        return {"call_id": call_id, "output": whole}
+
+
+def documents(
+    given: str | list[Item], look_up: Callable[[set[str]], Mapping[str, Document]]
+) -> list[Document]:
+    """`look_up` finds stored items by their ids, those that there are."""
+    if not given:
+        raise InvalidInput("input: must not be empty", "input")
+    items = [Item(role="user", content=given)] if isinstance(given, str) else given
+    referred: set[str] = set()
+    for n, item in enumerate(items):
+        if item.id and item.kind == "item_reference":
+            if item.id in referred:
+                twice = f"input[{n}].id: is referred to twice"
+                raise InvalidInput(twice, f"input[{n}].id")
+            referred.add(item.id)
+    stored = look_up(referred) if referred else {}
+    return [item.document(f"input[{n}]", stored) for n, item in enumerate(items)]
+
+
+def messages(before: Sequence[Document], items: Sequence[Document]) -> list[Message]:
+    """The conversation: what came before, then a request's own items."""
+    made: list[Message] = []
+    names: dict[str, str] = {}  # of the functions called, by call_id
+    for n, item in enumerate((*before, *items), start=-len(before)):
+        kind, turn = item["type"], _open_turn(made, item)
+        if turn is None:
+            made.append(_heard(item, names, f"input[{n}].call_id"))
+        elif kind == "reasoning":
+            parts = item["content"] or item["summary"]
+            turn.reasoning_content = _joined(parts) or None
+        elif kind == "message":
+            turn.content = _joined(item["content"])
+        else:
+            names[item["call_id"]] = item["name"]
+            called = CalledFunction(item["name"], item["arguments"])
+            turn.tool_calls = [*(turn.tool_calls or ()), ToolCall(called, item["call_id"])]
+    for message in made:
+        if message.content is None and not message.tool_calls:
+            message.content = ""  # thought, and cut off before a word was said
+    return made
+
+
+def _open_turn(made: list[Message], item: Document) -> Message | None:
+    """The assistant's message that an item belongs to; None for what others say."""
+    kind = item["type"]
+    if kind == "function_call_output" or item.get("role", "assistant") != "assistant":
+        return None
+    last = made[-1] if made and made[-1].role == "assistant" else None
+    if last is not None:
+        begins = {
+            "reasoning": last.reasoning_content or last.content or last.tool_calls,
+            "message": last.content or last.tool_calls,
+            "function_call": None,
+        }[kind]
+        if not begins:
+            return last
+    made.append(Message("assistant"))
+    return made[-1]
+
+
+def _heard(item: Document, names: dict[str, str], param: str) -> Message:
+    if item["type"] == "message":
+        return Message(item["role"], _joined(item["content"]))
+    call_id = item["call_id"]
+    if call_id not in names:
+        raise InvalidInput(f"{param}: no function_call before it has this call_id", param)
+    output = item["output"]
+    text = output if isinstance(output, str) else _joined(output)
+    return Message("tool", text, name=names[call_id], tool_call_id=call_id)
+
+
+def _joined(parts: list[Document]) -> str:
+    return "\n".join(part["text"] for part in parts)
+
+
+def _texts(given: Parts | None, path: str, kinds: Sequence[str]) -> list[str]:
+    if given is None:
+        raise InvalidInput(f"{path}: is required", path)
+    if isinstance(given, str):
+        return [given]
+    return [part.said(f"{path}[{n}]", kinds) for n, part in enumerate(given)]
+
+
+def _required(value: T | None, path: str) -> T:
+    if value is None:
+        raise InvalidInput(f"{path}: is required", path)
+    return value

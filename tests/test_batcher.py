@@ -1,0 +1,215 @@
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batching.batcher import GROW_AFTER, DynamicBatcher
+from batching.request_queue import WorkItem
+
+
+def item(tokens: int = 1, key: Any = None, rows: int = 1, deadline: float = 1e9) -> WorkItem:
+    made = WorkItem("payload", None, deadline, 0.0)
+    made.tokens, made.key, made.rows = tokens, key, rows
+    made.width = tokens // rows
+    return made
+
+
+def batcher(
+    size: int = 4, tokens: int = 1000, wait_s: float = 1.0, packs: bool = True
+) -> DynamicBatcher:
+    made = DynamicBatcher(size, tokens, wait_s)
+    made.packs = packs
+    return made
+
+
+def arrive(b: DynamicBatcher, each: WorkItem, now: float) -> None:
+    each.accepted_at = now
+    b.add(each, now)
+
+
+def test_nothing_is_due_when_nothing_waits() -> None:
+    assert batcher().due_at() is None
+    assert batcher().take(1e9) == []
+
+
+def test_deadline_counts_from_the_first_item_alone() -> None:
+    b = batcher(wait_s=1.0)
+    first, second = item(), item()
+    arrive(b, first, 10.0)
+    arrive(b, second, 10.9)
+    assert b.due_at() == 11.0
+    assert b.take(10.99) == []
+    assert b.take(11.0) == [first, second]
+
+
+def test_time_spent_in_preparation_counts() -> None:
+    b = batcher(wait_s=1.0)
+    slow = item()
+    slow.accepted_at = 9.5
+    b.add(slow, 10.0)
+    assert b.due_at() == 10.5
+
+
+def test_full_batch_leaves_at_once() -> None:
+    b = batcher(size=2, wait_s=1.0)
+    items = [item(), item(), item()]
+    for each in items:
+        arrive(b, each, 10.0)
+    assert b.take(10.0) == items[:2]
+    assert b.take(10.0) == []  # the third begins a batch of its own
+
+
+def test_batch_full_of_tokens_leaves_at_once() -> None:
+    b = batcher(tokens=100, wait_s=1.0)
+    items = [item(60), item(40), item(1)]
+    for each in items:
+        arrive(b, each, 10.0)
+    assert b.take(10.0) == items[:2]
+
+
+def test_items_that_waited_while_the_worker_was_busy_leave_at_once() -> None:
+    b = batcher(wait_s=1.0)
+    waited = item()
+    arrive(b, waited, 10.0)
+    b.free(10.5)
+    assert b.take(10.5) == [waited]
+
+
+def test_zero_wait_never_waits() -> None:
+    b = batcher(wait_s=0.0)
+    alone = item()
+    arrive(b, alone, 10.0)
+    assert b.take(10.0) == [alone]
+
+
+def test_only_equal_keys_share_a_batch_and_the_oldest_goes_first() -> None:
+    b = batcher(wait_s=0.0)
+    a1, b1, a2 = item(key="a"), item(key="b"), item(key="a")
+    for each in (a1, b1, a2):
+        arrive(b, each, 0.0)
+    assert b.take(0.0) == [a1, a2]
+    assert b.take(0.0) == [b1]
+
+
+def test_an_item_above_the_caps_goes_alone() -> None:
+    b = batcher(size=2, tokens=10, wait_s=0.0)
+    huge, small = item(tokens=50, rows=7), item()
+    arrive(b, huge, 0.0)
+    arrive(b, small, 0.0)
+    assert b.take(0.0) == [huge]
+    assert b.take(0.0) == [small]
+
+
+def test_dropped_items_cost_no_place_in_a_batch() -> None:
+    b = batcher(size=2, wait_s=0.0)
+    gone, late, alive = item(), item(deadline=5.0), item()
+    gone.open = False
+    for each in (gone, late, alive):
+        arrive(b, each, 0.0)
+    assert b.take(6.0) == [alive]
+    assert len(b) == 0
+
+
+def test_padding_batcher_picks_mates_of_similar_length_but_always_the_oldest() -> None:
+    b = batcher(size=3, packs=False, wait_s=0.0)
+    lengths = [50, 5, 48, 6, 52, 7]
+    items = [item(tokens=n) for n in lengths]
+    for each in items:
+        arrive(b, each, 0.0)
+    assert sorted(i.tokens for i in b.take(0.0)) == [48, 50, 52]
+    assert sorted(i.tokens for i in b.take(0.0)) == [5, 6, 7]
+
+
+def test_padding_counts_against_the_token_cap() -> None:
+    b = batcher(size=10, tokens=100, packs=False, wait_s=0.0)
+    for n in (10, 90, 11):
+        arrive(b, item(tokens=n), 0.0)
+    assert [i.tokens for i in b.take(0.0)] == [10, 11]  # 90 would make it 3 x 90
+
+
+def test_packed_batch_keeps_the_order_of_arrival() -> None:
+    b = batcher(size=10, tokens=100, wait_s=0.0)
+    items = [item(tokens=n) for n in (60, 50, 10)]
+    for each in items:
+        arrive(b, each, 0.0)
+    assert b.take(0.0) == items[:1]  # 10 would fit, but 50 came first
+    assert b.take(0.0) == items[1:]
+
+
+def test_out_of_memory_lowers_the_cap_to_what_fits_and_success_grows_it_back() -> None:
+    b = batcher(size=8)
+    b.out_of_memory(fitted=2)
+    assert b.cap == 2
+    b.succeeded(1)  # not near the cap: says nothing about memory
+    for _ in range(GROW_AFTER - 1):
+        b.succeeded(2)
+    assert b.cap == 2
+    b.succeeded(2)
+    assert b.cap == 4
+    for _ in range(GROW_AFTER):
+        b.succeeded(3)
+    assert b.cap == 8
+    for _ in range(GROW_AFTER):
+        b.succeeded(8)
+    assert b.cap == 8
+
+
+def test_an_item_that_fits_nowhere_leaves_the_cap_alone() -> None:
+    b = batcher(size=8)
+    b.out_of_memory(fitted=0)
+    assert b.cap == 8
+
+
+ITEMS = st.lists(
+    st.tuples(st.integers(1, 60), st.sampled_from("ab"), st.integers(1, 3), st.booleans()),
+    max_size=40,
+)
+
+
+@given(ITEMS, st.booleans(), st.integers(1, 8), st.integers(1, 200))
+def test_every_open_item_leaves_exactly_once_within_the_caps(
+    specs: list[tuple[int, str, int, bool]], packs: bool, size: int, tokens: int
+) -> None:
+    b = batcher(size=size, tokens=tokens, wait_s=0.0, packs=packs)
+    items = []
+    for number, (n, key, rows, is_open) in enumerate(specs):
+        made = item(tokens=n * rows, key=key, rows=rows)
+        made.open = is_open
+        items.append(made)
+        arrive(b, made, float(number))
+    left: list[WorkItem] = []
+    while batch := b.take(1e6):
+        waiting = [i for i in items if i.open and i not in left]
+        assert batch[0] is waiting[0]  # the oldest
+        assert len({i.key for i in batch}) == 1
+        if len(batch) > 1:
+            assert sum(i.rows for i in batch) <= size
+            widest = max(i.width for i in batch)
+            cost = sum(i.tokens for i in batch) if packs else sum(i.rows for i in batch) * widest
+            assert cost <= tokens
+        left += batch
+    assert len(left) == len(set(left)) == sum(i.open for i in items)
+    assert len(b) == 0
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_nobody_starves(packs: bool) -> None:
+    """Whatever keeps arriving, an item is served after at most as many batches as items ahead."""
+    b = batcher(size=2, packs=packs, wait_s=0.0)
+    odd = item(tokens=500, key="odd")
+    for number in range(6):
+        arrive(b, item(tokens=5), float(number))
+    arrive(b, odd, 6.0)
+    served = []
+    for number in range(7, 20):
+        arrive(b, item(tokens=5), float(number))
+        arrive(b, item(tokens=5), float(number))
+        served.append(b.take(float(number)))
+        if odd in served[-1]:
+            break
+    assert odd in served[-1]
+    assert len(served) <= 4
+    firsts = [batch[0].arrived_at for batch in served]
+    assert all(a <= b for a, b in pairwise(firsts))

@@ -1,0 +1,293 @@
+from collections.abc import Sequence
+
+import pytest
+
+from batching.block_pool import BlockPool, BlockTable
+from tests.scheduling import assert_sound
+
+
+def opened(pool: BlockPool, tokens: Sequence[int]) -> BlockTable:
+    table = pool.open(tokens, pool.match(tokens)[0])
+    assert table is not None
+    return table
+
+
+def computed(pool: BlockPool, tokens: Sequence[int]) -> BlockTable:
+    table = opened(pool, tokens)
+    pool.register(table, tokens, len(tokens))
+    return table
+
+
+def cached(pool: BlockPool, tokens: Sequence[int]) -> list[int]:
+    """The blocks of tokens that were computed, and that nobody uses any more."""
+    table = computed(pool, tokens)
+    blocks = list(table.blocks)
+    pool.close(table)
+    return blocks
+
+
+def found(pool: BlockPool, tokens: Sequence[int]) -> list[int]:
+    return pool.match([*tokens, -1])[0]
+
+
+A, B, C = [[letter] * 4 for letter in (1, 2, 3)]  # a block each
+
+
+def pool_of(count: int, size: int = 4, share: float = 1.0) -> BlockPool:
+    return BlockPool(count, size, share)
+
+
+def test_blocks_for_rounds_up() -> None:
+    pool = pool_of(1, size=4)
+    assert [pool.blocks_for(n) for n in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
+
+
+def test_a_table_has_room_for_every_token() -> None:
+    pool = pool_of(8)
+    table = opened(pool, [1] * 9)
+    assert len(table.blocks) == 3
+    assert (pool.used, pool.free) == (3, 5)
+    assert pool.grow(table, 12)
+    assert len(table.blocks) == 3
+    assert pool.grow(table, 13)
+    assert len(table.blocks) == 4
+    assert_sound(pool, [table])
+
+
+def test_too_little_room_takes_nothing() -> None:
+    pool = pool_of(3)
+    table = opened(pool, [1] * 8)
+    assert pool.open([2] * 5, []) is None
+    assert not pool.grow(table, 13)
+    assert pool.used == len(table.blocks) == 2
+    assert_sound(pool, [table])
+
+
+def test_the_longest_computed_prefix_is_found() -> None:
+    pool = pool_of(8)
+    blocks = cached(pool, A + B + C)
+    assert found(pool, A + B + C) == blocks
+    assert found(pool, A + B + A) == blocks[:2]
+    assert found(pool, B + C) == []  # the same tokens after another prefix
+    assert found(pool, A[:3] + B) == []
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (13, 3)])
+def test_the_last_token_is_never_matched(tokens: int, blocks: int) -> None:
+    pool = pool_of(8)
+    cached(pool, A + B + C)
+    assert len(pool.match((A + B + C + A)[:tokens])[0]) == blocks
+
+
+def test_only_full_and_computed_blocks_are_found() -> None:
+    pool = pool_of(8)
+    tokens = A + B + C
+    table = opened(pool, tokens)
+    for count in range(13):
+        pool.register(table, tokens, count)
+        assert found(pool, tokens) == table.blocks[: count // 4]
+
+
+def matched(pool: BlockPool, tokens: list[int]) -> tuple[list[int], bool]:
+    """And whether more of it is just being computed."""
+    blocks, awaited = pool.match(tokens)
+    return blocks, awaited is not None
+
+
+def test_what_is_being_computed_is_announced_until_it_is_there_or_given_up() -> None:
+    pool = pool_of(8)
+    tokens = [*A, *B, *C, 0]
+    table = opened(pool, tokens)
+    assert matched(pool, tokens) == ([], True)
+    assert matched(pool, A) == ([], False)  # its last token is wanted
+    assert matched(pool, B + A) == ([], False)
+    pool.register(table, tokens, 5)
+    assert matched(pool, tokens) == (table.blocks[:1], True)
+    assert matched(pool, [*A, *C, 0]) == (table.blocks[:1], False)
+    blocks = list(table.blocks)
+    pool.close(table)
+    assert matched(pool, tokens) == (blocks[:1], False)
+    assert_sound(pool, [])
+
+
+def test_what_was_generated_is_found_too() -> None:
+    pool = pool_of(8)
+    tokens = list(A)
+    table = opened(pool, tokens)
+    tokens += B
+    assert pool.grow(table, len(tokens))
+    pool.register(table, tokens, 7)
+    assert found(pool, tokens) == table.blocks[:1]
+    pool.register(table, tokens, 8)
+    assert found(pool, tokens) == table.blocks
+
+
+def test_a_matched_block_is_not_given_out_while_in_use() -> None:
+    pool = pool_of(3)
+    blocks = cached(pool, A)
+    assert pool.unused(blocks) == 1
+    first, second = opened(pool, [*A, 0]), opened(pool, [*A, 0])
+    assert pool.unused(blocks) == 0
+    assert first.blocks[0] == second.blocks[0] == blocks[0]
+    assert pool.free == 0
+    assert not pool.grow(first, 9)
+    pool.close(first)
+    assert pool.grow(second, 9)
+    assert second.blocks[0] == blocks[0]
+    assert found(pool, A) == blocks
+    assert_sound(pool, [second])
+
+
+def test_a_matched_block_that_nobody_used_counts_as_room_taken() -> None:
+    pool = pool_of(2)
+    blocks = cached(pool, A)
+    assert pool.open(A + B + C, blocks) is None
+    assert found(pool, A) == blocks
+    table = pool.open(A + B, blocks)
+    assert table is not None
+    assert pool.free == 0
+
+
+def test_least_recently_used_goes_first_and_tails_before_heads() -> None:
+    pool = pool_of(6)
+    cached(pool, A + B)
+    cached(pool, C + B)
+    cached(pool, B + A)
+    cached(pool, [*A, *B, 0])  # used again
+    left = []
+    table = opened(pool, [])
+    for count in range(1, 7):
+        assert pool.grow(table, 4 * count)
+        left.append("".join(str(len(found(pool, each))) for each in (A + B, C + B, B + A)))
+    # the odd block that held the last token goes first; it had taken the place of C's tail
+    assert left == ["212", "202", "201", "200", "100", "000"]
+
+
+def test_blocks_that_hold_nothing_of_use_go_before_cached_ones() -> None:
+    pool = pool_of(4)
+    cached(pool, A + B)
+    pool.close(opened(pool, [3] * 7))
+    opened(pool, [4] * 8)
+    assert len(found(pool, A + B)) == 2
+
+
+def test_used_blocks_that_hold_nothing_go_before_fresh_ones() -> None:
+    pool = pool_of(8)
+    first = opened(pool, [1] * 7)
+    blocks = sorted(first.blocks)
+    pool.close(first)
+    assert sorted(opened(pool, [2] * 7).blocks) == blocks
+
+
+def test_fresh_blocks_go_before_prefixes_until_a_share_of_all_has_been_used() -> None:
+    pool = pool_of(8, share=0.5)
+    used = {block for n in range(4) for block in cached(pool, [n] * 4)}
+    assert len(used) == 4
+    assert all(found(pool, [n] * 4) for n in range(4))
+    for n in range(4, 20):  # from here on the least recently used gives way
+        used.update(cached(pool, [n] * 4))
+        assert [m for m in range(20) if found(pool, [m] * 4)] == list(range(n - 3, n + 1))
+    assert len(used) == 4
+    assert_sound(pool, [])
+
+
+def test_beyond_the_share_fresh_blocks_are_used_when_all_others_are_in_use() -> None:
+    pool = pool_of(8, share=0.5)
+    cached(pool, A + B)
+    table = opened(pool, [0] * 16)
+    assert found(pool, A + B) == []  # its blocks went before the fifth
+    assert pool.grow(table, 32)
+    assert sorted(table.blocks) == list(range(8))
+    assert pool.free == 0
+    assert_sound(pool, [table])
+
+
+def test_tails_go_before_heads_within_the_share_too() -> None:
+    pool = pool_of(8, share=0.5)
+    cached(pool, A + B)
+    cached(pool, C + A)
+    cached(pool, B)
+    assert [len(found(pool, each)) for each in (A + B, C + A, B)] == [1, 2, 1]
+
+
+def test_room_for_drafts_goes_back_and_is_the_next_to_be_given_out() -> None:
+    pool = pool_of(5)
+    cached(pool, C + B)
+    table = opened(pool, A)
+    assert pool.grow(table, 9)
+    pool.trim(table, 4)
+    assert len(table.blocks) == 1
+    assert pool.free == 4
+    assert pool.grow(table, 9)
+    assert len(found(pool, C + B)) == 2
+    assert_sound(pool, [table])
+
+
+def test_trimming_keeps_room_for_the_tokens() -> None:
+    pool = pool_of(5)
+    table = opened(pool, A + B)
+    blocks = list(table.blocks)
+    for tokens in (20, 8, 7, 5):
+        pool.trim(table, tokens)
+        assert table.blocks == blocks
+
+
+def test_prefixes_computed_twice_are_kept_once() -> None:
+    pool = pool_of(8)
+    first = computed(pool, A + B)
+    second = pool.open(A + B + C, [])  # takes no prefix
+    assert second is not None
+    pool.register(second, A + B + C, 12)
+    assert found(pool, A + B + C) == [*first.blocks, second.blocks[2]]
+    blocks = [*first.blocks, second.blocks[2]]
+    pool.close(second)
+    pool.close(first)
+    assert found(pool, A + B + C) == blocks
+    assert_sound(pool, [])
+
+
+def test_a_promise_survives_another_who_computes_the_same() -> None:
+    pool = pool_of(8)
+    slow = opened(pool, [*A, *B, 0])
+    fast = pool.open([*A, *B, 0], [])
+    assert fast is not None
+    pool.register(fast, [*A, *B, 0], 9)
+    assert matched(pool, [*A, *B, 0]) == ([], True)
+    pool.close(fast)
+    assert_sound(pool, [slow])
+    pool.register(slow, [*A, *B, 0], 9)
+    assert found(pool, A + B) == slow.blocks[:2]
+    assert_sound(pool, [slow])
+
+
+def test_what_is_forgotten_is_not_found() -> None:
+    pool = pool_of(8)
+    table = computed(pool, A + B)
+    pool.forget(table)
+    assert found(pool, A + B) == []
+    assert pool.used == 2
+    pool.close(table)
+    again = computed(pool, A)
+    assert found(pool, A + B) == again.blocks
+    assert_sound(pool, [again])
+
+
+def test_what_others_use_is_not_forgotten() -> None:
+    pool = pool_of(8)
+    head = cached(pool, A)
+    broken = computed(pool, A + B)
+    other = opened(pool, [*A, 0])
+    pool.forget(broken)
+    pool.close(broken)
+    assert found(pool, A + B) == head
+    assert_sound(pool, [other])
+
+
+def test_choices_that_are_forgotten_one_after_another_leave_nothing() -> None:
+    pool = pool_of(8)
+    tables = [computed(pool, [*A, *B, choice]) for choice in range(3)]
+    for table in tables:
+        pool.forget(table)
+        pool.close(table)
+    assert found(pool, A + B) == []
+    assert_sound(pool, [])

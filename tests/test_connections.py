@@ -1,0 +1,283 @@
+"""Headers are bounded in bytes and in time, on real sockets; what is no HTTP gets the envelope."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from server.http import connections
+from server.http.connections import MAX_HEAD
+from tests.fakes import FakeRunner
+from tests.serving import Parser, Server, metric, read_answer, serving, wait_until
+
+START = b"GET /health HTTP/1.1\r\nHost: a\r\nX-Long: "
+END = b"\r\n\r\n"
+SHORT = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+POST = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\ntext"
+CHUNKED = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n4\r\ntext\r\n"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(FakeRunner) as server:
+        yield server
+
+
+def connect(server: Server) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return client
+
+
+def send_on(client: socket.socket, first: bytes, again: bytes) -> None:
+    """Send `again` without end, until the server says something."""
+    answered = threading.Event()
+
+    def send() -> None:
+        with contextlib.suppress(OSError):  # closed while we were sending
+            client.sendall(first)
+            while not answered.is_set():
+                client.sendall(again)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    assert client.recv(1, socket.MSG_PEEK)
+    answered.set()
+    thread.join(20)
+
+
+def assert_refused(client: socket.socket, status: int, code: str) -> None:
+    """One envelope, and then the end of the connection."""
+    client.settimeout(20)
+    response = http.client.HTTPResponse(client)
+    response.begin()
+    assert response.status == status
+    assert response.getheader("content-type") == "application/json"
+    assert response.getheader("connection") == "close"
+    error = json.loads(response.read())["error"]
+    assert error["code"] == code
+    assert set(error) == {"message", "type", "param", "code"}
+    assert client.recv(1) == b""
+    client.close()
+
+
+ENDLESS = {
+    "one line": (START, b"a" * 65_536),
+    "small pieces": (START, b"a" * 50),
+    "many lines": (START + b"b\r\n", b"A: b\r\n" * 500),
+    "a name": (START + b"b\r\n", b"a" * 999),
+    "spaces": (START + b"b\r\nA:", b" " * 999),
+    "the path": (b"GET /", b"a" * 999),
+    "empty lines": (b"\r\n", b"\r\n" * 500),
+}
+
+
+@pytest.mark.parametrize("shape", ENDLESS)
+def test_a_header_without_end_gets_431(server: Server, shape: str) -> None:
+    with connect(server) as client:
+        send_on(client, *ENDLESS[shape])
+        assert_refused(client, 431, "headers_too_large")
+
+
+def test_a_header_may_have_just_so_many_bytes(server: Server) -> None:
+    fits = b"a" * (MAX_HEAD - len(START) - len(END))
+    with connect(server) as client:
+        for _ in range(2):  # each request's header counts by itself
+            client.sendall(START + fits + END)
+            assert read_answer(client)[0] == 200
+        client.sendall(START + fits + b"a" + END)
+        assert_refused(client, 431, "headers_too_large")
+
+
+def test_a_header_of_just_so_many_bytes_may_come_before_its_body(server: Server) -> None:
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\nX-Long: "
+    with connect(server) as client:
+        client.sendall(head + b"a" * (MAX_HEAD - len(head) - len(END)) + END)
+        client.sendall(b"text")
+        assert read_answer(client)[0] == 200
+
+
+def test_a_header_is_counted_apart_from_the_body_it_came_with(server: Server) -> None:
+    body = b"a " * MAX_HEAD
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\nX-Long: " % len(body)
+    with connect(server) as client:
+        for _ in range(2):
+            client.sendall(head + b"a" * 60_000 + END + body)
+            assert read_answer(client)[0] == 200
+
+
+def test_a_later_request_of_a_connection_is_bounded_too(server: Server) -> None:
+    with connect(server) as client:
+        client.sendall(POST)
+        assert read_answer(client)[0] == 200
+        send_on(client, START, b"a" * 4096)
+        assert_refused(client, 431, "headers_too_large")
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [b"4;extension=" + b"a" * 4096, b"0" * 4096, b"0\r\nTrailer: " + b"a" * 4096],
+    ids=["chunk extension", "chunk size", "trailer"],
+)
+def test_what_stands_between_chunks_is_bounded(server: Server, endless: bytes) -> None:
+    with connect(server) as client:
+        send_on(client, CHUNKED + endless, endless[-4096:])
+        assert client.recv(13) in (b"HTTP/1.1 431 ", b"HTTP/1.1 400 ")
+
+
+def test_health_answers_while_a_connection_sends_header_without_end(server: Server) -> None:
+    stop = threading.Event()
+
+    def flood() -> None:
+        while not stop.is_set():
+            with connect(server) as client:
+                send_on(client, START, b"a" * 65_536)
+
+    threads = [threading.Thread(target=flood) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(20):
+            assert httpx.get(server.url + "/health", timeout=2).status_code == 200
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(20)
+
+
+def test_an_answer_under_way_is_not_written_into() -> None:
+    runner = FakeRunner()
+    with serving(lambda: runner) as server, connect(server) as client:
+        runner.gate.clear()
+        client.sendall(POST)
+        assert runner.entered.acquire(timeout=10)
+        client.sendall(START + b"a" * MAX_HEAD)
+        assert client.recv(1) == b""
+        runner.gate.set()
+
+
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+def test_a_header_that_does_not_arrive_in_time_gets_408(http: Parser) -> None:
+    with serving(FakeRunner, body_timeout_s=1, http=http) as server:
+        first, later, idle = (connect(server) for _ in range(3))
+        first.sendall(b"GET /health HT")
+        later.sendall(POST)
+        assert read_answer(later)[0] == 200
+        later.sendall(b"G")
+        assert_refused(first, 408, "header_timeout")
+        assert_refused(later, 408, "header_timeout")
+        with idle:  # where nothing was asked, there is no answer
+            assert idle.recv(1) == b""
+        assert metric(server, 'onequeue_requests_total{endpoint="other",status="408"}') == 2
+
+
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+def test_a_byte_now_and_then_does_not_keep_a_connection(http: Parser) -> None:
+    with serving(FakeRunner, body_timeout_s=1, http=http) as server, connect(server) as client:
+        client.sendall(START)
+        client.settimeout(0.01)
+        for _ in range(1000):
+            client.sendall(b"a")
+            with contextlib.suppress(TimeoutError):
+                assert client.recv(13) == b"HTTP/1.1 408 "
+                return
+        raise AssertionError("it was kept")
+
+
+def test_a_body_that_nobody_reads_any_more_does_not_keep_a_connection() -> None:
+    late = serving(FakeRunner, body_timeout_s=1, api_keys=("key",))
+    with late as server, connect(server) as client:
+        client.sendall(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4000\r\n\r\n")
+        assert read_answer(client)[0] == 401
+        client.sendall(b"a")
+        assert client.recv(13) in (b"", b"HTTP/1.1 408 ")
+
+
+def test_a_request_that_takes_long_is_not_late() -> None:
+    runner = FakeRunner()
+    with serving(lambda: runner, body_timeout_s=1) as server, connect(server) as client:
+        runner.gate.clear()
+        client.sendall(POST)
+        assert runner.entered.acquire(timeout=10)
+        with connect(server) as other:  # closed after as long as the first would be
+            assert other.recv(1) == b""
+        runner.gate.set()
+        assert read_answer(client)[0] == 200
+
+
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+def test_what_is_no_http_gets_the_envelope(http: Parser) -> None:
+    with serving(FakeRunner, http=http) as server:
+        for malformed in (b"\x16\x03\x01\r\n\r\n", b"GET / HTTP/1.1\r\nHost : a\r\n\r\n"):
+            with connect(server) as client:
+                client.sendall(malformed)
+                assert_refused(client, 400, "invalid_request")
+        with connect(server) as client:
+            client.sendall(CHUNKED + b"not a size\r\n")
+            assert_refused(client, 400, "invalid_request")
+
+
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+def test_a_refused_connection_is_closed_though_the_client_is_not(
+    http: Parser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "LINGER_S", 0.01)
+    with serving(FakeRunner, http=http) as server:
+        for sent in (b"\x16\x03\x01\r\n\r\n", CHUNKED + b"not a size\r\n"):
+            with connect(server) as client:
+                client.sendall(sent)
+                assert read_answer(client)[0] == 400
+                wait_until(lambda: not server.uvicorn.server_state.connections)
+
+
+def test_requests_behind_one_that_is_answered_are_bounded(server: Server) -> None:
+    """Each answer makes room for what has come; what nobody waits for ends with the connection."""
+    with connect(server) as client, contextlib.suppress(OSError):
+        for _ in range(20):
+            client.sendall(SHORT * 500)
+        while client.recv(1 << 16):
+            pass
+    with connect(server) as client:
+        client.sendall(SHORT * 50)
+        answers = b""
+        while answers.count(b"HTTP/1.1 200 OK") < 50:
+            answers += client.recv(1 << 16)
+
+
+def test_who_waits_to_be_told_to_go_on_and_sends_nonsense_is_no_bug(server: Server) -> None:
+    before = metric(server, 'onequeue_errors_total{kind="internal"}')
+    expecting = CHUNKED.replace(b"Host: a", b"Host: a\r\nExpect: 100-continue")
+    with connect(server) as client:
+        client.sendall(expecting.partition(b"4\r\n")[0] + b"no size\r\n")
+        assert read_answer(client)[0] == 400
+    wait_until(lambda: metric(server, "onequeue_queue_depth") == 0)
+    assert metric(server, 'onequeue_errors_total{kind="internal"}') == before
+
+
+def test_a_client_that_is_still_sending_gets_to_its_answer(server: Server) -> None:
+    """Closed with unread bytes, a connection is reset, and the answer with it."""
+    with connect(server) as client:
+        client.sendall(START + b"a" * 20_000_000)
+        assert_refused(client, 431, "headers_too_large")
+
+
+def test_apps_of_others_keep_uvicorns_protocol(server: Server) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("it is not called")
+
+    async def protocol() -> type[asyncio.Protocol]:
+        config = uvicorn.Config(app, http="httptools")
+        config.load()
+        return type(HttpToolsProtocol(config=config, server_state=ServerState(), app_state={}))
+
+    assert asyncio.run(protocol()) is HttpToolsProtocol

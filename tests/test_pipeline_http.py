@@ -1,0 +1,369 @@
+"""What `POST /` promises over a real socket, with a runner without a model."""
+
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from batching.errors import InvalidInput
+from batching.request_queue import WorkItem
+from server.http.body import Patience
+from tests.fakes import FakeRunner
+from tests.serving import Server, metric, read_answer, serving, wait_until
+
+FORM = {"content-type": "application/x-www-form-urlencoded"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(FakeRunner, max_body_mb=1.0, max_queue_size=8) as made:
+        yield made
+
+
+def error_of(response: httpx.Response) -> dict[str, str]:
+    """The envelope, checked for its promises."""
+    assert response.headers["content-type"] == "application/json"
+    assert len(response.content) < 32_000
+    document = response.json()
+    assert set(document) == {"error"}
+    assert set(document["error"]) == {"message", "type", "param", "code"}
+    for internal in ("Traceback", ".py", "Error(", "batching.", "site-packages"):
+        assert internal not in response.text
+    error: dict[str, str] = document["error"]
+    return error
+
+
+def test_raw_text_is_answered_with_timings(server: Server) -> None:
+    response = httpx.post(server.url, content="hello there")
+    assert response.status_code == 200
+    assert response.json() == {"echo": "hello there"}
+    assert response.headers["x-batch-size"] == "1"
+    names = [part.split(";")[0] for part in response.headers["server-timing"].split(", ")]
+    assert names == ["queue", "batch", "model"]
+    durations = [float(p.split("dur=")[1]) for p in response.headers["server-timing"].split(", ")]
+    assert all(duration >= 0 for duration in durations)
+
+
+def test_curls_own_content_type_counts_as_raw_text(server: Server) -> None:
+    for body in ("a=b", "{a}", '{"input": "a"}', '{"inputs": [mask]}', '"inputs"'):
+        assert httpx.post(server.url, content=body, headers=FORM).json() == {"echo": body}
+
+
+def test_curls_own_content_type_may_be_json(server: Server) -> None:
+    one = httpx.post(server.url, content=' {"inputs": "a"}', headers=FORM)
+    assert one.json() == {"echo": "a"}
+    body = '{"inputs": ["a", "b"], "parameters": {"top_k": 1}}'
+    several = httpx.post(server.url, content=body, headers=FORM)
+    assert several.json() == [{"echo": "a"}, {"echo": "b"}]
+    wrong = httpx.post(server.url, content='{"inputs": "a", "parameters": 3}', headers=FORM)
+    assert error_of(wrong)["param"] == "parameters"
+
+
+class Anything(FakeRunner):
+    """Takes what is no text, too."""
+
+    def prepare(self, item: WorkItem) -> None:
+        if item.payload.inputs == b"refused":
+            raise InvalidInput("this is refused", "inputs")
+        item.prepared = str(item.payload.inputs)
+
+
+def test_a_file_without_its_line_breaks_is_told_of_curls_other_flag() -> None:
+    with serving(Anything, pipeline_task="image-classification") as server:
+        for media, hinted in ((FORM, True), ({"content-type": "image/png"}, False)):
+            answer = httpx.post(server.url, content=b"refused", headers=media)
+            assert answer.status_code == 400
+            assert ("--data-binary" in error_of(answer)["message"]) is hinted
+        assert httpx.post(server.url, content=b"fine", headers=FORM).status_code == 200
+        broken = httpx.post(server.url, content=b'{"inputs": ', headers=FORM)
+        assert "not valid JSON" in error_of(broken)["message"]
+
+
+def test_a_form_is_json_for_a_task_that_takes_nothing_else() -> None:
+    with serving(Anything, pipeline_task="table-question-answering") as server:
+        answer = httpx.post(server.url, content='{"inputs": {"query": "a"}}', headers=FORM)
+        assert answer.json() == {"echo": "{'query': 'a'}"}
+        for body in ('{"query": "a"}', '{"inputs"', "a"):
+            assert httpx.post(server.url, content=body, headers=FORM).status_code == 400
+
+
+def test_json_form_with_one_input_and_with_several(server: Server) -> None:
+    assert httpx.post(server.url, json={"inputs": "a"}).json() == {"echo": "a"}
+    many = httpx.post(server.url, json={"inputs": ["a", "b", "c"]})
+    assert many.json() == [{"echo": "a"}, {"echo": "b"}, {"echo": "c"}]
+    assert httpx.post(server.url, json={"inputs": ["a"]}).json() == {
+        "echo": "a"
+    }  # as fill-mask does
+
+
+@pytest.mark.parametrize(
+    ("body", "media", "status", "param", "says"),
+    [
+        (b"", "text/plain", 400, "inputs", "empty"),
+        (b"\xff\xfe", "text/plain", 400, "inputs", "UTF-8"),
+        (b"{", "application/json", 400, None, "not valid JSON"),
+        (b"\xff", "application/json", 400, None, "not valid JSON"),
+        (b"[]", "application/json", 400, None, "object"),
+        (b'"text"', "application/json", 400, None, "object"),
+        (b"{}", "application/json", 400, "inputs", "inputs"),
+        (b'{"inputs": []}', "application/json", 400, "inputs", "1 to 8"),
+        (b'{"inputs": "a", "parameters": 3}', "application/json", 400, "parameters", "object"),
+        (
+            b'{"inputs": "a", "parameters": {"trust_remote_code": true}}',
+            "application/json",
+            400,
+            "parameters.trust_remote_code",
+            "it takes: targets, top_k",
+        ),
+        (
+            b'{"inputs": "a", "parameters": {"top_k": "x"}}',
+            "application/json",
+            400,
+            "parameters.top_k",
+            "whole number",
+        ),
+        (b"refused", "text/plain", 400, "inputs", "this text is refused"),
+        (b"x", "image/png", 415, None, "text/"),
+        (b"x", "multipart/form-data", 415, None, "raw bytes"),
+        (b"x" * 1_000_001, "text/plain", 413, None, "larger than 1 MB"),
+        (b'{"inputs": [' + b'"a",' * 9 + b'"a"]}', "application/json", 400, "inputs", "1 to 8"),
+        (b'{"inputs": ["a", "refused"]}', "application/json", 400, "inputs[1]", "is refused"),
+        (b"bad", "text/plain", 500, None, "the model failed on this input"),
+        (b"unfinished", "text/plain", 500, None, "could not be processed"),
+    ],
+)
+def test_bad_use_gets_an_envelope_that_says_what_to_do(
+    server: Server,
+    body: bytes,
+    media: str,
+    status: int,
+    param: str | None,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("server.http.body.LINGER_S", 3600)  # no answer waits for it
+    started = time.process_time()  # ours alone: the machine may have more to do
+    response = httpx.post(server.url, content=body, headers={"content-type": media})
+    assert time.process_time() - started < 1
+    assert response.status_code == status
+    error = error_of(response)
+    assert error["param"] == param
+    assert says in error["message"]
+    assert httpx.post(server.url, content="fine").status_code == 200
+
+
+def test_unknown_route_and_method(server: Server) -> None:
+    missing = httpx.get(server.url + "/nope")
+    assert missing.status_code == 404
+    error_of(missing)
+    wrong = httpx.put(server.url + "/", content="x")
+    assert wrong.status_code == 405
+    assert wrong.headers["allow"] == "POST"
+    error_of(wrong)
+
+
+class Slow:
+    """A client that has sent the first letter of a body of five, and what its server does.
+
+    The server's clock stands still until it is told how much time has passed.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
+        self.now = time.monotonic()
+        self.progressed, self.looked = threading.Semaphore(0), threading.Semaphore(0)
+        slow = self
+
+        class Watched(Patience):
+            def progress(self) -> None:
+                super().progress()
+                slow.progressed.release()
+
+            def _look(self) -> None:
+                super()._look()
+                slow.looked.release()
+
+        monkeypatch.setattr("server.http.body.Patience", Watched)
+        monkeypatch.setattr("server.http.body.time", SimpleNamespace(monotonic=lambda: self.now))
+        self.client = socket.create_connection(("127.0.0.1", server.port))
+        self.client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nh")
+        assert self.progressed.acquire(timeout=60)
+
+    def send(self, letter: bytes) -> None:
+        self.client.sendall(letter)
+        assert self.progressed.acquire(timeout=60)
+
+    def wait(self, seconds: float) -> None:
+        """Time passes, and the server takes notice."""
+        self.now += seconds
+        while self.looked.acquire(blocking=False):
+            pass
+        for _ in range(2):  # the first may have looked at the clock before
+            assert self.looked.acquire(timeout=60)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
+    with serving(FakeRunner, body_timeout_s=0.05) as server:
+        made = Slow(monkeypatch, server)
+        with made.client:
+            yield made
+
+
+def test_a_body_that_stops_arriving_gets_408(slow: Slow) -> None:
+    slow.wait(0.049)
+    assert not select.select([slow.client], [], [], 0)[0]
+    slow.now += 0.002
+    status, answer = read_answer(slow.client)
+    assert status == 408
+    assert b"body_timeout" in answer
+
+
+def test_a_slow_body_that_makes_progress_is_served(slow: Slow) -> None:
+    for letter in (b"e", b"l", b"l"):
+        slow.wait(0.04)  # together above the limit
+        slow.send(letter)
+    slow.wait(0.04)
+    slow.client.sendall(b"o")
+    assert read_answer(slow.client) == (200, b'{"echo":"hello"}')
+
+
+def test_a_large_body_with_expect_is_refused_before_it_is_sent(server: Server) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(
+            b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5000000\r\nExpect: 100-continue\r\n\r\n"
+        )
+        assert read_answer(client)[0] == 413
+
+
+def test_request_id_is_echoed_or_made(server: Server) -> None:
+    echoed = httpx.post(server.url, content="x", headers={"X-Request-Id": "abc-1"})
+    assert echoed.headers["x-request-id"] == "abc-1"
+    made = {httpx.post(server.url, content="x").headers["x-request-id"] for _ in range(3)}
+    assert len(made) == 3
+    long = httpx.post(server.url, content="x", headers={"X-Request-Id": "a" * 1000})
+    assert long.headers["x-request-id"] != "a" * 1000
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "abc", "1.5", "9" * 30, "0001" + "0" * 400])
+def test_timeout_header_must_be_a_number(server: Server, value: str) -> None:
+    response = httpx.post(server.url, content="x", headers={"X-Request-Timeout-Ms": value})
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "X-Request-Timeout-Ms"
+
+
+def test_keys_and_origins() -> None:
+    with serving(
+        FakeRunner, api_keys=("one", "two"), cors_origins=("https://a.example",)
+    ) as server:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic one"}):
+            refused = httpx.post(server.url, content="x", headers=headers)
+            assert refused.status_code == 401
+            assert error_of(refused)["code"] == "invalid_api_key"
+        for key in ("one", "two"):
+            headers = {"Authorization": f"Bearer {key}", "Origin": "https://a.example"}
+            response = httpx.post(server.url, content="x", headers=headers)
+            assert response.status_code == 200
+            assert response.headers["access-control-allow-origin"] == "https://a.example"
+        assert httpx.get(server.url + "/health").status_code == 200
+        preflight = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+        assert httpx.options(server.url, headers=preflight).status_code == 200
+        preflight["Origin"] = "https://b.example"
+        error_of(httpx.options(server.url, headers=preflight))
+        refused = httpx.post(server.url, content="x", headers={"Origin": "https://a.example"})
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == "https://a.example"
+
+
+def test_a_long_list_does_not_hold_up_others() -> None:
+    with serving(FakeRunner) as server, ThreadPoolExecutor(1) as pool:
+        body = b'{"inputs": [' + b'"a",' * 5_000_000 + b'"a"]}'
+        headers = {"content-type": "application/json"}
+        long = pool.submit(httpx.post, server.url, content=body, headers=headers, timeout=60)
+        slowest = 0.0
+        while not long.done():
+            started = time.process_time()  # ours alone: the machine may have more to do
+            assert httpx.get(server.url + "/health").status_code == 200
+            slowest = max(slowest, time.process_time() - started)
+        assert long.result().status_code == 400
+        assert slowest < 2
+
+
+def test_our_own_mistake_is_an_envelope_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(FakeRunner) as server:
+        monkeypatch.setattr(server.engine, "submit", None)
+        response = httpx.post(server.url, content="x")
+        assert response.status_code == 500
+        assert error_of(response)["code"] == "internal"
+
+
+def test_debug_shows_internals_and_only_debug_does() -> None:
+    with serving(FakeRunner, debug=True) as server:
+        assert "bad text" in httpx.post(server.url, content="bad").json()["error"]["message"]
+    with serving(FakeRunner) as server:
+        assert "bad text" not in httpx.post(server.url, content="bad").text
+
+
+def test_metrics_count_requests_batches_and_errors(server: Server) -> None:
+    before = metric(server, 'onequeue_requests_total{endpoint="/",status="200"}')
+    errors = metric(server, 'onequeue_errors_total{kind="item_failed"}')
+    httpx.post(server.url, content="x")
+    httpx.post(server.url, content="bad")
+    assert metric(server, 'onequeue_requests_total{endpoint="/",status="200"}') == before + 1
+    assert metric(server, 'onequeue_errors_total{kind="item_failed"}') == errors + 1
+    assert metric(server, "onequeue_queue_depth") == 0
+    assert metric(server, "onequeue_batch_size_count") > 0
+    text = httpx.get(server.url + "/metrics").text
+    for name in ("queue_wait_seconds", "batch_tokens", "padding_share", "forward_seconds"):
+        assert f"onequeue_{name}" in text
+    assert 'onequeue_build_info{python="' in text
+    assert 'task="fill-mask"' in text
+
+
+def test_a_failed_warm_up_is_said_on_ready_and_turns_health_red() -> None:
+    runner = FakeRunner()
+    runner.healthy = False
+    with serving(lambda: runner, ready=False) as server:
+        wait_until(lambda: server.engine.failure is not None)
+        response = httpx.get(server.url + "/ready")
+        assert response.status_code == 503
+        assert "failed on its warm-up input" in error_of(response)["message"]
+        assert httpx.get(server.url + "/health").status_code == 503
+        assert httpx.post(server.url, content="x").status_code == 503
+
+
+def test_a_model_that_cannot_be_loaded_is_named_on_ready(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')  # and no weights
+    task = "fill-mask"
+    with serving(pipeline_model=str(tmp_path), pipeline_task=task, ready=False) as server:
+        wait_until(lambda: server.engine.failure is not None, 300)
+        response = httpx.get(server.url + "/ready")
+        assert response.status_code == 503
+        assert f"'{tmp_path}' could not be loaded for fill-mask" in response.text
+        assert httpx.get(server.url + "/health").status_code == 503
+
+
+def test_health_answers_while_loading() -> None:
+    gate = threading.Event()
+
+    def load() -> FakeRunner:
+        assert gate.wait(60)
+        return FakeRunner()
+
+    with serving(load, ready=False) as server:
+        assert httpx.get(server.url + "/health").status_code == 200
+        loading = httpx.get(server.url + "/ready")
+        assert loading.status_code == 503
+        assert "loading" in error_of(loading)["message"]
+        refused = httpx.post(server.url, content="x")
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) >= 1
+        gate.set()
+        wait_until(lambda: httpx.get(server.url + "/ready").status_code == 200)
+        assert httpx.post(server.url, content="x").status_code == 200

@@ -1,0 +1,66 @@
+"""Prompts in a step: as many as streams can bear, learned from times with noise."""
+
+import random
+
+import pytest
+
+from worker.generation.prefill_budget import LEAST, LONGER_S, MOST, Pace
+
+DECODE_S = 0.1
+ROWS = 16
+
+
+def taught(token_s: float, chance: random.Random, steps: int = 60) -> Pace:
+    """By its own steps, one in three without a prompt."""
+    pace = Pace("cpu")
+    for number in range(steps):
+        prompt = 0 if number % 3 == 2 else pace.prompt_tokens(streaming=True)
+        seconds = (DECODE_S + prompt * token_s) * chance.uniform(0.9, 1.2)
+        pace.learn(prompt, ROWS, seconds)
+    return pace
+
+
+def test_while_nobody_streams_a_step_takes_the_most() -> None:
+    pace = taught(0.005, random.Random(0))
+    assert pace.prompt_tokens(streaming=False) == MOST["cpu"]
+    assert Pace("cuda").prompt_tokens(streaming=True) == MOST["cuda"], "nothing is known yet"
+
+
+@pytest.mark.parametrize("token_s", [0.001, 0.003, 0.006])
+@pytest.mark.parametrize("seed", range(5))
+def test_prompts_make_a_step_longer_by_what_is_allowed(token_s: float, seed: int) -> None:
+    tokens = taught(token_s, random.Random(seed)).prompt_tokens(streaming=True)
+    assert 0.7 < tokens * token_s / LONGER_S < 1.2
+
+
+@pytest.mark.parametrize(("token_s", "tokens"), [(1.0, LEAST), (1e-6, MOST["cpu"])])
+def test_there_is_a_least_and_a_most(token_s: float, tokens: int) -> None:
+    assert taught(token_s, random.Random(0)).prompt_tokens(streaming=True) == tokens
+
+
+def test_one_slow_step_is_forgotten() -> None:
+    pace = taught(0.005, random.Random(1))
+    usual = pace.prompt_tokens(streaming=True)
+    pace.learn(usual, ROWS, 5.0)
+    assert pace.prompt_tokens(streaming=True) == LEAST
+    for _ in range(12):
+        tokens = pace.prompt_tokens(streaming=True)
+        pace.learn(tokens, ROWS, DECODE_S + tokens * 0.005)
+    assert pace.prompt_tokens(streaming=True) > 0.9 * usual
+
+
+def test_a_slow_first_step_is_forgotten() -> None:
+    """It would be the only one to teach, did the others not count because they are smaller."""
+    pace = Pace("cpu")
+    pace.learn(MOST["cpu"], 0, 5.0)
+    for number in range(40):
+        tokens = pace.prompt_tokens(streaming=True) * (number % 2)
+        pace.learn(tokens, ROWS, DECODE_S + tokens * 0.003)
+    assert pace.prompt_tokens(streaming=True) > 0.9 * LONGER_S / 0.003
+
+
+def test_a_steps_last_few_prompt_tokens_teach_nothing() -> None:
+    pace = taught(0.005, random.Random(2))
+    usual = pace.prompt_tokens(streaming=True)
+    pace.learn(1, ROWS, DECODE_S + 0.2)
+    assert pace.prompt_tokens(streaming=True) == usual

@@ -1,0 +1,456 @@
+from collections import Counter
+from collections.abc import Sequence as Several
+from typing import Any
+
+import pytest
+
+from batching import scheduler
+from batching.block_pool import BlockPool
+from batching.scheduler import FEW, PROJECTED, RESERVE, Chunk, ContinuousScheduler, Sequence
+from tests.scheduling import Simulation, assert_sound
+
+
+@pytest.mark.parametrize("group", range(10))
+def test_whatever_happens_each_sequence_ends_as_if_it_were_alone(
+    group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "PROJECTED", 7)
+    monkeypatch.setattr(scheduler, "FEW", 2)
+    seen: Counter[str] = Counter()
+    for seed in range(210 * group, 210 * (group + 1)):
+        simulation = Simulation(seed)
+        try:
+            simulation.play()
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+        seen += simulation.seen
+    assert seen["drafted"] > seen["drafts right"] > 100  # and all of it did happen
+    for event in ("preempted", "cached", "chunked", "awaiting a prefix"):
+        assert seen[event] > 100
+    assert seen["gave way"] > 2
+    assert seen["rested"] > 3
+    for event in ("cancelled", "broken"):
+        assert seen[f"{event} while running"] > 10
+        assert seen[f"{event} while waiting"] > 10
+
+
+def scheduler_of(blocks: int, size: int = 4, max_running: int = 64) -> ContinuousScheduler:
+    return ContinuousScheduler(BlockPool(blocks, size), max_running)
+
+
+def arriving(
+    scheduler: ContinuousScheduler, *prompts: Several[int], reuse: bool = True
+) -> list[Sequence]:
+    made = [Sequence(None, prompt, reuse) for prompt in prompts]
+    for sequence in made:
+        scheduler.add(sequence)
+    return made
+
+
+def step(scheduler: ContinuousScheduler, budget: int = 1000) -> dict[Sequence, Chunk]:
+    chunks = scheduler.schedule(budget)
+    for chunk in chunks:
+        scheduler.advance(chunk, [7] if chunk.reaches_end else [])
+    return {chunk.sequence: chunk for chunk in chunks}
+
+
+def finish(scheduler: ContinuousScheduler, sequence: Sequence) -> None:
+    while not sequence.table or sequence.computed < sequence.prompt_len:
+        step(scheduler)
+    scheduler.remove(sequence)
+
+
+def fresh(count: int, since: int = 1000) -> list[int]:
+    return list(range(since, since + count))
+
+
+def test_a_shared_prefix_is_computed_once_for_all_who_arrive_at_once() -> None:
+    s = scheduler_of(1000, size=16)
+    prefix = fresh(2000)
+    sequences = arriving(s, *([*prefix, *fresh(5, since=10 * n)] for n in range(16)))
+    computed = 0
+    while any(each.computed < 2005 for each in sequences):
+        computed += sum(chunk.count for chunk in step(s, budget=512).values())
+    assert computed < 2005 + 15 * 5 + 16 * 5  # the rest are a few tokens generated meanwhile
+    assert [each.cached for each in sequences] == [0] + [2000] * 15
+    assert s.pool.used == 125 + 16
+
+
+def test_equal_prompts_are_prefilled_once() -> None:
+    s = scheduler_of(100)
+    sequences = arriving(s, *[fresh(18)] * 8)
+    assert list(step(s)) == sequences[:1]
+    chunks = step(s)
+    assert [chunks[each].start for each in sequences] == [18] + [16] * 7
+    assert [each.cached for each in sequences] == [0] + [16] * 7
+
+
+def test_a_prompt_that_goes_on_after_another_waits_for_the_whole_of_it() -> None:
+    s = scheduler_of(100)
+    first, second = arriving(s, fresh(8), fresh(11))
+    step(s, budget=6)
+    assert list(step(s)) == [first]
+    assert step(s)[second].start == 8
+
+
+@pytest.mark.parametrize(("length", "cached"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (20, 16)])
+def test_the_last_token_of_a_prompt_is_always_computed(length: int, cached: int) -> None:
+    s = scheduler_of(100)
+    finish(s, *arriving(s, fresh(20)))
+    (again,) = arriving(s, fresh(length))
+    chunk = step(s)[again]
+    assert again.cached == chunk.start == cached
+    assert chunk.start + chunk.count == length
+
+
+def test_a_conversation_finds_its_earlier_turns() -> None:
+    s = scheduler_of(100)
+    (first,) = arriving(s, fresh(6))
+    for _ in range(12):
+        step(s)
+    s.remove(first)
+    (second,) = arriving(s, [*first.tokens, *fresh(3, since=0)])
+    step(s)
+    assert second.cached == 16  # of 6 given and 11 that were generated and computed
+
+
+def test_others_pass_by_those_who_wait_for_a_prefix() -> None:
+    s = scheduler_of(100)
+    first, second = arriving(s, *[fresh(18)] * 2)
+    (other,) = arriving(s, fresh(3, since=0))
+    assert list(step(s)) == [first, other]
+    assert second in step(s)
+
+
+def test_nobody_takes_the_place_of_those_who_wait_for_a_prefix() -> None:
+    s = scheduler_of(100, max_running=3)
+    first, second = arriving(s, *[fresh(18)] * 2)
+    other, late = arriving(s, [0], [1])
+    assert list(step(s)) == [first, other]
+    assert set(step(s)) == {first, second, other}
+    assert s.waiting == [late]
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_a_prefix_that_is_given_up_is_computed_by_the_next(reuse: bool) -> None:
+    s = scheduler_of(100)
+    (first,) = arriving(s, fresh(18), reuse=reuse)
+    second, third = arriving(s, *[fresh(18)] * 2)
+    step(s, budget=6)
+    assert (first.computed, second.table, third.table) == (6, None, None)
+    s.remove(first)
+    assert list(step(s)) == [second]
+    assert (second.cached, third.table) == (4, None)
+    step(s)
+    assert third.cached == 16
+
+
+def test_who_takes_no_prefix_computes_all_and_leaves_the_cache_as_it_is() -> None:
+    s = scheduler_of(100)
+    finish(s, *arriving(s, fresh(20)))
+    before = s.pool.match(fresh(20))
+    (sequence,) = arriving(s, fresh(20), reuse=False)
+    starts = []
+    while sequence.computed < 20:
+        starts.append(step(s, budget=7)[sequence].start)
+    assert starts == [0, 7, 14]
+    assert sequence.cached == 0
+    assert s.pool.match(fresh(20)) == before
+    s.remove(sequence)
+    assert s.pool.match(fresh(20)) == before
+
+
+def test_prompts_whose_log_probabilities_are_wanted_come_in_small_chunks() -> None:
+    s = scheduler_of(1000)
+    (sequence,) = arriving(s, fresh(PROJECTED + 1), reuse=False)
+    assert step(s)[sequence].count == PROJECTED
+    assert step(s)[sequence].count == 1
+
+
+def test_long_prompts_come_in_chunks_beside_running_streams() -> None:
+    s = scheduler_of(1000)
+    streams = arriving(s, [1], [2])
+    step(s)
+    (long,) = arriving(s, fresh(100))
+    for turn in range(4):
+        chunks = step(s, budget=25)
+        assert (chunks[long].start, chunks[long].count) == (25 * turn, 25)
+        assert all(chunks[each].count == 1 for each in streams)
+    assert long.tokens[100:] == [7]
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    s = scheduler_of(1000, size=100)
+    (long,) = arriving(s, fresh(30_000))
+    step(s, budget=512)
+    (short,) = arriving(s, fresh(20, since=50_000))
+    chunks = step(s, budget=512)
+    assert {each: chunk.count for each, chunk in chunks.items()} == {long: 492, short: 20}
+
+
+def test_short_prompts_do_not_wait_behind_several_long_ones() -> None:
+    s = scheduler_of(3000, size=100)
+    longs = arriving(s, *(fresh(30_000, since=100_000 * n) for n in (3, 1, 2)))
+    (short,) = arriving(s, fresh(300))
+    step(s, budget=512)
+    step(s, budget=512)
+    assert short.tokens[300:] == [7]
+    assert longs[0].computed >= 512
+
+
+def test_a_stream_of_short_prompts_does_not_hold_up_a_long_one() -> None:
+    s = scheduler_of(4000, size=10, max_running=10_000)
+    (long,) = arriving(s, fresh(10_000))
+    for turn in range(40):
+        assert long.computed == 256 * turn
+        newcomers = arriving(s, *(fresh(100, since=100_000 + 1000 * turn + n) for n in range(9)))
+        step(s, budget=512)
+        for each in newcomers:
+            s.remove(each)
+    assert long.tokens[10_000:] == [7]
+
+
+def test_of_equal_prompts_the_oldest_comes_first() -> None:
+    s = scheduler_of(1000)
+    first, second, third = arriving(s, *(fresh(30, since=100 * n) for n in range(3)))
+    chunks = step(s, budget=40)
+    assert {each: chunk.count for each, chunk in chunks.items()} == {first: 30, second: 10}
+    assert s.running == [first, second, third]
+    assert s.starved
+    step(s, budget=60)
+    assert not s.starved
+
+
+# ── in the background ──
+
+
+def in_background(scheduler: ContinuousScheduler, *prompts: Several[int]) -> list[Sequence]:
+    made = [Sequence(None, prompt, background=True) for prompt in prompts]
+    for sequence in made:
+        scheduler.add(sequence)
+    return made
+
+
+def test_background_work_waits_for_all_other_but_its_oldest() -> None:
+    s = scheduler_of(100, max_running=3)
+    oldest, *rest = in_background(s, [1], [2], [3])
+    newcomers = arriving(s, [4], [5])
+    assert list(step(s)) == [oldest, *newcomers]
+    assert s.waiting == rest
+    assert not s.starved  # those that do not wait for anybody do not count
+
+
+def test_beside_others_most_of_the_background_rests() -> None:
+    s = scheduler_of(1000)
+    behind = in_background(s, *([n] for n in range(50)))
+    assert len(step(s)) == 50
+    newcomers = arriving(s, [100])
+    chunks = step(s)
+    assert set(chunks) == {*behind[:FEW], *newcomers}
+    newcomers += arriving(s, *([n] for n in range(101, 120)))
+    step(s)
+    chunks = step(s)
+    assert set(chunks) == {*behind[: 1 + 21], *newcomers}  # the oldest is one of the others
+    assert s.preempted == 0
+    for each in newcomers:
+        s.remove(each)
+    assert set(step(s)) == set(behind)
+
+
+def test_background_work_gives_its_place_to_a_newcomer() -> None:
+    s = scheduler_of(100, max_running=3)
+    oldest, second, third = in_background(s, [1], [2], [3])
+    step(s)
+    (newcomer,) = arriving(s, [4])
+    assert list(step(s)) == [oldest, second, newcomer]
+    assert (s.preempted, s.waiting) == (1, [third])
+    arriving(s, [5], [6])
+    step(s)
+    assert second in s.waiting
+    assert oldest in s.running
+    assert s.starved
+
+
+def test_background_work_gives_its_blocks_to_a_newcomer() -> None:
+    s = scheduler_of(10)
+    oldest, second = in_background(s, fresh(8), fresh(20, since=0))
+    step(s)
+    (newcomer,) = arriving(s, fresh(20, since=2000))
+    assert set(step(s)) == {oldest, newcomer}
+    assert s.waiting == [second]
+
+
+def test_background_work_is_put_back_before_younger_sequences() -> None:
+    s = scheduler_of(7)
+    arriving(s, fresh(4))
+    _, second = in_background(s, [1], fresh(8, since=0))
+    step(s)
+    (young,) = arriving(s, fresh(4, since=2000))
+    step(s)
+    assert (second.table is None, young.table is None) == (False, False)
+    step(s)  # the young one needs a second block
+    assert second.table is None
+    assert young.table
+
+
+def test_prompts_in_the_background_get_what_others_leave_of_a_step() -> None:
+    s = scheduler_of(1000)
+    in_background(s, [1])
+    (behind,) = in_background(s, fresh(30))
+    step(s, budget=10)
+    (newcomer,) = arriving(s, fresh(30, since=0))
+    chunks = step(s, budget=15)
+    assert chunks[newcomer].count == 15
+    assert behind not in chunks
+    chunks = step(s, budget=20)
+    assert (chunks[newcomer].count, chunks[behind].count) == (15, 5)
+
+
+def test_under_constant_other_work_the_background_still_ends_in_order() -> None:
+    s = scheduler_of(60, max_running=2)
+    behind = in_background(s, *(fresh(10, since=100 * n) for n in range(4)))
+    ended: list[Sequence] = []
+    for turn in range(200):
+        while len(s.waiting) < 8:  # there is always more than can run
+            arriving(s, fresh(10, since=10_000 + 100 * turn))
+        step(s, budget=10)
+        for each in [each for each in s.running if len(each.tokens) > 20]:
+            s.remove(each)
+            ended += [each] if each in behind else []
+    assert ended == behind
+
+
+def test_others_do_not_wait_for_a_prefix_that_the_background_never_gets_to() -> None:
+    s = scheduler_of(4000, max_running=1000)
+    in_background(s, [1])
+    (behind,) = in_background(s, fresh(400))
+    step(s, budget=40)
+    (waits,) = arriving(s, fresh(400))
+    for turn in range(60):
+        arriving(s, *(fresh(20, since=10_000 + 1000 * turn + 50 * n) for n in range(3)))
+        step(s, budget=40)
+    assert behind.table
+    assert waits.tokens[400:]
+
+
+def test_who_computes_a_prefix_that_others_wait_for_does_not_rest() -> None:
+    s = scheduler_of(1000)
+    in_background(s, *([n] for n in range(20)))
+    in_background(s, fresh(400))
+    step(s, budget=100)
+    (waits,) = arriving(s, fresh(400))
+    for _ in range(8):
+        step(s, budget=100)
+    assert waits.tokens[400:]
+
+
+def test_nobody_overtakes_for_being_smaller() -> None:
+    s = scheduler_of(10)
+    first, second, third = arriving(s, fresh(20), fresh(30, since=0), [1])
+    step(s)
+    assert (s.running, s.waiting) == ([first], [second, third])
+    s.remove(first)
+    step(s)
+    assert s.running == [second, third]
+
+
+def test_a_newcomer_leaves_room_for_those_who_run_to_grow() -> None:
+    s = scheduler_of(RESERVE)
+    (first,) = arriving(s, fresh(4))
+    step(s)
+    (second,) = arriving(s, fresh(4 * (RESERVE - 2), since=0))
+    step(s)
+    assert not second.table  # the last block is for the first's next tokens
+    s.remove(first)
+    step(s)
+    assert second.table
+
+
+def test_the_youngest_is_put_back_and_finds_its_blocks_again() -> None:
+    s = scheduler_of(6)
+    old, young = arriving(s, fresh(8), fresh(14, since=0))
+    step(s)
+    chunks = step(s)  # the old one needs a third block
+    assert list(chunks) == [old]
+    assert (s.preempted, s.waiting) == (1, [young])
+    s.remove(old)
+    (younger,) = arriving(s, fresh(4, since=2000))
+    chunks = step(s)
+    assert list(chunks) == [young, younger]
+    assert chunks[young].start == 12  # of 14 given and one generated
+    assert young.cached == 0
+    assert young not in s.admitted  # not for the first time
+    assert young.tokens[14:] == [7, 7]
+
+
+def four_drafts(sequence: Sequence) -> tuple[int, ...]:
+    return (7,) * 4
+
+
+def test_drafts_put_nobody_back() -> None:
+    s = scheduler_of(5)
+    old, young = arriving(s, fresh(6), fresh(8, since=0))
+    step(s)  # the young one needs the last block now
+    chunks = s.schedule(1000, four_drafts)
+    assert [(chunk.sequence, chunk.drafts) for chunk in chunks] == [(old, ()), (young, ())]
+
+
+def test_drafts_keep_nobody_waiting_and_give_their_room_back() -> None:
+    s = scheduler_of(6)
+    old, young = arriving(s, fresh(6), fresh(7, since=0))
+    step(s)
+    (late,) = arriving(s, fresh(3, since=2000))
+    chunks = s.schedule(1000, four_drafts)  # of the two free blocks one is for the late one
+    assert [(chunk.sequence, len(chunk.drafts)) for chunk in chunks] == [
+        (old, 4),
+        (young, 0),
+        (late, 0),
+    ]
+    assert s.pool.free == 0
+    for chunk in chunks:
+        s.advance(chunk, [0])
+    assert s.pool.free == 1
+
+
+def test_right_drafts_are_many_steps_in_one() -> None:
+    s = scheduler_of(10)
+    (sequence,) = arriving(s, fresh(6))
+    step(s)
+    (chunk,) = s.schedule(1000, lambda sequence: (1, 2, 3))
+    assert (chunk.start, chunk.count, chunk.width, chunk.reaches_end) == (6, 1, 4, True)
+    s.advance(chunk, [1, 2, 5])
+    assert sequence.tokens[6:] == [7, 1, 2, 5]
+    assert sequence.computed == 9
+    assert step(s)[sequence].start == 9
+
+
+def test_those_who_wait_can_leave() -> None:
+    s = scheduler_of(4)
+    first, second, third = arriving(s, fresh(14), [1], [2])
+    step(s)
+    s.remove(second)
+    s.remove(first)
+    assert list(step(s)) == [third]
+    s.remove(third)
+    assert s.schedule(1000) == []
+    assert_sound(s.pool, [])
+
+
+def test_a_long_line_is_not_looked_at_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand who wait for one prefix cost a step no more than there are places."""
+    s = scheduler_of(1000, max_running=16)
+    arriving(s, *[fresh(400)] * 1000)
+    matched = []
+    match = BlockPool.match
+
+    def counted(pool: BlockPool, tokens: Several[int]) -> Any:
+        matched.append(tokens)
+        return match(pool, tokens)
+
+    monkeypatch.setattr(BlockPool, "match", counted)
+    for budget in (401, 1000, 1000):
+        step(s, budget)
+        assert len(matched) <= 16
+        matched.clear()
+    assert len(s.running) == 16

@@ -1,0 +1,88 @@
+"""How calls are written is found out by having a chat template write some."""
+
+from typing import Any
+
+import jinja2
+import pytest
+
+from worker.grammar.tool_calls import PLAIN_CALLS, CallForm, call_form
+from worker.text.response_template import AnswerForm, answer_form
+
+TURN = "{% for m in messages %}{% if m.tool_calls %}CALLS{% else %}[INST]{{ m.content }}[/INST]"
+TURN += "{% endif %}{% endfor %}"
+EACH = "{% for c in m.tool_calls %}EACH{% endfor %}"
+TEMPLATES: dict[str, tuple[str, CallForm | None]] = {
+    "qwen": (
+        EACH.replace(
+            "EACH",
+            '\n<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
+            "{{ c.function.arguments | tojson }}}\n</tool_call>",
+        )
+        + "<|im_end|>",
+        PLAIN_CALLS,
+    ),
+    "llama": (
+        "{% if m.tool_calls | length > 1 %}{{ raise_exception('one') }}{% endif %}"
+        '{"name": "{{ m.tool_calls[0].function.name }}", "parameters": '
+        "{{ m.tool_calls[0].function.arguments | tojson }}}<|eot_id|>",
+        CallForm('{"name": "', '", "parameters": ', None, "}"),
+    ),
+    "mistral": (
+        EACH.replace(
+            "EACH", "[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}"
+        )
+        + "</s>",
+        CallForm("[TOOL_CALLS]", "[ARGS]", "[TOOL_CALLS]", ""),
+    ),
+    "list": (
+        "[TOOL_CALLS] ["
+        + EACH.replace(
+            "EACH",
+            '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+            '{{ ", " if not loop.last }}',
+        )
+        + "]</s>",
+        CallForm(
+            '[TOOL_CALLS] [{"name": "',
+            '", "arguments": ',
+            '}, {"name": "',
+            "}]",
+            several_in_mark=True,
+        ),
+    ),
+    "tags": ("<tool_call><function=x><parameter=y>1</parameter></function></tool_call>", None),
+    "refuses": ("<tool_call>{{ raise_exception('no') }}", None),
+    "ignores": ("<tool_call>", None),
+}
+
+
+def found(template: str) -> tuple[AnswerForm, CallForm | None]:
+    whole = TURN.replace("CALLS", template)
+    tokenizer: Any = type("Carrier", (), {"chat_template": whole, "response_template": None})
+    form = answer_form(tokenizer)
+    assert form is not None
+    rendered = jinja2.Environment(autoescape=False).from_string(whole)
+    return form, call_form(form, lambda messages: rendered.render(messages=messages))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_form_is_the_templates_own(name: str) -> None:
+    template, expected = TEMPLATES[name]
+    assert found(template)[1] == expected
+
+
+def test_a_model_without_marks_has_no_form() -> None:
+    assert call_form(None, lambda messages: "") is None
+
+
+def test_a_grammar_names_the_tools_and_their_parameters() -> None:
+    tools = [
+        {"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}},
+        {"type": "function", "function": {"name": "b"}},
+    ]
+    one = PLAIN_CALLS.grammar(tools, False, repr)
+    more = PLAIN_CALLS.grammar(tools, True, repr)
+    assert "call_0 | call_1" in one
+    assert '"additionalProperties": false' in one.splitlines()[3]
+    assert ")*" not in one
+    assert ")*" in more

@@ -1,0 +1,223 @@
+"""A stranger's grammar is tried here first, in a process of its own.
+
+    compiler.py → trial_process.py ═ pipe ═▶ main: a fork for each grammar, limited → its verdict
+
+Nothing stops the library once it compiles, and a small schema can ask for hours and all memory. So
+this runs as a program (`main`), without torch: it makes the tokenizer once, then tries each
+grammar in a fork that the kernel ends when it takes too much. `compile_grammar` and
+`with_large_stack` are what the server does with those that pass.
+"""
+
+import contextlib
+import json
+import os
+import random
+import re
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import IO, Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+# Every copy of a grammar learns while it is followed; these bound a step of it, and what it keeps.
+LIMITS = LLParserLimits(
+    max_items_in_row=5_000, step_max_items=50_000, max_lexer_states=50_000, verbose_errors=False
+)
+STACK_BYTES = 1 << 29  # of address space; a chain of references as long as LONGEST fits
+MEMORY_BYTES = 192 << 20  # for one grammar, its stack not counted
+ARENA_BYTES = 128 << 20  # of address space, that a thread's allocator sets aside
+WALL_S = 20.0  # on a busy machine; the limit proper is on CPU time
+STEPS = 12  # that are tried after compiling: the lexer is made as it is needed
+STEP_S = 0.1  # of CPU time for what is done once a token
+NICE = 10  # the model goes first
+TOO_LONG = "it takes too long to compile"
+TOO_SLOW = "it takes too long to be followed"
+TOO_LARGE = "it takes too much memory, or is nested too deeply"
+TOO_COMPLEX = "it is too complex to be followed, or asks for a text without end"
+ANY_BIT = re.compile(rb"[^\0]")
+
+
+class Unusable(Exception):
+    """With the reason."""
+
+
+def notation(grammar: str, foreign: bool, forcing: bool) -> str:
+    """In Lark's notation, as it is compiled. `foreign`: in a client's own notation, GBNF perhaps.
+    `forcing`: whether the library may work out as text what must come."""
+    lark: str = any_to_lark(grammar) if foreign else grammar
+    return lark if forcing else f'%llguidance {{"no_forcing": true}}\n{lark}'
+
+
+def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """`grammar`: in Lark's notation."""
+    made = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    if made.is_error():
+        raise Unusable(made.get_error())
+    return made
+
+
+def with_large_stack(run: Callable[[], None]) -> threading.Thread:
+    """A started thread, for the library's recursion."""
+    with _starting:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread = threading.Thread(target=run, name="grammar", daemon=True)
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    return thread
+
+
+_starting = threading.Lock()  # the stack's size is the whole process's setting
+
+
+# ── messages: a length in four bytes, then JSON ──
+
+
+def send(pipe: IO[bytes], message: dict[str, Any]) -> None:
+    body = json.dumps(message).encode()
+    pipe.write(len(body).to_bytes(4, "big") + body)
+    pipe.flush()
+
+
+def receive(pipe: IO[bytes]) -> dict[str, Any]:
+    """EOFError when the other side has ended."""
+    length = int.from_bytes(_exactly(pipe, 4), "big")
+    message: dict[str, Any] = json.loads(_exactly(pipe, length))
+    return message
+
+
+def _exactly(pipe: IO[bytes], count: int) -> bytes:
+    data = pipe.read(count)
+    if len(data) < count:
+        raise EOFError
+    return data
+
+
+# ── the program ──
+
+
+def main() -> None:
+    """The tokenizer comes first, then grammars, each answered before the next."""
+    requests, verdicts = sys.stdin.buffer, sys.stdout.buffer
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        told = receive(requests)
+        tokenizer = LLTokenizer(told["tokenizer"], n_vocab=told["rows"], eos_token=told["ends"])
+        while True:
+            send(verdicts, _in_a_fork(tokenizer, receive(requests)))
+
+
+def _in_a_fork(tokenizer: LLTokenizer, request: dict[str, Any]) -> dict[str, Any]:
+    ours, its = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            os.close(0)  # the pipes are the parent's: they end with it
+            os.close(1)
+            _limit(request["cpu_s"])
+            with os.fdopen(its, "wb") as pipe:
+                send(pipe, _verdict(tokenizer, request))
+        finally:
+            os._exit(0)
+    os.close(its)
+    with os.fdopen(ours, "rb") as pipe:
+        try:
+            verdict = receive(pipe)
+        except EOFError:
+            verdict = {}
+    _, status = os.waitpid(pid, 0)
+    if verdict:
+        return verdict
+    out_of_time = os.waitstatus_to_exitcode(status) in (-signal.SIGPROF, -signal.SIGALRM)
+    return {"reason": TOO_LONG if out_of_time else TOO_LARGE}
+
+
+def _limit(cpu_s: float) -> None:
+    """Beyond any of these the kernel ends this process, whatever it is doing."""
+    os.nice(NICE)
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    signal.setitimer(signal.ITIMER_REAL, WALL_S)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if used := _memory()[0]:
+        most = used + STACK_BYTES + ARENA_BYTES + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _memory() -> tuple[int, int]:
+    """Bytes of address space and of memory, where the system tells."""
+    try:
+        with open("/proc/self/statm") as file:
+            size, resident = file.read().split()[:2]
+    except OSError:
+        return 0, 0
+    page = resource.getpagesize()
+    return int(size) * page, int(resident) * page
+
+
+def _verdict(tokenizer: LLTokenizer, request: dict[str, Any]) -> dict[str, Any]:
+    verdict: dict[str, Any] = {}
+    before = _memory()[1]
+
+    def attempt() -> None:
+        try:
+            foreign = request["foreign"]
+            grammar = notation(request["grammar"], foreign, request["forcing"])
+            follow(compile_grammar(tokenizer, grammar))
+            verdict.update(grammar=grammar if foreign else None)
+            verdict.update(bytes=max(0, _memory()[1] - before))
+        except MemoryError:
+            verdict.update(reason=TOO_LARGE)
+        except Exception as error:  # whatever makes it no grammar
+            verdict.update(reason=str(error) or type(error).__name__)
+
+    with_large_stack(attempt).join()
+    return verdict or {"reason": TOO_LARGE}
+
+
+def follow(matcher: LLMatcher) -> None:
+    """A few tokens that the grammar allows, as an answer would be held to it; else Unusable."""
+    chance = random.Random(0)
+    for _ in range(STEPS):
+        mask = _in_time(matcher.compute_bitmask)
+        stop = matcher.stop_reason()
+        if "NoExtension" in f"{stop} {matcher.get_error()}":
+            raise Unusable("no text fits it")
+        _check(matcher)
+        if not ANY_BIT.search(mask):
+            return
+        sure = _in_time(matcher.compute_ff_tokens)
+        token = sure[0] if sure else _any_of(mask, chance)
+        _in_time(partial(matcher.validate_tokens, [token]))
+        _in_time(partial(matcher.consume_token, token))
+        _check(matcher)
+        if matcher.is_stopped():
+            return
+
+
+def _any_of(mask: bytes, chance: random.Random) -> int:
+    found = ANY_BIT.search(mask, chance.randrange(len(mask))) or ANY_BIT.search(mask)
+    assert found is not None
+    byte = mask[found.start()]
+    return found.start() * 8 + chance.choice([bit for bit in range(8) if byte >> bit & 1])
+
+
+def _check(matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        raise Unusable(TOO_COMPLEX)
+
+
+def _in_time(run: Callable[[], Any]) -> Any:
+    started = time.thread_time()
+    made = run()
+    if time.thread_time() - started > STEP_S:
+        raise Unusable(TOO_SLOW)
+    return made
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Linear layers for a CPU: weights laid out as its matrix kernels want them, or as int8.
+
+oneDNN's own layout makes products with few rows, which is what decoding is, several times faster
+than the plain one, and a compiled graph uses the same weights. A CPU that has no bfloat16 would
+emulate it at a sixth of the speed: there the weights of a bfloat16 model are laid out as float32,
+if there is memory for that. Products are then what bfloat16's own are: of the same numbers, summed
+in float32, rounded to bfloat16. int8 weights carry one scale an output and are multiplied by
+bfloat16 inputs; more rows than those kernels are good at go through a copy of the dequantised
+values, if there is memory for one, so that both say the same. Layers are converted one by one, and
+each original goes as it is replaced, unless an embedding shares it.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from worker.model.loading import has_bfloat16
+
+log = logging.getLogger("onequeue.linear")
+
+# The int8 kernels read the weights once a row: faster up to so many rows.
+INT8_ROWS = 8
+# Rows that are made int8 at once: in float32 a vocabulary's would be gigabytes.
+QUANTISED_ROWS = 4096
+# Of what is free, how much the copy may take.
+COPY_SHARE = 0.5
+
+
+class PackedLinear(nn.Module):
+    """x [..., in] → [..., out], as nn.Linear."""
+
+    packed: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        self.inside = packed_dtype(weight.dtype)
+        weight = weight.detach().to(self.inside)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, INT8_ROWS)
+        bias = None if bias is None else bias.detach().to(self.inside)
+        self.register_buffer("packed", packed, persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x.to(self.inside), self.packed, self.bias, "none", [], ""
+        )
+        return made.to(x.dtype)
+
+    def unpacked(self) -> nn.Linear:
+        bias = None if self.bias is None else self.bias.to(self.dtype)
+        return _linear(self.packed.to_dense().to(self.dtype), bias)
+
+
+class Int8Linear(nn.Module):
+    """x [..., in] → [..., out]; weight int8 [out, in], scale bfloat16 [out]."""
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, copy: bool) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        starts = range(0, self.out_features, QUANTISED_ROWS)
+        parts = [_quantised(weight.detach()[at : at + QUANTISED_ROWS]) for at in starts]
+        quantised, scales = zip(*parts, strict=True)
+        self.register_buffer("weight", torch.cat(quantised), persistent=False)
+        self.register_buffer("scale", torch.cat(scales), persistent=False)
+        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
+        self.dtype = weight.dtype
+        self.copy: nn.Module | None = None
+        if copy:
+            plain = self._dequantised()
+            self.copy = PackedLinear(plain, None) if packs(self.dtype) else _linear(plain, None)
+
+    def _dequantised(self) -> Tensor:
+        return self.weight.float().mul_(self.scale.float()[:, None]).to(self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features).bfloat16()
+        if self.copy is not None and len(rows) > INT8_ROWS:
+            out = self.copy(rows.to(self.dtype))
+        else:
+            out = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scale)
+        out = out.to(self.dtype).view(*x.shape[:-1], self.out_features)
+        made: Tensor = out if self.bias is None else out + self.bias
+        return made
+
+
+def _quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 [rows, in] and the rows' scales."""
+    weight = weight.float()
+    scale = (weight.abs().amax(1) / 127).clamp(min=1e-12).bfloat16()
+    made = (weight / scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    return made, scale
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    made = nn.Linear(1, 1, bias=bias is not None, device="meta")
+    made.out_features, made.in_features = weight.shape
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        made.bias = nn.Parameter(bias, requires_grad=False)
+    return made
+
+
+def packs(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies packed weights of a model of this dtype."""
+    known: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch's
+    return known and dtype in (torch.float32, torch.bfloat16)
+
+
+def spares_emulation(dtype: torch.dtype) -> bool:
+    """Whether packing a model of this dtype makes it faster by more than its layout."""
+    return packs(dtype) and packed_dtype(dtype) != dtype
+
+
+def packed_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What packed weights of a model of this dtype are."""
+    return dtype if dtype != torch.bfloat16 or has_bfloat16() else torch.float32
+
+
+def _weights(model: nn.Module) -> tuple[int, torch.dtype]:
+    """Of all linear layers: how many, and of what type."""
+    found = [each.weight for each in model.modules() if type(each) is nn.Linear]
+    return sum(weight.numel() for weight in found), found[0].dtype if found else torch.float32
+
+
+def _replace(model: nn.Module, kind: type[nn.Module], make: Callable[[Any], nn.Module]) -> None:
+    """Each module of this kind gives way to what is made of it, one after another."""
+    places = [  # not the modules: whoever lists them keeps them
+        (parent, name)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child) is kind
+    ]
+    for parent, name in places:
+        setattr(parent, name, make(parent.get_submodule(name)))
+
+
+def pack(model: nn.Module, free_bytes: int) -> None:
+    """Lay out all linear layers' weights anew, unless that takes too much memory; what was shared
+    with an embedding is copied."""
+    numbers, dtype = _weights(model)
+    more = numbers * (packed_dtype(dtype).itemsize - dtype.itemsize)
+    if more > COPY_SHARE * free_bytes:
+        log.warning("bfloat16 is emulated: float32 weights would take %.1f GB more", more / 1e9)
+        return
+    if more:
+        log.info("bfloat16 weights multiplied in float32, which takes %.3f GB more", more / 1e9)
+    _replace(model, nn.Linear, lambda plain: PackedLinear(plain.weight, plain.bias))
+
+
+def unpack(model: nn.Module) -> None:
+    _replace(model, PackedLinear, PackedLinear.unpacked)
+
+
+def quantise(model: nn.Module, free_bytes: int) -> None:
+    """int8 in place of all linear layers' weights, with a copy for large batches if it fits."""
+    numbers, dtype = _weights(model)
+    copy_bytes = numbers * packed_dtype(dtype).itemsize
+    copy = copy_bytes <= COPY_SHARE * free_bytes
+    _replace(model, nn.Linear, lambda plain: Int8Linear(plain.weight, plain.bias, copy))
+    log.info(
+        "int8 weights_gb=%.3f copy_gb=%.3f%s",
+        numbers / 1e9,
+        copy_bytes / 1e9 if copy else 0.0,
+        " the copy of the dequantised values serves larger batches" if copy else "",
+    )

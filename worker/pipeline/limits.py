@@ -1,0 +1,179 @@
+"""How much a model takes: tokens of context, room to generate, seconds of sound.
+
+Checked before the worker sees an input, because beyond its tables a model raises, and on a
+GPU an index beyond a table ends the process's device for everybody.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+
+from batching.errors import InvalidInput
+from worker.model.loading import Pipe
+
+ENDLESS = 1 << 24  # tokenizers say 10^30 where nobody set a limit
+# A token is rarely longer: a text with more characters per token of context is refused unread.
+MAX_CHARS_PER_TOKEN = 256
+MAX_CHUNKS = 1024  # forward rows of one input
+MAX_UNCHUNKED_S = 300.0  # sound in one row: its cost grows with the square
+DEFAULT_NEW_TOKENS = 256  # the pipeline's own default
+
+
+def context_limit(pipe: Pipe) -> int:
+    """Tokens the model takes at most, special tokens included."""
+    config = pipe.model.config.get_text_config()
+    limits = [getattr(config, "max_position_embeddings", None), ENDLESS]
+    if pipe.tokenizer is not None:
+        limits.append(pipe.tokenizer.model_max_length)
+    for name, module in pipe.model.named_modules():
+        if not name.endswith("position_embeddings") or not isinstance(module, torch.nn.Embedding):
+            continue
+        if module.padding_idx is not None:  # RoBERTa counts positions from there
+            limits.append(module.num_embeddings - module.padding_idx - 1)
+    return int(min(limit for limit in limits if limit and limit > 0))
+
+
+def check_characters(count: int, limit: int, param: str = "inputs") -> None:
+    if count > MAX_CHARS_PER_TOKEN * limit:
+        raise InvalidInput(
+            f"the text has {count} characters; the model takes {limit} tokens", param
+        )
+
+
+def vocabulary(pipe: Pipe) -> int:
+    """Rows of the input embedding: tokenizers may know tokens that the model does not."""
+    try:
+        return int(pipe.model.get_input_embeddings().num_embeddings)
+    except (AttributeError, NotImplementedError):  # the model embeds in its own way
+        return ENDLESS
+
+
+def check_decision(pipe: Pipe, request: Mapping[str, Any], limit: int) -> None:
+    """Raises InvalidInput unless the questions are well-formed and each prompt fits."""
+    try:
+        prompts = pipe.preprocess(request)["prompts"]
+    except (ValueError, TemplateError) as error:
+        raise InvalidInput(str(error)[:1000], "inputs.questions") from None
+    longest = max(inputs["input_ids"].shape[-1] for inputs, _ in prompts)
+    if longest > limit:
+        raise InvalidInput(
+            f"a question makes {longest} tokens with the state; the model takes {limit}", "inputs"
+        )
+
+
+def check_tokens(chunks: Sequence[Mapping[str, Any]], limit: int, known: int) -> int:
+    """The longest chunk's token count, after checking all of them; `known`: see `vocabulary`."""
+    if len(chunks) > MAX_CHUNKS:
+        raise InvalidInput(
+            f"the input makes {len(chunks)} pieces; at most {MAX_CHUNKS} are taken", "inputs"
+        )
+    counts = [chunk["input_ids"].shape[-1] for chunk in chunks if "input_ids" in chunk]
+    longest = max(counts, default=1)
+    if longest > limit:
+        raise InvalidInput(f"the text has {longest} tokens; the model takes {limit}", "inputs")
+    if not min(counts, default=1):
+        raise InvalidInput("the text has no tokens", "inputs")
+    if any(int(chunk["input_ids"].max()) >= known for chunk in chunks if "input_ids" in chunk):
+        raise InvalidInput("the text has a token that the model does not know", "inputs")
+    return longest
+
+
+def check_strings(pipe: Pipe, texts: Sequence[str], limit: int) -> None:
+    """For pipelines that tokenize on their own, out of our sight."""
+    for text in texts:
+        check_characters(len(text), limit)
+        if (count := len(pipe.tokenizer(text)["input_ids"])) > limit:
+            raise InvalidInput(f"the text has {count} tokens; the model takes {limit}", "inputs")
+
+
+def check_strides(parameters: Mapping[str, Any], limit: int) -> None:
+    """Overlaps that leave each piece of a text hardly anything new."""
+    width = min(limit, parameters.get("max_seq_len") or limit)
+    for name in ("stride", "doc_stride"):
+        if (parameters.get(name) or 0) > width // 2:
+            raise InvalidInput(
+                f"{name} must be at most {width // 2}, half the length of a piece",
+                f"parameters.{name}",
+            )
+    if (parameters.get("max_seq_len") or 0) > limit:
+        raise InvalidInput(
+            f"max_seq_len is {parameters['max_seq_len']}; the model takes {limit} tokens",
+            "parameters.max_seq_len",
+        )
+
+
+def check_sound(seconds: float, parameters: Mapping[str, Any], any_length: bool) -> None:
+    """`any_length`: the model cuts sound to its own pieces."""
+    chunk_s = parameters.get("chunk_length_s") or 0.0
+    if not chunk_s:
+        if seconds > MAX_UNCHUNKED_S and not any_length:
+            raise InvalidInput(
+                f"the sound lasts {seconds:.0f} seconds; this model takes {MAX_UNCHUNKED_S:.0f} "
+                "at a time (speech recognition can cut it into pieces: set chunk_length_s)",
+                "inputs",
+            )
+        return
+    step_s = chunk_s - 2 * parameters.get("stride_length_s", chunk_s / 6)
+    if step_s <= 0 or seconds / step_s > MAX_CHUNKS:
+        raise InvalidInput(
+            f"each piece must bring something new (chunk_length_s - 2 x stride_length_s is "
+            f"{step_s:g} seconds), and there may be at most {MAX_CHUNKS} pieces",
+            "parameters.chunk_length_s",
+        )
+
+
+def output_planes(task: str, pipe: Pipe) -> int:
+    """About how many float32 values an answer makes of each of the image's pixels: scores of each
+    label, a mask of each query, or a map of depths that becomes Python floats, then text."""
+    if task == "depth-estimation":
+        return 16
+    if task != "image-segmentation":
+        return 1
+    config = pipe.model.config
+    queries = getattr(getattr(config, "decoder_config", config), "num_queries", 0)
+    return max(int(config.num_labels), int(queries))
+
+
+def plan_generation(pipe: Pipe, forward: dict[str, Any], prompt_tokens: int, limit: int) -> int:
+    """Settle how many tokens are generated, in `forward`; returns the rows a prompt becomes.
+
+    A number that was asked for is refused where it does not fit; a default is cut.
+    """
+    config = pipe.model.generation_config
+    try:
+        effective = type(config)(
+            **pipe._prepare_generate_kwargs({**config.to_diff_dict(), **forward})
+        )
+        effective.validate()
+    except ValueError as error:
+        raise InvalidInput(str(error), "parameters") from error
+    room = limit - prompt_tokens
+    asked = forward.get("max_new_tokens")
+    if room < max(1, asked or 1):
+        raise InvalidInput(
+            f"the text has {prompt_tokens} tokens and max_new_tokens is {asked or 1}; "
+            f"the model's context is {limit}",
+            "parameters.max_new_tokens",
+        )
+    if asked is None:
+        default = config.max_new_tokens or DEFAULT_NEW_TOKENS
+        if config.max_length and not config.max_new_tokens:  # counts the prompt
+            default = max(1, config.max_length - prompt_tokens)
+        asked = forward["max_new_tokens"] = min(room, default)
+    if (forward.get("min_new_tokens") or 0) > asked:
+        raise InvalidInput(
+            f"min_new_tokens is above max_new_tokens, which is {asked}", "parameters.min_new_tokens"
+        )
+    return max(effective.num_beams or 1, effective.num_return_sequences or 1)
+
+
+def reads_prompt(pipe: Pipe, forward: Mapping[str, Any]) -> bool:
+    """Whether generation looks back at the prompt's tokens, so that padding would be seen."""
+    settings = {**pipe.model.generation_config.to_diff_dict(), **forward}
+    return bool(
+        (settings.get("repetition_penalty") or 1.0) != 1.0
+        or settings.get("no_repeat_ngram_size")
+        or settings.get("min_length")
+    )

@@ -1,0 +1,275 @@
+"""What crosses between the event loop, the pool and the worker thread. No torch here."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from batching.request_queue import WorkItem
+from worker.deltas import Delta, TokenStream
+from worker.room import Allowance
+
+State = Literal["loading", "warming", "ready", "dead"]
+Served = Literal["pipeline", "generation"]  # by which model
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineInput:
+    """One input of a pipeline task as the client sent it, and its call's parameters.
+
+    `inputs` is text, raw bytes (an image or a sound file), or a JSON value. Inputs of a list share
+    an `allowance`.
+    """
+
+    inputs: Any
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    allowance: Allowance | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation, to be rendered by the model's chat template.
+
+    Messages have `role` and `content` (text or None), or whatever else the template reads.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    effort: str | None = None  # how much to think first: `none`, `minimal`, `low`, …
+    effort_param: str = "reasoning_effort"  # the field of the request that it comes from
+
+    @property
+    def calls(self) -> int:
+        """How many have been made."""
+        return sum(len(message.get("tool_calls") or ()) for message in self.messages)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a request wants its tokens chosen. None: as the checkpoint's generation_config says."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None  # 0: off
+    min_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    logprobs: int | None = None  # None: none; 0: of the chosen token; k: of the best k as well
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """When a choice ends, besides the model's own end-of-sequence tokens."""
+
+    max_tokens: int | None = None  # None: `default_tokens`, or fewer if the context is full
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    default_tokens: int | None = None  # None: as many as the context holds
+    # the field of the request that errors about it name
+    param: str = field(default="max_tokens", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an answer's text must be as a whole, whatever the model would rather say."""
+
+    kind: Literal["json_schema", "regex", "choice", "grammar"]
+    value: Any  # a JSON schema, a regular expression, a list of texts, a grammar in Lark's notation
+    param: str  # the field of the request that errors about it name
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Which of the chat's tools an answer may call."""
+
+    names: tuple[str, ...]
+    required: bool = False  # nothing but calls, at least one
+    parallel: bool = True  # more than one
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationInput:
+    """One prompt and how to continue it, `n` times; the text goes to `stream` as it comes.
+
+    A prompt is a conversation, text, or token ids. Choices are numbered from `first_choice` on,
+    so that the prompts of a list share a stream. `echo`: the prompt's text, and log-probabilities
+    if asked for, come first. The item's future resolves to None when all choices have ended.
+    """
+
+    prompt: Chat | str | tuple[int, ...]
+    stream: TokenStream
+    sampling: Sampling = Sampling()
+    stopping: Stopping = Stopping()
+    n: int = 1
+    first_choice: int = 0
+    echo: bool = False
+    constraint: Constraint | None = None
+    calls: Calls | None = None  # None: what looks like a call is text
+    thinking_tokens: int | None = None  # reasoning is ended after so many; None: never
+    param: str = "messages"  # the field of the request that errors about the prompt name
+    background: bool = False  # nobody waits for it: it comes after all that somebody waits for
+
+
+def served_by(payload: Any) -> Served:
+    return "generation" if isinstance(payload, GenerationInput) else "pipeline"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReport:
+    """What one trip through the worker was like. Times in seconds, one wait per item."""
+
+    size: int
+    tokens: int
+    padded_tokens: int
+    forward_s: float
+    total_s: float
+    waits_s: tuple[float, ...]
+    out_of_memory: int
+    cap: int
+    saturated: bool  # full, or others waited meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one generation step was like. Times in seconds."""
+
+    prefill_tokens: int = 0  # tokens of prompts (or of what was preempted) run in this step
+    decode_tokens: int = 0  # output tokens kept
+    cached_tokens: int = 0  # prompt tokens that the prefix cache saved
+    drafted: int = 0  # tokens proposed by speculation
+    accepted: int = 0  # of them, how many the model agreed to
+    preempted: int = 0  # sequences put back to make room
+    admitted: int = 0  # sequences that began
+    running: int = 0  # sequences left running after the step
+    waiting: int = 0  # sequences that wait for room
+    starved: bool = False  # some that are not in the background had no part in the step
+    blocks_used: int = 0
+    blocks_total: int = 0
+    total_s: float = 0.0
+    waits_s: tuple[float, ...] = ()  # acceptance to admission, of those admitted
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What a step gave to whom: new text, and the items that are done (None) or failed."""
+
+    report: StepReport
+    deltas: list[tuple[WorkItem, Delta]]
+    done: list[tuple[WorkItem, Exception | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What was loaded, for logs, /ready and build info."""
+
+    task: str
+    model: str
+    device: str
+    dtype: str
+    parameters: int
+    batching: Literal["packed", "padded", "same shape", "single", "continuous", "static"]
+    why: str = ""  # why not packed
+
+
+class Runner(Protocol):
+    """A loaded pipeline as the worker uses it.
+
+    `prepare` and `finish` run in pool threads, several at once; the others on the worker's.
+    """
+
+    info: ModelInfo
+
+    def prepare(self, item: WorkItem) -> None:
+        """Fill in `item.prepared`, `rows`, `tokens`, `key`; InvalidInput if it cannot be served."""
+
+    def forward(self, prepared: list[Any]) -> list[Any]:
+        """One raw output for each prepared input, in order."""
+
+    def finish(self, item: WorkItem, raw: Any) -> Any:
+        """The answer to an item, from its raw output."""
+
+    def diagnose(self, error: BaseException) -> Literal["item", "memory", "fatal"]:
+        """Why `forward` raised: its input, too little memory, or a device that is lost."""
+
+    def warm_up(self) -> None:
+        """Run the smallest sound input through everything; raises if the worker is broken."""
+
+
+class Pending(Exception):
+    """Something that `prepare` needs is being made. `then(wanted, again)` has `again` called, from
+    any thread, when it is worth preparing once more, as long as it is still `wanted`."""
+
+    def __init__(self, then: Callable[[Callable[[], bool], Callable[[], None]], None]) -> None:
+        super().__init__()
+        self.then = then
+
+
+class Generator(Protocol):
+    """A loaded causal language model as the worker uses it.
+
+    `prepare`, `encode`, `decode` and `token` run in pool threads, several at once; the others on
+    the worker's.
+    """
+
+    info: ModelInfo
+    max_model_len: int  # tokens of prompt and output together
+    compile_state: Literal["running", "done", "off"]
+
+    def prepare(self, item: WorkItem) -> None:
+        """Fill in `item.prepared`; InvalidInput if the prompt or a parameter cannot be served,
+        Pending if it takes more than a pool thread's time to tell."""
+
+    def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt; InvalidInput if the chat template refuses it."""
+
+    def decode(self, ids: list[int]) -> str: ...
+
+    def token(self, token_id: int) -> str:
+        """One token's own text; InvalidInput if there is no such id."""
+
+    def call_id(self, name: str, index: int) -> str:
+        """For a call that an answer makes, its conversation's `index`-th: an id that the chat
+        template takes back. At once, from any thread."""
+
+    def add(self, item: WorkItem) -> None:
+        """Take a prepared item into the waiting queue."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to step for."""
+
+    def step(self) -> StepOutcome:
+        """Drop who left, then one step for who is running; raises only what belongs to no item."""
+
+    def clear(self) -> list[WorkItem]:
+        """Drop everything, waiting and running, whatever state it is in; the items are returned."""
+
+    def diagnose(self, error: BaseException) -> Literal["item", "memory", "fatal"]: ...
+
+    def warm_up(self) -> None:
+        """One small step through everything; raises if the worker is broken."""
+
+    def close(self) -> None:
+        """End what runs beside; nothing is prepared any longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """What the worker has loaded; None where the settings say `none`."""
+
+    pipeline: Runner | None = None
+    generator: Generator | None = None
+
+    def of(self, served: Served) -> Runner | Generator | None:
+        return self.pipeline if served == "pipeline" else self.generator
+
+    def diagnose(self, served: Served, error: BaseException) -> Literal["item", "memory", "fatal"]:
+        model = self.of(served)
+        return model.diagnose(error) if model else "item"

@@ -1,0 +1,294 @@
+"""How the model's chat template takes calls and their results back.
+
+    messages as the API has them  --told-->  messages as the template takes them
+
+Templates differ in what they want beside calls where nothing is said, in arguments, in ids, and
+in what they show at all. What a template takes is found out at load, by having it render a call
+and its result in every form there is. Rendering itself is done by generation/request.py.
+"""
+
+import hashlib
+import json
+import re
+import secrets
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Literal, get_args
+
+import orjson
+
+from batching.errors import InvalidInput
+from worker.grammar.tool_calls import PLAIN_CALLS
+
+Message = dict[str, Any]
+# A chat template: messages and tools, with a generation prompt.
+Render = Callable[[list[Message], list[Message]], str]
+Ids = Literal["any", "nine", "named"]
+Arguments = Literal["object", "text"]
+Content = Literal["absent", "null", "empty"]
+
+NINE = re.compile("[A-Za-z0-9]{9}")
+
+
+class Null:
+    """None, for templates that ask whether content is none: the library leaves out what is None,
+    but makes plain data of what has a `model_dump`."""
+
+    def model_dump(self) -> None:
+        return None
+
+
+CONTENTS: dict[Content, Any] = {"absent": None, "null": Null(), "empty": ""}
+
+
+@dataclass(frozen=True, slots=True)
+class TurnForm:
+    """What a template takes."""
+
+    ids: Ids = "any"  # nine: letters or digits; named: functions.NAME:INDEX
+    arguments: Arguments = "object"
+    content: Content = "absent"  # beside calls, where nothing is said
+    apart: bool = False  # what is said beside calls is a message of its own
+    single: bool = False  # one call a message, each with its results
+    written: bool = False  # it knows results, but no calls: they are part of the content
+
+
+class Turns:
+    def __init__(self, render: Render) -> None:
+        self.form = _found(render)
+
+    def told(self, messages: Iterable[Mapping[str, Any]]) -> list[Message]:
+        """A conversation in the template's form; InvalidInput if it cannot have what is in it."""
+        given = [dict(message) for message in messages]
+        if self.form is not None:
+            return _Conversation(self.form).told(given)
+        if any(message["role"] == "tool" or message.get("tool_calls") for message in given):
+            cannot = "the model's chat template cannot show calls and their results"
+            raise InvalidInput(cannot, "messages")
+        return given
+
+    def call_id(self, name: str, index: int) -> str:
+        """For a call that the model makes, its conversation's `index`-th."""
+        ids = self.form.ids if self.form else "any"
+        if ids == "named":
+            return _named(name, index)
+        return secrets.token_hex(5)[:9] if ids == "nine" else "call_" + secrets.token_hex(12)
+
+
+class _Conversation:
+    """Written message by message, so that calls and their results get the same ids."""
+
+    def __init__(self, form: TurnForm) -> None:
+        self.form = form
+        self._made: list[Message] = []
+        self._known: dict[str | None, Message] = {}  # calls by the ids they came with
+        self._used: set[str] = set()
+
+    def told(self, messages: Sequence[Message]) -> list[Message]:
+        turn: Message | None = None  # a message with calls
+        results: list[Message] = []  # that follow it
+        for message in messages:
+            if turn is not None and message["role"] == "tool":
+                results.append(message)
+                continue
+            if turn is not None:
+                self._turn(turn, results)
+            turn, results = (message, []) if message.get("tool_calls") else (None, [])
+            if message["role"] == "tool":
+                self._result(message, self._known.get(message.get("tool_call_id")))
+            elif turn is None:
+                self._made.append(message)
+        if turn is not None:
+            self._turn(turn, results)
+        return self._made
+
+    def _turn(self, message: Message, results: list[Message]) -> None:
+        """Results come in the order of their calls: many templates show no ids."""
+        given = message.pop("tool_calls")
+        answers, others = _matched(given, results)
+        if self.form.apart and message["content"]:
+            self._made.append({"role": "assistant", "content": message["content"]})
+            message["content"] = None
+        size = 1 if self.form.single else len(given)
+        for start in range(0, len(given), size):
+            group = given[start : start + size]
+            calls = [self._call(call, place) for place, call in enumerate(group)]
+            said = message if start == 0 else {"role": "assistant", "content": None}
+            self._made.append(self._calling(said, calls))
+            for call, found in zip(calls, answers[start : start + size], strict=True):
+                for result in found:
+                    self._result(result, call)
+        for result in others:
+            self._result(result, self._known.get(result.get("tool_call_id")))
+
+    def _calling(self, message: Message, calls: list[Message]) -> Message:
+        if self.form.written:
+            written = PLAIN_CALLS.text(
+                [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+            )
+            said = message["content"]
+            return {**message, "content": f"{said}\n{written}" if said else written}
+        made = {**message, "tool_calls": calls}
+        if not message["content"]:
+            made["content"] = CONTENTS[self.form.content]
+        return made
+
+    def _call(self, given: Mapping[str, Any], place: int) -> Message:
+        name = given["function"]["name"]
+        arguments = _arguments(given["function"]["arguments"], self.form)
+        function = {"name": name, "arguments": arguments}
+        made = {**given, "id": self._id(given.get("id"), name, place), "function": function}
+        self._known[given.get("id")] = made
+        return made
+
+    def _result(self, message: Message, call: Message | None) -> None:
+        if call is not None:
+            message = {**message, "tool_call_id": call["id"], "name": call["function"]["name"]}
+        elif (id := message.get("tool_call_id")) and not self._fits(id):
+            message = {**message, "tool_call_id": self._fresh(id)}
+        self._made.append(message)
+
+    def _id(self, given: str | None, name: str, place: int) -> str:
+        if self.form.ids == "named":
+            return _named(name, place)
+        id = given if given and self._fits(given) and given not in self._used else None
+        id = id or self._fresh(given)
+        self._used.add(id)
+        return id
+
+    def _fits(self, id: str) -> bool:
+        return self.form.ids != "nine" or NINE.fullmatch(id) is not None
+
+    def _fresh(self, given: str | None) -> str:
+        """The same each time, so that a conversation that goes on begins as it did."""
+        seed = f"{len(self._used)} {given}".encode(errors="replace")
+        digits = hashlib.sha256(seed).hexdigest()
+        return digits[:9] if self.form.ids == "nine" else "call_" + digits[:24]
+
+
+def _named(name: str, index: int) -> str:
+    return f"functions.{name}:{index}"
+
+
+def _matched(
+    calls: Sequence[Mapping[str, Any]], results: Sequence[Message]
+) -> tuple[list[list[Message]], list[Message]]:
+    """Each call's results, and those of none. Where ids are missing, their order tells."""
+    answers: list[list[Message]] = [[] for _ in calls]
+    others: list[Message] = []
+    places: dict[str | None, deque[int]] = defaultdict(deque)
+    for place, call in enumerate(calls):
+        places[call.get("id")].append(place)
+    for position, result in enumerate(results):
+        id = result.get("tool_call_id")
+        if found := places.get(id):
+            answers[found.popleft() if len(found) > 1 else found[0]].append(result)
+        elif id is None and position < len(calls):
+            answers[position].append(result)
+        else:
+            others.append(result)
+    return answers, others
+
+
+def _arguments(given: str | dict[str, Any], form: TurnForm) -> str | dict[str, Any]:
+    """What is no object, cut off or made up, is shown as it is."""
+    if form.arguments == "text" or form.written:
+        return (given or "{}") if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    if isinstance(given, dict):
+        return given
+    try:
+        parsed = orjson.loads(given or "{}")
+    except orjson.JSONDecodeError:
+        return given
+    return parsed if isinstance(parsed, dict) else given
+
+
+# ── what a template takes ──
+
+# Some templates want all of this of a tool.
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "any",
+        "description": "any",
+        "parameters": {
+            "type": "object",
+            "properties": {"given": {"type": "string", "description": "any"}},
+            "required": ["given"],
+        },
+    },
+}
+NUMBERS = ("one", "two")  # of the calls that are tried
+IDS_TRIED = ("call_of_one", "callofone", "functions.name_one:0")
+QUESTION: Message = {"role": "user", "content": "?"}
+ANSWER: Message = {"role": "assistant", "content": "!"}
+SAID = "said_before"
+ALL_POINTS = 4
+
+
+def _found(render: Render) -> TurnForm | None:
+    """The form in which a template shows calls best; None if it cannot show any results."""
+    nones = _text(render, [QUESTION]).count("None")
+    best, most = TurnForm(written=True), 0
+    for ids, arguments, content in product(get_args(Ids), get_args(Arguments), CONTENTS):
+        form = TurnForm(ids, arguments, content)
+        if (points := _points(_text(render, _tried(form)), nones)) > most:
+            best, most = form, points
+        if most == ALL_POINTS:
+            break
+    if not most and not _points(_text(render, _tried(best)), nones):
+        return None
+    for changed, said, calls in (
+        (replace(best, apart=True), SAID, 1),
+        (replace(best, single=True), "", 2),
+    ):
+        if not _shows(render, best, said, calls) and _shows(render, changed, said, calls):
+            best = replace(best, apart=best.apart or changed.apart, single=changed.single)
+    return best
+
+
+def _points(text: str, nones: int) -> int:
+    """How well a call and its result are shown; 0: not both of them."""
+    if "name_one" not in text or "result_one" not in text:
+        return 0
+    misquoted = "'key_one'" in text or '\\"key_one' in text
+    arguments = "key_one" in text and text.count("value_one") == 1 and not misquoted
+    tied = all(text.count(id) != 1 for id in IDS_TRIED)  # as often with the call as its result
+    return 1 + arguments + tied + (text.count("None") == nones)
+
+
+def _shows(render: Render, form: TurnForm, said: str, calls: int) -> bool:
+    """Whether all calls and what is said before them are shown, with an answer after them too."""
+    messages = _tried(form, said, calls)
+    text = _text(render, messages)
+    shown = all(
+        f"name_{each}" in text and text.count(f"value_{each}") == text.count(f"result_{each}") == 1
+        for each in NUMBERS[:calls]
+    )
+    in_order = 0 <= text.find(said) < text.find("name_one")
+    return shown and in_order and "name_one" in _text(render, [*messages, ANSWER, QUESTION])
+
+
+def _tried(form: TurnForm, said: str = "", calls: int = 1) -> list[Message]:
+    """A conversation in a form: a question, calls, their results."""
+    made, results = [], []
+    for number in NUMBERS[:calls]:
+        id = f"call_of_{number}" if form.ids == "any" else f"callof{number}"
+        arguments = json.dumps({f"key_{number}": f"value_{number}"})
+        function = {"name": f"name_{number}", "arguments": arguments}
+        made.append({"id": id, "type": "function", "function": function})
+        results.append({"role": "tool", "tool_call_id": id, "content": f"result_{number}"})
+    turn: Message = {"role": "assistant", "content": said, "tool_calls": made}
+    if said:
+        turn["reasoning_content"] = "thought"
+    return _Conversation(form).told([QUESTION, turn, *results])
+
+
+def _text(render: Render, messages: list[Message]) -> str:
+    """Nothing where the template raises."""
+    try:
+        return render(messages, [TOOL])
+    except Exception:  # whatever it is
+        return ""
