@@ -25,7 +25,7 @@ from server import health, logs, openapi
 from server.engine import Engine
 from server.http.connections import APP, bound_connections
 from server.metrics import Metrics, metrics
-from server.middleware import Front
+from server.middleware import Middleware
 from server.openai import models
 from server.openai.chat import ChatCompletions
 from server.openai.completions import Completions
@@ -55,7 +55,7 @@ def create_app(
     settings: Settings,
     load: Callable[[], Runner] | None = None,
     load_chat: Callable[[], Generator] | None = None,
-) -> Front:
+) -> Middleware:
     """`load` and `load_chat` make the models, on the worker thread; by default from the settings,
     where `none` means that there is none."""
     if load is None:
@@ -96,7 +96,7 @@ def create_app(
     routes.append(openapi.route(settings, task, routes))
     paths = {route.path_format for route in routes}
     router = Router(routes, lifespan=partial(lifespan, closing=closing))
-    return Front(router, paths, settings, engine, observer)
+    return Middleware(router, paths, settings, engine, observer)
 
 
 def open_store(settings: Settings) -> ResponseStore:
@@ -184,8 +184,8 @@ def _load_chat(settings: Settings) -> Generator:
 
 @asynccontextmanager
 async def lifespan(
-    app: Front, closing: Sequence[Callable[[], Awaitable[None]]]
-) -> AsyncIterator[dict[str, Front]]:
+    app: Middleware, closing: Sequence[Callable[[], Awaitable[None]]]
+) -> AsyncIterator[dict[str, Middleware]]:
     """`closing` is awaited once everything accepted has its answer."""
     engine, grace_s = app.engine, app.settings.shutdown_grace_s
     logs.configure()

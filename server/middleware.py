@@ -32,7 +32,7 @@ _PROCESS = secrets.token_hex(4).encode()
 _COUNT = itertools.count(1)
 
 
-class Front:
+class Middleware:
     """`routes` answers or raises; endpoints find this object as `request.app`."""
 
     def __init__(

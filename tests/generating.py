@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from batching.request_queue import WorkItem
 from batching.scheduler import Chunk
+from server.token_stream import TokenStream
 from tests import tiny_decoders
-from worker.deltas import Delta, TokenStream
+from worker.deltas import Delta
 from worker.generation.engine import Generation, PagedGenerator, load_generator
 from worker.model.language_model import GeneratorOptions
 from worker.model.paged_attention import PagedCache

@@ -9,7 +9,7 @@ from llguidance import LLMatcher
 
 from tests import tiny_chat
 from tests.generating import when_ready
-from worker.grammar.bitmask import Masks, Wanted
+from worker.grammar.bitmask import MaskRequest, Masks
 from worker.grammar.compiler import Grammars
 from worker.protocol import Constraint
 
@@ -33,7 +33,7 @@ def alone(of: LLMatcher) -> torch.Tensor:
 def test_rows_and_drafts_each_get_their_own() -> None:
     drafts = tuple(TOKENIZER.encode("Paris", add_special_tokens=False))
     first, second = matcher("(Paris|Pa)[0-9]"), matcher("[a-c]+")
-    wanted = [(1, Wanted(first, drafts)), (9, Wanted(second))]
+    wanted = [(1, MaskRequest(first, drafts)), (9, MaskRequest(second))]
     begun = MASKS.begin(wanted)
     assert begun is not None
     allowed = begun.result()
@@ -51,9 +51,9 @@ def test_rows_and_drafts_each_get_their_own() -> None:
 def test_what_a_guide_asks_for_besides() -> None:
     held = matcher("[a-c]+")
     wanted = [
-        (0, Wanted(held, also=4)),
-        (1, Wanted(only=40)),
-        (2, Wanted(drafts=(8, 9), no_end=True)),
+        (0, MaskRequest(held, also=4)),
+        (1, MaskRequest(only=40)),
+        (2, MaskRequest(drafts=(8, 9), no_end=True)),
     ]
     begun = MASKS.begin(wanted)
     assert begun is not None
@@ -72,8 +72,8 @@ def test_a_thread_that_cannot_start_is_tried_again(monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", out_of_threads)
         with pytest.raises(RuntimeError):
-            masks.begin([(0, Wanted(only=3))])
-    begun = masks.begin([(0, Wanted(only=3))])
+            masks.begin([(0, MaskRequest(only=3))])
+    begun = masks.begin([(0, MaskRequest(only=3))])
     assert begun is not None
     assert begun.result().tokens.nonzero().tolist() == [[0, 3]]
 

@@ -10,7 +10,7 @@ from batching.block_pool import BlockPool
 from tests.generating import assert_greedy, engine, greedy, prompts, request, serve
 from tests.tiny_decoders import ARCHITECTURES
 from worker.generation import prefill_budget
-from worker.generation.ngram_drafter import Lookup
+from worker.generation.ngram_drafter import NgramDrafter
 
 LENGTHS = (1, 2, 7, 16, 17, 33, 48, 60)
 NEW = 12
@@ -21,13 +21,13 @@ FEATURES = frozenset({"chunked prefill", "prefix cache", "preemption", "speculat
 
 def foreseeing(
     given: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]
-) -> Callable[[Lookup, Sequence[int], int], tuple[int, ...]]:
+) -> Callable[[NgramDrafter, Sequence[int], int], tuple[int, ...]]:
     """Drafts that are right up to a random place, where random weights repeat nothing."""
     whole = [[*prompt, *tokens] for prompt, tokens in zip(given, expected, strict=True)]
     chance = random.Random(0)
-    ordinary = Lookup.draft
+    ordinary = NgramDrafter.draft
 
-    def draft(lookup: Lookup, tokens: Sequence[int], most: int) -> tuple[int, ...]:
+    def draft(lookup: NgramDrafter, tokens: Sequence[int], most: int) -> tuple[int, ...]:
         found = ordinary(lookup, tokens, most)
         if found or most < 1:
             return found
@@ -50,7 +50,7 @@ def check_parity(
         monkeypatch.setattr(BlockPool, "match", lambda pool, tokens: ([], None))
     if "speculation" in features:
         monkeypatch.setattr("worker.generation.engine.FREE_ROWS", {"cpu": 32})
-        monkeypatch.setattr(Lookup, "draft", foreseeing(given, greedy(model, given, NEW)))
+        monkeypatch.setattr(NgramDrafter, "draft", foreseeing(given, greedy(model, given, NEW)))
     generator = engine(
         model,
         blocks=FEW_BLOCKS if "preemption" in features else 400,

@@ -26,7 +26,7 @@ from tests.generating import Driver, prepare, when_ready
 from tests.serving import serving, wait_until
 from tests.tiny_chat import asking, engine
 from worker.grammar import bitmask, cache
-from worker.grammar.bitmask import Masks, Wanted
+from worker.grammar.bitmask import MaskRequest, Masks
 from worker.grammar.cache import Grammar
 from worker.grammar.compiler import Grammars
 from worker.grammar.trial import TOO_LONG
@@ -326,9 +326,9 @@ def test_a_mask_that_is_late_fails_its_own_grammar_only(
     made = Masks(WIDTH, [TOKENIZER.eos_token_id])
     stuck: Any = [Stuck() for _ in range(bitmask.MOST_STUCK)]
     held = [Grammar(each) for each in stuck]
-    mates = [Wanted(mate.matcher.deep_copy(), grammar=mate) for _ in range(3)]
+    mates = [MaskRequest(mate.matcher.deep_copy(), grammar=mate) for _ in range(3)]
     for before in range(0, len(stuck), 2):
-        first, second = (Wanted(g.matcher, grammar=g) for g in held[before : before + 2])
+        first, second = (MaskRequest(g.matcher, grammar=g) for g in held[before : before + 2])
         begun = made.begin([*enumerate([mates[0], first, mates[1], second, mates[2]])])
         assert begun is not None
         allowed = begun.result()

@@ -4,15 +4,15 @@ import random
 
 import pytest
 
-from worker.generation.prefill_budget import LEAST, LONGER_S, MOST, Pace
+from worker.generation.prefill_budget import LEAST, LONGER_S, MOST, PrefillBudget
 
 DECODE_S = 0.1
 ROWS = 16
 
 
-def taught(token_s: float, chance: random.Random, steps: int = 60) -> Pace:
+def taught(token_s: float, chance: random.Random, steps: int = 60) -> PrefillBudget:
     """By its own steps, one in three without a prompt."""
-    pace = Pace("cpu")
+    pace = PrefillBudget("cpu")
     for number in range(steps):
         prompt = 0 if number % 3 == 2 else pace.prompt_tokens(streaming=True)
         seconds = (DECODE_S + prompt * token_s) * chance.uniform(0.9, 1.2)
@@ -23,7 +23,9 @@ def taught(token_s: float, chance: random.Random, steps: int = 60) -> Pace:
 def test_while_nobody_streams_a_step_takes_the_most() -> None:
     pace = taught(0.005, random.Random(0))
     assert pace.prompt_tokens(streaming=False) == MOST["cpu"]
-    assert Pace("cuda").prompt_tokens(streaming=True) == MOST["cuda"], "nothing is known yet"
+    assert PrefillBudget("cuda").prompt_tokens(streaming=True) == MOST["cuda"], (
+        "nothing is known yet"
+    )
 
 
 @pytest.mark.parametrize("token_s", [0.001, 0.003, 0.006])
@@ -51,7 +53,7 @@ def test_one_slow_step_is_forgotten() -> None:
 
 def test_a_slow_first_step_is_forgotten() -> None:
     """It would be the only one to teach, did the others not count because they are smaller."""
-    pace = Pace("cpu")
+    pace = PrefillBudget("cpu")
     pace.learn(MOST["cpu"], 0, 5.0)
     for number in range(40):
         tokens = pace.prompt_tokens(streaming=True) * (number % 2)

@@ -11,11 +11,11 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from worker.model.sampler import (
-    Allowed,
-    Choice,
     Draws,
     Row,
+    SampledToken,
     SamplingParams,
+    TokenMask,
     prompt_logprobs,
     sample,
     uniform,
@@ -426,7 +426,7 @@ def test_prompt_logprobs_score_the_tokens_given() -> None:
     raw = logits.double().log_softmax(-1)
     for top in (0, 5):
         found = prompt_logprobs(logits, targets, top)
-        assert found.pop(4) == Choice(-1, None, ())
+        assert found.pop(4) == SampledToken(-1, None, ())
         for choice, i in zip(found, [i for i in range(30) if i != 4], strict=True):
             assert choice.token == targets[i]
             assert choice.logprob == pytest.approx(float(raw[i, targets[i]]), abs=1e-5)
@@ -457,7 +457,7 @@ def test_a_broken_row_is_marked_and_its_mates_do_not_notice(kind: str, vocabular
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = sample(logits, rows)
-    assert found[1::2] == [Choice(-1, None, ())] * len(MIXED)
+    assert found[1::2] == [SampledToken(-1, None, ())] * len(MIXED)
     assert [c.token for c in found[::2]] == [c.token for c in whole[::2]]
     assert [c.top for c in found[::2]] == [c.top for c in whole[::2]]
 
@@ -541,7 +541,7 @@ def test_only_what_is_allowed_is_chosen_and_the_rest_of_the_rows_are_as_before()
     tokens = torch.zeros(2, 300, dtype=torch.bool)
     tokens[0, [7, 9]] = True
     tokens[1, 299] = True
-    held = [choice.token for choice in sample(logits, rows, Allowed([1, 3], tokens))]
+    held = [choice.token for choice in sample(logits, rows, TokenMask([1, 3], tokens))]
     assert held[0] == free[0]
     assert held[2] == free[2]
     assert held[1] in (7, 9)
@@ -553,7 +553,7 @@ def test_a_ban_changes_no_log_probability() -> None:
     row = Row(Draws(SamplingParams(temperature=0.0, logprobs=3), 0, []), 0)
     tokens = torch.zeros(1, 300, dtype=torch.bool)
     tokens[0, 11] = True
-    [choice] = sample(logits, [row], Allowed([0], tokens))
+    [choice] = sample(logits, [row], TokenMask([0], tokens))
     raw = torch.log_softmax(logits.double(), -1)[0]
     assert choice.token == 11
     assert choice.logprob == pytest.approx(float(raw[11]), abs=1e-5)
@@ -567,5 +567,5 @@ def test_a_broken_row_is_seen_through_a_ban(broken: float) -> None:
     tokens = torch.zeros(1, 300, dtype=torch.bool)
     tokens[0, 11] = True
     row = Row(Draws(SamplingParams(), 0, []), 0)
-    [choice] = sample(logits, [row], Allowed([0], tokens))
+    [choice] = sample(logits, [row], TokenMask([0], tokens))
     assert choice.token == -1

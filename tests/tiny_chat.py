@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from batching.request_queue import WorkItem
+from server.token_stream import TokenStream
 from tests.generating import loaded
 from tests.tiny import SMALL, hf
 from tests.tiny_tokenizers import llama_tokenizer
-from worker.deltas import TokenStream
 from worker.generation.engine import PagedGenerator, load_generator
 from worker.model.language_model import GeneratorOptions
 from worker.model.paged_attention import PagedCache

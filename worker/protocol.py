@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from batching.request_queue import WorkItem
-from worker.deltas import Delta, TokenStream
+from worker.deltas import Delta
 from worker.room import Allowance
 
 State = Literal["loading", "warming", "ready", "dead"]
@@ -94,6 +94,12 @@ class Calls:
     parallel: bool = True  # more than one
 
 
+class DeltaSink(Protocol):
+    """Where a request's output goes: on the event loop, after each step."""
+
+    def push(self, delta: Delta) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationInput:
     """One prompt and how to continue it, `n` times; the text goes to `stream` as it comes.
@@ -104,7 +110,7 @@ class GenerationInput:
     """
 
     prompt: Chat | str | tuple[int, ...]
-    stream: TokenStream
+    stream: DeltaSink
     sampling: Sampling = Sampling()
     stopping: Stopping = Stopping()
     n: int = 1

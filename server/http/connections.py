@@ -16,7 +16,7 @@ from uvicorn.server import ServerState
 
 from server.http.body import LINGER_S
 from server.http.errors import envelope, http_error
-from server.middleware import Front
+from server.middleware import Middleware
 
 MAX_HEAD = 64_000  # bytes of a header with its request line, or between two pieces of a body
 MOST_AHEAD = 100  # requests of a connection that wait behind another
@@ -34,7 +34,7 @@ class Bounded(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.front: Front = self.app_state[APP]
+        self.front: Middleware = self.app_state[APP]
         self.begun = False  # something of the next request is there
         self.refused = False
         self.timer: asyncio.TimerHandle | None = None

@@ -13,7 +13,7 @@ from server.openai.params import (
     refuse_unimplemented,
 )
 from server.openai.tools import TOOL_CHOICE, Tools, calls_of
-from worker.deltas import TokenStream
+from server.token_stream import TokenStream
 from worker.protocol import Chat, GenerationInput
 
 # Parameters of the API that nothing is done with, and the values that ask for nothing.

@@ -12,7 +12,7 @@ from server.openai.params import (
     TopLogprobs,
     refuse_unimplemented,
 )
-from worker.deltas import TokenStream
+from server.token_stream import TokenStream
 from worker.protocol import GenerationInput, Stopping
 
 DEFAULT_MAX_TOKENS = 16

@@ -15,6 +15,7 @@ from batching.errors import ClientGone, ItemFailed
 from server.engine import Engine
 from server.http.body import Deadlines
 from server.metrics import Metrics
+from server.token_stream import TokenStream
 from worker.deltas import Delta
 from worker.protocol import GenerationInput
 
@@ -29,7 +30,7 @@ class Usage:
     reasoning: int = 0  # of the completion
 
 
-class Exchange:
+class RunningRequest:
     """Submits, or raises a Refused. `close` it in the end, however it ends."""
 
     def __init__(
@@ -42,6 +43,7 @@ class Exchange:
         self.engine = engine
         self.metrics = metrics
         self.deadlines = deadlines
+        assert isinstance(payloads[0].stream, TokenStream)
         self.stream = payloads[0].stream
         self.unfinished = sum(payload.n for payload in payloads)
         self.usage = Usage()

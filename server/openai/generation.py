@@ -17,7 +17,7 @@ from server.http.body import Parsing, deadlines_of, read_body, require_json
 from server.http.errors import to_response
 from server.http.sse import EventStream
 from server.metrics import Metrics
-from server.openai.exchange import Exchange
+from server.openai.exchange import RunningRequest
 from server.openai.models import ModelNames
 from server.openai.reply import Reply
 from server.pipeline import watch
@@ -53,7 +53,7 @@ class GenerationEndpoint(ABC):
         if (refusal := self.engine.refusal("generation")) is not None:
             raise refusal
         reply = await self.parsing.run(self.parse, body, deadlines.first)
-        exchange = Exchange(self.engine, self.metrics, reply.payloads, deadlines)
+        exchange = RunningRequest(self.engine, self.metrics, reply.payloads, deadlines)
         self.engine.loop.create_task(watch(receive, exchange.items))
         try:
             if reply.streams:
@@ -65,7 +65,7 @@ class GenerationEndpoint(ABC):
             exchange.close()
 
     async def _stream(
-        self, scope: Scope, send: Send, reply: Reply, exchange: Exchange, deltas: list[Delta]
+        self, scope: Scope, send: Send, reply: Reply, exchange: RunningRequest, deltas: list[Delta]
     ) -> None:
         events = EventStream(send, exchange.stream.wake)
         request_id = scope["request_id"].decode()
@@ -87,7 +87,7 @@ class GenerationEndpoint(ABC):
             events.close()
 
     async def _say(
-        self, events: EventStream, reply: Reply, exchange: Exchange, deltas: list[Delta]
+        self, events: EventStream, reply: Reply, exchange: RunningRequest, deltas: list[Delta]
     ) -> None:
         usage = exchange.usage
         for chunk in reply.first_chunks(usage):
@@ -105,7 +105,7 @@ class GenerationEndpoint(ABC):
             await events.event(reply.last_chunk(usage))
 
 
-async def _whole(send: Send, reply: Reply, exchange: Exchange) -> None:
+async def _whole(send: Send, reply: Reply, exchange: RunningRequest) -> None:
     content = reply.whole(await exchange.collect(), exchange.usage)
     headers = [
         (b"content-type", b"application/json"),

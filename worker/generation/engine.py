@@ -23,19 +23,18 @@ from batching.request_queue import WorkItem
 from batching.scheduler import Chunk, ContinuousScheduler
 from batching.scheduler import Sequence as Running
 from worker.deltas import Delta
-from worker.generation.ngram_drafter import Lookup
-from worker.generation.output import Choice
-from worker.generation.prefill_budget import Pace
+from worker.generation.ngram_drafter import NgramDrafter
+from worker.generation.output import SequenceOutput
+from worker.generation.prefill_budget import PrefillBudget
 from worker.generation.text_side import TextSide, collect
-from worker.grammar.bitmask import Masks, Wanted
+from worker.grammar.bitmask import MaskRequest, Masks
 from worker.model import cpu_linear, memory
 from worker.model.attention_interface import CannotPage
 from worker.model.cuda_graphs import SIZES, SPARE, DecodeGraphs, decode_graphs
 from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
 from worker.model.loading import LoadingFailed
 from worker.model.paged_attention import BLOCK, PagedCache, Step
-from worker.model.sampler import Choice as Sampled
-from worker.model.sampler import Row, prompt_logprobs, sample
+from worker.model.sampler import Row, SampledToken, prompt_logprobs, sample
 from worker.model.self_check import TOLERANCE
 from worker.protocol import Generator, StepOutcome, StepReport
 
@@ -51,8 +50,8 @@ WORTH_COMPILING = 10_000_000
 class Generation:
     """One choice on its way: the scheduler's sequence and the text side of it."""
 
-    choice: Choice
-    lookup: Lookup | None
+    choice: SequenceOutput
+    lookup: NgramDrafter | None
     sequence: Running = field(init=False)
     scheduled: bool = False
 
@@ -65,7 +64,7 @@ class _Counts:
     decode: int = 0
     drafted: int = 0
     accepted: int = 0
-    said: list[tuple[Choice, Delta | None]] = field(default_factory=list)
+    said: list[tuple[SequenceOutput, Delta | None]] = field(default_factory=list)
     failed: dict[WorkItem, Exception] = field(default_factory=dict)
 
 
@@ -84,7 +83,7 @@ class PagedGenerator(TextSide):
         self.pool = BlockPool(blocks, BLOCK, share)
         self.scheduler = ContinuousScheduler(self.pool, options.max_running)
         self.live: dict[WorkItem, list[Generation]] = {}  # choices that have not ended
-        self._pace = Pace(language.device.type)
+        self._pace = PrefillBudget(language.device.type)
         self._free_rows = FREE_ROWS[language.device.type]
         self._masks = Masks(language.vocab_size, self.prompts.eos_ids)
         self._graphs = self._capture()
@@ -111,8 +110,8 @@ class PagedGenerator(TextSide):
             self.scheduler.add(generation.sequence)
             generation.scheduled = True
 
-    def _generation(self, choice: Choice) -> Generation:
-        made = Generation(choice, Lookup() if self.speculates else None)
+    def _generation(self, choice: SequenceOutput) -> Generation:
+        made = Generation(choice, NgramDrafter() if self.speculates else None)
         prepared, background = choice.prepared, choice.item.payload.background
         reuse = not prepared.wants_prompt_logprobs
         made.sequence = Running(made, prepared.ids, reuse, background)
@@ -205,7 +204,9 @@ class PagedGenerator(TextSide):
         self._run(chunks[:middle], counts)
         self._run(chunks[middle:], counts)
 
-    def _forward(self, chunks: Sequence[Chunk]) -> tuple[list[list[Sampled]], list[Sampled]]:
+    def _forward(
+        self, chunks: Sequence[Chunk]
+    ) -> tuple[list[list[SampledToken]], list[SampledToken]]:
         """The prompt tokens that each chunk scores, and all draws; changes nothing but memory."""
         ids: list[int] = []
         wanted: list[int] = []  # rows whose logits are needed: prompts' first, then draws'
@@ -216,10 +217,10 @@ class PagedGenerator(TextSide):
             ids += chunk.drafts
         scores_end = len(wanted)
         rows: list[Row] = []
-        masked: list[tuple[int, Wanted]] = []
+        masked: list[tuple[int, MaskRequest]] = []
         row = 0
         for chunk in chunks:
-            choice: Choice = chunk.sequence.owner.choice
+            choice: SequenceOutput = chunk.sequence.owner.choice
             row += chunk.width
             if chunk.reaches_end and choice.prepared.max_tokens:
                 drafts = len(chunk.drafts)
@@ -259,8 +260,8 @@ class PagedGenerator(TextSide):
     def _accept(
         self,
         chunks: Sequence[Chunk],
-        scores: Sequence[Sequence[Sampled]],
-        sampled: Sequence[Sampled],
+        scores: Sequence[Sequence[SampledToken]],
+        sampled: Sequence[SampledToken],
         counts: _Counts,
     ) -> None:
         draws = iter(sampled)
@@ -285,7 +286,7 @@ class PagedGenerator(TextSide):
                 self._fail(chunk, error, counts)
 
     def _go_on(
-        self, generation: Generation, chunk: Chunk, own: Sequence[Sampled], counts: _Counts
+        self, generation: Generation, chunk: Chunk, own: Sequence[SampledToken], counts: _Counts
     ) -> None:
         """Drafts that the draws agree with, and one token after them, join the output."""
         choice, sequence = generation.choice, chunk.sequence

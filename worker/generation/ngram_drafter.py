@@ -14,7 +14,7 @@ PATIENCE = 4
 LONGEST_PAUSE = 64
 
 
-class Lookup:
+class NgramDrafter:
     """One sequence's n-grams and where each was last followed by something."""
 
     __slots__ = ("_after", "_indexed", "_misses", "_pause")

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from batching.request_queue import WorkItem
 from worker.deltas import Delta, FinishReason, TokenLogprob
 from worker.generation.request import Prepared
-from worker.model.sampler import Choice as Sampled
-from worker.model.sampler import Draws, Row
+from worker.model.sampler import Draws, Row, SampledToken
 from worker.text.detokenizer import StopStrings, Vocabulary
 from worker.text.parser import Reader
 
@@ -29,13 +28,17 @@ class Echo:
     texts: tuple[str, ...]
 
 
-def make_choices(item: WorkItem, prepared: Prepared, vocabulary: Vocabulary) -> list["Choice"]:
+def make_choices(
+    item: WorkItem, prepared: Prepared, vocabulary: Vocabulary
+) -> list["SequenceOutput"]:
     """All of a request's; what they share is made once."""
     reader = prepared.answer.reader()
     draws = Draws(prepared.params, 0, prepared.ids)
     echo = _echo(prepared, vocabulary) if prepared.echo else None
     return [
-        Choice(item, prepared, vocabulary, draws.sibling(draw), reader and reader.sibling(), echo)
+        SequenceOutput(
+            item, prepared, vocabulary, draws.sibling(draw), reader and reader.sibling(), echo
+        )
         for draw in range(item.payload.n)
     ]
 
@@ -49,7 +52,7 @@ def _echo(prepared: Prepared, vocabulary: Vocabulary) -> Echo:
     return Echo(vocabulary.text_of(prepared.ids), tuple(texts))
 
 
-class Choice:
+class SequenceOutput:
     def __init__(
         self,
         item: WorkItem,
@@ -74,7 +77,7 @@ class Choice:
         self._echo = echo
         self._prompt: list[TokenLogprob] = []  # what is known of its tokens, if that is asked for
         if echo and echo.texts:
-            first = Sampled(prepared.ids[0], None, ())
+            first = SampledToken(prepared.ids[0], None, ())
             self._prompt.append(token_logprob(vocabulary, first, echo.texts[0]))
         self._min_tokens = item.payload.stopping.min_tokens
         self._delta: Delta | None = None
@@ -90,7 +93,7 @@ class Choice:
         """Tokens of the prompt whose log-probabilities are known; the first has none."""
         return max(0, len(self._prompt) - 1)
 
-    def score_prompt(self, scores: Sequence[Sampled]) -> None:
+    def score_prompt(self, scores: Sequence[SampledToken]) -> None:
         """How likely the prompt's next tokens are."""
         if scores:
             assert self._echo is not None
@@ -111,7 +114,7 @@ class Choice:
         if self.prepared.max_tokens == 0:
             self._end("length", None)
 
-    def accept(self, sampled: Sampled) -> None:
+    def accept(self, sampled: SampledToken) -> None:
         """The next token of the output."""
         token = sampled.token
         self.count += 1
@@ -159,7 +162,7 @@ class Choice:
         delta.stop_reason = stop
         self.ended = True
 
-    def _show(self, text: str, sampled: Sampled) -> None:
+    def _show(self, text: str, sampled: SampledToken) -> None:
         if sampled.logprob is not None:
             self._scores.add(token_logprob(self.vocabulary, sampled, text))
         self._tell(text)
@@ -214,7 +217,7 @@ class Choice:
             if taken < len(text):
                 self._held.appendleft((at + taken, text[taken:]))
 
-    def _flush(self, sampled: Sampled) -> None:
+    def _flush(self, sampled: SampledToken) -> None:
         """The text ends here, with `sampled`: what was held back for a stop string, a mark or
         half a character comes. The latter is the last token's that is shown."""
         rest = self._text.flush()
@@ -294,7 +297,7 @@ class Scores:
         return "".join(text[a - start : b - start] for a, b in stretches)
 
 
-def token_logprob(vocabulary: Vocabulary, sampled: Sampled, text: str) -> TokenLogprob:
+def token_logprob(vocabulary: Vocabulary, sampled: SampledToken, text: str) -> TokenLogprob:
     _, raw = vocabulary.token(sampled.token)
     top = []
     for token_id, logprob in sampled.top:

@@ -12,7 +12,7 @@ LONGER_S = 0.3
 NEW_SHARE = 0.3  # of the latest step in what was learned
 
 
-class Pace:
+class PrefillBudget:
     def __init__(self, device_type: str) -> None:
         self._most = MOST[device_type]
         self._decode_s = 0.0  # a step without prompts

@@ -20,13 +20,12 @@ from batching.errors import ItemFailed, as_failure
 from batching.request_queue import WorkItem
 from batching.tokens import Tokens
 from worker.deltas import Delta
-from worker.generation.output import Choice
+from worker.generation.output import SequenceOutput
 from worker.generation.text_side import TextSide, collect
 from worker.grammar.bitmask import Masks
 from worker.model.cached_runner import Past, Stepwise
 from worker.model.language_model import GeneratorOptions, LanguageModel
-from worker.model.sampler import Choice as Sampled
-from worker.model.sampler import sample
+from worker.model.sampler import SampledToken, sample
 from worker.protocol import StepOutcome, StepReport
 
 log = logging.getLogger("onequeue.static")
@@ -43,9 +42,9 @@ SIDE_BY_SIDE = 2
 class Row:
     """One choice on its way."""
 
-    choice: Choice
+    choice: SequenceOutput
     tokens: Tokens
-    scores: list[Sampled]  # of the prompt's tokens but the first; shared by an item's choices
+    scores: list[SampledToken]  # of the prompt's tokens but the first; shared by an item's choices
     admitted: bool = False
 
 
@@ -63,7 +62,7 @@ class _Counts:
     decode: int = 0
     preempted: int = 0
     waits_s: list[float] = field(default_factory=list)
-    said: list[tuple[Choice, Delta | None]] = field(default_factory=list)
+    said: list[tuple[SequenceOutput, Delta | None]] = field(default_factory=list)
     failed: dict[WorkItem, Exception] = field(default_factory=dict)
 
 
@@ -85,7 +84,7 @@ class StaticGenerator(TextSide):
         self.most = self.room = options.max_running  # rows that may run; less when memory was short
 
     def add(self, item: WorkItem) -> None:
-        scores: list[Sampled] = []
+        scores: list[SampledToken] = []
         made = [Row(choice, Tokens(choice.prepared.ids), scores) for choice in item.prepared]
         self.live[item] = made
         line = self.background if item.payload.background else self.waiting
@@ -259,7 +258,7 @@ class StaticGenerator(TextSide):
             if not row.choice.prepared.max_tokens:
                 self._accept(row, None, counts)
 
-    def _accept(self, row: Row, sampled: Sampled | None, counts: _Counts) -> None:
+    def _accept(self, row: Row, sampled: SampledToken | None, counts: _Counts) -> None:
         """A token joins the row's output; None: only its prompt was asked for."""
         choice = row.choice
         if choice.item in counts.failed:

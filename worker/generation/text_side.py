@@ -9,7 +9,7 @@ from typing import Any, Literal
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from worker.deltas import Delta
-from worker.generation.output import Choice, make_choices
+from worker.generation.output import SequenceOutput, make_choices
 from worker.generation.request import Prompts
 from worker.model import failures
 from worker.model.language_model import LanguageModel
@@ -72,7 +72,7 @@ class TextSide:
 
 def collect(
     live: MutableMapping[WorkItem, list[Any]],
-    said: Iterable[tuple[Choice, Delta | None]],
+    said: Iterable[tuple[SequenceOutput, Delta | None]],
     failed: Mapping[WorkItem, Exception],
 ) -> tuple[list[tuple[WorkItem, Delta]], list[tuple[WorkItem, Exception | None]]]:
     """What a step gave to whom. `live` has the items' choices, each as something's `choice`;

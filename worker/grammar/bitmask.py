@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from batching.errors import ItemFailed
 from worker.grammar.cache import Grammar
-from worker.model.sampler import Allowed
+from worker.model.sampler import TokenMask
 
 Bits = NDArray[np.int32]  # [rows, words], a bit a token
 BIT = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32)).view(np.int32)
@@ -32,7 +32,7 @@ MOST_STUCK = 4  # threads
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class MaskRequest:
     """What the row that a choice is at allows, and those after each drafted token: what its
     matcher says, or any token."""
 
@@ -52,7 +52,7 @@ class Wanted:
 class _Run:
     """A step's masks, and how far they are. What no matcher has said allows everything."""
 
-    wanted: Sequence[tuple[int, Wanted]]
+    wanted: Sequence[tuple[int, MaskRequest]]
     bits: Bits
     width: int
     ends: Sequence[int]
@@ -60,7 +60,7 @@ class _Run:
     since: float | None = None  # its thread's CPU time when it was begun; None: it has not been
     row: int = 0  # its first
     given_up: bool = False
-    allowed: Allowed | None = None
+    allowed: TokenMask | None = None
     error: BaseException | None = None
     done: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -83,7 +83,7 @@ class Masks:
         self._thread: threading.Thread | None = None
         self._stuck: list[threading.Thread] = []
 
-    def begin(self, wanted: Sequence[tuple[int, Wanted]]) -> "Begun | None":
+    def begin(self, wanted: Sequence[tuple[int, MaskRequest]]) -> "Begun | None":
         """For choices by the row that each is at; their drafts' rows follow."""
         if not wanted:
             return None
@@ -171,17 +171,17 @@ def _compute(run: _Run, executor: LLExecutor) -> None:
         each.matcher.unsafe_compute_mask_ptr(row, bits.strides[0])
 
 
-def _allowed(run: _Run) -> Allowed:
+def _allowed(run: _Run) -> TokenMask:
     at, bits = 0, run.bits
     for _, each in run.wanted:
         _edit(bits[at : at + each.rows], each, run.ends)
         at += each.rows
     rows = [first + n for first, each in run.wanted for n in range(each.rows)]
     tokens = np.unpackbits(bits.view(np.uint8), axis=1, count=run.width, bitorder="little")
-    return Allowed(rows, torch.from_numpy(tokens.view(np.bool_)))
+    return TokenMask(rows, torch.from_numpy(tokens.view(np.bool_)))
 
 
-def _edit(bits: Bits, each: Wanted, ends: Sequence[int]) -> None:
+def _edit(bits: Bits, each: MaskRequest, ends: Sequence[int]) -> None:
     if each.only is not None:
         bits[:] = 0
     for token in (each.only, each.also):
@@ -196,7 +196,7 @@ class Begun:
     masks: Masks
     run: _Run
 
-    def result(self) -> Allowed:
+    def result(self) -> TokenMask:
         """Waits for no mask longer than PATIENCE_S, also counted from before this call."""
         patience_s = PATIENCE_S
         while not self.run.done.wait(max(0.01, patience_s - self.masks.spent_s(self.run))):

@@ -16,7 +16,7 @@ from typing import TypeVar
 from llguidance import LLMatcher, LLTokenizer
 
 from batching.errors import ItemFailed
-from worker.grammar.bitmask import Wanted
+from worker.grammar.bitmask import MaskRequest
 from worker.grammar.cache import Grammar
 from worker.text.parser import Reader
 
@@ -93,15 +93,15 @@ class Guide:
         fitting = self._held.in_time(lambda matcher: matcher.validate_tokens(list(looked_up)))
         return looked_up[:fitting]
 
-    def wanted(self, drafts: tuple[int, ...]) -> Wanted | None:
+    def wanted(self, drafts: tuple[int, ...]) -> MaskRequest | None:
         """What masks the next rows need; None: all tokens may come."""
         self.turned = False
         if self._forced:
-            return Wanted(only=self._forced[0])
+            return MaskRequest(only=self._forced[0])
         if held := self._held:
-            return Wanted(held.matcher, drafts, also=self._may_think, grammar=held.grammar)
+            return MaskRequest(held.matcher, drafts, also=self._may_think, grammar=held.grammar)
         if self._thinking and self._plan.answer:
-            return Wanted(None, drafts, no_end=True)
+            return MaskRequest(None, drafts, no_end=True)
         return None
 
     def accept(self, token: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from worker.model.paged_attention import How, LayerShape
+from worker.model.paged_attention import AttentionParams, LayerShape
 
 ATTENTION = "onequeue_paged"
 
@@ -26,7 +26,7 @@ class Attends(Protocol):
     """A step: knows where its tokens' keys and values are."""
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, how: How
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, how: AttentionParams
     ) -> Tensor: ...
 
 
@@ -101,7 +101,7 @@ def attend(
     softcap: float,
 ) -> Tensor:
     step: Attends = _here.step
-    return step.attend(query, key, value, sinks, How(layer, scale, window, softcap))
+    return step.attend(query, key, value, sinks, AttentionParams(layer, scale, window, softcap))
 
 
 # The same, opaque to the compiler: its graph depends on the number of tokens only. The cache is

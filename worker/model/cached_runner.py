@@ -17,8 +17,7 @@ from transformers.cache_utils import Cache
 
 from worker.model import failures
 from worker.model.language_model import LanguageModel
-from worker.model.sampler import Choice as Sampled
-from worker.model.sampler import prompt_logprobs
+from worker.model.sampler import SampledToken, prompt_logprobs
 from worker.model.self_check import TOLERANCE, Differs, encoder_lengths
 
 log = logging.getLogger("onequeue.stepwise")
@@ -86,10 +85,10 @@ class Stepwise:
         return logits, now
 
     @torch.inference_mode()
-    def scores(self, text: Sequence[int], top: int) -> list[Sampled]:
+    def scores(self, text: Sequence[int], top: int) -> list[SampledToken]:
         """How likely each token but the first is, with the `top` best in its place."""
         ids = torch.tensor([list(text)], device=self.device)
-        scores: list[Sampled] = []
+        scores: list[SampledToken] = []
         for begin in range(0, len(text) - 1, SCORED):
             end = min(len(text) - 1, begin + SCORED)
             rows = torch.arange(begin, end, device=self.device)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from worker.model.attention_interface import running
 from worker.model.language_model import LanguageModel
-from worker.model.paged_attention import BLOCK, Chunks, How, PagedCache, Step, rewarmed
+from worker.model.paged_attention import BLOCK, AttentionParams, Chunks, PagedCache, Step, rewarmed
 
 log = logging.getLogger("onequeue.decode_graphs")
 
@@ -85,7 +85,7 @@ class RowsStep:
         self.tables[:rows, : tables.shape[1]].copy_(torch.from_numpy(tables))
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, how: How
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, how: AttentionParams
     ) -> Tensor:
         """Of one layer, [1, heads, T, size] in, [1, T, heads, size] out."""
         from worker.model import triton_decode  # needs triton, which comes with torch for GPUs

@@ -28,7 +28,7 @@ from worker.architectures import advice
 from worker.model import memory, missing_weights
 from worker.model.attention_interface import ATTENTION, CannotPage, probing, running
 from worker.model.loading import LoadingFailed, choose_device, choose_dtype
-from worker.model.paged_attention import BLOCK, How, LayerShape, PagedCache, Step
+from worker.model.paged_attention import BLOCK, AttentionParams, LayerShape, PagedCache, Step
 from worker.model.self_check import LONGEST, SHORTEST, TOLERANCE
 
 log = logging.getLogger("onequeue.language_model")
@@ -60,7 +60,7 @@ class NarrowStep(Step):
     """As if the layers that are told a window were told NARROW."""
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, how: How
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, how: AttentionParams
     ) -> Tensor:
         told = how._replace(window=min(how.window, NARROW))
         return super().attend(query, key, value, sinks, told)

@@ -34,7 +34,7 @@ class LayerShape:
     warming: tuple[float, float] | None = None
 
 
-class How(NamedTuple):
+class AttentionParams(NamedTuple):
     """What a layer asks of attention."""
 
     layer: int
@@ -111,7 +111,7 @@ class Step:
         self._rewarmed: dict[tuple[float, float], Tensor] = {}
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, how: How
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, how: AttentionParams
     ) -> Tensor:
         """Of one layer, [1, heads, T, size] in, [1, T, heads, size] out."""
         layer, scale, window, softcap = how

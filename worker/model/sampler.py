@@ -94,7 +94,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SampledToken:
     """What a row gave. Log-probabilities are of the raw distribution, before any parameter."""
 
     token: int  # -1: the row holds no usable numbers (NaN, +inf, or everything -inf)
@@ -103,7 +103,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Allowed:
+class TokenMask:
     """The tokens that may be chosen in some of the rows; in the others all may."""
 
     rows: Sequence[int]
@@ -112,8 +112,8 @@ class Allowed:
 
 @torch.inference_mode()
 def sample(
-    logits: torch.Tensor, rows: Sequence[Row], allowed: Allowed | None = None
-) -> list[Choice]:
+    logits: torch.Tensor, rows: Sequence[Row], allowed: TokenMask | None = None
+) -> list[SampledToken]:
     """One choice for each row of logits [R, V], of any float type, on any device.
 
     Order: what is allowed, bias, penalties (repetition, then frequency and presence), ban of ends,
@@ -134,7 +134,7 @@ def sample(
             settings = _settings([rows[at] for at in group], logits.device)
             tokens[index] = _drawn(kind, _take(scores, index), peak[index], settings)
     tokens = torch.where(peak.isfinite(), tokens, -1)
-    choices = [Choice(token, None, ()) for token in tokens.tolist()]
+    choices = [SampledToken(token, None, ()) for token in tokens.tolist()]
     asked = {at: k for at, row in enumerate(rows) if (k := row.draws.params.logprobs) is not None}
     if asked:
         index = torch.tensor(list(asked), device=logits.device)
@@ -145,7 +145,7 @@ def sample(
 
 
 @torch.inference_mode()
-def prompt_logprobs(logits: torch.Tensor, targets: Sequence[int], top: int) -> list[Choice]:
+def prompt_logprobs(logits: torch.Tensor, targets: Sequence[int], top: int) -> list[SampledToken]:
     """Row i of logits [P, V] scored for token targets[i], with its `top` best; -1 as above.
 
     Takes two float32 copies of the logits: long prompts come in slices.
@@ -187,7 +187,7 @@ def _take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def _edited(
-    raw: torch.Tensor, rows: Sequence[Row], vocabulary: int, allowed: Allowed | None
+    raw: torch.Tensor, rows: Sequence[Row], vocabulary: int, allowed: TokenMask | None
 ) -> torch.Tensor:
     """A copy with bias, penalties and bans; `raw` itself where no row has any."""
     shifts: list[Edit] = []
@@ -228,7 +228,7 @@ def _edited(
     return scores
 
 
-def _ban(scores: torch.Tensor, allowed: Allowed, vocabulary: int) -> None:
+def _ban(scores: torch.Tensor, allowed: TokenMask, vocabulary: int) -> None:
     """-inf where nothing is allowed; a row is broken if what is allowed in it is."""
     banned = ~allowed.tokens.to(scores.device, non_blocking=True)
     for at, ban in zip(allowed.rows, banned, strict=True):
@@ -366,7 +366,7 @@ def _passed(sums: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return ((sums <= target[:, None]) & (sums < sums[:, -1:])).sum(-1)
 
 
-def _scored(raw: torch.Tensor, tokens: torch.Tensor, counts: Sequence[int]) -> list[Choice]:
+def _scored(raw: torch.Tensor, tokens: torch.Tensor, counts: Sequence[int]) -> list[SampledToken]:
     """Choices of `tokens` [R] with log-probabilities: theirs, and of the best counts[i]."""
     peak, most = raw.amax((1, 2)), max(counts)
     shift = _weights(raw, peak, torch.ones_like(peak)).sum(-1).double().sum(-1).log() + peak
@@ -380,5 +380,7 @@ def _scored(raw: torch.Tensor, tokens: torch.Tensor, counts: Sequence[int]) -> l
         half = len(rest) // 2
         best = list(zip(map(int, rest[half:]), rest[:count], strict=False))
         top = tuple(pair for pair in best if pair[1] > -np.inf)
-        choices.append(Choice(int(token), logprob, top) if token >= 0 else Choice(-1, None, ()))
+        choices.append(
+            SampledToken(int(token), logprob, top) if token >= 0 else SampledToken(-1, None, ())
+        )
     return choices

@@ -1,4 +1,4 @@
-"""Copies of a pipeline for pool threads, and the pipeline's own view of its parameters.
+"""Replicas of a pipeline for pool threads, and the pipeline's own view of its parameters.
 
 A fast tokenizer's truncation and padding settings are mutable state, which every call sets:
 two threads on one tokenizer give wrong ids. So each thread borrows a pipeline of its own; the
@@ -15,7 +15,7 @@ from typing import Any
 from worker.model.loading import Pipe
 
 
-class Copies:
+class Replicas:
     """At most `most` copies, made as they are needed from one that nobody uses: copying a
     tokenizer of 150,000 tokens takes half a second."""
 

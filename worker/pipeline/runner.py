@@ -38,7 +38,7 @@ from worker.pipeline.limits import (
 from worker.pipeline.media import PLANES
 from worker.pipeline.outputs import split_generated, split_rows, spread_masks, to_json
 from worker.pipeline.packed_attention import CannotPack, Packing
-from worker.pipeline.replicas import Copies, panics_as_errors, stage_parameters
+from worker.pipeline.replicas import Replicas, panics_as_errors, stage_parameters
 from worker.pipeline.warm_up import warm_up_input
 from worker.protocol import ModelInfo, PipelineInput
 from worker.room import Room
@@ -123,7 +123,7 @@ class PipelineRunner:
             batching=batching,
             why=why,
         )
-        self._copies = Copies(pipe, pool_threads)
+        self._copies = Replicas(pipe, pool_threads)
         if pipe.device.type == "cpu" and cpu_linear.spares_emulation(pipe.dtype):
             self._lay_out()
 

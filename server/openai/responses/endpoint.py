@@ -26,7 +26,7 @@ from server.http.body import Parsing, deadlines_of, read_body, require_json
 from server.http.errors import AnsweredEarly, http_error, to_response
 from server.http.sse import EventStream
 from server.metrics import Metrics
-from server.openai.exchange import Exchange
+from server.openai.exchange import RunningRequest
 from server.openai.models import ModelNames
 from server.openai.params import decode
 from server.openai.responses.items import documents
@@ -51,7 +51,7 @@ class Job:
     """A response that runs in the background."""
 
     reply: ResponseReply
-    exchange: Exchange
+    exchange: RunningRequest
     task: "asyncio.Task[None]"
 
 
@@ -88,7 +88,7 @@ class Responses:
         reply, payload = await self.parsing.run(self._prepare, body, deadlines.first, blocks=True)
         if payload.background:  # it begins when there is time for it
             deadlines = replace(deadlines, first=math.inf)
-        exchange = Exchange(self.engine, self.metrics, [payload], deadlines)
+        exchange = RunningRequest(self.engine, self.metrics, [payload], deadlines)
         if payload.background:
             answer = json(reply.document)
             task = self.engine.loop.create_task(self._run(scope, reply, exchange))
@@ -147,7 +147,7 @@ class Responses:
         scope: Scope,
         send: Send,
         reply: ResponseReply,
-        exchange: Exchange,
+        exchange: RunningRequest,
         deltas: list[Delta],
     ) -> None:
         events = EventStream(send, exchange.stream.wake)
@@ -168,7 +168,11 @@ class Responses:
             events.close()
 
     async def _say(
-        self, events: EventStream, reply: ResponseReply, exchange: Exchange, deltas: list[Delta]
+        self,
+        events: EventStream,
+        reply: ResponseReply,
+        exchange: RunningRequest,
+        deltas: list[Delta],
     ) -> None:
         for event in reply.begin():
             await events.write(reply.frame(event))
@@ -184,7 +188,7 @@ class Responses:
         for event in reply.finish(exchange.usage):
             await events.write(reply.frame(event))
 
-    async def _run(self, scope: Scope, reply: ResponseReply, exchange: Exchange) -> None:
+    async def _run(self, scope: Scope, reply: ResponseReply, exchange: RunningRequest) -> None:
         """In the background: whatever ends it is what its response says."""
         try:
             while exchange.unfinished:
@@ -206,7 +210,7 @@ class Responses:
             del self.jobs[reply.id]
 
     def _fail(
-        self, scope: Scope, reply: ResponseReply, exchange: Exchange, error: Exception
+        self, scope: Scope, reply: ResponseReply, exchange: RunningRequest, error: Exception
     ) -> None:
         request_id = scope["request_id"].decode()
         response, kind = to_response(error, scope, request_id, self.settings.debug)

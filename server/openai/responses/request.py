@@ -21,7 +21,7 @@ from server.openai.responses.store import Document
 from server.openai.responses.tools import Tool, ToolChoice, calls, check_depth, check_tools
 from server.openai.structured import ANY_OBJECT, FORMATS, json_constraint
 from server.openai.tools import MOST_TOOLS
-from worker.deltas import TokenStream
+from server.token_stream import TokenStream
 from worker.protocol import Chat, Constraint, GenerationInput
 
 LOGPROBS = "message.output_text.logprobs"

@@ -1,0 +1,34 @@
+"""A batch that raises is run again in halves, until only the guilty items fail.
+
+For encoder batches and generation steps alike: pure control flow, no model and no clock.
+"""
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def run_in_halves(
+    items: Sequence[T],
+    run: Callable[[Sequence[T]], None],
+    failed: Callable[[Sequence[T], BaseException], None],
+    wanted: Callable[[T], bool] = lambda item: True,
+) -> None:
+    """`run` the wanted items together. If it raises, `failed` is told of those it ran with and may
+    raise to end it all; then each half is run, as far as it is still wanted, down to one item."""
+    items = [item for item in items if wanted(item)]
+    if not items:
+        return
+    try:
+        run(items)
+        return
+    except BaseException as error:
+        # The frames hold what the forward had allocated, and the halves need it.
+        traceback.clear_frames(error.__traceback__)
+        failed(items, error)
+    if len(items) > 1:
+        middle = len(items) // 2
+        run_in_halves(items[:middle], run, failed, wanted)
+        run_in_halves(items[middle:], run, failed, wanted)
