@@ -19,96 +19,44 @@ caller's.
 
 import bisect
 import itertools
-from collections.abc import Callable, Container
-from collections.abc import Sequence as Several
-from dataclasses import dataclass
-from typing import Any
+from collections import abc
 
-from batching.block_pool import BlockPool, BlockTable, Key
-from batching.tokens import Tokens
+from batching.block_pool import BlockPool
+from batching.sequence import Chunk, Sequence
 
 # When another is admitted, a block for each of those running stays free, but no more than this
 # part of all: room to grow, lest the newcomer be put back at once.
 RESERVE = 20
 # Tokens a step of a prompt whose log-probabilities are wanted: all go onto the vocabulary.
 PROJECTED = 128
+# The same where each step of such a prompt runs the whole of it.
+PROJECTED_WHOLE = 512
 # Beside others, so many background sequences as there are others, or up to so many in all, are in a
 # step: that many take a model hardly longer than one.
-FEW = 8
+SMALL_STEP = 8
 
-
-class Sequence:
-    """One choice being generated: prompt and output so far, and what of it is in the cache."""
-
-    __slots__ = (
-        "awaited", "background", "cached", "computed", "number", "owner", "prompt_len", "reuse",
-        "table", "tokens",
-    )  # fmt: skip
-
-    def __init__(
-        self, owner: Any, prompt: Several[int], reuse: bool = True, background: bool = False
-    ) -> None:
-        self.owner = owner  # the caller's own; not looked at here
-        self.tokens = Tokens(prompt)
-        self.prompt_len = len(prompt)
-        self.reuse = reuse  # False: every token's output is wanted, so all are computed
-        self.computed = 0  # leading tokens whose keys and values are in the cache
-        self.cached: int | None = None  # prompt tokens found in the cache at first admission
-        self.table: BlockTable | None = None  # None: waiting
-        self.awaited: Key | None = None  # the block of its prefix that somebody is computing
-        self.background = background  # comes after all that are not
-        self.number = -1  # order of arrival
-
-    @property
-    def left(self) -> int:
-        """Tokens that have not been through the model."""
-        return len(self.tokens) - self.computed
-
-    @property
-    def rank(self) -> tuple[bool, int]:
-        """Who comes first has the lower one."""
-        return self.background, self.number
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A sequence's share of a step: `count` of its tokens from `start` on, then drafted ones.
-
-    If the chunk reaches the sequence's end, its last token and each draft are to be sampled; ask
-    before `advance`, which moves the end.
-    """
-
-    sequence: Sequence
-    start: int
-    count: int
-    drafts: tuple[int, ...] = ()
-
-    @property
-    def reaches_end(self) -> bool:
-        return self.start + self.count == len(self.sequence.tokens)
-
-    @property
-    def width(self) -> int:
-        return self.count + len(self.drafts)
+Draft = abc.Callable[[Sequence], tuple[int, ...]]
 
 
 class ContinuousScheduler:
-    def __init__(self, pool: BlockPool, max_running: int) -> None:
+    """`whole_prompts`: they do not come in chunks, for a model runner that keeps no blocks."""
+
+    def __init__(self, pool: BlockPool, max_running: int, whole_prompts: bool = False) -> None:
         self.pool = pool
-        self.max_running = max_running
+        self._most_running = self.max_running = max_running
+        self.whole_prompts = whole_prompts
         self.waiting: list[Sequence] = []  # by rank
         self.running: list[Sequence] = []  # likewise
         self.preempted = 0  # since the last step
         self.admitted: list[Sequence] = []  # for the first time, in the last step
         self.starved = False  # whether the last step had no room for one not in the background
-        # the background one that counts as one of the others
-        self._favoured: Sequence | None = None
+        self._promoted: Sequence | None = None  # from the background, to be one of the others
         self._numbers = itertools.count()
 
     def add(self, sequence: Sequence) -> None:
         """Its tokens must fit into the pool, however long it gets; the caller sees to that."""
         sequence.number = next(self._numbers)
-        _line_up(self.waiting, sequence)
+        _insert(self.waiting, sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """It has finished, or nobody waits for it any more."""
@@ -117,66 +65,63 @@ class ContinuousScheduler:
         if line[at : at + 1] != [sequence]:
             raise ValueError("this sequence is not scheduled")
         del line[at]
+        self._close(sequence)
+        sequence.number = -1
+        if sequence is self._promoted:
+            self._promoted = None
+
+    def _close(self, sequence: Sequence) -> None:
         if sequence.table is not None:
             self.pool.close(sequence.table)
             sequence.table = None
-        if sequence is self._favoured:
-            self._favoured = None
+            sequence.computed = 0
 
     # ── one step ──
 
-    def schedule(
-        self, budget: int, draft: Callable[[Sequence], tuple[int, ...]] = lambda sequence: ()
-    ) -> list[Chunk]:
+    def schedule(self, budget: int, draft: Draft = lambda sequence: ()) -> list[Chunk]:
         """The next step's chunks. `budget` is how many prompt tokens it may have."""
         self.preempted = 0
         self.admitted = []
-        self._favour()
-        most = self._most()
-        resting = set(self.running[most:])
-        decoding = self._decoding(resting)
-        awaited = self._admit_waiting(most)
-        decoding = [sequence for sequence in decoding if sequence.table]
-        decodes = set(decoding)
-        if awaited:
-            resting = {sequence for sequence in resting if sequence.left == 1}
-        prompts = [each for each in self.running if each not in decodes and each not in resting]
-        chunks = _shared(prompts, budget, alike=awaited)
-        at_work = {chunk.sequence for chunk in chunks}
-        self.starved |= any(not each.background and each not in at_work for each in prompts)
-        return [self._decode(sequence, draft) for sequence in decoding] + chunks
+        self._promote()
+        limit = self._background_limit()
+        resting = set(self.running[limit:])  # background sequences that have no part in this step
+        decoding = [
+            each
+            for each in list(self.running)
+            if each.left <= 1 and each not in resting and self._make_room(each)
+        ]
+        prefix_awaited = self._admit_waiting(limit)
+        decoding = [each for each in decoding if each.table]
+        if prefix_awaited:  # a background sequence may be computing it
+            resting = {each for each in resting if each.left == 1}
+        idle = resting.union(decoding)
+        prompts = [each for each in self.running if each not in idle]
+        chunks = self._prefill(prompts, budget, prefix_awaited)
+        prefilled = {chunk.sequence for chunk in chunks}
+        self.starved |= any(not each.background and each not in prefilled for each in prompts)
+        return [self._decode(each, draft) for each in decoding] + chunks
 
-    def _favour(self) -> None:
-        """If there is background work, one of it counts as if it were none, until it has ended."""
-        if self._favoured is not None:
+    def _promote(self) -> None:
+        """The oldest background sequence counts as one of the others until it has ended."""
+        if self._promoted is not None:
             return
-        behind = [each for line in (self.running, self.waiting) for each in line[_firm(line) :][:1]]
+        lines = (self.running, self.waiting)
+        behind = [each for line in lines for each in line[_foreground(line) :][:1]]
         if behind:
-            self._favoured = oldest = min(behind, key=lambda each: each.number)
+            self._promoted = oldest = min(behind, key=lambda each: each.number)
             line = self.running if oldest.table else self.waiting
             line.remove(oldest)
             oldest.background = False
-            _line_up(line, oldest)
+            _insert(line, oldest)
 
-    def _most(self) -> int:
+    def _background_limit(self) -> int:
         """How many sequences a step may have if the last of them is a background one."""
-        firm = _firm(self.running)
-        if firm + _firm(self.waiting) == (self._favoured is not None):
+        running = _foreground(self.running)
+        if running + _foreground(self.waiting) == (self._promoted is not None):
             return self.max_running  # there are no others
-        return max(FEW, 2 * firm)
+        return max(SMALL_STEP, 2 * running)
 
-    def _decoding(self, resting: Container[Sequence]) -> list[Sequence]:
-        """Those with one token to go, and room for it."""
-        return [
-            sequence
-            for sequence in list(self.running)
-            if sequence.table  # not put back meanwhile, for the sake of an older one
-            and sequence.left <= 1
-            and sequence not in resting
-            and self._make_room(sequence)
-        ]
-
-    def _decode(self, sequence: Sequence, draft: Callable[[Sequence], tuple[int, ...]]) -> Chunk:
+    def _decode(self, sequence: Sequence, draft: Draft) -> Chunk:
         """Drafts come last and have their room for this step only: nobody goes without for them."""
         assert sequence.table is not None
         drafts = draft(sequence)
@@ -185,48 +130,48 @@ class ContinuousScheduler:
         return Chunk(sequence, sequence.computed, 1, drafts)
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """For one more token; False if the sequence is the youngest itself and was put back."""
+        """For one more token; False if it waits now, for that of an older one or as the youngest
+        itself."""
         while sequence.table and not self.pool.grow(sequence.table, len(sequence.tokens)):
             self._preempt(self.running[-1])
         return sequence.table is not None
 
     def _preempt(self, sequence: Sequence) -> None:
-        assert sequence.table is not None
         self.running.remove(sequence)
-        self.pool.close(sequence.table)
-        sequence.table = None
-        sequence.computed = 0
+        self._close(sequence)
         self.preempted += 1
-        _line_up(self.waiting, sequence)
+        _insert(self.waiting, sequence)
 
-    def _admit_waiting(self, most: int) -> bool:
-        """In order, as long as there is room, background ones while less than `most` run. True if
-        somebody who is not in the background waits for a prefix that is being computed."""
-        self.starved = awaited = False
+    # ── who is admitted ──
+
+    def _admit_waiting(self, limit: int) -> bool:
+        """In order, as long as there is room; background ones while less than `limit` run. True if
+        one that is not in the background waits for a prefix that is being computed."""
+        self.starved = prefix_awaited = False
         position = 0
         while position < len(self.waiting):
             sequence = self.waiting[position]
-            if sequence.background and (self.preempted or len(self.running) >= most):
+            if sequence.background and (self.preempted or len(self.running) >= limit):
                 break  # it would rest, or may just have been put back
-            firm = len(self.running) if sequence.background else _firm(self.running)
-            if firm + position >= self.max_running:  # places are kept for those passed over
+            ahead = len(self.running) if sequence.background else _foreground(self.running)
+            if ahead + position >= self.max_running:  # places are kept for those passed over
                 self.starved = not sequence.background
                 break
             matched = self._match(sequence)
             if matched is None:
                 position += 1  # the rest of its prefix is being computed: wait, let others pass
-                awaited |= not sequence.background
+                prefix_awaited |= not sequence.background
             elif self._make_way(sequence, matched, position):
                 del self.waiting[position]
             else:
                 self.starved = not sequence.background
                 break  # nobody overtakes for being smaller
-        return awaited
+        return prefix_awaited
 
     def _match(self, sequence: Sequence) -> list[int] | None:
-        """What there is of its prefix; None: more of it is just being computed. The end of that is
+        """Blocks that hold its prefix; None: more of it is just being computed. The end of that is
         remembered: to find it again takes as long as the prefix is."""
-        if not sequence.reuse:
+        if sequence.scores_prompt:
             return []
         if sequence.awaited is None or not self.pool.computing(sequence.awaited):
             matched, sequence.awaited = self.pool.match(sequence.tokens)
@@ -235,9 +180,9 @@ class ContinuousScheduler:
         return None
 
     def _make_way(self, sequence: Sequence, matched: list[int], kept: int) -> bool:
-        """Admit it beside `kept` places for others, if need be instead of background work."""
+        """Admit it beside `kept` places for others, if need be instead of background sequences."""
         while len(self.running) + kept >= self.max_running or not self._admit(sequence, matched):
-            if sequence.background or _firm(self.running) == len(self.running):
+            if sequence.background or _foreground(self.running) == len(self.running):
                 return False
             self._preempt(self.running[-1])
         return True
@@ -253,41 +198,71 @@ class ContinuousScheduler:
         if sequence.cached is None:
             sequence.cached = sequence.computed
             self.admitted.append(sequence)
-        _line_up(self.running, sequence)
+        _insert(self.running, sequence)
         return True
 
-    def advance(self, chunk: Chunk, sampled: Several[int] = ()) -> None:
+    # ── which of their prompts' tokens ──
+
+    def _prefill(self, prompts: list[Sequence], budget: int, prefix_awaited: bool) -> list[Chunk]:
+        """The prompts' chunks. Where a prefix is awaited that a background sequence may be
+        computing, those count like all others."""
+        if not prompts or budget <= 0:
+            return []
+        ranked = sorted(prompts, key=lambda each: each.number) if prefix_awaited else prompts
+        if self.whole_prompts:
+            return _whole_chunks(ranked, budget)
+        first = ranked[0]
+        most = {e: min(e.left, PROJECTED) if e.scores_prompt else e.left for e in prompts}
+        shares = dict.fromkeys(prompts, 0)
+        shares[first] = min(most[first], -(-budget // 2))
+        budget -= shares[first]
+        for each in sorted(prompts, key=lambda e: (e.background and not prefix_awaited, e.left)):
+            more = min(most[each] - shares[each], budget)
+            shares[each] += more
+            budget -= more
+        return [Chunk(each, each.computed, share) for each, share in shares.items() if share]
+
+    # ── after the step ──
+
+    def advance(self, chunk: Chunk, sampled: abc.Sequence[int] = ()) -> None:
         """The chunk has run, and the sequence goes on with `sampled`: drafts that were right and
         one token more; nothing if the chunk ends before the sequence does."""
         sequence = chunk.sequence
         assert sequence.table is not None
+        sequence.scored = max(sequence.scored, chunk.to_score.stop)
         sequence.computed = chunk.start + chunk.count + max(0, len(sampled) - 1)
         sequence.tokens.output += sampled
         self.pool.trim(sequence.table, len(sequence.tokens))
         self.pool.register(sequence.table, sequence.tokens, sequence.computed)
 
+    def give_way(self) -> None:
+        """Memory is short: the younger half of those that run waits, and no more run for now."""
+        self.max_running = max(1, len(self.running) // 2)
+        while len(self.running) > self.max_running:
+            self._preempt(self.running[-1])
 
-def _line_up(line: list[Sequence], sequence: Sequence) -> None:
+    def recover(self) -> None:
+        """One has ended: twice as many may run."""
+        self.max_running = min(self._most_running, 2 * self.max_running)
+
+
+def _whole_chunks(prompts: list[Sequence], budget: int) -> list[Chunk]:
+    """In order, one at least; more as long as all, padded to the longest, fit into the budget."""
+    chunks: list[Chunk] = []
+    longest = 0
+    for each in prompts:
+        longest = max(longest, len(each.tokens))
+        if chunks and longest * (len(chunks) + 1) > budget:
+            break
+        count = min(each.left, PROJECTED_WHOLE) if each.scores_prompt else each.left
+        chunks.append(Chunk(each, each.computed, count))
+    return chunks
+
+
+def _insert(line: list[Sequence], sequence: Sequence) -> None:
     bisect.insort(line, sequence, key=lambda each: each.rank)
 
 
-def _firm(line: list[Sequence]) -> int:
+def _foreground(line: list[Sequence]) -> int:
     """How many in a line are not in the background."""
     return bisect.bisect_left(line, True, key=lambda each: each.background)
-
-
-def _shared(prompts: list[Sequence], budget: int, alike: bool) -> list[Chunk]:
-    """Half of the budget for the first, or what it needs of that; the rest for who needs least.
-    `alike`: a background one may be computing what others wait for."""
-    if not prompts or budget <= 0:
-        return []
-    first = min(prompts, key=lambda each: each.number) if alike else prompts[0]
-    most = {each: each.left if each.reuse else min(each.left, PROJECTED) for each in prompts}
-    shares = dict.fromkeys(prompts, 0)
-    shares[first] = min(most[first], -(-budget // 2))
-    budget -= shares[first]
-    for each in sorted(prompts, key=lambda each: (each.background and not alike, each.left)):
-        more = min(most[each] - shares[each], budget)
-        shares[each] += more
-        budget -= more
-    return [Chunk(each, each.computed, share) for each, share in shares.items() if share]

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from batching.request_queue import WorkItem
-from batching.scheduler import Chunk
+from batching.sequence import Chunk
 from server.token_stream import TokenStream
 from tests import tiny_decoders
 from worker.deltas import Delta

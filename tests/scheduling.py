@@ -2,14 +2,14 @@
 
 import random
 import zlib
-from collections import Counter
+from collections import Counter, abc
 from collections.abc import Collection, Iterable
-from collections.abc import Sequence as Several
 from itertools import takewhile
 
 from batching import scheduler
 from batching.block_pool import BlockPool, BlockTable
-from batching.scheduler import RESERVE, Chunk, ContinuousScheduler, Sequence
+from batching.scheduler import RESERVE, ContinuousScheduler
+from batching.sequence import Chunk, Sequence
 
 WORDS = 3  # so few that prefixes are often equal by chance
 NOTHING = 0
@@ -35,7 +35,7 @@ def assert_sound(pool: BlockPool, tables: Collection[BlockTable]) -> None:
     assert all(users[block] for block in pool._computing.values())  # whoever promises is there
 
 
-def following(tokens: Several[int]) -> int:
+def following(tokens: abc.Sequence[int]) -> int:
     return zlib.crc32(bytes(tokens)) % WORDS
 
 
@@ -54,7 +54,7 @@ class FakeModel:
             made.append(self._numbers.setdefault((made[-1], token), len(self._numbers) + 1))
         return made[1:]
 
-    def run(self, chunks: Several[Chunk], broken: Several[Sequence] = ()) -> None:
+    def run(self, chunks: abc.Sequence[Chunk], broken: abc.Sequence[Sequence] = ()) -> None:
         """All read before any writes: a chunk cannot see what another does in the same step."""
         written: dict[int, int] = {}
         for chunk in chunks:
@@ -80,8 +80,8 @@ class FakeModel:
 class Job:
     """A request for `most` tokens, and what it must get."""
 
-    def __init__(self, prompt: Several[int], most: int, reuse: bool, background: bool) -> None:
-        self.sequence = Sequence(self, prompt, reuse, background)
+    def __init__(self, prompt: abc.Sequence[int], most: int, reuse: bool, background: bool) -> None:
+        self.sequence = Sequence(prompt, self, scores_prompt=not reuse, background=background)
         self.most = most
         self.expected = list(prompt)
         for _ in range(most):
@@ -91,7 +91,7 @@ class Job:
     def left(self) -> int:
         return len(self.expected) - len(self.sequence.tokens)
 
-    def sample(self, drafts: Several[int]) -> list[int]:
+    def sample(self, drafts: abc.Sequence[int]) -> list[int]:
         """What the engine hands to `advance`: drafts that are right and one token more."""
         taken: list[int] = []
         for draft in (*drafts, None):
@@ -175,7 +175,7 @@ class Simulation:
         return [job for job in self.live if self.chance.random() < self.unrest]
 
     def _draft(self, sequence: Sequence) -> tuple[int, ...]:
-        job: Job = sequence.owner
+        job: Job = sequence.output
         most = min(job.left - 1, self.chance.choice((0, 0, 1, 2, 5)))
         right = job.expected[len(sequence.tokens) :][: max(0, most)]
         wrong = self.chance.choice((0, 0.2, 1))
@@ -200,7 +200,7 @@ class Simulation:
                 self.pool.forget(job.sequence.table)
             self._end(job, "broken while")
         for chunk in chunks:
-            job = chunk.sequence.owner
+            job = chunk.sequence.output
             if job not in broken:
                 self._advance(job, chunk)
 
@@ -211,7 +211,7 @@ class Simulation:
         if chunk.reaches_end and not job.left:
             self._end(job, "finished while")
 
-    def _count(self, chunks: Several[Chunk]) -> None:
+    def _count(self, chunks: abc.Sequence[Chunk]) -> None:
         self.seen["preempted"] += self.scheduler.preempted
         self.seen["cached"] += sum(s.cached or 0 for s in self.scheduler.admitted)
         self.seen["chunked"] += sum(c.start > 0 and c.count > 1 for c in chunks)
@@ -222,7 +222,9 @@ class Simulation:
 def awaiting(scheduler: ContinuousScheduler) -> list[Sequence]:
     """Those at the head of the line whose prefix is just being computed."""
     return list(
-        takewhile(lambda s: s.reuse and scheduler.pool.match(s.tokens)[1], scheduler.waiting)
+        takewhile(
+            lambda s: not s.scores_prompt and scheduler.pool.match(s.tokens)[1], scheduler.waiting
+        )
     )
 
 
@@ -230,8 +232,8 @@ class Before:
     """How things stood before a step, to judge the step by."""
 
     def __init__(self, scheduler: ContinuousScheduler) -> None:
-        scheduler._favour()  # as the step will do first
-        self.most = scheduler._most()
+        scheduler._promote()  # as the step will do first
+        self.most = scheduler._background_limit()
         self.scheduler = scheduler
         self.gave_way = False
         self.pool = pool = scheduler.pool
@@ -270,7 +272,7 @@ class Before:
         for line in (waiting, running):
             assert line == sorted(line, key=lambda s: s.rank)
         behind = [s for s in live if s.background]
-        ahead = [s for s in live if s is self.scheduler._favoured]
+        ahead = [s for s in live if s is self.scheduler._promoted]
         assert all(ahead[0].number < s.number for s in behind)  # the oldest counts as none of them
         assert len(running) <= self.scheduler.max_running
         assert_sound(self.pool, [s.table for s in running if s.table])
@@ -281,7 +283,7 @@ class Before:
         at_work = [chunk.sequence for chunk in chunks]
         assert len(set(at_work)) == len(at_work)
         assert all(c.start == c.sequence.computed and c.count > 0 for c in chunks)
-        assert all(c.sequence.reuse or c.count <= scheduler.PROJECTED for c in chunks)
+        assert all(not c.sequence.scores_prompt or c.count <= scheduler.PROJECTED for c in chunks)
         assert all(s in at_work for s in self.decoding if self._stayed(s))
         running = self.scheduler.running  # whatever happens, the oldest gets on
         assert running[0] in at_work or min(running, key=lambda s: s.number) in at_work
@@ -300,7 +302,7 @@ class Before:
             return
         assert all(s.background for s in self.resting)
         assert not any(s in shares for s in self.resting if self._stayed(s))
-        most = {s: s.left if s.reuse else min(s.left, scheduler.PROJECTED) for s in wanting}
+        most = {s: min(s.left, scheduler.PROJECTED) if s.scores_prompt else s.left for s in wanting}
         unmet = [s for s in wanting if shares.get(s, 0) < most[s]]
         assert not (left and unmet)
         assert shares[wanting[0]] >= min(most[wanting[0]], budget / 2)
@@ -329,7 +331,7 @@ class Before:
         assert scheduler.admitted == [s for s in admitted if s in self.new]
         for sequence in scheduler.admitted:
             assert sequence.cached == sequence.computed < sequence.prompt_len
-            assert sequence.reuse or not sequence.cached
+            assert not (sequence.scores_prompt and sequence.cached)
         passed = len(awaiting(scheduler))
         if passed == len(scheduler.waiting):
             return
@@ -339,7 +341,7 @@ class Before:
         if not scheduler.preempted:
             assert all(s.rank < first.rank for s in admitted)
         places = scheduler.max_running - len(scheduler.running) - passed
-        matched = pool.match(first.tokens)[0] if first.reuse else []
+        matched = [] if first.scores_prompt else pool.match(first.tokens)[0]
         wanted = pool.blocks_for(len(first.tokens)) - len(matched) + pool.unused(matched)
         for_drafts = sum(
             len(c.sequence.table.blocks) - pool.blocks_for(len(c.sequence.tokens))

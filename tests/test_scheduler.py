@@ -1,12 +1,12 @@
-from collections import Counter
-from collections.abc import Sequence as Several
+from collections import Counter, abc
 from typing import Any
 
 import pytest
 
 from batching import scheduler
 from batching.block_pool import BlockPool
-from batching.scheduler import FEW, PROJECTED, RESERVE, Chunk, ContinuousScheduler, Sequence
+from batching.scheduler import PROJECTED, RESERVE, SMALL_STEP, ContinuousScheduler
+from batching.sequence import Batch, Chunk, Sequence
 from tests.scheduling import Simulation, assert_sound
 
 
@@ -15,7 +15,7 @@ def test_whatever_happens_each_sequence_ends_as_if_it_were_alone(
     group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler, "PROJECTED", 7)
-    monkeypatch.setattr(scheduler, "FEW", 2)
+    monkeypatch.setattr(scheduler, "SMALL_STEP", 2)
     seen: Counter[str] = Counter()
     for seed in range(210 * group, 210 * (group + 1)):
         simulation = Simulation(seed)
@@ -40,9 +40,9 @@ def scheduler_of(blocks: int, size: int = 4, max_running: int = 64) -> Continuou
 
 
 def arriving(
-    scheduler: ContinuousScheduler, *prompts: Several[int], reuse: bool = True
+    scheduler: ContinuousScheduler, *prompts: abc.Sequence[int], reuse: bool = True
 ) -> list[Sequence]:
-    made = [Sequence(None, prompt, reuse) for prompt in prompts]
+    made = [Sequence(prompt, scores_prompt=not reuse) for prompt in prompts]
     for sequence in made:
         scheduler.add(sequence)
     return made
@@ -225,8 +225,8 @@ def test_of_equal_prompts_the_oldest_comes_first() -> None:
 # ── in the background ──
 
 
-def in_background(scheduler: ContinuousScheduler, *prompts: Several[int]) -> list[Sequence]:
-    made = [Sequence(None, prompt, background=True) for prompt in prompts]
+def in_background(scheduler: ContinuousScheduler, *prompts: abc.Sequence[int]) -> list[Sequence]:
+    made = [Sequence(prompt, background=True) for prompt in prompts]
     for sequence in made:
         scheduler.add(sequence)
     return made
@@ -247,7 +247,7 @@ def test_beside_others_most_of_the_background_rests() -> None:
     assert len(step(s)) == 50
     newcomers = arriving(s, [100])
     chunks = step(s)
-    assert set(chunks) == {*behind[:FEW], *newcomers}
+    assert set(chunks) == {*behind[:SMALL_STEP], *newcomers}
     newcomers += arriving(s, *([n] for n in range(101, 120)))
     step(s)
     chunks = step(s)
@@ -444,7 +444,7 @@ def test_a_long_line_is_not_looked_at_as_a_whole(monkeypatch: pytest.MonkeyPatch
     matched = []
     match = BlockPool.match
 
-    def counted(pool: BlockPool, tokens: Several[int]) -> Any:
+    def counted(pool: BlockPool, tokens: abc.Sequence[int]) -> Any:
         matched.append(tokens)
         return match(pool, tokens)
 
@@ -454,3 +454,60 @@ def test_a_long_line_is_not_looked_at_as_a_whole(monkeypatch: pytest.MonkeyPatch
         assert len(matched) <= 16
         matched.clear()
     assert len(s.running) == 16
+
+
+# ── the batch ──
+
+
+def test_a_batch_lays_its_chunks_out_one_after_another() -> None:
+    s = scheduler_of(20)
+    decoding, drafted = arriving(s, [1, 2], [3, 4, 5])
+    step(s)
+    (prompt,) = arriving(s, [20, 21, 22, 23, 24, 25])
+    scoring = Sequence([10, 11, 12, 13, 14], scores_prompt=True)
+    s.add(scoring)
+    chunks = s.schedule(11, lambda each: (8, 9) if each is drafted else ())
+    batch = Batch.of(chunks)
+    assert [chunk.sequence for chunk in batch.chunks] == [decoding, drafted, prompt, scoring]
+    assert batch.ids == [7, 7, 8, 9, 20, 21, 22, 23, 24, 25, 10, 11, 12, 13, 14]
+    assert batch.offsets == [0, 1, 4, 10]
+    assert batch.positions == [2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4]
+    assert [(span.start, span.width) for span in batch.spans] == [(2, 1), (3, 3), (0, 6), (0, 5)]
+    assert [span.blocks for span in batch.spans] == [c.sequence.table.blocks for c in chunks]  # type: ignore[union-attr]  # all are running
+    assert batch.rows == [
+        10,
+        11,
+        12,
+        13,
+        0,
+        1,
+        2,
+        3,
+        9,
+        14,
+    ]  # the prompt's that is scored come first
+    assert batch.scored == 4
+
+
+def test_what_was_scored_before_it_was_put_back_is_not_scored_again() -> None:
+    s = scheduler_of(20)
+    scoring = Sequence(fresh(9), scores_prompt=True)
+    s.add(scoring)
+    (chunk,) = s.schedule(5)
+    assert chunk.to_score == range(5)
+    s.advance(chunk)
+    assert scoring.scored == 5
+    s._preempt(scoring)
+    rescored = s.schedule(1000)[0]
+    assert (rescored.start, rescored.count, rescored.to_score) == (0, 9, range(5, 8))
+    s.advance(rescored, [7])
+    s._preempt(scoring)
+    assert not s.schedule(1000)[0].to_score
+
+
+def test_a_sequence_that_may_have_no_tokens_samples_none() -> None:
+    s = scheduler_of(20)
+    s.add(Sequence(fresh(3), max_tokens=0))
+    (chunk,) = s.schedule(1000)
+    assert chunk.reaches_end
+    assert Batch.of([chunk]).rows == []

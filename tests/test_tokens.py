@@ -4,8 +4,8 @@ from collections import Counter
 from typing import Any
 
 from batching.block_pool import BlockPool, Key
-from batching.scheduler import ContinuousScheduler, Sequence
-from batching.tokens import Tokens
+from batching.scheduler import ContinuousScheduler
+from batching.sequence import Sequence, Tokens
 
 
 def test_prompt_and_output_read_like_one_list() -> None:
@@ -21,7 +21,7 @@ def test_prompt_and_output_read_like_one_list() -> None:
 
 def test_choices_of_a_request_share_their_prompt() -> None:
     prompt = [1, 2, 3]
-    one, other = Sequence(None, prompt), Sequence(None, prompt)
+    one, other = Sequence(prompt), Sequence(prompt)
     one.tokens.output.append(9)
     assert one.tokens.prompt is other.tokens.prompt is prompt
     assert [*other.tokens] == [1, 2, 3]
@@ -32,7 +32,7 @@ def test_while_a_prefix_is_computed_it_is_looked_up_once_by_each_who_waits_for_i
     scheduler = ContinuousScheduler(pool, 256)
     prefix = list(range(400))
     for number in range(64):
-        scheduler.add(Sequence(None, [*prefix, number]))
+        scheduler.add(Sequence([*prefix, number]))
     looked_up: Counter[int] = Counter()
     match = pool.match
 

@@ -20,8 +20,9 @@ import torch
 from batching.block_pool import BlockPool
 from batching.errors import ItemFailed, as_failure
 from batching.request_queue import WorkItem
-from batching.scheduler import Chunk, ContinuousScheduler
-from batching.scheduler import Sequence as Running
+from batching.scheduler import ContinuousScheduler
+from batching.sequence import Chunk
+from batching.sequence import Sequence as Running
 from worker.deltas import Delta
 from worker.generation.ngram_drafter import NgramDrafter
 from worker.generation.output import SequenceOutput
@@ -112,9 +113,14 @@ class PagedGenerator(TextSide):
 
     def _generation(self, choice: SequenceOutput) -> Generation:
         made = Generation(choice, NgramDrafter() if self.speculates else None)
-        prepared, background = choice.prepared, choice.item.payload.background
-        reuse = not prepared.wants_prompt_logprobs
-        made.sequence = Running(made, prepared.ids, reuse, background)
+        prepared = choice.prepared
+        made.sequence = Running(
+            prepared.ids,
+            made,
+            max_tokens=prepared.max_tokens,
+            scores_prompt=prepared.wants_prompt_logprobs,
+            background=choice.item.payload.background,
+        )
         return made
 
     @property
@@ -170,7 +176,7 @@ class PagedGenerator(TextSide):
         return StepOutcome(self._report(counts, started), deltas, done)
 
     def _draft(self, counts: _Counts, sequence: Running) -> tuple[int, ...]:
-        generation: Generation = sequence.owner
+        generation: Generation = sequence.output
         share = self._free_rows // max(1, len(self.scheduler.running)) - 1
         if generation.lookup is None or share < 1:
             return ()
@@ -185,7 +191,7 @@ class PagedGenerator(TextSide):
 
     def _run(self, chunks: list[Chunk], counts: _Counts) -> None:
         """A step; one that raises is halved until only the guilty sequences fail."""
-        chunks = [c for c in chunks if c.sequence.owner.choice.item not in counts.failed]
+        chunks = [c for c in chunks if c.sequence.output.choice.item not in counts.failed]
         if not chunks:
             return
         try:
@@ -220,7 +226,7 @@ class PagedGenerator(TextSide):
         masked: list[tuple[int, MaskRequest]] = []
         row = 0
         for chunk in chunks:
-            choice: SequenceOutput = chunk.sequence.owner.choice
+            choice: SequenceOutput = chunk.sequence.output.choice
             row += chunk.width
             if chunk.reaches_end and choice.prepared.max_tokens:
                 drafts = len(chunk.drafts)
@@ -242,7 +248,7 @@ class PagedGenerator(TextSide):
         row = 0
         for chunk, positions in zip(chunks, scored, strict=True):
             targets = [chunk.sequence.tokens[position + 1] for position in positions]
-            top = chunk.sequence.owner.choice.prepared.params.logprobs or 0
+            top = chunk.sequence.output.choice.prepared.params.logprobs or 0
             scores.append(prompt_logprobs(logits[row : row + len(targets)], targets, top))
             row += len(targets)
         return scores, sample(logits[scores_end:], rows, allowed.result() if allowed else None)
@@ -250,7 +256,7 @@ class PagedGenerator(TextSide):
     def _unscored(self, chunk: Chunk) -> range:
         """Positions in the chunk whose output says how likely the prompt's next token was; not
         those that ran before the sequence was put back."""
-        generation: Generation = chunk.sequence.owner
+        generation: Generation = chunk.sequence.output
         if not generation.choice.prepared.wants_prompt_logprobs or generation.choice.begun:
             return range(0)
         known = generation.choice.scored
@@ -266,7 +272,7 @@ class PagedGenerator(TextSide):
     ) -> None:
         draws = iter(sampled)
         for chunk, scored in zip(chunks, scores, strict=True):
-            generation: Generation = chunk.sequence.owner
+            generation: Generation = chunk.sequence.output
             choice = generation.choice
             drawn = chunk.reaches_end and choice.prepared.max_tokens
             own = [next(draws) for _ in range(1 + len(chunk.drafts) if drawn else 0)]
@@ -315,7 +321,7 @@ class PagedGenerator(TextSide):
 
     def _fail(self, chunk: Chunk, error: BaseException, counts: _Counts) -> None:
         """The item is broken: nobody shall take its prefix from the cache."""
-        item = chunk.sequence.owner.choice.item
+        item = chunk.sequence.output.choice.item
         self._blame(item, error, counts)
         self._drop(item, broken=True)
 
@@ -357,7 +363,7 @@ class PagedGenerator(TextSide):
             blocks_used=self.pool.used,
             blocks_total=self.pool.count,
             total_s=now - started,
-            waits_s=tuple(started - s.owner.choice.item.accepted_at for s in new),
+            waits_s=tuple(started - s.output.choice.item.accepted_at for s in new),
         )
 
 

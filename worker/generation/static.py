@@ -18,7 +18,7 @@ from typing import Literal
 
 from batching.errors import ItemFailed, as_failure
 from batching.request_queue import WorkItem
-from batching.tokens import Tokens
+from batching.sequence import Tokens
 from worker.deltas import Delta
 from worker.generation.output import SequenceOutput
 from worker.generation.text_side import TextSide, collect

@@ -1,0 +1,179 @@
+"""What is scheduled and run, as numbers: a sequence, its chunk of a step, and the step's batch.
+
+The scheduler (scheduler.py) cuts sequences into chunks; a batch lays the chunks out once, for the
+model runner and the sampler. No tensors here.
+"""
+
+from collections import abc
+from dataclasses import dataclass
+from typing import Any, NamedTuple, overload
+
+from batching.block_pool import BlockTable, Key
+
+
+class Tokens(abc.Sequence[int]):
+    """A prompt, which all choices of a request share and nobody copies, and an output. Reads like
+    one list."""
+
+    __slots__ = ("output", "prompt")
+
+    def __init__(self, prompt: abc.Sequence[int]) -> None:
+        self.prompt = prompt
+        self.output: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> abc.Sequence[int]: ...
+    def __getitem__(self, at: int | slice) -> int | abc.Sequence[int]:
+        border = len(self.prompt)
+        if isinstance(at, int):
+            at += len(self) if at < 0 else 0
+            return self.prompt[at] if at < border else self.output[at - border]
+        start, stop, _ = at.indices(len(self))
+        if stop <= border:
+            return self.prompt[start:stop]
+        if start >= border:
+            return self.output[start - border : stop - border]
+        return [*self.prompt[start:], *self.output[: stop - border]]
+
+
+class Sequence:
+    """A continuation of a prompt: its tokens so far, and what of them is in the cache.
+
+    `output` is its text side (worker/generation/output.py) and `drafter` proposes its next tokens:
+    neither is looked at here.
+    """
+
+    __slots__ = (
+        "awaited", "background", "cached", "computed", "drafter", "max_tokens", "number", "output",
+        "prompt_len", "scored", "scores_prompt", "table", "tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        prompt: abc.Sequence[int],
+        output: Any = None,
+        *,
+        max_tokens: int = 1,
+        scores_prompt: bool = False,
+        background: bool = False,
+        drafter: Any = None,
+    ) -> None:
+        self.output = output
+        self.drafter = drafter
+        self.tokens = Tokens(prompt)
+        self.prompt_len = len(prompt)
+        self.max_tokens = max_tokens  # of the output; 0: only the prompt is run
+        # log-probabilities of the prompt are wanted: all of it is computed, nothing is reused
+        self.scores_prompt = scores_prompt
+        self.scored = 0  # leading tokens whose successor has been scored
+        self.background = background  # comes after all that are not
+        self.number = -1  # order of arrival; -1: not scheduled
+        self.table: BlockTable | None = None  # None: waiting
+        self.computed = 0  # leading tokens whose keys and values are in the cache
+        self.cached: int | None = None  # prompt tokens found in the cache at first admission
+        self.awaited: Key | None = None  # the block of its prefix that somebody is computing
+
+    @property
+    def left(self) -> int:
+        """Tokens that have not been through the model."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Who comes first has the lower one."""
+        return self.background, self.number
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A sequence's share of a step: `count` of its tokens from `start` on, then drafted ones.
+
+    If the chunk reaches the sequence's end, its last token and each draft are to be sampled. All
+    of it is asked before `advance`, which moves the end.
+    """
+
+    sequence: Sequence
+    start: int
+    count: int
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def reaches_end(self) -> bool:
+        return self.start + self.count == len(self.sequence.tokens)
+
+    @property
+    def width(self) -> int:
+        return self.count + len(self.drafts)
+
+    @property
+    def to_score(self) -> range:
+        """Positions whose output says how likely the prompt's next token was."""
+        sequence = self.sequence
+        if not sequence.scores_prompt:
+            return range(0)
+        last = min(self.start + self.count, sequence.prompt_len - 1)
+        return range(max(self.start, sequence.scored), last)
+
+    @property
+    def to_sample(self) -> int:
+        """How many of its last rows decide a token."""
+        return 1 + len(self.drafts) if self.reaches_end and self.sequence.max_tokens else 0
+
+
+class Span(NamedTuple):
+    """Where `width` tokens of a sequence lie: from position `start` on, in its table of blocks."""
+
+    blocks: abc.Sequence[int]
+    start: int
+    width: int
+
+
+class Batch:
+    """What a step runs: T tokens in one row, span after span. Built once, for whoever reads it.
+
+    A model runner is asked for `forward(batch)`: logits [R, vocabulary] of the R `rows`.
+    """
+
+    __slots__ = ("chunks", "ids", "offsets", "positions", "rows", "scored", "spans")
+
+    def __init__(
+        self,
+        spans: abc.Sequence[Span],
+        ids: abc.Sequence[int],
+        rows: abc.Sequence[int],
+        scored: int = 0,
+        chunks: abc.Sequence[Chunk] = (),
+    ) -> None:
+        self.spans = spans
+        self.ids = ids  # [T], drafted ones behind their chunk's
+        self.rows = rows  # [R] places in `ids` whose logits are wanted
+        self.scored = scored  # so many of `rows` score prompts; the rest, behind them, are sampled
+        self.chunks = chunks  # one for each span; none in a batch that no scheduler made
+        self.offsets: list[int] = []  # [spans] places in `ids` where each begins
+        self.positions: list[int] = []  # [T] of each token in its sequence
+        for _, start, width in spans:
+            self.offsets.append(len(self.positions))
+            self.positions += range(start, start + width)
+
+    @classmethod
+    def of(cls, chunks: abc.Sequence[Chunk]) -> "Batch":
+        """What the scheduler wants run."""
+        spans: list[Span] = []
+        ids: list[int] = []
+        scored: list[int] = []
+        sampled: list[int] = []
+        for chunk in chunks:
+            sequence, start = chunk.sequence, chunk.start
+            blocks = sequence.table.blocks if sequence.table else ()
+            spans.append(Span(blocks, start, chunk.width))
+            shift = len(ids) - start
+            scored += [position + shift for position in chunk.to_score]
+            ids += sequence.tokens[start : start + chunk.count]
+            ids += chunk.drafts
+            sampled += range(len(ids) - chunk.to_sample, len(ids))
+        return cls(spans, ids, scored + sampled, len(scored), chunks)
