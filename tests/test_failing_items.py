@@ -27,7 +27,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 
 OF_A_CHOICE: dict[str, Callable[[Any], Any]] = {
     "row": lambda choice: choice,
     "begin": lambda choice: choice,
-    "accept": lambda choice: choice,
+    "push": lambda choice: choice,
     "take": lambda choice: choice,
     "_text.push": lambda choice: choice._text,
     "_reader.push": lambda choice: choice._reader,
@@ -187,7 +187,7 @@ def test_an_error_in_the_sampler_or_the_masks_leaves_the_generator_working(
 
 def test_who_failed_in_a_step_that_raises_is_answered_too(stage: Stage) -> None:
     """Its own failure was not told yet."""
-    stage.poison("accept", RecursionError)
+    stage.poison("push", RecursionError)
     stage.raise_in(stage.generator, "_report", ValueError)
     assert stage.chat(POISON).status_code == 500
 

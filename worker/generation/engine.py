@@ -302,7 +302,7 @@ class PagedGenerator(TextSide):
         for position, drawn in enumerate(own):
             if choice.ended or drawn.token < 0:
                 break
-            choice.accept(drawn)
+            choice.push(drawn)
             taken.append(drawn.token)
             if position < len(chunk.drafts) and drawn.token != chunk.drafts[position]:
                 break

@@ -114,7 +114,7 @@ class SequenceOutput:
         if self.prepared.max_tokens == 0:
             self._end("length", None)
 
-    def accept(self, sampled: SampledToken) -> None:
+    def push(self, sampled: SampledToken) -> None:
         """The next token of the output."""
         token = sampled.token
         self.count += 1

@@ -272,7 +272,7 @@ class StaticGenerator(TextSide):
                 row.scores = []
             if sampled is not None:
                 row.tokens.output.append(sampled.token)
-                choice.accept(sampled)
+                choice.push(sampled)
                 counts.decode += 1
             counts.said.append((choice, choice.take()))
         except BaseException as error:
