@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests import tiny
-from worker.generation import engine
+from worker.generation import loading
 from worker.model import compiling
 from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
 from worker.model.paged_attention import PagedCache, Step
@@ -20,7 +20,7 @@ def loaded(quantization: str = "none") -> LanguageModel:
     )
     language = load_language_model(options)
     language.page()
-    engine._lay_out(language, options, paged=True)
+    loading._lay_out(language, options, paged=True)
     return language
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import worker
 from tests.generating import assert_greedy, engine, loaded, prompts, request, serve
-from worker.generation.engine import PagedGenerator
+from worker.generation.engine import GenerationEngine
 from worker.model import compiling, cuda_graphs
 from worker.model.attention_interface import CannotPage
 from worker.model.cuda_graphs import SPARE, WIDEST, DecodeGraphs, Run
@@ -79,18 +79,22 @@ class Recorder:
         return replay, logits
 
 
-def captured(generator: PagedGenerator, recorder: Any, most: int = 32) -> DecodeGraphs:
-    language = generator.language
-    generator.cache = PagedCache(language.layers, BLOCKS + SPARE, torch.float32, language.device)
+def runner_of(generator: GenerationEngine) -> Any:
+    return generator.runner
+
+
+def captured(generator: GenerationEngine, recorder: Any, most: int = 32) -> DecodeGraphs:
+    language, runner = generator.language, runner_of(generator)
+    runner.cache = PagedCache(language.layers, BLOCKS + SPARE, torch.float32, language.device)
     table = -(-generator.max_model_len // BLOCK)
-    return DecodeGraphs(language, generator.cache, BLOCKS, table, most, recorder)
+    return DecodeGraphs(language, runner.cache, BLOCKS, table, most, recorder)
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma2", "gemma3", "gpt-oss", "llama4", "deepseek-v3"])
 def test_output_is_the_same_with_them(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = engine(model, blocks=BLOCKS)
     recorder = Recorder()
-    generator._graphs = captured(generator, recorder)
+    runner_of(generator)._graphs = captured(generator, recorder)
     assert recorder.captured == recorder.replayed == 6  # each is tried once
     given = prompts(1, (1, 7, 17, 48), each=2)
     served, driver = serve(generator, [request(each) for each in given], seed=3)
@@ -101,11 +105,11 @@ def test_output_is_the_same_with_them(model: str, monkeypatch: pytest.MonkeyPatc
 def test_a_block_that_a_graph_began_can_be_read_by_a_plain_step() -> None:
     """Memory is full of what are no numbers; drafts make some steps wide, others not."""
     generator = engine("llama", blocks=BLOCKS)
-    generator._graphs = captured(generator, Recorder())
-    for stored in (*generator.cache.keys, *generator.cache.values):
+    runner_of(generator)._graphs = captured(generator, Recorder())
+    for stored in (*runner_of(generator).cache.keys, *runner_of(generator).cache.values):
         stored.fill_(float("nan"))
-    takes, turn = generator._graphs.takes, iter(range(10_000))
-    generator._graphs.takes = lambda chunks: next(turn) % 2 == 0 and takes(chunks)  # type: ignore[method-assign]
+    takes, turn = runner_of(generator)._graphs.takes, iter(range(10_000))
+    runner_of(generator)._graphs.takes = lambda chunks: next(turn) % 2 == 0 and takes(chunks)
     given = prompts(2, (3, 30), each=3)
     served, _ = serve(generator, [request(each, max_tokens=40) for each in given], seed=1)
     assert_greedy("llama", served, 40)
@@ -158,17 +162,17 @@ def test_what_was_compiled_in_its_thread_is_captured_without_compiling_more() ->
 
 
 def test_on_a_cpu_there_are_none() -> None:
-    assert loaded("llama")._graphs is None
+    assert runner_of(loaded("llama"))._graphs is None
 
 
 def test_a_model_that_is_compiled_meanwhile_is_captured_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     generator = engine("llama", blocks=BLOCKS)
-    first = generator._graphs = captured(generator, Recorder())
+    first = runner_of(generator)._graphs = captured(generator, Recorder())
     again = Recorder()
     monkeypatch.setattr(
-        "worker.generation.engine.decode_graphs",
+        "worker.model.paged_runner.decode_graphs",
         lambda language, cache, spare, table, most: DecodeGraphs(
             language, cache, spare, table, 8, again
         ),
@@ -182,7 +186,7 @@ def test_a_model_that_is_compiled_meanwhile_is_captured_anew(
         more, _ = serve(generator, [request([7, 8, 9])])
     finally:
         language.call = plain
-    assert generator._graphs is not first
+    assert runner_of(generator)._graphs is not first
     assert again.captured == 4
     assert again.replayed > 4
     assert more[0].ids == served[0].ids

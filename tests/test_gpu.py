@@ -10,7 +10,8 @@ import torch
 from tests import tiny_decoders
 from tests.generating import assert_greedy, prompts, request, serve
 from tests.test_paged_attention import CASES, Case, expected, memory, mixes, name
-from worker.generation.engine import PagedGenerator, load_generator
+from worker.generation.engine import GenerationEngine
+from worker.generation.loading import load_generator
 from worker.model import compiling
 from worker.model.attention_interface import attend, running
 from worker.model.cuda_graphs import RowsStep
@@ -52,13 +53,13 @@ def test_kernels_of_single_tokens(case: Case) -> None:
         torch.testing.assert_close(got, right, atol=1e-5, rtol=1e-5)
 
 
-def generator_of(model: str, compile: str = "off") -> PagedGenerator:
+def generator_of(model: str, compile: str = "off") -> GenerationEngine:
     folder = str(tiny_decoders.folder(model))
     options = GeneratorOptions(
         folder, dtype="float32", device="cuda", kv_cache_gb=0.05, compile=compile
     )
     made = load_generator(options)
-    assert isinstance(made, PagedGenerator), made.info.why
+    assert made.info.batching == "continuous", made.info.why
     return made
 
 
@@ -85,13 +86,13 @@ def test_steps_are_captured_again_once_the_model_is_compiled(
         ordinary(language, and_then)
 
     monkeypatch.setattr(compiling, "compile_in_background", watched)
-    generator = generator_of(model, compile="on")
-    assert generator._graphs is not None
-    first = generator._graphs
+    generator: Any = generator_of(model, compile="on")
+    assert generator.runner._graphs is not None
+    first = generator.runner._graphs
     assert finished.wait(1200)
     assert generator.compile_state == "done"
     given = prompts(1, (1, 7, 17, 48))
     served, _ = serve(generator, [request(each) for each in given], seed=1)
     assert_greedy(model, served, 12)
-    assert generator._graphs is not None
-    assert generator._graphs is not first
+    assert generator.runner._graphs is not None
+    assert generator.runner._graphs is not first
