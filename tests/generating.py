@@ -18,8 +18,9 @@ from server.token_stream import TokenStream
 from tests import tiny_decoders
 from worker.deltas import Delta
 from worker.generation.engine import Generation, PagedGenerator, load_generator
+from worker.model.kv_cache import BLOCK
 from worker.model.language_model import GeneratorOptions
-from worker.model.paged_attention import PagedCache
+from worker.model.paged_runner import PagedRunner
 from worker.protocol import GenerationInput, Generator, Pending, Sampling, StepReport, Stopping
 
 torch.set_num_threads(1)
@@ -48,11 +49,11 @@ def engine(
     """A fresh one, of a model that is loaded once. Its memory is full of what are no numbers."""
     language = loaded(model).language
     options = GeneratorOptions("", speculation=speculation, max_running=max_running)
-    cache = PagedCache(language.layers, blocks, language.dtype, language.device)
-    for stored in (*cache.keys, *cache.values):
+    room = min(language.context, blocks * BLOCK)
+    runner = PagedRunner(language, blocks, room, max_running)
+    for stored in (*runner.cache.keys, *runner.cache.values):
         stored.fill_(float("nan"))
-    room = min(language.context, blocks * loaded(model).pool.size)
-    return PagedGenerator(language, cache, blocks, options, room)
+    return PagedGenerator(runner, options)
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from tests.tiny import SMALL, hf
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.generation.engine import PagedGenerator, load_generator
 from worker.model.language_model import GeneratorOptions
-from worker.model.paged_attention import PagedCache
+from worker.model.paged_runner import PagedRunner
 from worker.protocol import Chat, GenerationInput, Sampling, Stopping
 
 ORDINARY = Sampling(temperature=1.0, seed=1)
@@ -91,10 +91,8 @@ def _loaded() -> PagedGenerator:
 
 def engine(speculation: str = "auto", blocks: int = 400) -> PagedGenerator:
     """A fresh one, of a model that is loaded once."""
-    language = _loaded().language
-    cache = PagedCache(language.layers, blocks, language.dtype, language.device)
-    chosen = GeneratorOptions("", speculation=speculation)
-    made = PagedGenerator(language, cache, blocks, chosen, CONTEXT)
+    runner = PagedRunner(_loaded().language, blocks, CONTEXT, 256)
+    made = PagedGenerator(runner, GeneratorOptions("", speculation=speculation))
     # One process tries the grammars of all.
     made.prompts.grammars = made.prompts.answering.grammars = _loaded().prompts.grammars
     return made

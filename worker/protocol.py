@@ -226,7 +226,9 @@ class Generator(Protocol):
 
     info: ModelInfo
     max_model_len: int  # tokens of prompt and output together
-    compile_state: Literal["running", "done", "off"]
+
+    @property
+    def compile_state(self) -> Literal["running", "done", "off"]: ...
 
     def prepare(self, item: WorkItem) -> None:
         """Fill in `item.prepared`; InvalidInput if the prompt or a parameter cannot be served,

@@ -15,13 +15,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-import torch
-
 from batching.block_pool import BlockPool
 from batching.errors import ItemFailed, as_failure
 from batching.request_queue import WorkItem
 from batching.scheduler import ContinuousScheduler
-from batching.sequence import Chunk
+from batching.sequence import Batch, Chunk, Span
 from batching.sequence import Sequence as Running
 from worker.deltas import Delta
 from worker.generation.ngram_drafter import NgramDrafter
@@ -29,22 +27,17 @@ from worker.generation.output import SequenceOutput
 from worker.generation.prefill_budget import PrefillBudget
 from worker.generation.text_side import TextSide, collect
 from worker.grammar.bitmask import MaskRequest, Masks
-from worker.model import cpu_linear, memory
-from worker.model.attention_interface import CannotPage
-from worker.model.cuda_graphs import SIZES, SPARE, DecodeGraphs, decode_graphs
-from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
-from worker.model.loading import LoadingFailed
-from worker.model.paged_attention import BLOCK, PagedCache, Step
+from worker.model.kv_cache import BLOCK, prefix_share
+from worker.model.language_model import GeneratorOptions, load_language_model
+from worker.model.paged_runner import PagedRunner
+from worker.model.paging import CannotPage, load_paged_runner
 from worker.model.sampler import Row, SampledToken, prompt_logprobs, sample
-from worker.model.self_check import TOLERANCE
 from worker.protocol import Generator, StepOutcome, StepReport
 
 log = logging.getLogger("onequeue.generation")
 
 # A decode step costs about the same for so many rows: drafts are free up to here.
 FREE_ROWS = {"cpu": 8, "cuda": 64}
-# COMPILE=auto leaves models with fewer parameters alone: a minute's work for little.
-WORTH_COMPILING = 10_000_000
 
 
 @dataclass(slots=True, eq=False)
@@ -72,37 +65,22 @@ class _Counts:
 class PagedGenerator(TextSide):
     """`prepare`, `encode`, `decode` and `token` run in pool threads, the rest on the worker's."""
 
-    def __init__(
-        self, language: LanguageModel, cache: PagedCache, blocks: int, options: GeneratorOptions,
-        max_model_len: int,
-    ) -> None:  # fmt: skip
-        super().__init__(language, max_model_len, "continuous")
-        self.cache = cache
+    def __init__(self, runner: PagedRunner, options: GeneratorOptions) -> None:
+        language = runner.language
+        super().__init__(language, runner.max_model_len, "continuous")
+        self.runner = runner
         self.speculates = options.speculation == "auto"
-        self.compile_state: Literal["running", "done", "off"] = "off"
-        share = memory.prefix_share(language.device, options.kv_cache_gb)
-        self.pool = BlockPool(blocks, BLOCK, share)
+        share = prefix_share(language.device, options.kv_cache_gb)
+        self.pool = BlockPool(runner.blocks, BLOCK, share)
         self.scheduler = ContinuousScheduler(self.pool, options.max_running)
         self.live: dict[WorkItem, list[Generation]] = {}  # choices that have not ended
         self._pace = PrefillBudget(language.device.type)
         self._free_rows = FREE_ROWS[language.device.type]
         self._masks = Masks(language.vocab_size, self.prompts.eos_ids)
-        self._graphs = self._capture()
 
-    def compile(self) -> None:
-        """Begin; `compile_state` tells when it is done."""
-        from worker.model.compiling import compile_in_background  # seconds to import
-
-        def done(compiled: bool) -> None:
-            self.compile_state = "done" if compiled else "off"
-
-        self.compile_state = "running"
-        compile_in_background(self.language, done)
-
-    def _capture(self) -> DecodeGraphs | None:
-        longest = min(self.pool.count, -(-self.max_model_len // BLOCK))
-        most = min(self.scheduler.max_running, SIZES[-1])
-        return decode_graphs(self.language, self.cache, self.pool.count, longest, most)
+    @property
+    def compile_state(self) -> Literal["running", "done", "off"]:
+        return self.runner.compile_state
 
     def add(self, item: WorkItem) -> None:
         made = [self._generation(choice) for choice in item.prepared]
@@ -141,8 +119,7 @@ class PagedGenerator(TextSide):
         if table is None:
             return  # everything is taken by sequences that are running well
         try:
-            step = Step(self.cache, [(table.blocks, 0, 2)], self.language.dtype)
-            logits = self.language.forward(step, [0, 0], [1])
+            logits = self.runner.forward(Batch([Span(table.blocks, 0, 2)], [0, 0], [1]))
             if not bool(logits.isfinite().all()):
                 raise ItemFailed("the model's output is no number")
         finally:
@@ -160,9 +137,6 @@ class PagedGenerator(TextSide):
     def _step(self, counts: _Counts, started: float) -> StepOutcome:
         for item in [item for item in self.live if not item.open]:
             self._drop(item)
-        if self._graphs and self._graphs.call is not self.language.call:
-            self._graphs = None  # their memory is needed
-            self._graphs = self._capture()  # of the model that is compiled now
         streaming = any(s.computed + 1 >= len(s.tokens) for s in self.scheduler.running)
         draft = partial(self._draft, counts)
         chunks = self.scheduler.schedule(self._pace.prompt_tokens(streaming), draft)
@@ -235,15 +209,15 @@ class PagedGenerator(TextSide):
                     masked.append((len(rows), mask))
                 rows += [choice.row(chunk.drafts[:n]) for n in range(drafts + 1)]
         allowed = self._masks.begin(masked)
-        tables = [
-            (chunk.sequence.table.blocks if chunk.sequence.table else [], chunk.start, chunk.width)
+        spans = [
+            Span(
+                chunk.sequence.table.blocks if chunk.sequence.table else [],
+                chunk.start,
+                chunk.width,
+            )
             for chunk in chunks
         ]
-        if self._graphs and self._graphs.takes(tables):
-            logits = self._graphs.forward(tables, ids, wanted)
-        else:
-            step = Step(self.cache, tables, self.language.dtype)
-            logits = self.language.forward(step, ids, wanted)
+        logits = self.runner.forward(Batch(spans, ids, wanted))
         scores = []
         row = 0
         for chunk, positions in zip(chunks, scored, strict=True):
@@ -370,56 +344,12 @@ class PagedGenerator(TextSide):
 def load_generator(options: GeneratorOptions) -> Generator:
     """The continuous engine, or static batches of the model's own code where it does not fit."""
     language = load_language_model(options)
-    refused = None
     try:
-        language.page()
+        runner = load_paged_runner(language, options)
     except CannotPage as error:
-        refused = str(error)
-        log.warning("static batches: %s", refused)
-    _lay_out(language, options, paged=refused is None)
-    language.reference = [], []  # as large as the vocabulary, and no longer needed
-    if refused is not None:
         from worker.generation.static import StaticGenerator
 
-        return StaticGenerator(language, options, refused)
-    wanted = min(options.max_model_len or language.context, language.context)
-    blocks = memory.cache_blocks(
-        language.layers,
-        language.dtype,
-        language.device,
-        options.kv_cache_gb,
-        options.max_running * wanted,
-    )
-    max_model_len = min(wanted, blocks * BLOCK)
-    if options.max_model_len and max_model_len < options.max_model_len:
-        raise LoadingFailed(
-            f"MAX_MODEL_LEN={options.max_model_len}: the model takes {language.context} tokens "
-            f"and the memory for keys and values holds {blocks * BLOCK}"
-        )
-    cache = PagedCache(language.layers, blocks + SPARE, language.dtype, language.device)
-    log.info("cache blocks=%d tokens=%d context=%d", blocks, blocks * BLOCK, max_model_len)
-    generator = PagedGenerator(language, cache, blocks, options, max_model_len)
-    big = language.parameters >= WORTH_COMPILING
-    if options.compile == "on" or (options.compile == "auto" and big):
-        generator.compile()
-    return generator
-
-
-def _lay_out(language: LanguageModel, options: GeneratorOptions, paged: bool) -> None:
-    """Weights as this device's kernels want them; without a check only if that is asked for."""
-    if options.quantization == "int8":
-        if language.device.type != "cpu":
-            raise LoadingFailed("QUANTIZATION=int8 is for models on a CPU")
-        cpu_linear.quantise(language.model, memory.free_bytes(language.device))
-        language.tolerance = TOLERANCE[torch.bfloat16]  # what int8 weights are multiplied by
-    elif paged and language.device.type == "cpu" and cpu_linear.packs(language.dtype):
-        cpu_linear.pack(language.model, memory.free_bytes(language.device))
-        try:
-            language.recheck()
-        except Exception as error:  # a model that uses weights without calling their layer
-            log.info("weights stay as they are: %s", error)
-            cpu_linear.unpack(language.model)
-    elif (
-        language.device.type == "cpu" and cpu_linear.packed_dtype(language.dtype) != language.dtype
-    ):
-        log.warning("this CPU emulates bfloat16: DTYPE=float32 is faster here")
+        log.warning("static batches: %s", error)
+        language.lay_out(options.quantization)
+        return StaticGenerator(language, options, str(error))
+    return PagedGenerator(runner, options)
