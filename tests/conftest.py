@@ -45,13 +45,13 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 @pytest.fixture
 def poisoned_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for keys and values that has never been written to is full of what are no numbers."""
-    from worker.model.paged_attention import PagedCache
+    from worker.model.kv_cache import KVCache
 
-    ordinary = PagedCache.__init__
+    ordinary = KVCache.__init__
 
-    def init(cache: PagedCache, *arguments: Any) -> None:
+    def init(cache: KVCache, *arguments: Any) -> None:
         ordinary(cache, *arguments)
         for stored in (*cache.keys, *cache.values):
             stored.fill_(float("nan"))
 
-    monkeypatch.setattr(PagedCache, "__init__", init)
+    monkeypatch.setattr(KVCache, "__init__", init)

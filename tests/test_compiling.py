@@ -2,26 +2,36 @@
 
 import logging
 import shutil
-import threading
+import time
 from typing import Any
 
 import pytest
 
+from batching.sequence import Batch, Span
 from tests import tiny
-from worker.generation import loading
 from worker.model import compiling
-from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
-from worker.model.paged_attention import PagedCache, Step
+from worker.model.language_model import GeneratorOptions, load_language_model
+from worker.model.paged_attention import AttentionMetadata
+from worker.model.paged_runner import PagedRunner, run
+from worker.model.paging import load_paged_runner
 
 
-def loaded(quantization: str = "none") -> LanguageModel:
+def loaded(quantization: str = "none") -> PagedRunner:
     options = GeneratorOptions(
-        str(tiny.folder("llama-lm")), dtype="float32", device="cpu", quantization=quantization
-    )
-    language = load_language_model(options)
-    language.page()
-    loading._lay_out(language, options, paged=True)
-    return language
+        str(tiny.folder("llama-lm")), dtype="float32", device="cpu", quantization=quantization,
+        kv_cache_gb=0.001,
+    )  # fmt: skip
+    return load_paged_runner(load_language_model(options), options)
+
+
+def compile_state(runner: PagedRunner) -> str:
+    """Once it is known."""
+    runner.compile()
+    deadline = time.monotonic() + 1200
+    while runner.compile_state == "running":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return runner.compile_state
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
@@ -29,50 +39,40 @@ def loaded(quantization: str = "none") -> LanguageModel:
 def test_the_compiled_model_takes_over_and_gives_the_same_logits(
     quantization: str, rounding: float
 ) -> None:
-    language = loaded(quantization)
+    runner = loaded(quantization)
+    language = runner.language
     assert language.tolerance == rounding
-    plain = language.call
-    finished = threading.Event()
-    outcome: list[bool] = []
-
-    def done(compiled: bool) -> None:
-        outcome.append(compiled)
-        finished.set()
-
-    compiling.compile_in_background(language, done)
-    assert finished.wait(1200)
-    assert outcome == [True]
-    assert language.call is not plain
-    cache = PagedCache(language.layers, 8, language.dtype, language.device)
+    eager = runner.model
+    assert compile_state(runner) == "done"
+    assert runner.model is eager, "it takes over in the middle of a step"
     # a prompt with a chunk of another, then a token each, then one alone
-    for chunks in (
-        [([0, 1, 2], 0, 40), ([3, 4], 0, 5)],
-        [([0, 1, 2], 40, 1), ([3, 4], 5, 1)],
-        [([3, 4], 6, 1)],
-        [([3, 4], 7, 3)],  # with drafts
+    for spans in (
+        [Span([0, 1, 2], 0, 40), Span([3, 4], 0, 5)],
+        [Span([0, 1, 2], 40, 1), Span([3, 4], 5, 1)],
+        [Span([3, 4], 6, 1)],
+        [Span([3, 4], 7, 3)],  # with drafts
     ):
-        width = sum(chunk[2] for chunk in chunks)
-        ids = [1 + n % 50 for n in range(width)]
-        step = Step(cache, chunks, language.dtype)
-        got = language.forward(step, ids, range(width))
-        language.compare(got, language.forward(step, ids, range(width), plain))
+        width = sum(span.width for span in spans)
+        batch = Batch(spans, [1 + n % 50 for n in range(width)], range(width))
+        got = runner.forward(batch)
+        assert runner.model is not eager
+        language.compare(got, run(eager, batch, AttentionMetadata(runner.cache, batch)))
 
 
 def test_where_compiling_fails_serving_goes_on_and_the_log_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    language = loaded()
-    plain = language.call
+    runner = loaded()
+    eager = runner.model
 
-    def broken(model: Any) -> Any:
+    def broken(model: Any, check: Any) -> Any:
         raise RuntimeError("no compiler here\nand a long trace")
 
-    monkeypatch.setattr(compiling, "_twin", broken)
-    outcome: list[bool] = []
-    caplog.set_level(logging.WARNING, "onequeue.compiling")
-    compiling._compile(language, outcome.append)
-    assert outcome == [False]
-    assert language.call is plain
+    monkeypatch.setattr(compiling, "compiled", broken)
+    caplog.set_level(logging.WARNING, "onequeue.paged_runner")
+    assert compile_state(runner) == "off"
+    runner.forward(Batch([Span([0], 0, 1)], [1], [0]))
+    assert runner.model is eager
     assert [record.message for record in caplog.records] == [
         "not compiled, serving goes on as it is: no compiler here"
     ]

@@ -1,6 +1,5 @@
 """Steps of captured size: what they say, when they are taken, and what happens without them."""
 
-import copy
 import logging
 import shutil
 import threading
@@ -12,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-import worker
-from tests.generating import assert_greedy, engine, loaded, prompts, request, serve
-from worker.generation.engine import GenerationEngine
-from worker.model import compiling, cuda_graphs
-from worker.model.attention_interface import CannotPage
-from worker.model.cuda_graphs import SPARE, WIDEST, DecodeGraphs, Run
-from worker.model.paged_attention import BLOCK, PagedCache
+from batching.sequence import Batch, Span
+from tests.generating import assert_greedy, engine, loaded, prompts, request, runner_of, serve
+from worker import model as model_package
+from worker.model import cuda_graphs
+from worker.model.cuda_graphs import WIDEST, CudaGraphs, RowsMetadata, Run
+from worker.model.kv_cache import BLOCK
+from worker.model.paged_runner import PagedRunner
+from worker.model.self_check import Differs
 
 pytestmark = pytest.mark.usefixtures("poisoned_cache")
 BLOCKS = 60
@@ -59,7 +59,7 @@ def attend(
 @pytest.fixture(autouse=True)
 def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = SimpleNamespace(write=write, attend=attend)
-    monkeypatch.setattr(worker, "decode_kernel", kernels, raising=False)
+    monkeypatch.setattr(model_package, "triton_decode", kernels, raising=False)
 
 
 class Recorder:
@@ -79,22 +79,16 @@ class Recorder:
         return replay, logits
 
 
-def runner_of(generator: GenerationEngine) -> Any:
-    return generator.runner
-
-
-def captured(generator: GenerationEngine, recorder: Any, most: int = 32) -> DecodeGraphs:
-    language, runner = generator.language, runner_of(generator)
-    runner.cache = PagedCache(language.layers, BLOCKS + SPARE, torch.float32, language.device)
-    table = -(-generator.max_model_len // BLOCK)
-    return DecodeGraphs(language, runner.cache, BLOCKS, table, most, recorder)
+def captured(runner: PagedRunner, recorder: Any, rows: int = 32) -> CudaGraphs:
+    metadata = RowsMetadata(runner.cache, rows, -(-runner.max_model_len // BLOCK))
+    return CudaGraphs(runner.language, runner.model, metadata, runner._run, recorder)
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma2", "gemma3", "gpt-oss", "llama4", "deepseek-v3"])
 def test_output_is_the_same_with_them(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = engine(model, blocks=BLOCKS)
     recorder = Recorder()
-    runner_of(generator)._graphs = captured(generator, recorder)
+    runner_of(generator)._graphs = captured(runner_of(generator), recorder)
     assert recorder.captured == recorder.replayed == 6  # each is tried once
     given = prompts(1, (1, 7, 17, 48), each=2)
     served, driver = serve(generator, [request(each) for each in given], seed=3)
@@ -105,31 +99,36 @@ def test_output_is_the_same_with_them(model: str, monkeypatch: pytest.MonkeyPatc
 def test_a_block_that_a_graph_began_can_be_read_by_a_plain_step() -> None:
     """Memory is full of what are no numbers; drafts make some steps wide, others not."""
     generator = engine("llama", blocks=BLOCKS)
-    runner_of(generator)._graphs = captured(generator, Recorder())
-    for stored in (*runner_of(generator).cache.keys, *runner_of(generator).cache.values):
+    runner = runner_of(generator)
+    graphs = runner._graphs = captured(runner, Recorder())
+    for stored in (*runner.cache.keys, *runner.cache.values):
         stored.fill_(float("nan"))
-    takes, turn = runner_of(generator)._graphs.takes, iter(range(10_000))
-    runner_of(generator)._graphs.takes = lambda chunks: next(turn) % 2 == 0 and takes(chunks)
+    takes, turn = graphs.takes, iter(range(10_000))
+    graphs.takes = lambda batch: next(turn) % 2 == 0 and takes(batch)  # type: ignore[method-assign]
     given = prompts(2, (3, 30), each=3)
     served, _ = serve(generator, [request(each, max_tokens=40) for each in given], seed=1)
     assert_greedy("llama", served, 40)
 
 
 def test_what_is_wide_or_many_goes_another_way() -> None:
-    graphs = captured(engine("llama", blocks=BLOCKS), Recorder(), most=20)
-    table = [0, 1, 2]
-    assert graphs.takes([(table, 5, 1)] * 20)
-    assert not graphs.takes([(table, 5, 1)] * 21)
-    assert graphs.takes([(table, 5, WIDEST), (table, 5, 4)])
-    assert not graphs.takes([(table, 5, WIDEST + 1)])
+    graphs = captured(runner_of(engine("llama", blocks=BLOCKS)), Recorder(), rows=20)
+
+    def takes(*widths: int) -> bool:
+        spans = [Span([0, 1, 2], 5, width) for width in widths]
+        return graphs.takes(Batch(spans, [0] * sum(widths), []))
+
+    assert takes(*[1] * 20)
+    assert not takes(*[1] * 21)
+    assert takes(WIDEST, 4)
+    assert not takes(WIDEST + 1)
 
 
 def test_a_graph_that_says_something_else_is_not_used() -> None:
     def wrong(run: Run) -> tuple[Callable[[], None], Tensor]:
         return lambda: None, run() + 1
 
-    with pytest.raises(CannotPage, match="differ"):
-        captured(engine("llama", blocks=BLOCKS), wrong)
+    with pytest.raises(Differs, match="differ"):
+        captured(runner_of(engine("llama", blocks=BLOCKS)), wrong)
 
 
 def test_where_capturing_fails_steps_are_launched_one_by_one_and_the_log_says_so(
@@ -139,9 +138,10 @@ def test_where_capturing_fails_steps_are_launched_one_by_one_and_the_log_says_so
         raise RuntimeError("operation not permitted when stream is capturing\nand a long trace")
 
     monkeypatch.setattr(cuda_graphs, "CudaCapture", broken)
-    language: Any = SimpleNamespace(device=torch.device("cuda"))
-    caplog.set_level(logging.WARNING, "onequeue.decode_graphs")
-    assert cuda_graphs.decode_graphs(language, Any, 0, 1, 1) is None  # type: ignore[arg-type]
+    runner = runner_of(engine("llama", blocks=BLOCKS))
+    metadata = RowsMetadata(runner.cache, 1, 1)
+    caplog.set_level(logging.WARNING, "onequeue.cuda_graphs")
+    assert cuda_graphs.capture_graphs(runner.language, runner.model, metadata, runner._run) is None
     assert [record.message for record in caplog.records] == [
         "no CUDA graphs, steps are launched one by one: "
         "operation not permitted when stream is capturing"
@@ -151,14 +151,16 @@ def test_where_capturing_fails_steps_are_launched_one_by_one_and_the_log_says_so
 @pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
 def test_what_was_compiled_in_its_thread_is_captured_without_compiling_more() -> None:
     """It would be on the worker's thread, while streams wait."""
-    language = copy.copy(loaded("llama").language)
-    finished = threading.Event()
-    compiling.compile_in_background(language, lambda compiled: finished.set())
-    assert finished.wait(1200)
-    assert language.call is not loaded("llama").language.call
-    cache = PagedCache(language.layers, BLOCKS + SPARE, torch.float32, language.device)
+    runner = runner_of(engine("llama", blocks=BLOCKS))
+    eager = runner.model
+    thread = threading.Thread(target=runner._compile)
+    thread.start()
+    thread.join(1200)
+    assert runner.compile_state == "done"
+    runner.forward(Batch([Span([0], 0, 1)], [7], [0]))
+    assert runner.model is not eager
     with torch._dynamo.config.patch(error_on_recompile=True):
-        DecodeGraphs(language, cache, BLOCKS, 16, 32, Recorder())
+        captured(runner, Recorder())
 
 
 def test_on_a_cpu_there_are_none() -> None:
@@ -169,24 +171,16 @@ def test_a_model_that_is_compiled_meanwhile_is_captured_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     generator = engine("llama", blocks=BLOCKS)
-    first = runner_of(generator)._graphs = captured(generator, Recorder())
+    runner = runner_of(generator)
+    first = runner._graphs = captured(runner, Recorder())
     again = Recorder()
-    monkeypatch.setattr(
-        "worker.model.paged_runner.decode_graphs",
-        lambda language, cache, spare, table, most: DecodeGraphs(
-            language, cache, spare, table, 8, again
-        ),
-    )
-    language = generator.language
-    plain = language.call
-    try:
-        served, _ = serve(generator, [request([7, 8, 9])])
-        assert again.captured == 0
-        language.call = lambda **inputs: plain(**inputs)
-        more, _ = serve(generator, [request([7, 8, 9])])
-    finally:
-        language.call = plain
-    assert runner_of(generator)._graphs is not first
+    monkeypatch.setattr(runner, "_capture", lambda: captured(runner, again, 8))
+    eager = runner.model
+    served, _ = serve(generator, [request([7, 8, 9])])
+    assert again.captured == 0
+    runner._compiled = lambda **inputs: eager(**inputs)
+    more, _ = serve(generator, [request([7, 8, 9])])
+    assert runner._graphs is not first
     assert again.captured == 4
     assert again.replayed > 4
     assert more[0].ids == served[0].ids

@@ -47,21 +47,21 @@ def poisoned(generator: GenerationEngine) -> Iterator[None]:
 @contextmanager
 def raising(generator: GenerationEngine, error: Callable[[], Exception]) -> Iterator[list[int]]:
     """A step that has POISON among its tokens raises; gives how many rows the steps had."""
-    language = generator.language
-    call = language.call
+    runner = generator.runner
+    model = runner.model
     rows: list[int] = []
 
     def guarded(**inputs: Any) -> Any:
         rows.append(inputs["input_ids"].shape[1])
         if (inputs["input_ids"] == POISON).any():
             raise error()
-        return call(**inputs)
+        return model(**inputs)
 
-    language.call = guarded
+    runner.model = guarded
     try:
         yield rows
     finally:
-        language.call = call
+        runner.model = model
 
 
 def with_guilty(given: Sequence[Sequence[int]], places: Sequence[int]) -> list[list[int]]:

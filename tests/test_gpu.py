@@ -1,22 +1,21 @@
 """What only a GPU can show: kernels as they are compiled, captured steps, the model compiled."""
 
 import random
-import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 
 from tests import tiny_decoders
-from tests.generating import assert_greedy, prompts, request, serve
+from tests.generating import assert_greedy, prompts, request, runner_of, serve
 from tests.test_paged_attention import CASES, Case, expected, memory, mixes, name
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import load_generator
-from worker.model import compiling
-from worker.model.attention_interface import attend, running
-from worker.model.cuda_graphs import RowsStep
+from worker.model.cuda_graphs import RowsMetadata
+from worker.model.kv_cache import KVCache
 from worker.model.language_model import GeneratorOptions
-from worker.model.paged_attention import PagedCache
+from worker.model.paged_attention import attend, forward_context
 
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)
@@ -29,13 +28,12 @@ def test_kernels_of_single_tokens(case: Case) -> None:
     torch.manual_seed(0)
     mix = mixes(random.Random(name(case)), case.kind)
     there = memory(case, mix, random.Random(0))
-    cache = PagedCache(there.cache.layers, len(there.cache.keys[0]), torch.float32, GPU)
+    cache = KVCache(there.cache.layers, len(there.cache.keys[0]), torch.float32, GPU)
     cache.keys[0].copy_(there.cache.keys[0])
     cache.values[0].copy_(there.cache.values[0])
     widths = [width for _, width in mix]
-    step = RowsStep(cache, sum(widths), 200)
-    chunks = [(blocks, *chunk) for blocks, chunk in zip(there.step.blocks, mix, strict=True)]
-    step.fill(chunks, [0] * sum(widths), sum(widths), 0)
+    step = RowsMetadata(cache, sum(widths), 200)
+    step.fill(there.batch, sum(widths), 0)
     query = [torch.randn(width, case.heads, case.key_size) for width in widths]
     new = [
         torch.cat([whole[start:] for (start, _), whole in zip(mix, given, strict=True)])
@@ -43,7 +41,7 @@ def test_kernels_of_single_tokens(case: Case) -> None:
     ]
     sinks = torch.randn(case.heads)
     q, k, v = (each.transpose(0, 1)[None].to(GPU) for each in (torch.cat(query), *new))
-    with running(step):
+    with forward_context(step):
         given = sinks.to(GPU) if case.sinks else None
         out = attend(q, k, v, given, 0, case.scale, case.window, case.softcap)
     rows: Any = out[0].double().cpu()  # split is not annotated
@@ -72,27 +70,18 @@ def test_greedy_output_equals_generate(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3"])
-def test_steps_are_captured_again_once_the_model_is_compiled(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finished = threading.Event()
-    ordinary = compiling.compile_in_background
-
-    def watched(language: Any, done: Any) -> None:
-        def and_then(compiled: bool) -> None:
-            done(compiled)
-            finished.set()
-
-        ordinary(language, and_then)
-
-    monkeypatch.setattr(compiling, "compile_in_background", watched)
-    generator: Any = generator_of(model, compile="on")
-    assert generator.runner._graphs is not None
-    first = generator.runner._graphs
-    assert finished.wait(1200)
+def test_steps_are_captured_again_once_the_model_is_compiled(model: str) -> None:
+    generator = generator_of(model, compile="on")
+    runner = runner_of(generator)
+    assert runner._graphs is not None
+    first = runner._graphs
+    deadline = time.monotonic() + 1200
+    while generator.compile_state == "running":
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     assert generator.compile_state == "done"
     given = prompts(1, (1, 7, 17, 48))
     served, _ = serve(generator, [request(each) for each in given], seed=1)
     assert_greedy(model, served, 12)
-    assert generator.runner._graphs is not None
-    assert generator.runner._graphs is not first
+    assert runner._graphs is not None
+    assert runner._graphs is not first

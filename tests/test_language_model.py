@@ -11,11 +11,11 @@ from transformers import AttentionInterface
 from tests import tiny_decoders
 from tests.tiny_decoders import ARCHITECTURES, LONG_ROPES, UNPAGED, WINDOW, WINDOWED
 from worker.generation.loading import load_generator
-from worker.model import attention_interface
-from worker.model.attention_interface import CannotPage
+from worker.model import paged_attention
 from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
 from worker.model.loading import LoadingFailed
-from worker.model.paged_attention import Step
+from worker.model.paged_attention import ATTENTION, AttentionMetadata
+from worker.model.paging import CannotPage, PagingCheck
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("poisoned_cache")
@@ -29,7 +29,7 @@ def language(model: str) -> LanguageModel:
 @pytest.mark.parametrize("model", ARCHITECTURES)
 def test_an_architecture_runs_on_paged_memory(model: str) -> None:
     made = language(model)
-    made.page()
+    PagingCheck(made).page()
     second = WINDOW if model in ("mistral", "starcoder2") else 0
     assert made.windows == [WINDOW if model in WINDOWED else 0, second]
     assert [layer.chunk for layer in made.layers] == [WINDOW if model == "llama4" else 0, 0]
@@ -41,7 +41,7 @@ def test_a_model_that_attends_in_its_own_way_is_refused(model: str) -> None:
     made = language(model)
     before = made.model.config._attn_implementation
     with pytest.raises(CannotPage, match="takes no attention function"):
-        made.page()
+        PagingCheck(made).page()
     assert made.model.config._attn_implementation == before
 
 
@@ -49,18 +49,18 @@ def test_a_model_that_attends_in_its_own_way_is_refused(model: str) -> None:
 def test_positions_that_depend_on_the_longest_sequence_limit_the_context(model: str) -> None:
     made = language(model)
     assert made.context == 64
-    made.page()
+    PagingCheck(made).page()
 
 
 @pytest.mark.parametrize("model", sorted(LONG_ROPES))
 def test_a_context_beyond_such_a_limit_would_be_noticed(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mate far ahead in the context turns everybody's tables."""
+    """A sequence far ahead in the context turns everybody's tables."""
     made = language(model)
     monkeypatch.setattr(LanguageModel, "context", 256)
     with pytest.raises(CannotPage, match="differ"):
-        made.page()
+        PagingCheck(made).page()
 
 
 def test_more_than_the_context_cannot_be_asked_for() -> None:
@@ -84,7 +84,7 @@ def test_a_window_longer_than_the_prompts_of_the_check_is_told(
     model: str, windows: list[int]
 ) -> None:
     made = language(model)
-    made.page()
+    PagingCheck(made).page()
     assert made.windows == windows
     assert made.config.sliding_window == 320
 
@@ -93,19 +93,18 @@ def test_a_window_longer_than_the_prompts_of_the_check_is_told(
 def test_a_longer_window_that_layers_are_not_told_is_noticed(
     model: str,
 ) -> None:
-    ordinary: Any = attention_interface.paged_attention
+    ordinary: Any = paged_attention.attention_function
 
     def untold(*arguments: Any, sliding_window: int | None = None, **more: Any) -> Any:
-        told = sliding_window if getattr(attention_interface._here, "probe", None) else None
-        return ordinary(*arguments, sliding_window=told, **more)
+        return ordinary(*arguments, sliding_window=None, **more)
 
     made = language(model)
-    AttentionInterface.register(attention_interface.ATTENTION, untold)
+    AttentionInterface.register(ATTENTION, untold)
     try:
         with pytest.raises(CannotPage, match="its sliding window is not told to its layers"):
-            made.page()
+            PagingCheck(made).page()
     finally:
-        AttentionInterface.register(attention_interface.ATTENTION, ordinary)
+        AttentionInterface.register(ATTENTION, ordinary)
     assert made.config.sliding_window == 320
 
 
@@ -116,24 +115,26 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 def attending(change: Callable[..., tuple[Any, ...]]) -> Patch:
     """`change` sees and returns (query, …, sinks, layer, scale, window, softcap)."""
-    ordinary = attention_interface.attend
+    ordinary = paged_attention.attend
     return lambda patch: patch.setattr(
-        attention_interface, "attend", lambda *arguments: ordinary(*change(*arguments))
+        paged_attention, "attend", lambda *arguments: ordinary(*change(*arguments))
     )
 
 
 def mask_sees_one_more(patch: pytest.MonkeyPatch) -> None:
-    ordinary = Step._mask
-    patch.setattr(Step, "_mask", lambda step, queries, *rest: ordinary(step, queries + 1, *rest))
+    ordinary = AttentionMetadata._mask
+    patch.setattr(
+        AttentionMetadata, "_mask", lambda step, queries, *rest: ordinary(step, queries + 1, *rest)
+    )
 
 
 def mask_sees_one_less(patch: pytest.MonkeyPatch) -> None:
-    ordinary = Step._mask
+    ordinary = AttentionMetadata._mask
 
-    def mask(step: Step, queries: Any, keys: Any, *rest: Any) -> Any:
+    def mask(step: AttentionMetadata, queries: Any, keys: Any, *rest: Any) -> Any:
         return ordinary(step, queries, keys + (keys > 0), *rest)
 
-    patch.setattr(Step, "_mask", mask)
+    patch.setattr(AttentionMetadata, "_mask", mask)
 
 
 def window_off_by(amount: int) -> Patch:
@@ -141,36 +142,36 @@ def window_off_by(amount: int) -> Patch:
 
 
 def chunks(change: Callable[[int], int]) -> Patch:
-    ordinary = Step._first_seen
+    ordinary = AttentionMetadata._first_seen
 
-    def first_seen(step: Step, position: Any, window: int, chunk: int) -> Any:
+    def first_seen(step: AttentionMetadata, position: Any, window: int, chunk: int) -> Any:
         return ordinary(step, position, window, change(chunk) if chunk else 0)
 
-    return lambda patch: patch.setattr(Step, "_first_seen", first_seen)
+    return lambda patch: patch.setattr(AttentionMetadata, "_first_seen", first_seen)
 
 
 def positions_off(patch: pytest.MonkeyPatch) -> None:
-    ordinary = Step.__init__
+    ordinary = AttentionMetadata.__init__
 
-    def init(step: Step, *arguments: Any) -> None:
+    def init(step: AttentionMetadata, *arguments: Any) -> None:
         ordinary(step, *arguments)
         step.positions = torch.arange(len(step.positions))
 
-    patch.setattr(Step, "__init__", init)
+    patch.setattr(AttentionMetadata, "__init__", init)
 
 
 def slots_off(patch: pytest.MonkeyPatch) -> None:
-    ordinary = Step.__init__
+    ordinary = AttentionMetadata.__init__
 
-    def init(step: Step, *arguments: Any) -> None:
+    def init(step: AttentionMetadata, *arguments: Any) -> None:
         ordinary(step, *arguments)
         step.slots = step.slots.roll(1)
 
-    patch.setattr(Step, "__init__", init)
+    patch.setattr(AttentionMetadata, "__init__", init)
 
 
-def not_rewarmed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(attention_interface, "_warming", lambda module: None)
+def queries_scaled_by_row(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(paged_attention, "_rescaled", lambda query, *rest: query)
 
 
 FAULTS: list[tuple[str, str, Patch]] = [
@@ -190,7 +191,7 @@ FAULTS: list[tuple[str, str, Patch]] = [
     ("llama4", "chunks ignored", chunks(lambda chunk: 0)),
     ("llama4", "chunks too long", chunks(lambda chunk: chunk + 1)),
     ("llama4", "chunks too short", chunks(lambda chunk: chunk - 1)),
-    ("llama4", "temperature by row", not_rewarmed),
+    ("llama4", "temperature by row", queries_scaled_by_row),
     ("granite", "scale ignored", attending(lambda *a: (*a[:5], 8**-0.5, *a[6:]))),
 ]
 
@@ -203,4 +204,4 @@ def test_a_fault_is_noticed(model: str, patch: Patch, monkeypatch: pytest.Monkey
     made = language(model)
     patch(monkeypatch)
     with pytest.raises(CannotPage, match="differ"):
-        made.page()
+        PagingCheck(made).page()

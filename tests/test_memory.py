@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from worker.model import memory
+from worker.model.kv_cache import KVCache, LayerShape
 from worker.model.loading import LoadingFailed
-from worker.model.paged_attention import LayerShape, PagedCache
 
 CPU = torch.device("cpu")
 
@@ -39,7 +39,7 @@ def test_a_cache_takes_no_memory_before_it_is_used() -> None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
     before = resident()
-    cache = PagedCache([LayerShape(8, 64, 64)], 8192, torch.float32, CPU)  # half a gigabyte
+    cache = KVCache([LayerShape(8, 64, 64)], 8192, torch.float32, CPU)  # half a gigabyte
     assert resident() - before < 50e6
     cache.keys[0][:1024] = 1
     assert resident() - before > 30e6

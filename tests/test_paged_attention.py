@@ -9,8 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from worker.model.attention_interface import attend, running
-from worker.model.paged_attention import BLOCK, SLACK, SPREAD, Group, LayerShape, PagedCache, Step
+from batching.sequence import Batch, Span
+from worker.model.kv_cache import BLOCK, KVCache, LayerShape
+from worker.model.paged_attention import (
+    SLACK,
+    SPREAD,
+    AttentionMetadata,
+    Group,
+    attend,
+    forward_context,
+)
 
 FLOAT32 = torch.float32
 CPU = torch.device("cpu")
@@ -59,10 +67,11 @@ KINDS = ("decodes", "spread decodes", "drafts", "fresh", "continued", "one", "al
 
 @dataclass
 class Memory:
-    """A step's chunks in a cache whose blocks are in no order; what is nobody's is NaN."""
+    """A batch in a cache whose blocks are in no order; what is nobody's is NaN."""
 
-    cache: PagedCache
-    step: Step
+    cache: KVCache
+    batch: Batch
+    step: AttentionMetadata
     keys: list[Tensor]  # [L, heads, size] of each whole sequence
     values: list[Tensor]
 
@@ -75,7 +84,7 @@ def memory(
     count = sum(map(len, tables))
     numbers = chance.sample(range(count + 3), count)
     tables = [[numbers.pop() for _ in table] for table in tables]
-    cache = PagedCache([shape], count + 3, FLOAT32, CPU)
+    cache = KVCache([shape], count + 3, FLOAT32, CPU)
     keys = [torch.randn(s + w, case.key_heads, case.key_size) for s, w in mix]
     values = [torch.randn(s + w, case.key_heads, case.value_size) for s, w in mix]
     if broken is not None:
@@ -88,11 +97,12 @@ def memory(
             stored[used] = 0
             places = torch.tensor(table)[:, None] * BLOCK + torch.arange(BLOCK)
             stored.view(-1, *stored.shape[2:])[places.ravel()[:start]] = whole[:start]
-    chunks = [(table, start, width) for table, (start, width) in zip(tables, mix, strict=True)]
-    return Memory(cache, Step(cache, chunks, FLOAT32), keys, values)
+    spans = [Span(table, *each) for table, each in zip(tables, mix, strict=True)]
+    batch = Batch(spans, [0] * sum(width for _, width in mix), [])
+    return Memory(cache, batch, AttentionMetadata(cache, batch), keys, values)
 
 
-def step_of(mix: Sequence[tuple[int, int]]) -> Step:
+def step_of(mix: Sequence[tuple[int, int]]) -> AttentionMetadata:
     return memory(Case("one", key_heads=1), mix, random.Random(0)).step
 
 
@@ -159,7 +169,7 @@ def test_each_token_sees_its_own_sequence_only(case: Case) -> None:
         ]
         sinks = torch.randn(case.heads)
         q, k, v = (each.transpose(0, 1)[None] for each in (torch.cat(query), *new))
-        with running(there.step):
+        with forward_context(there.step):
             out = attend(
                 q, k, v, sinks if case.sinks else None, 0, case.scale, case.window, case.softcap
             )
@@ -177,7 +187,9 @@ def test_each_token_sees_its_own_sequence_only(case: Case) -> None:
 
 def rows_of(group: Group, tokens: int) -> list[int]:
     rows = torch.arange(tokens) if group.rows is None else group.rows
-    listed: list[int] = rows[slice(None) if group.inverse is None else group.inverse].tolist()
+    assert (group.target is None) == (group.rows is None)
+    listed: list[int] = rows[slice(None) if group.real is None else group.real].tolist()
+    assert group.target is None or group.target.tolist() == listed
     return listed
 
 
@@ -210,7 +222,7 @@ def test_decodes_of_similar_length_share_a_call() -> None:
     [group] = step.groups(0, 0, False)
     assert group.shape == (32, 1)
     assert group.rows is None
-    assert group.inverse is None
+    assert group.real is None
 
 
 def test_fresh_prompts_of_one_length_need_no_mask_and_no_gathering() -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.test_paged_attention import Case, Memory, expected, memory
-from worker.model.attention_interface import attend, running
-from worker.model.cuda_graphs import RowsStep
-from worker.model.paged_attention import BLOCK, Chunks
+from worker.model.cuda_graphs import RowsMetadata
+from worker.model.kv_cache import BLOCK
+from worker.model.paged_attention import attend, forward_context
 
 pytest.importorskip("triton", reason="triton is made for Linux only")
 from worker.model import triton_decode
@@ -30,17 +30,12 @@ CASES = [
 ]
 
 
-def chunks_of(there: Memory, mix: list[tuple[int, int]]) -> Chunks:
-    return [(blocks, *chunk) for blocks, chunk in zip(there.step.blocks, mix, strict=True)]
-
-
-def rows_of(there: Memory, mix: list[tuple[int, int]]) -> RowsStep:
+def rows_of(there: Memory) -> RowsMetadata:
     """The same step; what its tables do not say is no block."""
-    chunks = chunks_of(there, mix)
-    rows = sum(width for _, width in mix)
-    step = RowsStep(there.cache, rows, 3 + max(len(blocks) for blocks, _, _ in chunks))
+    rows = len(there.batch.ids)
+    step = RowsMetadata(there.cache, rows, 3 + max(len(s.blocks) for s in there.batch.spans))
     step.tables.fill_(9999)
-    step.fill(chunks, [0] * rows, rows, 0)
+    step.fill(there.batch, rows, 0)
     return step
 
 
@@ -53,7 +48,7 @@ def test_each_row_sees_its_own_sequence_only(
     torch.manual_seed(0)
     broken = len(mix) - 2
     there = memory(case, mix, random.Random(0), broken)
-    step = rows_of(there, mix)
+    step = rows_of(there)
     step.programs = programs
     query = [torch.randn(width, case.heads, case.key_size) for _, width in mix]
     query[broken].fill_(float("nan"))
@@ -63,7 +58,7 @@ def test_each_row_sees_its_own_sequence_only(
     ]
     sinks = torch.randn(case.heads)
     q, k, v = (each.transpose(0, 1)[None] for each in (torch.cat(query), *new))
-    with running(step):
+    with forward_context(step):
         out = attend(
             q, k, v, sinks if case.sinks else None, 0, case.scale, case.window, case.softcap
         )
@@ -81,15 +76,15 @@ def test_each_row_sees_its_own_sequence_only(
 def test_what_follows_a_sequences_last_token_is_zeroed() -> None:
     """Plain steps multiply what they mask: nothing of others must be left there."""
     there = memory(Case("drafts"), DRAFTS, random.Random(0))
-    step = rows_of(there, DRAFTS)
+    step = rows_of(there)
     stored = there.cache.keys[0], there.cache.values[0]
     for each in stored:
         each.fill_(float("nan"))
     new = torch.ones(len(step.ids), 2, 8)
     triton_decode.write(new, new, *stored, step.slots, step.rests)
-    taken = {block for blocks in there.step.blocks for block in blocks}
+    taken = {block for span in there.batch.spans for block in span.blocks}
     for each in stored:
-        for blocks, start, width in chunks_of(there, DRAFTS):
+        for blocks, start, width in there.batch.spans:
             whole = each[list(blocks)].flatten(0, 1)
             assert bool(whole[:start].isnan().all()), "it writes before its first token"
             assert bool((whole[start : start + width] == 1).all())

@@ -92,10 +92,9 @@ def _loaded() -> GenerationEngine:
 
 def engine(speculation: str = "auto", blocks: int = 400) -> GenerationEngine:
     """A fresh one, of a model that is loaded once."""
-    language = _loaded().language
     chosen = GeneratorOptions("", speculation=speculation)
-    runner = PagedRunner(language, blocks, CONTEXT, chosen.max_running)
-    made = paged_engine(language, runner, chosen, blocks, CONTEXT)
+    runner = PagedRunner(_loaded().language, blocks, CONTEXT, chosen.max_running)
+    made = paged_engine(runner, chosen)
     # One process tries the grammars of all.
     made.prompts.grammars = made.prompts.answering.grammars = _loaded().prompts.grammars
     return made

@@ -21,7 +21,14 @@ from batching.block_pool import BlockTable
 from batching.sequence import Batch, Chunk, Sequence
 from worker.model import failures
 from worker.model.language_model import LanguageModel
-from worker.model.self_check import TOLERANCE, Differs, encoder_lengths
+from worker.model.loading import first_line
+from worker.model.self_check import (
+    TOLERANCE,
+    Differs,
+    compare,
+    length_beyond_windows,
+    random_prompts,
+)
 
 log = logging.getLogger("onequeue.cached_runner")
 
@@ -200,9 +207,10 @@ class CachedRunner:
     # ── the check ──
 
     def _choose(self, language: LanguageModel) -> None:
-        longest = max(*encoder_lengths(self.model, language.context), LENGTH)
+        longest = max(length_beyond_windows(self.model.config, language.context), LENGTH)
         longest = min(language.context, longest)
-        texts = _random_texts(language, [min(longest, STEPS + 2), longest, longest])
+        lengths = [min(longest, STEPS + 2), longest, longest]
+        texts = random_prompts(self.model, language.tokenizer, lengths)
         alone = [self._stepped([text])[0] for text in texts]
         self.caches = True
         try:
@@ -259,22 +267,10 @@ def _compare(
 ) -> None:
     for some, expected in zip(got, reference, strict=True):
         for logits, right in zip(some, expected, strict=False):
-            off = (logits.float() - right.float()).abs().max() / right.float().abs().max()
-            if not off <= tolerance:  # also when NaN
-                raise Differs(f"logits differ by {float(off):.1e} of the largest")
+            compare(logits, right, tolerance)
 
 
 def _log_refusal(way: str, error: Exception) -> None:
     if failures.diagnose(error) == "fatal":
         raise error
-    first = (str(error).splitlines() or [type(error).__name__])[0]
-    log.info("not %s: %s", way, first[:200])
-
-
-def _random_texts(language: LanguageModel, lengths: abc.Sequence[int]) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    special = set(language.tokenizer.all_special_ids)
-    ordinary = [id_ for id_ in range(language.vocab_size) if id_ not in special]
-    picks = torch.randint(len(ordinary), (sum(lengths),), generator=generator).tolist()
-    stream = iter(picks)
-    return [[ordinary[next(stream)] for _ in range(length)] for length in lengths]
+    log.info("not %s: %.200s", way, first_line(error))

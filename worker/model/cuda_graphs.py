@@ -2,8 +2,8 @@
 
 Launching a model's some thousand kernels takes longer than running them for a few tokens. So a
 step is captured once for each size of batch and replayed: its inputs are buffers that are filled
-anew, and what a smaller batch leaves empty is padded with rows of a block that nobody owns. Each
-row has its own table of blocks (triton_decode.py), whatever its sequence's length.
+anew, and what a smaller batch leaves empty is padded with rows of a block that no sequence has.
+Each row has its own table of blocks (triton_decode.py), whatever its sequence's length.
 """
 
 import copy
@@ -11,7 +11,7 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,29 +19,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker.model.attention_interface import running
+from batching.sequence import Batch, Span
+from worker.model.kv_cache import BLOCK, KVCache
 from worker.model.language_model import LanguageModel
-from worker.model.paged_attention import BLOCK, AttentionParams, Chunks, PagedCache, Step, rewarmed
+from worker.model.loading import first_line
+from worker.model.paged_attention import forward_context
 
-log = logging.getLogger("onequeue.decode_graphs")
+log = logging.getLogger("onequeue.cuda_graphs")
 
 Run = Callable[[], Tensor]
 # What captures a run: something that does it again, and where its output lies.
 Capture = Callable[[Run], tuple[Callable[[], Any], Tensor]]
 
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
-# Blocks beside the sequences': one that padding is written to, one for the check.
+# The cache's last blocks, which no sequence gets: one that padding is written to, one for the check
 SPARE = 2
-# A chunk of more tokens is a prompt: as rows, each would read all that is before it.
+# A span of more tokens is a prompt: as rows, each would read all that is before it.
 WIDEST = 16
 # Programs that a processor of the GPU should have to choose from.
 PROGRAMS = 4
 
 
-class RowsStep:
-    """Where a captured step's rows are. Each is a token with its own table of blocks."""
+class RowsMetadata:
+    """The attention metadata of a captured step: each row is a token with its own table of blocks.
 
-    def __init__(self, cache: PagedCache, rows: int, table: int) -> None:
+    `table`: the most blocks that a sequence has.
+    """
+
+    def __init__(self, cache: KVCache, rows: int, table: int) -> None:
         self.cache = cache
         self.programs = PROGRAMS * _processors(cache.device)
         self._filled = torch.zeros(4, rows, dtype=torch.long, device=cache.device)
@@ -49,127 +54,127 @@ class RowsStep:
         self.ids, self.positions, self.slots, self.rests = self._filled
         self.tables = torch.zeros(rows, table, dtype=torch.int32, device=cache.device)
 
-    def first(self, rows: int) -> "RowsStep":
+    def first(self, rows: int) -> "RowsMetadata":
         """A view of the first rows."""
         view = copy.copy(self)
         view.ids, view.positions, view.slots, view.rests = self._filled[:, :rows]
         view.tables = self.tables[:rows]
         return view
 
-    def fill(self, chunks: Chunks, ids: Sequence[int], rows: int, nobodys: int) -> None:
-        """The chunks' tokens, and `nobodys` block's first place up to `rows`."""
-        starts = np.array([start for _, start, _ in chunks])
-        widths = np.array([width for _, _, width in chunks])
+    def fill(self, batch: Batch, rows: int, spare: int) -> None:
+        """The batch's tokens, and the first place of block `spare` for the rest of the `rows`."""
+        count = len(batch.ids)
+        starts = np.array([span.start for span in batch.spans])
+        widths = np.array([span.width for span in batch.spans])
         lasts = starts + widths - 1
-        counts = lasts // BLOCK + 1
-        own = itertools.chain.from_iterable(
-            blocks[:count] for (blocks, _, _), count in zip(chunks, counts.tolist(), strict=True)
+        seen = lasts // BLOCK + 1  # blocks of each span
+        blocks = np.zeros((len(seen), seen.max()), np.int32)
+        blocks[np.arange(blocks.shape[1]) < seen[:, None]] = np.fromiter(
+            itertools.chain.from_iterable(
+                span.blocks[:n] for span, n in zip(batch.spans, seen.tolist(), strict=True)
+            ),
+            np.int32,
         )
-        blocks = np.zeros((len(chunks), counts.max()), np.int32)
-        blocks[np.arange(blocks.shape[1]) < counts[:, None]] = np.fromiter(own, np.int32)
-        ends = np.cumsum(widths)
-        chunk = np.repeat(np.arange(len(chunks)), widths)  # of each row
-        positions = np.arange(len(ids)) - (ends - widths)[chunk] + starts[chunk]
-        tables = np.full((rows, blocks.shape[1]), nobodys, np.int32)
-        tables[: len(ids)] = blocks[chunk]
+        span = np.repeat(np.arange(len(seen)), widths)  # of each row
+        positions = np.array(batch.positions)
+        tables = np.full((rows, blocks.shape[1]), spare, np.int32)
+        tables[:count] = blocks[span]
         filled = np.zeros((4, rows), np.int64)
-        filled[0, : len(ids)] = ids
-        filled[1, : len(ids)] = positions
-        filled[2] = nobodys * BLOCK
-        filled[2, : len(ids)] = (
-            blocks[chunk, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
+        filled[0, :count] = batch.ids
+        filled[1, :count] = positions
+        filled[2] = spare * BLOCK
+        filled[2, :count] = (
+            blocks[span, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
         )
         begun = lasts % BLOCK < widths
+        ends = np.array(batch.offsets) + widths
         filled[3, ends - 1] = np.where(begun, BLOCK - 1 - lasts % BLOCK, 0)
         self._filled[:, :rows].copy_(torch.from_numpy(filled))
         self.tables[:rows, : tables.shape[1]].copy_(torch.from_numpy(tables))
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, how: AttentionParams
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None,
+        layer: int, scale: float, window: int, softcap: float,
+    ) -> Tensor:  # fmt: skip
         """Of one layer, [1, heads, T, size] in, [1, T, heads, size] out."""
         from worker.model import triton_decode  # needs triton, which comes with torch for GPUs
 
-        keys, values = self.cache.keys[how.layer], self.cache.values[how.layer]
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
         q, k, v = (t if t.stride(2) == 1 else t.contiguous() for t in (q, k, v))
-        shape = self.cache.layers[how.layer]
-        if shape.warming:
-            q = (q * rewarmed(self.positions, *shape.warming)).to(q.dtype)
         triton_decode.write(k, v, keys, values, self.slots, self.rests)
         return triton_decode.attend(
-            q, keys, values, self.tables, self.positions, programs=self.programs, scale=how.scale,
-            window=how.window, chunk=shape.chunk, softcap=how.softcap, sinks=sinks,
+            q, keys, values, self.tables, self.positions, programs=self.programs, scale=scale,
+            window=window, chunk=self.cache.layers[layer].chunk, softcap=softcap, sinks=sinks,
         ).unsqueeze(0)  # fmt: skip
 
 
-class DecodeGraphs:
-    """Captures every size of batch, checked against plain steps: raises where that fails.
-
-    `spare`: the first of SPARE blocks of the cache that no sequence gets. `table`: the most blocks
-    that a sequence has. `most`: rows of the largest batch.
-    """
+class CudaGraphs:
+    """Captures the model for every size of batch up to `rows`; Differs, or whatever the capture
+    raises, where that fails. `reference` gives a batch's logits as they must be."""
 
     def __init__(
-        self, language: LanguageModel, cache: PagedCache, spare: int, table: int, most: int,
-        capture: Capture,
+        self, language: LanguageModel, model: Callable[..., Any], metadata: RowsMetadata,
+        reference: Callable[[Batch], Tensor], capture: Capture,
     ) -> None:  # fmt: skip
-        self.call = language.call  # what was captured
-        self._nobodys = spare
-        self._sizes = [size for size in SIZES if size < most] + [most]
-        self._step = RowsStep(cache, most, table)
+        self._model = model
+        self._metadata = metadata
+        rows = len(metadata.ids)
+        self._spare = len(metadata.cache.keys[0]) - SPARE
+        self._sizes = [size for size in SIZES if size < rows] + [rows]
         self._captured: dict[int, tuple[Callable[[], Any], Tensor]] = {}
-        prompt = [1 + 7 * n % (language.vocab_size - 1) for n in range(min(most, WIDEST))]
-        chunks = [([spare + 1], 0, len(prompt))]
-        own = language.forward(Step(cache, chunks, language.dtype), prompt, range(len(prompt)))
+        prompt = [1 + 7 * n % (language.vocab_size - 1) for n in range(min(rows, WIDEST))]
+
+        def trial(width: int) -> Batch:
+            return Batch([Span([self._spare + 1], 0, width)], prompt[:width], range(width))
+
+        expected = reference(trial(len(prompt)))
         for size in reversed(self._sizes):  # the smaller ones fit into the largest's memory
-            trial = [([spare + 1], 0, min(size, len(prompt)))]
-            self._step.fill(trial, prompt[: trial[0][2]], size, self._nobodys)
+            width = min(size, len(prompt))
+            metadata.fill(trial(width), size, self._spare)
             replay, logits = self._captured[size] = capture(functools.partial(self._run, size))
             replay()
-            language.compare(logits[: trial[0][2]], own[: trial[0][2]])
+            language.compare(logits[:width], expected[:width])
 
-    def takes(self, chunks: Chunks) -> bool:
-        widths = [width for _, _, width in chunks]
-        return sum(widths) <= self._sizes[-1] and max(widths) <= WIDEST
+    def takes(self, batch: Batch) -> bool:
+        return len(batch.ids) <= self._sizes[-1] and all(s.width <= WIDEST for s in batch.spans)
 
-    def forward(self, chunks: Chunks, ids: Sequence[int], wanted: Sequence[int]) -> Tensor:
-        """Logits [len(wanted), V] of the rows `wanted`, until the next call; keys and values are
-        written."""
-        size = next(size for size in self._sizes if size >= len(ids))
-        self._step.fill(chunks, ids, size, self._nobodys)
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits [R, V] of the batch's rows, until the next call; keys and values are written."""
+        size = next(size for size in self._sizes if size >= len(batch.ids))
+        self._metadata.fill(batch, size, self._spare)
         replay, logits = self._captured[size]
-        first = len(wanted) if list(wanted) == list(range(len(wanted))) else 0
-        # made before the replay, for which it would wait
-        rows = None if first else torch.tensor(list(wanted), dtype=torch.long, device=logits.device)
+        wanted = list(batch.rows)
+        rows = None  # the first ones; else made before the replay, for which it would wait
+        if wanted != list(range(len(wanted))):
+            rows = torch.tensor(wanted, dtype=torch.long, device=logits.device)
         replay()
-        return logits[:first] if rows is None else logits[rows]
+        return logits[: len(wanted)] if rows is None else logits[rows]
 
     @torch.inference_mode()
     def _run(self, size: int) -> Tensor:
-        step = self._step.first(size)
-        # clones are to the compiler what LanguageModel.forward passes: it compiles no more
-        ids, positions = step.ids[None].clone(), step.positions[None].clone()
-        with running(step):
-            output = self.call(input_ids=ids, position_ids=positions, use_cache=False)
+        metadata = self._metadata.first(size)
+        # clones are to the compiler what an eager step passes: it compiles no more
+        ids, positions = metadata.ids[None].clone(), metadata.positions[None].clone()
+        with forward_context(metadata):
+            output = self._model(input_ids=ids, position_ids=positions, use_cache=False)
         logits: Tensor = output.logits[0]
         return logits
 
 
-def decode_graphs(
-    language: LanguageModel, cache: PagedCache, spare: int, table: int, most: int
-) -> DecodeGraphs | None:
-    """None, with a line in the log, where a model or its device does not capture."""
-    if language.device.type != "cuda":
-        return None
+def capture_graphs(
+    language: LanguageModel, model: Callable[..., Any], metadata: RowsMetadata,
+    reference: Callable[[Batch], Tensor],
+) -> CudaGraphs | None:  # fmt: skip
+    """None, with a line in the log, where the model or its device does not capture."""
     started = time.monotonic()
     try:
-        graphs = DecodeGraphs(language, cache, spare, table, most, CudaCapture())
+        graphs = CudaGraphs(language, model, metadata, reference, CudaCapture())
     except Exception as error:  # a model that looks at its numbers, a kernel that does not compile
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        log.warning("no CUDA graphs, steps are launched one by one: %s", first[:300])
+        log.warning("no CUDA graphs, steps are launched one by one: %.300s", first_line(error))
         return None
-    log.info("captured CUDA graphs up to rows=%d seconds=%.1f", most, time.monotonic() - started)
+    rows = len(metadata.ids)
+    log.info("captured CUDA graphs up to rows=%d seconds=%.1f", rows, time.monotonic() - started)
     return graphs
 
 

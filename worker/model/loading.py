@@ -1,7 +1,11 @@
-"""From settings to a pipeline with its weights in place. Runs on the worker thread."""
+"""From settings to a model with its weights in place, on the worker thread: what pipelines and
+language models (language_model.py) have in common, and the loading of pipelines.
+"""
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -38,40 +42,58 @@ class LoadOptions:
 def load_pipeline(options: LoadOptions) -> tuple[Pipe, dict[str, str]]:
     """The pipeline, and the names of the weights that its checkpoint lacks."""
     task = resolve_task(options.task)
-    model = options.model
-    if model == "demo":
-        if task != DEMO_TASK:
-            raise LoadingFailed(
-                f"PIPELINE_MODEL=demo serves {DEMO_TASK} only: name a model for {task}"
-            )
-        model = str(DEMO_FOLDER)
+    if options.model == "demo" and task != DEMO_TASK:
+        raise LoadingFailed(f"PIPELINE_MODEL=demo serves {DEMO_TASK} only: name a model for {task}")
     log.info("loading task=%s model=%s", task, options.model)
-    started = time.monotonic()
     make: Any = pipeline  # overloaded by literal task
-    try:
-        if model.startswith(("/", ".", "~")):
-            model = str(Path(model).expanduser())
-            if not Path(model).is_dir():
-                raise FileNotFoundError("there is no such folder")
+    with loading(f"the model {options.model!r} could not be loaded for {task}"):
+        path = local_path(options.model, DEMO_FOLDER)
         device = choose_device(options.device)
-        keywords = {} if options.attention == "auto" else {"attn_implementation": options.attention}
         with missing_weights.recorded() as lacking:
             pipe = make(
                 task,
-                model=model,
+                model=path,
                 device=device,
-                dtype=choose_dtype(options.dtype, model, device),
+                dtype=choose_dtype(options.dtype, path, device),
                 trust_remote_code=False,  # unset, a terminal would be asked
-                model_kwargs=keywords,
+                model_kwargs=attention_keywords(options.attention),
             )
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise LoadingFailed(
-            f"the model {options.model!r} could not be loaded for {task}: {reason}"
-        ) from error
     pipe.model.eval()
-    log.info("loaded seconds=%.1f", time.monotonic() - started)
     return pipe, lacking.get(id(pipe.model), {})
+
+
+@contextmanager
+def loading(failed: str) -> Iterator[None]:
+    """LoadingFailed, `failed` and why, for whatever is raised inside; else the log has the time."""
+    started = time.monotonic()
+    try:
+        yield
+    except Exception as error:
+        raise LoadingFailed(f"{failed}: {first_line(error)}") from error
+    log.info("loaded seconds=%.1f", time.monotonic() - started)
+
+
+def first_line(error: Exception) -> str:
+    """Of what it says: each library raises in its own way, some with a long trace."""
+    said = str(error).strip().splitlines()
+    return said[0] if said else repr(error)
+
+
+def local_path(model: str, demo: Path) -> str:
+    """FileNotFoundError if what is named as a folder is none; what names a model on a hub is left
+    as it is."""
+    if model == "demo":
+        return str(demo)
+    if not model.startswith(("/", ".", "~")):
+        return model
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        raise FileNotFoundError("there is no such folder")
+    return str(folder)
+
+
+def attention_keywords(attention: str) -> dict[str, str]:
+    return {} if attention == "auto" else {"attn_implementation": attention}
 
 
 def choose_device(name: str) -> torch.device:

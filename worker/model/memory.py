@@ -1,20 +1,15 @@
 """How much memory there is, and whether a model fits into it."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
 from worker.model.loading import LoadingFailed
-from worker.model.paged_attention import BLOCK, LayerShape, block_bytes
 
 GB = 1e9
-# Of what is free once the weights are there, the part that keys and values may take.
-CACHE_SHARE = {"cpu": 0.5, "cuda": 0.85}
-# Of that part, how much holds prefixes for reuse; running sequences may fill all of it.
-PREFIX_SHARE = 0.25
 # Bytes of a checkpoint's numbers that DTYPE changes.
 STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
@@ -85,29 +80,3 @@ def _sizes(folder: Path, dtype: str) -> Iterator[int]:
                 own = STORED.get(tensor.get_dtype(), 1)
                 wanted = own if own == 1 or dtype == "auto" else getattr(torch, dtype).itemsize
                 yield math.prod(tensor.get_shape()) * wanted
-
-
-def cache_blocks(
-    layers: Sequence[LayerShape],
-    dtype: torch.dtype,
-    device: torch.device,
-    given_gb: float | None,
-    most_tokens: int,
-) -> int:
-    """How many blocks to allocate: what was given, or a share of what is free; not more than
-    all running sequences could fill. LoadingFailed if that is not even one."""
-    each = block_bytes(layers, dtype)
-    room = given_gb * GB if given_gb is not None else free_bytes(device) * CACHE_SHARE[device.type]
-    blocks = min(int(room // each), -(-most_tokens // BLOCK))
-    if blocks < 2:
-        raise LoadingFailed(
-            f"its keys and values need {each / 1e6:.1f} MB for {BLOCK} tokens and there is room "
-            f"for {room / 1e6:.1f} MB"
-        )
-    return blocks
-
-
-def prefix_share(device: torch.device, given_gb: float | None) -> float:
-    """How much of the cache is touched for the sake of prefixes: all of what was given, or of what
-    a GPU has set aside anyway."""
-    return PREFIX_SHARE if given_gb is None and device.type == "cpu" else 1.0

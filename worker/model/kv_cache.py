@@ -1,0 +1,80 @@
+"""The KV cache: keys and values of all layers in blocks, and how many blocks there is room for.
+
+Which block holds which tokens, and what is reused, is decided in batching/block_pool.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from worker.model.loading import LoadingFailed
+from worker.model.memory import GB, free_bytes
+
+BLOCK = 16  # token positions in a block
+# Of what is free once the weights are there, the part that keys and values may take.
+CACHE_SHARE = {"cpu": 0.5, "cuda": 0.85}
+# Of that part, how much holds prefixes for reuse; running sequences may fill all of it.
+PREFIX_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer keeps per token, and how far it looks back."""
+
+    heads: int  # of keys and values
+    key_size: int
+    value_size: int
+    chunk: int = 0  # tokens see their own chunk of so many only (Llama 4); 0: no such limit
+    # Llama 4's temperature tuning, floor_scale and attn_scale: queries grow with their position
+    temperature: tuple[float, float] | None = None
+
+
+class KVCache:
+    """Keys and values of all layers, [blocks, BLOCK, heads, size] each.
+
+    Reserved, not touched: a system gives memory when it is first written to. Masked positions are
+    multiplied, not skipped, so not even there may a NaN be: the rest of a block is zeroed when its
+    first token is written, and padding repeats blocks of the sequence itself.
+    """
+
+    def __init__(
+        self, layers: Sequence[LayerShape], blocks: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.layers = layers
+        self.dtype = dtype
+        self.device = device
+
+        def reserved(heads: int, size: int) -> Tensor:
+            return torch.empty(blocks, BLOCK, heads, size, dtype=dtype, device=device)
+
+        self.keys = [reserved(layer.heads, layer.key_size) for layer in layers]
+        self.values = [reserved(layer.heads, layer.value_size) for layer in layers]
+
+
+def cache_blocks(
+    layers: Sequence[LayerShape],
+    dtype: torch.dtype,
+    device: torch.device,
+    given_gb: float | None,
+    most_tokens: int,
+) -> int:
+    """How many blocks to allocate: what was given, or a share of what is free; not more than
+    all running sequences could fill. LoadingFailed if that is not even two."""
+    sizes = sum(layer.heads * (layer.key_size + layer.value_size) for layer in layers)
+    each = BLOCK * sizes * dtype.itemsize
+    room = given_gb * GB if given_gb is not None else free_bytes(device) * CACHE_SHARE[device.type]
+    blocks = min(int(room // each), -(-most_tokens // BLOCK))
+    if blocks < 2:
+        raise LoadingFailed(
+            f"its keys and values need {each / 1e6:.1f} MB for {BLOCK} tokens and there is room "
+            f"for {room / 1e6:.1f} MB"
+        )
+    return blocks
+
+
+def prefix_share(device: torch.device, given_gb: float | None) -> float:
+    """How much of the cache is touched for the sake of prefixes: all of what was given, or of what
+    a GPU has set aside anyway."""
+    return PREFIX_SHARE if given_gb is None and device.type == "cpu" else 1.0
