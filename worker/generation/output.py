@@ -186,9 +186,11 @@ class SequenceOutput:
             self._show(self._unshown.take(len(certain)))
 
     def _release(self) -> None:
-        """No stop string comes of what was held back."""
+        """The content ends here, at least for now: no stop string comes of what was held back."""
         if self._stops and self._stops.matched is None:
             self._show(self._unshown.take(len(self._stops.flush())))
+        if self._scores:
+            self._open().logprobs += self._scores.close()
 
     def _show(self, piece: Piece) -> None:
         delta = self._open()
@@ -249,20 +251,21 @@ class ContentLogprobs:
         """The tokens whose text is shown with this piece."""
         for share in piece.shares:
             if share.tokens is not self._open:
-                yield from self._close()
+                yield from self.close()
                 self._open, self._text = share.tokens, ""
             self._text += share.text
             if share.ends:
                 self._shown = share.tokens
-                yield from self._close()
+                yield from self.close()
 
     def finish(self) -> Iterator[TokenLogprob]:
         """What is left; tokens that never had a text go with the content before them."""
-        yield from self._close()
+        yield from self.close()
         if self._last is self._shown:
             yield from self._silent
 
-    def _close(self) -> Iterator[TokenLogprob]:
+    def close(self) -> Iterator[TokenLogprob]:
+        """The token of which a part is shown, if there is one: no more of it will be."""
         if self._open is not None:
             *silent, token = self._open
             yield from silent
