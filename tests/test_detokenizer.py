@@ -17,9 +17,9 @@ from worker.text.detokenizer import (
     MAX_INCOMPLETE,
     MAX_SILENT,
     REPLACEMENT,
-    StopStrings,
     Vocabulary,
 )
+from worker.text.stop_strings import StopStrings
 
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 TEXTS = (

@@ -12,8 +12,8 @@ import pytest
 from transformers.utils.chat_parsing import parse_response
 
 from worker.deltas import TokenLogprob
+from worker.text.detokenizer import Piece, Share
 from worker.text.parser import Event, Parser
-from worker.text.pieces import Piece, Share
 from worker.text.response_template import PLAIN, AnswerForm, answer_form, literal
 
 WEATHER = {

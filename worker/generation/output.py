@@ -15,9 +15,9 @@ from batching.request_queue import WorkItem
 from worker.deltas import Delta, FinishReason, TokenLogprob
 from worker.generation.request import Prepared
 from worker.model.sampler import Draws, Row, SampledToken
-from worker.text.detokenizer import CONTEXT, StopStrings, Vocabulary
+from worker.text.detokenizer import CONTEXT, Piece, Share, Tokens, Vocabulary
 from worker.text.parser import Event, Parser
-from worker.text.pieces import Piece, Share, Tokens
+from worker.text.stop_strings import StopStrings
 
 
 @dataclass(frozen=True, slots=True)

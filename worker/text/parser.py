@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from worker.deltas import Kind
 from worker.text.call_parser import CallParser, call_parser, whole_calls
-from worker.text.pieces import Piece
+from worker.text.detokenizer import Piece
 from worker.text.response_template import CALLS, CONTENT, REASONING, AnswerForm, Mark
 
 Match: TypeAlias = Any  # of the regex package
