@@ -9,7 +9,8 @@ as it adds.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from batching.request_queue import WorkItem
 from worker.deltas import Delta, FinishReason, TokenLogprob
@@ -20,12 +21,11 @@ from worker.text.parser import Event, Parser
 from worker.text.stop_strings import StopStrings
 
 
-@dataclass(frozen=True, slots=True)
-class Echo:
+class Echo(NamedTuple):
     """The prompt's text; of its tokens one by one, if their log-probabilities are asked for."""
 
     text: str
-    texts: tuple[str, ...]
+    texts: list[str]
 
 
 def make_choices(
@@ -34,22 +34,17 @@ def make_choices(
     """All of a request's; what they share is made once."""
     parser = prepared.answer.parser()
     draws = Draws(prepared.params, 0, prepared.ids)
-    echo = _echo(prepared, vocabulary) if prepared.echo else None
+    echo = Echo(vocabulary.text_of(prepared.ids), []) if prepared.echo else None
+    if echo and prepared.wants_prompt_logprobs:
+        stream = vocabulary.stream([])
+        echo.texts.extend(stream.push(token) for token in prepared.ids)
+        echo.texts[-1] += stream.flush()
     return [
         SequenceOutput(
             item, prepared, vocabulary, draws.sibling(draw), parser and parser.sibling(), echo
         )
         for draw in range(item.payload.n)
     ]
-
-
-def _echo(prepared: Prepared, vocabulary: Vocabulary) -> Echo:
-    texts: list[str] = []
-    if prepared.wants_prompt_logprobs:
-        stream = vocabulary.stream([])
-        texts = [stream.push(token) for token in prepared.ids]
-        texts[-1] += stream.flush()
-    return Echo(vocabulary.text_of(prepared.ids), tuple(texts))
 
 
 class SequenceOutput:
@@ -74,8 +69,7 @@ class SequenceOutput:
         self.guide = prepared.answer.guide(parser)
         self._detokenizer = vocabulary.stream(prepared.ids[-CONTEXT:])
         self._parser = parser  # None: the text is nothing but content
-        self._stops = StopStrings(stopping.stop) if stopping.stop else None
-        self._unshown = Piece("")  # content that may become a stop string
+        self._stops = StopStrings(stopping.stop)
         self._min_tokens = stopping.min_tokens
         self._scores = ContentLogprobs(vocabulary) if prepared.params.logprobs is not None else None
         self._echo = echo
@@ -83,7 +77,7 @@ class SequenceOutput:
         if echo and echo.texts:
             first = SampledToken(prepared.ids[0], None, ())
             self._prompt.append(token_logprob(vocabulary, first, echo.texts[0]))
-        self._plain = parser is None and self._stops is None and self._scores is None
+        self._plain = parser is None and self._scores is None and not stopping.stop
         self._delta: Delta | None = None
 
     def row(self, drafted: tuple[int, ...] = ()) -> Row:
@@ -143,7 +137,7 @@ class SequenceOutput:
         delta.reasoning_tokens += thinking or (parser is not None and parser.phase == "thinking")
         if guide:
             guide.follow()
-        if self._stops and self._stops.matched is not None:
+        if self._stops.matched is not None:
             self._finish("stop", self._stops.matched, sampled)
         elif guide and guide.finished:
             self._finish("stop", None, sampled)
@@ -171,24 +165,18 @@ class SequenceOutput:
         for kind, piece, name in events:
             if kind == "content":
                 self._content(piece)
-            elif not (self._stops and self._stops.matched is not None):
-                self._release()
+            elif self._stops.matched is None:
+                self._interrupt()
                 self._open().add(kind, piece.text, name)
 
     def _content(self, piece: Piece) -> None:
         """Goes out as far as no stop string can come of it."""
-        if not self._stops:
-            self._show(piece)
-        elif self._stops.matched is None:
-            self._unshown.append(piece)
-            early = self.count <= self._min_tokens
-            certain = piece.text if early else self._stops.push(piece.text)
-            self._show(self._unshown.take(len(certain)))
+        early = self.count <= self._min_tokens
+        self._show(piece if early else self._stops.push(piece))
 
-    def _release(self) -> None:
+    def _interrupt(self) -> None:
         """The content ends here, at least for now: no stop string comes of what was held back."""
-        if self._stops and self._stops.matched is None:
-            self._show(self._unshown.take(len(self._stops.flush())))
+        self._show(self._stops.flush())
         if self._scores:
             self._open().logprobs += self._scores.close()
 
@@ -201,12 +189,12 @@ class SequenceOutput:
     def _finish(self, reason: FinishReason, stop: str | int | None, sampled: SampledToken) -> None:
         """The text ends with `sampled`: unless by a stop string, what was held back for one, for
         a mark or as half a character comes."""
-        if not (self._stops and self._stops.matched is not None):
+        if self._stops.matched is None:
             if rest := self._detokenizer.flush():
                 self._read(self._scores.rest(rest, sampled) if self._scores else Piece(rest))
             if self._parser:
                 self._sort(self._parser.finish())
-            self._release()
+        self._interrupt()
         if self._scores:
             self._open().logprobs += self._scores.finish()
         self._end(reason, stop)
@@ -259,8 +247,7 @@ class ContentLogprobs:
                 yield from self.close()
 
     def finish(self) -> Iterator[TokenLogprob]:
-        """What is left; tokens that never had a text go with the content before them."""
-        yield from self.close()
+        """Tokens that never got a text go with the content before them."""
         if self._last is self._shown:
             yield from self._silent
 

@@ -196,18 +196,16 @@ class _ByteStream:
         self._replaced = self._decoder.getstate()[0].decode("utf-8", "replace")
 
     def push(self, token_id: int) -> str:
-        text = self._decoder.decode(self._pieces.get(token_id, b""))
-        return self._beyond_context(text) if self._replaced else text
+        return self._added(self._decoder.decode(self._pieces.get(token_id, b"")))
 
     def flush(self) -> str:
-        text = self._decoder.decode(b"", final=True)
-        return self._beyond_context(text) if self._replaced else text
+        return self._added(self._decoder.decode(b"", final=True))
 
-    def _beyond_context(self, text: str) -> str:
-        text_after = text.removeprefix(self._replaced)
-        if text:
-            self._replaced = ""
-        return text_after
+    def _added(self, text: str) -> str:
+        """To the context's own text."""
+        if self._replaced and text:
+            text, self._replaced = text.removeprefix(self._replaced), ""
+        return text
 
 
 class _WindowStream:

@@ -63,7 +63,10 @@ class Parser:
         self._opening = 0  # how much of it is the first mark
         self._retold: list[Event] = []  # of a call that the prompt has begun
         if begun:
-            self._retold = self._open_call(self.feed(Piece(begun)))
+            events = self.feed(Piece(begun))
+            if self.phase == "call" and self._call and self._call.begun:
+                names = [n for n, event in enumerate(events) if event.name is not None]
+                self._retold = events[names[-1] :]
             self.calls_begun, self.calls_ended = int(bool(self._retold)), 0
             self._space = Piece("")
 
@@ -218,13 +221,6 @@ class Parser:
         self._space = Piece("")
 
     # ── calls ──
-
-    def _open_call(self, events: list[Event]) -> list[Event]:
-        """What is known of the open call."""
-        if not (self.phase == "call" and self._call and self._call.begun):
-            return []
-        first = max(n for n, event in enumerate(events) if event.name is not None)
-        return events[first:]
 
     def _emit_call(self, text: str, events: list[Event]) -> None:
         if self._call is not None:
