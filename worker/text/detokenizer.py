@@ -63,6 +63,9 @@ class Piece:
 
     def take(self, count: int) -> "Piece":
         """The first `count` characters, which leave this piece."""
+        if count >= len(self.text):
+            taken, self.text, self.shares = Piece(self.text, self.shares), "", []
+            return taken
         taken = Piece(self.text[:count])
         self.text = self.text[count:]
         if self.shares:
