@@ -29,9 +29,10 @@ from worker.generation.text_side import TextSide, collect
 from worker.grammar.bitmask import MaskRequest, Masks
 from worker.model.kv_cache import BLOCK, prefix_share
 from worker.model.language_model import GeneratorOptions, load_language_model
+from worker.model.logits_processors import Draw
 from worker.model.paged_runner import PagedRunner
 from worker.model.paging import CannotPage, load_paged_runner
-from worker.model.sampler import Row, SampledToken, prompt_logprobs, sample
+from worker.model.sampler import SampledToken, prompt_logprobs, sample
 from worker.protocol import Generator, StepOutcome, StepReport
 
 log = logging.getLogger("onequeue.generation")
@@ -196,7 +197,7 @@ class PagedGenerator(TextSide):
             ids += chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]
             ids += chunk.drafts
         scores_end = len(wanted)
-        rows: list[Row] = []
+        rows: list[Draw] = []
         masked: list[tuple[int, MaskRequest]] = []
         row = 0
         for chunk in chunks:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from batching.request_queue import WorkItem
 from worker.deltas import Delta, FinishReason, TokenLogprob
 from worker.generation.request import Prepared
-from worker.model.sampler import Draws, Row, SampledToken
+from worker.model.logits_processors import Draw, SamplingState
+from worker.model.sampler import SampledToken
 from worker.text.detokenizer import StopStrings, Vocabulary
 from worker.text.parser import Reader
 
@@ -33,13 +34,13 @@ def make_choices(
 ) -> list["SequenceOutput"]:
     """All of a request's; what they share is made once."""
     reader = prepared.answer.reader()
-    draws = Draws(prepared.params, 0, prepared.ids)
+    sampling = SamplingState(prepared.params, 0, prepared.ids)
     echo = _echo(prepared, vocabulary) if prepared.echo else None
     return [
         SequenceOutput(
-            item, prepared, vocabulary, draws.sibling(draw), reader and reader.sibling(), echo
+            item, prepared, vocabulary, sampling.sibling(choice), reader and reader.sibling(), echo
         )
-        for draw in range(item.payload.n)
+        for choice in range(item.payload.n)
     ]
 
 
@@ -58,15 +59,15 @@ class SequenceOutput:
         item: WorkItem,
         prepared: Prepared,
         vocabulary: Vocabulary,
-        draws: Draws,
+        sampling: SamplingState,
         reader: Reader | None,
         echo: Echo | None,
     ) -> None:
         self.item = item
         self.prepared = prepared
         self.vocabulary = vocabulary
-        self.draws = draws
-        self.number = item.payload.first_choice + draws.choice  # within the request
+        self.sampling = sampling
+        self.number = item.payload.first_choice + sampling.choice  # within the request
         self.count = 0  # output tokens so far
         self.begun = False
         self.ended = False
@@ -85,8 +86,8 @@ class SequenceOutput:
         self._held: deque[tuple[int, str]] = deque()  # content that may become a stop string
         self._scores = Scores()
 
-    def row(self, drafted: tuple[int, ...] = ()) -> Row:
-        return Row(self.draws, self.count + len(drafted), drafted)
+    def row(self, drafted: tuple[int, ...] = ()) -> Draw:
+        return Draw(self.sampling, self.count + len(drafted), drafted)
 
     @property
     def scored(self) -> int:
@@ -105,7 +106,7 @@ class SequenceOutput:
         """The prompt has been run: what there is to tell about it."""
         self.begun = True
         delta = self._open()
-        if self.draws.choice == 0:
+        if self.sampling.choice == 0:
             delta.prompt_tokens = len(self.prepared.ids)
             delta.cached_tokens = cached
         if self._echo is not None:
@@ -123,7 +124,8 @@ class SequenceOutput:
         thinking = self._thinking
         if self.guide:
             self.guide.accept(token)
-        self.draws.accept(token)
+        if self.sampling.processes_logits:
+            self.sampling.accept(token)
         if token in self.prepared.ends and self.count > self._min_tokens:
             self._flush(sampled)
             self._end("stop", self.prepared.ends[token])
