@@ -33,7 +33,7 @@ OF_A_CHOICE: dict[str, Callable[[Any], Any]] = {
     "_parser.feed": lambda choice: choice._parser,
     "_stops.push": lambda choice: choice._stops,
     "_stops.flush": lambda choice: choice._stops,
-    "draws.accept": lambda choice: choice.draws,
+    "sampling.accept": lambda choice: choice.sampling,
     "guide.draft": lambda choice: choice.guide,
     "guide.mask": lambda choice: choice.guide,
     "guide.accept": lambda choice: choice.guide,
@@ -125,7 +125,8 @@ def test_an_error_in_a_request_s_own_part_fails_it_alone(
         lines = stream.iter_lines()
         assert next(lines).startswith("data: {")
         held = {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}
-        answer = stage.chat(POISON, n=2, stop="none of it", **held)
+        penalty = {"frequency_penalty": 0.1}  # only then its history is looked at
+        answer = stage.chat(POISON, n=2, stop="none of it", **penalty, **held)
         wanted = "out_of_memory" if error is MemoryError else "item_failed"
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, wanted)
         told = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]

@@ -12,7 +12,8 @@ from tests.generating import GREEDY, request
 from worker.deltas import Delta, TokenLogprob
 from worker.generation.output import SequenceOutput, make_choices
 from worker.generation.request import Prepared
-from worker.model.sampler import SampledToken, SamplingParams
+from worker.model.logits_processors import SamplingParams
+from worker.model.sampler import SampledToken
 from worker.protocol import Calls
 from worker.text.answer_plan import AnswerPlan
 from worker.text.detokenizer import Piece, Share, Vocabulary

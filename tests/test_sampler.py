@@ -10,30 +10,22 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from worker.model.sampler import (
-    Draws,
-    Row,
-    SampledToken,
-    SamplingParams,
-    TokenMask,
-    prompt_logprobs,
-    sample,
-    uniform,
-)
+from worker.model.logits_processors import Draw, SamplingParams, SamplingState, TokenMask
+from worker.model.sampler import SampledToken, prompt_logprobs, sample, uniform
 
 WIDE = 20_000  # blocks of candidates, two widenings, and the sort of everything
 INF, NAN = float("inf"), float("nan")
 
 
-def row(position: int = 0, choice: int = 0, prompt: Sequence[int] = (), **params: Any) -> Row:
-    return Row(Draws(SamplingParams(**params), choice, prompt), position)
+def row(position: int = 0, choice: int = 0, prompt: Sequence[int] = (), **params: Any) -> Draw:
+    return Draw(SamplingState(SamplingParams(**params), choice, prompt), position)
 
 
-def after(output: Sequence[int], prompt: Sequence[int] = (), **params: Any) -> Row:
-    draws = Draws(SamplingParams(**params), 0, prompt)
+def after(output: Sequence[int], prompt: Sequence[int] = (), **params: Any) -> Draw:
+    state = SamplingState(SamplingParams(**params), 0, prompt)
     for token in output:
-        draws.accept(token)
-    return Row(draws, len(output))
+        state.accept(token)
+    return Draw(state, len(output))
 
 
 def normal(rows: int, vocabulary: int, scale: float = 3.0, seed: int = 0) -> torch.Tensor:
@@ -41,7 +33,7 @@ def normal(rows: int, vocabulary: int, scale: float = 3.0, seed: int = 0) -> tor
     return scale * torch.randn(rows, vocabulary, generator=generator)
 
 
-def tokens(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+def tokens(logits: torch.Tensor, rows: Sequence[Draw]) -> list[int]:
     return [choice.token for choice in sample(logits, rows)]
 
 
@@ -119,10 +111,10 @@ def test_tokens_are_those_of_a_full_sort_in_float64(
         output = rng.choices([*likely, *range(min(vocabulary, 50))], k=rng.randrange(10))
         choice = rng.randrange(4)
         drafted = rng.randrange(len(output) + 1)
-        draws = Draws(params, choice, prompt)
+        state = SamplingState(params, choice, prompt)
         for token in output[drafted:]:
-            draws.accept(token)
-        rows.append(Row(draws, len(output), tuple(output[:drafted])))
+            state.accept(token)
+        rows.append(Draw(state, len(output), tuple(output[:drafted])))
         u = uniform(params.seed, choice, len(output))
         either = [  # both the same but where rounding decides
             reference(line, replace(params, top_p=top_p), prompt, output)
@@ -175,7 +167,7 @@ MIXED: list[dict[str, Any]] = [
 ]
 
 
-def mixed(count: int) -> list[Row]:
+def mixed(count: int) -> list[Draw]:
     kinds = [MIXED[i % len(MIXED)] for i in range(count)]
     return [row(i % 5, i % 3, range(50), seed=i, **kind) for i, kind in enumerate(kinds)]
 
@@ -258,7 +250,7 @@ def test_drafted_tokens_count_as_accepted_ones_do(kind: dict[str, Any]) -> None:
     logits = normal(50, 300, 1.0)
     drafting = after([4, 5], [5, 6], **params)
     drafts = [tuple(line.topk(3).indices.tolist()[:2] * 2) for line in logits]
-    drafted = [Row(drafting.draws, 6, draft) for draft in drafts]
+    drafted = [Draw(drafting.state, 6, draft) for draft in drafts]
     accepted = [after([4, 5, *draft], [5, 6], **params) for draft in drafts]
     assert sample(logits, drafted) == sample(logits, accepted)
     fresh = after([4, 5], [5, 6], **params)
@@ -267,21 +259,21 @@ def test_drafted_tokens_count_as_accepted_ones_do(kind: dict[str, Any]) -> None:
 
 def test_choices_of_a_request_share_what_does_not_change() -> None:
     params = SamplingParams(logit_bias=((3, 1.5), (900, -2.0)), repetition_penalty=1.3)
-    draws = Draws(params, 0, [5, 6, 5])
-    draws.accept(7)
-    sibling = draws.sibling(4)
+    state = SamplingState(params, 0, [5, 6, 5])
+    state.accept(7)
+    sibling = state.sibling(4)
     assert sibling.choice == 4
-    assert sibling.bias is draws.bias
-    assert sibling.prompt is draws.prompt
-    assert [*draws.prompt] == [5, 6]
-    assert ([*(draws.said or ())], [*(sibling.said or ())]) == ([7], [])
+    assert sibling.bias is state.bias
+    assert sibling.prompt is state.prompt
+    assert [*state.prompt] == [5, 6]
+    assert (list(state.counts), list(sibling.counts)) == ([7], [])
 
 
 def test_draws_without_penalties_keep_no_history() -> None:
-    draws = after([1, 2, 3], [4, 5], temperature=0.0).draws
-    assert draws.said is None
-    assert not len(draws.prompt)
-    assert draws.counts is None
+    state = after([1, 2, 3], [4, 5], temperature=0.0).state
+    assert not len(state.prompt)
+    assert not state.counts
+    assert not state.processes_logits
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 40}])
@@ -534,7 +526,7 @@ def test_uniform_looks_uniform_and_uncorrelated(moving: str, n: int) -> None:
 def test_only_what_is_allowed_is_chosen_and_the_rest_of_the_rows_are_as_before() -> None:
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(5))
     rows = [
-        Row(Draws(SamplingParams(temperature=t, seed=n), 0, []), 0)
+        Draw(SamplingState(SamplingParams(temperature=t, seed=n), 0, []), 0)
         for n, t in enumerate([0, 1, 1, 0])
     ]
     free = [choice.token for choice in sample(logits, rows)]
@@ -550,7 +542,7 @@ def test_only_what_is_allowed_is_chosen_and_the_rest_of_the_rows_are_as_before()
 
 def test_a_ban_changes_no_log_probability() -> None:
     logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(6))
-    row = Row(Draws(SamplingParams(temperature=0.0, logprobs=3), 0, []), 0)
+    row = Draw(SamplingState(SamplingParams(temperature=0.0, logprobs=3), 0, []), 0)
     tokens = torch.zeros(1, 300, dtype=torch.bool)
     tokens[0, 11] = True
     [choice] = sample(logits, [row], TokenMask([0], tokens))
@@ -566,6 +558,6 @@ def test_a_broken_row_is_seen_through_a_ban(broken: float) -> None:
     logits[0, 11] = broken
     tokens = torch.zeros(1, 300, dtype=torch.bool)
     tokens[0, 11] = True
-    row = Row(Draws(SamplingParams(), 0, []), 0)
+    row = Draw(SamplingState(SamplingParams(), 0, []), 0)
     [choice] = sample(logits, [row], TokenMask([0], tokens))
     assert choice.token == -1

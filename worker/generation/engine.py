@@ -32,8 +32,9 @@ from worker.grammar.bitmask import MaskRequest, Masks
 from worker.model import failures
 from worker.model.cached_runner import CachedRunner
 from worker.model.language_model import LanguageModel
+from worker.model.logits_processors import Draw
 from worker.model.paged_runner import PagedRunner
-from worker.model.sampler import Row, SampledToken, prompt_logprobs, sample
+from worker.model.sampler import SampledToken, prompt_logprobs, sample
 from worker.protocol import StepOutcome, StepReport
 
 log = logging.getLogger("onequeue.generation")
@@ -177,9 +178,9 @@ class GenerationEngine(Frontend):
                 except BaseException as error:
                     self._fail(chunk.sequence.output.item, error)
 
-    def _rows(self, chunks: abc.Sequence[Chunk]) -> tuple[list[Row], list[MaskedRow]]:
+    def _rows(self, chunks: abc.Sequence[Chunk]) -> tuple[list[Draw], list[MaskedRow]]:
         """What is sampled, and which tokens may be in some of the rows."""
-        rows: list[Row] = []
+        rows: list[Draw] = []
         masks: list[MaskedRow] = []
         for chunk in chunks:
             if count := chunk.to_sample:

@@ -15,7 +15,8 @@ from typing import NamedTuple
 from batching.request_queue import WorkItem
 from worker.deltas import Delta, FinishReason, TokenLogprob
 from worker.generation.request import Prepared
-from worker.model.sampler import Draws, Row, SampledToken
+from worker.model.logits_processors import Draw, SamplingState
+from worker.model.sampler import SampledToken
 from worker.text.detokenizer import CONTEXT, Piece, Share, Tokens, Vocabulary
 from worker.text.parser import Event, Parser
 from worker.text.stop_strings import StopStrings
@@ -33,7 +34,7 @@ def make_choices(
 ) -> list["SequenceOutput"]:
     """All of a request's; what they share is made once."""
     parser = prepared.answer.parser()
-    draws = Draws(prepared.params, 0, prepared.ids)
+    sampling = SamplingState(prepared.params, 0, prepared.ids)
     echo = Echo(vocabulary.text_of(prepared.ids), []) if prepared.echo else None
     if echo and prepared.wants_prompt_logprobs:
         stream = vocabulary.stream([])
@@ -41,9 +42,9 @@ def make_choices(
         echo.texts[-1] += stream.flush()
     return [
         SequenceOutput(
-            item, prepared, vocabulary, draws.sibling(draw), parser and parser.sibling(), echo
+            item, prepared, vocabulary, sampling.sibling(choice), parser and parser.sibling(), echo
         )
-        for draw in range(item.payload.n)
+        for choice in range(item.payload.n)
     ]
 
 
@@ -53,7 +54,7 @@ class SequenceOutput:
         item: WorkItem,
         prepared: Prepared,
         vocabulary: Vocabulary,
-        draws: Draws,
+        sampling: SamplingState,
         parser: Parser | None,
         echo: Echo | None,
     ) -> None:
@@ -61,8 +62,8 @@ class SequenceOutput:
         self.item = item
         self.prepared = prepared
         self.vocabulary = vocabulary
-        self.draws = draws
-        self.number = item.payload.first_choice + draws.choice  # within the request
+        self.sampling = sampling
+        self.number = item.payload.first_choice + sampling.choice  # within the request
         self.count = 0  # output tokens so far
         self.begun = False
         self.ended = False
@@ -80,8 +81,8 @@ class SequenceOutput:
         self._plain = parser is None and self._scores is None and not stopping.stop
         self._delta: Delta | None = None
 
-    def row(self, drafted: tuple[int, ...] = ()) -> Row:
-        return Row(self.draws, self.count + len(drafted), drafted)
+    def row(self, drafted: tuple[int, ...] = ()) -> Draw:
+        return Draw(self.sampling, self.count + len(drafted), drafted)
 
     # ── the prompt ──
 
@@ -102,7 +103,7 @@ class SequenceOutput:
         """The prompt has been run, `cached` of its tokens were known."""
         self.begun = True
         delta = self._open()
-        if self.draws.choice == 0:
+        if self.sampling.choice == 0:
             delta.prompt_tokens = len(self.prepared.ids)
             delta.cached_tokens = cached
         if self._echo is not None:
@@ -122,7 +123,8 @@ class SequenceOutput:
         thinking = parser is not None and parser.phase == "thinking"
         if guide:
             guide.accept(token)
-        self.draws.accept(token)
+        if self.sampling.processes_logits:
+            self.sampling.accept(token)
         if token in self.prepared.ends and self.count > self._min_tokens:
             self._finish("stop", self.prepared.ends[token], sampled)
             return

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput
 from worker.grammar.compiler import Grammars
-from worker.model.sampler import SamplingParams
+from worker.model.logits_processors import SamplingParams
 from worker.protocol import Chat, GenerationInput, Sampling, Stopping
 from worker.text.answer_plan import Answering, AnswerPlan
 from worker.text.template_names import check_names, own_names

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from batching.errors import ItemFailed
 from worker.grammar.cache import Grammar
-from worker.model.sampler import TokenMask
+from worker.model.logits_processors import TokenMask
 
 Bits = NDArray[np.int32]  # [rows, words], a bit a token
 BIT = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32)).view(np.int32)

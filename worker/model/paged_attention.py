@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -68,11 +68,10 @@ class AttentionMetadata:
         back are seen, 0: all. `softcap`: what scores are capped to, 0: nothing."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [T, heads, size]
-        if len(self.begun):
-            keys.index_fill_(0, self.begun, 0)
-            values.index_fill_(0, self.begun, 0)
-        keys.view(-1, *keys.shape[2:]).index_copy_(0, self.slots, k)
-        values.view(-1, *values.shape[2:]).index_copy_(0, self.slots, v)
+        for stored, new in ((keys, k), (values, v)):
+            if len(self.begun):
+                stored.index_fill_(0, self.begun, 0)
+            stored.view(-1, *stored.shape[2:]).index_copy_(0, self.slots, new)
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
         masked = softcap > 0 or sinks is not None
         for group in self.groups(window, self.cache.layers[layer].chunk, masked):
@@ -166,8 +165,11 @@ class AttentionMetadata:
         if window or chunk:
             seen &= keys[:, None, :] >= self._first_seen(position, window, chunk)
         mask = torch.zeros(seen.shape, dtype=self.cache.dtype)
-        mask.masked_fill_(torch.from_numpy(~seen), float("-inf"))
-        return mask.unsqueeze(1).to(self.cache.device)
+        return (
+            mask.masked_fill_(torch.from_numpy(~seen), -torch.inf)
+            .unsqueeze(1)
+            .to(self.cache.device)
+        )
 
     def _tensor(self, values: Any) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.cache.device)
@@ -179,9 +181,8 @@ def _rows(tensor: Tensor, rows: Tensor | None) -> Tensor:
 
 def _share_a_call(reach: Any, widths: Any) -> bool:
     """Whether that costs less than a call each: padding all to the farthest and the widest."""
-    nearest, narrowest = reach.min(), widths.min()
-    near = reach.max() <= max(nearest * SPREAD, nearest + SLACK)
-    return bool(near and (widths.max() <= BLOCK or widths.max() <= SPREAD * narrowest))
+    near = reach.max() <= max(reach.min() * SPREAD, reach.min() + SLACK)
+    return bool(near and widths.max() <= max(BLOCK, widths.min() * SPREAD))
 
 
 def _attend_group(
@@ -286,17 +287,16 @@ def _(query: Any, key: Any, value: Any, sinks: Any, *rest: Any) -> Tensor:
 
 
 def attention_function(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
     scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
     s_aux: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' attention interface: [1, heads, T, size] in, [1, T, heads, size] out."""
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    layer: Any = module.layer_idx
-    arguments = (query, key, value, s_aux, layer, scale, sliding_window or 0, softcap or 0.0)
+    looks = (module.layer_idx, scale, sliding_window or 0, softcap or 0.0)
     if torch.compiler.is_compiling():
-        return torch.ops.onequeue.paged_attention(*arguments), None
-    return attend(*arguments), None
+        return torch.ops.onequeue.paged_attention(query, key, value, s_aux, *looks), None
+    return attend(query, key, value, s_aux, *looks), None
 
 
 # No function that makes its mask is registered: for such, transformers makes none, and does not
