@@ -100,7 +100,7 @@ def fresh(name: str = "bloom", max_running: int = 256) -> GenerationEngine:
     options = GeneratorOptions(name, max_running=max_running)
     runner = copy.copy(checked(name))
     runner.groups = weakref.WeakKeyDictionary()
-    return cached_engine(language(name), runner, options, "it is asked for")
+    return cached_engine(runner, options, "it is asked for")
 
 
 def prompts(seed: int, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:

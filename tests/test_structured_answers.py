@@ -622,7 +622,7 @@ def test_a_model_that_does_not_think_is_not_asked_to() -> None:
 
 def test_static_batches_hold_to_grammars_too() -> None:
     language = load_language_model(tiny_chat.options())
-    generator = cached_engine(language, CachedRunner(language), GeneratorOptions(""), "asked to")
+    generator = cached_engine(CachedRunner(language), GeneratorOptions(""), "asked to")
     paged = [alone(item) for item in _both()]
     items = _both()
     for item in items:

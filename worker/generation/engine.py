@@ -31,7 +31,6 @@ from worker.generation.prefill_budget import PrefillBudget
 from worker.grammar.bitmask import MaskRequest, Masks
 from worker.model import failures
 from worker.model.cached_runner import CachedRunner
-from worker.model.language_model import LanguageModel
 from worker.model.logits_processors import Draw
 from worker.model.paged_runner import PagedRunner
 from worker.model.sampler import SampledToken, prompt_logprobs, sample
@@ -53,21 +52,19 @@ class GenerationEngine(Frontend):
 
     def __init__(
         self,
-        language: LanguageModel,
         runner: PagedRunner | CachedRunner,
         new_scheduler: Callable[[], ContinuousScheduler],
-        max_model_len: int,
         speculates: bool = False,
         why: str = "",
     ) -> None:
-        super().__init__(language, max_model_len, why)
+        language, device = runner.language, runner.language.device.type
+        super().__init__(language, runner.max_model_len, why)
         self.runner = runner
         self.speculates = speculates
         self.live: dict[WorkItem, list[Sequence]] = {}  # those that have not been told of their end
         self._failed: dict[WorkItem, Exception] = {}  # of them
         self._new_scheduler = new_scheduler
         self.scheduler = new_scheduler()
-        device = language.device.type
         self._budget = PrefillBudget(device, self.scheduler.whole_prompts)
         self._free_rows = FREE_ROWS[device]
         self._masks = Masks(language.vocab_size, self.prompts.eos_ids)
@@ -247,16 +244,13 @@ class GenerationEngine(Frontend):
         return chunk.sequence.table is not None
 
     def _forward_failed(self, chunks: abc.Sequence[Chunk], error: BaseException) -> None:
-        kind = self.diagnose(error)
-        if kind == "fatal":
+        if (kind := self.diagnose(error)) == "fatal":
             raise error
-        if kind == "memory" and self.scheduler.give_way():
-            return
-        if len(chunks) == 1:
+        if not (kind == "memory" and self.scheduler.give_way()) and len(chunks) == 1:
             self._fail(chunks[0].sequence.output.item, error)
 
     def _fail(self, item: WorkItem, error: BaseException) -> None:
-        """Something raised while working on this item alone."""
+        """It raised while working on this item alone, which is dropped."""
         if (kind := self.diagnose(error)) == "fatal":
             raise error
         log.warning("generation failed error=%r", error)
@@ -280,15 +274,13 @@ class GenerationEngine(Frontend):
             self._budget.learn(prefill, self._rows_run - prefill, report.total_s)
         deltas = [(item, delta) for item, delta in self._deltas if item not in self._failed]
         done: list[tuple[WorkItem, Exception | None]] = list(self._failed.items())
-        given = dict.fromkeys(item for item, _ in deltas)
-        done += [(item, None) for item in given if self._has_ended(item)]
+        for item in dict.fromkeys(item for item, _ in deltas):
+            has_ended = all(sequence.output.ended for sequence in self.live[item])
+            done += [(item, None)] if has_ended else []
         for item, _ in done:
             del self.live[item]
         self._failed.clear()
         return StepOutcome(report, deltas, done)
-
-    def _has_ended(self, item: WorkItem) -> bool:
-        return all(sequence.output.ended for sequence in self.live[item])
 
     def _report(self) -> StepReport:
         scheduler = self.scheduler

@@ -9,7 +9,7 @@ from batching.scheduler import ContinuousScheduler
 from worker.generation.engine import GenerationEngine
 from worker.model.cached_runner import CachedRunner
 from worker.model.kv_cache import BLOCK, prefix_share
-from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
+from worker.model.language_model import GeneratorOptions, load_language_model
 from worker.model.paged_runner import PagedRunner
 from worker.model.paging import CannotPage, load_paged_runner
 
@@ -27,31 +27,26 @@ def load_generator(options: GeneratorOptions) -> GenerationEngine:
     except CannotPage as error:
         log.warning("static batches: %s", error)
         language.lay_out(options.quantization)
-        return cached_engine(language, CachedRunner(language), options, str(error))
+        return cached_engine(CachedRunner(language, options.max_model_len), options, str(error))
     return paged_engine(runner, options)
 
 
 def paged_engine(runner: PagedRunner, options: GeneratorOptions) -> GenerationEngine:
-    language = runner.language
-    share = prefix_share(language.device, options.kv_cache_gb)
+    share = prefix_share(runner.language.device, options.kv_cache_gb)
 
     def new_scheduler() -> ContinuousScheduler:
         return ContinuousScheduler(BlockPool(runner.blocks, BLOCK, share), options.max_running)
 
-    speculates = options.speculation == "auto"
-    return GenerationEngine(language, runner, new_scheduler, runner.max_model_len, speculates)
+    return GenerationEngine(runner, new_scheduler, speculates=options.speculation == "auto")
 
 
-def cached_engine(
-    language: LanguageModel, runner: CachedRunner, options: GeneratorOptions, why: str
-) -> GenerationEngine:
+def cached_engine(runner: CachedRunner, options: GeneratorOptions, why: str) -> GenerationEngine:
     """`why`: why the model is not paged."""
-    max_model_len = min(options.max_model_len or language.context, language.context)
     most = min(options.max_running, MOST_CACHED)
 
     def new_scheduler() -> ContinuousScheduler:
         # any sequence fits into a block, no block is ever full, and there are more than can run
-        pool = BlockPool(2 * most + 1, max_model_len + 1)
+        pool = BlockPool(2 * most + 1, runner.max_model_len + 1)
         return ContinuousScheduler(pool, most, whole_prompts=True)
 
-    return GenerationEngine(language, runner, new_scheduler, max_model_len, why=why)
+    return GenerationEngine(runner, new_scheduler, why=why)

@@ -76,7 +76,9 @@ class Group:
 class CachedRunner:
     compile_state: Literal["running", "done", "off"] = "off"
 
-    def __init__(self, language: LanguageModel) -> None:
+    def __init__(self, language: LanguageModel, max_model_len: int | None = None) -> None:
+        self.language = language
+        self.max_model_len = min(max_model_len or language.context, language.context)
         self.model = language.model
         self.device = language.device
         self.rejoined = REJOINED[self.device.type]
@@ -221,17 +223,14 @@ class CachedRunner:
             self.caches = False
             _log_refusal("cached", error)
         tolerance = max(BATCHED, TOLERANCE[language.dtype])
-        try:
-            _compare(self._stepped(texts[:2]), alone[:2], tolerance)
-            self.batching = "padded"
-            return
-        except Exception as error:
-            _log_refusal("padded", error)
-        try:
-            _compare(self._stepped(texts[1:]), alone[1:], tolerance)
-            self.batching = "same length"
-        except Exception as error:
-            _log_refusal("same length", error)
+        ways: tuple[Any, ...] = (("padded", slice(0, 2)), ("same length", slice(1, 3)))
+        for way, part in ways:
+            try:
+                _compare(self._stepped(texts[part]), alone[part], tolerance)
+                self.batching = way
+                return
+            except Exception as error:
+                _log_refusal(way, error)
 
     def _stepped(self, texts: list[list[int]]) -> list[list[Tensor]]:
         """The last logits of each text, as batches give them: others have their turns between,
