@@ -23,7 +23,7 @@ Key = tuple[int, tuple[int, ...]]  # the node before, and the block's tokens
 class BlockTable:
     """One sequence's blocks, and how far they have been registered."""
 
-    __slots__ = ("blocks", "node", "registered")
+    __slots__ = ("__weakref__", "blocks", "node", "registered")
 
     def __init__(self) -> None:
         self.blocks: list[int] = []

@@ -51,6 +51,7 @@ class ContinuousScheduler:
         self.admitted: list[Sequence] = []  # for the first time, in the last step
         self.starved = False  # whether the last step had no room for one not in the background
         self._promoted: Sequence | None = None  # from the background, to be one of the others
+        self._ended = False  # whether one has since the last step
         self._numbers = itertools.count()
 
     def add(self, sequence: Sequence) -> None:
@@ -67,6 +68,7 @@ class ContinuousScheduler:
         del line[at]
         self._close(sequence)
         sequence.number = -1
+        self._ended = True
         if sequence is self._promoted:
             self._promoted = None
 
@@ -82,6 +84,9 @@ class ContinuousScheduler:
         """The next step's chunks. `budget` is how many prompt tokens it may have."""
         self.preempted = 0
         self.admitted = []
+        if self._ended:  # there is more memory than when it was short
+            self.max_running = min(self._most_running, 2 * self.max_running)
+            self._ended = False
         self._promote()
         limit = self._background_limit()
         resting = set(self.running[limit:])  # background sequences that have no part in this step
@@ -99,7 +104,7 @@ class ContinuousScheduler:
         chunks = self._prefill(prompts, budget, prefix_awaited)
         prefilled = {chunk.sequence for chunk in chunks}
         self.starved |= any(not each.background and each not in prefilled for each in prompts)
-        return [self._decode(each, draft) for each in decoding] + chunks
+        return [self._decode(each, draft) for each in decoding if each.table] + chunks
 
     def _promote(self) -> None:
         """The oldest background sequence counts as one of the others until it has ended."""
@@ -122,10 +127,10 @@ class ContinuousScheduler:
         return max(SMALL_STEP, 2 * running)
 
     def _decode(self, sequence: Sequence, draft: Draft) -> Chunk:
-        """Drafts come last and have their room for this step only: nobody goes without for them."""
-        assert sequence.table is not None
-        drafts = draft(sequence)
-        if not self.pool.grow(sequence.table, len(sequence.tokens) + len(drafts)):
+        """Drafts come last and have their room for this step only: nobody goes without for them.
+        Drafting may remove sequences."""
+        drafts, table = draft(sequence), sequence.table
+        if not table or not self.pool.grow(table, len(sequence.tokens) + len(drafts)):
             drafts = ()
         return Chunk(sequence, sequence.computed, 1, drafts)
 
@@ -235,15 +240,15 @@ class ContinuousScheduler:
         self.pool.trim(sequence.table, len(sequence.tokens))
         self.pool.register(sequence.table, sequence.tokens, sequence.computed)
 
-    def give_way(self) -> None:
-        """Memory is short: the younger half of those that run waits, and no more run for now."""
-        self.max_running = max(1, len(self.running) // 2)
+    def give_way(self) -> bool:
+        """Memory is short: the younger half of those that run waits, and no more run until one has
+        ended. False if that frees nothing, as the pool's memory is all reserved, or one runs."""
+        if not self.whole_prompts or len(self.running) < 2:
+            return False
+        self.max_running = len(self.running) // 2
         while len(self.running) > self.max_running:
             self._preempt(self.running[-1])
-
-    def recover(self) -> None:
-        """One has ended: twice as many may run."""
-        self.max_running = min(self._most_running, 2 * self.max_running)
+        return True
 
 
 def _whole_chunks(prompts: list[Sequence], budget: int) -> list[Chunk]:

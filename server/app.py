@@ -164,7 +164,7 @@ def _load_pipeline(settings: Settings, pool_threads: int) -> Runner:
 
 
 def _load_chat(settings: Settings) -> Generator:
-    from worker.generation.engine import load_generator
+    from worker.generation.loading import load_generator
     from worker.model.language_model import GeneratorOptions
 
     options = GeneratorOptions(

@@ -1,10 +1,11 @@
-"""Runs a PagedGenerator as the worker would, without HTTP or threads; and transformers' own
+"""Runs a GenerationEngine as the worker would, without HTTP or threads; and transformers' own
 `generate` beside it."""
 
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections import abc
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
@@ -13,12 +14,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from batching.request_queue import WorkItem
-from batching.sequence import Chunk
+from batching.sequence import Chunk, Sequence
 from server.token_stream import TokenStream
 from tests import tiny_decoders
 from worker.deltas import Delta
-from worker.generation.engine import Generation, PagedGenerator, load_generator
-from worker.model.kv_cache import BLOCK
+from worker.generation.engine import GenerationEngine
+from worker.generation.loading import load_generator, paged_engine
 from worker.model.language_model import GeneratorOptions
 from worker.model.paged_runner import PagedRunner
 from worker.protocol import GenerationInput, Generator, Pending, Sampling, StepReport, Stopping
@@ -33,27 +34,26 @@ ORDINARY = range(6, 300)  # token ids that are no special ones
 
 
 @cache
-def loaded(model: str) -> PagedGenerator:
+def loaded(model: str) -> GenerationEngine:
     options = GeneratorOptions(
         str(tiny_decoders.folder(model)), dtype="float32", device="cpu", kv_cache_gb=0.01
     )
     generator = load_generator(options)
     assert generator.info.batching == "continuous", generator.info.why
-    assert isinstance(generator, PagedGenerator)
     return generator
 
 
 def engine(
     model: str, blocks: int = 400, speculation: str = "auto", max_running: int = 256
-) -> PagedGenerator:
+) -> GenerationEngine:
     """A fresh one, of a model that is loaded once. Its memory is full of what are no numbers."""
     language = loaded(model).language
     options = GeneratorOptions("", speculation=speculation, max_running=max_running)
-    room = min(language.context, blocks * BLOCK)
+    room = min(language.context, blocks * loaded(model).pool.size)
     runner = PagedRunner(language, blocks, room, max_running)
     for stored in (*runner.cache.keys, *runner.cache.values):
         stored.fill_(float("nan"))
-    return PagedGenerator(runner, options)
+    return paged_engine(runner, options)
 
 
 @dataclass(eq=False)
@@ -61,9 +61,9 @@ class Served:
     """A request and what has come of it."""
 
     item: WorkItem
-    prompt: Sequence[int]
+    prompt: abc.Sequence[int]
     deltas: dict[int, Delta] = field(default_factory=dict)  # merged, by choice
-    generations: list[Generation] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
     done: bool = False
     error: Exception | None = None
 
@@ -76,11 +76,11 @@ class Served:
     @property
     def ids(self) -> list[list[int]]:
         """Output tokens of each choice, the one that ended it included."""
-        return [g.sequence.tokens.output for g in self.generations]
+        return [sequence.tokens.output for sequence in self.sequences]
 
 
 def request(
-    prompt: str | Sequence[int],
+    prompt: str | abc.Sequence[int],
     sampling: Sampling = GREEDY,
     max_tokens: int | None = 12,
     ignore_eos: bool = True,
@@ -117,10 +117,12 @@ def prepare(generator: Generator, item: WorkItem) -> None:
 class Driver:
     """The worker's loop around a generator, step by step."""
 
-    def __init__(self, generator: PagedGenerator) -> None:
+    def __init__(self, generator: GenerationEngine) -> None:
         self.generator = generator
         self.reports: list[StepReport] = []
         self.served: dict[WorkItem, Served] = {}
+        self.ended: list[WorkItem] = []  # in this order
+        self.deltas: list[Delta] = []  # of the last step
         self.partial = 0  # chunks that ended before their sequence did
         self._schedule: Any = generator.scheduler.schedule
         scheduler: Any = generator.scheduler
@@ -135,7 +137,7 @@ class Driver:
         prepare(self.generator, item)
         served = self.served[item] = Served(item, item.prepared[0].prepared.ids)
         self.generator.add(item)
-        served.generations = list(self.generator.live[item])
+        served.sequences = list(self.generator.live[item])
         return served
 
     def step(self) -> StepReport:
@@ -156,6 +158,8 @@ class Driver:
             if error is None:
                 assert len(served.deltas) == item.payload.n
                 assert all(delta.finish_reason for delta in served.deltas.values())
+            self.ended.append(item)
+        self.deltas = [delta for _, delta in outcome.deltas]
         self.reports.append(outcome.report)
         return outcome.report
 
@@ -174,7 +178,7 @@ class Driver:
 
 
 def serve(
-    generator: PagedGenerator, items: Iterable[WorkItem], seed: int | None = None
+    generator: GenerationEngine, items: Iterable[WorkItem], seed: int | None = None
 ) -> tuple[list[Served], Driver]:
     """Everything to its end; with a seed, items arrive at random steps, else all at once."""
     driver = Driver(generator)
@@ -188,7 +192,7 @@ def serve(
     return served, driver
 
 
-def prompts(seed: int, lengths: Sequence[int], each: int = 4) -> list[list[int]]:
+def prompts(seed: int, lengths: abc.Sequence[int], each: int = 4) -> list[list[int]]:
     """`each` of every length in random order; half begin like others."""
     chance = random.Random(seed)
     trunk = chance.choices(ORDINARY, k=max(lengths))
@@ -215,19 +219,19 @@ def oracle(model: str) -> Any:
 
 
 @torch.inference_mode()
-def raw_logits(model: str, ids: Sequence[int]) -> torch.Tensor:
+def raw_logits(model: str, ids: abc.Sequence[int]) -> torch.Tensor:
     """[L, V] in float64, by the model's own forward."""
     logits: torch.Tensor = oracle(model)(torch.tensor([list(ids)]), use_cache=False).logits[0]
     return logits.double()
 
 
-def greedy(model: str, given: Iterable[Sequence[int]], count: int) -> list[list[int]]:
+def greedy(model: str, given: Iterable[abc.Sequence[int]], count: int) -> list[list[int]]:
     """`count` tokens after each prompt."""
     return _greedy(model, tuple(map(tuple, given)), count)
 
 
 @cache
-def _greedy(model: str, given: Sequence[tuple[int, ...]], count: int) -> list[list[int]]:
+def _greedy(model: str, given: abc.Sequence[tuple[int, ...]], count: int) -> list[list[int]]:
     """By `generate`, in batches of equal length."""
     expected: dict[tuple[int, ...], list[int]] = {}
     for length in sorted(set(map(len, given))):
@@ -245,7 +249,7 @@ def _greedy(model: str, given: Sequence[tuple[int, ...]], count: int) -> list[li
     return [expected[prompt] for prompt in given]
 
 
-def assert_greedy(model: str, served: Sequence[Served], count: int) -> None:
+def assert_greedy(model: str, served: abc.Sequence[Served], count: int) -> None:
     """Token for token what `generate` gives; a mismatch is shown with its margin."""
     expected = greedy(model, [each.prompt for each in served], count)
     for each, wanted in zip(served, expected, strict=True):

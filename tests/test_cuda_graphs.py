@@ -14,6 +14,7 @@ from torch import Tensor
 from batching.sequence import Batch, Span
 from tests.generating import assert_greedy, engine, loaded, prompts, request, serve
 from worker import model as model_package
+from worker.generation.engine import GenerationEngine
 from worker.model import cuda_graphs
 from worker.model.cuda_graphs import WIDEST, CudaGraphs, RowsMetadata, Run
 from worker.model.kv_cache import BLOCK
@@ -79,6 +80,11 @@ class Recorder:
         return replay, logits
 
 
+def runner_of(generator: GenerationEngine) -> PagedRunner:
+    assert isinstance(generator.runner, PagedRunner)
+    return generator.runner
+
+
 def captured(runner: PagedRunner, recorder: Any, rows: int = 32) -> CudaGraphs:
     metadata = RowsMetadata(runner.cache, rows, -(-runner.max_model_len // BLOCK))
     return CudaGraphs(runner.language, runner.model, metadata, runner._run, recorder)
@@ -88,7 +94,7 @@ def captured(runner: PagedRunner, recorder: Any, rows: int = 32) -> CudaGraphs:
 def test_output_is_the_same_with_them(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = engine(model, blocks=BLOCKS)
     recorder = Recorder()
-    generator.runner._graphs = captured(generator.runner, recorder)
+    runner_of(generator)._graphs = captured(runner_of(generator), recorder)
     assert recorder.captured == recorder.replayed == 6  # each is tried once
     given = prompts(1, (1, 7, 17, 48), each=2)
     served, driver = serve(generator, [request(each) for each in given], seed=3)
@@ -99,7 +105,7 @@ def test_output_is_the_same_with_them(model: str, monkeypatch: pytest.MonkeyPatc
 def test_a_block_that_a_graph_began_can_be_read_by_a_plain_step() -> None:
     """Memory is full of what are no numbers; drafts make some steps wide, others not."""
     generator = engine("llama", blocks=BLOCKS)
-    runner = generator.runner
+    runner = runner_of(generator)
     graphs = runner._graphs = captured(runner, Recorder())
     for stored in (*runner.cache.keys, *runner.cache.values):
         stored.fill_(float("nan"))
@@ -111,7 +117,7 @@ def test_a_block_that_a_graph_began_can_be_read_by_a_plain_step() -> None:
 
 
 def test_what_is_wide_or_many_goes_another_way() -> None:
-    graphs = captured(engine("llama", blocks=BLOCKS).runner, Recorder(), rows=20)
+    graphs = captured(runner_of(engine("llama", blocks=BLOCKS)), Recorder(), rows=20)
 
     def takes(*widths: int) -> bool:
         spans = [Span([0, 1, 2], 5, width) for width in widths]
@@ -128,7 +134,7 @@ def test_a_graph_that_says_something_else_is_not_used() -> None:
         return lambda: None, run() + 1
 
     with pytest.raises(Differs, match="differ"):
-        captured(engine("llama", blocks=BLOCKS).runner, wrong)
+        captured(runner_of(engine("llama", blocks=BLOCKS)), wrong)
 
 
 def test_where_capturing_fails_steps_are_launched_one_by_one_and_the_log_says_so(
@@ -138,7 +144,7 @@ def test_where_capturing_fails_steps_are_launched_one_by_one_and_the_log_says_so
         raise RuntimeError("operation not permitted when stream is capturing\nand a long trace")
 
     monkeypatch.setattr(cuda_graphs, "CudaCapture", broken)
-    runner = engine("llama", blocks=BLOCKS).runner
+    runner = runner_of(engine("llama", blocks=BLOCKS))
     metadata = RowsMetadata(runner.cache, 1, 1)
     caplog.set_level(logging.WARNING, "onequeue.cuda_graphs")
     assert cuda_graphs.capture_graphs(runner.language, runner.model, metadata, runner._run) is None
@@ -151,7 +157,7 @@ def test_where_capturing_fails_steps_are_launched_one_by_one_and_the_log_says_so
 @pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
 def test_what_was_compiled_in_its_thread_is_captured_without_compiling_more() -> None:
     """It would be on the worker's thread, while streams wait."""
-    runner = engine("llama", blocks=BLOCKS).runner
+    runner = runner_of(engine("llama", blocks=BLOCKS))
     eager = runner.model
     thread = threading.Thread(target=runner._compile)
     thread.start()
@@ -164,14 +170,14 @@ def test_what_was_compiled_in_its_thread_is_captured_without_compiling_more() ->
 
 
 def test_on_a_cpu_there_are_none() -> None:
-    assert loaded("llama").runner._graphs is None
+    assert runner_of(loaded("llama"))._graphs is None
 
 
 def test_a_model_that_is_compiled_meanwhile_is_captured_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     generator = engine("llama", blocks=BLOCKS)
-    runner = generator.runner
+    runner = runner_of(generator)
     first = runner._graphs = captured(runner, Recorder())
     again = Recorder()
     monkeypatch.setattr(runner, "_capture", lambda: captured(runner, again, 8))

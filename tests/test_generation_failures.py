@@ -18,7 +18,7 @@ from tests.generating import (
     serve,
 )
 from worker.generation import prefill_budget
-from worker.generation.engine import PagedGenerator
+from worker.generation.engine import GenerationEngine
 from worker.protocol import Sampling
 
 POISON = 310  # a token that no other prompt has
@@ -33,7 +33,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def poisoned(generator: PagedGenerator) -> Iterator[None]:
+def poisoned(generator: GenerationEngine) -> Iterator[None]:
     """POISON's embedding is no number, nor are the keys and values of whoever sees it."""
     embedding: Any = generator.language.model.get_input_embeddings()
     was = embedding.weight.data[POISON].clone()
@@ -45,9 +45,9 @@ def poisoned(generator: PagedGenerator) -> Iterator[None]:
 
 
 @contextmanager
-def raising(generator: PagedGenerator, error: Callable[[], Exception]) -> Iterator[list[int]]:
+def raising(generator: GenerationEngine, error: Callable[[], Exception]) -> Iterator[list[int]]:
     """A step that has POISON among its tokens raises; gives how many rows the steps had."""
-    runner = generator.runner
+    runner: Any = generator.runner
     model = runner.model
     rows: list[int] = []
 

@@ -10,7 +10,8 @@ import torch
 from tests import tiny_decoders
 from tests.generating import assert_greedy, prompts, request, serve
 from tests.test_paged_attention import CASES, Case, expected, memory, mixes, name
-from worker.generation.engine import PagedGenerator, load_generator
+from worker.generation.engine import GenerationEngine
+from worker.generation.loading import load_generator
 from worker.model.cuda_graphs import RowsMetadata
 from worker.model.kv_cache import KVCache
 from worker.model.language_model import GeneratorOptions
@@ -50,13 +51,13 @@ def test_kernels_of_single_tokens(case: Case) -> None:
         torch.testing.assert_close(got, right, atol=1e-5, rtol=1e-5)
 
 
-def generator_of(model: str, compile: str = "off") -> PagedGenerator:
+def generator_of(model: str, compile: str = "off") -> GenerationEngine:
     folder = str(tiny_decoders.folder(model))
     options = GeneratorOptions(
         folder, dtype="float32", device="cuda", kv_cache_gb=0.05, compile=compile
     )
     made = load_generator(options)
-    assert isinstance(made, PagedGenerator), made.info.why
+    assert made.info.batching == "continuous", made.info.why
     return made
 
 
@@ -71,7 +72,7 @@ def test_greedy_output_equals_generate(model: str) -> None:
 @pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3"])
 def test_steps_are_captured_again_once_the_model_is_compiled(model: str) -> None:
     generator = generator_of(model, compile="on")
-    runner = generator.runner
+    runner: Any = generator.runner
     assert runner._graphs is not None
     first = runner._graphs
     deadline = time.monotonic() + 1200

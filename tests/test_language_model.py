@@ -10,7 +10,7 @@ from transformers import AttentionInterface
 
 from tests import tiny_decoders
 from tests.tiny_decoders import ARCHITECTURES, LONG_ROPES, UNPAGED, WINDOW, WINDOWED
-from worker.generation.engine import load_generator
+from worker.generation.loading import load_generator
 from worker.model import paged_attention
 from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
 from worker.model.loading import LoadingFailed

@@ -1,11 +1,12 @@
-"""Static batches give what transformers' `generate` gives, whatever runs beside it."""
+"""Models that are not paged give what transformers' `generate` gives, whatever runs beside it."""
 
+import copy
 import logging
 import random
-from collections import deque
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,15 +16,14 @@ import torch
 from batching.errors import ItemFailed, OutOfMemory
 from batching.request_queue import WorkItem
 from tests import generating, tiny_decoders
-from tests.generating import GREEDY, ORDINARY, prepare, request
+from tests.generating import GREEDY, ORDINARY, Driver, Served, request
 from tests.tiny_decoders import decoder
-from worker.deltas import Delta
-from worker.generation import static
-from worker.generation.engine import load_generator
-from worker.generation.static import StaticGenerator
-from worker.model.cached_runner import Stepwise
+from worker.generation import prefill_budget
+from worker.generation.engine import GenerationEngine
+from worker.generation.loading import cached_engine, load_generator
+from worker.model.cached_runner import CachedRunner, Group
 from worker.model.language_model import GeneratorOptions, LanguageModel
-from worker.protocol import Sampling, StepReport
+from worker.protocol import Sampling
 
 LINEAR = {
     "num_key_value_heads": 2,
@@ -91,19 +91,16 @@ def language(name: str) -> LanguageModel:
 
 
 @cache
-def checked(name: str) -> StaticGenerator:
-    return StaticGenerator(language(name), GeneratorOptions(name), "it is asked for")
+def checked(name: str) -> CachedRunner:
+    return CachedRunner(language(name))
 
 
-def fresh(name: str = "bloom", max_running: int = 256) -> StaticGenerator:
+def fresh(name: str = "bloom", max_running: int = 256) -> GenerationEngine:
     """Of a model that was checked once."""
-    generator = StaticGenerator.__new__(StaticGenerator)
-    generator.__dict__ |= checked(name).__dict__
-    generator.live, generator.batches = {}, []
-    generator.waiting, generator.background = deque(), deque()
-    generator.favoured = None
-    generator.most = generator.room = max_running
-    return generator
+    options = GeneratorOptions(name, max_running=max_running)
+    runner = copy.copy(checked(name))
+    runner.groups = weakref.WeakKeyDictionary()
+    return cached_engine(language(name), runner, options, "it is asked for")
 
 
 def prompts(seed: int, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
@@ -132,70 +129,8 @@ def oracle(name: str, prompt: Sequence[int], count: int = TOKENS) -> list[int]:
     return _oracle(name, tuple(prompt), count)
 
 
-@dataclass
-class Served:
-    item: WorkItem
-    rows: list[static.Row]
-    deltas: dict[int, Delta] = field(default_factory=dict)  # merged, by choice
-    done: bool = False
-    error: Exception | None = None
-
-    @property
-    def ids(self) -> list[list[int]]:
-        return [row.tokens.output for row in self.rows]
-
-    @property
-    def choices(self) -> list[Delta]:
-        assert self.done
-        assert self.error is None, self.error
-        return [self.deltas[number] for number in sorted(self.deltas)]
-
-
-class Driver:
-    """The worker's loop around a generator, step by step."""
-
-    def __init__(self, generator: StaticGenerator) -> None:
-        self.generator = generator
-        self.served: dict[WorkItem, Served] = {}
-        self.reports: list[StepReport] = []
-        self.ended: list[WorkItem] = []
-
-    def add(self, item: WorkItem) -> Served:
-        prepare(self.generator, item)
-        self.generator.add(item)
-        self.served[item] = Served(item, list(self.generator.live[item]))
-        return self.served[item]
-
-    def step(self) -> list[Delta]:
-        outcome = self.generator.step()
-        for item, delta in outcome.deltas:
-            served = self.served[item]
-            assert item.open
-            assert not served.done, "a delta after the end"
-            if delta.choice in served.deltas:
-                served.deltas[delta.choice].merge(delta)
-            else:
-                served.deltas[delta.choice] = delta
-        for item, error in outcome.done:
-            assert not self.served[item].done, "done twice"
-            self.served[item].done, self.served[item].error = True, error
-            self.ended.append(item)
-        self.reports.append(outcome.report)
-        return [delta for _, delta in outcome.deltas]
-
-    def finish(self) -> None:
-        while self.generator.busy:
-            assert len(self.reports) < 500, "it goes on and on"
-            self.step()
-        assert not self.generator.batches
-        assert not self.generator.waiting
-
-
-def serve(generator: StaticGenerator, *items: WorkItem) -> tuple[list[Served], Driver]:
-    driver = Driver(generator)
-    served = [driver.add(item) for item in items]
-    driver.finish()
-    return served, driver
+def serve(generator: GenerationEngine, *items: WorkItem) -> tuple[list[Served], Driver]:
+    return generating.serve(generator, items)
 
 
 @contextmanager
@@ -215,7 +150,7 @@ def stumbling(name: str, over: Callable[[torch.Tensor, torch.Tensor], Any]) -> I
 @pytest.mark.parametrize("name", [name for name in BUILDERS if name != "llama"])
 def test_a_mixed_batch_goes_on_as_generate_does(name: str) -> None:
     generator = fresh(name)
-    assert (generator.stepwise.batching, generator.stepwise.caches) == WAYS[name]
+    assert (checked(name).batching, checked(name).caches) == WAYS[name]
     given = prompts(0)
     served, driver = serve(generator, *(request(each, max_tokens=TOKENS) for each in given))
     for each, prompt in zip(served, given, strict=True):
@@ -244,22 +179,22 @@ def behind(prompt: Sequence[int], **asked: Any) -> WorkItem:
     return item
 
 
-def test_the_background_runs_as_one_batch_and_leaves_room_beside_it() -> None:
-    driver = Driver(fresh())
+def test_the_background_gives_its_place_to_a_newcomer_and_begins_anew() -> None:
+    driver = Driver(fresh(max_running=2))
     given = prompts(4)
-    first = [driver.add(behind(prompt, max_tokens=30)) for prompt in given[:3]]
+    first = [driver.add(behind(prompt, max_tokens=30)) for prompt in given[:2]]
     driver.step()
-    assert driver.reports[-1].running == 3
-    second = driver.add(behind(given[3], max_tokens=2))
+    waits = driver.add(behind(given[2], max_tokens=2))
     driver.step()
-    assert (driver.reports[-1].running, driver.reports[-1].waiting) == (3, 1)
-    newcomer = driver.add(request(given[4], max_tokens=2))
+    assert (driver.reports[-1].running, driver.reports[-1].waiting) == (2, 1)
+    newcomer = driver.add(request(given[3], max_tokens=2))
     driver.step()
+    assert (driver.reports[-1].preempted, driver.reports[-1].running) == (1, 2)
     driver.step()
     assert newcomer.done
-    assert not second.deltas
+    assert not waits.deltas
     driver.finish()
-    assert [each.ids[0] for each in first] == [oracle("bloom", each, 30) for each in given[:3]]
+    assert [each.ids[0] for each in first] == [oracle("bloom", each, 30) for each in given[:2]]
 
 
 def test_under_constant_other_work_the_background_ends_in_order() -> None:
@@ -267,7 +202,7 @@ def test_under_constant_other_work_the_background_ends_in_order() -> None:
     given = prompts(5)
     waits = [driver.add(behind(prompt, max_tokens=3)).item for prompt in given[:3]]
     for _ in range(40):
-        while len(driver.generator.waiting) < 4:
+        while len(driver.generator.scheduler.waiting) < 4:
             driver.add(request(given[4], max_tokens=2))
         driver.step()
     assert [item for item in driver.ended if item in waits] == waits
@@ -277,9 +212,9 @@ def test_tokens_stream_a_step_at_a_time() -> None:
     driver = Driver(fresh())
     served = [driver.add(request(prompt, max_tokens=4)) for prompt in prompts(2)[:3]]
     for step in range(4):
-        deltas = driver.step()
-        assert [delta.tokens for delta in deltas] == [1, 1, 1]
-        assert [bool(delta.prompt_tokens) for delta in deltas] == [step == 0] * 3
+        driver.step()
+        assert [delta.tokens for delta in driver.deltas] == [1, 1, 1]
+        assert [bool(delta.prompt_tokens) for delta in driver.deltas] == [step == 0] * 3
         assert [each.done for each in served] == [step == 3] * 3
 
 
@@ -316,7 +251,7 @@ def test_stop_strings_ends_and_least_tokens_hold() -> None:
 
 
 def test_an_echoed_prompt_brings_its_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.model.cached_runner.SCORED", 16)
+    monkeypatch.setattr("batching.scheduler.PROJECTED_WHOLE", 16)
     prompt = prompts(5)[LENGTHS.index(40)]
     scored = Sampling(temperature=0.0, logprobs=2)
     asked = [request(prompt, scored, n=2, max_tokens=3, echo=True)]
@@ -333,7 +268,7 @@ def test_an_echoed_prompt_brings_its_log_probabilities(monkeypatch: pytest.Monke
         assert "".join(entry.text for entry in choice.logprobs) == choice.text
     assert [len(choice.logprobs) for choice in told.choices] == [43, 43]
     assert (only.choices[0].finish_reason, len(only.choices[0].logprobs)) == ("length", 40)
-    assert driver.reports[0].running == 3
+    assert [report.running for report in driver.reports[:4]] == [4, 4, 3, 3]
 
 
 # ── who runs when ──
@@ -354,26 +289,56 @@ def test_an_item_that_closes_leaves_at_once() -> None:
     assert third.ids == [oracle("bloom", given[2], 6)]
 
 
-def test_two_batches_run_side_by_side_and_the_rest_waits_in_order() -> None:
+def test_a_newcomer_begins_at_once_whatever_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beside long answers that began one after another, each with a forward of its own."""
+    monkeypatch.setattr(checked("bloom"), "rejoined", 0)
     driver = Driver(fresh())
-    given = prompts(8)
-    lasting = driver.add(request(given[0], max_tokens=40))
-    driver.step()
-    second = driver.add(request(given[1], max_tokens=4))
-    driver.step()
-    assert second.deltas[0].tokens == 1
-    late = [driver.add(request(prompt, max_tokens=4)) for prompt in given[2:]]
-    driver.step()
-    assert (driver.reports[-1].running, driver.reports[-1].waiting) == (2, 3)
-    driver.step()
-    driver.step()  # the second has ended
-    driver.step()
-    assert (driver.reports[-1].admitted, driver.reports[-1].running) == (3, 4)
-    assert all(wait >= 0 for wait in driver.reports[-1].waits_s)
+    given = prompts(8, (3, 200, 30, 9, 9))
+    lasting = []
+    for prompt in given[:3]:
+        lasting.append(driver.add(request(prompt, max_tokens=40)))
+        driver.step()
+    assert len(set(groups(driver))) == 3
+    for prompt in given[3:]:
+        newcomer = driver.add(request(prompt, max_tokens=2))
+        driver.step()
+        assert driver.reports[-1].admitted == 1
+        driver.step()
+        assert newcomer.done
+        assert newcomer.ids == [oracle("bloom", prompt, 2)]
     driver.finish()
-    assert lasting.ids == [oracle("bloom", given[0], 40)]
-    for each, prompt in zip([second, *late], given[1:], strict=True):
-        assert each.ids == [oracle("bloom", prompt, 4)]
+    for each, prompt in zip(lasting, given, strict=False):
+        assert each.ids == [oracle("bloom", prompt, 40)]
+
+
+def test_small_groups_run_as_one_again_when_another_begins() -> None:
+    driver = Driver(fresh())
+    given = prompts(19, (3, 17, 40, 9, 9, 5, 8, 30))
+    served = []
+    for prompt in given:
+        served.append(driver.add(request(prompt, max_tokens=12)))
+        driver.step()
+        assert len(set(groups(driver))) <= 2
+    driver.finish()
+    for each, prompt in zip(served, given, strict=True):
+        assert each.ids == [oracle("bloom", prompt, 12)]
+
+
+def test_what_a_group_kept_goes_with_the_last_of_it() -> None:
+    driver = Driver(fresh())
+    for prompt in prompts(20, (5, 9)):
+        driver.add(request(prompt, max_tokens=4))
+    driver.step()
+    driver.generator.warm_up()
+    (kept,) = set(map(weakref.ref, groups(driver)))
+    driver.finish()
+    assert kept() is None
+
+
+def groups(driver: Driver) -> list[Group]:
+    runner = driver.generator.runner
+    assert isinstance(runner, CachedRunner)
+    return list(runner.groups.values())
 
 
 def test_no_more_rows_run_than_allowed() -> None:
@@ -383,16 +348,13 @@ def test_no_more_rows_run_than_allowed() -> None:
     assert max(report.running for report in driver.reports) == 3
 
 
-def test_a_batch_begins_with_no_more_than_one_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(static.PREFILL, "cpu", 60)
+def test_a_step_takes_no_more_than_one_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_budget, "MOST_WHOLE", {"cpu": 60})
     driver = Driver(fresh())
     for length in (20, 20, 100, 20):
         driver.add(request(prompts(10, [length])[0], max_tokens=2))
-    admitted = []
-    while driver.generator.busy:
-        driver.step()
-        admitted.append(driver.reports[-1].admitted)
-    assert admitted[:3] == [2, 1, 1]
+    driver.finish()
+    assert [report.prefill_tokens for report in driver.reports[:4]] == [40, 100, 20, 0]
 
 
 def test_clear_and_warm_up_leave_things_as_they_should() -> None:
@@ -407,7 +369,7 @@ def test_clear_and_warm_up_leave_things_as_they_should() -> None:
     driver.step()
     assert driver.generator.clear() == left
     assert not driver.generator.busy
-    assert not driver.generator.batches
+    assert not groups(driver)
 
 
 # ── failing small ──
@@ -471,11 +433,12 @@ class Short:
             raise torch.OutOfMemoryError("out of memory")
 
 
-def test_what_does_not_fit_together_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(static, "ROWS", 4)
+def test_what_does_not_fit_together_runs_in_parts() -> None:
     given, short = prompts(14), Short(2)
     with stumbling("bloom", short):
-        served, driver = serve(fresh(), *(request(each, max_tokens=TOKENS) for each in given))
+        served, driver = serve(
+            fresh(max_running=4), *(request(each, max_tokens=TOKENS) for each in given)
+        )
     for each, prompt in zip(served, given, strict=True):
         assert each.ids == [oracle("bloom", prompt)]
     assert short.refused == 2, "once with four rows, once to see whether three fit by now"
@@ -492,8 +455,9 @@ def test_where_others_run_what_does_not_fit_waits() -> None:
         driver.step()
         served += [driver.add(request(prompt, max_tokens=4)) for prompt in given[1:]]
         driver.step()
-        assert (driver.reports[-1].running, driver.reports[-1].preempted) == (1, 4)
-        assert driver.reports[-1].waiting == 4
+        assert (driver.reports[-1].running, driver.reports[-1].preempted) == (2, 3)
+        assert driver.reports[-1].waiting == 3
+        assert driver.deltas
         driver.step()
         assert (driver.reports[-1].running, driver.reports[-1].preempted) == (2, 0)
         driver.finish()
@@ -537,8 +501,8 @@ def test_a_model_that_remembers_other_calls_is_run_anew_for_each_token() -> None
         return made if ids.shape[1] > 1 or rows == len(ids) else made.flip(-1)
 
     with stumbling("bloom", mixing):
-        stepwise = Stepwise(language("bloom"))
-    assert (stepwise.batching, stepwise.caches) == ("padded", False)
+        runner = CachedRunner(language("bloom"))
+    assert (runner.batching, runner.caches) == ("padded", False)
 
 
 def test_a_model_that_cannot_be_paged_is_served_static(caplog: pytest.LogCaptureFixture) -> None:
@@ -546,7 +510,7 @@ def test_a_model_that_cannot_be_paged_is_served_static(caplog: pytest.LogCapture
     folder = str(tiny_decoders.folder("bloom"))
     options = GeneratorOptions(folder, device="cpu", dtype="float32", max_model_len=100)
     generator = load_generator(options)
-    assert isinstance(generator, StaticGenerator)
+    assert isinstance(generator.runner, CachedRunner)
     assert generator.info.batching == "static"
     assert "attention function" in generator.info.why
     assert generator.info.why in caplog.text

@@ -17,7 +17,8 @@ from batching.request_queue import WorkItem
 from tests import tiny_chat
 from tests.generating import Served, prepare, serve, when_ready
 from tests.tiny_chat import asking, engine
-from worker.generation.static import StaticGenerator
+from worker.generation.loading import cached_engine
+from worker.model.cached_runner import CachedRunner
 from worker.model.language_model import GeneratorOptions, load_language_model
 from worker.protocol import Calls, Constraint, Sampling
 
@@ -621,7 +622,7 @@ def test_a_model_that_does_not_think_is_not_asked_to() -> None:
 
 def test_static_batches_hold_to_grammars_too() -> None:
     language = load_language_model(tiny_chat.options())
-    generator = StaticGenerator(language, GeneratorOptions(""), "asked to")
+    generator = cached_engine(language, CachedRunner(language), GeneratorOptions(""), "asked to")
     paged = [alone(item) for item in _both()]
     items = _both()
     for item in items:

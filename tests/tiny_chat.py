@@ -13,7 +13,8 @@ from server.token_stream import TokenStream
 from tests.generating import loaded
 from tests.tiny import SMALL, hf
 from tests.tiny_tokenizers import llama_tokenizer
-from worker.generation.engine import PagedGenerator, load_generator
+from worker.generation.engine import GenerationEngine
+from worker.generation.loading import load_generator, paged_engine
 from worker.model.language_model import GeneratorOptions
 from worker.model.paged_runner import PagedRunner
 from worker.protocol import Chat, GenerationInput, Sampling, Stopping
@@ -83,23 +84,24 @@ def options() -> GeneratorOptions:
 
 
 @cache
-def _loaded() -> PagedGenerator:
+def _loaded() -> GenerationEngine:
     generator = load_generator(options())
-    assert isinstance(generator, PagedGenerator)
+    assert generator.info.batching == "continuous", generator.info.why
     return generator
 
 
-def engine(speculation: str = "auto", blocks: int = 400) -> PagedGenerator:
+def engine(speculation: str = "auto", blocks: int = 400) -> GenerationEngine:
     """A fresh one, of a model that is loaded once."""
-    runner = PagedRunner(_loaded().language, blocks, CONTEXT, 256)
-    made = PagedGenerator(runner, GeneratorOptions("", speculation=speculation))
+    chosen = GeneratorOptions("", speculation=speculation)
+    runner = PagedRunner(_loaded().language, blocks, CONTEXT, chosen.max_running)
+    made = paged_engine(runner, chosen)
     # One process tries the grammars of all.
     made.prompts.grammars = made.prompts.answering.grammars = _loaded().prompts.grammars
     return made
 
 
 @cache
-def plain_engine() -> PagedGenerator:
+def plain_engine() -> GenerationEngine:
     """One whose template knows neither thinking nor tools."""
     return loaded("llama")
 

@@ -1,356 +1,308 @@
-"""The generation engine: continuous batching over paged memory, one packed step at a time.
+"""The generation engine: continuous batching, one step at a time.
 
-    schedule → forward → sample → accept (text, ends) → report
+    drop who left → schedule → run → sample → emit (text, ends)
 
-Implements worker.protocol.Generator on transformers' modelling code. Which sequences run is
-decided in batching/scheduler.py; where keys and values are kept, in model/paged_attention.py;
-models that cannot run like this are served by static.py.
+Implements worker.protocol.Generator. Which sequences run is decided in batching/scheduler.py; how
+the model runs them, by a model runner: paged memory (model/paged_runner.py), or the model's own
+cache where it cannot be paged (model/cached_runner.py). What a request asks for, and text, are in
+request.py and output.py.
 """
 
 import logging
 import time
-import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections import Counter, abc
+from collections.abc import Callable
+from itertools import chain, islice, zip_longest
 from typing import Literal
 
+from torch import Tensor
+
+from batching.bisection import run_in_halves
 from batching.block_pool import BlockPool
 from batching.errors import ItemFailed, as_failure
 from batching.request_queue import WorkItem
 from batching.scheduler import ContinuousScheduler
-from batching.sequence import Batch, Chunk, Span
-from batching.sequence import Sequence as Running
+from batching.sequence import Batch, Chunk, Sequence
 from worker.deltas import Delta
+from worker.generation.frontend import Frontend
 from worker.generation.ngram_drafter import NgramDrafter
 from worker.generation.output import SequenceOutput
 from worker.generation.prefill_budget import PrefillBudget
-from worker.generation.text_side import TextSide, collect
 from worker.grammar.bitmask import MaskRequest, Masks
-from worker.model.kv_cache import BLOCK, prefix_share
-from worker.model.language_model import GeneratorOptions, load_language_model
+from worker.model import failures
+from worker.model.cached_runner import CachedRunner
+from worker.model.language_model import LanguageModel
 from worker.model.logits_processors import Draw
 from worker.model.paged_runner import PagedRunner
-from worker.model.paging import CannotPage, load_paged_runner
 from worker.model.sampler import SampledToken, prompt_logprobs, sample
-from worker.protocol import Generator, StepOutcome, StepReport
+from worker.protocol import StepOutcome, StepReport
 
 log = logging.getLogger("onequeue.generation")
 
 # A decode step costs about the same for so many rows: drafts are free up to here.
 FREE_ROWS = {"cpu": 8, "cuda": 64}
 
-
-@dataclass(slots=True, eq=False)
-class Generation:
-    """One choice on its way: the scheduler's sequence and the text side of it."""
-
-    choice: SequenceOutput
-    lookup: NgramDrafter | None
-    sequence: Running = field(init=False)
-    scheduled: bool = False
+MaskedRow = tuple[int, MaskRequest]  # the first row that it is for
 
 
-@dataclass(slots=True)
-class _Counts:
-    """What happened in one step."""
+class GenerationEngine(Frontend):
+    """`prepare`, `encode`, `decode` and `token` run in pool threads, the rest on the worker's.
 
-    prefill: int = 0
-    decode: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    said: list[tuple[SequenceOutput, Delta | None]] = field(default_factory=list)
-    failed: dict[WorkItem, Exception] = field(default_factory=dict)
+    `new_scheduler` makes one with nothing in it; `why`: why the model is not paged.
+    """
 
-
-class PagedGenerator(TextSide):
-    """`prepare`, `encode`, `decode` and `token` run in pool threads, the rest on the worker's."""
-
-    def __init__(self, runner: PagedRunner, options: GeneratorOptions) -> None:
-        language = runner.language
-        super().__init__(language, runner.max_model_len, "continuous")
+    def __init__(
+        self,
+        language: LanguageModel,
+        runner: PagedRunner | CachedRunner,
+        new_scheduler: Callable[[], ContinuousScheduler],
+        max_model_len: int,
+        speculates: bool = False,
+        why: str = "",
+    ) -> None:
+        super().__init__(language, max_model_len, why)
         self.runner = runner
-        self.speculates = options.speculation == "auto"
-        share = prefix_share(language.device, options.kv_cache_gb)
-        self.pool = BlockPool(runner.blocks, BLOCK, share)
-        self.scheduler = ContinuousScheduler(self.pool, options.max_running)
-        self.live: dict[WorkItem, list[Generation]] = {}  # choices that have not ended
-        self._pace = PrefillBudget(language.device.type)
-        self._free_rows = FREE_ROWS[language.device.type]
+        self.speculates = speculates
+        self.live: dict[WorkItem, list[Sequence]] = {}  # those that have not been told of their end
+        self._failed: dict[WorkItem, Exception] = {}  # of them
+        self._new_scheduler = new_scheduler
+        self.scheduler = new_scheduler()
+        device = language.device.type
+        self._budget = PrefillBudget(device, self.scheduler.whole_prompts)
+        self._free_rows = FREE_ROWS[device]
         self._masks = Masks(language.vocab_size, self.prompts.eos_ids)
+        # of the step that is under way
+        self._started, self._rows_run = 0.0, 0
+        self._counts: Counter[str] = Counter()  # what StepReport counts
+        self._deltas: list[tuple[WorkItem, Delta]] = []
+
+    diagnose = staticmethod(failures.diagnose)
+
+    @property
+    def pool(self) -> BlockPool:
+        return self.scheduler.pool
 
     @property
     def compile_state(self) -> Literal["running", "done", "off"]:
         return self.runner.compile_state
 
-    def add(self, item: WorkItem) -> None:
-        made = [self._generation(choice) for choice in item.prepared]
-        self.live[item] = made
-        for generation in made:
-            self.scheduler.add(generation.sequence)
-            generation.scheduled = True
-
-    def _generation(self, choice: SequenceOutput) -> Generation:
-        made = Generation(choice, NgramDrafter() if self.speculates else None)
-        prepared = choice.prepared
-        made.sequence = Running(
-            prepared.ids,
-            made,
-            max_tokens=prepared.max_tokens,
-            scores_prompt=prepared.wants_prompt_logprobs,
-            background=choice.item.payload.background,
-        )
-        return made
-
     @property
     def busy(self) -> bool:
         return bool(self.live)
 
+    def add(self, item: WorkItem) -> None:
+        self.live[item] = sequences = [self._sequence(output) for output in item.prepared]
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+
+    def _sequence(self, output: SequenceOutput) -> Sequence:
+        prepared = output.prepared
+        return Sequence(
+            prepared.ids,
+            output,
+            max_tokens=prepared.max_tokens,
+            scores_prompt=prepared.wants_prompt_logprobs,
+            background=output.item.payload.background,
+            drafter=NgramDrafter() if self.speculates else None,
+        )
+
     def clear(self) -> list[WorkItem]:
         """What was scheduled, and how, may be what is wrong: nothing of it is kept."""
         items = list(self.live)
+        for sequence in chain(*self.live.values()):
+            sequence.table = None
         self.live.clear()
-        self.pool = BlockPool(self.pool.count, BLOCK)
-        self.scheduler = ContinuousScheduler(self.pool, self.scheduler.max_running)
+        self._failed.clear()
+        self.scheduler = self._new_scheduler()
         return items
 
     def warm_up(self) -> None:
-        """A step of two tokens through everything, in a block of its own if one is free."""
-        table = self.pool.open([0, 0], [])
-        if table is None:
+        """Two steps of a sequence, in a block of its own if one is free."""
+        sequence = Sequence([0, 0])
+        sequence.table = self.pool.open(sequence.tokens, [])
+        if sequence.table is None:
             return  # everything is taken by sequences that are running well
         try:
-            logits = self.runner.forward(Batch([Span(table.blocks, 0, 2)], [0, 0], [1]))
-            if not bool(logits.isfinite().all()):
-                raise ItemFailed("the model's output is no number")
+            for start, count in ((0, 2), (2, 1)):
+                logits = self.runner.forward(Batch.of([Chunk(sequence, start, count)]))
+                if not bool(logits.isfinite().all()):
+                    raise ItemFailed("the model's output is no number")
+                sequence.tokens.output.append(0)
         finally:
-            self.pool.close(table)
+            self.pool.close(sequence.table)
+
+    # ── a step ──
 
     def step(self) -> StepOutcome:
-        counts = _Counts()
-        try:
-            return self._step(counts, time.monotonic())
-        except BaseException:
-            for item in counts.failed:  # it has not been told: for `clear` to find
-                self.live.setdefault(item, [])
-            raise
+        self._started, self._rows_run = time.monotonic(), 0
+        self._counts, self._deltas = Counter(), []
+        self._drop_closed()
+        streaming = any(sequence.left <= 1 for sequence in self.scheduler.running)
+        chunks = self.scheduler.schedule(self._budget.prompt_tokens(streaming), self._draft)
+        run_in_halves(chunks, self._run, self._forward_failed, self._is_running)
+        return self._outcome()
 
-    def _step(self, counts: _Counts, started: float) -> StepOutcome:
+    def _drop_closed(self) -> None:
         for item in [item for item in self.live if not item.open]:
-            self._drop(item)
-        streaming = any(s.computed + 1 >= len(s.tokens) for s in self.scheduler.running)
-        draft = partial(self._draft, counts)
-        chunks = self.scheduler.schedule(self._pace.prompt_tokens(streaming), draft)
-        for item in counts.failed:
-            self._drop(item)
-        if chunks:
-            self._run(chunks, counts)
-            rows = sum(chunk.width for chunk in chunks)
-            self._pace.learn(counts.prefill, rows - counts.prefill, time.monotonic() - started)
-        deltas, done = collect(self.live, counts.said, counts.failed)
-        return StepOutcome(self._report(counts, started), deltas, done)
+            self._unschedule(item)
+            del self.live[item]
 
-    def _draft(self, counts: _Counts, sequence: Running) -> tuple[int, ...]:
-        generation: Generation = sequence.output
-        share = self._free_rows // max(1, len(self.scheduler.running)) - 1
-        if generation.lookup is None or share < 1:
+    def _draft(self, sequence: Sequence) -> tuple[int, ...]:
+        share = self._free_rows // len(self.scheduler.running) - 1
+        if sequence.drafter is None or share < 1:
             return ()
-        choice = generation.choice
-        most = min(share, choice.prepared.max_tokens - choice.count - 1)
+        output: SequenceOutput = sequence.output
+        most = min(share, sequence.max_tokens - len(sequence.tokens.output) - 1)
         try:
-            draft = generation.lookup.draft(sequence.tokens, most)
-            return choice.guide.draft(draft, most) if choice.guide else draft
+            drafts: tuple[int, ...] = sequence.drafter.draft(sequence.tokens, most)
+            return output.guide.draft(drafts, most) if output.guide else drafts
         except BaseException as error:
-            self._blame(choice.item, error, counts)
+            self._fail(output.item, error)
             return ()
 
-    def _run(self, chunks: list[Chunk], counts: _Counts) -> None:
-        """A step; one that raises is halved until only the guilty sequences fail."""
-        chunks = [c for c in chunks if c.sequence.output.choice.item not in counts.failed]
-        if not chunks:
-            return
-        try:
-            scores, sampled = self._forward(chunks)
-        except BaseException as error:
-            if len(chunks) == 1:
-                self._fail(chunks[0], error, counts)
-                return
-            traceback.clear_frames(error.__traceback__)
-            if self.diagnose(error) == "fatal":
-                raise
-        else:
-            self._accept(chunks, scores, sampled, counts)
-            return
-        middle = len(chunks) // 2
-        self._run(chunks[:middle], counts)
-        self._run(chunks[middle:], counts)
-
-    def _forward(
-        self, chunks: Sequence[Chunk]
-    ) -> tuple[list[list[SampledToken]], list[SampledToken]]:
-        """The prompt tokens that each chunk scores, and all draws; changes nothing but memory."""
-        ids: list[int] = []
-        wanted: list[int] = []  # rows whose logits are needed: prompts' first, then draws'
-        scored = [self._unscored(chunk) for chunk in chunks]
-        for chunk, positions in zip(chunks, scored, strict=True):
-            wanted += [len(ids) + position - chunk.start for position in positions]
-            ids += chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]
-            ids += chunk.drafts
-        scores_end = len(wanted)
-        rows: list[Draw] = []
-        masked: list[tuple[int, MaskRequest]] = []
-        row = 0
+    def _run(self, chunks: abc.Sequence[Chunk]) -> None:
+        """Through the model, and on with what it gives; raises before anything has changed."""
+        batch = Batch.of(chunks)
+        rows, masks = self._rows(chunks)
+        allowed = self._masks.begin(masks) if masks else None  # computed while the model runs
+        logits = self.runner.forward(batch)
+        scores = self._score(batch, logits)
+        sampled = sample(logits[batch.scored :], rows, allowed.result() if allowed else None)
+        self._rows_run += len(batch.ids)
+        remaining = iter(sampled)
         for chunk in chunks:
-            choice: SequenceOutput = chunk.sequence.output.choice
-            row += chunk.width
-            if chunk.reaches_end and choice.prepared.max_tokens:
-                drafts = len(chunk.drafts)
-                wanted += range(row - 1 - drafts, row)
-                if choice.guide and (mask := choice.guide.wanted(chunk.drafts)):
-                    masked.append((len(rows), mask))
-                rows += [choice.row(chunk.drafts[:n]) for n in range(drafts + 1)]
-        allowed = self._masks.begin(masked)
-        spans = [
-            Span(
-                chunk.sequence.table.blocks if chunk.sequence.table else [],
-                chunk.start,
-                chunk.width,
-            )
-            for chunk in chunks
-        ]
-        logits = self.runner.forward(Batch(spans, ids, wanted))
-        scores = []
+            drawn = list(islice(remaining, chunk.to_sample))
+            if self._is_running(chunk):  # no other sequence of its request has failed meanwhile
+                try:
+                    self._advance(chunk, scores.get(chunk.sequence, []), drawn)
+                except BaseException as error:
+                    self._fail(chunk.sequence.output.item, error)
+
+    def _rows(self, chunks: abc.Sequence[Chunk]) -> tuple[list[Draw], list[MaskedRow]]:
+        """What is sampled, and which tokens may be in some of the rows."""
+        rows: list[Draw] = []
+        masks: list[MaskedRow] = []
+        for chunk in chunks:
+            if count := chunk.to_sample:
+                output: SequenceOutput = chunk.sequence.output
+                if output.guide and (mask := output.guide.wanted(chunk.drafts)):
+                    masks.append((len(rows), mask))
+                rows += [output.row(chunk.drafts[:n]) for n in range(count)]
+        return rows, masks
+
+    def _score(self, batch: Batch, logits: Tensor) -> dict[Sequence, list[SampledToken]]:
+        """How likely prompts' tokens are, where that is asked."""
+        scores: dict[Sequence, list[SampledToken]] = {}
         row = 0
-        for chunk, positions in zip(chunks, scored, strict=True):
-            targets = [chunk.sequence.tokens[position + 1] for position in positions]
-            top = chunk.sequence.output.choice.prepared.params.logprobs or 0
-            scores.append(prompt_logprobs(logits[row : row + len(targets)], targets, top))
+        for chunk in batch.chunks if batch.scored else ():
+            sequence, positions = chunk.sequence, chunk.to_score
+            targets = sequence.tokens[positions.start + 1 : positions.stop + 1]
+            top = sequence.output.prepared.params.logprobs or 0
+            scores[sequence] = prompt_logprobs(logits[row : row + len(targets)], targets, top)
             row += len(targets)
-        return scores, sample(logits[scores_end:], rows, allowed.result() if allowed else None)
+        return scores
 
-    def _unscored(self, chunk: Chunk) -> range:
-        """Positions in the chunk whose output says how likely the prompt's next token was; not
-        those that ran before the sequence was put back."""
-        generation: Generation = chunk.sequence.output
-        if not generation.choice.prepared.wants_prompt_logprobs or generation.choice.begun:
-            return range(0)
-        known = generation.choice.scored
-        last = chunk.sequence.prompt_len - 1
-        return range(max(chunk.start, known), min(chunk.start + chunk.count, last))
+    def _advance(self, chunk: Chunk, scores: list[SampledToken], drawn: list[SampledToken]) -> None:
+        sequence, counts = chunk.sequence, self._counts
+        output: SequenceOutput = sequence.output
+        if any(each.token < 0 for each in (*scores, *drawn[:1])):
+            raise ItemFailed("the model's output for this input is no number")
+        if chunk.start < sequence.prompt_len or chunk.count > 1:
+            counts["prefill_tokens"] += chunk.count
+        output.score_prompt(scores)
+        if not chunk.reaches_end:
+            self.scheduler.advance(chunk)
+            return
+        if not output.begun:
+            output.begin(sequence.cached or 0)
+        tokens = self._push(chunk, drawn)
+        counts["decode_tokens"] += len(tokens)
+        if chunk.drafts:
+            accepted = max(0, len(tokens) - 1)
+            counts["drafted"] += len(chunk.drafts)
+            counts["accepted"] += accepted
+            sequence.drafter.verified(len(chunk.drafts), accepted)
+        self.scheduler.advance(chunk, tokens)
+        if output.ended:
+            self.scheduler.remove(sequence)
+        if delta := output.take():
+            self._deltas.append((output.item, delta))
 
-    def _accept(
-        self,
-        chunks: Sequence[Chunk],
-        scores: Sequence[Sequence[SampledToken]],
-        sampled: Sequence[SampledToken],
-        counts: _Counts,
-    ) -> None:
-        draws = iter(sampled)
-        for chunk, scored in zip(chunks, scores, strict=True):
-            generation: Generation = chunk.sequence.output
-            choice = generation.choice
-            drawn = chunk.reaches_end and choice.prepared.max_tokens
-            own = [next(draws) for _ in range(1 + len(chunk.drafts) if drawn else 0)]
-            if choice.item in counts.failed:
-                continue  # another of its choices is broken
-            prompt = chunk.count > 1 or chunk.start < chunk.sequence.prompt_len
-            counts.prefill += chunk.count if prompt else 0
-            try:
-                if (own and own[0].token < 0) or any(score.token < 0 for score in scored):
-                    raise ItemFailed("the model's output for this input is no number")
-                choice.score_prompt(scored)
-                if chunk.reaches_end:
-                    self._go_on(generation, chunk, own, counts)
-                else:
-                    self.scheduler.advance(chunk)
-            except BaseException as error:
-                self._fail(chunk, error, counts)
-
-    def _go_on(
-        self, generation: Generation, chunk: Chunk, own: Sequence[SampledToken], counts: _Counts
-    ) -> None:
-        """Drafts that the draws agree with, and one token after them, join the output."""
-        choice, sequence = generation.choice, chunk.sequence
-        if not choice.begun:
-            choice.begin(sequence.cached or 0)
-        taken: list[int] = []
-        for position, drawn in enumerate(own):
-            if choice.ended or drawn.token < 0:
+    def _push(self, chunk: Chunk, drawn: list[SampledToken]) -> list[int]:
+        """Drafts that the model agrees with, and one token after them, join the output."""
+        output: SequenceOutput = chunk.sequence.output
+        tokens: list[int] = []
+        for draft, sampled in zip_longest(chunk.drafts, drawn):
+            if output.ended or sampled.token < 0:
                 break
-            choice.push(drawn)
-            taken.append(drawn.token)
-            if position < len(chunk.drafts) and drawn.token != chunk.drafts[position]:
+            output.push(sampled)
+            tokens.append(sampled.token)
+            if sampled.token != draft or (output.guide and output.guide.turned):
                 break
-            if choice.guide and choice.guide.turned:
-                break
-        counts.decode += len(taken)
-        if chunk.drafts and generation.lookup:
-            agreed = max(0, len(taken) - 1)
-            counts.drafted += len(chunk.drafts)
-            counts.accepted += agreed
-            generation.lookup.verified(len(chunk.drafts), agreed)
-        self.scheduler.advance(chunk, taken)
-        if choice.ended:
-            self._unschedule(generation)
-        counts.said.append((choice, choice.take()))
+        return tokens
 
-    def _fail(self, chunk: Chunk, error: BaseException, counts: _Counts) -> None:
-        """The item is broken: nobody shall take its prefix from the cache."""
-        item = chunk.sequence.output.choice.item
-        self._blame(item, error, counts)
-        self._drop(item, broken=True)
+    # ── failures ──
 
-    def _blame(self, item: WorkItem, error: BaseException, counts: _Counts) -> None:
+    def _is_running(self, chunk: Chunk) -> bool:
+        return chunk.sequence.table is not None
+
+    def _forward_failed(self, chunks: abc.Sequence[Chunk], error: BaseException) -> None:
+        kind = self.diagnose(error)
+        if kind == "fatal":
+            raise error
+        if kind == "memory" and self.scheduler.give_way():
+            return
+        if len(chunks) == 1:
+            self._fail(chunks[0].sequence.output.item, error)
+
+    def _fail(self, item: WorkItem, error: BaseException) -> None:
         """Something raised while working on this item alone."""
-        traceback.clear_frames(error.__traceback__)  # they hold what a forward had allocated
         if (kind := self.diagnose(error)) == "fatal":
             raise error
         log.warning("generation failed error=%r", error)
-        counts.failed[item] = as_failure(error, kind)
+        self._failed[item] = as_failure(error, kind)
+        self._unschedule(item, broken=True)
 
-    def _drop(self, item: WorkItem, broken: bool = False) -> None:
-        for generation in self.live.get(item, []):
-            if broken and generation.sequence.table:
-                self.pool.forget(generation.sequence.table)
-            if generation.scheduled:
-                self._unschedule(generation)
-        self.live.pop(item, None)
+    def _unschedule(self, item: WorkItem, broken: bool = False) -> None:
+        """`broken`: nobody shall take its prefix from the cache."""
+        for sequence in self.live[item]:
+            if broken and sequence.table:
+                self.pool.forget(sequence.table)
+            if sequence.number >= 0:
+                self.scheduler.remove(sequence)
 
-    def _unschedule(self, generation: Generation) -> None:
-        self.scheduler.remove(generation.sequence)
-        generation.scheduled = False
+    # ── what comes of it ──
 
-    def _report(self, counts: _Counts, started: float) -> StepReport:
+    def _outcome(self) -> StepOutcome:
+        report = self._report()
+        if self._rows_run:
+            prefill = report.prefill_tokens
+            self._budget.learn(prefill, self._rows_run - prefill, report.total_s)
+        deltas = [(item, delta) for item, delta in self._deltas if item not in self._failed]
+        done: list[tuple[WorkItem, Exception | None]] = list(self._failed.items())
+        given = dict.fromkeys(item for item, _ in deltas)
+        done += [(item, None) for item in given if self._has_ended(item)]
+        for item, _ in done:
+            del self.live[item]
+        self._failed.clear()
+        return StepOutcome(report, deltas, done)
+
+    def _has_ended(self, item: WorkItem) -> bool:
+        return all(sequence.output.ended for sequence in self.live[item])
+
+    def _report(self) -> StepReport:
         scheduler = self.scheduler
-        now = time.monotonic()
-        new = scheduler.admitted
+        admitted, paged = scheduler.admitted, not scheduler.whole_prompts
         return StepReport(
-            prefill_tokens=counts.prefill,
-            decode_tokens=counts.decode,
-            cached_tokens=sum(sequence.cached or 0 for sequence in new),
-            drafted=counts.drafted,
-            accepted=counts.accepted,
+            **self._counts,
+            cached_tokens=sum(sequence.cached or 0 for sequence in admitted),
             preempted=scheduler.preempted,
-            admitted=len(new),
+            admitted=len(admitted),
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             starved=scheduler.starved,
-            blocks_used=self.pool.used,
-            blocks_total=self.pool.count,
-            total_s=now - started,
-            waits_s=tuple(started - s.output.choice.item.accepted_at for s in new),
+            blocks_used=self.pool.used if paged else 0,
+            blocks_total=self.pool.count if paged else 0,
+            total_s=time.monotonic() - self._started,
+            waits_s=tuple(self._started - s.output.item.accepted_at for s in admitted),
         )
-
-
-def load_generator(options: GeneratorOptions) -> Generator:
-    """The continuous engine, or static batches of the model's own code where it does not fit."""
-    language = load_language_model(options)
-    try:
-        runner = load_paged_runner(language, options)
-    except CannotPage as error:
-        from worker.generation.static import StaticGenerator
-
-        log.warning("static batches: %s", error)
-        language.lay_out(options.quantization)
-        return StaticGenerator(language, options, str(error))
-    return PagedGenerator(runner, options)

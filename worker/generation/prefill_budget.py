@@ -7,14 +7,16 @@ of the whole: a small step is mostly the weights being read, and steps must not 
 # Prompt tokens of a step while nobody streams, and at least while somebody does.
 MOST = {"cpu": 512, "cuda": 8192}
 LEAST = 32
+# The same where prompts run whole, padding included: those of a step stay together.
+MOST_WHOLE = {"cpu": 4096, "cuda": 32768}
 # While somebody streams, prompts should not make a step longer by more than this.
 LONGER_S = 0.3
 NEW_SHARE = 0.3  # of the latest step in what was learned
 
 
 class PrefillBudget:
-    def __init__(self, device_type: str) -> None:
-        self._most = MOST[device_type]
+    def __init__(self, device_type: str, whole_prompts: bool = False) -> None:
+        self._most = (MOST_WHOLE if whole_prompts else MOST)[device_type]
         self._decode_s = 0.0  # a step without prompts
         self._token_s = 0.0  # what a prompt token adds
 

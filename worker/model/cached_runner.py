@@ -1,24 +1,27 @@
-"""A language model's own forward and cache, a token at a time for a batch of texts.
+"""The model runner for what is not paged: the model's own forward and cache.
 
-For models that do not run on paged memory. Whether what the model keeps between steps is right, and
-how texts may share a batch (padded on the left, of one length only, or not at all), is asked of the
-model itself at load. Without a cache that works, texts are run anew for each token.
+Sequences that begin together share a forward from then on, as a group, if the model is found at
+load to run them so: padded on the left, of one length only, or not at all. Whether what it keeps
+between steps is right is asked of the model too; without that, texts are run anew for each token.
+Prompts run whole. A sequence that was put back has lost what was kept, and begins anew.
 """
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass
 from typing import Any, Literal
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from batching.block_pool import BlockTable
+from batching.sequence import Batch, Chunk, Sequence
 from worker.model import failures
 from worker.model.language_model import LanguageModel
 from worker.model.loading import first_line
-from worker.model.sampler import SampledToken, prompt_logprobs
 from worker.model.self_check import (
     TOLERANCE,
     Differs,
@@ -27,19 +30,24 @@ from worker.model.self_check import (
     random_prompts,
 )
 
-log = logging.getLogger("onequeue.stepwise")
+log = logging.getLogger("onequeue.cached_runner")
 
 # What models call what they keep between steps, in their output and as an argument.
 NAMES = ("past_key_values", "cache_params", "state")
 RECURRENT = "cache_params"  # of models that know nothing of earlier tokens, nor of their mask
+# A step runs each group in turn. Beyond so many, small ones join the newcomers and run anew with
+# them, if that takes no more tokens than this, padding included.
+GROUPS = 2
+REJOINED = {"cpu": 512, "cuda": 8192}
 # Texts of the check: longer than the blocks in which linear attention works.
 LENGTH = 70
 STEPS = 4
 # What is kept may be rounded in other places than what is computed at once; if wrong, it is off
 # by more than this. Batches differ from single texts by less: recurrences amplify rounding.
 CACHED, BATCHED = 0.1, 1e-3
-# Prompt tokens whose logits are there at once: a run of the prompt for each so many.
-SCORED = 512
+
+Texts = abc.Sequence[abc.Sequence[int]]
+Row = ref[BlockTable]  # which a sequence has while it runs; when it is gone, nothing is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +59,109 @@ class Past:
     mask: Tensor  # [B, T]
 
 
-class Stepwise:
+@dataclass(eq=False)
+class Group:
+    """Sequences that share a forward, and what came of the last."""
+
+    lengths: dict[Row, int]  # how many of its tokens each has run, in the order of the rows
+    logits: Tensor  # [B, V] after the last of them
+    past: Past | None  # None: they are run anew
+
+    @property
+    def size(self) -> int:
+        """Tokens, padding included."""
+        return len(self.lengths) * max(self.lengths.values())
+
+
+class CachedRunner:
+    compile_state: Literal["running", "done", "off"] = "off"
+
     def __init__(self, language: LanguageModel) -> None:
         self.model = language.model
         self.device = language.device
+        self.rejoined = REJOINED[self.device.type]
         self.takes = frozenset(inspect.signature(self.model.forward).parameters)
         pad = language.tokenizer.pad_token_id
         self.pad = pad if isinstance(pad, int) else 0
+        self.groups: WeakKeyDictionary[BlockTable, Group] = WeakKeyDictionary()
+        self._no_rows = torch.empty(
+            0, language.vocab_size, dtype=language.dtype, device=self.device
+        )
         self.caches = False
         self.batching: Literal["padded", "same length", "single"] = "single"
         self._choose(language)
         log.info("static batches batching=%s cached=%s", self.batching, self.caches)
 
     @torch.inference_mode()
-    def forward(
-        self, texts: Sequence[Sequence[int]], past: Past | None
-    ) -> tuple[Tensor, Past | None]:
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits [R, vocabulary] of the batch's rows. Sequences whose last token has been through
+        are not run again: another group raised, and parts of the batch are tried."""
+        scored = [self._scored(chunk) for chunk in batch.chunks if chunk.to_score]
+        sequences = [chunk.sequence for chunk in batch.chunks if chunk.to_sample]
+        for group, members in self._to_run(sequences):
+            self._run(group, members)
+        return torch.cat([*scored, *map(self._logits, sequences), self._no_rows])
+
+    def _to_run(self, sequences: list[Sequence]) -> list[tuple[Group | None, list[Sequence]]]:
+        """Who runs together: groups go on, and those that have none, or lost it, form some."""
+        ongoing: dict[Group, list[Sequence]] = {}
+        fresh: list[Sequence] = []
+        for sequence in sequences:
+            group = self.groups.get(_table(sequence))
+            missing = len(sequence.tokens) - group.lengths[_row(sequence)] if group else -1
+            if group and group.past and missing == 1:
+                ongoing.setdefault(group, []).append(sequence)
+            elif missing:
+                fresh.append(sequence)
+        self._rejoin(ongoing, fresh)
+        formed: dict[int, list[Sequence]] = {}
+        for number, sequence in enumerate(fresh):
+            ways = {"padded": 0, "same length": len(sequence.tokens), "single": number}
+            formed.setdefault(ways[self.batching], []).append(sequence)
+        return [*ongoing.items(), *((None, members) for members in formed.values())]
+
+    def _rejoin(self, ongoing: dict[Group, list[Sequence]], fresh: list[Sequence]) -> None:
+        """The smallest groups beyond GROUPS begin anew with those that do."""
+        while fresh and self.batching == "padded" and len(ongoing) >= GROUPS:
+            smallest = min(ongoing, key=lambda group: group.size)
+            joined = [*ongoing[smallest], *fresh]
+            if len(joined) * max(len(each.tokens) for each in joined) > self.rejoined:
+                return
+            fresh[:] = joined
+            del ongoing[smallest]
+            smallest.past = None
+
+    def _run(self, group: Group | None, members: list[Sequence]) -> None:
+        past = None
+        if group:
+            past, group.past = group.past, None  # in doubt until all went well
+            before = list(group.lengths)
+            after = [_row(each) for each in members]
+            if past and before != after:
+                past = self.keep(past, [before.index(row) for row in after])
+        logits, past = self.run([each.tokens for each in members], past)
+        made = Group({_row(each): len(each.tokens) for each in members}, logits, past)
+        for each in members:
+            self.groups[_table(each)] = made
+
+    def _logits(self, sequence: Sequence) -> Tensor:
+        """[1, V] after its last token."""
+        group = self.groups[_table(sequence)]
+        row = list(group.lengths).index(_row(sequence))
+        return group.logits[row : row + 1]
+
+    def _scored(self, chunk: Chunk) -> Tensor:
+        """Logits [P, V] of the chunk's positions to score, by a run of the prompt up to there."""
+        positions = chunk.to_score
+        ids = torch.tensor([[*chunk.sequence.tokens[: positions.stop]]], device=self.device)
+        rows = torch.arange(positions.start, positions.stop, device=self.device)
+        logits: Tensor = self._call({"input_ids": ids}, False, rows).logits[0]
+        return logits[-len(positions) :]  # a model may give them all
+
+    # ── the model's forward ──
+
+    @torch.inference_mode()
+    def run(self, texts: Texts, past: Past | None) -> tuple[Tensor, Past | None]:
         """Logits [B, V] for the token after each text, and what to give with the next. `past`,
         which is used up, has been through all but the last token of each; None: through none."""
         if past is None:
@@ -92,21 +187,7 @@ class Stepwise:
         return logits, now
 
     @torch.inference_mode()
-    def scores(self, text: Sequence[int], top: int) -> list[SampledToken]:
-        """How likely each token but the first is, with the `top` best in its place."""
-        ids = torch.tensor([list(text)], device=self.device)
-        scores: list[SampledToken] = []
-        for begin in range(0, len(text) - 1, SCORED):
-            end = min(len(text) - 1, begin + SCORED)
-            rows = torch.arange(begin, end, device=self.device)
-            logits: Tensor = self._call({"input_ids": ids}, False, rows).logits[0]
-            if len(logits) != end - begin:  # the model gives them all
-                logits = logits[begin:end]
-            scores += prompt_logprobs(logits, text[begin + 1 : end + 1], top)
-        return scores
-
-    @torch.inference_mode()
-    def keep(self, past: Past, rows: Sequence[int]) -> Past | None:
+    def keep(self, past: Past, rows: abc.Sequence[int]) -> Past | None:
         """What some rows of a batch have been through; None: it cannot be told apart."""
         if not isinstance(past.cache, Cache):
             return None
@@ -130,27 +211,27 @@ class Stepwise:
         longest = min(language.context, longest)
         lengths = [min(longest, STEPS + 2), longest, longest]
         texts = random_prompts(self.model, language.tokenizer, lengths)
-        own = [self._stepped([text])[0] for text in texts]
+        alone = [self._stepped([text])[0] for text in texts]
         self.caches = True
         try:
             cached = [self._stepped([text])[0] for text in texts]
-            _compare(cached, own, CACHED)
-            own = cached
+            _compare(cached, alone, CACHED)
+            alone = cached
         except Exception as error:
             self.caches = False
-            _refused("cached", error)
+            _log_refusal("cached", error)
         tolerance = max(BATCHED, TOLERANCE[language.dtype])
         try:
-            _compare(self._stepped(texts[:2]), own[:2], tolerance)
+            _compare(self._stepped(texts[:2]), alone[:2], tolerance)
             self.batching = "padded"
             return
         except Exception as error:
-            _refused("padded", error)
+            _log_refusal("padded", error)
         try:
-            _compare(self._stepped(texts[1:]), own[1:], tolerance)
+            _compare(self._stepped(texts[1:]), alone[1:], tolerance)
             self.batching = "same length"
         except Exception as error:
-            _refused("same length", error)
+            _log_refusal("same length", error)
 
     def _stepped(self, texts: list[list[int]]) -> list[list[Tensor]]:
         """The last logits of each text, as batches give them: others have their turns between,
@@ -159,26 +240,37 @@ class Stepwise:
         rows, past = list(range(len(texts))), None
         for step in reversed(range(STEPS)):
             begun = [texts[row][: len(texts[row]) - step] for row in rows]
-            logits, past = self.forward(begun, past)
+            logits, past = self.run(begun, past)
             for row, got in zip(rows, logits, strict=True):
                 gave[row].append(got)
             if self.caches and past is None:
                 raise Differs("it keeps nothing between steps")
-            self.forward([texts[0][:2]] * 3, None)
+            self.run([texts[0][:2]] * 3, None)
             if step == STEPS // 2 and len(rows) > 1:
                 rows, past = rows[1:], past and self.keep(past, [1])
         return gave
 
 
+def _table(sequence: Sequence) -> BlockTable:
+    assert sequence.table is not None
+    return sequence.table
+
+
+def _row(sequence: Sequence) -> Row:
+    return ref(_table(sequence))
+
+
 def _compare(
-    got: Sequence[Sequence[Tensor]], own: Sequence[Sequence[Tensor]], tolerance: float
+    got: abc.Sequence[abc.Sequence[Tensor]],
+    reference: abc.Sequence[abc.Sequence[Tensor]],
+    tolerance: float,
 ) -> None:
-    for some, expected in zip(got, own, strict=True):
+    for some, expected in zip(got, reference, strict=True):
         for logits, right in zip(some, expected, strict=False):
             compare(logits, right, tolerance)
 
 
-def _refused(way: str, error: Exception) -> None:
+def _log_refusal(way: str, error: Exception) -> None:
     if failures.diagnose(error) == "fatal":
         raise error
     log.info("not %s: %.200s", way, first_line(error))

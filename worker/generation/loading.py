@@ -1,0 +1,55 @@
+"""From settings to a generation engine, its model's weights laid out and its memory reserved.
+
+A model runs on paged memory, or with its own cache where that does not fit it.
+"""
+
+import logging
+
+from batching.block_pool import BlockPool
+from batching.scheduler import ContinuousScheduler
+from worker.generation.engine import GenerationEngine
+from worker.model.cached_runner import CachedRunner
+from worker.model.kv_cache import BLOCK, prefix_share
+from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
+from worker.model.paged_runner import PagedRunner
+from worker.model.paging import CannotPage, load_paged_runner
+
+log = logging.getLogger("onequeue.generation")
+
+# Sequences that run at most where each keeps a cache of the model's, whose size nobody bounds.
+MOST_CACHED = 64
+
+
+def load_generator(options: GeneratorOptions) -> GenerationEngine:
+    language = load_language_model(options)
+    try:
+        return paged_engine(load_paged_runner(language, options), options)
+    except CannotPage as error:
+        log.warning("static batches: %s", error)
+        language.lay_out(options.quantization)
+        return cached_engine(language, CachedRunner(language), options, str(error))
+
+
+def paged_engine(runner: PagedRunner, options: GeneratorOptions) -> GenerationEngine:
+    language = runner.language
+    share = prefix_share(language.device, options.kv_cache_gb)
+
+    def new_scheduler() -> ContinuousScheduler:
+        return ContinuousScheduler(BlockPool(runner.blocks, BLOCK, share), options.max_running)
+
+    speculates = options.speculation == "auto"
+    return GenerationEngine(language, runner, new_scheduler, runner.max_model_len, speculates)
+
+
+def cached_engine(
+    language: LanguageModel, runner: CachedRunner, options: GeneratorOptions, why: str
+) -> GenerationEngine:
+    max_model_len = min(options.max_model_len or language.context, language.context)
+    most = min(options.max_running, MOST_CACHED)
+
+    def new_scheduler() -> ContinuousScheduler:
+        # any sequence fits into a block, no block is ever full, and there are more than can run
+        pool = BlockPool(2 * most + 1, max_model_len + 1)
+        return ContinuousScheduler(pool, most, whole_prompts=True)
+
+    return GenerationEngine(language, runner, new_scheduler, max_model_len, why=why)
