@@ -20,6 +20,7 @@ from tests import tiny_decoders
 from worker.deltas import Delta
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import load_generator, paged_engine
+from worker.model.kv_cache import BLOCK
 from worker.model.language_model import GeneratorOptions
 from worker.model.paged_runner import PagedRunner
 from worker.protocol import GenerationInput, Generator, Pending, Sampling, StepReport, Stopping
@@ -49,11 +50,16 @@ def engine(
     """A fresh one, of a model that is loaded once. Its memory is full of what are no numbers."""
     language = loaded(model).language
     options = GeneratorOptions("", speculation=speculation, max_running=max_running)
-    room = min(language.context, blocks * loaded(model).pool.size)
+    room = min(language.context, blocks * BLOCK)
     runner = PagedRunner(language, blocks, room, max_running)
     for stored in (*runner.cache.keys, *runner.cache.values):
         stored.fill_(float("nan"))
     return paged_engine(runner, options)
+
+
+def runner_of(generator: GenerationEngine) -> PagedRunner:
+    assert isinstance(generator.runner, PagedRunner)
+    return generator.runner
 
 
 @dataclass(eq=False)

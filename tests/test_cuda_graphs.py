@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from batching.sequence import Batch, Span
-from tests.generating import assert_greedy, engine, loaded, prompts, request, serve
+from tests.generating import assert_greedy, engine, loaded, prompts, request, runner_of, serve
 from worker import model as model_package
-from worker.generation.engine import GenerationEngine
 from worker.model import cuda_graphs
 from worker.model.cuda_graphs import WIDEST, CudaGraphs, RowsMetadata, Run
 from worker.model.kv_cache import BLOCK
@@ -78,11 +77,6 @@ class Recorder:
             logits.copy_(run())
 
         return replay, logits
-
-
-def runner_of(generator: GenerationEngine) -> PagedRunner:
-    assert isinstance(generator.runner, PagedRunner)
-    return generator.runner
 
 
 def captured(runner: PagedRunner, recorder: Any, rows: int = 32) -> CudaGraphs:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests import tiny_decoders
-from tests.generating import assert_greedy, prompts, request, serve
+from tests.generating import assert_greedy, prompts, request, runner_of, serve
 from tests.test_paged_attention import CASES, Case, expected, memory, mixes, name
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import load_generator
@@ -72,7 +72,7 @@ def test_greedy_output_equals_generate(model: str) -> None:
 @pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3"])
 def test_steps_are_captured_again_once_the_model_is_compiled(model: str) -> None:
     generator = generator_of(model, compile="on")
-    runner: Any = generator.runner
+    runner = runner_of(generator)
     assert runner._graphs is not None
     first = runner._graphs
     deadline = time.monotonic() + 1200

@@ -227,6 +227,9 @@ class Generator(Protocol):
     info: ModelInfo
     max_model_len: int  # tokens of prompt and output together
 
+    @property
+    def compile_state(self) -> Literal["running", "done", "off"]: ...
+
     def prepare(self, item: WorkItem) -> None:
         """Fill in `item.prepared`; InvalidInput if the prompt or a parameter cannot be served,
         Pending if it takes more than a pool thread's time to tell."""
@@ -245,9 +248,6 @@ class Generator(Protocol):
 
     def add(self, item: WorkItem) -> None:
         """Take a prepared item into the waiting queue."""
-
-    @property
-    def compile_state(self) -> Literal["running", "done", "off"]: ...
 
     @property
     def busy(self) -> bool:

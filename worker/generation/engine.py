@@ -185,7 +185,7 @@ class GenerationEngine(Frontend):
         for chunk in chunks:
             if count := chunk.to_sample:
                 output: SequenceOutput = chunk.sequence.output
-                if output.guide and (mask := output.guide.wanted(chunk.drafts)):
+                if output.guide and (mask := output.guide.mask(chunk.drafts)):
                     masks.append((len(rows), mask))
                 rows += [output.row(chunk.drafts[:n]) for n in range(count)]
         return rows, masks

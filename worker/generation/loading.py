@@ -1,6 +1,5 @@
-"""From settings to a generation engine, its model's weights laid out and its memory reserved.
-
-A model runs on paged memory, or with its own cache where that does not fit it.
+"""From settings to a generation engine with its model: on paged memory, or with the model's own
+cache where that does not fit it. On the worker's thread.
 """
 
 import logging
@@ -16,18 +15,20 @@ from worker.model.paging import CannotPage, load_paged_runner
 
 log = logging.getLogger("onequeue.generation")
 
-# Sequences that run at most where each keeps a cache of the model's, whose size nobody bounds.
+# Sequences that run at most where each has a cache of the model's, for which no room is reserved.
 MOST_CACHED = 64
 
 
 def load_generator(options: GeneratorOptions) -> GenerationEngine:
+    """LoadingFailed if the model cannot be served."""
     language = load_language_model(options)
     try:
-        return paged_engine(load_paged_runner(language, options), options)
+        runner = load_paged_runner(language, options)
     except CannotPage as error:
         log.warning("static batches: %s", error)
         language.lay_out(options.quantization)
         return cached_engine(language, CachedRunner(language), options, str(error))
+    return paged_engine(runner, options)
 
 
 def paged_engine(runner: PagedRunner, options: GeneratorOptions) -> GenerationEngine:
@@ -44,6 +45,7 @@ def paged_engine(runner: PagedRunner, options: GeneratorOptions) -> GenerationEn
 def cached_engine(
     language: LanguageModel, runner: CachedRunner, options: GeneratorOptions, why: str
 ) -> GenerationEngine:
+    """`why`: why the model is not paged."""
     max_model_len = min(options.max_model_len or language.context, language.context)
     most = min(options.max_running, MOST_CACHED)
 

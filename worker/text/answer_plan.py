@@ -18,7 +18,7 @@ from worker.grammar.compiler import Grammars
 from worker.grammar.guide import Guide, Plan
 from worker.grammar.tool_calls import PLAIN_CALLS, CallForm, call_form
 from worker.protocol import Calls, Chat, GenerationInput
-from worker.text.parser import Reader
+from worker.text.parser import Parser
 from worker.text.response_template import PLAIN, AnswerForm, answer_form
 
 SWITCHES = ("enable_thinking", "thinking")  # what templates call it
@@ -40,13 +40,14 @@ class AnswerPlan:
     tools: tuple[Mapping[str, Any], ...] = ()
     plan: Plan | None = None
 
-    def reader(self) -> Reader | None:
+    def parser(self) -> Parser | None:
         if self.form is None:
             return None
-        return Reader(self.form, self.begun, self.calls is not None, self.tools)
+        document = self.plan is not None and self.plan.document
+        return Parser(self.form, self.begun, self.calls is not None, self.tools, document)
 
-    def guide(self, reader: Reader | None) -> Guide | None:
-        return Guide(self.plan, reader) if self.plan else None
+    def guide(self, parser: Parser | None) -> Guide | None:
+        return Guide(self.plan, parser) if self.plan else None
 
 
 class Answering:
@@ -106,8 +107,7 @@ class Answering:
         return Plan(
             tokenizer=self.grammars.tokenizer("tools") if answer or one_call else None,
             answer=answer,
-            document=not required,
-            may_call=calls is not None,
+            document=answer is not None and not required,
             call=one_call,
             may_think=self._may_think(form, begun) if thinks else None,
             budget=budget,
@@ -176,7 +176,7 @@ class Answering:
             prompt = self._rendered([user], prompt=True, enable_thinking=True)
         except Exception:  # whatever a template raises
             return None
-        if Reader(self.form, self.form.thoughts_in(prompt), False).thinking:
+        if Parser(self.form, self.form.thoughts_in(prompt), False).phase == "thinking":
             return None  # the prompt does
         ids = self._tokenizer.encode(mark, add_special_tokens=False)
         return ids[0] if len(ids) == 1 else None
