@@ -85,7 +85,7 @@ class AttentionMetadata:
             attended = _attend_group(qs, ks, vs, group.mask, scale, softcap, sinks)  # [b, t, H, Dv]
             attended = attended.reshape(b * t, *out.shape[1:])
             if group.target is None:
-                out = attended.contiguous()  # as the compiler was told
+                out = attended.contiguous()  # as the op's fake says of it
             else:
                 out.index_copy_(0, group.target, _rows(attended, group.real))
         return out.unsqueeze(0)
