@@ -15,7 +15,7 @@ HI: tuple[dict[str, Any], ...] = ({"role": "user", "content": "hi"},)
 
 
 def rendered(**variables: Any) -> str:
-    return tiny_chat.engine().prompts.render(Chat(HI, template_kwargs=variables))
+    return tiny_chat.engine().prompts.template.render(Chat(HI, template_kwargs=variables))
 
 
 def own_to_transformers() -> set[str]:

@@ -5,7 +5,8 @@ from typing import Any
 import jinja2
 import pytest
 
-from worker.grammar.tool_calls import PLAIN_CALLS, CallForm, call_form
+from worker.grammar.tool_calls import calls_grammar
+from worker.text.call_form import PLAIN_CALLS, CallForm, call_form
 from worker.text.response_template import AnswerForm, answer_form
 
 TURN = "{% for m in messages %}{% if m.tool_calls %}CALLS{% else %}[INST]{{ m.content }}[/INST]"
@@ -80,8 +81,8 @@ def test_a_grammar_names_the_tools_and_their_parameters() -> None:
         {"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}},
         {"type": "function", "function": {"name": "b"}},
     ]
-    one = PLAIN_CALLS.grammar(tools, False, repr)
-    more = PLAIN_CALLS.grammar(tools, True, repr)
+    one = calls_grammar(PLAIN_CALLS, tools, False, repr)
+    more = calls_grammar(PLAIN_CALLS, tools, True, repr)
     assert "call_0 | call_1" in one
     assert '"additionalProperties": false' in one.splitlines()[3]
     assert ")*" not in one

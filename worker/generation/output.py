@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from batching.request_queue import WorkItem
 from worker.deltas import Delta, FinishReason, TokenLogprob
 from worker.generation.request import Prepared
+from worker.grammar.guide import Guide
 from worker.model.sampler import Draws, Row, SampledToken
 from worker.text.detokenizer import StopStrings, Vocabulary
 from worker.text.parser import Reader
@@ -32,7 +33,7 @@ def make_choices(
     item: WorkItem, prepared: Prepared, vocabulary: Vocabulary
 ) -> list["SequenceOutput"]:
     """All of a request's; what they share is made once."""
-    reader = prepared.answer.reader()
+    reader = prepared.reader
     draws = Draws(prepared.params, 0, prepared.ids)
     echo = _echo(prepared, vocabulary) if prepared.echo else None
     return [
@@ -73,7 +74,7 @@ class SequenceOutput:
         self._text = vocabulary.stream(prepared.ids[-CONTEXT:])
         self._stops = StopStrings(item.payload.stopping.stop)
         self._reader = reader
-        self.guide = prepared.answer.guide(reader)
+        self.guide = Guide(prepared.plan, reader) if prepared.plan else None
         self._echo = echo
         self._prompt: list[TokenLogprob] = []  # what is known of its tokens, if that is asked for
         if echo and echo.texts:

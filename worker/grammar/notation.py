@@ -1,0 +1,91 @@
+"""What a client asks of an answer, in Lark's notation as llguidance reads it.
+
+Its size is bounded here; what it takes to compile, in trial.py.
+"""
+
+import json
+import re
+from typing import Any
+
+from batching.errors import InvalidInput
+from worker.protocol import Constraint
+
+COMPACT = {"whitespace_flexible": False, "coerce_one_of": True}
+LONGEST = 1_000_000  # characters of a grammar, tools and all
+LONGEST_TEXT = {"regex": 50_000, "choice": 100_000, "grammar": 100_000}
+MOST_CHOICES = 2_000
+REASON = 500  # characters of what the library says
+# The formats of strings that llguidance holds to.
+FORMATS = (
+    *("date-time", "time", "date", "duration", "email", "hostname"),
+    *("ipv4", "ipv6", "uuid", "uri"),
+)
+POSITION = re.compile(r"^at \d+\(\d+\): ")
+QUOTED = re.compile(r"\s*(\d+ \||\^)")
+
+
+def rule(constraint: Constraint) -> str:
+    """What follows `start:`, or a whole grammar; InvalidInput if it is none, or too long."""
+    value, kind, param = constraint.value, constraint.kind, constraint.param
+    if kind == "json_schema" and not isinstance(value, dict):
+        raise InvalidInput(f"{param}: must be an object", param)
+    if kind in ("regex", "grammar"):
+        check_length(value, param, LONGEST_TEXT[kind])
+    if kind == "choice" and len(value) > MOST_CHOICES:
+        raise InvalidInput(f"{param}: takes at most {MOST_CHOICES} texts", param)
+    try:
+        written = _written(kind, value)
+    except Exception as error:  # whatever makes it no schema, or no grammar
+        raise unusable(str(error) or type(error).__name__, param) from None
+    check_length(written, param, LONGEST_TEXT.get(kind, LONGEST))
+    return written
+
+
+def schema_rule(schema: dict[str, Any], options: dict[str, Any]) -> str:
+    """A JSON schema; `options` replace what a client says to llguidance itself."""
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+
+
+def literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def check_length(grammar: str, param: str, longest: int = LONGEST) -> None:
+    if len(grammar) > longest:
+        raise unusable(f"it is longer than {longest} characters", param)
+
+
+def unusable(reason: str, param: str) -> InvalidInput:
+    """With the library's reason, without the lines of the grammar that it quotes."""
+    reason = re.split("<backtrace>|<state>|<non-verbose/>", reason)[0]
+    if reason.startswith("panic:"):
+        reason = "it is more than the library for grammars can take"
+    lines = [line for line in reason.splitlines() if not QUOTED.match(line)]
+    reason = POSITION.sub("", " ".join(" ".join(lines).split()).rstrip(": "))
+    return InvalidInput(f"{param}: cannot be used: {reason[:REASON]}", param)
+
+
+def _written(kind: str, value: Any) -> str:
+    if kind == "json_schema":
+        return schema_rule(_without_unknown_formats(value), COMPACT)
+    if kind == "regex":
+        escaped = re.sub(
+            r"(\\.)|/|\n", lambda m: m[1] or {"/": r"\/", "\n": r"\n"}[m[0]], str(value)
+        )
+        return f"/{escaped}/"
+    if kind == "choice":
+        return " | ".join(map(literal, value))
+    return str(value)
+
+
+def _without_unknown_formats(schema: Any) -> Any:
+    """A format is a remark, not a rule, where it is not known."""
+    if isinstance(schema, list):
+        return [_without_unknown_formats(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value if key in ("const", "enum") else _without_unknown_formats(value)
+        for key, value in schema.items()
+        if key != "format" or not isinstance(value, str) or value in FORMATS
+    }
