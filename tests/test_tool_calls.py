@@ -1,13 +1,11 @@
 """How calls are written is found out by having a chat template write some."""
 
-from typing import Any
-
-import jinja2
 import pytest
 
-from worker.grammar.tool_calls import calls_grammar
+from tests.tiny_tokenizers import llama_tokenizer
+from worker.grammar.notation import calls_grammar
 from worker.text.call_form import PLAIN_CALLS, CallForm, call_form
-from worker.text.response_template import AnswerForm, answer_form
+from worker.text.chat_template import ChatTemplate
 
 TURN = "{% for m in messages %}{% if m.tool_calls %}CALLS{% else %}[INST]{{ m.content }}[/INST]"
 TURN += "{% endif %}{% endfor %}"
@@ -16,7 +14,7 @@ TEMPLATES: dict[str, tuple[str, CallForm | None]] = {
     "qwen": (
         EACH.replace(
             "EACH",
-            '\n<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
+            '{{ "\n" }}<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
             "{{ c.function.arguments | tojson }}}\n</tool_call>",
         )
         + "<|im_end|>",
@@ -57,19 +55,14 @@ TEMPLATES: dict[str, tuple[str, CallForm | None]] = {
 }
 
 
-def found(template: str) -> tuple[AnswerForm, CallForm | None]:
-    whole = TURN.replace("CALLS", template)
-    tokenizer: Any = type("Carrier", (), {"chat_template": whole, "response_template": None})
-    form = answer_form(tokenizer)
-    assert form is not None
-    rendered = jinja2.Environment(autoescape=False).from_string(whole)
-    return form, call_form(form, lambda messages: rendered.render(messages=messages))
+def found(template: str) -> CallForm | None:
+    return ChatTemplate(llama_tokenizer(TURN.replace("CALLS", template))).calls
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_form_is_the_templates_own(name: str) -> None:
     template, expected = TEMPLATES[name]
-    assert found(template)[1] == expected
+    assert found(template) == expected
 
 
 def test_a_model_without_marks_has_no_form() -> None:

@@ -19,7 +19,7 @@ from tests.tiny_tokenizers import llama_tokenizer
 from worker.deltas import Delta, Part
 from worker.protocol import Chat
 from worker.text.chat_template import ChatTemplate
-from worker.text.turns import TurnForm
+from worker.text.turns import Conversation, TurnForm
 
 REAL = Path(__file__).parents[2] / "shared" / "templates"
 
@@ -73,7 +73,7 @@ def results(message: dict[str, Any], *texts: str) -> list[dict[str, Any]]:
 
 def in_form(chat_template: ChatTemplate, messages: list[Any]) -> list[dict[str, Any]]:
     assert chat_template.turns is not None
-    return chat_template.turns.adapt(messages)
+    return Conversation(chat_template.turns).adapt(messages)
 
 
 def second_turn(chat_template: ChatTemplate, parts: list[Part], *texts: str) -> str:

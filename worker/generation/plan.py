@@ -10,7 +10,7 @@ from typing import Any
 from batching.errors import InvalidInput
 from worker.grammar.compiler import Grammar, Grammars
 from worker.grammar.guide import Plan
-from worker.grammar.tool_calls import calls_grammar
+from worker.grammar.notation import calls_grammar, either
 from worker.protocol import Calls, Chat, GenerationInput
 from worker.text.call_form import CallForm
 from worker.text.chat_template import SWITCHES, ChatTemplate
@@ -78,7 +78,7 @@ def _grammars_of_calls(
     if unmarked:
         both = "this model's calls cannot be told from JSON: leave out either this or tools"
         raise InvalidInput(f"{constraint.param}: {both}", constraint.param)
-    return grammars.either(constraint, written), None
+    return grammars.compiled(either(constraint, written), constraint.param), None
 
 
 def _shall_think(request: GenerationInput) -> bool:

@@ -95,14 +95,11 @@ class Prompts:
 
     def _prompt(self, request: GenerationInput) -> tuple[str, list[int]]:
         """The prompt's text, if it is one, and its tokens."""
-        prompt = request.prompt
-        text = ""
-        if isinstance(prompt, tuple):
-            self._check_ids(prompt, request.param)
-            ids = list(prompt)
+        if isinstance(request.prompt, tuple):
+            self._check_ids(request.prompt, request.param)
+            text, ids = "", list(request.prompt)
         else:
-            text = self.template.render(prompt) if isinstance(prompt, Chat) else prompt
-            ids = self._ids(text, not isinstance(prompt, Chat), request.param)
+            text, ids = self._encoded(request.prompt, True, request.param)
         if not ids:
             raise InvalidInput("the prompt has no tokens", request.param)
         if len(ids) >= self.max_model_len + (request.stopping.max_tokens == 0):
@@ -114,21 +111,20 @@ class Prompts:
         return text, ids
 
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
-        if isinstance(prompt, Chat):
-            return self._ids(self.template.render(prompt), False, "messages")
-        return self._ids(prompt, add_special_tokens, "messages")
+        return self._encoded(prompt, add_special_tokens, "messages")[1]
 
-    def _ids(self, text: str, special: bool, param: str) -> list[int]:
-        """`special`: the tokenizer adds its own; templates write them."""
-        if len(text) > self.max_model_len * self.longest_token:
+    def _encoded(self, prompt: Chat | str, special: bool, param: str) -> tuple[str, list[int]]:
+        """Text and ids. `special`: the tokenizer adds its own; templates write them."""
+        if isinstance(prompt, Chat):
+            prompt, special = self.template.render(prompt), False
+        if len(prompt) > self.max_model_len * self.longest_token:
             raise InvalidInput(
-                f"the prompt has more than {len(text) // self.longest_token} tokens; this "
+                f"the prompt has more than {len(prompt) // self.longest_token} tokens; this "
                 f"model's context holds {self.max_model_len}",
                 param,
             )
         call: Any = self.tokenizer
-        ids: list[int] = call(text, add_special_tokens=special, verbose=False)["input_ids"]
-        return ids
+        return prompt, call(prompt, add_special_tokens=special, verbose=False)["input_ids"]
 
     def _check_ids(self, ids: Any, param: str) -> None:
         for id_ in ids:
@@ -167,11 +163,8 @@ class Prompts:
 def end_ids(defaults: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """All of the checkpoint's end-of-sequence tokens."""
     ids = getattr(defaults, "eos_token_id", None)
-    if ids is None:
-        ids = tokenizer.eos_token_id
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, list) else (ids,)
+    ids = tokenizer.eos_token_id if ids is None else ids
+    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
 
 
 def default_sampling(defaults: GenerationConfig) -> SamplingParams:

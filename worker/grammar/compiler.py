@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from llguidance import LLMatcher, LLTokenizer
 from transformers import PreTrainedTokenizerBase
@@ -55,13 +55,6 @@ class Grammar:
     slow: bool = False  # it held up a step
 
 
-class Passing(NamedTuple):
-    """It may go better next time: told to all who waited, and to who comes right after them."""
-
-    error: OnequeueError
-    until: float  # monotonic seconds
-
-
 @dataclass(eq=False)
 class _Task:
     """A grammar to be tried, as `to_lark` takes it; or the tokenizer to be made (no digest)."""
@@ -91,7 +84,9 @@ class Grammars:
         self._kept: OrderedDict[bytes, Grammar] = OrderedDict()
         self._alive: weakref.WeakSet[Grammar] = weakref.WeakSet()
         self._sizes: OrderedDict[bytes, int] = OrderedDict()  # of those that may be used
-        self._refused: OrderedDict[bytes, str | Passing] = OrderedDict()
+        # With the time, in monotonic seconds, until which an error holds that may pass: it is
+        # raised to all who waited, and to who comes right after them.
+        self._refused: OrderedDict[bytes, tuple[str | OnequeueError, float]] = OrderedDict()
         self._tasks: dict[bytes, _Task] = {}
         self._works = self._closed = False
 
@@ -102,21 +97,13 @@ class Grammars:
         foreign = constraint.kind == "grammar"
         return self.compiled(rule if foreign else f"start: {rule}", constraint.param, foreign)
 
-    def either(self, constraint: Constraint, calls: str) -> Grammar:
-        """An answer as the constraint says, or calls by their grammar."""
-        if constraint.kind != "json_schema":
-            only = "goes with tools only where it asks for JSON"
-            raise InvalidInput(f"{constraint.param}: {only}", constraint.param)
-        lines = [f"calls: {calls.removeprefix('start:')}", f"answer: {notation.rule(constraint)}"]
-        return self.compiled("\n".join(["start: calls | answer", *lines]), constraint.param)
-
     def compiled(self, grammar: str, param: str, foreign: bool = False) -> Grammar:
         """`foreign`: in a client's own notation, perhaps GBNF; else in Lark's."""
         task = self._task(grammar, param, foreign, compiles=True)
         with self._lock:
             known = self._kept.pop(task.digest, None)
             if known and known.slow:
-                _remember(self._refused, task.digest, trial.TOO_SLOW)
+                _remember(self._refused, task.digest, (trial.TOO_SLOW, 0.0))
             elif known and known.uses < USES:
                 known.uses += 1
                 self._kept[task.digest] = known
@@ -138,11 +125,10 @@ class Grammars:
 
     def quoted(self, text: str) -> str:
         """A text in Lark's notation; special tokens stand by their ids."""
-        longest_first = sorted(self._special, key=len, reverse=True)
-        marks = "|".join(map(re.escape, longest_first))
+        parts = self._marks.split(text) if self._special else [text]
         return " ".join(
             f"<[{self._special[part]}]>" if part in self._special else notation.literal(part)
-            for part in (re.split(f"({marks})", text) if marks else [text])
+            for part in parts
             if part
         )
 
@@ -152,6 +138,11 @@ class Grammars:
         made = self.tokenizer("tools")
         added = self._pretrained.get_added_vocab()
         return {token: id_ for token, id_ in added.items() if made.is_special_token(id_)}
+
+    @cached_property
+    def _marks(self) -> re.Pattern[str]:
+        longest_first = sorted(self._special, key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
     def _task(self, grammar: str, param: str, foreign: bool, compiles: bool) -> _Task:
         notation.check_length(grammar, param)
@@ -163,17 +154,12 @@ class Grammars:
         return _Task(grammar, foreign, forcing, compiles, hashlib.sha256(key).digest())
 
     def _refusal(self, task: _Task, param: str) -> OnequeueError | None:
-        refusal = self._refused.get(task.digest)
-        if isinstance(refusal, Passing):
-            if time.monotonic() < refusal.until:
-                return refusal.error
-            del self._refused[task.digest]
-        elif refusal is not None:
+        refusal, until = self._refused.get(task.digest, (None, 0.0))
+        if isinstance(refusal, str):
             self._refused.move_to_end(task.digest)
-            if task.digest:
-                return notation.unusable(refusal, param)
-            return InvalidInput(f"{param}: {refusal}", param)
-        return None
+            unfit = InvalidInput(f"{param}: {refusal}", param)
+            return notation.unusable(refusal, param) if task.digest else unfit
+        return refusal if time.monotonic() < until else None
 
     def _enqueue(self, asked: _Task) -> Pending:
         task = self._tasks.get(asked.digest)
@@ -209,23 +195,23 @@ class Grammars:
 
     def _work(self) -> None:
         while (task := self._next()) is not None:
-            refusal: str | Passing | None = None
+            refusal: str | OnequeueError | None = None
             try:
                 if not self._do(task):
                     continue
             except Unusable as unusable:
                 refusal = str(unusable)
             except OnequeueError as error:
-                refusal = Passing(error, time.monotonic() + PASSING_S)
+                refusal = error
             except BaseException as error:  # a panic in the library is no Exception
                 if not self._closed:
                     log.exception("bug in the grammar thread")
-                down = WorkerDown(DOWN, 5)
-                down.__cause__ = error
-                refusal = Passing(down, time.monotonic() + PASSING_S)
+                refusal = WorkerDown(DOWN, 5)
+                refusal.__cause__ = error
             with self._lock:
                 if refusal is not None:
-                    _remember(self._refused, task.digest, refusal)
+                    until = time.monotonic() + PASSING_S
+                    _remember(self._refused, task.digest, (refusal, until))
                 del self._tasks[task.digest]
             for _, again in task.waiting:
                 again()
@@ -286,8 +272,7 @@ class Grammars:
             raise Unusable(UNFIT) from None
         with self._lock:
             self._made = made, trials
-            closed = self._closed
-        if closed:
+        if self._closed:
             trials.close()
 
     def _make_room(self, size: int) -> None:

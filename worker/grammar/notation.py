@@ -1,14 +1,19 @@
-"""What a client asks of an answer, in Lark's notation as llguidance reads it.
+"""What an answer or its calls may be, in Lark's notation as llguidance reads it.
 
 Its size is bounded here; what it takes to compile, in trial.py.
 """
 
 import json
 import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from batching.errors import InvalidInput
 from worker.protocol import Constraint
+from worker.text.call_form import CallForm
+
+Quote = Callable[[str], str]  # a text in the notation
+Tool = Mapping[str, Any]
 
 COMPACT = {"whitespace_flexible": False, "coerce_one_of": True}
 LONGEST = 1_000_000  # characters of a grammar, tools and all
@@ -20,6 +25,8 @@ FORMATS = (
     *("date-time", "time", "date", "duration", "email", "hostname"),
     *("ipv4", "ipv6", "uuid", "uri"),
 )
+# Where a schema may declare properties besides.
+ELSEWHERE = ("allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "dependentSchemas")
 POSITION = re.compile(r"^at \d+\(\d+\): ")
 QUOTED = re.compile(r"\s*(\d+ \||\^)")
 
@@ -41,6 +48,15 @@ def rule(constraint: Constraint) -> str:
     return written
 
 
+def either(constraint: Constraint, calls: str) -> str:
+    """An answer as the constraint says, or calls by their grammar."""
+    if constraint.kind != "json_schema":
+        only = "goes with tools only where it asks for JSON"
+        raise InvalidInput(f"{constraint.param}: {only}", constraint.param)
+    lines = [f"calls: {calls.removeprefix('start:')}", f"answer: {rule(constraint)}"]
+    return "\n".join(["start: calls | answer", *lines])
+
+
 def schema_rule(schema: dict[str, Any], options: dict[str, Any]) -> str:
     """A JSON schema; `options` replace what a client says to llguidance itself."""
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
@@ -48,6 +64,45 @@ def schema_rule(schema: dict[str, Any], options: dict[str, Any]) -> str:
 
 def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def calls_grammar(form: CallForm, tools: Sequence[Tool], several: bool, quote: Quote) -> str:
+    """Nothing but calls of these tools; one if not `several`."""
+    more = f"({quote(form.between)} call)*" if several and form.between else ""
+    return "\n".join(
+        [
+            f"start: {quote(form.begin)} call {more} {quote(form.end)}",
+            "call: " + " | ".join(f"call_{n}" for n in range(len(tools))),
+            *(f"call_{n}: {_call(form, tool, quote)}" for n, tool in enumerate(tools)),
+        ]
+    )
+
+
+def _call(form: CallForm, tool: Tool, quote: Quote) -> str:
+    function = tool["function"]
+    options = {
+        "whitespace_flexible": False,
+        "item_separator": re.escape(form.comma),
+        "key_separator": re.escape(form.colon),
+        "lenient": True,  # schemas of tools come from everywhere
+    }
+    schema = schema_rule(_of_arguments(function.get("parameters")), options)
+    return f"{quote(function['name'] + form.middle)} {schema}"
+
+
+def _of_arguments(parameters: Any) -> dict[str, Any]:
+    """Arguments are an object of what is declared; a function that declares none takes none."""
+    if not parameters:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    schema = dict(parameters)
+    if "$ref" not in schema:
+        schema["type"] = "object"
+    declared = schema.get("properties")
+    if isinstance(declared, dict) and not any(key in schema for key in ELSEWHERE):
+        required = schema.get("required")
+        if set(required if isinstance(required, list) else ()) <= set(declared):
+            schema.setdefault("additionalProperties", False)
+    return schema
 
 
 def check_length(grammar: str, param: str, longest: int = LONGEST) -> None:

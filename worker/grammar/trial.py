@@ -21,9 +21,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
@@ -50,8 +49,7 @@ class Unusable(Exception):
     """With the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     reason: str | None = None  # why it cannot be used
     lark: str | None = None  # as it is to be compiled, where it was foreign
     size: int = 0  # bytes that it takes
@@ -96,19 +94,18 @@ class Trials:
 
     def __init__(self, tokenizer: str, rows: int, ends: Sequence[int]) -> None:
         """`tokenizer`: its file's text."""
-        self._tokenizer = {"tokenizer": tokenizer, "rows": rows, "ends": list(ends) or None}
+        self._tokenizer = (tokenizer, rows, list(ends) or None)
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[..., Trials] | None = None
         self._closed = False
 
     def attempt(self, grammar: str, foreign: bool, forcing: bool, cpu_s: float) -> Verdict:
         """OSError if there can be no such process."""
-        asked = {"grammar": grammar, "foreign": foreign, "forcing": forcing, "cpu_s": cpu_s}
         for _ in range(2):
             with contextlib.suppress(OSError, EOFError):  # it has been killed, not by a grammar
                 process = self._process or self.start()
-                _send(process.stdin, asked)
-                return Verdict(**_receive(process.stdout))
+                _send(process.stdin, (cpu_s, grammar, foreign, forcing))
+                return Verdict(*_receive(process.stdout))
             self._drop()
         raise OSError("the process that tries grammars ends at once")
 
@@ -148,20 +145,20 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
                 pipe.close()
 
 
-def _send(pipe: IO[bytes] | None, message: dict[str, Any]) -> None:
+def _send(pipe: IO[bytes] | None, message: Sequence[Any]) -> None:
     """A line of JSON."""
     assert pipe is not None
     pipe.write(json.dumps(message).encode() + b"\n")
     pipe.flush()
 
 
-def _receive(pipe: IO[bytes] | None) -> dict[str, Any]:
+def _receive(pipe: IO[bytes] | None) -> list[Any]:
     """EOFError when the other side has ended."""
     assert pipe is not None
     line = pipe.readline()
     if not line.endswith(b"\n"):
         raise EOFError
-    message: dict[str, Any] = json.loads(line)
+    message: list[Any] = json.loads(line)
     return message
 
 
@@ -172,30 +169,30 @@ def main() -> None:
     """The tokenizer comes first, then grammars, each answered before the next."""
     requests, verdicts = sys.stdin.buffer, sys.stdout.buffer
     with contextlib.suppress(EOFError, BrokenPipeError):
-        first = _receive(requests)
-        tokenizer = LLTokenizer(first["tokenizer"], n_vocab=first["rows"], eos_token=first["ends"])
+        text, rows, ends = _receive(requests)
+        tokenizer = LLTokenizer(text, n_vocab=rows, eos_token=ends)
         while True:
-            _send(verdicts, _in_a_fork(tokenizer, _receive(requests)))
+            _send(verdicts, _in_a_fork(tokenizer, *_receive(requests)))
 
 
-def _in_a_fork(tokenizer: LLTokenizer, request: dict[str, Any]) -> dict[str, Any]:
+def _in_a_fork(tokenizer: LLTokenizer, cpu_s: float, *asked: Any) -> Sequence[Any]:
     ours, its = os.pipe()
     if (pid := os.fork()) == 0:
         try:
             os.close(0)  # the pipes are the parent's: they end with it
             os.close(1)
-            _limit(request["cpu_s"])
+            _limit(cpu_s)
             with os.fdopen(its, "wb") as pipe:
-                _send(pipe, asdict(_verdict(tokenizer, request)))
+                _send(pipe, _verdict(tokenizer, *asked))
         finally:
             os._exit(0)
     os.close(its)
-    verdict = None
+    verdict: Sequence[Any] = ()
     with os.fdopen(ours, "rb") as pipe, contextlib.suppress(EOFError):
         verdict = _receive(pipe)
     _, status = os.waitpid(pid, 0)
     out_of_time = os.waitstatus_to_exitcode(status) in (-signal.SIGPROF, -signal.SIGALRM)
-    return verdict or {"reason": TOO_LONG if out_of_time else TOO_LARGE}
+    return verdict or Verdict(TOO_LONG if out_of_time else TOO_LARGE)
 
 
 def _limit(cpu_s: float) -> None:
@@ -220,22 +217,20 @@ def _memory() -> tuple[int, int]:
     return int(size) * page, int(resident) * page
 
 
-def _verdict(tokenizer: LLTokenizer, request: dict[str, Any]) -> Verdict:
+def _verdict(tokenizer: LLTokenizer, grammar: str, foreign: bool, forcing: bool) -> Verdict:
     verdict = Verdict(TOO_LARGE)
     before = _memory()[1]
 
     def attempt() -> None:
         nonlocal verdict
         try:
-            foreign = request["foreign"]
-            lark = to_lark(request["grammar"], foreign, request["forcing"])
+            lark = to_lark(grammar, foreign, forcing)
             _follow(compile_grammar(tokenizer, lark))
             size = max(0, _memory()[1] - before)
             verdict = Verdict(None, lark if foreign else None, size)
-        except MemoryError:
-            pass
         except Exception as error:  # whatever makes it no grammar
-            verdict = Verdict(str(error) or type(error).__name__)
+            if not isinstance(error, MemoryError):
+                verdict = Verdict(str(error) or type(error).__name__)
 
     with_large_stack(attempt).join()
     return verdict
@@ -246,19 +241,18 @@ def _follow(matcher: LLMatcher) -> None:
     chance = random.Random(0)
     for _ in range(STEPS):
         mask = _in_time(matcher.compute_bitmask)
-        stop = matcher.stop_reason()
-        if "NoExtension" in f"{stop} {matcher.get_error()}":
+        if "NoExtension" in f"{matcher.stop_reason()} {matcher.get_error()}":
             raise Unusable("no text fits it")
-        _check(matcher)
-        if not ANY_BIT.search(mask):
-            return
+        if matcher.is_error() or not ANY_BIT.search(mask):
+            break
         sure = _in_time(matcher.compute_ff_tokens)
         token = sure[0] if sure else _any_of(mask, chance)
         _in_time(partial(matcher.validate_tokens, [token]))
         _in_time(partial(matcher.consume_token, token))
-        _check(matcher)
         if matcher.is_stopped():
-            return
+            break
+    if matcher.is_error():
+        raise Unusable(TOO_COMPLEX)
 
 
 def _any_of(mask: bytes, chance: random.Random) -> int:
@@ -266,11 +260,6 @@ def _any_of(mask: bytes, chance: random.Random) -> int:
     assert found is not None
     byte = mask[found.start()]
     return found.start() * 8 + chance.choice([bit for bit in range(8) if byte >> bit & 1])
-
-
-def _check(matcher: LLMatcher) -> None:
-    if matcher.is_error():
-        raise Unusable(TOO_COMPLEX)
 
 
 def _in_time(run: Callable[[], Any]) -> Any:

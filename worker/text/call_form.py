@@ -12,7 +12,8 @@ from typing import Any
 
 from worker.text.response_template import AnswerForm
 
-Render = Callable[[list[dict[str, Any]]], str]  # a chat template, without a generation prompt
+# A chat template, without a generation prompt; nothing where it raises.
+Render = Callable[[list[dict[str, Any]]], str]
 
 NAME = "name_of_it"
 ARGUMENTS = {"first_key": "its_text", "second_key": 12}
@@ -68,13 +69,13 @@ def call_form(answers: AnswerForm | None, render: Render) -> CallForm | None:
 
 
 def _calls_written(answers: AnswerForm, render: Render, count: int) -> str:
-    """From the mark that opens the first call to the one that closes the last; nothing where the
-    template raises, or shows no such call."""
+    """From the mark that opens the first call to the one that closes the last; nothing where no
+    such call is shown."""
     call = {"type": "function", "function": {"name": NAME, "arguments": ARGUMENTS}}
     calls = [{**call, "id": f"call0000{n}"} for n in range(count)]
     turn = {"role": "assistant", "content": "", "tool_calls": calls}
+    text = render([{"role": "user", "content": "?"}, turn])
     try:
-        text = render([{"role": "user", "content": "?"}, turn])
         opens = answers.opens["tool_calls"].pattern.finditer(text)
         first = text.index(NAME)  # what stands before may be told about calls in general
         start = [match.start() for match in opens if match.start() <= first][-1]
@@ -83,7 +84,7 @@ def _calls_written(answers: AnswerForm, render: Render, count: int) -> str:
         if ends and ends[-1] > text.rindex(NAME):
             return text[start : ends[-1]]
         return text[start : list(WRITTEN.finditer(text))[-1].end()] + _closing(text[start:first])
-    except Exception:  # whatever a template raises
+    except (ValueError, IndexError):
         return ""
 
 

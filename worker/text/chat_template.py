@@ -8,6 +8,7 @@ is what is known from them: how answers are written (response_template.py), how 
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from jinja2 import Template, TemplateError
@@ -19,8 +20,21 @@ from batching.errors import InvalidInput
 from worker.protocol import Calls, Chat
 from worker.text.call_form import PLAIN_CALLS, CallForm, call_form
 from worker.text.response_template import PLAIN, AnswerForm, answer_form
-from worker.text.turns import TOOL, Message, TurnForm, turn_form
+from worker.text.turns import Conversation, Message, TurnForm, turn_form
 
+# For templates that write calls only where there are tools; some want all of this of one.
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "any",
+        "description": "any",
+        "parameters": {
+            "type": "object",
+            "properties": {"given": {"type": "string", "description": "any"}},
+            "required": ["given"],
+        },
+    },
+}
 SWITCHES = ("enable_thinking", "thinking")  # what templates call it
 EFFORT = "reasoning_effort"
 
@@ -36,8 +50,8 @@ class ChatTemplate:
         }
         self._reserved = _reserved(tokenizer)
         self.answers = answer_form(tokenizer)
-        self.calls = call_form(self.answers, lambda messages: self._text(messages, [TOOL], False))
-        self.turns = turn_form(self._text)
+        self.calls = call_form(self.answers, partial(self._tried, generation_prompt=False))
+        self.turns = turn_form(self._tried)
         self.opens_thoughts = self._opens_thoughts(source)
 
     def forms(self, calls: Calls | None) -> tuple[AnswerForm | None, CallForm | None]:
@@ -63,7 +77,7 @@ class ChatTemplate:
                 if self.turns is None:
                     cannot = "the model's chat template cannot show calls and their results"
                     raise InvalidInput(cannot, "messages")
-                messages = self.turns.adapt(messages)
+                messages = Conversation(self.turns).adapt(messages)
             return self._text(
                 [dict(message) for message in messages],
                 [dict(tool) for tool in chat.tools],
@@ -100,6 +114,13 @@ class ChatTemplate:
         assert isinstance(text, str)
         return text
 
+    def _tried(self, messages: list[Message], **variables: Any) -> str:
+        """Nothing where the template raises."""
+        try:
+            return self._text(messages, [TOOL], **variables)
+        except Exception:  # whatever it is
+            return ""
+
     def _effort(self, chat: Chat) -> dict[str, Any]:
         """The template's variables that say how much to think."""
         if chat.effort is None:
@@ -126,13 +147,9 @@ class ChatTemplate:
         mark = reasoning.open_literals[0]
         if self.answers is None or mark not in source:
             return None
-        try:
-            user = {"role": "user", "content": "?"}
-            prompt = self._text([user], [TOOL], enable_thinking=True)
-        except Exception:  # whatever a template raises
-            return None
+        prompt = self._tried([{"role": "user", "content": "?"}], enable_thinking=True)
         begun = self.answers.thoughts_in(prompt)
-        if begun and not self.answers.ends_thoughts(begun):
+        if not prompt or (begun and not self.answers.ends_thoughts(begun)):
             return None  # the prompt does
         ids = self._tokenizer.encode(mark, add_special_tokens=False)
         return ids[0] if len(ids) == 1 else None

@@ -22,8 +22,7 @@ import orjson
 from worker.text.call_form import PLAIN_CALLS
 
 Message = dict[str, Any]
-# A chat template: messages and tools, with a generation prompt.
-Render = Callable[[list[Message], list[Message]], str]
+Render = Callable[[list[Message]], str]  # a chat template; nothing where it raises
 Ids = Literal["any", "nine", "named"]
 Arguments = Literal["object", "text"]
 Content = Literal["absent", "null", "empty"]
@@ -53,10 +52,6 @@ class TurnForm:
     single: bool = False  # one call a message, each with its results
     written: bool = False  # it knows results, but no calls: they are part of the content
 
-    def adapt(self, messages: Iterable[Mapping[str, Any]]) -> list[Message]:
-        """A conversation as the template takes it."""
-        return _Conversation(self).adapt([dict(message) for message in messages])
-
     def call_id(self, name: str, index: int) -> str:
         """For a call that the model makes, its conversation's `index`-th."""
         if self.ids == "named":
@@ -64,8 +59,8 @@ class TurnForm:
         return secrets.token_hex(5)[:9] if self.ids == "nine" else "call_" + secrets.token_hex(12)
 
 
-class _Conversation:
-    """Written message by message, so that calls and their results get the same ids."""
+class Conversation:
+    """Adapted message by message, so that calls and their results get the same ids."""
 
     def __init__(self, form: TurnForm) -> None:
         self.form = form
@@ -73,8 +68,8 @@ class _Conversation:
         self._known: dict[str | None, Message] = {}  # calls by the ids they came with
         self._used: set[str] = set()
 
-    def adapt(self, messages: Sequence[Message]) -> list[Message]:
-        left = deque(messages)
+    def adapt(self, messages: Iterable[Mapping[str, Any]]) -> list[Message]:
+        left = deque(dict(message) for message in messages)
         while left:
             message = left.popleft()
             if message["role"] == "tool":
@@ -193,19 +188,6 @@ def _arguments(given: str | dict[str, Any], form: TurnForm) -> str | dict[str, A
 
 # ── what a template takes ──
 
-# Some templates want all of this of a tool.
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "any",
-        "description": "any",
-        "parameters": {
-            "type": "object",
-            "properties": {"given": {"type": "string", "description": "any"}},
-            "required": ["given"],
-        },
-    },
-}
 NUMBERS = ("one", "two")  # of the calls that are tried
 IDS_TRIED = ("call_of_one", "callofone", "functions.name_one:0")
 QUESTION: Message = {"role": "user", "content": "?"}
@@ -216,23 +198,20 @@ ALL_POINTS = 4
 
 def turn_form(render: Render) -> TurnForm | None:
     """The form in which a template shows calls best; None if it cannot show any results."""
-    nones = _text(render, [QUESTION]).count("None")
+    nones = render([QUESTION]).count("None")
     best, most = TurnForm(written=True), 0
     for ids, arguments, content in product(get_args(Ids), get_args(Arguments), CONTENTS):
         form = TurnForm(ids, arguments, content)
-        if (points := _points(_text(render, _tried(form)), nones)) > most:
+        if (points := _points(render(_tried(form)), nones)) > most:
             best, most = form, points
         if most == ALL_POINTS:
             break
-    if not most and not _points(_text(render, _tried(best)), nones):
+    if not most and not _points(render(_tried(best)), nones):
         return None
-    for changed, said, calls in (
-        (replace(best, apart=True), SAID, 1),
-        (replace(best, single=True), "", 2),
-    ):
-        if not _shows(render, best, said, calls) and _shows(render, changed, said, calls):
-            best = replace(best, apart=best.apart or changed.apart, single=changed.single)
-    return best
+    apart, single = replace(best, apart=True), replace(best, single=True)
+    if not _shows(render, best, SAID, 1) and _shows(render, apart, SAID, 1):
+        best, single = apart, replace(apart, single=True)
+    return single if not _shows(render, best, "", 2) and _shows(render, single, "", 2) else best
 
 
 def _points(text: str, nones: int) -> int:
@@ -248,13 +227,13 @@ def _points(text: str, nones: int) -> int:
 def _shows(render: Render, form: TurnForm, said: str, calls: int) -> bool:
     """Whether all calls and what is said before them are shown, with an answer after them too."""
     messages = _tried(form, said, calls)
-    text = _text(render, messages)
+    text = render(messages)
     shown = all(
         f"name_{each}" in text and text.count(f"value_{each}") == text.count(f"result_{each}") == 1
         for each in NUMBERS[:calls]
     )
     in_order = 0 <= text.find(said) < text.find("name_one")
-    return shown and in_order and "name_one" in _text(render, [*messages, ANSWER, QUESTION])
+    return shown and in_order and "name_one" in render([*messages, ANSWER, QUESTION])
 
 
 def _tried(form: TurnForm, said: str = "", calls: int = 1) -> list[Message]:
@@ -269,12 +248,4 @@ def _tried(form: TurnForm, said: str = "", calls: int = 1) -> list[Message]:
     turn: Message = {"role": "assistant", "content": said, "tool_calls": made}
     if said:
         turn["reasoning_content"] = "thought"
-    return form.adapt([QUESTION, turn, *results])
-
-
-def _text(render: Render, messages: list[Message]) -> str:
-    """Nothing where the template raises."""
-    try:
-        return render(messages, [TOOL])
-    except Exception:  # whatever it is
-        return ""
+    return Conversation(form).adapt([QUESTION, turn, *results])
