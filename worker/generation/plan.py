@@ -1,7 +1,6 @@
 """What holds a request's answers to what it asks: made only where it asks for anything.
 
-In pool threads; what cannot be used is the client's error. grammar/guide.py follows a plan, token
-by token.
+In pool threads; what cannot be used is the client's error. grammar/guide.py follows a plan.
 """
 
 from collections.abc import Mapping

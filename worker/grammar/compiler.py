@@ -1,13 +1,11 @@
-"""The grammars that answers are held to: tried, compiled, kept.
+"""The grammars of llguidance that answers are held to.
 
-    compiled, check (pool threads) → a Grammar, a refusal, or Pending
-      └▶ the grammar thread: tried in a child (trial.py), compiled, kept
-         → whoever waits prepares once more
-    Grammar → a copy for each choice (guide.py) → what a step's rows allow (bitmask.py)
+    a pool thread asks → a Grammar, a refusal, or Pending: ask again when told to
+    the grammar thread: tried in a child (trial.py) → compiled → kept → who waits is told
+    a Grammar → a copy for each choice (guide.py) → what a step's rows allow (bitmask.py)
 
-On llguidance. No thread of the pool waits here. One grammar is tried at a time, identical ones
-once; one that takes long is put behind those that have not been tried yet, and one that nobody
-waits for any longer is left out.
+One grammar is tried at a time, identical ones once; one that takes long is put behind those that
+have not been tried yet, and one that nobody waits for any longer is left out.
 """
 
 import hashlib
@@ -186,10 +184,9 @@ class Grammars:
         again()  # it has just been done
 
     def close(self) -> None:
-        with self._lock:
-            self._closed, made = True, self._made
-        if made:
-            made[1].close()
+        self._closed = True
+        if self._made:
+            self._made[1].close()
 
     # ── the grammar thread: there while there is something to do ──
 
@@ -259,19 +256,14 @@ class Grammars:
         """Here and in the child, at the same time."""
         try:
             text = self._pretrained.backend_tokenizer.to_str()
-        except Exception:
-            raise Unusable(UNFIT) from None
-        trials = Trials(text, self._rows, self._ends)
-        trials.start()
-        try:
+            trials = Trials(text, self._rows, self._ends)
+            trials.start()
             made = LLTokenizer(text, n_vocab=self._rows, eos_token=self._ends or None)
-        except BaseException as error:  # a panic in the library is no Exception
-            trials.close()
-            if isinstance(error, MemoryError):
-                raise
+        except (OSError, MemoryError):
+            raise
+        except BaseException:  # a panic in the library is no Exception
             raise Unusable(UNFIT) from None
-        with self._lock:
-            self._made = made, trials
+        self._made = made, trials
         if self._closed:
             trials.close()
 
@@ -285,7 +277,7 @@ class Grammars:
     @property
     def _long(self) -> int:
         """How many are to be tried with more time: they keep nobody else out."""
-        return sum(task.cpu_s >= LONG_S for task in self._tasks.values())
+        return sum(task.cpu_s >= LONG_S for task in list(self._tasks.values()))
 
     @property
     def _used(self) -> int:

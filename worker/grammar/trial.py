@@ -137,12 +137,8 @@ class Trials:
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):  # what it did not read
-            if pipe:
-                pipe.close()
+    with contextlib.suppress(OSError), process:  # what it did not read
+        process.kill()
 
 
 def _send(pipe: IO[bytes] | None, message: Sequence[Any]) -> None:
@@ -158,8 +154,7 @@ def _receive(pipe: IO[bytes] | None) -> list[Any]:
     line = pipe.readline()
     if not line.endswith(b"\n"):
         raise EOFError
-    message: list[Any] = json.loads(line)
-    return message
+    return list(json.loads(line))
 
 
 # ── the program ──

@@ -12,8 +12,7 @@ from typing import Any
 
 from worker.text.response_template import AnswerForm
 
-# A chat template, without a generation prompt; nothing where it raises.
-Render = Callable[[list[dict[str, Any]]], str]
+Render = Callable[[list[dict[str, Any]]], str]  # a chat template; nothing where it raises
 
 NAME = "name_of_it"
 ARGUMENTS = {"first_key": "its_text", "second_key": 12}

@@ -23,18 +23,10 @@ from worker.text.response_template import PLAIN, AnswerForm, answer_form
 from worker.text.turns import Conversation, Message, TurnForm, turn_form
 
 # For templates that write calls only where there are tools; some want all of this of one.
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "any",
-        "description": "any",
-        "parameters": {
-            "type": "object",
-            "properties": {"given": {"type": "string", "description": "any"}},
-            "required": ["given"],
-        },
-    },
-}
+PROPERTIES = {"given": {"type": "string", "description": "any"}}
+PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["given"]}
+FUNCTION = {"name": "any", "description": "any", "parameters": PARAMETERS}
+TOOL = {"type": "function", "function": FUNCTION}
 SWITCHES = ("enable_thinking", "thinking")  # what templates call it
 EFFORT = "reasoning_effort"
 
@@ -45,12 +37,11 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         source = str(tokenizer.chat_template)
-        self._variables = {
-            name for name in (EFFORT, *SWITCHES) if re.search(rf"\b{name}\b", source)
-        }
+        known = (EFFORT, *SWITCHES)
+        self._variables = [name for name in known if re.search(rf"\b{name}\b", source)]
         self._reserved = _reserved(tokenizer)
         self.answers = answer_form(tokenizer)
-        self.calls = call_form(self.answers, partial(self._tried, generation_prompt=False))
+        self.calls = call_form(self.answers, partial(self._tried, add_generation_prompt=False))
         self.turns = turn_form(self._tried)
         self.opens_thoughts = self._opens_thoughts(source)
 
@@ -81,7 +72,7 @@ class ChatTemplate:
             return self._text(
                 [dict(message) for message in messages],
                 [dict(tool) for tool in chat.tools],
-                chat.add_generation_prompt,
+                add_generation_prompt=chat.add_generation_prompt,
                 continue_final_message=chat.continue_final_message,
                 **variables,
             )
@@ -97,27 +88,16 @@ class ChatTemplate:
         """For a call that the model makes, its conversation's `index`-th."""
         return (self.turns or TurnForm()).call_id(name, index)
 
-    def _text(
-        self,
-        messages: list[Message],
-        tools: list[Message],
-        generation_prompt: bool = True,
-        **variables: Any,
-    ) -> str:
-        text = self._tokenizer.apply_chat_template(
-            messages,
-            tools=tools or None,  # type: ignore[arg-type]  # dictionaries are schemas
-            add_generation_prompt=generation_prompt,
-            tokenize=False,
-            **variables,
-        )
+    def _text(self, messages: list[Message], tools: list[Message], **variables: Any) -> str:
+        render: Any = self._tokenizer.apply_chat_template
+        text = render(messages, tools=tools or None, tokenize=False, **variables)
         assert isinstance(text, str)
         return text
 
     def _tried(self, messages: list[Message], **variables: Any) -> str:
         """Nothing where the template raises."""
         try:
-            return self._text(messages, [TOOL], **variables)
+            return self._text(messages, [TOOL], **{"add_generation_prompt": True, **variables})
         except Exception:  # whatever it is
             return ""
 
@@ -155,7 +135,7 @@ class ChatTemplate:
         return ids[0] if len(ids) == 1 else None
 
 
-def _reserved(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+def _reserved(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """Names that `chat_template_kwargs` may not set: arguments on the way to the template, which
     would be given twice or do something else, special tokens, and the functions it finds."""
     utils: Any = chat_template_utils
@@ -166,13 +146,11 @@ def _reserved(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
         utils.render_jinja_template,
         Template.render,
     )
-    return frozenset(
-        {
-            "messages",  # what the renderer calls a conversation
-            *(name for function in way for name in inspect.signature(function).parameters),
-            *tokenizer.SPECIAL_TOKENS_ATTRIBUTES,
-            *tokenizer.special_tokens_map,
-            *environment.globals,
-            *(name for name, _ in environment.filters.items() - FILTERS.items()),
-        }
-    )
+    return {
+        "messages",  # what the renderer calls a conversation
+        *(name for function in way for name in inspect.signature(function).parameters),
+        *tokenizer.SPECIAL_TOKENS_ATTRIBUTES,
+        *tokenizer.special_tokens_map,
+        *environment.globals,
+        *(name for name, _ in environment.filters.items() - FILTERS.items()),
+    }

@@ -32,63 +32,47 @@ JSON_IN_TAGS = {
     "transform": {"type": "function", "function": "{content}"},
 }
 # Marks in a chat template, and how that family writes calls; the first whose marks are all there.
-FAMILIES: list[tuple[tuple[str, ...], dict[str, Any]]] = [
-    (
-        ("<tool_call>", "<function=", "<parameter="),
-        {
-            "open_pattern": r"<tool_call>\s{0,8}<function=(?P<name>[^>\n]{1,128})>",
-            "close_pattern": r"</function>\s{0,8}</tool_call>",
-            "repeats": True,
-            "content": "xml-inline",
-            "content_args": {
-                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
-            },
-            "transform": CAPTURED,
+FAMILIES: dict[tuple[str, ...], dict[str, Any]] = {
+    ("<tool_call>", "<function=", "<parameter="): {
+        "open_pattern": r"<tool_call>\s{0,8}<function=(?P<name>[^>\n]{1,128})>",
+        "close_pattern": r"</function>\s{0,8}</tool_call>",
+        "repeats": True,
+        "content": "xml-inline",
+        "content_args": {
+            "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
         },
-    ),
-    (("<tool_call>",), JSON_IN_TAGS),
-    (
-        ("[TOOL_CALLS]", "[ARGS]"),
-        {
-            "open_pattern": r"\[TOOL_CALLS\](?P<name>[^\[{]{1,128})"
-            r"(?:\[CALL_ID\][^\[{]{0,64})?\[ARGS\]",
-            "close_pattern": r"(?=\[TOOL_CALLS\])",
-            "repeats": True,
-            "content": "json",
-            "transform": CAPTURED,
-        },
-    ),
-    (
-        ("[TOOL_CALLS]",),
-        {
-            "open": "[TOOL_CALLS]",
-            "content": "json",
-            "transform": _function("{name}", "{arguments}"),
-            "transform_each": True,
-        },
-    ),
-    (
-        ("<|tool_call>call:",),
-        {
-            "open_pattern": r"<\|tool_call>call:(?P<name>\w{1,128})",
-            "close": "<tool_call|>",
-            "repeats": True,
-            "content": "json",
-            "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
-            "transform": CAPTURED,
-        },
-    ),
-    (
-        ('{"name": "', '"parameters": '),
-        {
-            "open_pattern": r'(?:<\|python_tag\|>)?(?=\{"name": ?")',
-            "repeats": True,
-            "content": "json",
-            "transform": _function("{content.name}", "{content.parameters}"),
-        },
-    ),
-]
-ANYWHERE = "\n"  # the library wants to know where an answer begins in a prompt; we know that
+        "transform": CAPTURED,
+    },
+    ("<tool_call>",): JSON_IN_TAGS,
+    ("[TOOL_CALLS]", "[ARGS]"): {
+        "open_pattern": r"\[TOOL_CALLS\](?P<name>[^\[{]{1,128})"
+        r"(?:\[CALL_ID\][^\[{]{0,64})?\[ARGS\]",
+        "close_pattern": r"(?=\[TOOL_CALLS\])",
+        "repeats": True,
+        "content": "json",
+        "transform": CAPTURED,
+    },
+    ("[TOOL_CALLS]",): {
+        "open": "[TOOL_CALLS]",
+        "content": "json",
+        "transform": _function("{name}", "{arguments}"),
+        "transform_each": True,
+    },
+    ("<|tool_call>call:",): {
+        "open_pattern": r"<\|tool_call>call:(?P<name>\w{1,128})",
+        "close": "<tool_call|>",
+        "repeats": True,
+        "content": "json",
+        "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+        "transform": CAPTURED,
+    },
+    ('{"name": "', '"parameters": '): {
+        "open_pattern": r'(?:<\|python_tag\|>)?(?=\{"name": ?")',
+        "repeats": True,
+        "content": "json",
+        "transform": _function("{content.name}", "{content.parameters}"),
+    },
+}
 
 
 class Mark(NamedTuple):
@@ -171,17 +155,13 @@ class AnswerForm:
         return len(token) > 2 and any(token in text for text in texts)
 
 
+def _of_fields(fields: dict[str, Any]) -> AnswerForm:
+    # The library wants to know where an answer begins in a prompt; we know that.
+    return AnswerForm({"start_anchor": "\n", "fields": {**fields, CONTENT: {"content": "text"}}})
+
+
 # What calls look like where a model must make some and its own form cannot be told.
-PLAIN = AnswerForm(
-    {
-        "start_anchor": ANYWHERE,
-        "fields": {
-            "reasoning_content": THOUGHTS,
-            CALLS: JSON_IN_TAGS,
-            CONTENT: {"content": "text"},
-        },
-    }
-)
+PLAIN = _of_fields({"reasoning_content": THOUGHTS, CALLS: JSON_IN_TAGS})
 
 
 def answer_form(tokenizer: PreTrainedTokenizerBase) -> AnswerForm | None:
@@ -190,14 +170,9 @@ def answer_form(tokenizer: PreTrainedTokenizerBase) -> AnswerForm | None:
         return AnswerForm(own)
     chat = tokenizer.chat_template
     chat = "\n".join(chat.values()) if isinstance(chat, dict) else chat or ""
-    fields: dict[str, Any] = {}
-    if "</think>" in chat:
-        fields["reasoning_content"] = THOUGHTS
-    for marks, calls in FAMILIES:
+    fields = {"reasoning_content": THOUGHTS} if "</think>" in chat else {}
+    for marks, calls in FAMILIES.items():
         if all(mark in chat for mark in marks):
             fields[CALLS] = calls
             break
-    if not fields:
-        return None
-    fields[CONTENT] = {"content": "text"}
-    return AnswerForm({"start_anchor": ANYWHERE, "fields": fields})
+    return _of_fields(fields) if fields else None

@@ -134,10 +134,10 @@ class Conversation:
     def _id(self, given: str | None, name: str, place: int) -> str:
         if self.form.ids == "named":
             return _named(name, place)
-        id = given if given and self._fits(given) and given not in self._used else None
-        id = id or self._fresh(given)
-        self._used.add(id)
-        return id
+        if not given or given in self._used or not self._fits(given):
+            given = self._fresh(given)
+        self._used.add(given)
+        return given
 
     def _fits(self, id: str) -> bool:
         return self.form.ids != "nine" or NINE.fullmatch(id) is not None
@@ -186,12 +186,9 @@ def _arguments(given: str | dict[str, Any], form: TurnForm) -> str | dict[str, A
     return parsed if isinstance(parsed, dict) else given
 
 
-# ── what a template takes ──
-
 NUMBERS = ("one", "two")  # of the calls that are tried
 IDS_TRIED = ("call_of_one", "callofone", "functions.name_one:0")
 QUESTION: Message = {"role": "user", "content": "?"}
-ANSWER: Message = {"role": "assistant", "content": "!"}
 SAID = "said_before"
 ALL_POINTS = 4
 
@@ -233,7 +230,8 @@ def _shows(render: Render, form: TurnForm, said: str, calls: int) -> bool:
         for each in NUMBERS[:calls]
     )
     in_order = 0 <= text.find(said) < text.find("name_one")
-    return shown and in_order and "name_one" in render([*messages, ANSWER, QUESTION])
+    messages += [{"role": "assistant", "content": "!"}, QUESTION]
+    return shown and in_order and "name_one" in render(messages)
 
 
 def _tried(form: TurnForm, said: str = "", calls: int = 1) -> list[Message]:
