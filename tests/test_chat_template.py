@@ -113,4 +113,4 @@ def test_a_plain_chat_needs_no_plan_and_is_read_only_where_there_may_be_marks() 
         (THOUGHTS, {"thinking_tokens": 3}, True, True),
     ):
         made = prepared(source, **fields)
-        assert (made.reader is not None, made.plan is not None) == (reads, plans)
+        assert (made.parser is not None, made.plan is not None) == (reads, plans)

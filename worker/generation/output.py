@@ -33,7 +33,7 @@ def make_choices(
     item: WorkItem, prepared: Prepared, vocabulary: Vocabulary
 ) -> list["SequenceOutput"]:
     """All of a request's; what they share is made once."""
-    reader = prepared.reader
+    reader = prepared.parser
     draws = Draws(prepared.params, 0, prepared.ids)
     echo = _echo(prepared, vocabulary) if prepared.echo else None
     return [

@@ -36,7 +36,7 @@ class Prepared:
     ends: dict[int, int | None]  # ids that end a choice, and what is told as its stop reason
     echo: bool
     wants_prompt_logprobs: bool
-    reader: Reader | None  # at the answer's beginning; None: an answer is nothing but text
+    parser: Reader | None  # at the answer's beginning; None: an answer is nothing but text
     plan: Plan | None  # None: it may be anything
 
 
@@ -73,10 +73,10 @@ class Prompts:
             ends,
             request.echo,
             request.echo and request.sampling.logprobs is not None,
-            *self._reading(request, text),
+            *self._answer(request, text),
         )
 
-    def _reading(self, request: GenerationInput, text: str) -> tuple[Reader | None, Plan | None]:
+    def _answer(self, request: GenerationInput, text: str) -> tuple[Reader | None, Plan | None]:
         """What reads the answers to a prompt, and what holds them to what is asked."""
         chat, calls = request.prompt, request.calls
         form, begun = None, ""
