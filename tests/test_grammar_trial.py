@@ -360,18 +360,18 @@ def test_choices_that_wait_have_no_copy_of_their_grammar() -> None:
     item = asking(constraint=regex("[ab]{20}"), n=3)
     prepare(engine(), item)
     for choice in item.prepared:
-        assert "matcher" not in vars(choice.guide._held)
+        assert "matcher" not in vars(choice.guide._state)
 
 
 def test_a_slow_grammar_is_not_asked_anything_more() -> None:
     item = asking(constraint=regex("[ab]{20}"))
     prepare(engine(), item)
     guide = item.prepared[0].guide
-    guide._held.grammar.slow = True
+    guide._state.grammar.slow = True
     with pytest.raises(ItemFailed):
         guide.draft((1, 2), 4)
-    assert "matcher" not in vars(guide._held)
-    guide._held.grammar.slow = False
+    assert "matcher" not in vars(guide._state)
+    guide._state.grammar.slow = False
 
 
 def test_closing_does_not_wait_for_a_grammar_that_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

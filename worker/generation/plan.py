@@ -36,8 +36,7 @@ def make_plan(
     return Plan(
         tokenizer=grammars.tokenizer("tools") if answer or call else None,
         answer=answer,
-        document=calls is None or not calls.required,
-        may_call=calls is not None,
+        document=answer is not None and not (calls and calls.required),
         call=call,
         may_think=template.opens_thoughts if opens else None,
         budget=budget,

@@ -20,7 +20,7 @@ from worker.grammar.guide import Plan
 from worker.model.sampler import SamplingParams
 from worker.protocol import Chat, GenerationInput, Sampling, Stopping
 from worker.text.chat_template import ChatTemplate
-from worker.text.parser import Reader
+from worker.text.parser import Parser
 
 # What a request may leave open.
 LEFT_OPEN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -34,10 +34,10 @@ class Prepared:
     params: SamplingParams
     max_tokens: int
     ends: dict[int, int | None]  # ids that end a choice, and what is told as its stop reason
-    echo: bool
-    wants_prompt_logprobs: bool
-    parser: Reader | None  # at the answer's beginning; None: an answer is nothing but text
-    plan: Plan | None  # None: it may be anything
+    echo: bool = False
+    wants_prompt_logprobs: bool = False
+    parser: Parser | None = None  # at the answer's beginning; None: an answer is nothing but text
+    plan: Plan | None = None  # None: it may be anything
 
 
 class Prompts:
@@ -76,7 +76,7 @@ class Prompts:
             *self._answer(request, text),
         )
 
-    def _answer(self, request: GenerationInput, text: str) -> tuple[Reader | None, Plan | None]:
+    def _answer(self, request: GenerationInput, text: str) -> tuple[Parser | None, Plan | None]:
         """What reads the answers to a prompt, and what holds them to what is asked."""
         chat, calls = request.prompt, request.calls
         form, begun = None, ""
@@ -91,7 +91,8 @@ class Prompts:
         plan = make_plan(request, begun, self.template, self.grammars) if asked else None
         if form is None or (form.only_calls and not calls):
             return None, plan
-        return Reader(form, begun, calls is not None, called_tools(request) if calls else ()), plan
+        tools = called_tools(request) if calls else ()
+        return Parser(form, begun, bool(calls), tools, bool(plan and plan.document)), plan
 
     def _prompt(self, request: GenerationInput) -> tuple[str, list[int]]:
         """The prompt's text, if it is one, and its tokens."""
