@@ -6,6 +6,7 @@ from tests.tiny_tokenizers import llama_tokenizer
 from worker.grammar.notation import calls_grammar
 from worker.text.call_form import PLAIN_CALLS, CallForm, call_form
 from worker.text.chat_template import ChatTemplate
+from worker.text.response_template import AnswerForm
 
 TURN = "{% for m in messages %}{% if m.tool_calls %}CALLS{% else %}[INST]{{ m.content }}[/INST]"
 TURN += "{% endif %}{% endfor %}"
@@ -80,3 +81,9 @@ def test_a_grammar_names_the_tools_and_their_parameters() -> None:
     assert '"additionalProperties": false' in one.splitlines()[3]
     assert ")*" not in one
     assert ")*" in more
+
+
+def test_a_response_template_whose_calls_have_no_mark_has_no_form() -> None:
+    form = AnswerForm({"start_anchor": "\n", "fields": {"tool_calls": {"content": "json"}}})
+    assert call_form(form, lambda messages: TURN) is None
+    assert call_form(form, lambda messages: '{"name_of_it"') is None

@@ -83,7 +83,7 @@ def _calls_written(answers: AnswerForm, render: Render, count: int) -> str:
         if ends and ends[-1] > text.rindex(NAME):
             return text[start : ends[-1]]
         return text[start : list(WRITTEN.finditer(text))[-1].end()] + _closing(text[start:first])
-    except (ValueError, IndexError):
+    except (ValueError, LookupError):
         return ""
 
 
