@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 from tests import tiny
 from tests.parity import item, runner, same, serve
 from tests.tiny_tokenizers import SENTENCES
-from worker.model.self_check import TOLERANCE, Differs, Rows, check_packing, random_rows
+from worker.model.self_check import TOLERANCE, Differs
 from worker.pipeline import packed_attention as packing_module
+from worker.pipeline.batch_check import Rows, check_packing, random_rows
 from worker.pipeline.outputs import split_rows
 from worker.pipeline.packed_attention import CannotPack, Packing, plan_batch
 from worker.pipeline.runner import PipelineRunner

@@ -1,7 +1,7 @@
 """From a batch's raw output to one output per row, and from an answer to JSON.
 
 A row's output is what the pipeline's `postprocess` would have got without the batch: first
-dimension 1, no padding. That a model's outputs allow this is checked at load (model/self_check.py).
+dimension 1, no padding. That a model's outputs allow this is checked at load (batch_check.py).
 """
 
 import base64

@@ -4,7 +4,7 @@ A batch [B, L] goes through the embeddings as it is; before the first layer its 
 are gathered into one row [1, T, H], after the last layer they are scattered back to
 [B, L, H], so that poolers and heads see what they always see. In between, an attention
 function registered with transformers keeps the sequences apart. Whether a model can do this
-is found out by running it (model/self_check.py), not by a list of names.
+is found out by running it (batch_check.py), not by a list of names.
 
 Not here: which requests share a batch (batching/batcher.py), decoding (the generation engine).
 """

@@ -22,7 +22,8 @@ from batching.request_queue import WorkItem
 from worker.architectures import advice, made_for
 from worker.model import cpu_linear, failures, memory, missing_weights
 from worker.model.loading import LoadingFailed, LoadOptions, Pipe, load_pipeline
-from worker.model.self_check import Differs, check_left_padding, check_packing, check_padding
+from worker.model.self_check import Differs
+from worker.pipeline.batch_check import check_left_padding, check_packing, check_padding
 from worker.pipeline.inputs import read_input
 from worker.pipeline.limits import (
     check_decision,
