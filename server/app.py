@@ -150,7 +150,7 @@ def loader(
 
 def _load_pipeline(settings: Settings, pool_threads: int) -> Runner:
     from worker.model.loading import LoadOptions
-    from worker.pipeline.runner import load_runner
+    from worker.pipeline.load import load_runner
 
     options = LoadOptions(
         settings.pipeline_task,

@@ -17,7 +17,8 @@ from batching.request_queue import WorkItem
 from tests import tiny
 from tests.tiny_tokenizers import SENTENCES
 from worker.model.loading import LoadOptions
-from worker.pipeline.runner import PipelineRunner, load_runner
+from worker.pipeline.load import load_runner
+from worker.pipeline.runner import PipelineRunner
 from worker.protocol import PipelineInput
 
 torch.set_num_threads(1)

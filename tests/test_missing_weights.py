@@ -13,7 +13,7 @@ from tests.tiny import hf
 from worker.model import missing_weights
 from worker.model.language_model import GeneratorOptions, load_language_model
 from worker.model.loading import LoadingFailed, LoadOptions
-from worker.pipeline.runner import load_runner
+from worker.pipeline.load import load_runner
 
 assert tiny_vision
 

@@ -17,7 +17,8 @@ from tests import tiny
 from tests.parity import assert_parity, item, mixed, oracle, runner, serve, text
 from worker.model import cpu_linear
 from worker.model.loading import LoadOptions
-from worker.pipeline.runner import PipelineRunner, load_runner
+from worker.pipeline.load import load_runner
+from worker.pipeline.runner import PipelineRunner
 
 TEXTS = [text(n, 7 * n) for n in (1, 3, 12, 2, 25, 5, 1, 18)]
 

@@ -4,16 +4,57 @@ Three ways to batch are tried on random rows: packed, padded on the right, and p
 left before generation. What differs is not used; the reason is logged with the model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from worker.model.loading import Pipe
 from worker.model.self_check import TOLERANCE, Differs, encoder_lengths
+from worker.pipeline.limits import context_limit, vocabulary
 from worker.pipeline.outputs import split_rows
 from worker.pipeline.packed_attention import CannotPack, Packing
+from worker.tasks import TASKS
+
+Batching = Literal["packed", "padded", "same shape", "single"]
+
+
+def choose_batching(task: str, pipe: Pipe) -> tuple[Batching, str, Packing | None]:
+    """The best way to batch that gives the model's own output; why none better; the packing, in
+    place, if it is that."""
+    if not TASKS[task].stages or not TASKS[task].batches:
+        return "single", "", None
+    if TASKS[task].kind != "text":
+        return "same shape", "", None
+    model, tokenizer, limit = pipe.model, pipe.tokenizer, context_limit(pipe)
+    if tokenizer is None or tokenizer.pad_token_id is None:
+        return "single", "its tokenizer has no padding token", None
+    if tokenizer.pad_token_id >= vocabulary(pipe):
+        return "single", "it does not know its tokenizer's padding token", None
+    if task == "text-generation":
+        why = _refusal(lambda: check_left_padding(model, tokenizer, limit))
+        return ("single" if why else "padded"), why, None
+    why = _refusal(lambda: check_packing(Packing(model), tokenizer, limit))
+    if not why:
+        packing = Packing(model)
+        packing.attach()
+        return "packed", "", packing
+    if why_not_padded := _refusal(lambda: check_padding(model, tokenizer, limit)):
+        return "single", f"packed: {why}; padded: {why_not_padded}", None
+    return "padded", why, None
+
+
+def _refusal(check: Callable[[], None]) -> str:
+    """Why a way of batching is not used; "" if the check passes."""
+    try:
+        check()
+    except (CannotPack, Differs) as error:
+        return str(error)
+    except Exception as error:  # each model class refuses in its own way
+        return f"the forward raised {repr(error)[:200]}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +101,7 @@ def check_packing(packing: Packing, tokenizer: PreTrainedTokenizerBase, limit: i
     """Raises CannotPack or Differs unless packed rows equal the model's own forward of each."""
     model = packing.model
     rows = random_rows(model, tokenizer, encoder_lengths(model, limit), left=False)
-    own = forward_alone(model, rows)
+    reference = forward_alone(model, rows)
     detach = packing.attach()
     try:
         with packing.batch(rows.lengths, rows.ids.shape[1]), torch.no_grad():
@@ -69,16 +110,16 @@ def check_packing(packing: Packing, tokenizer: PreTrainedTokenizerBase, limit: i
         detach()
     if packing.calls != len(packing.layers):
         raise CannotPack("its layers do not call a registered attention function")
-    compare(own, split_rows(together, len(rows.lengths), rows.lengths), rows.lengths)
+    compare(reference, split_rows(together, len(rows.lengths), rows.lengths), rows.lengths)
 
 
 def check_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, limit: int) -> None:
     """Raises Differs unless rows padded on the right give what they give alone."""
     rows = random_rows(model, tokenizer, encoder_lengths(model, limit), left=False)
-    own = forward_alone(model, rows)
+    reference = forward_alone(model, rows)
     with torch.no_grad():
         together = model(**rows.batch())
-    compare(own, split_rows(together, len(rows.lengths), rows.lengths), rows.lengths)
+    compare(reference, split_rows(together, len(rows.lengths), rows.lengths), rows.lengths)
 
 
 def check_left_padding(
@@ -96,8 +137,8 @@ def check_left_padding(
         return logits
 
     together = first_logits(rows.batch())
-    own = [{"logits": first_logits(rows.alone(row))} for row in range(len(rows.lengths))]
-    compare(own, [{"logits": row[None]} for row in together], rows.lengths)
+    reference = [{"logits": first_logits(rows.alone(row))} for row in range(len(rows.lengths))]
+    compare(reference, [{"logits": row[None]} for row in together], rows.lengths)
 
 
 def forward_alone(model: PreTrainedModel, rows: Rows) -> list[Any]:
@@ -108,9 +149,9 @@ def forward_alone(model: PreTrainedModel, rows: Rows) -> list[Any]:
         ]
 
 
-def compare(own: Sequence[Any], together: Sequence[Any], lengths: Sequence[int]) -> None:
+def compare(reference: Sequence[Any], together: Sequence[Any], lengths: Sequence[int]) -> None:
     """Every score the model gives must be equal but for rounding."""
-    for alone, batched, length in zip(own, together, lengths, strict=True):
+    for alone, batched, length in zip(reference, together, lengths, strict=True):
         for name, expected in alone.items():
             if not isinstance(expected, torch.Tensor) or not expected.is_floating_point():
                 continue
