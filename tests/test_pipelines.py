@@ -268,7 +268,7 @@ def emulating(monkeypatch: pytest.MonkeyPatch, model: str = "bert-classify") -> 
     options = LoadOptions(
         "text-classification", str(tiny.folder(model)), device="cpu", dtype="bfloat16"
     )
-    return load_runner(options, 8, pool_threads=2)
+    return load_runner(options, 8)
 
 
 def linears(run: PipelineRunner) -> set[type]:

@@ -18,7 +18,7 @@ from worker.tasks import TASKS, resolve_task
 log = logging.getLogger("onequeue.pipelines")
 
 
-def load_runner(options: LoadOptions, max_rows: int, pool_threads: int) -> PipelineRunner:
+def load_runner(options: LoadOptions, max_rows: int) -> PipelineRunner:
     """Raises LoadingFailed if the model is not there, or was not made for the task."""
     pipe, lacking = load_pipeline(options)
     task = resolve_task(options.task)
@@ -42,7 +42,7 @@ def load_runner(options: LoadOptions, max_rows: int, pool_threads: int) -> Pipel
         why=why,
     )
     budget = DecodeBudget(int(options.max_image_mp * 1e6))
-    runner = PipelineRunner(pipe, info, packing, budget, max_rows, pool_threads)
+    runner = PipelineRunner(pipe, info, packing, budget, max_rows)
     if pipe.device.type == "cpu" and cpu_linear.spares_emulation(pipe.dtype):
         _lay_out(runner)
     return runner

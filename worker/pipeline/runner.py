@@ -9,7 +9,7 @@ whose pipelines have no clean seams are called whole.
 """
 
 import copy
-import queue
+import threading
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,7 +60,6 @@ class PipelineRunner:
         packing: Packing | None,
         budget: DecodeBudget,
         max_rows: int,
-        pool_threads: int,
     ) -> None:
         self.pipe = pipe
         self.info = info
@@ -74,18 +73,20 @@ class PipelineRunner:
         self.fills_masks = info.task == "fill-mask"
         self.reads_tokens = self.task.kind == "text" and self.task.stages
         self._template = copy_pipeline(pipe)  # nobody uses it, so it can be copied at any time
-        self._replicas: queue.LifoQueue[Pipe | None] = queue.LifoQueue()
-        for _ in range(pool_threads):  # made as they are needed: a large tokenizer takes a while
-            self._replicas.put(None)
+        self._idle: list[Pipe] = []  # replicas, as many as threads have ever worked at once
+        self._copying = threading.Lock()
 
     @contextmanager
     def _replica(self) -> Iterator[Pipe]:
-        pipe = self._replicas.get()
         try:
-            pipe = pipe or copy_pipeline(self._template)
+            pipe = self._idle.pop()
+        except IndexError:
+            with self._copying:  # half a second, for a tokenizer of 150,000 tokens
+                pipe = copy_pipeline(self._template)
+        try:
             yield pipe
         finally:
-            self._replicas.put(pipe)
+            self._idle.append(pipe)
 
     # ── pool threads: preprocess ──
 
