@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from worker.model.loading import Pipe
-from worker.model.self_check import TOLERANCE, Differs, encoder_lengths
+from worker.model.self_check import LONGEST, SHORTEST, TOLERANCE, Differs
 from worker.pipeline.limits import context_limit, vocabulary
 from worker.pipeline.outputs import split_rows
 from worker.pipeline.packed_attention import CannotPack, Packing
@@ -63,7 +64,7 @@ class Rows:
 
     ids: torch.Tensor  # [B, L], padded
     mask: torch.Tensor  # [B, L]
-    lengths: Sequence[int]
+    counts: Sequence[int]  # tokens of each
     names: Sequence[str]
 
     def batch(self) -> dict[str, torch.Tensor]:
@@ -76,50 +77,69 @@ class Rows:
 
 
 def random_rows(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int], left: bool
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, counts: Sequence[int], left: bool
 ) -> Rows:
     """Tokens are ordinary ones; each row ends in the token that ends texts, as some models
     look for it."""
     generator = torch.Generator().manual_seed(0)
-    width, size = max(lengths), model.config.get_text_config().vocab_size
+    size = model.config.get_text_config().vocab_size
     ordinary = torch.tensor(sorted(set(range(size)) - set(tokenizer.all_special_ids)))
-    ids = ordinary[torch.randint(len(ordinary), (len(lengths), width), generator=generator)]
+    texts = [
+        ordinary[torch.randint(len(ordinary), (count,), generator=generator)] for count in counts
+    ]
     last = tokenizer.eos_token_id if tokenizer.sep_token_id is None else tokenizer.sep_token_id
-    pad = tokenizer.pad_token_id
-    assert isinstance(pad, int)
-    mask = torch.zeros_like(ids)
-    for row, length in enumerate(lengths):
-        start = width - length if left else 0
-        mask[row, start : start + length] = 1
-        if isinstance(last, int) and not left:
-            ids[row, length - 1] = last
-    ids = torch.where(mask.bool(), ids, pad).to(model.device)
-    return Rows(ids, mask.to(model.device), lengths, tokenizer.model_input_names)
+    if isinstance(last, int) and not left:
+        for text in texts:
+            text[-1] = last
+    pad: Any = tokenizer.pad_token_id
+    side = "left" if left else "right"
+    ids = pad_sequence(texts, True, pad, side).to(model.device)
+    mask = pad_sequence([torch.ones_like(text) for text in texts], True, 0, side)
+    return Rows(ids, mask.to(model.device), counts, tokenizer.model_input_names)
+
+
+def encoder_counts(model: PreTrainedModel, limit: int) -> list[int]:
+    """Two rows near in length, which share an attention call when packed, and a short one. They
+    exceed the attention window, as far as `limit` and time allow."""
+    windows = [getattr(model.config, name, 0) for name in ("sliding_window", "local_attention")]
+    beyond = 2 * max(window or 0 for window in windows) + 8
+    longest = min(limit, beyond if SHORTEST < beyond <= LONGEST else SHORTEST)
+    return [min(3, longest), longest, longest - longest // 8]
 
 
 def check_packing(packing: Packing, tokenizer: PreTrainedTokenizerBase, limit: int) -> None:
-    """Raises CannotPack or Differs unless packed rows equal the model's own forward of each."""
-    model = packing.model
-    rows = random_rows(model, tokenizer, encoder_lengths(model, limit), left=False)
-    reference = forward_alone(model, rows)
-    detach = packing.attach()
-    try:
-        with packing.batch(rows.lengths, rows.ids.shape[1]), torch.no_grad():
-            together = model(**rows.batch())
-    finally:
-        detach()
+    """Raises CannotPack or Differs unless packed rows equal the model's forward of each."""
+
+    def forward_packed(rows: Rows) -> Any:
+        detach = packing.attach()
+        try:
+            with packing.batch(rows.counts, rows.ids.shape[1]):
+                return packing.model(**rows.batch())
+        finally:
+            detach()
+
+    check_rows(packing.model, tokenizer, limit, forward_packed)
     if packing.calls != len(packing.layers):
         raise CannotPack("its layers do not call a registered attention function")
-    compare(reference, split_rows(together, len(rows.lengths), rows.lengths), rows.lengths)
 
 
 def check_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, limit: int) -> None:
     """Raises Differs unless rows padded on the right give what they give alone."""
-    rows = random_rows(model, tokenizer, encoder_lengths(model, limit), left=False)
-    reference = forward_alone(model, rows)
-    with torch.no_grad():
-        together = model(**rows.batch())
-    compare(reference, split_rows(together, len(rows.lengths), rows.lengths), rows.lengths)
+    check_rows(model, tokenizer, limit, lambda rows: model(**rows.batch()))
+
+
+@torch.no_grad()
+def check_rows(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+    forward: Callable[[Rows], Any],
+) -> None:
+    rows = random_rows(model, tokenizer, encoder_counts(model, limit), left=False)
+    reference = [
+        split_rows(model(**rows.alone(row)), 1, [count])[0] for row, count in enumerate(rows.counts)
+    ]
+    compare_rows(reference, split_rows(forward(rows), len(rows.counts), rows.counts), rows.counts)
 
 
 def check_left_padding(
@@ -129,33 +149,22 @@ def check_left_padding(
     rows = random_rows(model, tokenizer, [min(3, limit - 1), min(11, limit - 1)], left=True)
     options = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "max_new_tokens": 1}
     options |= {"return_dict_in_generate": True, "output_logits": True}
-
-    def first_logits(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        generate: Any = model.generate  # mypy takes it for a parameter of the module
-        output = generate(**inputs, **options)
-        logits: torch.Tensor = output.logits[0]
-        return logits
-
-    together = first_logits(rows.batch())
-    reference = [{"logits": first_logits(rows.alone(row))} for row in range(len(rows.lengths))]
-    compare(reference, [{"logits": row[None]} for row in together], rows.lengths)
+    generate: Any = model.generate  # mypy takes it for a parameter of the module
+    together = generate(**rows.batch(), **options).logits[0]
+    reference = [
+        {"logits": generate(**rows.alone(row), **options).logits[0]}
+        for row in range(len(rows.counts))
+    ]
+    compare_rows(reference, [{"logits": row[None]} for row in together], rows.counts)
 
 
-def forward_alone(model: PreTrainedModel, rows: Rows) -> list[Any]:
-    with torch.no_grad():
-        return [
-            split_rows(model(**rows.alone(row)), 1, [length])[0]
-            for row, length in enumerate(rows.lengths)
-        ]
-
-
-def compare(reference: Sequence[Any], together: Sequence[Any], lengths: Sequence[int]) -> None:
+def compare_rows(reference: Sequence[Any], together: Sequence[Any], counts: Sequence[int]) -> None:
     """Every score the model gives must be equal but for rounding."""
-    for alone, batched, length in zip(reference, together, lengths, strict=True):
+    for alone, batched, count in zip(reference, together, counts, strict=True):
         for name, expected in alone.items():
             if not isinstance(expected, torch.Tensor) or not expected.is_floating_point():
                 continue
-            if expected.ndim > 2 and expected.shape[1] != length:
+            if expected.ndim > 2 and expected.shape[1] != count:
                 raise Differs(f"its {name} are not one for each token")
             got = batched[name]
             if got.shape != expected.shape:
