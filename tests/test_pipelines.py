@@ -5,6 +5,8 @@ import json
 import sys
 import threading
 from collections import Counter
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -251,6 +253,38 @@ def test_forward_of_an_item_can_be_repeated() -> None:
         run.prepare(one)
         answers = [run.finish(one, run.forward([one.prepared])[0]) for _ in range(2)]
         assert answers[0] == answers[1]
+
+
+def test_a_short_text_passes_three_files_of_the_worker() -> None:
+    run, entered = runner("fill-mask", "bert-mlm"), set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(Path(cpu_linear.__file__).parent.parent):
+            entered.add(path.name)
+
+    one = item("the capital of [MASK] is paris")
+    sys.setprofile(note)
+    try:
+        run.prepare(one)
+        answer = run.finish(one, run.forward([one.prepared])[0])
+    finally:
+        sys.setprofile(None)
+    assert entered == {"runner.py", "packed_attention.py", "outputs.py"}
+    read = item("the capital of [MASK] is paris", top_k=5)  # its parameters are looked at
+    assert [json.loads(answer)] == serve(run, [read])
+
+
+def test_as_many_replicas_are_made_as_threads_work_at_once() -> None:
+    run = load_runner(LoadOptions("fill-mask", "demo", device="cpu"), 8)
+    for _ in range(3):
+        run.prepare(item("a [MASK] b"))
+    assert len(run._idle) == 1
+    with run._replica() as one, run._replica() as other:
+        assert one is not other
+        assert one.model is other.model is run.pipe.model
+        assert one.tokenizer is not other.tokenizer
+    assert len(run._idle) == 2
 
 
 @pytest.mark.parametrize("model", sorted(tiny.TASKS))

@@ -63,8 +63,9 @@ class InputReader:
             raise InvalidInput(f"{self.name} takes a string", "inputs")
         if not (inputs if self.name == "text-generation" else inputs.strip()):
             raise InvalidInput("the text is empty", "inputs")
-        if self.name == "zero-shot-classification":  # it is tokenized for each label
-            check_labelled(inputs, parameters["candidate_labels"])
+        labels = parameters.get("candidate_labels", ())  # it is tokenized for each
+        if len(inputs) * len(labels) > MAX_LABELLED_CHARS:
+            raise InvalidInput("the text is too long for so many labels", "inputs")
         limits.check_characters(len(inputs), self.limit)
         if self.name == "fill-mask" and (mask := pipe.tokenizer.mask_token) not in inputs:
             raise InvalidInput(
@@ -72,11 +73,6 @@ class InputReader:
                 "inputs",
             )
         return inputs
-
-
-def check_labelled(text: str, labels: Any) -> None:
-    if len(text) * len(labels) > MAX_LABELLED_CHARS:
-        raise InvalidInput("the text is too long for so many labels", "inputs")
 
 
 def strings_of(inputs: Any, parameters: Mapping[str, Any]) -> list[str]:

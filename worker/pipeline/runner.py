@@ -45,7 +45,7 @@ class Prepared:
     forward: dict[str, Any]
     postprocess: dict[str, Any]
     tokens: int = 1  # of the longest chunk
-    copies: int = 1  # rows that generation makes of each chunk
+    sequences: int = 1  # rows that generation makes of each chunk
     masks: list[list[int]] | None = None  # of each row, the only positions that the head sees
     pixels: int = 0  # of the image, where the answer is as large
 
@@ -94,10 +94,10 @@ class PipelineRunner:
         with self._replica() as pipe:
             prepared = self._preprocess(pipe, item.payload)
         item.prepared = prepared
-        item.rows = len(prepared.chunks) * prepared.copies
+        item.rows = len(prepared.chunks) * prepared.sequences
         if self.reads_tokens:
             tokens = sum(chunk["input_ids"].shape[-1] for chunk in prepared.chunks)
-            item.tokens = tokens * prepared.copies
+            item.tokens = tokens * prepared.sequences
             item.width = prepared.tokens
         item.key = self._key(prepared) or id(item)
 
@@ -127,7 +127,9 @@ class PipelineRunner:
         prepared = Prepared(chunks, during, after)
         prepared.tokens = check_tokens(chunks, self.limit, self.vocabulary)
         if self.generates:
-            self._plan_generation(pipe, prepared)
+            prepared.sequences = plan_generation(pipe, during, prepared.tokens, self.limit)
+            if "tokenizer" in during:  # there with stop strings; the replica's stays in the pool
+                during["tokenizer"] = self.pipe.tokenizer
         if self.fills_masks:
             if "target_ids" not in after and after.get("top_k", 0) > self.vocabulary:
                 raise InvalidInput(f"the model has {self.vocabulary} tokens", "parameters.top_k")
@@ -147,13 +149,6 @@ class PipelineRunner:
                 if isinstance(value, torch.Tensor) and torch.equal(value, chunk[key]):
                     chunk[key] = value
             yield chunk
-
-    def _plan_generation(self, pipe: Pipe, prepared: Prepared) -> None:
-        during = prepared.forward
-        tokenizer = during.pop("tokenizer", None)  # the replica's, there with stop strings
-        prepared.copies = plan_generation(pipe, during, prepared.tokens, self.limit)
-        if tokenizer is not None:
-            during["tokenizer"] = self.pipe.tokenizer
 
     def _key(self, prepared: Prepared) -> Hashable | None:
         """What an item shares with those it may run with; None if it must run alone."""

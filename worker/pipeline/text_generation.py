@@ -18,9 +18,10 @@ def plan_generation(pipe: Pipe, forward: dict[str, Any], prompt_tokens: int, lim
     A number that was asked for is refused where it does not fit; a default is cut.
     """
     config = pipe.model.generation_config
+    asked_for = {name: value for name, value in forward.items() if name != "tokenizer"}
     try:
         effective = type(config)(
-            **pipe._prepare_generate_kwargs({**config.to_diff_dict(), **forward})
+            **pipe._prepare_generate_kwargs({**config.to_diff_dict(), **asked_for})
         )
         effective.validate()
     except ValueError as error:
