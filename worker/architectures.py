@@ -46,6 +46,7 @@ MADE_FOR: Mapping[str, str | None] = {
     r"ClapModel": "zero-shot-audio-classification",
     r"(Vits|Bark)Model|.*ForTextTo(Speech|Waveform)": "text-to-audio",
 }
+ENTAILS = re.compile("entail", re.IGNORECASE)  # begins a label of a model for zero-shot
 # Tasks that another model than one made for them cannot do: it has no such head.
 HEADS = {
     "text-classification", "zero-shot-classification", "token-classification", "fill-mask",
@@ -91,7 +92,8 @@ def made_for(config: Mapping[str, Any]) -> tuple[str, ...]:
     for name in architectures(config):
         for pattern, task in MADE_FOR.items():
             if re.fullmatch(pattern, name):
-                if task == "text-classification" and knows_entailment(config):
+                labels = map(str, (config.get("id2label") or {}).values())
+                if task == "text-classification" and any(ENTAILS.match(each) for each in labels):
                     return task, "zero-shot-classification"
                 return (task,) if task else ()
         if name.endswith("ForConditionalGeneration") and "vision_config" in config:
@@ -100,11 +102,6 @@ def made_for(config: Mapping[str, Any]) -> tuple[str, ...]:
             sees = "num_channels" in config and "vocab_size" not in config
             return ("image-feature-extraction" if sees else "feature-extraction",)
     return ()
-
-
-def knows_entailment(config: Mapping[str, Any]) -> bool:
-    labels = config.get("id2label") or {}
-    return any(str(label).lower().startswith("entail") for label in labels.values())
 
 
 def architectures(config: Mapping[str, Any]) -> list[str]:

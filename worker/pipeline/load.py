@@ -1,4 +1,6 @@
-"""From settings to a runner: its pipeline, its weights, how it batches. On the worker thread."""
+"""From settings to a runner, on the worker thread: the pipeline, whether it has the weights that
+its answers depend on, how it batches. From then on runner.py does the work.
+"""
 
 import logging
 from functools import partial

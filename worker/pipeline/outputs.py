@@ -56,13 +56,11 @@ def to_json(answer: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
     if isinstance(value, Image.Image):
         buffer = io.BytesIO()
         value.save(buffer, format="PNG")
         return base64.b64encode(buffer.getvalue()).decode()
-    if hasattr(value, "tolist"):  # arrays that are not contiguous, and exotic scalars
+    if hasattr(value, "tolist"):  # tensors, arrays that are not contiguous, exotic scalars
         return value.tolist()
     if hasattr(value, "items"):  # ModelOutput and other mappings
         return dict(value.items())
