@@ -48,7 +48,7 @@ class InputReader:
             case "json":
                 inputs = read_object(self.name, inputs, self.limit, lease)
         if (self.task.kind != "text" or not self.task.stages) and pipe.tokenizer is not None:
-            limits.check_strings(pipe, strings_of(inputs, parameters), self.limit)
+            limits.check_strings(pipe, inputs, parameters, self.limit)
         if self.name == "decision":
             limits.check_decision(pipe, inputs, self.limit)
         return inputs
@@ -73,14 +73,6 @@ class InputReader:
                 "inputs",
             )
         return inputs
-
-
-def strings_of(inputs: Any, parameters: Mapping[str, Any]) -> list[str]:
-    """The strings that a pipeline tokenizes on its own, out of the runner's sight."""
-    fields = {**parameters, **(inputs if isinstance(inputs, dict) else {"": inputs})}
-    template = fields.get("hypothesis_template", "This is a photo of {}.")
-    strings = [fields[key] for key in ("", "text") if isinstance(fields.get(key), str)]
-    return strings + [template.format(label) for label in fields.get("candidate_labels", [])]
 
 
 def read_pair(inputs: dict[str, Any], limit: int) -> dict[str, str]:

@@ -4,7 +4,7 @@ Checked before the worker sees an input, because beyond its tables a model raise
 GPU an index beyond a table ends the process's device for everybody.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,11 +34,10 @@ def context_limit(pipe: Pipe) -> int:
     return int(min(limit for limit in limits if limit and limit > 0))
 
 
-def check_characters(count: int, limit: int, param: str = "inputs") -> None:
+def check_characters(count: int, limit: int) -> None:
     if count > MAX_CHARS_PER_TOKEN * limit:
-        raise InvalidInput(
-            f"the text has {count} characters; the model takes {limit} tokens", param
-        )
+        many = f"the text has {count} characters; the model takes {limit} tokens"
+        raise InvalidInput(many, "inputs")
 
 
 def vocabulary(pipe: Pipe) -> int:
@@ -62,9 +61,12 @@ def check_decision(pipe: Pipe, request: Mapping[str, Any], limit: int) -> None:
         )
 
 
-def check_strings(pipe: Pipe, texts: Sequence[str], limit: int) -> None:
-    """For pipelines that tokenize on their own, out of our sight."""
-    for text in texts:
+def check_strings(pipe: Pipe, inputs: Any, parameters: Mapping[str, Any], limit: int) -> None:
+    """What a pipeline tokenizes inside, out of the runner's sight: a text, a phrase per label."""
+    fields = {**parameters, **(inputs if isinstance(inputs, dict) else {"": inputs})}
+    phrase = fields.get("hypothesis_template", "This is a photo of {}.")
+    texts = [fields[key] for key in ("", "text") if isinstance(fields.get(key), str)]
+    for text in (*texts, *map(phrase.format, fields.get("candidate_labels", ()))):
         check_characters(len(text), limit)
         if (count := len(pipe.tokenizer(text)["input_ids"])) > limit:
             raise InvalidInput(f"the text has {count} tokens; the model takes {limit}", "inputs")

@@ -24,12 +24,12 @@ Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit; ours is a setting
 Image.core.set_block_size(64 << 20)  # type: ignore[attr-defined]  # not annotated
 KNOWN: list[str] = ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF"]
 FORMATS = [kind for kind in KNOWN if kind in Image.OPEN]  # Pillow may be built without some
-# A progressive JPEG costs a pass over all pixels for each scan, and a scan may be empty: so many
-# times the largest image's pixels are gone over. Cameras and encoders make about ten.
+# A progressive JPEG costs a pass over all its pixels for each scan, and a scan may be empty: in all
+# no more than so many passes over the largest image. Cameras and encoders make about ten scans.
 MAX_SCANS = 64
 # Values (float32) that an answer may have for each pixel before fewer pixels are taken.
 FREE_VALUES_PER_PIXEL = 8
-# as Pillow's decoders please
+# What Pillow's decoders raise for a broken file.
 DECODING_ERRORS = (OSError, SyntaxError, ValueError, TypeError, RuntimeError)
 TIFF_TILE = 322, 323  # the tags of a tile's width and length
 MAX_TILE = 1 << 24  # pixels: a tile is unpacked whole, however small the image is
