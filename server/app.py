@@ -76,7 +76,7 @@ def create_app(
     batcher = DynamicBatcher(
         settings.max_batch_size, settings.max_batch_tokens, settings.max_batch_wait_ms / 1000
     )
-    loading = loader(settings, pool_threads, load, load_chat)
+    loading = loader(settings, load, load_chat)
     worker = Worker(loading, batcher, {"pipeline": Breaker(), "generation": Breaker()})
     observer = Metrics(lambda: queue.pending, settings.max_batch_size)
     engine = Engine(worker, queue, observer, pool_threads, settings.stuck_after_s)
@@ -131,7 +131,6 @@ def generation_routes(
 
 def loader(
     settings: Settings,
-    pool_threads: int,
     load: Callable[[], Runner] | None,
     load_chat: Callable[[], Generator] | None,
 ) -> Callable[[], Models]:
@@ -140,7 +139,7 @@ def loader(
     def load_all() -> Models:
         pipeline = generator = None
         if settings.pipeline_model != "none":
-            pipeline = load() if load else _load_pipeline(settings, pool_threads)
+            pipeline = load() if load else _load_pipeline(settings)
         if settings.chat_model != "none":
             generator = load_chat() if load_chat else _load_chat(settings)
         return Models(pipeline, generator)
@@ -148,9 +147,9 @@ def loader(
     return load_all
 
 
-def _load_pipeline(settings: Settings, pool_threads: int) -> Runner:
+def _load_pipeline(settings: Settings) -> Runner:
     from worker.model.loading import LoadOptions
-    from worker.pipeline.runner import load_runner
+    from worker.pipeline.load import load_runner
 
     options = LoadOptions(
         settings.pipeline_task,
@@ -160,7 +159,7 @@ def _load_pipeline(settings: Settings, pool_threads: int) -> Runner:
         settings.attn_implementation,
         settings.max_image_mp,
     )
-    return load_runner(options, settings.max_batch_size, pool_threads)
+    return load_runner(options, settings.max_batch_size)
 
 
 def _load_chat(settings: Settings) -> Generator:

@@ -47,7 +47,7 @@ def poisoned(generator: GenerationEngine) -> Iterator[None]:
 @contextmanager
 def raising(generator: GenerationEngine, error: Callable[[], Exception]) -> Iterator[list[int]]:
     """A step that has POISON among its tokens raises; gives how many rows the steps had."""
-    runner = generator.runner
+    runner: Any = generator.runner
     model = runner.model
     rows: list[int] = []
 

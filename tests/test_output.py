@@ -14,9 +14,8 @@ from worker.generation.output import SequenceOutput, make_choices
 from worker.generation.request import Prepared
 from worker.model.logits_processors import SamplingParams
 from worker.model.sampler import SampledToken
-from worker.protocol import Calls
-from worker.text.answer_plan import AnswerPlan
 from worker.text.detokenizer import Piece, Share, Vocabulary
+from worker.text.parser import Parser
 from worker.text.response_template import PLAIN
 
 TOKENIZER = tiny_chat.tokenizer()
@@ -41,9 +40,9 @@ def output(
     begun: str = "",
 ) -> SequenceOutput:
     item = request([5], replace(GREEDY, logprobs=logprobs), stop=stop)
-    answer = AnswerPlan(form, begun, Calls(("w",)))
+    parser = None if form is None else Parser(form, begun, calls=True)
     params = SamplingParams(logprobs=logprobs)
-    prepared = Prepared([5], params, max_tokens, {END: None}, False, answer)
+    prepared = Prepared([5], params, max_tokens, {END: None}, parser=parser)
     [made] = make_choices(item, prepared, VOCABULARY)
     made.begin(0)
     return made

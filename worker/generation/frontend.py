@@ -30,7 +30,7 @@ class Frontend:
         self.prompts = Prompts(
             language.tokenizer, language.defaults, language.vocab_size, max_model_len
         )
-        form = self.prompts.answering.form
+        form = self.prompts.template.answers
         self.vocabulary = Vocabulary(language.tokenizer, form.marks if form else None)
 
     def prepare(self, item: WorkItem) -> None:
@@ -50,7 +50,7 @@ class Frontend:
         return self.vocabulary.token(token_id)[0]
 
     def call_id(self, name: str, index: int) -> str:
-        return self.prompts.turns.call_id(name, index)
+        return self.prompts.template.call_id(name, index)
 
     def close(self) -> None:
         self.prompts.grammars.close()

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from batching.request_queue import WorkItem
 from worker.deltas import Delta, FinishReason, TokenLogprob
 from worker.generation.request import Prepared
+from worker.grammar.guide import Guide
 from worker.model.logits_processors import Draw, SamplingState
 from worker.model.sampler import SampledToken
 from worker.text.detokenizer import CONTEXT, Piece, Share, Tokens, Vocabulary
@@ -33,7 +34,7 @@ def make_choices(
     item: WorkItem, prepared: Prepared, vocabulary: Vocabulary
 ) -> list["SequenceOutput"]:
     """All of a request's; what they share is made once."""
-    parser = prepared.answer.parser()
+    parser = prepared.parser
     sampling = SamplingState(prepared.params, 0, prepared.ids)
     echo = Echo(vocabulary.text_of(prepared.ids), []) if prepared.echo else None
     if echo and prepared.wants_prompt_logprobs:
@@ -58,7 +59,6 @@ class SequenceOutput:
         parser: Parser | None,
         echo: Echo | None,
     ) -> None:
-        stopping = item.payload.stopping
         self.item = item
         self.prepared = prepared
         self.vocabulary = vocabulary
@@ -67,18 +67,20 @@ class SequenceOutput:
         self.count = 0  # output tokens so far
         self.begun = False
         self.ended = False
-        self.guide = prepared.answer.guide(parser)
+        self.guide = Guide(prepared.plan, parser) if prepared.plan else None
         self._detokenizer = vocabulary.stream(prepared.ids[-CONTEXT:])
         self._parser = parser  # None: the text is nothing but content
-        self._stops = StopStrings(stopping.stop)
-        self._min_tokens = stopping.min_tokens
-        self._scores = ContentLogprobs(vocabulary) if prepared.params.logprobs is not None else None
+        self._stopping = item.payload.stopping
+        self._stops = StopStrings(self._stopping.stop)
+        self._logprobs = (
+            ContentLogprobs(vocabulary) if prepared.params.logprobs is not None else None
+        )
         self._echo = echo
         self._prompt: list[TokenLogprob] = []  # what is known of its tokens, if that is asked for
         if echo and echo.texts:
             first = SampledToken(prepared.ids[0], None, ())
             self._prompt.append(token_logprob(vocabulary, first, echo.texts[0]))
-        self._plain = parser is None and self._scores is None and not stopping.stop
+        self._plain = parser is None and self._logprobs is None and not self._stopping.stop
         self._delta: Delta | None = None
 
     def row(self, drafted: tuple[int, ...] = ()) -> Draw:
@@ -125,7 +127,7 @@ class SequenceOutput:
             guide.accept(token)
         if self.sampling.processes_logits:
             self.sampling.accept(token)
-        if token in self.prepared.ends and self.count > self._min_tokens:
+        if token in self.prepared.ends and self.count > self._stopping.min_tokens:
             self._finish("stop", self.prepared.ends[token], sampled)
             return
         text = self._detokenizer.push(token)
@@ -135,7 +137,7 @@ class SequenceOutput:
         if self._plain:
             delta.add("content", text)
         else:
-            self._read(self._scores.piece(text, sampled) if self._scores else Piece(text))
+            self._parse(self._logprobs.piece(text, sampled) if self._logprobs else Piece(text))
         delta.reasoning_tokens += thinking or (parser is not None and parser.phase == "thinking")
         if guide:
             guide.follow()
@@ -156,49 +158,49 @@ class SequenceOutput:
             self._delta = Delta(self.number)
         return self._delta
 
-    def _read(self, piece: Piece) -> None:
+    def _parse(self, piece: Piece) -> None:
         if self._parser is None:
             self._content(piece)
         else:
             constrained = self.guide is not None and self.guide.constrains
-            self._sort(self._parser.feed(piece, constrained))
+            self._emit(self._parser.feed(piece, constrained))
 
-    def _sort(self, events: Iterable[Event]) -> None:
+    def _emit(self, events: Iterable[Event]) -> None:
         for kind, piece, name in events:
             if kind == "content":
                 self._content(piece)
             elif self._stops.matched is None:
-                self._interrupt()
+                self._end_content()
                 self._open().add(kind, piece.text, name)
 
     def _content(self, piece: Piece) -> None:
         """Goes out as far as no stop string can come of it."""
-        early = self.count <= self._min_tokens
-        self._show(piece if early else self._stops.push(piece))
+        free = not self._stopping.stop or self.count <= self._stopping.min_tokens
+        self._show(piece if free else self._stops.push(piece))
 
-    def _interrupt(self) -> None:
-        """The content ends here, at least for now: no stop string comes of what was held back."""
+    def _end_content(self) -> None:
+        """For now, or for good: no stop string comes of what was held back."""
         self._show(self._stops.flush())
-        if self._scores:
-            self._open().logprobs += self._scores.close()
+        if self._logprobs:
+            self._open().logprobs += self._logprobs.close()
 
     def _show(self, piece: Piece) -> None:
         delta = self._open()
         delta.add("content", piece.text)
-        if self._scores:
-            delta.logprobs += self._scores.show(piece)
+        if self._logprobs:
+            delta.logprobs += self._logprobs.show(piece)
 
     def _finish(self, reason: FinishReason, stop: str | int | None, sampled: SampledToken) -> None:
         """The text ends with `sampled`: unless by a stop string, what was held back for one, for
         a mark or as half a character comes."""
         if self._stops.matched is None:
             if rest := self._detokenizer.flush():
-                self._read(self._scores.rest(rest, sampled) if self._scores else Piece(rest))
+                self._parse(self._logprobs.rest(rest, sampled) if self._logprobs else Piece(rest))
             if self._parser:
-                self._sort(self._parser.finish())
-        self._interrupt()
-        if self._scores:
-            self._open().logprobs += self._scores.finish()
+                self._emit(self._parser.finish())
+        self._end_content()
+        if self._logprobs:
+            self._open().logprobs += self._logprobs.finish()
         self._end(reason, stop)
 
     def _end(self, reason: FinishReason, stop: str | int | None) -> None:

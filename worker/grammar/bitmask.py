@@ -20,7 +20,7 @@ from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
 from batching.errors import ItemFailed
-from worker.grammar.cache import Grammar
+from worker.grammar.compiler import Grammar
 from worker.model.logits_processors import TokenMask
 
 Bits = NDArray[np.int32]  # [rows, words], a bit a token

@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from batching.errors import ItemFailed
 from worker.grammar.bitmask import MaskRequest
-from worker.grammar.cache import Grammar
+from worker.grammar.compiler import Grammar
 from worker.text.parser import Parser, Phase
 
 T = TypeVar("T")

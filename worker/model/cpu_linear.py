@@ -76,11 +76,8 @@ class Int8Linear(nn.Module):
         self.dtype = weight.dtype
         self.copy: nn.Module | None = None
         if copy:
-            plain = self._dequantised()
+            plain = self.weight.float().mul_(self.scale.float()[:, None]).to(self.dtype)
             self.copy = PackedLinear(plain, None) if packs(self.dtype) else _linear(plain, None)
-
-    def _dequantised(self) -> Tensor:
-        return self.weight.float().mul_(self.scale.float()[:, None]).to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features).bfloat16()

@@ -209,7 +209,7 @@ class CudaCapture:
 @contextmanager
 def waiting_is_an_error() -> Iterator[None]:
     """A model that looks at its numbers cannot be captured, and a capture that fails leaves
-    torch's allocator broken: it must be known before."""
+    torch's allocator broken: so the run before it raises."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

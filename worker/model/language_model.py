@@ -69,7 +69,7 @@ class LanguageModel:
         self.dtype = model.dtype
         self.parameters = model.num_parameters()
         self.tolerance = TOLERANCE[model.dtype]
-        # told by its layers where it can be paged; a window of 0 is none
+        # filled in by paging.py, a place a layer; a window of 0 is none
         self.layers: list[LayerShape] = []
         self.windows: list[int] = []
         # how many rows the output has: a model may have more than the tokenizer has tokens

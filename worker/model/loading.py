@@ -74,9 +74,9 @@ def loading(failed: str) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """Of what it says: each library raises in its own way, some with a long trace."""
-    said = str(error).strip().splitlines()
-    return said[0] if said else repr(error)
+    """Of its message, which a library may follow with a long trace; its repr if there is none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else repr(error)
 
 
 def local_path(model: str, demo: Path) -> str:
@@ -110,5 +110,5 @@ def choose_dtype(name: str, model: str, device: torch.device) -> torch.dtype | s
     """The checkpoint's own dtype for `auto`, but bfloat16 where a CPU would run float16."""
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]  # checked by the settings
-    own = getattr(AutoConfig.from_pretrained(model, trust_remote_code=False), "dtype", None)
-    return torch.bfloat16 if own == torch.float16 and device.type == "cpu" else "auto"
+    stored = getattr(AutoConfig.from_pretrained(model, trust_remote_code=False), "dtype", None)
+    return torch.bfloat16 if stored == torch.float16 and device.type == "cpu" else "auto"

@@ -101,13 +101,15 @@ def processed(
             added.append((row, params.end_ids, -np.inf))
         if state.repeats or state.counted:
             counts = state.counts + Counter(draw.drafted) if draw.drafted else state.counts
-            said = np.fromiter(counts, np.int64, len(counts))
+            output = np.fromiter(counts, np.int64, len(counts))
             if state.repeats:
-                repeated += [(row, ids, params.repetition_penalty) for ids in (state.prompt, said)]
+                repeated += [
+                    (row, ids, params.repetition_penalty) for ids in (state.prompt, output)
+                ]
             if state.counted:
                 often = np.fromiter(counts.values(), np.float32, len(counts))
                 less = -params.presence_penalty - params.frequency_penalty * often
-                counted.append((row, said, less))
+                counted.append((row, output, less))
     if not (added or repeated or counted or mask):
         return raw
     scores = raw.clone(memory_format=torch.contiguous_format)

@@ -31,14 +31,10 @@ def _machine_free() -> float:
 
 def _cgroup_free() -> float:
     """The limit less what is used and could not be dropped, by cgroup version 2 or 1."""
+    one = "memory/memory."
     for limit, used, stat, idle in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-        (
-            "memory/memory.limit_in_bytes",
-            "memory/memory.usage_in_bytes",
-            "memory/memory.stat",
-            "total_inactive_file",
-        ),
+        (one + "limit_in_bytes", one + "usage_in_bytes", one + "stat", "total_inactive_file"),
     ):
         root = "/sys/fs/cgroup/"
         most, now = _lines(root + limit), _lines(root + used)
@@ -77,6 +73,8 @@ def _sizes(folder: Path, dtype: str) -> Iterator[int]:
         with safe_open(file, framework="pt") as checkpoint:
             for name in checkpoint.keys():  # noqa: SIM118
                 tensor = checkpoint.get_slice(name)
-                own = STORED.get(tensor.get_dtype(), 1)
-                wanted = own if own == 1 or dtype == "auto" else getattr(torch, dtype).itemsize
+                stored = STORED.get(tensor.get_dtype(), 1)
+                wanted = (
+                    stored if stored == 1 or dtype == "auto" else getattr(torch, dtype).itemsize
+                )
                 yield math.prod(tensor.get_shape()) * wanted

@@ -23,12 +23,12 @@ def recorded() -> Iterator[dict[int, dict[str, str]]]:
     """
     found: dict[int, dict[str, str]] = {}
     with _recording:
-        own = vars(PreTrainedModel)["from_pretrained"]
+        original = vars(PreTrainedModel)["from_pretrained"]
 
         def from_pretrained(cls: Any, *args: Any, **keywords: Any) -> Any:
             asked = keywords.pop("output_loading_info", False)
             options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-            model, info = own.__get__(None, cls)(*args, **{**keywords, **options})
+            model, info = original.__get__(None, cls)(*args, **{**keywords, **options})
             found[id(model)] = names_of(info)
             return (model, info) if asked else model
 
@@ -36,14 +36,14 @@ def recorded() -> Iterator[dict[int, dict[str, str]]]:
         try:
             yield found
         finally:
-            setattr(PreTrainedModel, "from_pretrained", own)  # noqa: B010
+            setattr(PreTrainedModel, "from_pretrained", original)  # noqa: B010
 
 
 _recording = threading.Lock()
 
 
 def names_of(info: dict[str, Any]) -> dict[str, str]:
-    """What was not found in a checkpoint, each with how it is said."""
+    """What was not found in a checkpoint, each as a message names it."""
     names = {name: name for name in info["missing_keys"]}
     for name, there, wanted in info["mismatched_keys"]:
         names[name] = f"{name} (it has {tuple(there)} where config.json says {tuple(wanted)})"
@@ -74,8 +74,8 @@ def matter(model: PreTrainedModel, names: dict[str, str], answer: Callable[[], b
             if _seeded(answer) != first:
                 return True
     finally:
-        for value, own in zip(drawn, before, strict=True):
-            value.copy_(own)
+        for value, loaded in zip(drawn, before, strict=True):
+            value.copy_(loaded)
     return False
 
 

@@ -85,7 +85,7 @@ class AttentionMetadata:
             attended = _attend_group(qs, ks, vs, group.mask, scale, softcap, sinks)  # [b, t, H, Dv]
             attended = attended.reshape(b * t, *out.shape[1:])
             if group.target is None:
-                out = attended.contiguous()  # as the compiler was told
+                out = attended.contiguous()  # as the op's fake says of it
             else:
                 out.index_copy_(0, group.target, _rows(attended, group.real))
         return out.unsqueeze(0)
@@ -95,8 +95,7 @@ class AttentionMetadata:
         `masked`: a mask is wanted even where it is the causal one."""
         key = (window, chunk, masked)
         if key not in self._groups:
-            members = self._members(window, chunk)
-            self._groups[key] = [self._group(each, *key) for each in members]
+            self._groups[key] = [self._group(m, *key) for m in self._members(window, chunk)]
         return self._groups[key]
 
     def _members(self, window: int, chunk: int) -> Iterator[Any]:
@@ -125,26 +124,21 @@ class AttentionMetadata:
         starts, widths = self.starts[members], self.widths[members]
         b, t = len(members), int(widths.max())
         within = np.arange(t)
+        queries = starts[:, None] + within  # [b, t] positions
         real = within < widths[:, None]  # [b, t]
         rows = self.offsets[members, None] + np.minimum(within, widths[:, None] - 1)
         places = None if real.all() else self._tensor(np.flatnonzero(real))
         every = places is None and b == len(self.widths)
-        queries = starts[:, None] + within  # [b, t] positions
-        fresh = bool((starts == 0).all()) and t > 1
         blocks = mask = None
-        if not fresh:
-            blocks, keys = self._gathered(members, window, chunk)
+        if t == 1 or starts.any():
+            gathered, keys = self._gathered(members, window, chunk)
+            blocks = self._tensor(gathered.ravel())
             mask = self._mask(queries, keys, window, chunk)
         elif masked or 0 < window < t or 0 < chunk < t:
             mask = self._mask(queries, np.broadcast_to(within, (b, t)), window, chunk)
-        return Group(
-            None if every else self._tensor(rows.ravel()),
-            places,
-            None if every else self._tensor(rows[real]),
-            (b, t),
-            None if blocks is None else self._tensor(blocks.ravel()),
-            mask,
-        )
+        target = None if every else self._tensor(rows[real])
+        rows = None if every else self._tensor(rows.ravel())
+        return Group(rows, places, target, (b, t), blocks, mask)
 
     def _gathered(self, members: Any, window: int, chunk: int) -> tuple[Any, Any]:
         """The members' blocks [b, n] from the first that is seen, and the positions in them."""
@@ -203,8 +197,6 @@ def _attend_group(
     if groups > 1:
         mask = mask.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(2, 3)
     if softcap > 0 or sinks is not None:
-        if sinks is not None:
-            sinks = sinks.view(1, -1, groups, 1).expand(b, -1, -1, t).flatten(2).unsqueeze(-1)
         done = _softmax_attention(q, k, v, mask, scale, softcap, sinks)
     else:
         done = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
@@ -217,13 +209,15 @@ def _softmax_attention(
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Attention written out, for what the fused function lacks: capped scores (Gemma 2), and sinks
-    [b, Hkv, t', 1] (GPT-OSS)."""
+    [H] (GPT-OSS)."""
     scores = torch.matmul(q, k.transpose(2, 3)) * scale
     if softcap > 0:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores + mask
     if sinks is not None:
-        scores = torch.cat([scores, sinks.to(scores.dtype)], -1)
+        b, heads, rows, _ = scores.shape
+        each = sinks.view(1, heads, -1, 1).repeat(b, 1, 1, rows * heads // len(sinks))
+        scores = torch.cat([scores, each.flatten(2).unsqueeze(-1).to(scores.dtype)], -1)
     weights = torch.softmax(scores.float(), -1)[..., : k.shape[2]]
     return torch.matmul(weights.to(v.dtype), v)
 

@@ -25,7 +25,8 @@ def _write(
     heads: tl.constexpr, key_size: tl.constexpr, key_pad: tl.constexpr,
     value_size: tl.constexpr, value_pad: tl.constexpr,
 ):  # fmt: skip
-    """A row's key and value go to its slot; so many slots after it are zeroed."""
+    """A row's key and value go to its slot; the `rests` slots after it are zeroed, as eager steps
+    multiply what they mask there."""
     row, head = tl.program_id(0), tl.program_id(1)
     slot, rest = tl.load(slots + row), tl.load(rests + row)
     d, e = tl.arange(0, key_pad), tl.arange(0, value_pad)

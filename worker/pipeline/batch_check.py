@@ -4,14 +4,15 @@ Three ways to batch are tried on random rows: packed, padded on the right, and p
 left before generation. What differs is not used; the reason is logged with the model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from worker.model.loading import Pipe
 from worker.model.self_check import (
     TOLERANCE,
     Differs,
@@ -19,8 +20,48 @@ from worker.model.self_check import (
     length_beyond_windows,
     random_prompts,
 )
+from worker.pipeline.limits import context_limit, vocabulary
 from worker.pipeline.outputs import split_rows
 from worker.pipeline.packed_attention import CannotPack, Packing
+from worker.tasks import TASKS
+
+Batching = Literal["packed", "padded", "same shape", "single"]
+
+
+def choose_batching(task: str, pipe: Pipe) -> tuple[Batching, str, Packing | None]:
+    """The best way to batch that gives the model's own output; why none better; the packing, in
+    place, if it is that."""
+    if not TASKS[task].stages or not TASKS[task].batches:
+        return "single", "", None
+    if TASKS[task].kind != "text":
+        return "same shape", "", None
+    model, tokenizer, limit = pipe.model, pipe.tokenizer, context_limit(pipe)
+    if tokenizer is None or tokenizer.pad_token_id is None:
+        return "single", "its tokenizer has no padding token", None
+    if tokenizer.pad_token_id >= vocabulary(pipe):
+        return "single", "it does not know its tokenizer's padding token", None
+    if task == "text-generation":
+        why = _refusal(lambda: check_left_padding(model, tokenizer, limit))
+        return ("single" if why else "padded"), why, None
+    why = _refusal(lambda: check_packing(Packing(model), tokenizer, limit))
+    if not why:
+        packing = Packing(model)
+        packing.attach()
+        return "packed", "", packing
+    if why_not_padded := _refusal(lambda: check_padding(model, tokenizer, limit)):
+        return "single", f"packed: {why}; padded: {why_not_padded}", None
+    return "padded", why, None
+
+
+def _refusal(check: Callable[[], None]) -> str:
+    """Why a way of batching is not used; "" if the check passes."""
+    try:
+        check()
+    except (CannotPack, Differs) as error:
+        return str(error)
+    except Exception as error:  # each model class refuses in its own way
+        return f"the forward raised {repr(error)[:200]}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +70,7 @@ class Rows:
 
     ids: torch.Tensor  # [B, L], padded
     mask: torch.Tensor  # [B, L]
-    lengths: Sequence[int]
+    counts: Sequence[int]  # tokens of each
     names: Sequence[str]
 
     def batch(self) -> dict[str, torch.Tensor]:
@@ -42,24 +83,23 @@ class Rows:
 
 
 def random_rows(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int], left: bool
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, counts: Sequence[int], left: bool
 ) -> Rows:
     """Tokens are ordinary ones; each row ends in the token that ends texts, as some models
     look for it."""
-    side = "left" if left else "right"
-    rows = [torch.tensor(prompt) for prompt in random_prompts(model, tokenizer, lengths)]
+    texts = [torch.tensor(prompt) for prompt in random_prompts(model, tokenizer, counts)]
     last = tokenizer.eos_token_id if tokenizer.sep_token_id is None else tokenizer.sep_token_id
-    for row in rows:
-        if isinstance(last, int) and not left:
-            row[-1] = last
-    pad = tokenizer.pad_token_id
-    assert isinstance(pad, int)
-    ids = pad_sequence(rows, True, pad, side).to(model.device)
-    mask = pad_sequence([torch.ones_like(row) for row in rows], True, 0, side).to(model.device)
-    return Rows(ids, mask, lengths, tokenizer.model_input_names)
+    if isinstance(last, int) and not left:
+        for text in texts:
+            text[-1] = last
+    pad: Any = tokenizer.pad_token_id
+    side = "left" if left else "right"
+    ids = pad_sequence(texts, True, pad, side).to(model.device)
+    mask = pad_sequence([torch.ones_like(text) for text in texts], True, 0, side)
+    return Rows(ids, mask.to(model.device), counts, tokenizer.model_input_names)
 
 
-def encoder_lengths(model: PreTrainedModel, limit: int) -> list[int]:
+def encoder_counts(model: PreTrainedModel, limit: int) -> list[int]:
     """Two rows near in length, which share an attention call when packed, and a short one. They
     exceed the attention window, as far as `limit` and time allow."""
     longest = length_beyond_windows(model.config, limit)
@@ -67,28 +107,38 @@ def encoder_lengths(model: PreTrainedModel, limit: int) -> list[int]:
 
 
 def check_packing(packing: Packing, tokenizer: PreTrainedTokenizerBase, limit: int) -> None:
-    """Raises CannotPack or Differs unless packed rows equal the model's own forward of each."""
-    model = packing.model
-    rows = random_rows(model, tokenizer, encoder_lengths(model, limit), left=False)
-    own = forward_alone(model, rows)
-    detach = packing.attach()
-    try:
-        with packing.batch(rows.lengths, rows.ids.shape[1]), torch.no_grad():
-            together = model(**rows.batch())
-    finally:
-        detach()
+    """Raises CannotPack or Differs unless packed rows equal the model's forward of each."""
+
+    def forward_packed(rows: Rows) -> Any:
+        detach = packing.attach()
+        try:
+            with packing.batch(rows.counts, rows.ids.shape[1]):
+                return packing.model(**rows.batch())
+        finally:
+            detach()
+
+    check_rows(packing.model, tokenizer, limit, forward_packed)
     if packing.calls != len(packing.layers):
         raise CannotPack("its layers do not call a registered attention function")
-    _compare_rows(own, split_rows(together, len(rows.lengths), rows.lengths), rows.lengths)
 
 
 def check_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, limit: int) -> None:
     """Raises Differs unless rows padded on the right give what they give alone."""
-    rows = random_rows(model, tokenizer, encoder_lengths(model, limit), left=False)
-    own = forward_alone(model, rows)
-    with torch.no_grad():
-        together = model(**rows.batch())
-    _compare_rows(own, split_rows(together, len(rows.lengths), rows.lengths), rows.lengths)
+    check_rows(model, tokenizer, limit, lambda rows: model(**rows.batch()))
+
+
+@torch.no_grad()
+def check_rows(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+    forward: Callable[[Rows], Any],
+) -> None:
+    rows = random_rows(model, tokenizer, encoder_counts(model, limit), left=False)
+    reference = [
+        split_rows(model(**rows.alone(row)), 1, [count])[0] for row, count in enumerate(rows.counts)
+    ]
+    compare_rows(reference, split_rows(forward(rows), len(rows.counts), rows.counts), rows.counts)
 
 
 def check_left_padding(
@@ -98,33 +148,22 @@ def check_left_padding(
     rows = random_rows(model, tokenizer, [min(3, limit - 1), min(11, limit - 1)], left=True)
     options = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "max_new_tokens": 1}
     options |= {"return_dict_in_generate": True, "output_logits": True}
-
-    def first_logits(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        generate: Any = model.generate  # mypy takes it for a parameter of the module
-        output = generate(**inputs, **options)
-        logits: torch.Tensor = output.logits[0]
-        return logits
-
-    together = first_logits(rows.batch())
-    own = [{"logits": first_logits(rows.alone(row))} for row in range(len(rows.lengths))]
-    _compare_rows(own, [{"logits": row[None]} for row in together], rows.lengths)
+    generate: Any = model.generate  # mypy takes it for a parameter of the module
+    together = generate(**rows.batch(), **options).logits[0]
+    reference = [
+        {"logits": generate(**rows.alone(row), **options).logits[0]}
+        for row in range(len(rows.counts))
+    ]
+    compare_rows(reference, [{"logits": row[None]} for row in together], rows.counts)
 
 
-def forward_alone(model: PreTrainedModel, rows: Rows) -> list[Any]:
-    with torch.no_grad():
-        return [
-            split_rows(model(**rows.alone(row)), 1, [length])[0]
-            for row, length in enumerate(rows.lengths)
-        ]
-
-
-def _compare_rows(own: Sequence[Any], together: Sequence[Any], lengths: Sequence[int]) -> None:
+def compare_rows(reference: Sequence[Any], together: Sequence[Any], counts: Sequence[int]) -> None:
     """Every score the model gives must be equal but for rounding."""
-    for alone, batched, length in zip(own, together, lengths, strict=True):
+    for alone, batched, count in zip(reference, together, counts, strict=True):
         for name, expected in alone.items():
             if not isinstance(expected, torch.Tensor) or not expected.is_floating_point():
                 continue
-            if expected.ndim > 2 and expected.shape[1] != length:
+            if expected.ndim > 2 and expected.shape[1] != count:
                 raise Differs(f"its {name} are not one for each token")
             got = batched[name]
             if got.shape != expected.shape:

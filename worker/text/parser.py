@@ -53,6 +53,7 @@ class Parser:
         self._document = document
         self._constrained = False
         self._first_only = False  # a mark counts only where nothing stands before it
+        self._empty_first = form.unmarked  # likewise a mark that has no text
         self._has_content = False
         self._after_mark = False  # white space is nobody's
         self._since_mark = ""  # what came with the last mark, after it
@@ -156,8 +157,9 @@ class Parser:
         """Some marks are marks only before everything else, lest they are seen in what is said."""
         if self._inside is not self._outside:
             return True
-        first = not self._has_content and not self._buffer.text[: match.start()].strip()
-        return first or not (self._first_only or (self._form.unmarked and not match.group()))
+        if not (self._first_only or (self._empty_first and not match.group())):
+            return True
+        return not self._has_content and not self._buffer.text[: match.start()].strip()
 
     def _marks(self) -> list[Mark]:
         if self._inside is self._outside:
