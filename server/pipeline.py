@@ -15,6 +15,7 @@ from batching.request_queue import WorkItem
 from server.engine import Engine
 from server.http.body import Headers, Parsing, deadline_of, parse_json, read_body
 from server.http.errors import AnsweredEarly, http_error
+from server.http.json import send_json
 from server.settings import Settings
 from worker.protocol import PipelineInput
 from worker.room import Allowance
@@ -59,13 +60,7 @@ class Root:
             content = b"[" + b",".join(answers) + b"]"
         else:
             content = answers[0]
-        fields = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(content)),
-            *timing_headers(items),
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": fields})
-        await send({"type": "http.response.body", "body": content})
+        await send_json(send, content, headers=timing_headers(items))
 
     def parse(self, body: bytes, media: str) -> tuple[list[PipelineInput], bool]:
         """The inputs of a request, and whether they came as a list."""
