@@ -19,7 +19,7 @@ from starlette.routing import Route, Router
 from batching.batcher import DynamicBatcher
 from batching.breaker import Breaker
 from batching.request_queue import RequestQueue
-from server import logs, openapi
+from server import logs
 from server.engine import Engine
 from server.health import Probe, health, ready
 from server.http.connections import APP, bound_connections
@@ -34,6 +34,7 @@ from server.openai.responses.endpoint import Responses
 from server.openai.responses.lookup import ResponseLookup
 from server.openai.responses.store import ResponseStore
 from server.openai.tokenize import Tokenize
+from server.openapi import OpenApi
 from server.pipeline import Root
 from server.preflight import check_models, check_workers, refuse
 from server.settings import Settings, SettingsError, load_settings
@@ -78,7 +79,7 @@ def create_app(
         names = models.ModelNames(settings.chat_model, engine)
         responses = Responses(settings, engine, observer, names, open_store(settings))
         routes += generation_routes(settings, engine, observer, names, responses)
-    routes.append(openapi.route(settings, settings.pipeline_task, routes))
+    routes.append(OpenApi(settings, settings.pipeline_task, routes).route)
     router = Router(routes, lifespan=partial(lifespan, responses=responses))
     paths = {route.path_format for route in routes}
     return Middleware(router, paths, settings, engine, observer)

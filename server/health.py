@@ -18,11 +18,11 @@ SERVED: tuple[Served, ...] = ("pipeline", "generation")
 
 
 class Health(Struct):
-    status: Literal["ok"] = "ok"
+    status: Literal["ok"]
 
 
-class Ready(Struct, kw_only=True):
-    status: Literal["ready"] = "ready"
+class Ready(Struct):
+    status: Literal["ready"]
     compile: Literal["running", "done", "off"]
     task: str | UnsetType = UNSET
     model: str | UnsetType = UNSET
@@ -54,7 +54,7 @@ def health(engine: Engine) -> Health:
     if engine.stuck:
         long = f"a forward has been running for over {engine.stuck_after_s:g} s"
         raise unavailable(long, "worker_stuck")
-    return Health()
+    return Health("ok")
 
 
 def ready(engine: Engine) -> Ready:
@@ -69,7 +69,8 @@ def ready(engine: Engine) -> Ready:
         raise unavailable("the models keep failing; they are tried again shortly")
     pipeline, generator = models.pipeline, models.generator
     return Ready(
-        compile=generator.compile_state if generator else "off",
+        "ready",
+        generator.compile_state if generator else "off",
         task=pipeline.info.task if pipeline else UNSET,
         model=pipeline.info.model if pipeline else UNSET,
         chat_model=generator.info.model if generator else UNSET,

@@ -1,6 +1,6 @@
 """The body of `POST /v1/chat/completions`, checked, as a GenerationInput."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -33,6 +33,8 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
+    unimplemented: ClassVar = UNIMPLEMENTED
+
     messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None

@@ -1,7 +1,7 @@
 """The body of `POST /v1/completions`, checked, as a GenerationInput for each prompt."""
 
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
@@ -31,6 +31,8 @@ Prompt = str | tuple[int, ...]
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
+    unimplemented: ClassVar = UNIMPLEMENTED
+
     prompt: Filled | Annotated[list[str | int | list[int]], OF_ONE_KIND]
     logprobs: TopLogprobs | None = None
     echo: bool | None = None

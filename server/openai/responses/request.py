@@ -1,7 +1,7 @@
 """The body of `POST /v1/responses`, checked, as a GenerationInput."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -98,6 +98,8 @@ class Reasoning(Struct):
 
 
 class ResponseRequest(GenerationRequest, kw_only=True):
+    unimplemented: ClassVar = UNIMPLEMENTED
+
     input: Filled | Annotated[list[Annotated[Item, FULL_ITEM]], FILLED]
     instructions: str | None = None
     previous_response_id: str | None = None
