@@ -19,10 +19,11 @@ from starlette.routing import Route, Router
 from batching.batcher import DynamicBatcher
 from batching.breaker import Breaker
 from batching.request_queue import RequestQueue
-from server import logs
+from server import logs, openapi
 from server.engine import Engine
-from server.health import Probe, health, ready
+from server.health import health, ready
 from server.http.connections import APP, bound_connections
+from server.http.json import JsonEndpoint
 from server.metrics import Metrics, metrics
 from server.middleware import Middleware
 from server.openai import models
@@ -34,7 +35,6 @@ from server.openai.responses.endpoint import Responses
 from server.openai.responses.lookup import ResponseLookup
 from server.openai.responses.store import ResponseStore
 from server.openai.tokenize import Tokenize
-from server.openapi import OpenApi
 from server.pipeline import Root
 from server.preflight import check_models, check_workers, refuse
 from server.settings import Settings, SettingsError, load_settings
@@ -67,8 +67,8 @@ def create_app(
     observer = Metrics(lambda: queue.pending, settings.max_batch_size)
     engine = Engine(worker, queue, observer, pool_threads, settings.stuck_after_s)
     routes = [
-        Route("/health", Probe(health, engine), methods=["GET"]),
-        Route("/ready", Probe(ready, engine), methods=["GET"]),
+        Route("/health", JsonEndpoint(health), methods=["GET"]),
+        Route("/ready", JsonEndpoint(ready), methods=["GET"]),
         Route("/metrics", metrics),
     ]
     responses: Responses | None = None
@@ -79,7 +79,7 @@ def create_app(
         names = models.ModelNames(settings.chat_model, engine)
         responses = Responses(settings, engine, observer, names, open_store(settings))
         routes += generation_routes(settings, engine, observer, names, responses)
-    routes.append(OpenApi(settings, settings.pipeline_task, routes).route)
+    routes.append(openapi.route(settings, settings.pipeline_task, routes))
     router = Router(routes, lifespan=partial(lifespan, responses=responses))
     paths = {route.path_format for route in routes}
     return Middleware(router, paths, settings, engine, observer)

@@ -3,15 +3,13 @@
 It should as long as one of its models answers; those that keep failing are named.
 """
 
-from collections.abc import Callable
 from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
-from starlette.types import Receive, Scope, Send
+from starlette.requests import Request
 
 from server.engine import Engine
 from server.http.errors import HttpError
-from server.http.json import send_json
 from worker.protocol import Served
 
 SERVED: tuple[Served, ...] = ("pipeline", "generation")
@@ -30,25 +28,8 @@ class Ready(Struct):
     failing: list[Served] | UnsetType = UNSET
 
 
-class Probe:
-    """An endpoint: 200 with what `look` finds, or the HttpError that it raises.
-
-    Metrics count no error for it: nothing was asked of a model."""
-
-    def __init__(self, look: Callable[[Engine], Health | Ready], engine: Engine) -> None:
-        self.look = look
-        self.engine = engine
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            found = self.look(self.engine)
-        except HttpError as error:
-            await error.send(send)
-        else:
-            await send_json(send, found)
-
-
-def health(engine: Engine) -> Health:
+async def health(request: Request) -> Health:
+    engine: Engine = request.app.engine
     if engine.worker.state == "dead":
         raise unavailable("the worker is dead", "worker_down")
     if engine.stuck:
@@ -57,7 +38,8 @@ def health(engine: Engine) -> Health:
     return Health("ok")
 
 
-def ready(engine: Engine) -> Ready:
+async def ready(request: Request) -> Ready:
+    engine: Engine = request.app.engine
     if engine.failure is not None:
         raise unavailable(str(engine.failure), "worker_down")
     if (down := engine.down()) is not None:
@@ -79,4 +61,5 @@ def ready(engine: Engine) -> Ready:
 
 
 def unavailable(message: str, code: str = "not_ready") -> HttpError:
-    return HttpError(503, message, headers=[(b"retry-after", b"5")], code=code)
+    """What a probe is told; no request has failed by it."""
+    return HttpError(503, message, headers=[(b"retry-after", b"5")], code=code, kind="")

@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
+from starlette.requests import Request
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from server import __version__
 from server import openapi_answers as answers
 from server.health import Health, Ready
-from server.http.json import send_json, to_json
+from server.http.json import JsonEndpoint, to_json
 from server.middleware import OPEN_PATHS
 from server.openai.chat_request import ChatRequest
 from server.openai.completion_request import CompletionRequest
@@ -123,15 +123,15 @@ OPERATIONS: Mapping[str, Operation] = {
 }
 
 
-class OpenApi:
-    """The endpoint: the document of the other routes and itself."""
+def route(settings: Settings, task: str, others: Sequence[Route]) -> Route:
+    """Serves the document of the other routes and itself."""
 
-    def __init__(self, settings: Settings, task: str, others: Sequence[Route]) -> None:
-        self.route = Route(PATH, self, methods=["GET"])
-        self.content = to_json(document(settings, task, [*others, self.route]))
+    async def answer(request: Request) -> bytes:
+        return content
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, self.content)
+    made = Route(PATH, JsonEndpoint(answer), methods=["GET"])
+    content = to_json(document(settings, task, [*others, made]))
+    return made
 
 
 def document(settings: Settings, task: str, routes: Sequence[Route]) -> dict[str, Any]:

@@ -173,10 +173,14 @@ def _too_large(limit: int) -> HttpError:
 
 def require_json(headers: Headers) -> None:
     """415 for what cannot be JSON. curl's form type can: it is what `curl -d '{…}'` sends."""
-    media = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if media.partition(b"/")[0] in (b"multipart", b"image", b"audio", b"video"):
-        given = media[:100].decode("latin-1")
-        raise HttpError(415, f"this takes application/json, not {given!r}")
+    media = media_type(headers)
+    if media.partition("/")[0] in ("multipart", "image", "audio", "video"):
+        raise HttpError(415, f"this takes application/json, not {media[:100]!r}")
+
+
+def media_type(headers: Headers) -> str:
+    """In lower case, without its parameters; empty if there is none."""
+    return headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
 
 
 class Parsing:

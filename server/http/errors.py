@@ -70,7 +70,7 @@ STATUSES: Mapping[int, tuple[str, str]] = {
 class HttpError(Exception):
     """An answer of 4xx or 5xx. `type` and `code` are the status's, unless given.
 
-    `kind` is what metrics count it as; `headers` have names in lower case."""
+    `kind` is what metrics count it as, if anything; `headers` have names in lower case."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class HttpError(Exception):
         usual = STATUSES.get(status, ("invalid_request_error", "http_error"))
         self.status = status
         self.type, self.code = type or usual[0], code or usual[1]
-        self.kind = kind or usual[1]
+        self.kind = usual[1] if kind is None else kind
         self.param = param and param[:MAX_PARAM]  # it may quote the client's own keys
         self.headers = headers
 
