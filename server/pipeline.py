@@ -14,9 +14,9 @@ from starlette.types import Receive, Scope, Send
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from server.engine import Engine
-from server.http.body import Parsing, abort_on_disconnect, media_type, parse_json, read_request
+from server.http.body import Parsing, abort_on_disconnect, media_type, read_request
 from server.http.errors import HttpError
-from server.http.json import Document, Header, send_json
+from server.http.json import Document, Header, parse_json, send_json
 from server.settings import Settings
 from worker.protocol import PipelineInput
 from worker.room import Allowance

@@ -1,24 +1,21 @@
-"""Reading a request: its body within limits, its JSON, its time limit.
+"""How requests begin: their time limits, their bodies within bounds, off the loop what is large.
 
-    bytes → how many values? → JSON → lists no longer than they may be (openai/params.py)
+    headers → time limits → not stopping? → body → media type → a model that takes it? → parse
 
-Parsing is one call that holds the interpreter, so what it may cost is known before: values are
-counted without building any. Each endpoint parses its larger bodies off the loop, one at a time.
+What a body may cost in memory is bounded here and in middleware.py, what its JSON may in json.py.
+Each endpoint parses its larger bodies off the loop, one at a time.
 """
 
 import asyncio
 import contextlib
-import json
 import math
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import anyio
 import anyio.to_thread
-import orjson
 from starlette.types import Receive, Scope
 
 from batching.errors import ClientGone, DeadlineExceeded, Draining, InvalidInput
@@ -33,10 +30,6 @@ CLOSE = [(b"connection", b"close")]
 LINGER_S = 5.0
 # Larger JSON is parsed off the event loop.
 INLINE_BYTES = 1 << 16
-MOST_VALUES = 1_000_000  # keys and values of one JSON body
-_MARKS = b",", b":", b"[", b"{"  # each value and key but the first follows one
-_PIECE = 1 << 16  # bytes counted in one go
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 Headers = Mapping[bytes, bytes]  # names in lower case, as ASGI gives them
 T = TypeVar("T")
@@ -208,62 +201,3 @@ async def in_thread(
             return await anyio.to_thread.run_sync(work, body, limiter=turn)
     except TimeoutError:
         raise DeadlineExceeded("the body was not read within the time limit") from None
-
-
-def parse_json(body: bytes) -> dict[str, Any]:
-    """A JSON object; InvalidInput says what is wrong with anything else."""
-    check_values(body)
-    try:
-        parsed = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        if (param := _half_character(body)) is not None:
-            raise InvalidInput("has half of a surrogate pair: not Unicode text", param) from None
-        raise InvalidInput(f"the body is not valid JSON: {error}") from None
-    if not isinstance(parsed, dict):
-        raise InvalidInput("the body must be a JSON object")
-    return parsed
-
-
-def check_values(body: bytes) -> None:
-    """InvalidInput for JSON of more than MOST_VALUES keys and values."""
-    if len(body) <= MOST_VALUES:
-        return
-    if b"\\" in body:  # then every quote left begins or ends a string
-        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    count = within = 0  # `within`: 1 in the middle of a string
-    for start in range(0, len(body), _PIECE):
-        texts = body[start : start + _PIECE].split(b'"')
-        outside = b"".join(texts[within::2])
-        count += sum(map(outside.count, _MARKS))
-        within = (within + len(texts) - 1) % 2
-        if count >= MOST_VALUES:
-            raise InvalidInput(f"the body has more than {MOST_VALUES} JSON values")
-
-
-def _half_character(body: bytes) -> str | None:
-    """Where a string escapes a lone surrogate, which JSON's grammar allows and Unicode does not.
-    Not looked for in long bodies."""
-    if b"\\u" not in body or len(body) > MOST_VALUES:
-        return None
-    try:
-        path = _path_of_half(json.loads(body))
-    except (ValueError, RecursionError):
-        return None
-    return None if path is None else path.removeprefix(".")
-
-
-def _path_of_half(node: Any) -> str | None:
-    if isinstance(node, str):
-        return "" if _SURROGATE.search(node) else None
-    if isinstance(node, dict):
-        if any(map(_SURROGATE.search, node)):
-            return ""
-        within = ((f".{key[:100]}", each) for key, each in node.items())
-    elif isinstance(node, list):
-        within = ((f"[{n}]", each) for n, each in enumerate(node))
-    else:
-        return None
-    for step, each in within:
-        if (path := _path_of_half(each)) is not None:
-            return step + path
-    return None

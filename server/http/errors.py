@@ -14,22 +14,8 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.types import Scope, Send
 
-from batching.errors import (
-    BreakerOpen,
-    ClientGone,
-    DeadlineExceeded,
-    DeadlineHopeless,
-    Draining,
-    InvalidInput,
-    ItemFailed,
-    NotReady,
-    OnequeueError,
-    OutOfMemory,
-    QueueFull,
-    WorkerDown,
-    WrongResultCount,
-)
-from server.http.json import send_json
+from batching import errors
+from server.http.json import Document, Header, send_json
 
 log = logging.getLogger("onequeue.errors")
 
@@ -38,18 +24,18 @@ MAX_PARAM = 200
 
 # exception: (status, type, code)
 TABLE: Mapping[type[Exception], tuple[int, str, str]] = {
-    InvalidInput: (400, "invalid_request_error", "invalid_value"),
-    QueueFull: (503, "overloaded_error", "queue_full"),
-    DeadlineHopeless: (503, "overloaded_error", "deadline_hopeless"),
-    NotReady: (503, "unavailable_error", "not_ready"),
-    Draining: (503, "unavailable_error", "draining"),
-    BreakerOpen: (503, "unavailable_error", "breaker_open"),
-    WorkerDown: (503, "unavailable_error", "worker_down"),
-    DeadlineExceeded: (504, "timeout_error", "deadline_exceeded"),
-    ItemFailed: (500, "server_error", "item_failed"),
-    OutOfMemory: (500, "server_error", "out_of_memory"),
-    WrongResultCount: (500, "server_error", "wrong_result_count"),
-    ClientGone: (499, "invalid_request_error", "client_gone"),  # nobody reads it
+    errors.InvalidInput: (400, "invalid_request_error", "invalid_value"),
+    errors.QueueFull: (503, "overloaded_error", "queue_full"),
+    errors.DeadlineHopeless: (503, "overloaded_error", "deadline_hopeless"),
+    errors.NotReady: (503, "unavailable_error", "not_ready"),
+    errors.Draining: (503, "unavailable_error", "draining"),
+    errors.BreakerOpen: (503, "unavailable_error", "breaker_open"),
+    errors.WorkerDown: (503, "unavailable_error", "worker_down"),
+    errors.DeadlineExceeded: (504, "timeout_error", "deadline_exceeded"),
+    errors.ItemFailed: (500, "server_error", "item_failed"),
+    errors.OutOfMemory: (500, "server_error", "out_of_memory"),
+    errors.WrongResultCount: (500, "server_error", "wrong_result_count"),
+    errors.ClientGone: (499, "invalid_request_error", "client_gone"),  # nobody reads it
 }
 
 # status of an HttpError: (type, code)
@@ -77,7 +63,7 @@ class HttpError(Exception):
         status: int,
         message: str,
         param: str | None = None,
-        headers: Sequence[tuple[bytes, bytes]] = (),
+        headers: Sequence[Header] = (),
         *,
         type: str | None = None,
         code: str | None = None,
@@ -92,9 +78,12 @@ class HttpError(Exception):
         self.headers = headers
 
     @property
-    def document(self) -> dict[str, Any]:
-        told = {"message": str(self), "type": self.type, "param": self.param, "code": self.code}
-        return {"error": told}
+    def details(self) -> Document:
+        return {"message": str(self), "type": self.type, "param": self.param, "code": self.code}
+
+    @property
+    def document(self) -> Document:
+        return {"error": self.details}
 
     async def send(self, send: Send) -> None:
         await send_json(send, self.document, self.status, self.headers)
@@ -108,7 +97,7 @@ def as_http_error(error: Exception, scope: Scope, debug: bool) -> HttpError:
     return handler(error, scope, debug)
 
 
-def _of_stage(error: OnequeueError, scope: Scope, debug: bool) -> HttpError:
+def _of_stage(error: errors.OnequeueError, scope: Scope, debug: bool) -> HttpError:
     status, type_, code = TABLE[type(error)]
     if status == 500:
         log.error("request failed id=%s error=%r", _id(scope), error.__cause__)
@@ -147,6 +136,6 @@ def _id(scope: Scope) -> str:
 HANDLERS: Mapping[type, Callable[[Any, Scope, bool], HttpError]] = {
     HttpError: lambda error, scope, debug: error,
     HTTPException: _of_routing,
-    OnequeueError: _of_stage,
+    errors.OnequeueError: _of_stage,
     Exception: _of_bug,
 }
