@@ -24,14 +24,13 @@ from batching.errors import (
     InvalidInput,
     ItemFailed,
     NotReady,
-    OnequeueError,
-    OutOfMemory,
     Refused,
     WorkerDown,
 )
 from batching.lanes import Lane
 from batching.request_queue import RequestQueue, Stream, WorkItem
 from server.pool import Pool, Stage
+from worker.failures import failure_of
 from worker.protocol import (
     BatchReport,
     GenerationInput,
@@ -201,15 +200,11 @@ class Engine:
                 model.prepare(item)
             except Pending as pending:
                 pending.then(partial(self._waits, item), partial(self._prepare_again, item))
-            except OnequeueError as error:
-                failed.append((item, error))
-            except MemoryError:
-                failed.append((item, OutOfMemory("this input does not fit into memory")))
             except BaseException as error:  # a panic in a tokenizer is no Exception
-                log.info("input refused error=%r", error)
-                refusal = InvalidInput(f"the input does not fit the task {model.info.task}")
-                refusal.__cause__ = error
-                failed.append((item, refusal))
+                unfit = InvalidInput(f"the input does not fit the task {model.info.task}")
+                if (failure := failure_of(error, unfit)) is unfit:
+                    log.info("input refused error=%r", error)
+                failed.append((item, failure))
             else:
                 prepared.append(item)
                 if item.lane:

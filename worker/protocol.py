@@ -194,9 +194,6 @@ class Runner(Protocol):
     def finish(self, item: WorkItem, raw: Any) -> Any:
         """The answer to an item, from its raw output."""
 
-    def diagnose(self, error: BaseException) -> Literal["item", "memory", "fatal"]:
-        """Why `forward` raised: its input, too little memory, or a device that is lost."""
-
     def warm_up(self) -> None:
         """Run the smallest sound input through everything; raises if the worker is broken."""
 
@@ -250,8 +247,6 @@ class Generator(Protocol):
     def clear(self) -> list[WorkItem]:
         """Drop everything, waiting and running, whatever state it is in; the items are returned."""
 
-    def diagnose(self, error: BaseException) -> Literal["item", "memory", "fatal"]: ...
-
     def warm_up(self) -> None:
         """One small step through everything; raises if the worker is broken."""
 
@@ -268,7 +263,3 @@ class Models:
 
     def of(self, served: Served) -> Runner | Generator | None:
         return self.pipeline if served == "pipeline" else self.generator
-
-    def diagnose(self, served: Served, error: BaseException) -> Literal["item", "memory", "fatal"]:
-        model = self.of(served)
-        return model.diagnose(error) if model else "item"

@@ -28,14 +28,16 @@ from batching.batcher import DynamicBatcher
 from batching.breaker import Breaker
 from batching.errors import (
     ClientGone,
+    DeviceLost,
     ItemFailed,
     OnequeueError,
+    OutOfMemory,
     WorkerDown,
     WrongResultCount,
-    as_failure,
 )
 from batching.request_queue import WorkItem
 from worker import heap
+from worker.failures import failure_of
 from worker.protocol import (
     BatchReport,
     Generator,
@@ -192,11 +194,12 @@ class Worker:
 
     def _blame(self, served: Served, items: list[WorkItem], error: BaseException) -> None:
         self.busy_since = None
-        if (kind := self.models.diagnose(served, error)) == "fatal":
+        if isinstance(failure_of(error), DeviceLost):
             raise error
         log.error("failed serves=%s items=%d", served, len(items), exc_info=error)
-        outcomes = [(item, as_failure(error, kind)) for item in items]
-        self._post(self._require_listener().on_failed, outcomes)
+        error = error.with_traceback(None)  # its frames hold the items
+        failures = [failure_of(error) for _ in items]
+        self._post(self._require_listener().on_failed, list(zip(items, failures, strict=True)))
 
     def _tidy(self) -> None:
         """Once nothing has run for a while, what was freed goes back to the system."""
@@ -260,13 +263,14 @@ class Worker:
         except BaseException as error:
             # The frames hold what the forward had allocated, and the parts below need it.
             traceback.clear_frames(error.__traceback__)
-            kind = runner.diagnose(error)
-            if kind == "fatal":
+            failure = failure_of(error)
+            if isinstance(failure, DeviceLost):
                 raise
-            run.out_of_memory += kind == "memory"
+            run.out_of_memory += isinstance(failure, OutOfMemory)
             if len(items) == 1:
                 log.warning("item failed error=%r", error)
-                run.outcomes.append((items[0], as_failure(error, kind)))
+                error.with_traceback(None)
+                run.outcomes.append((items[0], failure))
                 return
         else:
             run.forward_s += self.clock() - started
@@ -307,7 +311,7 @@ class Worker:
         try:
             self._warm_up(served)
         except BaseException as error:
-            if self.models.diagnose(served, error) == "fatal":
+            if isinstance(failure_of(error), DeviceLost):
                 raise
             log.error("model failure serves=%s error=%r", served, error)
             breaker.failed(self.clock())
