@@ -12,20 +12,23 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
 import orjson
-from starlette.responses import Response
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
-from batching.errors import ClientGone, DeadlineExceeded, InvalidInput
-from server.http.errors import AnsweredEarly, http_error
+from batching.errors import ClientGone, DeadlineExceeded, Draining, InvalidInput
+from batching.request_queue import WorkItem
+from server.engine import Engine
+from server.http.errors import HttpError
 from server.settings import Settings
+from worker.protocol import Served
 
+CLOSE = [(b"connection", b"close")]
 # A refused body is still read for so long, so that clients get to the answer.
 LINGER_S = 5.0
 # Larger JSON is parsed off the event loop.
@@ -65,16 +68,64 @@ class Patience:
             self.task.cancel()
 
 
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Monotonic seconds, infinite where there is no limit. For work that answers all at once,
+    `first` is all there is."""
+
+    first: float  # until an answer begins
+    whole: float  # until it has ended
+
+
+def deadlines_of(headers: Headers, settings: Settings) -> Deadlines:
+    """The header X-Request-Timeout-Ms may only shorten the setting."""
+    now, given = time.monotonic(), headers.get(b"x-request-timeout-ms")
+    if given is None:
+        return Deadlines(now + settings.request_timeout_s, math.inf)
+    if not given.isdigit() or len(given) > 10 or not int(given):
+        raise InvalidInput("must be a positive whole number", "X-Request-Timeout-Ms")
+    whole_s = int(given) / 1000
+    return Deadlines(now + min(settings.request_timeout_s, whole_s), now + whole_s)
+
+
+async def read_request(
+    scope: Scope, receive: Receive, settings: Settings, engine: Engine
+) -> tuple[Headers, bytes, Deadlines]:
+    """How every POST begins: its headers by name, its whole body, its time limits.
+
+    Raises InvalidInput (400) for a time limit that is none, Draining (503) before the body is
+    read, and what `read_body` raises."""
+    headers = dict(scope["headers"])
+    deadlines = deadlines_of(headers, settings)
+    if engine.draining:
+        raise Draining("the server is stopping", 5)
+    return headers, await read_body(receive, headers, settings, deadlines.first), deadlines
+
+
+async def read_json_request(
+    scope: Scope, receive: Receive, settings: Settings, engine: Engine, served: Served
+) -> tuple[bytes, Deadlines]:
+    """The body, not parsed yet, and the time limits of a request in JSON to a model.
+
+    Beyond what `read_request` raises: HttpError (415) for a media type that cannot be JSON,
+    and a Refused (503) if the model takes nothing now."""
+    headers, body, deadlines = await read_request(scope, receive, settings, engine)
+    require_json(headers)
+    if (refusal := engine.refusal(served)) is not None:
+        raise refusal
+    return body, deadlines
+
+
 async def read_body(
     receive: Receive, headers: Headers, settings: Settings, deadline: float
 ) -> bytes:
-    """The whole body; AnsweredEarly (408, 413) or ClientGone."""
+    """The whole body; HttpError (408, 413) or ClientGone."""
     limit = int(settings.max_body_mb * 1_000_000)
     declared = headers.get(b"content-length", b"")
     if declared.isdigit() and int(declared[:20]) > limit:
         if headers.get(b"expect", b"").lower() != b"100-continue":
             await _linger(receive)  # one that expects to be told will not send
-        raise AnsweredEarly(_too_large(limit))
+        raise _too_large(limit)
     patience = Patience(settings.body_timeout_s, deadline)
     chunks, size = [], 0
     try:
@@ -91,11 +142,20 @@ async def read_body(
     except asyncio.CancelledError:
         if not patience.over:
             raise
-        raise AnsweredEarly(_too_slow()) from None
+        late = "the body stopped arriving, or came too slowly for the request's time limit"
+        raise HttpError(408, late, headers=CLOSE) from None
     finally:
         patience.timer.cancel()
     await _linger(receive)
-    raise AnsweredEarly(_too_large(limit))
+    raise _too_large(limit)
+
+
+async def abort_on_disconnect(receive: Receive, items: Sequence[WorkItem]) -> None:
+    """Answer the items once the client leaves; the server also says so after the answer."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    for item in items:
+        item.resolve(ClientGone("the client has gone"))
 
 
 async def _linger(receive: Receive) -> None:
@@ -106,14 +166,9 @@ async def _linger(receive: Receive) -> None:
                 pass
 
 
-def _too_large(limit: int) -> Response:
+def _too_large(limit: int) -> HttpError:
     much = f"the body is larger than {limit / 1_000_000:g} MB"
-    return http_error(413, much, None, {"Connection": "close"})
-
-
-def _too_slow() -> Response:
-    late = "the body stopped arriving, or came too slowly for the request's time limit"
-    return http_error(408, late, None, {"Connection": "close"})
+    return HttpError(413, much, headers=CLOSE)
 
 
 def require_json(headers: Headers) -> None:
@@ -121,7 +176,7 @@ def require_json(headers: Headers) -> None:
     media = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if media.partition(b"/")[0] in (b"multipart", b"image", b"audio", b"video"):
         given = media[:100].decode("latin-1")
-        raise AnsweredEarly(http_error(415, f"this takes application/json, not {given!r}"))
+        raise HttpError(415, f"this takes application/json, not {given!r}")
 
 
 class Parsing:
@@ -208,27 +263,3 @@ def _path_of_half(node: Any) -> str | None:
         if (path := _path_of_half(each)) is not None:
             return step + path
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """Monotonic seconds, infinite where there is no limit. For work that answers all at once,
-    `first` is all there is."""
-
-    first: float  # until an answer begins
-    whole: float  # until it has ended
-
-
-def deadlines_of(headers: Headers, settings: Settings) -> Deadlines:
-    """The header X-Request-Timeout-Ms may only shorten the setting."""
-    now, given = time.monotonic(), headers.get(b"x-request-timeout-ms")
-    if given is None:
-        return Deadlines(now + settings.request_timeout_s, math.inf)
-    if not given.isdigit() or len(given) > 10 or not int(given):
-        raise InvalidInput("must be a positive whole number", "X-Request-Timeout-Ms")
-    whole_s = int(given) / 1000
-    return Deadlines(now + min(settings.request_timeout_s, whole_s), now + whole_s)
-
-
-def deadline_of(headers: Headers, settings: Settings) -> float:
-    return deadlines_of(headers, settings).first
