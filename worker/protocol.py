@@ -9,7 +9,6 @@ from worker.deltas import Delta
 from worker.room import Allowance
 
 State = Literal["loading", "warming", "ready", "dead"]
-Served = Literal["pipeline", "generation"]  # by which model
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +113,6 @@ class GenerationInput:
     thinking_tokens: int | None = None  # reasoning is ended after so many; None: never
     param: str = "messages"  # the field of the request that errors about the prompt name
     background: bool = False  # nobody waits for it: it comes after all that somebody waits for
-
-
-def served_by(payload: Any) -> Served:
-    return "generation" if isinstance(payload, GenerationInput) else "pipeline"
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,14 +247,3 @@ class Generator(Protocol):
 
     def close(self) -> None:
         """End what runs beside; nothing is prepared any longer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Models:
-    """What the worker has loaded; None where the settings say `none`."""
-
-    pipeline: Runner | None = None
-    generator: Generator | None = None
-
-    def of(self, served: Served) -> Runner | Generator | None:
-        return self.pipeline if served == "pipeline" else self.generator
