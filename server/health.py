@@ -10,9 +10,7 @@ from starlette.requests import Request
 
 from server.engine import Engine
 from server.http.errors import HttpError
-from worker.protocol import Served
-
-SERVED: tuple[Served, ...] = ("pipeline", "generation")
+from worker.models import GenerationModel, PipelineModel
 
 
 class Health(Struct):
@@ -25,7 +23,7 @@ class Ready(Struct):
     task: str | UnsetType = UNSET
     model: str | UnsetType = UNSET
     chat_model: str | UnsetType = UNSET
-    failing: list[Served] | UnsetType = UNSET
+    failing: list[str] | UnsetType = UNSET
 
 
 async def health(request: Request) -> Health:
@@ -44,20 +42,17 @@ async def ready(request: Request) -> Ready:
         raise unavailable(str(engine.failure), "worker_down")
     if (down := engine.down()) is not None:
         raise unavailable(str(down))
-    models = engine.worker.models
-    served = [each for each in SERVED if models.of(each) is not None]
-    failing = [each for each in served if engine.refusal(each)]
-    if failing == served:
+    failing = [name for name in engine.models if engine.refusal(name)]
+    if len(failing) == len(engine.models):
         raise unavailable("the models keep failing; they are tried again shortly")
-    pipeline, generator = models.pipeline, models.generator
-    return Ready(
-        "ready",
-        generator.compile_state if generator else "off",
-        task=pipeline.info.task if pipeline else UNSET,
-        model=pipeline.info.model if pipeline else UNSET,
-        chat_model=generator.info.model if generator else UNSET,
-        failing=failing or UNSET,
-    )
+    answer = Ready("ready", "off", failing=failing or UNSET)
+    for model in engine.models.values():
+        if isinstance(model, GenerationModel):
+            answer.chat_model = model.loaded.info.model
+            answer.compile = model.loaded.compile_state
+        elif isinstance(model, PipelineModel):
+            answer.task, answer.model = model.loaded.info.task, model.loaded.info.model
+    return answer
 
 
 def unavailable(message: str, code: str = "not_ready") -> HttpError:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server import __version__
-from worker.protocol import BatchReport, ModelInfo, Served, StepReport
+from worker.protocol import BatchReport, ModelInfo, StepReport
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -22,7 +22,7 @@ M = TypeVar("M", Counter, Gauge, Info)
 
 
 class Metrics:
-    """The engine's Observer; `request` and `refused` are for the HTTP side."""
+    """Told by engine.py what happens; `request` and `refused` are for the HTTP side."""
 
     def __init__(self, queue_depth: Callable[[], float], batch_cap: int) -> None:
         self.registry = CollectorRegistry()
@@ -113,15 +113,13 @@ class Metrics:
     def failed(self, kind: str) -> None:
         self.errors.labels(kind).inc()
 
-    def breaker(self, served: Served, is_open: bool) -> None:
-        self.breaker_open.labels(served).set(is_open)
+    def breaker(self, name: str, is_open: bool) -> None:
+        self.breaker_open.labels(name).set(is_open)
 
-    def loaded(self, info: ModelInfo) -> None:
-        generates = info.batching in ("continuous", "static")
-        serves: Served = "generation" if generates else "pipeline"
-        self.breaker(serves, is_open=False)
-        names = ("task", "model", "device", "dtype", "batching")
-        self.model.labels(serves).info({name: getattr(info, name) for name in names})
+    def loaded(self, name: str, info: ModelInfo) -> None:
+        self.breaker(name, is_open=False)
+        told = ("task", "model", "device", "dtype", "batching")
+        self.model.labels(name).info({each: getattr(info, each) for each in told})
 
 
 def _versions() -> dict[str, str]:

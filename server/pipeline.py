@@ -46,7 +46,7 @@ class Root:
             inputs, is_list = await self.parsing.run(parse, body, deadlines.first)
         else:  # bytes stay as they are
             inputs, is_list = self.parse(body, media)
-        items = self.engine.submit(inputs, deadlines.first)
+        items = self.engine.submit("pipeline", inputs, deadlines.first)
         try:
             answers = await self.run(receive, items, is_list)
         except InvalidInput as error:

@@ -9,7 +9,6 @@ from worker.deltas import Delta
 from worker.room import Allowance
 
 State = Literal["loading", "warming", "ready", "dead"]
-Served = Literal["pipeline", "generation"]  # by which model
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +93,9 @@ class Calls:
     parallel: bool = True  # more than one
 
 
-class DeltaSink(Protocol):
-    """Where a request's output goes: on the event loop, after each step."""
-
-    def push(self, delta: Delta) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class GenerationInput:
-    """One prompt and how to continue it, `n` times; the text goes to `stream` as it comes.
+    """One prompt and how to continue it, `n` times; the text goes to the item's stream as it comes.
 
     A prompt is a conversation, text, or token ids. Choices are numbered from `first_choice` on,
     so that the prompts of a list share a stream. `echo`: the prompt's text, and log-probabilities
@@ -110,7 +103,6 @@ class GenerationInput:
     """
 
     prompt: Chat | str | tuple[int, ...]
-    stream: DeltaSink
     sampling: Sampling = Sampling()
     stopping: Stopping = Stopping()
     n: int = 1
@@ -121,10 +113,6 @@ class GenerationInput:
     thinking_tokens: int | None = None  # reasoning is ended after so many; None: never
     param: str = "messages"  # the field of the request that errors about the prompt name
     background: bool = False  # nobody waits for it: it comes after all that somebody waits for
-
-
-def served_by(payload: Any) -> Served:
-    return "generation" if isinstance(payload, GenerationInput) else "pipeline"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +189,6 @@ class Runner(Protocol):
     def finish(self, item: WorkItem, raw: Any) -> Any:
         """The answer to an item, from its raw output."""
 
-    def diagnose(self, error: BaseException) -> Literal["item", "memory", "fatal"]:
-        """Why `forward` raised: its input, too little memory, or a device that is lost."""
-
     def warm_up(self) -> None:
         """Run the smallest sound input through everything; raises if the worker is broken."""
 
@@ -257,25 +242,8 @@ class Generator(Protocol):
     def clear(self) -> list[WorkItem]:
         """Drop everything, waiting and running, whatever state it is in; the items are returned."""
 
-    def diagnose(self, error: BaseException) -> Literal["item", "memory", "fatal"]: ...
-
     def warm_up(self) -> None:
         """One small step through everything; raises if the worker is broken."""
 
     def close(self) -> None:
         """End what runs beside; nothing is prepared any longer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Models:
-    """What the worker has loaded; None where the settings say `none`."""
-
-    pipeline: Runner | None = None
-    generator: Generator | None = None
-
-    def of(self, served: Served) -> Runner | Generator | None:
-        return self.pipeline if served == "pipeline" else self.generator
-
-    def diagnose(self, served: Served, error: BaseException) -> Literal["item", "memory", "fatal"]:
-        model = self.of(served)
-        return model.diagnose(error) if model else "item"

@@ -23,7 +23,6 @@ from batching.request_queue import WorkItem
 from server.engine import Engine
 from server.http.errors import HttpError
 from server.settings import Settings
-from worker.protocol import Served
 
 CLOSE = [(b"connection", b"close")]
 # A refused body is still read for so long, so that clients get to the answer.
@@ -96,15 +95,15 @@ async def read_request(
 
 
 async def read_json_request(
-    scope: Scope, receive: Receive, settings: Settings, engine: Engine, served: Served
+    scope: Scope, receive: Receive, settings: Settings, engine: Engine, name: str
 ) -> tuple[bytes, Deadlines]:
-    """The body, not parsed yet, and the time limits of a request in JSON to a model.
+    """The body, not parsed yet, and the time limits of a request in JSON to a model by name.
 
     Beyond what `read_request` raises: HttpError (415) for a media type that cannot be JSON,
     and a Refused (503) if the model takes nothing now."""
     headers, body, deadlines = await read_request(scope, receive, settings, engine)
     require_json(headers)
-    if (refusal := engine.refusal(served)) is not None:
+    if (refusal := engine.refusal(name)) is not None:
         raise refusal
     return body, deadlines
 

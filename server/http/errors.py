@@ -9,7 +9,7 @@ be raised, `as_http_error` looks up who knows how to tell it, by the exception's
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.types import Scope, Send
@@ -19,10 +19,12 @@ from server.http.json import Document, Header, send_json
 
 log = logging.getLogger("onequeue.errors")
 
+T = TypeVar("T")
+
 MAX_MESSAGE = 4000
 MAX_PARAM = 200
 
-# exception: (status, type, code)
+# exception, or the nearest of its bases: (status, type, code)
 TABLE: Mapping[type[Exception], tuple[int, str, str]] = {
     errors.InvalidInput: (400, "invalid_request_error", "invalid_value"),
     errors.QueueFull: (503, "overloaded_error", "queue_full"),
@@ -93,12 +95,15 @@ def as_http_error(error: Exception, scope: Scope, debug: bool) -> HttpError:
     """The answer for whatever a route raised; what is the server's own fault is logged.
 
     Internals (the chained cause) are shown in debug mode only."""
-    handler = next(HANDLERS[each] for each in type(error).__mro__ if each in HANDLERS)
-    return handler(error, scope, debug)
+    return _nearest(HANDLERS, error)(error, scope, debug)
+
+
+def _nearest(table: Mapping[type, T], error: Exception) -> T:
+    return next(table[each] for each in type(error).__mro__ if each in table)
 
 
 def _of_stage(error: errors.OnequeueError, scope: Scope, debug: bool) -> HttpError:
-    status, type_, code = TABLE[type(error)]
+    status, type_, code = _nearest(TABLE, error)
     if status == 500:
         log.error("request failed id=%s error=%r", _id(scope), error.__cause__)
     message = str(error)
@@ -132,7 +137,7 @@ def _id(scope: Scope) -> str:
     return request_id.decode()
 
 
-# By an exception's class, or the nearest of its bases.
+# exception, or the nearest of its bases: what tells of it
 HANDLERS: Mapping[type, Callable[[Any, Scope, bool], HttpError]] = {
     HttpError: lambda error, scope, debug: error,
     HTTPException: _of_routing,
