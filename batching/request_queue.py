@@ -10,7 +10,7 @@ lanes.py. Batches are not made here.
 import asyncio
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from batching.errors import ClientGone, DeadlineHopeless, QueueFull
 from batching.lanes import BatchLane, Lane, TurnLane
@@ -19,8 +19,18 @@ from batching.lanes import BatchLane, Lane, TurnLane
 BACKGROUND = 4
 
 
+class Stream(Protocol):
+    """Where an answer goes that comes in parts: on the event loop, after each step."""
+
+    def push(self, delta: Any) -> None: ...
+
+
 class WorkItem:
-    """A (payload, future) pair and what becomes of it. Times are monotonic seconds."""
+    """A payload, where its answer goes, and what becomes of it. Times are monotonic seconds.
+
+    The answer, or the error, goes to `future`. A generation's text goes to `stream` on its way, and
+    the future resolves to None at its end.
+    """
 
     __slots__ = (
         "accepted_at",
@@ -39,18 +49,25 @@ class WorkItem:
         "ran",
         "rows",
         "started_at",
+        "stream",
         "tokens",
         "width",
     )
 
     def __init__(
-        self, payload: Any, future: asyncio.Future[Any] | None, deadline: float, accepted_at: float
+        self,
+        payload: Any,
+        future: asyncio.Future[Any] | None,
+        deadline: float,
+        accepted_at: float,
+        stream: Stream | None = None,
     ) -> None:
         self.payload = payload
         self.lane: Lane | None = None
         self.begun = False  # its answer has begun, or never will: no longer ahead of others
         self.counted = False  # its lane knows its tokens
         self.future: asyncio.Future[Any] = future  # type: ignore[assignment]  # warm-ups have none
+        self.stream = stream
         self.deadline = deadline
         self.accepted_at = accepted_at
         self.open = True  # somebody still waits; other threads only read it
@@ -109,7 +126,11 @@ class RequestQueue:
             )
 
     def accept(
-        self, payloads: Sequence[Any], deadline: float, lane: Lane | None = None
+        self,
+        payloads: Sequence[Any],
+        deadline: float,
+        lane: Lane | None = None,
+        stream: Stream | None = None,
     ) -> list[WorkItem]:
         """Take a place for each payload and queue them, or raise a Refused (503) at once.
 
@@ -118,7 +139,7 @@ class RequestQueue:
         lane = lane or self.pipeline
         self._admit(len(payloads), deadline, lane)
         loop, now = asyncio.get_running_loop(), self.clock()
-        items = [WorkItem(p, loop.create_future(), deadline, now) for p in payloads]
+        items = [WorkItem(p, loop.create_future(), deadline, now, stream) for p in payloads]
         self.waiting.update(items)
         lane.enter(len(items))
         self._settled.clear()

@@ -30,7 +30,7 @@ from batching.errors import (
     WorkerDown,
 )
 from batching.lanes import Lane
-from batching.request_queue import RequestQueue, WorkItem
+from batching.request_queue import RequestQueue, Stream, WorkItem
 from server.pool import Pool, Stage
 from worker.protocol import (
     BatchReport,
@@ -150,12 +150,18 @@ class Engine:
 
     # ── one item ──
 
-    def submit(self, payloads: Sequence[Any], deadline: float) -> list[WorkItem]:
-        """Queue payloads, all for one model, or raise a Refused; their futures get the answers or
-        the errors."""
-        if (refusal := self.refusal(served_by(payloads[0]))) is not None:
+    def submit(
+        self,
+        served: Served,
+        payloads: Sequence[Any],
+        deadline: float,
+        stream: Stream | None = None,
+    ) -> list[WorkItem]:
+        """Queue payloads for a model, or raise a Refused; their futures get the answers or the
+        errors, and `stream` what is generated, of all of them, as it comes."""
+        if (refusal := self.refusal(served)) is not None:
             raise refusal
-        items = self.queue.accept(payloads, deadline, self._lane(payloads[0]))
+        items = self.queue.accept(payloads, deadline, self._lane(payloads[0]), stream)
         if self._watchdog is None:
             self._watch(self.stuck_after_s)
         return items
@@ -260,8 +266,9 @@ class Engine:
         self.observer.step(outcome.report)
         for item, delta in outcome.deltas:
             if item.open:
+                assert item.stream is not None
                 queue.begin(item)
-                item.payload.stream.push(delta)
+                item.stream.push(delta)
         for item, _ in outcome.done:
             queue.begin(item)  # those that failed have had their turn too
         queue.generation.stepped(now, outcome.report.starved)

@@ -151,7 +151,7 @@ async def run(
     receive: Receive, engine: Engine, inputs: list[PipelineInput], deadline: float, many: bool
 ) -> tuple[list[bytes], list[WorkItem]]:
     """Queue the inputs and wait for their answers, the deadline or the client's leaving."""
-    items = engine.submit(inputs, deadline)
+    items = engine.submit("pipeline", inputs, deadline)
     timer = engine.loop.call_later(deadline - time.monotonic(), engine.expire, items)
     engine.loop.create_task(watch(receive, items))  # its receive() keeps hold of it
     answers: list[bytes] = []

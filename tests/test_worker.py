@@ -76,8 +76,6 @@ class Recorder:
 class Bench:
     """A running worker and its recorder."""
 
-    stream: Any = None  # nothing is sent
-
     def __init__(
         self, runner: FakeRunner, cooldown_s: float = 5.0, max_wait_s: float = 0.0
     ) -> None:
@@ -101,7 +99,7 @@ class Bench:
         return items
 
     def generate(self, prompt: str) -> WorkItem:
-        item = WorkItem(GenerationInput(prompt, self.stream), None, 1e12, time.monotonic())
+        item = WorkItem(GenerationInput(prompt), None, 1e12, time.monotonic())
         self.generator.prepare(item)
         self.worker.submit([item])
         return item

@@ -94,15 +94,9 @@ class Calls:
     parallel: bool = True  # more than one
 
 
-class DeltaSink(Protocol):
-    """Where a request's output goes: on the event loop, after each step."""
-
-    def push(self, delta: Delta) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class GenerationInput:
-    """One prompt and how to continue it, `n` times; the text goes to `stream` as it comes.
+    """One prompt and how to continue it, `n` times; the text goes to the item's stream as it comes.
 
     A prompt is a conversation, text, or token ids. Choices are numbered from `first_choice` on,
     so that the prompts of a list share a stream. `echo`: the prompt's text, and log-probabilities
@@ -110,7 +104,6 @@ class GenerationInput:
     """
 
     prompt: Chat | str | tuple[int, ...]
-    stream: DeltaSink
     sampling: Sampling = Sampling()
     stopping: Stopping = Stopping()
     n: int = 1

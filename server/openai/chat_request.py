@@ -13,7 +13,6 @@ from server.openai.params import (
     refuse_unimplemented,
 )
 from server.openai.tools import TOOL_CHOICE, Tools, calls_of
-from server.token_stream import TokenStream
 from worker.protocol import Chat, GenerationInput
 
 # Parameters of the API that nothing is done with, and the values that ask for nothing.
@@ -78,7 +77,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
             raise InvalidInput(both, "continue_final_message")
 
     def generation_input(self) -> GenerationInput:
-        """Checks, then one input with a stream of its own."""
+        """Checks, then one input."""
         self.check()
         calls = calls_of(self.tools, self.tool_choice, self.parallel_tool_calls)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
@@ -91,7 +90,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
                 bool(self.continue_final_message),
                 self.reasoning_effort,
             ),
-            stream=TokenStream(),
             sampling=self.sampling(logprobs),
             stopping=self.stopping(),
             n=self.n or 1,

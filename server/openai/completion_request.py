@@ -12,7 +12,6 @@ from server.openai.params import (
     TopLogprobs,
     refuse_unimplemented,
 )
-from server.token_stream import TokenStream
 from worker.protocol import GenerationInput, Stopping
 
 DEFAULT_MAX_TOKENS = 16
@@ -54,21 +53,19 @@ class CompletionRequest(GenerationRequest, kw_only=True):
             raise InvalidInput("max_tokens: must be at least 1, or 0 with echo", "max_tokens")
 
     def generation_inputs(self, most: int) -> list[GenerationInput]:
-        """Checks, then one input a prompt, all with one stream. A list makes at most `most`
-        choices in all."""
+        """Checks, then one input a prompt. A list makes at most `most` choices in all."""
         self.check()
         prompts = self._prompts()
         sampling, stopping, n = self.sampling(self.logprobs), self.stopping(), self.n or 1
         if len(prompts) > 1 and len(prompts) * n > most:
             many = f"prompt: {len(prompts)} times n={n} is more than {most} choices"
             raise InvalidInput(many, "prompt")
-        stream, constraint = TokenStream(), self.constraint()
+        constraint = self.constraint()
         if constraint and self.echo and self.most_tokens == 0:
             constraint = None  # nothing is said
         return [
             GenerationInput(
                 prompt=prompt,
-                stream=stream,
                 sampling=sampling,
                 stopping=stopping,
                 n=n,

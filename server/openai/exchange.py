@@ -43,12 +43,11 @@ class RunningRequest:
         self.engine = engine
         self.metrics = metrics
         self.deadlines = deadlines
-        assert isinstance(payloads[0].stream, TokenStream)
-        self.stream = payloads[0].stream
+        self.stream = TokenStream()
         self.unfinished = sum(payload.n for payload in payloads)
         self.usage = Usage()
         self.begun = False
-        self.items = engine.submit(payloads, deadlines.first)
+        self.items = engine.submit("generation", payloads, deadlines.first, self.stream)
         self._running = len(self.items)
         self._failed = False
         self._timer = self._expire_at(min(deadlines.first, deadlines.whole))

@@ -21,7 +21,6 @@ from server.openai.responses.store import Document
 from server.openai.responses.tools import Tool, ToolChoice, calls, check_depth, check_tools
 from server.openai.structured import ANY_OBJECT, FORMATS, json_constraint
 from server.openai.tools import MOST_TOOLS
-from server.token_stream import TokenStream
 from worker.protocol import Chat, Constraint, GenerationInput
 
 LOGPROBS = "message.output_text.logprobs"
@@ -195,7 +194,6 @@ class ResponseRequest(GenerationRequest, kw_only=True):
                 effort=self.reasoning.effort if self.reasoning else None,
                 effort_param="reasoning.effort",
             ),
-            stream=TokenStream(),
             sampling=self.sampling(self.logprobs),
             stopping=self.stopping(),
             constraint=self.constraint(),
