@@ -10,10 +10,10 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from batching.errors import ClientGone, Draining, InvalidInput
+from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from server.engine import Engine
-from server.http.body import Headers, Parsing, deadline_of, parse_json, read_body
+from server.http.body import Headers, Parsing, abort_on_disconnect, parse_json, read_request
 from server.http.errors import AnsweredEarly, http_error
 from server.http.json import send_json
 from server.settings import Settings
@@ -36,12 +36,8 @@ class Root:
         self.parsing = Parsing()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope["headers"])
-        deadline = deadline_of(headers, self.settings)
-        task = TASKS[self.task_name]
-        if self.engine.draining:
-            raise Draining("the server is stopping", 5)
-        body = await read_body(receive, headers, self.settings, deadline)
+        headers, body, deadlines = await read_request(scope, receive, self.settings, self.engine)
+        deadline, task = deadlines.first, TASKS[self.task_name]
         media = media_type(headers)
         if wrong := wrong_media(media, task):
             raise AnsweredEarly(http_error(415, f"{self.task_name} {wrong}, not {media[:100]!r}"))
@@ -153,7 +149,7 @@ async def run(
     """Queue the inputs and wait for their answers, the deadline or the client's leaving."""
     items = engine.submit("pipeline", inputs, deadline)
     timer = engine.loop.call_later(deadline - time.monotonic(), engine.expire, items)
-    engine.loop.create_task(watch(receive, items))  # its receive() keeps hold of it
+    engine.loop.create_task(abort_on_disconnect(receive, items))  # its receive() keeps hold of it
     answers: list[bytes] = []
     try:
         for item in items:
@@ -166,14 +162,6 @@ async def run(
     finally:
         timer.cancel()
         engine.queue.forget(items)
-
-
-async def watch(receive: Receive, items: list[WorkItem]) -> None:
-    """Abort the items when the client leaves; the server also says so after the answer."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    for item in items:
-        item.resolve(ClientGone("the client has gone"))
 
 
 def timing_headers(items: list[WorkItem]) -> list[tuple[bytes, bytes]]:

@@ -12,7 +12,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,11 +20,14 @@ import anyio
 import anyio.to_thread
 import orjson
 from starlette.responses import Response
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
-from batching.errors import ClientGone, DeadlineExceeded, InvalidInput
+from batching.errors import ClientGone, DeadlineExceeded, Draining, InvalidInput
+from batching.request_queue import WorkItem
+from server.engine import Engine
 from server.http.errors import AnsweredEarly, http_error
 from server.settings import Settings
+from worker.protocol import Served
 
 # A refused body is still read for so long, so that clients get to the answer.
 LINGER_S = 5.0
@@ -65,6 +68,54 @@ class Patience:
             self.task.cancel()
 
 
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Monotonic seconds, infinite where there is no limit. For work that answers all at once,
+    `first` is all there is."""
+
+    first: float  # until an answer begins
+    whole: float  # until it has ended
+
+
+def deadlines_of(headers: Headers, settings: Settings) -> Deadlines:
+    """The header X-Request-Timeout-Ms may only shorten the setting."""
+    now, given = time.monotonic(), headers.get(b"x-request-timeout-ms")
+    if given is None:
+        return Deadlines(now + settings.request_timeout_s, math.inf)
+    if not given.isdigit() or len(given) > 10 or not int(given):
+        raise InvalidInput("must be a positive whole number", "X-Request-Timeout-Ms")
+    whole_s = int(given) / 1000
+    return Deadlines(now + min(settings.request_timeout_s, whole_s), now + whole_s)
+
+
+async def read_request(
+    scope: Scope, receive: Receive, settings: Settings, engine: Engine
+) -> tuple[Headers, bytes, Deadlines]:
+    """How every POST begins: its headers by name, its whole body, its time limits.
+
+    Raises InvalidInput (400) for a time limit that is none, Draining (503) before the body is
+    read, and what `read_body` raises."""
+    headers = dict(scope["headers"])
+    deadlines = deadlines_of(headers, settings)
+    if engine.draining:
+        raise Draining("the server is stopping", 5)
+    return headers, await read_body(receive, headers, settings, deadlines.first), deadlines
+
+
+async def read_json_request(
+    scope: Scope, receive: Receive, settings: Settings, engine: Engine, served: Served
+) -> tuple[bytes, Deadlines]:
+    """The body, not parsed yet, and the time limits of a request in JSON to a model.
+
+    Beyond what `read_request` raises: AnsweredEarly (415) for a media type that cannot be JSON,
+    and a Refused (503) if the model takes nothing now."""
+    headers, body, deadlines = await read_request(scope, receive, settings, engine)
+    require_json(headers)
+    if (refusal := engine.refusal(served)) is not None:
+        raise refusal
+    return body, deadlines
+
+
 async def read_body(
     receive: Receive, headers: Headers, settings: Settings, deadline: float
 ) -> bytes:
@@ -96,6 +147,14 @@ async def read_body(
         patience.timer.cancel()
     await _linger(receive)
     raise AnsweredEarly(_too_large(limit))
+
+
+async def abort_on_disconnect(receive: Receive, items: Sequence[WorkItem]) -> None:
+    """Answer the items once the client leaves; the server also says so after the answer."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    for item in items:
+        item.resolve(ClientGone("the client has gone"))
 
 
 async def _linger(receive: Receive) -> None:
@@ -208,27 +267,3 @@ def _path_of_half(node: Any) -> str | None:
         if (path := _path_of_half(each)) is not None:
             return step + path
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """Monotonic seconds, infinite where there is no limit. For work that answers all at once,
-    `first` is all there is."""
-
-    first: float  # until an answer begins
-    whole: float  # until it has ended
-
-
-def deadlines_of(headers: Headers, settings: Settings) -> Deadlines:
-    """The header X-Request-Timeout-Ms may only shorten the setting."""
-    now, given = time.monotonic(), headers.get(b"x-request-timeout-ms")
-    if given is None:
-        return Deadlines(now + settings.request_timeout_s, math.inf)
-    if not given.isdigit() or len(given) > 10 or not int(given):
-        raise InvalidInput("must be a positive whole number", "X-Request-Timeout-Ms")
-    whole_s = int(given) / 1000
-    return Deadlines(now + min(settings.request_timeout_s, whole_s), now + whole_s)
-
-
-def deadline_of(headers: Headers, settings: Settings) -> float:
-    return deadlines_of(headers, settings).first

@@ -11,16 +11,15 @@ from abc import ABC, abstractmethod
 
 from starlette.types import Receive, Scope, Send
 
-from batching.errors import ClientGone, Draining
+from batching.errors import ClientGone
 from server.engine import Engine
-from server.http.body import Parsing, deadlines_of, read_body, require_json
+from server.http.body import Parsing, abort_on_disconnect, read_json_request
 from server.http.errors import to_response
 from server.http.sse import EventStream
 from server.metrics import Metrics
 from server.openai.exchange import RunningRequest
 from server.openai.models import ModelNames
 from server.openai.reply import Reply
-from server.pipeline import watch
 from server.settings import Settings
 from worker.deltas import Delta
 
@@ -44,17 +43,12 @@ class GenerationEndpoint(ABC):
         """What is asked for; raises InvalidInput. In a pool thread if the body is large."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope["headers"])
-        deadlines = deadlines_of(headers, self.settings)
-        if self.engine.draining:
-            raise Draining("the server is stopping", 5)
-        body = await read_body(receive, headers, self.settings, deadlines.first)
-        require_json(headers)
-        if (refusal := self.engine.refusal("generation")) is not None:
-            raise refusal
+        body, deadlines = await read_json_request(
+            scope, receive, self.settings, self.engine, "generation"
+        )
         reply = await self.parsing.run(self.parse, body, deadlines.first)
         exchange = RunningRequest(self.engine, self.metrics, reply.payloads, deadlines)
-        self.engine.loop.create_task(watch(receive, exchange.items))
+        self.engine.loop.create_task(abort_on_disconnect(receive, exchange.items))
         try:
             if reply.streams:
                 first = await exchange.read()

@@ -11,7 +11,7 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.http.body import Parsing, deadline_of, read_body, require_json
+from server.http.body import Parsing, read_request, require_json
 from server.openai.models import ModelNames
 from server.openai.params import decode
 from server.settings import Settings
@@ -28,11 +28,11 @@ class LoadModel:
         self.parsing = Parsing()
 
     async def answer(self, request: Request) -> Response:
-        headers = dict(request.scope["headers"])
-        deadline = deadline_of(headers, self.settings)
-        body = await read_body(request.receive, headers, self.settings, deadline)
+        headers, body, deadlines = await read_request(
+            request.scope, request.receive, self.settings, self.models.engine
+        )
         require_json(headers)
-        asked = await self.parsing.run(partial(decode, kind=LoadRequest), body, deadline)
+        asked = await self.parsing.run(partial(decode, kind=LoadRequest), body, deadlines.first)
         model = self.models.require(asked.model)
         if (refusal := self.models.engine.refusal("generation")) is not None:
             raise refusal

@@ -3,13 +3,13 @@
 from typing import Any
 
 import anyio
-import orjson
 from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
 from server.engine import Engine
-from server.http.body import deadline_of, in_thread, read_body, require_json
+from server.http.body import in_thread, read_json_request
+from server.http.json import send_json
 from server.openai.chat_request import chat
 from server.openai.messages import Messages
 from server.openai.models import ModelNames
@@ -67,20 +67,10 @@ class TextEndpoint:
             raise InvalidInput("the tokenizer cannot take this") from error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope["headers"])
-        deadline = deadline_of(headers, self.settings)
-        body = await read_body(receive, headers, self.settings, deadline)
-        require_json(headers)
-        if (refusal := self.engine.refusal("generation")) is not None:
-            raise refusal
-        answer = await in_thread(self._guarded, body, deadline, self.threads)
-        content = orjson.dumps(answer)
-        fields = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(content)),
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": fields})
-        await send({"type": "http.response.body", "body": content})
+        body, deadlines = await read_json_request(
+            scope, receive, self.settings, self.engine, "generation"
+        )
+        await send_json(send, await in_thread(self._guarded, body, deadlines.first, self.threads))
 
 
 class Tokenize(TextEndpoint):

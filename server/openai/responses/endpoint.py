@@ -20,9 +20,9 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from batching.errors import ClientGone, Draining, InvalidInput
+from batching.errors import ClientGone, InvalidInput
 from server.engine import Engine
-from server.http.body import Parsing, deadlines_of, read_body, require_json
+from server.http.body import Parsing, abort_on_disconnect, read_json_request
 from server.http.errors import AnsweredEarly, http_error, to_response
 from server.http.sse import EventStream
 from server.metrics import Metrics
@@ -34,7 +34,6 @@ from server.openai.responses.output import ResponseOutput
 from server.openai.responses.reply import ResponseReply, spend
 from server.openai.responses.request import ResponseRequest
 from server.openai.responses.store import Document, NotStored, ResponseStore, Stored, TooLarge
-from server.pipeline import watch
 from server.settings import Settings
 from worker.deltas import Delta
 from worker.protocol import Chat, GenerationInput
@@ -77,14 +76,9 @@ class Responses:
         self.parsing = Parsing()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope["headers"])
-        deadlines = deadlines_of(headers, self.settings)
-        if self.engine.draining:
-            raise Draining("the server is stopping", 5)
-        body = await read_body(receive, headers, self.settings, deadlines.first)
-        require_json(headers)
-        if (refusal := self.engine.refusal("generation")) is not None:
-            raise refusal
+        body, deadlines = await read_json_request(
+            scope, receive, self.settings, self.engine, "generation"
+        )
         reply, payload = await self.parsing.run(self._prepare, body, deadlines.first, blocks=True)
         if payload.background:  # it begins when there is time for it
             deadlines = replace(deadlines, first=math.inf)
@@ -95,7 +89,7 @@ class Responses:
             self.jobs[reply.id] = Job(reply, exchange, task)
             await answer(scope, receive, send)
             return
-        self.engine.loop.create_task(watch(receive, exchange.items))
+        self.engine.loop.create_task(abort_on_disconnect(receive, exchange.items))
         try:
             if reply.request.stream:
                 first = await exchange.read()
