@@ -14,7 +14,7 @@ from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from server.engine import Engine
 from server.http.body import Headers, Parsing, abort_on_disconnect, parse_json, read_request
-from server.http.errors import AnsweredEarly, http_error
+from server.http.errors import HttpError
 from server.http.json import send_json
 from server.settings import Settings
 from worker.protocol import PipelineInput
@@ -40,7 +40,7 @@ class Root:
         deadline, task = deadlines.first, TASKS[self.task_name]
         media = media_type(headers)
         if wrong := wrong_media(media, task):
-            raise AnsweredEarly(http_error(415, f"{self.task_name} {wrong}, not {media[:100]!r}"))
+            raise HttpError(415, f"{self.task_name} {wrong}, not {media[:100]!r}")
         if task.kind == "text" or may_be_json(body, media):
             parse = partial(self.parse, media=media)
             inputs, many = await self.parsing.run(parse, body, deadline)

@@ -188,12 +188,12 @@ def test_bodies_that_are_there_at_a_time_are_bounded_together() -> None:
         for _ in range(BODIES):
             client = socket.create_connection(("127.0.0.1", server.port))
             stack.enter_context(client).sendall(head + b"x" * 99_999)
-        wait_until(lambda: server.app.held == BODIES * 99_999)
+        wait_until(lambda: server.app.body_bytes == BODIES * 99_999)
         refused = httpx.post(server.url, content=b"x" * 1000)
         assert refused.status_code == 503
         assert error_of(refused)["code"] == "queue_full"
         assert refused.headers["retry-after"]
         assert httpx.post(server.url, content=b"x").status_code == 200
         stack.close()
-        wait_until(lambda: not server.app.held)
+        wait_until(lambda: not server.app.body_bytes)
         assert httpx.post(server.url, content=b"x" * 1000).status_code == 200

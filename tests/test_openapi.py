@@ -16,7 +16,6 @@ from starlette.routing import Route
 
 from batching.errors import InvalidInput
 from server import openapi
-from server.health import health
 from server.middleware import OPEN_PATHS
 from server.openai.chat_request import ChatRequest
 from server.openai.completion_request import CompletionRequest
@@ -81,7 +80,7 @@ def test_the_document_is_well_formed(server: Server) -> None:
 
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_each_task_says_what_it_takes(task: str) -> None:
-    root = Route("/", health, methods=["POST"])
+    root = Route("/", fetch, methods=["POST"])
     document = openapi.document(Settings(), task, [root])
     check_form(document)
     (described,) = document["paths"].values()

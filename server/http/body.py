@@ -19,16 +19,16 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 import orjson
-from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from batching.errors import ClientGone, DeadlineExceeded, Draining, InvalidInput
 from batching.request_queue import WorkItem
 from server.engine import Engine
-from server.http.errors import AnsweredEarly, http_error
+from server.http.errors import HttpError
 from server.settings import Settings
 from worker.protocol import Served
 
+CLOSE = [(b"connection", b"close")]
 # A refused body is still read for so long, so that clients get to the answer.
 LINGER_S = 5.0
 # Larger JSON is parsed off the event loop.
@@ -107,7 +107,7 @@ async def read_json_request(
 ) -> tuple[bytes, Deadlines]:
     """The body, not parsed yet, and the time limits of a request in JSON to a model.
 
-    Beyond what `read_request` raises: AnsweredEarly (415) for a media type that cannot be JSON,
+    Beyond what `read_request` raises: HttpError (415) for a media type that cannot be JSON,
     and a Refused (503) if the model takes nothing now."""
     headers, body, deadlines = await read_request(scope, receive, settings, engine)
     require_json(headers)
@@ -119,13 +119,13 @@ async def read_json_request(
 async def read_body(
     receive: Receive, headers: Headers, settings: Settings, deadline: float
 ) -> bytes:
-    """The whole body; AnsweredEarly (408, 413) or ClientGone."""
+    """The whole body; HttpError (408, 413) or ClientGone."""
     limit = int(settings.max_body_mb * 1_000_000)
     declared = headers.get(b"content-length", b"")
     if declared.isdigit() and int(declared[:20]) > limit:
         if headers.get(b"expect", b"").lower() != b"100-continue":
             await _linger(receive)  # one that expects to be told will not send
-        raise AnsweredEarly(_too_large(limit))
+        raise _too_large(limit)
     patience = Patience(settings.body_timeout_s, deadline)
     chunks, size = [], 0
     try:
@@ -142,11 +142,12 @@ async def read_body(
     except asyncio.CancelledError:
         if not patience.over:
             raise
-        raise AnsweredEarly(_too_slow()) from None
+        late = "the body stopped arriving, or came too slowly for the request's time limit"
+        raise HttpError(408, late, headers=CLOSE) from None
     finally:
         patience.timer.cancel()
     await _linger(receive)
-    raise AnsweredEarly(_too_large(limit))
+    raise _too_large(limit)
 
 
 async def abort_on_disconnect(receive: Receive, items: Sequence[WorkItem]) -> None:
@@ -165,14 +166,9 @@ async def _linger(receive: Receive) -> None:
                 pass
 
 
-def _too_large(limit: int) -> Response:
+def _too_large(limit: int) -> HttpError:
     much = f"the body is larger than {limit / 1_000_000:g} MB"
-    return http_error(413, much, None, {"Connection": "close"})
-
-
-def _too_slow() -> Response:
-    late = "the body stopped arriving, or came too slowly for the request's time limit"
-    return http_error(408, late, None, {"Connection": "close"})
+    return HttpError(413, much, headers=CLOSE)
 
 
 def require_json(headers: Headers) -> None:
@@ -180,7 +176,7 @@ def require_json(headers: Headers) -> None:
     media = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if media.partition(b"/")[0] in (b"multipart", b"image", b"audio", b"video"):
         given = media[:100].decode("latin-1")
-        raise AnsweredEarly(http_error(415, f"this takes application/json, not {given!r}"))
+        raise HttpError(415, f"this takes application/json, not {given!r}")
 
 
 class Parsing:

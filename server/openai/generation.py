@@ -14,7 +14,8 @@ from starlette.types import Receive, Scope, Send
 from batching.errors import ClientGone
 from server.engine import Engine
 from server.http.body import Parsing, abort_on_disconnect, read_json_request
-from server.http.errors import to_response
+from server.http.errors import as_http_error
+from server.http.json import to_json
 from server.http.sse import EventStream
 from server.metrics import Metrics
 from server.openai.exchange import RunningRequest
@@ -70,9 +71,9 @@ class GenerationEndpoint(ABC):
             except Exception as error:
                 if isinstance(error, ClientGone):
                     raise
-                response, kind = to_response(error, scope, request_id, self.settings.debug)
-                self.metrics.failed(kind)
-                await events.event(bytes(response.body))
+                told = as_http_error(error, scope, self.settings.debug)
+                self.metrics.failed(told.kind)
+                await events.event(to_json(told.document))
             await events.end()
         except ClientGone as error:
             self.metrics.failed("client_gone")

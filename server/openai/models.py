@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.engine import Engine
-from server.http.errors import AnsweredEarly, envelope
+from server.http.errors import HttpError
 
 PATH = "/v1/models"
 ONE_PATH = "/v1/models/{id:path}"
@@ -30,8 +30,7 @@ class ModelNames:
         """The listed id; 404 for a model that is not here."""
         if name is not None and name not in self.names:
             unknown = f"there is no model {name[:200]!r} here, only {self.id!r}"
-            kind, code = "invalid_request_error", "model_not_found"
-            raise AnsweredEarly(envelope(404, unknown, kind, code, "model"))
+            raise HttpError(404, unknown, "model", code="model_not_found")
         return self.id
 
     async def list(self, request: Request) -> Response:

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from batching.errors import ClientGone, InvalidInput
 from server.engine import Engine
 from server.http.body import Parsing, abort_on_disconnect, read_json_request
-from server.http.errors import AnsweredEarly, http_error, to_response
+from server.http.errors import HttpError, as_http_error
 from server.http.sse import EventStream
 from server.metrics import Metrics
 from server.openai.exchange import RunningRequest
@@ -133,7 +133,7 @@ class Responses:
         except NotStored as error:
             if error.id in self.jobs:
                 raise InvalidInput(f"{param}: {id!r} has not ended", param) from None
-            raise AnsweredEarly(not_found(error.id, param)) from None
+            raise not_found(error.id, param) from None
         return [item for turn in turns for item in (*turn.input, *turn.response["output"])]
 
     async def _stream(
@@ -206,11 +206,9 @@ class Responses:
     def _fail(
         self, scope: Scope, reply: ResponseReply, exchange: RunningRequest, error: Exception
     ) -> None:
-        request_id = scope["request_id"].decode()
-        response, kind = to_response(error, scope, request_id, self.settings.debug)
-        self.metrics.failed(kind)
-        message = orjson.loads(response.body)["error"]["message"]
-        reply.fail(message, isinstance(error, InvalidInput), exchange.usage)
+        told = as_http_error(error, scope, self.settings.debug)
+        self.metrics.failed(told.kind)
+        reply.fail(str(told), isinstance(error, InvalidInput), exchange.usage)
 
     async def _keep(self, reply: ResponseReply) -> bool:
         """Store it if it is to be; where that fails, as on a full disk, it says so itself."""
@@ -232,7 +230,7 @@ class Responses:
         for store in (self.store, self.unstored):
             with contextlib.suppress(NotStored):
                 return await anyio.to_thread.run_sync(store.get, id)
-        raise AnsweredEarly(not_found(id, "id"))
+        raise not_found(id, "id")
 
     async def delete(self, id: str) -> None:
         """404 if it is not known."""
@@ -241,7 +239,7 @@ class Responses:
             with contextlib.suppress(NotStored):
                 await anyio.to_thread.run_sync(store.delete, id)
                 return
-        raise AnsweredEarly(not_found(id, "id"))
+        raise not_found(id, "id")
 
     async def cancel(self, id: str) -> None:
         """End a response in the background, and wait until it has; nothing if there is none."""
@@ -262,5 +260,5 @@ def json(content: object) -> Response:
     return Response(orjson.dumps(content), media_type="application/json")
 
 
-def not_found(id: str, param: str) -> Response:
-    return http_error(404, f"there is no stored response {id[:100]!r}", param)
+def not_found(id: str, param: str) -> HttpError:
+    return HttpError(404, f"there is no stored response {id[:100]!r}", param)

@@ -13,7 +13,7 @@ from typing import Annotated, TypeVar
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
-from server.http.errors import AnsweredEarly, http_error
+from server.http.errors import HttpError
 from server.openai.messages import CalledFunction, Message, ToolCall
 from server.openai.responses.store import Document
 
@@ -111,7 +111,7 @@ class Item(Struct):
         id = _required(self.id, param)
         if id not in stored:
             unknown = f"{param}: there is no stored item {id[:100]!r}"
-            raise AnsweredEarly(http_error(404, unknown, param))
+            raise HttpError(404, unknown, param)
         return stored[id]
 
     def _message(self, path: str) -> Document:
