@@ -82,6 +82,8 @@ def _schemas(operations: Sequence[Operation]) -> tuple[References, dict[str, Any
     references = dict(zip(kinds, made, strict=True))
     for each in operations:
         for name, harmless in each.unimplemented.items():
+            if "." in name:
+                continue  # a field of a field
             reference = _content(each.request, references)[JSON]["schema"]["$ref"]
             schemas[reference.rpartition("/")[2]]["properties"][name] = {
                 "description": "Not implemented: leave it out",

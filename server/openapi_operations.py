@@ -7,14 +7,11 @@ from typing import Any
 from msgspec import Struct
 
 from server import openapi_answers as answers
-from server.openai import chat_request, completion_request
-from server.openai.chat_request import ChatRequest
-from server.openai.completion_request import CompletionRequest
-from server.openai.detokenize import DetokenizeRequest
-from server.openai.load_model import LoadRequest
-from server.openai.responses import request
+from server.openai.chat import ChatRequest
+from server.openai.completions import CompletionRequest
+from server.openai.models import LoadRequest
 from server.openai.responses.request import ResponseRequest
-from server.openai.tokenize import TokenizeRequest
+from server.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from worker.tasks import TASKS, Task
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
@@ -57,7 +54,7 @@ OPERATIONS = (
         {JSON: ChatRequest},
         {JSON: answers.ChatCompletion, EVENTS: STREAM},
         (*POSTED, 404),
-        chat_request.UNIMPLEMENTED,
+        ChatRequest.unimplemented,
     ),
     Operation(
         "POST",
@@ -66,7 +63,7 @@ OPERATIONS = (
         {JSON: CompletionRequest},
         {JSON: answers.Completion, EVENTS: STREAM},
         (*POSTED, 404),
-        completion_request.UNIMPLEMENTED,
+        CompletionRequest.unimplemented | {"best_of": (1,)},
     ),
     Operation(
         "POST",
@@ -75,7 +72,7 @@ OPERATIONS = (
         {JSON: ResponseRequest},
         {JSON: answers.Response, EVENTS: RESPONSE_STREAM},
         (*POSTED, 404),
-        request.UNIMPLEMENTED,
+        ResponseRequest.unimplemented,
     ),
     Operation("GET", "/v1/responses/{id}", "A response", {}, {JSON: answers.Response}, (400, 404)),
     Operation(

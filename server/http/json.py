@@ -1,12 +1,14 @@
 """Sending JSON: the one way that answers leave as, whatever their endpoint or status."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
 import orjson
-from starlette.types import Send
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
 
+Document = dict[str, Any]  # a JSON object
 Header = tuple[bytes, bytes]  # the name in lower case
 
 
@@ -28,3 +30,13 @@ async def send_json(
     fields = [*json_headers(content), *headers]
     await send({"type": "http.response.start", "status": status, "headers": fields})
     await send({"type": "http.response.body", "body": content})
+
+
+class JsonEndpoint:
+    """A bare ASGI app that sends what `answer` makes of a request."""
+
+    def __init__(self, answer: Callable[[Request], Awaitable[object]]) -> None:
+        self.answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, await self.answer(Request(scope, receive)))
