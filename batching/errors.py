@@ -33,6 +33,11 @@ class InvalidInput(OnequeueError):
         super().__init__(message)
         self.param = param
 
+    @classmethod
+    def at(cls, param: str, reason: str) -> "InvalidInput":
+        """Of one field of the request; the message begins with its name."""
+        return cls(f"{param}: {reason}", param)
+
 
 class Refused(OnequeueError):
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:

@@ -25,15 +25,13 @@ from server.http.connections import APP, bound_connections
 from server.http.json import JsonEndpoint
 from server.metrics import Metrics, metrics
 from server.middleware import Middleware
-from server.openai import models
 from server.openai.chat import ChatCompletions
 from server.openai.completions import Completions
-from server.openai.detokenize import Detokenize
-from server.openai.load_model import LoadModel
+from server.openai.models import ModelNames
 from server.openai.responses.endpoint import Responses
 from server.openai.responses.lookup import ResponseLookup
 from server.openai.responses.store import ResponseStore
-from server.openai.tokenize import Tokenize
+from server.openai.tokenize import tokenizer_routes
 from server.pipeline import Root
 from server.preflight import check_models, check_workers, refuse
 from server.settings import Settings, SettingsError, load_settings
@@ -72,7 +70,7 @@ def create_app(
         root = Root(settings, engine, settings.pipeline_task)
         routes.append(Route("/", root, methods=["POST"]))
     if settings.chat_model != "none":
-        names = models.ModelNames(settings.chat_model, engine)
+        names = ModelNames(settings, engine)
         responses = Responses(settings, engine, observer, names, open_store(settings))
         routes += generation_routes(settings, engine, observer, names, responses)
     routes.append(openapi.route(settings, settings.pipeline_task, routes))
@@ -85,7 +83,7 @@ def generation_routes(
     settings: Settings,
     engine: Engine,
     observer: Metrics,
-    names: models.ModelNames,
+    names: ModelNames,
     responses: Responses,
 ) -> list[Route]:
     post = ["POST"]
@@ -96,11 +94,8 @@ def generation_routes(
         Route("/v1/completions", Completions(settings, engine, observer, names), methods=post),
         Route("/v1/responses", responses, methods=post),
         *ResponseLookup(responses).routes(),
-        Route(models.PATH, names.list),
-        Route(models.ONE_PATH, names.one),
-        Route("/tokenize", Tokenize(settings, engine, names), methods=post),
-        Route("/detokenize", Detokenize(settings, engine, names), methods=post),
-        Route("/load_model", LoadModel(settings, names).answer, methods=post),
+        *names.routes(),
+        *tokenizer_routes(settings, engine, names),
     ]
 
 

@@ -21,12 +21,11 @@ from server import openapi_answers as answers
 from server.health import Health, Ready
 from server.http.json import JsonEndpoint, to_json
 from server.middleware import OPEN_PATHS
-from server.openai.chat_request import ChatRequest
-from server.openai.completion_request import CompletionRequest
-from server.openai.detokenize import DetokenizeRequest
-from server.openai.load_model import LoadRequest
+from server.openai.chat import ChatRequest
+from server.openai.completions import CompletionRequest
+from server.openai.models import LoadRequest
 from server.openai.responses.request import ResponseRequest
-from server.openai.tokenize import TokenizeRequest
+from server.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from server.settings import Settings
 from worker.tasks import TASKS, Task
 

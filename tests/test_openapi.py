@@ -17,8 +17,8 @@ from starlette.routing import Route
 from batching.errors import InvalidInput
 from server import openapi
 from server.middleware import OPEN_PATHS
-from server.openai.chat_request import ChatRequest
-from server.openai.completion_request import CompletionRequest
+from server.openai.chat import ChatRequest
+from server.openai.completions import CompletionRequest
 from server.openai.params import GenerationRequest, decode
 from server.settings import Settings
 from tests.event_streams import CLIENT

@@ -1,21 +1,22 @@
 """What requests for generated text have in common: typed fields, their ranges, their defaults.
 
-JSON → `decode` → a struct → Sampling and Stopping. Field names are OpenAI's, and vLLM's beyond
-those. null counts as absent; unknown fields are ignored; a parameter of the API that is not
-implemented is refused by name unless it has its documented default. What needs the model (token
-ids, lengths) is checked in `Generator.prepare`.
+    JSON → `decode` → a struct → Sampling, Stopping and Constraint
+
+Field names are OpenAI's, and vLLM's beyond those. null counts as absent; unknown fields are
+ignored; a parameter of the API that is not implemented is refused by name unless it has its
+documented default. What needs the model (token ids, lengths) is checked in `Generator.prepare`.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
 from server.http.json import parse_json
-from server.openai.structured import ResponseFormat, StructuredOutputs, constraint_of
+from server.openai.structured import AnyFormat, ResponseFormat, StructuredOutputs, constraint_of
 from worker.protocol import Constraint, Sampling, Stopping
 
 MOST_STOPS = 16
@@ -35,8 +36,8 @@ Biases = Annotated[
     dict[str, Bias],
     Meta(max_length=MOST_BIASES, extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}),
 ]
-Unserved = Annotated[Any, Meta(extra_json_schema={"type": "null"})]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(Struct):
@@ -45,6 +46,15 @@ class StreamOptions(Struct):
 
 
 class GenerationRequest(Struct, kw_only=True):
+    """`unimplemented`: parameters of the API, by their paths, that nothing is done with, and the
+    values that ask for nothing. `default_tokens`: of an answer; None: what the context holds."""
+
+    unimplemented: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "structured_outputs.whitespace_pattern": (),
+        "structured_outputs.structural_tag": (),
+    }
+    default_tokens: ClassVar[int | None] = None
+
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     max_tokens: Count | None = None
@@ -66,24 +76,30 @@ class GenerationRequest(Struct, kw_only=True):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """The field that bounds the tokens of an answer, and what it says."""
+        return "max_tokens", self.max_tokens
+
     def check(self) -> None:
         """Raise InvalidInput for what no field's type says."""
         if self.stream_options is not None and not self.stream:
-            raise InvalidInput("stream_options: goes with stream: true only", "stream_options")
-        if self.min_tokens and self.most_tokens is not None and self.min_tokens > self.most_tokens:
-            both = f"min_tokens: {self.min_tokens} is more than max_tokens, {self.most_tokens}"
-            raise InvalidInput(both, "min_tokens")
+            raise InvalidInput.at("stream_options", "goes with stream: true only")
+        most = self.default_tokens if self.limit[1] is None else self.limit[1]
+        if self.min_tokens and most is not None and self.min_tokens > most:
+            more = f"{self.min_tokens} is more than max_tokens, {most}"
+            raise InvalidInput.at("min_tokens", more)
 
     @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens
-
-    @property
-    def most_tokens_param(self) -> str:
-        return "max_tokens"
+    def format(self) -> tuple[str, AnyFormat | None]:
+        """What the answer's form is asked for by, and what that says."""
+        return "response_format", self.response_format
 
     def constraint(self) -> Constraint | None:
-        return constraint_of(self.response_format, self.structured_outputs)
+        path, wanted = self.format
+        if wanted is None and self.structured_outputs is None:
+            return None
+        return constraint_of(path, wanted, self.structured_outputs)
 
     def sampling(self, logprobs: int | None) -> Sampling:
         return Sampling(
@@ -100,13 +116,15 @@ class GenerationRequest(Struct, kw_only=True):
         )
 
     def stopping(self) -> Stopping:
+        param, max_tokens = self.limit
         return Stopping(
-            max_tokens=self.most_tokens,
+            max_tokens=max_tokens,
             min_tokens=self.min_tokens or 0,
             stop=_stops(self.stop),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
-            param=self.most_tokens_param,
+            default_tokens=self.default_tokens,
+            param=param,
         )
 
 
@@ -122,12 +140,15 @@ def decode(body: bytes, kind: type[R], most: int | None = None) -> R:
     if most is not None:
         for path, length in _lengths(document, kind.__struct_fields__):
             if length > most:
-                raise InvalidInput(f"{path}: takes at most {most} entries, not {length}", path)
+                raise InvalidInput.at(path, f"takes at most {most} entries, not {length}")
     try:
-        return msgspec.convert(document, kind)
+        request = msgspec.convert(document, kind)
     except msgspec.ValidationError as error:
         message, param = _explain(str(error))
-        raise InvalidInput(f"{param}: {message}", param) from None
+        raise InvalidInput.at(param, message) from None
+    if issubclass(kind, GenerationRequest):
+        _refuse_unimplemented(document, kind.unimplemented)
+    return request
 
 
 def _lengths(document: Mapping[str, Any], fields: Iterable[str]) -> Iterator[tuple[str, int]]:
@@ -156,13 +177,16 @@ def _explain(told: str) -> tuple[str, str]:
     return reason[:1].lower() + reason[1:], path
 
 
-def refuse_unimplemented(request: Struct, defaults: Mapping[str, tuple[Any, ...]]) -> None:
-    """`defaults`: the fields nothing is done with, and the values that ask for nothing."""
-    for name, harmless in defaults.items():
-        value = getattr(request, name)
-        asks = not any(type(value) is type(each) and value == each for each in harmless)
+def _refuse_unimplemented(
+    document: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]]
+) -> None:
+    for path, values in harmless.items():
+        value: Any = document
+        for key in path.split("."):
+            value = value.get(key) if value is not None else None
+        asks = not any(type(value) is type(each) and value == each for each in values)
         if value is not None and asks:
-            raise InvalidInput(f"{name}: is not implemented here, leave it out", name)
+            raise InvalidInput.at(path, "is not implemented here, leave it out")
 
 
 def _stops(given: str | list[str] | None) -> tuple[str, ...]:
@@ -172,14 +196,14 @@ def _stops(given: str | list[str] | None) -> tuple[str, ...]:
         given = given or []
         empty = next((f"stop[{n}]" for n, text in enumerate(given) if not text), "")
     if len(given) > MOST_STOPS:
-        raise InvalidInput(f"stop: takes at most {MOST_STOPS} strings, not {len(given)}", "stop")
+        raise InvalidInput.at("stop", f"takes at most {MOST_STOPS} strings, not {len(given)}")
     if "" in given:
-        raise InvalidInput(f"{empty}: must not be empty", empty)
+        raise InvalidInput.at(empty, "must not be empty")
     return tuple(given)
 
 
 def _biases(given: dict[str, float] | None) -> dict[int, float]:
     for key in given or ():
         if not (key.isascii() and key.isdigit() and len(key) < 10):
-            raise InvalidInput(f"logit_bias: {key[:50]!r} is not a token id", "logit_bias")
+            raise InvalidInput.at("logit_bias", f"{key[:50]!r} is not a token id")
     return {int(key): value for key, value in (given or {}).items()}

@@ -12,9 +12,10 @@ import threading
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import orjson
+
+from server.http.json import Document
 
 MOST_RESPONSES = 10_000
 MOST_BYTES = 256_000_000
@@ -35,8 +36,6 @@ CREATE TABLE IF NOT EXISTS items (
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS items_response ON items (response_id);
 """
-
-Document = dict[str, Any]
 
 
 class NotStored(Exception):
