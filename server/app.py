@@ -80,19 +80,14 @@ def create_app(
 
 
 def generation_routes(
-    settings: Settings,
-    engine: Engine,
-    observer: Metrics,
-    names: ModelNames,
-    responses: Responses,
+    settings: Settings, engine: Engine, observer: Metrics, names: ModelNames, responses: Responses
 ) -> list[Route]:
-    post = ["POST"]
+    chat = ChatCompletions(settings, engine, observer, names)
+    completions = Completions(settings, engine, observer, names)
     return [
-        Route(
-            "/v1/chat/completions", ChatCompletions(settings, engine, observer, names), methods=post
-        ),
-        Route("/v1/completions", Completions(settings, engine, observer, names), methods=post),
-        Route("/v1/responses", responses, methods=post),
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/responses", responses, methods=["POST"]),
         *ResponseLookup(responses).routes(),
         *names.routes(),
         *tokenizer_routes(settings, engine, names),
