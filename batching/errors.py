@@ -9,6 +9,7 @@
     │  ├─ Draining         the server is stopping
     │  ├─ BreakerOpen      the model keeps failing, a probe is due
     │  └─ WorkerDown       the worker thread is dead or stuck
+    │     └─ DeviceLost    what raised leaves no device to run anything on
     ├─ DeadlineExceeded    accepted, but the deadline passed in the queue or while running
     ├─ ClientGone          the client left; nobody waits for an answer
     └─ ItemFailed          the model raised on this item, and on it alone
@@ -68,6 +69,10 @@ class WorkerDown(Refused):
     pass
 
 
+class DeviceLost(WorkerDown):
+    pass
+
+
 class DeadlineExceeded(OnequeueError):
     pass
 
@@ -86,15 +91,3 @@ class OutOfMemory(ItemFailed):
 
 class WrongResultCount(ItemFailed):
     pass
-
-
-def as_failure(error: BaseException, kind: str) -> ItemFailed:
-    """What the client of an item is told that alone made the model raise `error`."""
-    if isinstance(error, ItemFailed):
-        return error
-    if kind == "memory":
-        failure: ItemFailed = OutOfMemory("this input does not fit into memory")
-    else:
-        failure = ItemFailed("the model failed on this input")
-    failure.__cause__ = error.with_traceback(None)
-    return failure

@@ -1,10 +1,9 @@
-"""The one queue: admission, places, and the (payload, future) pairs on their way to the worker.
+"""The one queue: admission, places, and the work items on their way to the worker.
 
-A handler has its payloads accepted and awaits their futures; feeders take pairs off the other
+A handler has its payloads accepted and awaits their futures; feeders take items off the other
 end. All of it runs on the event loop. The bound counts what is accepted and unanswered, wherever
-it is by then, so no second, unbounded queue can form. Work in the background has a part of the
-places to itself, and nobody else counts it as ahead. How long a newcomer would wait is known in
-lanes.py. Batches are not made here.
+it is by then, so no second, unbounded queue can form. Whose places they are, and how long a
+newcomer would wait, is known in lanes.py. Batches are not made here.
 """
 
 import asyncio
@@ -13,10 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 from batching.errors import ClientGone, DeadlineHopeless, QueueFull
-from batching.lanes import BatchLane, Lane, TurnLane
-
-# Of the places, background work may take one in so many.
-BACKGROUND = 4
+from batching.lanes import Lane
 
 
 class Stream(Protocol):
@@ -43,6 +39,7 @@ class WorkItem:
         "future",
         "key",
         "lane",
+        "model",
         "open",
         "payload",
         "prepared",
@@ -61,13 +58,16 @@ class WorkItem:
         deadline: float,
         accepted_at: float,
         stream: Stream | None = None,
+        model: Any = None,
+        lane: Lane | None = None,
     ) -> None:
         self.payload = payload
-        self.lane: Lane | None = None
+        self.model = model  # the entry of the registry (worker/models.py) that serves it
+        self.lane = lane
         self.begun = False  # its answer has begun, or never will: no longer ahead of others
         self.counted = False  # its lane knows its tokens
         self.future: asyncio.Future[Any] = future  # type: ignore[assignment]  # warm-ups have none
-        self.stream = stream
+        self.stream: Stream = stream  # type: ignore[assignment]  # pipelines have none
         self.deadline = deadline
         self.accepted_at = accepted_at
         self.open = True  # somebody still waits; other threads only read it
@@ -98,10 +98,8 @@ class RequestQueue:
     def __init__(self, capacity: int, clock: Callable[[], float]) -> None:
         self.capacity = capacity
         self.clock = clock
-        self.pipeline, self.generation = BatchLane(capacity), TurnLane(capacity)
-        self.background = TurnLane(max(1, capacity // BACKGROUND))
         self.waiting: set[WorkItem] = set()  # accepted and unanswered, one place each
-        self._pairs: asyncio.Queue[WorkItem] = asyncio.Queue()
+        self._accepted: asyncio.Queue[WorkItem] = asyncio.Queue()
         self._settled = asyncio.Event()
         self._settled.set()
 
@@ -115,7 +113,7 @@ class RequestQueue:
             )
         if lane.taken + count > lane.places:
             raise QueueFull(
-                f"the background is full: {lane.taken} of {lane.places} places are taken",
+                f"the {lane.name} is full: {lane.taken} of {lane.places} places are taken",
                 retry_after(expected_s),
             )
         if lane.ahead and now + expected_s > deadline:
@@ -129,29 +127,26 @@ class RequestQueue:
         self,
         payloads: Sequence[Any],
         deadline: float,
-        lane: Lane | None = None,
+        lane: Lane,
+        model: Any = None,
         stream: Stream | None = None,
     ) -> list[WorkItem]:
         """Take a place for each payload and queue them, or raise a Refused (503) at once.
 
         Each answer arrives at its `item.future`; the caller must `forget` the items in the end.
         """
-        lane = lane or self.pipeline
         self._admit(len(payloads), deadline, lane)
         loop, now = asyncio.get_running_loop(), self.clock()
-        items = [WorkItem(p, loop.create_future(), deadline, now, stream) for p in payloads]
+        items = [
+            WorkItem(payload, loop.create_future(), deadline, now, stream, model, lane)
+            for payload in payloads
+        ]
         self.waiting.update(items)
         lane.enter(len(items))
         self._settled.clear()
         for item in items:
-            item.lane = lane
-            self._pairs.put_nowait(item)
+            self._accepted.put_nowait(item)
         return items
-
-    def begin(self, item: WorkItem) -> None:
-        """The item's answer begins, if it has not yet."""
-        if item.lane and not item.begun:
-            item.lane.begin(item)
 
     def forget(self, items: Sequence[WorkItem]) -> None:
         """The handler is done with the items, answered or not: their places are free again."""
@@ -172,10 +167,10 @@ class RequestQueue:
         return len(self.waiting)
 
     async def take(self) -> list[WorkItem]:
-        """Wait for a pair, then take all that are there."""
-        items = [await self._pairs.get()]
-        while not self._pairs.empty():
-            items.append(self._pairs.get_nowait())
+        """Wait for an item, then take all that are there."""
+        items = [await self._accepted.get()]
+        while not self._accepted.empty():
+            items.append(self._accepted.get_nowait())
         return items
 
     def resolve_all(self, make_error: Callable[[], Exception]) -> None:

@@ -17,12 +17,12 @@ from typing import Any
 from starlette.routing import Route, Router
 
 from batching.batcher import DynamicBatcher
-from batching.breaker import Breaker
 from batching.request_queue import RequestQueue
 from server import logs, openapi
 from server.engine import Engine
-from server.health import Probe, health, ready
+from server.health import health, ready
 from server.http.connections import APP, bound_connections
+from server.http.json import JsonEndpoint
 from server.metrics import Metrics, metrics
 from server.middleware import Middleware
 from server.openai.chat import ChatCompletions
@@ -36,8 +36,9 @@ from server.pipeline import Root
 from server.preflight import check_models, check_workers, refuse
 from server.settings import Settings, SettingsError, load_settings
 from server.stopping import drain_on_signal, end_unloaded, load_failure, serving_uvicorn
-from worker.protocol import Generator, Models, Runner
-from worker.worker import Worker
+from worker.models import GenerationModel, PipelineModel
+from worker.protocol import Generator, Runner
+from worker.worker import Model, Worker
 
 log = logging.getLogger("onequeue.app")
 
@@ -56,16 +57,12 @@ def create_app(
     settings = check_models(settings, pipeline=load is None, chat=load_chat is None)
     pool_threads = max(2, min(8, (os.cpu_count() or 2) // 2))
     queue = RequestQueue(settings.max_queue_size, time.monotonic)
-    batcher = DynamicBatcher(
-        settings.max_batch_size, settings.max_batch_tokens, settings.max_batch_wait_ms / 1000
-    )
-    loading = loader(settings, pool_threads, load, load_chat)
-    worker = Worker(loading, batcher, {"pipeline": Breaker(), "generation": Breaker()})
+    worker = Worker(served_models(settings, pool_threads, load, load_chat))
     observer = Metrics(lambda: queue.pending, settings.max_batch_size)
     engine = Engine(worker, queue, observer, pool_threads, settings.stuck_after_s)
     routes = [
-        Route("/health", Probe(health, engine), methods=["GET"]),
-        Route("/ready", Probe(ready, engine), methods=["GET"]),
+        Route("/health", JsonEndpoint(health), methods=["GET"]),
+        Route("/ready", JsonEndpoint(ready), methods=["GET"]),
         Route("/metrics", metrics),
     ]
     responses: Responses | None = None
@@ -109,23 +106,25 @@ def open_store(settings: Settings) -> ResponseStore:
         raise SettingsError(f"RESPONSES_DB={settings.responses_db!r}: {error}") from None
 
 
-def loader(
+def served_models(
     settings: Settings,
     pool_threads: int,
     load: Callable[[], Runner] | None,
     load_chat: Callable[[], Generator] | None,
-) -> Callable[[], Models]:
-    """Loads what the settings name, on the worker's thread: torch and transformers take seconds."""
-
-    def load_all() -> Models:
-        pipeline = generator = None
-        if settings.pipeline_model != "none":
-            pipeline = load() if load else _load_pipeline(settings, pool_threads)
-        if settings.chat_model != "none":
-            generator = load_chat() if load_chat else _load_chat(settings)
-        return Models(pipeline, generator)
-
-    return load_all
+) -> list[Model]:
+    """What the settings name, to be loaded on the worker's thread: torch takes seconds."""
+    models: list[Model] = []
+    places = settings.max_queue_size
+    if settings.pipeline_model != "none":
+        batcher = DynamicBatcher(
+            settings.max_batch_size, settings.max_batch_tokens, settings.max_batch_wait_ms / 1000
+        )
+        load = load or partial(_load_pipeline, settings, pool_threads)
+        models.append(PipelineModel("pipeline", load, places, batcher))
+    if settings.chat_model != "none":
+        load_chat = load_chat or partial(_load_chat, settings)
+        models.append(GenerationModel("generation", load_chat, places))
+    return models
 
 
 def _load_pipeline(settings: Settings, pool_threads: int) -> Runner:

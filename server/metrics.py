@@ -5,20 +5,13 @@ import platform
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    Info,
-)
-from prometheus_client.exposition import generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 
 from server import __version__
-from worker.protocol import BatchReport, ModelInfo, Served, StepReport
+from worker.protocol import BatchReport, ModelInfo, StepReport
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -29,7 +22,7 @@ M = TypeVar("M", Counter, Gauge, Info)
 
 
 class Metrics:
-    """Implements worker.engine.Observer; `request` is for the HTTP side."""
+    """Told by engine.py what happens; `request` and `refused` are for the HTTP side."""
 
     def __init__(self, queue_depth: Callable[[], float], batch_cap: int) -> None:
         self.registry = CollectorRegistry()
@@ -46,13 +39,12 @@ class Metrics:
         self.out_of_memory = self._make(Counter, "out_of_memory", "Forwards that ran out of memory")
         self.cap = self._make(Gauge, "batch_cap", "Rows a batch may have now")
         self.cap.set(batch_cap)
-        self.not_stored = self._make(
-            Counter, "responses_not_stored", "Responses that the store did not take"
-        )
+        refused = "Responses that the store did not take"
+        self.not_stored = self._make(Counter, "responses_not_stored", refused)
         failing = "1 while the model keeps failing"
         self.breaker_open = self._make(Gauge, "breaker_open", failing, "serves")
         self.build = self._make(Info, "build", "Versions")
-        self.build.info({"version": __version__, **_versions()})
+        self.build.info(_versions())
         self.model = self._make(Info, "model", "A loaded model", "serves")
         self._make_generation()
 
@@ -121,30 +113,19 @@ class Metrics:
     def failed(self, kind: str) -> None:
         self.errors.labels(kind).inc()
 
-    def breaker(self, served: Served, is_open: bool) -> None:
-        self.breaker_open.labels(served).set(is_open)
+    def breaker(self, name: str, is_open: bool) -> None:
+        self.breaker_open.labels(name).set(is_open)
 
-    def loaded(self, info: ModelInfo) -> None:
-        generates = info.batching in ("continuous", "static")
-        serves: Served = "generation" if generates else "pipeline"
-        self.breaker(serves, is_open=False)
-        self.model.labels(serves).info(
-            {
-                "task": info.task,
-                "model": info.model,
-                "device": info.device,
-                "dtype": info.dtype,
-                "batching": info.batching,
-            }
-        )
+    def loaded(self, name: str, info: ModelInfo) -> None:
+        self.breaker(name, is_open=False)
+        told = ("task", "model", "device", "dtype", "batching")
+        self.model.labels(name).info({each: getattr(info, each) for each in told})
 
 
 def _versions() -> dict[str, str]:
     names = ("torch", "transformers", "starlette", "uvicorn")
-    return {
-        "python": platform.python_version(),
-        **{n: importlib.metadata.version(n) for n in names},
-    }
+    libraries = {name: importlib.metadata.version(name) for name in names}
+    return {"version": __version__, "python": platform.python_version(), **libraries}
 
 
 async def metrics(request: Request) -> Response:

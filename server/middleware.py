@@ -104,7 +104,8 @@ class Middleware:
             await self.routes(scope, receive, send)
         except Exception as error:
             answer = as_http_error(error, scope, self.settings.debug)
-            self.metrics.failed(answer.kind)
+            if answer.kind:
+                self.metrics.failed(answer.kind)
             if "begun" not in scope:
                 with contextlib.suppress(ClientGone):
                     await answer.send(send)

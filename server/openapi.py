@@ -1,27 +1,40 @@
 """`GET /openapi.json`: what is mounted, described by the types that requests are read into.
 
-routes → operations (openapi_operations.py) → paths, and schemas of the structs they name
+routes → their operations in the table → paths, and schemas of the structs they name
+
+What answers look like is in openapi_answers.py; what of a request is not implemented, its struct
+says itself. A path that is mounted and not in the table, or not as it is there, fails a test.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import orjson
 from msgspec import Struct
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
 from server import __version__
+from server import openapi_answers as answers
+from server.health import Health, Ready
+from server.http.json import JsonEndpoint, to_json
 from server.middleware import OPEN_PATHS
-from server.openapi_answers import Error
-from server.openapi_operations import JSON, OPERATIONS, Body, Operation, Schema, root
+from server.openai.chat import ChatRequest
+from server.openai.completions import CompletionRequest
+from server.openai.models import LoadRequest
+from server.openai.responses.request import ResponseRequest
+from server.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from server.settings import Settings
+from worker.tasks import TASKS, Task
 
 PATH = "/openapi.json"
-_SCHEMA = "#/components/schemas/{name}"
+JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
+COMPONENTS = "#/components"
+
+Schema = dict[str, Any]
+Body = Mapping[str, type[Struct] | Schema]  # by media type
 
 ERRORS = {
     400: "What was sent is malformed or out of range; `param` names the field",
@@ -36,31 +49,101 @@ ERRORS = {
     504: "The time limit has passed; the header X-Request-Timeout-Ms shortens it",
 }
 ERROR_HEADERS = {401: "WWW-Authenticate", 405: "Allow", 503: "Retry-After"}
+OF_A_BODY = (400, 408, 413, 415, 503, 504)  # what may become of one
 
-References = Mapping[type[Struct], Schema]
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of a path. `errors` are its statuses beyond 401, 405 and 500."""
+
+    summary: str
+    answer: Body
+    errors: Sequence[int] = ()
+    request: Body = field(default_factory=dict)
+    query: Mapping[str, Schema] = field(default_factory=dict)
+
+
+def read(summary: str, answer: type[Struct], *errors: int, **query: Schema) -> Operation:
+    return Operation(summary, {JSON: answer}, errors, query=query)
+
+
+def ask(summary: str, request: type[Struct], answer: Body) -> Operation:
+    """A request in JSON that names a model."""
+    return Operation(summary, answer, (*OF_A_BODY, 404), {JSON: request})
+
+
+def events(description: str) -> Body:
+    return {EVENTS: {"description": description}}
+
+
+CHUNKS = events("With stream: true. Each event is a chunk, the last is [DONE].")
+TOLD = events("With stream: true. The last event holds the response.")
+
+OPERATIONS: Mapping[str, Operation] = {
+    "POST /v1/chat/completions": ask(
+        "The next message of a conversation", ChatRequest, {JSON: answers.ChatCompletion, **CHUNKS}
+    ),
+    "POST /v1/completions": ask(
+        "What follows a text or token ids", CompletionRequest, {JSON: answers.Completion, **CHUNKS}
+    ),
+    "POST /v1/responses": ask(
+        "A model's response to items or a text, stored unless store is false",
+        ResponseRequest,
+        {JSON: answers.Response, **TOLD},
+    ),
+    "GET /v1/responses/{id}": read("A response", answers.Response, 400, 404),
+    "DELETE /v1/responses/{id}": read("Forget a response", answers.Deleted, 404),
+    "GET /v1/responses/{id}/input_items": read(
+        "What a response was given, newest first",
+        answers.ItemList,
+        *(400, 404),
+        order={"enum": ["asc", "desc"], "default": "desc"},
+        limit={"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
+        after={"type": "string", "description": "The id of an item"},
+    ),
+    "POST /v1/responses/{id}/cancel": read(
+        "End a response that runs in the background", answers.Response, 400, 404
+    ),
+    "GET /v1/models": read("The language model", answers.ModelList, 503),
+    "GET /v1/models/{id}": read("A model by its name", answers.Model, 404, 503),
+    "POST /tokenize": ask(
+        "The token ids of a text or a conversation", TokenizeRequest, {JSON: answers.Tokens}
+    ),
+    "POST /detokenize": ask("The text of token ids", DetokenizeRequest, {JSON: answers.Prompt}),
+    "POST /load_model": ask(
+        "An event that says that the model is ready",
+        LoadRequest,
+        events("One event, a JSON object."),
+    ),
+    "GET /health": read("Is the process worth keeping", Health, 503),
+    "GET /ready": read("Should it get traffic", Ready, 503),
+    "GET /metrics": Operation("For Prometheus", {TEXT: {"type": "string"}}),
+    "GET /openapi.json": Operation("This document", {JSON: {"type": "object"}}),
+}
 
 
 def route(settings: Settings, task: str, others: Sequence[Route]) -> Route:
     """Serves the document of the other routes and itself."""
 
-    async def answer(request: Request) -> Response:
-        return Response(content, media_type=JSON)
+    async def answer(request: Request) -> bytes:
+        return content
 
-    made = Route(PATH, answer)
-    content = orjson.dumps(document(settings, task, [*others, made]))
+    made = Route(PATH, JsonEndpoint(answer), methods=["GET"])
+    content = to_json(document(settings, task, [*others, made]))
     return made
 
 
 def document(settings: Settings, task: str, routes: Sequence[Route]) -> dict[str, Any]:
-    mounted = {(method, each.path_format) for each in routes for method in each.methods or ()}
-    operations = [each for each in (root(task), *OPERATIONS) if (each.method, each.path) in mounted]
+    mounted = {f"{method} {each.path_format}" for each in routes for method in each.methods or ()}
+    table = {"POST /": pipeline(task), **OPERATIONS}
+    operations = {key: each for key, each in table.items() if key in mounted}
     keyed = bool(settings.api_keys)
-    references, schemas = _schemas(operations)
     paths: dict[str, dict[str, Any]] = {}
-    for each in operations:
-        described = _described(each, references, keyed and each.path not in OPEN_PATHS)
-        paths.setdefault(each.path, {})[each.method.lower()] = described
-    components = {"schemas": schemas, "responses": _errors(references)}
+    for key, each in operations.items():
+        method, path = key.split()
+        described = _described(method, path, each, keyed and path not in OPEN_PATHS)
+        paths.setdefault(path, {})[method.lower()] = described
+    components = {"schemas": _schemas(operations.values()), "responses": _errors()}
     if keyed:
         components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
     return {
@@ -71,41 +154,55 @@ def document(settings: Settings, task: str, routes: Sequence[Route]) -> dict[str
     }
 
 
-def _schemas(operations: Sequence[Operation]) -> tuple[References, dict[str, Any]]:
-    """References to the operations' structs, and the schemas they lead to, by name."""
-    bodies = [body for each in operations for body in (each.request, each.answer)]
-    kinds: list[type[Struct]] = [Error]
-    for body in bodies:
-        kinds += [kind for kind in body.values() if not isinstance(kind, dict)]
-    kinds = list(dict.fromkeys(kinds))
-    made, schemas = msgspec.json.schema_components(kinds, ref_template=_SCHEMA)
-    references = dict(zip(kinds, made, strict=True))
-    for each in operations:
-        for name, harmless in each.unimplemented.items():
-            if "." in name:
-                continue  # a field of a field
-            reference = _content(each.request, references)[JSON]["schema"]["$ref"]
-            schemas[reference.rpartition("/")[2]]["properties"][name] = {
-                "description": "Not implemented: leave it out",
-                "enum": [None, *harmless],
-            }
-    return references, dict(sorted(schemas.items()))
+def pipeline(name: str) -> Operation:
+    """What `POST /` takes depends on the task."""
+    task = TASKS[name]
+    request: dict[str, Schema] = {JSON: _inputs(task)}
+    if task.kind == "text" and not task.required:
+        request[TEXT] = {"type": "string", "minLength": 1}
+    elif task.kind != "json" and not task.required:
+        request |= {f"{task.kind}/*": {}, "application/octet-stream": {}}
+    summary = f"{name}: what the pipeline returns for an input, or for each of a list"
+    return Operation(summary, {JSON: {}}, OF_A_BODY, request)
 
 
-def _described(operation: Operation, references: References, keyed: bool) -> dict[str, Any]:
-    content = _content(operation.answer, references)
-    responses: dict[str, Any] = {"200": {"description": "The answer", "content": content}}
+def _inputs(task: Task) -> Schema:
+    one: Schema = {"type": "string", "minLength": 1}
+    if task.kind in ("image", "audio"):
+        one["description"] = "base64, or a data: URL"
+    elif task.kind == "json":
+        one = {"type": "object", "required": list(task.json_keys)}
+    # A check says what a value must be when it is given one that nothing takes.
+    checks = {name: {"description": check(...)} for name, check in task.parameters.items()}
+    parameters: Schema = {
+        "type": "object",
+        "properties": checks,
+        "additionalProperties": False,
+        "required": list(task.required),
+    }
+    if not task.required:
+        parameters = {"anyOf": [parameters, {"type": "null"}]}
+    inputs = {"anyOf": [one, {"type": "array", "items": one, "minItems": 1}]}
+    return {
+        "type": "object",
+        "properties": {"inputs": inputs, "parameters": parameters},
+        "required": ["inputs", *(["parameters"] if task.required else [])],
+    }
+
+
+def _described(method: str, path: str, operation: Operation, keyed: bool) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "operationId": re.sub(r"\W+", "_", method.lower() + path).strip("_"),
+        "summary": operation.summary,
+        "responses": {"200": {"description": "The answer", "content": _content(operation.answer)}},
+    }
     for status in sorted({405, 500, *operation.errors, *([401] if keyed else [])}):
-        responses[str(status)] = {"$ref": f"#/components/responses/Error{status}"}
-    name = re.sub(r"\W+", "_", operation.method.lower() + operation.path).strip("_")
-    made: dict[str, Any] = {"operationId": name, "summary": operation.summary}
-    made["responses"] = responses
+        made["responses"][str(status)] = {"$ref": f"{COMPONENTS}/responses/Error{status}"}
     if operation.request:
-        content = _content(operation.request, references)
-        made["requestBody"] = {"required": True, "content": content}
+        made["requestBody"] = {"required": True, "content": _content(operation.request)}
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in re.findall(r"\{(\w+)\}", operation.path)
+        for name in re.findall(r"\{(\w+)\}", path)
     ]
     for name, schema in operation.query.items():
         parameters.append({"name": name, "in": "query", "schema": schema})
@@ -116,18 +213,47 @@ def _described(operation: Operation, references: References, keyed: bool) -> dic
     return made
 
 
-def _content(body: Body, references: References) -> dict[str, Any]:
+def _content(body: Body) -> dict[str, Any]:
+    """Structs are named, and found among the components by that."""
     return {
-        media: {"schema": kind if isinstance(kind, dict) else references[kind]}
+        media: {"schema": kind if isinstance(kind, dict) else _reference(kind.__name__)}
         for media, kind in body.items()
     }
 
 
-def _errors(references: References) -> dict[str, Any]:
-    content = _content({JSON: Error}, references)
+def _reference(name: str) -> Schema:
+    return {"$ref": f"{COMPONENTS}/schemas/{name}"}
+
+
+def _schemas(operations: Iterable[Operation]) -> dict[str, Any]:
+    """Of the operations' structs and those within, by name."""
+    kinds: list[type[Struct]] = [answers.Error]
+    for each in operations:
+        bodies = (*each.request.values(), *each.answer.values())
+        kinds += [kind for kind in bodies if not isinstance(kind, dict)]
+    template = COMPONENTS + "/schemas/{name}"
+    _, schemas = msgspec.json.schema_components(kinds, ref_template=template)
+    for kind in kinds:
+        for path, harmless in getattr(kind, "unimplemented", {}).items():
+            *outer, name = path.split(".")
+            schema = schemas[kind.__name__]
+            for each in outer:
+                [inner] = re.findall(r"/schemas/(\w+)", str(schema["properties"][each]))
+                schema = schemas[inner]
+            schema["properties"][name] = {
+                "description": "Not implemented: leave it out",
+                "enum": [None, *harmless],
+            }
+    return dict(sorted(schemas.items()))
+
+
+def _errors() -> dict[str, Any]:
     made: dict[str, Any] = {}
     for status, meaning in ERRORS.items():
-        made[f"Error{status}"] = {"description": meaning, "content": content}
+        made[f"Error{status}"] = {
+            "description": meaning,
+            "content": _content({JSON: answers.Error}),
+        }
         if name := ERROR_HEADERS.get(status):
             made[f"Error{status}"]["headers"] = {name: {"schema": {"type": "string"}}}
     return made

@@ -9,7 +9,6 @@ from worker.deltas import Delta
 from worker.room import Allowance
 
 State = Literal["loading", "warming", "ready", "dead"]
-Served = Literal["pipeline", "generation"]  # by which model
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +115,6 @@ class GenerationInput:
     background: bool = False  # nobody waits for it: it comes after all that somebody waits for
 
 
-def served_by(payload: Any) -> Served:
-    return "generation" if isinstance(payload, GenerationInput) else "pipeline"
-
-
 @dataclass(frozen=True, slots=True)
 class BatchReport:
     """What one trip through the worker was like. Times in seconds, one wait per item."""
@@ -194,9 +189,6 @@ class Runner(Protocol):
     def finish(self, item: WorkItem, raw: Any) -> Any:
         """The answer to an item, from its raw output."""
 
-    def diagnose(self, error: BaseException) -> Literal["item", "memory", "fatal"]:
-        """Why `forward` raised: its input, too little memory, or a device that is lost."""
-
     def warm_up(self) -> None:
         """Run the smallest sound input through everything; raises if the worker is broken."""
 
@@ -250,25 +242,8 @@ class Generator(Protocol):
     def clear(self) -> list[WorkItem]:
         """Drop everything, waiting and running, whatever state it is in; the items are returned."""
 
-    def diagnose(self, error: BaseException) -> Literal["item", "memory", "fatal"]: ...
-
     def warm_up(self) -> None:
         """One small step through everything; raises if the worker is broken."""
 
     def close(self) -> None:
         """End what runs beside; nothing is prepared any longer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Models:
-    """What the worker has loaded; None where the settings say `none`."""
-
-    pipeline: Runner | None = None
-    generator: Generator | None = None
-
-    def of(self, served: Served) -> Runner | Generator | None:
-        return self.pipeline if served == "pipeline" else self.generator
-
-    def diagnose(self, served: Served, error: BaseException) -> Literal["item", "memory", "fatal"]:
-        model = self.of(served)
-        return model.diagnose(error) if model else "item"

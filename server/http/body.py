@@ -1,24 +1,21 @@
-"""Reading a request: its body within limits, its JSON, its time limit.
+"""How requests begin: their time limits, their bodies within bounds, off the loop what is large.
 
-    bytes → how many values? → JSON → lists no longer than they may be (openai/params.py)
+    headers → time limits → not stopping? → body → media type → a model that takes it? → parse
 
-Parsing is one call that holds the interpreter, so what it may cost is known before: values are
-counted without building any. Each endpoint parses its larger bodies off the loop, one at a time.
+What a body may cost in memory is bounded here and in middleware.py, what its JSON may in json.py.
+Each endpoint parses its larger bodies off the loop, one at a time.
 """
 
 import asyncio
 import contextlib
-import json
 import math
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import anyio
 import anyio.to_thread
-import orjson
 from starlette.types import Receive, Scope
 
 from batching.errors import ClientGone, DeadlineExceeded, Draining, InvalidInput
@@ -26,17 +23,12 @@ from batching.request_queue import WorkItem
 from server.engine import Engine
 from server.http.errors import HttpError
 from server.settings import Settings
-from worker.protocol import Served
 
 CLOSE = [(b"connection", b"close")]
 # A refused body is still read for so long, so that clients get to the answer.
 LINGER_S = 5.0
 # Larger JSON is parsed off the event loop.
 INLINE_BYTES = 1 << 16
-MOST_VALUES = 1_000_000  # keys and values of one JSON body
-_MARKS = b",", b":", b"[", b"{"  # each value and key but the first follows one
-_PIECE = 1 << 16  # bytes counted in one go
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 Headers = Mapping[bytes, bytes]  # names in lower case, as ASGI gives them
 T = TypeVar("T")
@@ -103,15 +95,15 @@ async def read_request(
 
 
 async def read_json_request(
-    scope: Scope, receive: Receive, settings: Settings, engine: Engine, served: Served
+    scope: Scope, receive: Receive, settings: Settings, engine: Engine, name: str
 ) -> tuple[bytes, Deadlines]:
-    """The body, not parsed yet, and the time limits of a request in JSON to a model.
+    """The body, not parsed yet, and the time limits of a request in JSON to a model by name.
 
     Beyond what `read_request` raises: HttpError (415) for a media type that cannot be JSON,
     and a Refused (503) if the model takes nothing now."""
     headers, body, deadlines = await read_request(scope, receive, settings, engine)
     require_json(headers)
-    if (refusal := engine.refusal(served)) is not None:
+    if (refusal := engine.refusal(name)) is not None:
         raise refusal
     return body, deadlines
 
@@ -173,10 +165,14 @@ def _too_large(limit: int) -> HttpError:
 
 def require_json(headers: Headers) -> None:
     """415 for what cannot be JSON. curl's form type can: it is what `curl -d '{…}'` sends."""
-    media = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if media.partition(b"/")[0] in (b"multipart", b"image", b"audio", b"video"):
-        given = media[:100].decode("latin-1")
-        raise HttpError(415, f"this takes application/json, not {given!r}")
+    media = media_type(headers)
+    if media.partition("/")[0] in ("multipart", "image", "audio", "video"):
+        raise HttpError(415, f"this takes application/json, not {media[:100]!r}")
+
+
+def media_type(headers: Headers) -> str:
+    """In lower case, without its parameters; empty if there is none."""
+    return headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
 
 
 class Parsing:
@@ -204,62 +200,3 @@ async def in_thread(
             return await anyio.to_thread.run_sync(work, body, limiter=turn)
     except TimeoutError:
         raise DeadlineExceeded("the body was not read within the time limit") from None
-
-
-def parse_json(body: bytes) -> dict[str, Any]:
-    """A JSON object; InvalidInput says what is wrong with anything else."""
-    check_values(body)
-    try:
-        parsed = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        if (param := _half_character(body)) is not None:
-            raise InvalidInput("has half of a surrogate pair: not Unicode text", param) from None
-        raise InvalidInput(f"the body is not valid JSON: {error}") from None
-    if not isinstance(parsed, dict):
-        raise InvalidInput("the body must be a JSON object")
-    return parsed
-
-
-def check_values(body: bytes) -> None:
-    """InvalidInput for JSON of more than MOST_VALUES keys and values."""
-    if len(body) <= MOST_VALUES:
-        return
-    if b"\\" in body:  # then every quote left begins or ends a string
-        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    count = within = 0  # `within`: 1 in the middle of a string
-    for start in range(0, len(body), _PIECE):
-        texts = body[start : start + _PIECE].split(b'"')
-        outside = b"".join(texts[within::2])
-        count += sum(map(outside.count, _MARKS))
-        within = (within + len(texts) - 1) % 2
-        if count >= MOST_VALUES:
-            raise InvalidInput(f"the body has more than {MOST_VALUES} JSON values")
-
-
-def _half_character(body: bytes) -> str | None:
-    """Where a string escapes a lone surrogate, which JSON's grammar allows and Unicode does not.
-    Not looked for in long bodies."""
-    if b"\\u" not in body or len(body) > MOST_VALUES:
-        return None
-    try:
-        path = _path_of_half(json.loads(body))
-    except (ValueError, RecursionError):
-        return None
-    return None if path is None else path.removeprefix(".")
-
-
-def _path_of_half(node: Any) -> str | None:
-    if isinstance(node, str):
-        return "" if _SURROGATE.search(node) else None
-    if isinstance(node, dict):
-        if any(map(_SURROGATE.search, node)):
-            return ""
-        within = ((f".{key[:100]}", each) for key, each in node.items())
-    elif isinstance(node, list):
-        within = ((f"[{n}]", each) for n, each in enumerate(node))
-    else:
-        return None
-    for step, each in within:
-        if (path := _path_of_half(each)) is not None:
-            return step + path
-    return None

@@ -9,47 +9,35 @@ be raised, `as_http_error` looks up who knows how to tell it, by the exception's
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.types import Scope, Send
 
-from batching.errors import (
-    BreakerOpen,
-    ClientGone,
-    DeadlineExceeded,
-    DeadlineHopeless,
-    Draining,
-    InvalidInput,
-    ItemFailed,
-    NotReady,
-    OnequeueError,
-    OutOfMemory,
-    QueueFull,
-    WorkerDown,
-    WrongResultCount,
-)
-from server.http.json import send_json
+from batching import errors
+from server.http.json import Document, Header, send_json
 
 log = logging.getLogger("onequeue.errors")
+
+T = TypeVar("T")
 
 MAX_MESSAGE = 4000
 MAX_PARAM = 200
 
-# exception: (status, type, code)
+# exception, or the nearest of its bases: (status, type, code)
 TABLE: Mapping[type[Exception], tuple[int, str, str]] = {
-    InvalidInput: (400, "invalid_request_error", "invalid_value"),
-    QueueFull: (503, "overloaded_error", "queue_full"),
-    DeadlineHopeless: (503, "overloaded_error", "deadline_hopeless"),
-    NotReady: (503, "unavailable_error", "not_ready"),
-    Draining: (503, "unavailable_error", "draining"),
-    BreakerOpen: (503, "unavailable_error", "breaker_open"),
-    WorkerDown: (503, "unavailable_error", "worker_down"),
-    DeadlineExceeded: (504, "timeout_error", "deadline_exceeded"),
-    ItemFailed: (500, "server_error", "item_failed"),
-    OutOfMemory: (500, "server_error", "out_of_memory"),
-    WrongResultCount: (500, "server_error", "wrong_result_count"),
-    ClientGone: (499, "invalid_request_error", "client_gone"),  # nobody reads it
+    errors.InvalidInput: (400, "invalid_request_error", "invalid_value"),
+    errors.QueueFull: (503, "overloaded_error", "queue_full"),
+    errors.DeadlineHopeless: (503, "overloaded_error", "deadline_hopeless"),
+    errors.NotReady: (503, "unavailable_error", "not_ready"),
+    errors.Draining: (503, "unavailable_error", "draining"),
+    errors.BreakerOpen: (503, "unavailable_error", "breaker_open"),
+    errors.WorkerDown: (503, "unavailable_error", "worker_down"),
+    errors.DeadlineExceeded: (504, "timeout_error", "deadline_exceeded"),
+    errors.ItemFailed: (500, "server_error", "item_failed"),
+    errors.OutOfMemory: (500, "server_error", "out_of_memory"),
+    errors.WrongResultCount: (500, "server_error", "wrong_result_count"),
+    errors.ClientGone: (499, "invalid_request_error", "client_gone"),  # nobody reads it
 }
 
 # status of an HttpError: (type, code)
@@ -70,14 +58,14 @@ STATUSES: Mapping[int, tuple[str, str]] = {
 class HttpError(Exception):
     """An answer of 4xx or 5xx. `type` and `code` are the status's, unless given.
 
-    `kind` is what metrics count it as; `headers` have names in lower case."""
+    `kind` is what metrics count it as, if anything; `headers` have names in lower case."""
 
     def __init__(
         self,
         status: int,
         message: str,
         param: str | None = None,
-        headers: Sequence[tuple[bytes, bytes]] = (),
+        headers: Sequence[Header] = (),
         *,
         type: str | None = None,
         code: str | None = None,
@@ -87,14 +75,17 @@ class HttpError(Exception):
         usual = STATUSES.get(status, ("invalid_request_error", "http_error"))
         self.status = status
         self.type, self.code = type or usual[0], code or usual[1]
-        self.kind = kind or usual[1]
+        self.kind = usual[1] if kind is None else kind
         self.param = param and param[:MAX_PARAM]  # it may quote the client's own keys
         self.headers = headers
 
     @property
-    def document(self) -> dict[str, Any]:
-        told = {"message": str(self), "type": self.type, "param": self.param, "code": self.code}
-        return {"error": told}
+    def details(self) -> Document:
+        return {"message": str(self), "type": self.type, "param": self.param, "code": self.code}
+
+    @property
+    def document(self) -> Document:
+        return {"error": self.details}
 
     async def send(self, send: Send) -> None:
         await send_json(send, self.document, self.status, self.headers)
@@ -104,12 +95,15 @@ def as_http_error(error: Exception, scope: Scope, debug: bool) -> HttpError:
     """The answer for whatever a route raised; what is the server's own fault is logged.
 
     Internals (the chained cause) are shown in debug mode only."""
-    handler = next(HANDLERS[each] for each in type(error).__mro__ if each in HANDLERS)
-    return handler(error, scope, debug)
+    return _nearest(HANDLERS, error)(error, scope, debug)
 
 
-def _of_stage(error: OnequeueError, scope: Scope, debug: bool) -> HttpError:
-    status, type_, code = TABLE[type(error)]
+def _nearest(table: Mapping[type, T], error: Exception) -> T:
+    return next(table[each] for each in type(error).__mro__ if each in table)
+
+
+def _of_stage(error: errors.OnequeueError, scope: Scope, debug: bool) -> HttpError:
+    status, type_, code = _nearest(TABLE, error)
     if status == 500:
         log.error("request failed id=%s error=%r", _id(scope), error.__cause__)
     message = str(error)
@@ -143,10 +137,10 @@ def _id(scope: Scope) -> str:
     return request_id.decode()
 
 
-# By an exception's class, or the nearest of its bases.
+# exception, or the nearest of its bases: what tells of it
 HANDLERS: Mapping[type, Callable[[Any, Scope, bool], HttpError]] = {
     HttpError: lambda error, scope, debug: error,
     HTTPException: _of_routing,
-    OnequeueError: _of_stage,
+    errors.OnequeueError: _of_stage,
     Exception: _of_bug,
 }

@@ -20,6 +20,9 @@ OF_ONE_KIND = Meta(
         "anyOf": [IDS, {"items": IDS}, {"items": {"type": "string", "minLength": 1}}],
     }
 )
+ONE_ALONE = Meta(
+    extra_json_schema={"description": "Not implemented: leave it out", "enum": [None, 1]}
+)
 
 Prompt = str | tuple[int, ...]
 
@@ -31,7 +34,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: Filled | Annotated[list[str | int | list[int]], OF_ONE_KIND]
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
-    best_of: int | None = None
+    best_of: Annotated[int | None, ONE_ALONE] = None
 
     def check(self) -> None:
         super().check()

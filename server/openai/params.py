@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
-from server.http.body import parse_json
+from server.http.json import parse_json
 from server.openai.structured import AnyFormat, ResponseFormat, StructuredOutputs, constraint_of
 from worker.protocol import Chat, GenerationInput, Sampling, Stopping
 

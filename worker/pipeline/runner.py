@@ -20,7 +20,7 @@ from transformers.pipelines.base import ChunkPipeline, pad_collate_fn
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from worker.architectures import advice, made_for
-from worker.model import cpu_linear, failures, memory, missing_weights
+from worker.model import cpu_linear, memory, missing_weights
 from worker.model.loading import LoadingFailed, LoadOptions, Pipe, load_pipeline
 from worker.model.self_check import Differs, check_left_padding, check_packing, check_padding
 from worker.pipeline.inputs import read_input
@@ -309,9 +309,6 @@ class PipelineRunner:
         with self.packing.batch(real, batch["input_ids"].shape[1], masks):
             output = self.pipe.forward(batch, **parameters)
         return split_rows(output, len(rows), lengths)
-
-    def diagnose(self, error: BaseException) -> Literal["item", "memory", "fatal"]:
-        return failures.diagnose(error)
 
     def warm_up(self) -> None:
         inputs, parameters = warm_up_input(self.task_name, self.pipe)
