@@ -59,10 +59,11 @@ class TokenStream:
         self._unread: dict[int, Delta] = {}
         self._error: BaseException | None = None  # what ends the stream after what is unread
         self._arrival = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
         self._begun = False
         self.items = engine.submit("generation", payloads, deadlines.first, self)
         self._running = len(self.items)
-        self._timer = self._expire_at(min(deadlines.first, deadlines.whole))
+        self._expire_at(min(deadlines.first, deadlines.whole))
         for item in self.items:
             item.future.add_done_callback(self._on_done)
 
@@ -87,7 +88,9 @@ class TokenStream:
         if self._error is None:
             self._arrival.clear()
         if deltas and not self._begun:
-            self._begin()
+            self._begun = True
+            self.metrics.first_token.observe(time.monotonic() - self.items[0].accepted_at)
+            self._expire_at(self.deadlines.whole)
         for delta in deltas:
             self.usage.count(delta)
             self.unfinished -= delta.finish_reason is not None
@@ -109,24 +112,16 @@ class TokenStream:
 
     def close(self) -> None:
         """Give the places back; what still runs is aborted."""
-        self._stop_timer()
+        self._expire_at(math.inf)
         self.engine.queue.forget(self.items)
 
-    def _begin(self) -> None:
-        self._begun = True
-        self.metrics.first_token.observe(time.monotonic() - self.items[0].accepted_at)
-        self._stop_timer()
-        self._timer = self._expire_at(self.deadlines.whole)
-
-    def _expire_at(self, deadline: float) -> asyncio.TimerHandle | None:
-        if deadline == math.inf:
-            return None
-        left_s = deadline - time.monotonic()
-        return self.engine.loop.call_later(left_s, self.engine.expire, self.items)
-
-    def _stop_timer(self) -> None:
+    def _expire_at(self, deadline: float) -> None:
+        """From now on this is the time limit."""
         if self._timer:
             self._timer.cancel()
+        if deadline < math.inf:
+            left_s = deadline - time.monotonic()
+            self._timer = self.engine.loop.call_later(left_s, self.engine.expire, self.items)
 
     def _on_done(self, future: "asyncio.Future[None]") -> None:
         """The worker is done with an item: what has not been said by now never will be."""

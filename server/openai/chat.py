@@ -67,22 +67,17 @@ class ChatRequest(GenerationRequest, kw_only=True):
         calls = None
         if self.tools is not None or self.tool_choice is not None:
             calls = chat_calls(self.tools, self.tool_choice, self.parallel_tool_calls)
+        prompt = conversation(
+            self.messages,
+            self.tools if calls else None,  # what may not be called is not offered
+            self.chat_template_kwargs,
+            self.add_generation_prompt,
+            self.continue_final_message,
+            self.reasoning_effort,
+        )
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return GenerationInput(
-            prompt=conversation(
-                self.messages,
-                self.tools if calls else None,  # what may not be called is not offered
-                self.chat_template_kwargs,
-                self.add_generation_prompt,
-                self.continue_final_message,
-                self.reasoning_effort,
-            ),
-            sampling=self.sampling(logprobs),
-            stopping=self.stopping(),
-            n=self.n or 1,
-            constraint=self.constraint(),
-            calls=calls,
-            thinking_tokens=self.thinking_token_budget,
+        return self._input(
+            prompt, logprobs, calls=calls, thinking_tokens=self.thinking_token_budget
         )
 
 

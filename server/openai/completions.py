@@ -1,6 +1,7 @@
 """`POST /v1/completions`: text or token ids in, what follows them out, whole or in chunks."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
@@ -46,26 +47,15 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     def generation_inputs(self, most: int) -> list[GenerationInput]:
         """Checks, then one input a prompt. A list makes at most `most` choices in all."""
         self.check()
-        prompts = self._prompts()
-        sampling, stopping, n = self.sampling(self.logprobs), self.stopping(), self.n or 1
+        prompts, n = self._prompts(), self.n or 1
         if len(prompts) > 1 and len(prompts) * n > most:
-            raise InvalidInput.at(
-                "prompt", f"{len(prompts)} times n={n} is more than {most} choices"
-            )
-        constraint = self.constraint()
+            many = f"{len(prompts)} times n={n} is more than {most} choices"
+            raise InvalidInput.at("prompt", many)
+        asked = self._input("", self.logprobs, echo=bool(self.echo))
         if self.max_tokens == 0:
-            constraint = None  # nothing is said
+            asked = replace(asked, constraint=None)  # nothing is said
         return [
-            GenerationInput(
-                prompt=prompt,
-                sampling=sampling,
-                stopping=stopping,
-                n=n,
-                first_choice=number * n,
-                echo=bool(self.echo),
-                constraint=constraint,
-                param=path,
-            )
+            replace(asked, prompt=prompt, first_choice=number * n, param=path)
             for number, (path, prompt) in enumerate(prompts.items())
         ]
 

@@ -45,13 +45,12 @@ FILLED = Meta(extra_json_schema={"minItems": 1})
 
 
 class Part(Struct):
-    """Of a message's content, or of an item's. `type` says which of the others is read."""
-
     type: str
     text: str | None = None
     refusal: str | None = None
 
     def read(self, path: str, kinds: Sequence[str], wanted: str = "") -> str:
+        """Its text, if it is of one of the kinds; `wanted` is what errors say before why."""
         if self.type not in kinds:
             only = f"{wanted}this model takes text, not {self.type[:50]!r}"
             raise InvalidInput.at(f"{path}.type", only)

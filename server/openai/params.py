@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 from batching.errors import InvalidInput
 from server.http.json import parse_json
 from server.openai.structured import AnyFormat, ResponseFormat, StructuredOutputs, constraint_of
-from worker.protocol import Constraint, Sampling, Stopping
+from worker.protocol import Chat, GenerationInput, Sampling, Stopping
 
 MOST_STOPS = 16
 MOST_BIASES = 1024
@@ -46,14 +46,12 @@ class StreamOptions(Struct):
 
 
 class GenerationRequest(Struct, kw_only=True):
-    """`unimplemented`: parameters of the API, by their paths, that nothing is done with, and the
-    values that ask for nothing. `default_tokens`: of an answer; None: what the context holds."""
-
+    # Parameters of the API that nothing is done with, and the values that ask for nothing.
     unimplemented: ClassVar[dict[str, tuple[Any, ...]]] = {
         "structured_outputs.whitespace_pattern": (),
         "structured_outputs.structural_tag": (),
     }
-    default_tokens: ClassVar[int | None] = None
+    default_tokens: ClassVar[int | None] = None  # None: what the context holds
 
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -81,6 +79,11 @@ class GenerationRequest(Struct, kw_only=True):
         """The field that bounds the tokens of an answer, and what it says."""
         return "max_tokens", self.max_tokens
 
+    @property
+    def format(self) -> tuple[str, AnyFormat | None]:
+        """The field that asks for a form of the answer, and what it says."""
+        return "response_format", self.response_format
+
     def check(self) -> None:
         """Raise InvalidInput for what no field's type says."""
         if self.stream_options is not None and not self.stream:
@@ -90,16 +93,18 @@ class GenerationRequest(Struct, kw_only=True):
             more = f"{self.min_tokens} is more than max_tokens, {most}"
             raise InvalidInput.at("min_tokens", more)
 
-    @property
-    def format(self) -> tuple[str, AnyFormat | None]:
-        """What the answer's form is asked for by, and what that says."""
-        return "response_format", self.response_format
-
-    def constraint(self) -> Constraint | None:
+    def _input(
+        self, prompt: Chat | str | tuple[int, ...], logprobs: int | None, **fields: Any
+    ) -> GenerationInput:
+        """What a checked request asks the model for; `fields` are the input's others."""
         path, wanted = self.format
-        if wanted is None and self.structured_outputs is None:
-            return None
-        return constraint_of(path, wanted, self.structured_outputs)
+        constraint = None
+        if wanted is not None or self.structured_outputs is not None:
+            constraint = constraint_of(path, wanted, self.structured_outputs)
+        sampling, stopping = self.sampling(logprobs), self.stopping()
+        return GenerationInput(
+            prompt, sampling, stopping, self.n or 1, constraint=constraint, **fields
+        )
 
     def sampling(self, logprobs: int | None) -> Sampling:
         return Sampling(

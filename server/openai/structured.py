@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 import orjson
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
 from server.http.json import Document
@@ -15,6 +15,7 @@ from worker.protocol import Constraint
 
 ANY_OBJECT = {"type": "object"}
 NULL = Meta(extra_json_schema={"type": "null"})  # refused; for the OpenAPI document
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
 FORMATS = ("text", "json_object", "json_schema")
 
 
@@ -44,8 +45,6 @@ class ResponseFormat(AnyFormat):
 
 
 class Format(AnyFormat):
-    """As the Responses API has it, in `text.format`."""
-
     name: str | None = None
     schema: dict[str, Any] | None = None
     description: str | None = None
@@ -67,7 +66,7 @@ class Format(AnyFormat):
 
 
 class StructuredOutputs(Struct):
-    schema: dict[str, Any] | str | None = field(default=None, name="json")
+    json: dict[str, Any] | str | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -108,16 +107,11 @@ def _of_format(path: str, wanted: AnyFormat | None) -> Constraint | None:
 def _of_structured(structured: StructuredOutputs | None) -> Constraint | None:
     if structured is None:
         return None
-    named: dict[str, Any] = {
-        "json": structured.schema,
-        "regex": structured.regex,
-        "choice": structured.choice,
-        "grammar": structured.grammar,
-        "json_object": structured.json_object or None,
-    }
-    given = {name: value for name, value in named.items() if value is not None}
+    given = {name: value for name in KINDS if (value := getattr(structured, name)) is not None}
+    if structured.json_object is False:
+        del given["json_object"]
     if len(given) != 1:
-        one = f"needs one of {', '.join(named)}, not {len(given)}"
+        one = f"needs one of {', '.join(KINDS)}, not {len(given)}"
         raise InvalidInput.at("structured_outputs", one)
     [(name, value)] = given.items()
     path = f"structured_outputs.{name}"

@@ -22,38 +22,26 @@ Tools = Annotated[list[dict[str, Any]], Meta(max_length=MOST_TOOLS)]
 
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 MODES = ("none", "auto", "required")
-# For the OpenAPI document.
-FUNCTION = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "properties": {"name": {"type": "string", "minLength": 1}},
-            "required": ["name"],
-        },
-    },
-    "required": ["type", "function"],
-}
-ALLOWED = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "allowed_tools"},
-        "allowed_tools": {
-            "type": "object",
-            "properties": {
-                "mode": {"enum": ["auto", "required"]},
-                "tools": {"type": "array", "items": FUNCTION, "minItems": 1},
-            },
-            "required": ["mode", "tools"],
-        },
-    },
-    "required": ["type", "allowed_tools"],
-}
-TOOL_CHOICE = {"anyOf": [{"enum": [*MODES, None]}, FUNCTION, ALLOWED]}
-
 Named = Sequence[tuple[str, Any]]  # paths, and what stands there for a function's name
 Choice = tuple[str, Named]  # a mode, and the tools that it leaves; none: all
+
+
+def _object(**properties: Any) -> Document:
+    return {"type": "object", "properties": properties, "required": [*properties]}
+
+
+# For the OpenAPI document.
+FUNCTION = _object(
+    type={"const": "function"}, function=_object(name={"type": "string", "minLength": 1})
+)
+ALLOWED = _object(
+    type={"const": "allowed_tools"},
+    allowed_tools=_object(
+        mode={"enum": ["auto", "required"]},
+        tools={"type": "array", "items": FUNCTION, "minItems": 1},
+    ),
+)
+TOOL_CHOICE = {"anyOf": [{"enum": [*MODES, None]}, FUNCTION, ALLOWED]}
 
 
 def names_of(tools: Named, twice: str) -> list[str]:

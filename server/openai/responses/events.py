@@ -11,7 +11,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -27,7 +27,13 @@ from worker.protocol import Chat, GenerationInput
 
 Ending = Literal["completed", "incomplete"]
 
+# A delta's kinds as items, and what items' events are called and about.
 ITEM_TYPES = {"content": "message", "reasoning": "reasoning", "call": "function_call"}
+TEXT_EVENTS = {
+    "message": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "function_call": "response.function_call_arguments",
+}
 
 
 class ResponseReply(Reply):
@@ -147,7 +153,8 @@ class ResponseOutput:
         if part.text:
             self._texts.append(part.text)
             self._unscored += len(part.text)
-            yield self._delta(part.text)
+            assert self._open is not None
+            yield self._delta(self._open, part.text)
 
     def _begin(self, kind: str, name: str = "") -> Iterator[Document]:
         item: Document = {"id": new_id(kind), "type": kind, "status": "in_progress"}
@@ -164,24 +171,21 @@ class ResponseOutput:
             item |= {"call_id": call_id, "name": name, "arguments": ""}
         self.items.append(item)
         self._open, self._texts, self._unscored = item, [], 0
-        yield {"type": "response.output_item.added", **self._place(), "item": item}
+        yield self._event("response.output_item.added", item=item)
         if part is not None:
-            added = self._place(item) | {"content_index": 0, "part": part}
-            yield {"type": "response.content_part.added", **added}
+            of_part = {"item_id": item["id"], "content_index": 0, "part": part}
+            yield self._event("response.content_part.added", **of_part)
             item["content"].append(part)
 
-    def _delta(self, text: str) -> Document:
-        assert self._open is not None
-        told = self._place(self._open) | {"delta": text}
-        kind = self._open["type"]
-        if kind == "function_call":
-            return {"type": "response.function_call_arguments.delta", **told}
-        told["content_index"] = 0
-        if kind == "reasoning":
-            return {"type": "response.reasoning_text.delta", **told}
-        logprobs = self._scores()
-        self._open["content"][0]["logprobs"] += logprobs
-        return {"type": "response.output_text.delta", **told, "logprobs": logprobs}
+    def _delta(self, item: Document, text: str) -> Document:
+        kind = item["type"]
+        told = self._event(TEXT_EVENTS[kind] + ".delta", item_id=item["id"], delta=text)
+        if kind != "function_call":
+            told["content_index"] = 0
+        if kind == "message":
+            told["logprobs"] = self._scores()
+            item["content"][0]["logprobs"] += told["logprobs"]
+        return told
 
     def _scores(self) -> list[Document]:
         """Log-probabilities of the open message's text: their tokens join to it."""
@@ -192,33 +196,28 @@ class ResponseOutput:
         return logprob_documents(found)
 
     def _close(self, status: Ending) -> Iterator[Document]:
-        item, text = self._open, "".join(self._texts)
-        if item is None:
+        if (item := self._open) is None:
             return
-        place = self._place(item)
+        text, done = "".join(self._texts), TEXT_EVENTS[item["type"]] + ".done"
         if item["type"] == "function_call":
             item["arguments"] = text
-            done = place | {"name": item["name"], "arguments": text}
-            yield {"type": "response.function_call_arguments.done", **done}
+            call = {"item_id": item["id"], "name": item["name"], "arguments": text}
+            yield self._event(done, **call)
         else:
-            part = item["content"][0]
+            part, place = item["content"][0], {"item_id": item["id"], "content_index": 0}
             part["text"] = text
-            place["content_index"] = 0
+            scored = {}
             if item["type"] == "message":
                 part["logprobs"] += self._scores()
-                done = place | {"text": text, "logprobs": part["logprobs"]}
-                yield {"type": "response.output_text.done", **done}
-            else:
-                yield {"type": "response.reasoning_text.done", **place, "text": text}
-            yield {"type": "response.content_part.done", **place, "part": part}
+                scored = {"logprobs": part["logprobs"]}
+            yield self._event(done, **place, text=text, **scored)
+            yield self._event("response.content_part.done", **place, part=part)
         item["status"] = status
         self._open = None
-        yield {"type": "response.output_item.done", **self._place(), "item": item}
+        yield self._event("response.output_item.done", item=item)
 
-    def _place(self, item: Document | None = None) -> Document:
-        """Where in the output an event belongs; with an item, to what of it."""
-        place: Document = {"output_index": len(self.items) - 1}
-        return place | {"item_id": item["id"]} if item else place
+    def _event(self, type: str, **fields: Any) -> Document:
+        return {"type": type, "output_index": len(self.items) - 1, **fields}
 
 
 def spend(events: Iterator[Document]) -> None:

@@ -174,14 +174,10 @@ def _open_turn(made: list[Message], item: Document) -> Message | None:
     kind = item["type"]
     if kind == "function_call_output" or item.get("role", "assistant") != "assistant":
         return None
-    last = made[-1] if made and made[-1].role == "assistant" else None
-    if last is not None:
-        begins = {
-            "reasoning": last.reasoning_content or last.content or last.tool_calls,
-            "message": last.content or last.tool_calls,
-            "function_call": None,
-        }[kind]
-        if not begins:
+    if made and made[-1].role == "assistant":
+        last = made[-1]
+        ended = last.content or last.tool_calls or (kind == "reasoning" and last.reasoning_content)
+        if kind == "function_call" or not ended:
             return last
     made.append(Message("assistant"))
     return made[-1]

@@ -118,17 +118,16 @@ class ResponseRequest(GenerationRequest, kw_only=True):
             conversation.insert(0, Message("system", self.instructions))
         tools = self.tools or ()
         calls = flat_calls(tools, self.tool_choice, self.parallel_tool_calls)
-        return GenerationInput(
-            prompt=Chat(
-                tuple(message.rendered("input") for message in conversation),
-                tuple(tool.nested() for tool in tools if calls),
-                self.chat_template_kwargs or {},
-                effort=self.reasoning.effort if self.reasoning else None,
-                effort_param="reasoning.effort",
-            ),
-            sampling=self.sampling(self.logprobs),
-            stopping=self.stopping(),
-            constraint=self.constraint(),
+        prompt = Chat(
+            tuple(message.rendered("input") for message in conversation),
+            tuple(tool.nested() for tool in tools if calls),
+            self.chat_template_kwargs or {},
+            effort=self.reasoning.effort if self.reasoning else None,
+            effort_param="reasoning.effort",
+        )
+        return self._input(
+            prompt,
+            self.logprobs,
             calls=calls,
             thinking_tokens=self.thinking_token_budget,
             param="input",
