@@ -31,7 +31,7 @@ def rerun_in_halves(
     failed: Callable[[Sequence[T], BaseException], None],
     wanted: Callable[[T], bool] = lambda item: True,
 ) -> None:
-    """`run(items)` raised `error`. `failed` is told, and may raise to end it all; then each half
+    """`run(items)` raised `error`. `failed` may raise to end it all; then each half
     is run, as far as it is still wanted, down to one item."""
     # The frames hold what the forward had allocated, and the halves need it.
     traceback.clear_frames(error.__traceback__)

@@ -3,7 +3,7 @@
     submit → drain task → prepare (pool) → worker: batch, forward → finish (pool) → future
                                          → worker: step, step, … → stream, at the end the future
 
-Which model an item is for is said when it is submitted. The loop is not asked in between: the pool
+An item knows its model from its submission on. The loop is not asked in between: the pool
 hands items to the worker, the worker hands outputs to the pool, and each group of answers, or
 generation step, is one call into the loop. Every item is resolved here, once.
 Whether anything is accepted is not stored but asked: `refusal` looks at the worker as it is.

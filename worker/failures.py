@@ -17,7 +17,7 @@ OUT_OF_MEMORY = (
 
 
 def failure_of(error: BaseException, otherwise: OnequeueError | None = None) -> OnequeueError:
-    """What the client of an item is told whose work raised `error`.
+    """The failure of an item whose work raised `error`.
 
     OutOfMemory: less at a time may fit. DeviceLost: a CUDA error other than out of memory poisons
     the context, nothing runs after it; the worker's thread raises. Anything else, a panic in a
@@ -26,15 +26,15 @@ def failure_of(error: BaseException, otherwise: OnequeueError | None = None) -> 
     if isinstance(error, OnequeueError):
         return error
     names = {each.__name__ for each in type(error).__mro__}
-    said = str(error) if isinstance(error, RuntimeError) else ""
+    message = str(error) if isinstance(error, RuntimeError) else ""
     if (
         names & {"MemoryError", "OutOfMemoryError"}
-        or any(words in said for words in OUT_OF_MEMORY)
+        or any(words in message for words in OUT_OF_MEMORY)
     ):  # fmt: skip
         if (torch := sys.modules.get("torch")) and torch.cuda.is_available():
             torch.cuda.empty_cache()
         failure: OnequeueError = OutOfMemory("this input does not fit into memory")
-    elif "AcceleratorError" in names or "CUDA error" in said:
+    elif "AcceleratorError" in names or "CUDA error" in message:
         failure = DeviceLost("the worker has died", 60)
     else:
         failure = otherwise or ItemFailed("the model failed on this input")

@@ -1,4 +1,4 @@
-"""The registry of models: each is an entry with a name and all that is its own.
+"""The registry of models: each is an entry with a name, and shares nothing but the thread.
 
     name · state · lane (rate, share of the places) · breaker · batcher or generation engine
 
@@ -51,7 +51,7 @@ class ServedModel(Generic[M]):
 
 
 class GenerationModel(ServedModel[Generator]):
-    """Served in steps; what waits and what runs is the generation engine's own affair."""
+    """Served in steps; the generation engine decides what waits and what runs."""
 
     def __init__(self, name: str, load: Callable[[], Generator], places: int) -> None:
         super().__init__(name, load)

@@ -216,7 +216,7 @@ class Worker:
         self._post(self._listener.resolve, [(item, failure_of(error)) for item in items])
 
     def _probe(self, model: Model) -> None:
-        """Run the warm-up input, if it is time to, and tell the breaker how it went."""
+        """Run the warm-up input, if it is time to; the breaker counts how it went."""
         breaker = model.breaker
         if breaker.probe_at is not None and self.clock() < breaker.probe_at:
             return
@@ -246,13 +246,10 @@ class Worker:
         loaded = self.state == "ready"
         self.busy_since = None
         self.dead = True
-        if isinstance(error, OnequeueError):
-            reason: OnequeueError = error
-        else:
-            reason = WorkerDown(
-                "the worker has died" if loaded else "the models could not be loaded"
-            )
+        if not isinstance(reason := error, OnequeueError):
+            down = "the worker has died" if loaded else "the models could not be loaded"
+            reason = WorkerDown(down)
             reason.__cause__ = error
-        if loaded:  # what could not be loaded is told by whoever starts us
+        if loaded:  # a failed start is reported by whoever starts us
             log.critical("worker down: %s", error, exc_info=reason.__cause__)
         self._post(self._listener.on_state, "dead", reason)
