@@ -45,49 +45,37 @@ class Refused(OnequeueError):
         self.retry_after_s = retry_after_s
 
 
-class QueueFull(Refused):
-    pass
+class QueueFull(Refused): ...
 
 
-class DeadlineHopeless(Refused):
-    pass
+class DeadlineHopeless(Refused): ...
 
 
-class NotReady(Refused):
-    pass
+class NotReady(Refused): ...
 
 
-class Draining(Refused):
-    pass
+class Draining(Refused): ...
 
 
-class BreakerOpen(Refused):
-    pass
+class BreakerOpen(Refused): ...
 
 
-class WorkerDown(Refused):
-    pass
+class WorkerDown(Refused): ...
 
 
-class DeviceLost(WorkerDown):
-    pass
+class DeviceLost(WorkerDown): ...
 
 
-class DeadlineExceeded(OnequeueError):
-    pass
+class DeadlineExceeded(OnequeueError): ...
 
 
-class ClientGone(OnequeueError):
-    pass
+class ClientGone(OnequeueError): ...
 
 
-class ItemFailed(OnequeueError):
-    pass
+class ItemFailed(OnequeueError): ...
 
 
-class OutOfMemory(ItemFailed):
-    pass
+class OutOfMemory(ItemFailed): ...
 
 
-class WrongResultCount(ItemFailed):
-    pass
+class WrongResultCount(ItemFailed): ...

@@ -9,6 +9,7 @@ newcomer would wait, is known in lanes.py. Batches are not made here.
 import asyncio
 import math
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from batching.errors import ClientGone, DeadlineHopeless, QueueFull
@@ -21,6 +22,7 @@ class Stream(Protocol):
     def push(self, delta: Any) -> None: ...
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class WorkItem:
     """A payload, where its answer goes, and what becomes of it. Times are monotonic seconds.
 
@@ -28,57 +30,26 @@ class WorkItem:
     the future resolves to None at its end.
     """
 
-    __slots__ = (
-        "accepted_at",
-        "arrived_at",
-        "batch_size",
-        "begun",
-        "counted",
-        "deadline",
-        "finished_at",
-        "future",
-        "key",
-        "lane",
-        "model",
-        "open",
-        "payload",
-        "prepared",
-        "ran",
-        "rows",
-        "started_at",
-        "stream",
-        "tokens",
-        "width",
-    )
-
-    def __init__(
-        self,
-        payload: Any,
-        future: asyncio.Future[Any] | None,
-        deadline: float,
-        accepted_at: float,
-        stream: Stream | None = None,
-        model: Any = None,
-        lane: Lane | None = None,
-    ) -> None:
-        self.payload = payload
-        self.model = model  # the entry of the registry (worker/models.py) that serves it
-        self.lane = lane
-        self.begun = False  # its answer has begun, or never will: no longer ahead of others
-        self.counted = False  # its lane knows its tokens
-        self.future: asyncio.Future[Any] = future  # type: ignore[assignment]  # warm-ups have none
-        self.stream: Stream = stream  # type: ignore[assignment]  # pipelines have none
-        self.deadline = deadline
-        self.accepted_at = accepted_at
-        self.open = True  # somebody still waits; other threads only read it
-        self.prepared: Any = None
-        self.ran = False  # its output is there: only postprocessing is left
-        self.rows = 1  # model rows the item needs
-        self.tokens = 1  # tokens of all rows together
-        self.width = 1  # tokens of the longest row
-        self.key: Hashable = None  # items with equal keys may share a batch
-        self.arrived_at = self.started_at = self.finished_at = accepted_at
-        self.batch_size = 0
+    payload: Any
+    future: Any  # an asyncio.Future; warm-ups have none
+    deadline: float
+    accepted_at: float
+    stream: Any = None  # a Stream; pipelines have none
+    model: Any = None  # the entry of the registry (worker/models.py) that serves it
+    lane: Any = None  # a Lane
+    begun: bool = False  # its answer has begun, or never will: no longer ahead of others
+    counted: bool = False  # its lane knows its tokens
+    open: bool = True  # somebody still waits; other threads only read it
+    prepared: Any = None
+    ran: bool = False  # its output is there: only postprocessing is left
+    rows: int = 1  # model rows the item needs
+    tokens: int = 1  # tokens of all rows together
+    width: int = 1  # tokens of the longest row
+    key: Hashable = None  # items with equal keys may share a batch
+    arrived_at: float = 0.0  # prepared, and at the worker
+    started_at: float = 0.0
+    finished_at: float = 0.0
+    batch_size: int = 0
 
     def resolve(self, outcome: Any) -> bool:
         """Answer the item, once: True if this was the answer, False if it had one. Loop only."""
@@ -106,16 +77,11 @@ class RequestQueue:
     def _admit(self, count: int, deadline: float, lane: Lane) -> None:
         now = self.clock()
         expected_s = lane.expected_s(now)
-        if self.pending + count > self.capacity:
-            raise QueueFull(
-                f"the queue is full: {self.pending} of {self.capacity} places are taken",
-                retry_after(expected_s),
-            )
-        if lane.taken + count > lane.places:
-            raise QueueFull(
-                f"the {lane.name} is full: {lane.taken} of {lane.places} places are taken",
-                retry_after(expected_s),
-            )
+        whole = "queue", self.pending, self.capacity
+        for name, taken, places in (whole, (lane.name, lane.taken, lane.places)):
+            if taken + count > places:
+                full = f"the {name} is full: {taken} of {places} places are taken"
+                raise QueueFull(full, retry_after(expected_s))
         if lane.ahead and now + expected_s > deadline:
             raise DeadlineHopeless(
                 f"the {lane.ahead} requests ahead need about {expected_s:.1f} s, "
@@ -155,7 +121,7 @@ class RequestQueue:
                 item.resolve(ClientGone("the client has gone"))
             if not item.future.cancelled():
                 item.future.exception()  # seen: a list's second failure is nobody's news
-            if item.lane and item in self.waiting:
+            if item in self.waiting:
                 item.lane.leave(item)
         self.waiting.difference_update(items)
         if not self.waiting:

@@ -184,8 +184,7 @@ class Engine:
                 failed.append((item, failure))
             else:
                 prepared.append(item)
-                if item.lane:
-                    item.lane.prepared(item)
+                item.lane.prepared(item)
         self.worker.submit(prepared)
         if failed:
             self._post(self.resolve, failed)

@@ -34,7 +34,7 @@ JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
 COMPONENTS = "#/components"
 
 Schema = dict[str, Any]
-Body = Mapping[str, type[Struct] | Schema]  # by media type
+Body = Mapping[str, Schema]  # by media type
 
 ERRORS = {
     400: "What was sent is malformed or out of range; `param` names the field",
@@ -49,74 +49,71 @@ ERRORS = {
     504: "The time limit has passed; the header X-Request-Timeout-Ms shortens it",
 }
 ERROR_HEADERS = {401: "WWW-Authenticate", 405: "Allow", 503: "Retry-After"}
-OF_A_BODY = (400, 408, 413, 415, 503, 504)  # what may become of one
+OF_A_BODY = {400, 408, 413, 415, 503, 504}  # what may become of one
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of a path. `errors` are its statuses beyond 401, 405 and 500."""
+    """One method of a path. A struct alone is a body in JSON; `stream` tells of the events that a
+    request may ask for instead. `errors` are the statuses beyond 401, 405, 500 and what may become
+    of a request's body."""
 
     summary: str
-    answer: Body
+    answer: type[Struct] | Body
+    request: type[Struct] | Body | None = None
     errors: Sequence[int] = ()
-    request: Body = field(default_factory=dict)
+    stream: str | None = None
     query: Mapping[str, Schema] = field(default_factory=dict)
 
 
-def read(summary: str, answer: type[Struct], *errors: int, **query: Schema) -> Operation:
-    return Operation(summary, {JSON: answer}, errors, query=query)
-
-
-def ask(summary: str, request: type[Struct], answer: Body) -> Operation:
-    """A request in JSON that names a model."""
-    return Operation(summary, answer, (*OF_A_BODY, 404), {JSON: request})
-
-
-def events(description: str) -> Body:
-    return {EVENTS: {"description": description}}
-
-
-CHUNKS = events("With stream: true. Each event is a chunk, the last is [DONE].")
-TOLD = events("With stream: true. The last event holds the response.")
+CHUNKS = "With stream: true. Each event is a chunk, the last is [DONE]."
+RESPONSE_EVENTS = "With stream: true. The last event holds the response."
 
 OPERATIONS: Mapping[str, Operation] = {
-    "POST /v1/chat/completions": ask(
-        "The next message of a conversation", ChatRequest, {JSON: answers.ChatCompletion, **CHUNKS}
+    "POST /v1/chat/completions": Operation(
+        "The next message of a conversation", answers.ChatCompletion, ChatRequest, [404], CHUNKS
     ),
-    "POST /v1/completions": ask(
-        "What follows a text or token ids", CompletionRequest, {JSON: answers.Completion, **CHUNKS}
+    "POST /v1/completions": Operation(
+        "What follows a text or token ids", answers.Completion, CompletionRequest, [404], CHUNKS
     ),
-    "POST /v1/responses": ask(
+    "POST /v1/responses": Operation(
         "A model's response to items or a text, stored unless store is false",
+        answers.Response,
         ResponseRequest,
-        {JSON: answers.Response, **TOLD},
+        [404],
+        RESPONSE_EVENTS,
     ),
-    "GET /v1/responses/{id}": read("A response", answers.Response, 400, 404),
-    "DELETE /v1/responses/{id}": read("Forget a response", answers.Deleted, 404),
-    "GET /v1/responses/{id}/input_items": read(
+    "GET /v1/responses/{id}": Operation("A response", answers.Response, errors=[400, 404]),
+    "DELETE /v1/responses/{id}": Operation("Forget a response", answers.Deleted, errors=[404]),
+    "GET /v1/responses/{id}/input_items": Operation(
         "What a response was given, newest first",
         answers.ItemList,
-        *(400, 404),
-        order={"enum": ["asc", "desc"], "default": "desc"},
-        limit={"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
-        after={"type": "string", "description": "The id of an item"},
+        errors=[400, 404],
+        query={
+            "order": {"enum": ["asc", "desc"], "default": "desc"},
+            "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
+            "after": {"type": "string", "description": "The id of an item"},
+        },
     ),
-    "POST /v1/responses/{id}/cancel": read(
-        "End a response that runs in the background", answers.Response, 400, 404
+    "POST /v1/responses/{id}/cancel": Operation(
+        "End a response that runs in the background", answers.Response, errors=[400, 404]
     ),
-    "GET /v1/models": read("The language model", answers.ModelList, 503),
-    "GET /v1/models/{id}": read("A model by its name", answers.Model, 404, 503),
-    "POST /tokenize": ask(
-        "The token ids of a text or a conversation", TokenizeRequest, {JSON: answers.Tokens}
+    "GET /v1/models": Operation("The language model", answers.ModelList, errors=[503]),
+    "GET /v1/models/{id}": Operation("A model by its name", answers.Model, errors=[404, 503]),
+    "POST /tokenize": Operation(
+        "The token ids of a text or a conversation", answers.Tokens, TokenizeRequest, [404]
     ),
-    "POST /detokenize": ask("The text of token ids", DetokenizeRequest, {JSON: answers.Prompt}),
-    "POST /load_model": ask(
+    "POST /detokenize": Operation(
+        "The text of token ids", answers.Prompt, DetokenizeRequest, [404]
+    ),
+    "POST /load_model": Operation(
         "An event that says that the model is ready",
+        {EVENTS: {"description": "One event, a JSON object."}},
         LoadRequest,
-        events("One event, a JSON object."),
+        [404],
     ),
-    "GET /health": read("Is the process worth keeping", Health, 503),
-    "GET /ready": read("Should it get traffic", Ready, 503),
+    "GET /health": Operation("Is the process worth keeping", Health, errors=[503]),
+    "GET /ready": Operation("Should it get traffic", Ready, errors=[503]),
     "GET /metrics": Operation("For Prometheus", {TEXT: {"type": "string"}}),
     "GET /openapi.json": Operation("This document", {JSON: {"type": "object"}}),
 }
@@ -163,7 +160,7 @@ def pipeline(name: str) -> Operation:
     elif task.kind != "json" and not task.required:
         request |= {f"{task.kind}/*": {}, "application/octet-stream": {}}
     summary = f"{name}: what the pipeline returns for an input, or for each of a list"
-    return Operation(summary, {JSON: {}}, OF_A_BODY, request)
+    return Operation(summary, {JSON: {}}, request)
 
 
 def _inputs(task: Task) -> Schema:
@@ -172,8 +169,7 @@ def _inputs(task: Task) -> Schema:
         one["description"] = "base64, or a data: URL"
     elif task.kind == "json":
         one = {"type": "object", "required": list(task.json_keys)}
-    # A check says what a value must be when it is given one that nothing takes.
-    checks = {name: {"description": check(...)} for name, check in task.parameters.items()}
+    checks = {name: {"description": check.words} for name, check in task.parameters.items()}
     parameters: Schema = {
         "type": "object",
         "properties": checks,
@@ -191,21 +187,28 @@ def _inputs(task: Task) -> Schema:
 
 
 def _described(method: str, path: str, operation: Operation, keyed: bool) -> dict[str, Any]:
+    content = _content(operation.answer)
+    if operation.stream:
+        content[EVENTS] = {"schema": {"description": operation.stream}}
+    responses = {"200": {"description": "The answer", "content": content}}
+    errors = {405, 500, *operation.errors, *([401] if keyed else [])}
     made: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", method.lower() + path).strip("_"),
         "summary": operation.summary,
-        "responses": {"200": {"description": "The answer", "content": _content(operation.answer)}},
+        "responses": responses,
     }
-    for status in sorted({405, 500, *operation.errors, *([401] if keyed else [])}):
-        made["responses"][str(status)] = {"$ref": f"{COMPONENTS}/responses/Error{status}"}
     if operation.request:
+        errors |= OF_A_BODY
         made["requestBody"] = {"required": True, "content": _content(operation.request)}
-    parameters = [
+    for status in sorted(errors):
+        responses[str(status)] = {"$ref": f"{COMPONENTS}/responses/Error{status}"}
+    parameters: list[Schema] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in re.findall(r"\{(\w+)\}", path)
     ]
-    for name, schema in operation.query.items():
-        parameters.append({"name": name, "in": "query", "schema": schema})
+    parameters += [
+        {"name": n, "in": "query", "schema": each} for n, each in operation.query.items()
+    ]
     if parameters:
         made["parameters"] = parameters
     if keyed:
@@ -213,24 +216,18 @@ def _described(method: str, path: str, operation: Operation, keyed: bool) -> dic
     return made
 
 
-def _content(body: Body) -> dict[str, Any]:
+def _content(body: type[Struct] | Body) -> dict[str, Any]:
     """Structs are named, and found among the components by that."""
-    return {
-        media: {"schema": kind if isinstance(kind, dict) else _reference(kind.__name__)}
-        for media, kind in body.items()
-    }
-
-
-def _reference(name: str) -> Schema:
-    return {"$ref": f"{COMPONENTS}/schemas/{name}"}
+    if isinstance(body, type):
+        return {JSON: {"schema": {"$ref": f"{COMPONENTS}/schemas/{body.__name__}"}}}
+    return {media: {"schema": schema} for media, schema in body.items()}
 
 
 def _schemas(operations: Iterable[Operation]) -> dict[str, Any]:
     """Of the operations' structs and those within, by name."""
+    bodies = [body for each in operations for body in (each.request, each.answer)]
     kinds: list[type[Struct]] = [answers.Error]
-    for each in operations:
-        bodies = (*each.request.values(), *each.answer.values())
-        kinds += [kind for kind in bodies if not isinstance(kind, dict)]
+    kinds += [body for body in bodies if isinstance(body, type)]
     template = COMPONENTS + "/schemas/{name}"
     _, schemas = msgspec.json.schema_components(kinds, ref_template=template)
     for kind in kinds:
@@ -252,7 +249,7 @@ def _errors() -> dict[str, Any]:
     for status, meaning in ERRORS.items():
         made[f"Error{status}"] = {
             "description": meaning,
-            "content": _content({JSON: answers.Error}),
+            "content": _content(answers.Error),
         }
         if name := ERROR_HEADERS.get(status):
             made[f"Error{status}"]["headers"] = {name: {"schema": {"type": "string"}}}

@@ -18,8 +18,8 @@ from server.http.body import Parsing, abort_on_disconnect, media_type, read_requ
 from server.http.errors import HttpError
 from server.http.json import Document, Header, parse_json, send_json
 from server.settings import Settings
+from worker.decode_budget import RequestBudget
 from worker.protocol import PipelineInput
-from worker.room import Allowance
 from worker.tasks import TASKS, check_parameters
 
 JSON = "application/json"
@@ -115,8 +115,8 @@ class Root:
             raise InvalidInput(f"a list takes 1 to {most} inputs, not {len(inputs)}", "inputs")
         if not isinstance(inputs, list) or is_conversation(inputs):
             return [PipelineInput(inputs, parameters)], False
-        allowance = Allowance()
-        return [PipelineInput(each, parameters, allowance) for each in inputs], True
+        budget = RequestBudget()
+        return [PipelineInput(each, parameters, budget) for each in inputs], True
 
     def parse_object(self, body: bytes, media: str) -> Document | None:
         """None for a text that only looks like one."""

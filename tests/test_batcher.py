@@ -27,7 +27,7 @@ def batcher(
 
 
 def arrive(b: DynamicBatcher, each: WorkItem, now: float) -> None:
-    each.accepted_at = now
+    each.accepted_at = each.arrived_at = now
     b.add(each)
 
 

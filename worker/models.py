@@ -8,7 +8,6 @@ event loop, which reads breakers; the rest, and the models themselves, to the wo
 """
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -17,7 +16,7 @@ from batching.batcher import DynamicBatcher
 from batching.bisection import rerun_in_halves
 from batching.breaker import Breaker
 from batching.errors import DeviceLost, OutOfMemory, WrongResultCount
-from batching.lanes import BatchLane, Lane, TurnLane
+from batching.lanes import BatchLane, TurnLane
 from batching.request_queue import WorkItem
 from worker.failures import failure_of
 from worker.protocol import BatchReport, Generator, Runner, State
@@ -31,15 +30,15 @@ M = TypeVar("M", Runner, Generator)
 BACKGROUND = 4
 
 
-class ServedModel(ABC, Generic[M]):
+class ServedModel(Generic[M]):
     """What entries of both kinds have. `name` stands in metrics, logs and /ready."""
 
     loaded: M  # by the worker's thread, while the state is "loading"
 
-    def __init__(self, name: str, load: Callable[[], M], breaker: Breaker | None = None) -> None:
+    def __init__(self, name: str, load: Callable[[], M]) -> None:
         self.name = name
         self.state: State = "loading"
-        self.breaker = breaker or Breaker()
+        self.breaker = Breaker()
         self.busy = False  # there is something to do: looked at before each turn
         self._load: Callable[[], M] = load
 
@@ -50,25 +49,12 @@ class ServedModel(ABC, Generic[M]):
     def close(self) -> None:
         """Nothing is prepared any longer. On the event loop."""
 
-    @abstractmethod
-    def lane_for(self, payload: Any) -> Lane: ...
-
-    @abstractmethod
-    def add(self, item: WorkItem) -> None:
-        """Take a prepared item; it has its turn later."""
-
-    @abstractmethod
-    def clear(self) -> list[WorkItem]:
-        """Drop everything that has no output yet, whatever state it is in; its items."""
-
 
 class GenerationModel(ServedModel[Generator]):
     """Served in steps; what waits and what runs is the generation engine's own affair."""
 
-    def __init__(
-        self, name: str, load: Callable[[], Generator], places: int, breaker: Breaker | None = None
-    ) -> None:
-        super().__init__(name, load, breaker)
+    def __init__(self, name: str, load: Callable[[], Generator], places: int) -> None:
+        super().__init__(name, load)
         self.lane = TurnLane(name, places)
         self.background = TurnLane("background", max(1, places // BACKGROUND))
 
@@ -84,6 +70,7 @@ class GenerationModel(ServedModel[Generator]):
         self.loaded.add(item)
 
     def clear(self) -> list[WorkItem]:
+        """Drop everything, whatever state it is in; its items."""
         self.busy = False
         return self.loaded.clear()
 
@@ -103,14 +90,9 @@ class PipelineModel(ServedModel[Runner]):
     """Served in batches."""
 
     def __init__(
-        self,
-        name: str,
-        load: Callable[[], Runner],
-        places: int,
-        batcher: DynamicBatcher,
-        breaker: Breaker | None = None,
+        self, name: str, load: Callable[[], Runner], places: int, batcher: DynamicBatcher
     ) -> None:
-        super().__init__(name, load, breaker)
+        super().__init__(name, load)
         self.lane = BatchLane(name, places)
         self.batcher = batcher
         self.batch: list[WorkItem] = []  # the one that runs
@@ -127,12 +109,14 @@ class PipelineModel(ServedModel[Runner]):
         self.batcher.add(item)
 
     def clear(self) -> list[WorkItem]:
-        unanswered = [item for item in self.batch if not item.ran]
+        """Drop everything, whatever state it is in; the items that have no output yet."""
+        unanswered = [item for item in self.batch if not item.ran] + self.batcher.clear()
         self.batch, self.busy = [], False
-        return unanswered + self.batcher.clear()
+        return unanswered
 
     def take(self, now: float, free_since: float) -> list[WorkItem]:
         """The next batch, if one is due."""
+        self.batch = []
         self.batch = self.batcher.take(now, free_since)
         self.busy = bool(self.batcher.waiting)
         for item in self.batch:
@@ -140,8 +124,8 @@ class PipelineModel(ServedModel[Runner]):
             item.batch_size = len(self.batch)
         return self.batch
 
-    def run(self, batch: Sequence[WorkItem], clock: Callable[[], float]) -> BatchRun:
-        """All as one; a part that raises is halved until only the guilty fail."""
+    def run(self, clock: Callable[[], float]) -> BatchRun:
+        """The batch as one; a part that raises is halved until only the guilty fail."""
         run = BatchRun()
 
         def forward(items: Sequence[WorkItem]) -> None:
@@ -158,24 +142,23 @@ class PipelineModel(ServedModel[Runner]):
             run.failed += [(item, WrongResultCount(wrong)) for item in items]
 
         def failed(items: Sequence[WorkItem], error: BaseException) -> None:
-            failure = failure_of(error)
-            if isinstance(failure, DeviceLost):
+            if isinstance(failure := failure_of(error), DeviceLost):
                 raise error
             run.out_of_memory += isinstance(failure, OutOfMemory)
             if len(items) == 1:
                 log.warning("item failed error=%r", error)
-                error.with_traceback(None)
+                error.with_traceback(None)  # its frames hold the batch
                 run.failed.append((items[0], failure))
 
         try:
-            forward(batch)
+            forward(self.batch)
         except BaseException as error:
-            rerun_in_halves(batch, error, forward, failed, lambda item: item.open)
+            rerun_in_halves(self.batch, error, forward, failed, lambda item: item.open)
         if run.out_of_memory:
             self.batcher.out_of_memory(run.fitted)
         return run
 
-    def report(self, run: BatchRun, more_waits: bool) -> BatchReport:
+    def report(self, run: BatchRun, more_wait: bool) -> BatchReport:
         """On the batch that has run, for metrics and the rate."""
         batch, cap = self.batch, self.batcher.cap
         tokens = sum(item.tokens for item in batch)
@@ -190,5 +173,5 @@ class PipelineModel(ServedModel[Runner]):
             waits_s=tuple(item.started_at - item.accepted_at for item in batch),
             out_of_memory=run.out_of_memory,
             cap=cap,
-            saturated=rows >= cap or self.busy or more_waits,
+            saturated=rows >= cap or self.busy or more_wait,
         )

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from batching.request_queue import WorkItem
+from worker.decode_budget import RequestBudget
 from worker.deltas import Delta
-from worker.room import Allowance
 
 State = Literal["loading", "warming", "ready", "dead"]
 
@@ -16,12 +16,12 @@ class PipelineInput:
     """One input of a pipeline task as the client sent it, and its call's parameters.
 
     `inputs` is text, raw bytes (an image or a sound file), or a JSON value. Inputs of a list share
-    an `allowance`.
+    a `budget` of what is decoded.
     """
 
     inputs: Any
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    allowance: Allowance | None = None
+    budget: RequestBudget | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,27 +172,6 @@ class ModelInfo:
     why: str = ""  # why not packed
 
 
-class Runner(Protocol):
-    """A loaded pipeline as the worker uses it.
-
-    `prepare` and `finish` run in pool threads, several at once; the others on the worker's.
-    """
-
-    info: ModelInfo
-
-    def prepare(self, item: WorkItem) -> None:
-        """Fill in `item.prepared`, `rows`, `tokens`, `key`; InvalidInput if it cannot be served."""
-
-    def forward(self, prepared: list[Any]) -> list[Any]:
-        """One raw output for each prepared input, in order."""
-
-    def finish(self, item: WorkItem, raw: Any) -> Any:
-        """The answer to an item, from its raw output."""
-
-    def warm_up(self) -> None:
-        """Run the smallest sound input through everything; raises if the worker is broken."""
-
-
 class Pending(Exception):
     """Something that `prepare` needs is being made. `then(wanted, again)` has `again` called, from
     any thread, when it is worth preparing once more, as long as it is still `wanted`."""
@@ -202,20 +181,40 @@ class Pending(Exception):
         self.then = then
 
 
-class Generator(Protocol):
-    """A loaded causal language model as the worker uses it.
-
-    `prepare`, `encode`, `decode` and `token` run in pool threads, several at once; the others on
-    the worker's.
-    """
+class LoadedModel(Protocol):
+    """What the worker asks of models of both kinds."""
 
     info: ModelInfo
-    max_model_len: int  # tokens of prompt and output together
-    compile_state: Literal["running", "done", "off"]
 
     def prepare(self, item: WorkItem) -> None:
-        """Fill in `item.prepared`; InvalidInput if the prompt or a parameter cannot be served,
-        Pending if it takes more than a pool thread's time to tell."""
+        """Fill in `item.prepared`, and what batches go by (`rows`, `tokens`, `width`, `key`).
+
+        In pool threads, several at once. InvalidInput if the item cannot be served, Pending if
+        it takes more than a pool thread's time to tell."""
+
+    def warm_up(self) -> None:
+        """Run the smallest sound input through everything; raises if the model is broken."""
+
+
+class Runner(LoadedModel, Protocol):
+    """A loaded pipeline. `finish` runs in pool threads, `forward` on the worker's."""
+
+    def forward(self, prepared: list[Any]) -> list[Any]:
+        """One raw output for each prepared input, in order."""
+
+    def finish(self, item: WorkItem, raw: Any) -> Any:
+        """The answer to an item, from its raw output."""
+
+
+class Generator(LoadedModel, Protocol):
+    """A loaded causal language model.
+
+    `encode`, `decode` and `token` run in pool threads, several at once; `add`, `step` and `clear`
+    on the worker's.
+    """
+
+    max_model_len: int  # tokens of prompt and output together
+    compile_state: Literal["running", "done", "off"]
 
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt; InvalidInput if the chat template refuses it."""
@@ -241,9 +240,6 @@ class Generator(Protocol):
 
     def clear(self) -> list[WorkItem]:
         """Drop everything, waiting and running, whatever state it is in; the items are returned."""
-
-    def warm_up(self) -> None:
-        """One small step through everything; raises if the worker is broken."""
 
     def close(self) -> None:
         """End what runs beside; nothing is prepared any longer."""

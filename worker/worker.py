@@ -171,14 +171,14 @@ class Worker:
         if not (batch := model.take(now, self._free_since)):
             return
         self.busy_since = now
-        run = model.run(batch, self.clock)
+        run = model.run(self.clock)
         finished = self._rest()
         for item in batch:
             item.finished_at = finished
         self._listener.outputs(run.outputs)
         for item, _ in run.outputs:
             item.ran = True
-        report = model.report(run, more_waits=not self.inbox.empty())
+        report = model.report(run, more_wait=not self.inbox.empty())
         self._post(self._listener.on_batch, model, report, run.failed)
         model.batch = []
         self._judge(model, bool(run.outputs), run.failed)
