@@ -108,8 +108,8 @@ class Metrics:
 
     def loaded(self, name: str, info: ModelInfo) -> None:
         self.breaker(name, is_open=False)
-        told = ("task", "model", "device", "dtype", "batching")
-        self.model.labels(name).info({each: getattr(info, each) for each in told})
+        labels = ("task", "model", "device", "dtype", "batching")
+        self.model.labels(name).info({each: getattr(info, each) for each in labels})
 
 
 def _versions() -> dict[str, str]:

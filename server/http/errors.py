@@ -2,8 +2,8 @@
 
     {"error": {"message", "type", "param", "code"}}
 
-An HttpError is such an answer. It is raised where HTTP itself is at fault; for all else that may
-be raised, `as_http_error` looks up who knows how to tell it, by the exception's class.
+An HttpError is such an answer. It is raised where HTTP itself is at fault; all else that may be
+raised becomes one by `as_http_error`, which looks up its handler by the exception's class.
 """
 
 import logging
@@ -80,12 +80,9 @@ class HttpError(Exception):
         self.headers = headers
 
     @property
-    def details(self) -> Document:
-        return {"message": str(self), "type": self.type, "param": self.param, "code": self.code}
-
-    @property
     def document(self) -> Document:
-        return {"error": self.details}
+        error = {"message": str(self), "type": self.type, "param": self.param, "code": self.code}
+        return {"error": error}
 
     async def send(self, send: Send) -> None:
         await send_json(send, self.document, self.status, self.headers)
@@ -105,7 +102,7 @@ def _nearest(table: Mapping[type, T], error: Exception) -> T:
 def _of_stage(error: errors.OnequeueError, scope: Scope, debug: bool) -> HttpError:
     status, type_, code = _nearest(TABLE, error)
     if status == 500:
-        log.error("request failed id=%s error=%r", _id(scope), error.__cause__)
+        log.error("request failed id=%s error=%r", scope["request_id"].decode(), error.__cause__)
     message = str(error)
     if debug and error.__cause__ is not None:
         message += f" ({error.__cause__!r})"
@@ -128,16 +125,11 @@ def _of_routing(error: HTTPException, scope: Scope, debug: bool) -> HttpError:
 
 
 def _of_bug(error: Exception, scope: Scope, debug: bool) -> HttpError:
-    log.error("bug id=%s path=%r", _id(scope), scope["path"], exc_info=error)
+    log.error("bug id=%s path=%r", scope["request_id"].decode(), scope["path"], exc_info=error)
     return HttpError(500, "the server made a mistake")
 
 
-def _id(scope: Scope) -> str:
-    request_id: bytes = scope["request_id"]
-    return request_id.decode()
-
-
-# exception, or the nearest of its bases: what tells of it
+# exception, or the nearest of its bases: its handler
 HANDLERS: Mapping[type, Callable[[Any, Scope, bool], HttpError]] = {
     HttpError: lambda error, scope, debug: error,
     HTTPException: _of_routing,

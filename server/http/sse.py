@@ -40,9 +40,6 @@ class EventStream:
         await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
         self._timer = self._loop.call_later(KEEP_ALIVE_S, self._look)
 
-    async def event(self, document: bytes) -> None:
-        await self.write(b"data: %b\n\n" % document)
-
     async def comment(self) -> None:
         await self.write(b": keep-alive\n\n")
 
