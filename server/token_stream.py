@@ -124,10 +124,10 @@ class TokenStream:
             self._timer = self.engine.loop.call_later(left_s, self.engine.expire, self.items)
 
     def _on_done(self, future: "asyncio.Future[None]") -> None:
-        """The worker is done with an item: what has not been said by now never will be."""
+        """The worker is done with an item: no more deltas will come."""
         self._running -= 1
         if self._error is not None:
-            return  # the first failure is the one that is told
+            return  # the first failure is the one that counts
         self._error = ClientGone("the server is gone") if future.cancelled() else future.exception()
         if self._error is None and not self._running:
             self._error = ItemFailed("the model ended without a finish_reason")

@@ -81,17 +81,9 @@ class ChatRequest(GenerationRequest, kw_only=True):
         )
 
 
-class ChatCompletions(GenerationEndpoint["ChatReply"]):
-    def parse(self, body: bytes) -> "ChatReply":
-        request = decode(body, ChatRequest, self.engine.generator.max_model_len)
-        model = self.models.require(request.model)
-        return ChatReply(request, request.generation_input(), model, self.engine.call_id)
-
-
 class ChatReply(ChoicesReply):
     id_prefix = "chatcmpl-"
-    whole_object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
+    objects = ("chat.completion", "chat.completion.chunk")
 
     def __init__(
         self, request: ChatRequest, payload: GenerationInput, model: str, call_id: CallId
@@ -132,11 +124,11 @@ class ChatReply(ChoicesReply):
             yield {"index": self.called[choice] - 1, "function": function}
 
     def choice(self, delta: Delta) -> Document:
-        wanted = self.payloads[0].sampling.logprobs is not None
+        scored = self.payloads[0].sampling.logprobs is not None
         return {
             "index": delta.choice,
             "message": self._message(delta),
-            "logprobs": _logprobs(delta.logprobs) if wanted else None,
+            "logprobs": _logprobs(delta.logprobs) if scored else None,
             "finish_reason": delta.finish_reason,
         }
 
@@ -163,14 +155,25 @@ class ChatReply(ChoicesReply):
         return {"id": id, "type": "function", "function": function}
 
 
+class ChatCompletions(GenerationEndpoint[ChatReply]):
+    def parse(self, body: bytes) -> ChatReply:
+        request = decode(body, ChatRequest, self.engine.generator.max_model_len)
+        model = self.models.require(request.model)
+        return ChatReply(request, request.generation_input(), model, self.engine.call_id)
+
+
 def _choice(
     index: int,
     delta: Document,
     logprobs: Sequence[TokenLogprob] = (),
     finish_reason: str | None = None,
 ) -> Document:
-    told = _logprobs(logprobs) if logprobs else None
-    return {"index": index, "delta": delta, "logprobs": told, "finish_reason": finish_reason}
+    return {
+        "index": index,
+        "delta": delta,
+        "logprobs": _logprobs(logprobs) if logprobs else None,
+        "finish_reason": finish_reason,
+    }
 
 
 def _logprobs(logprobs: Sequence[TokenLogprob]) -> Document:

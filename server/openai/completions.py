@@ -85,19 +85,9 @@ def _prompt(given: Any, path: str) -> Prompt:
     return tuple(given)
 
 
-class Completions(GenerationEndpoint["CompletionReply"]):
-    def parse(self, body: bytes) -> "CompletionReply":
-        places = self.settings.max_queue_size
-        most = max(places, self.engine.generator.max_model_len)  # prompts, or tokens of one
-        request = decode(body, CompletionRequest, most)
-        model = self.models.require(request.model)
-        return CompletionReply(request, request.generation_inputs(places), model)
-
-
 class CompletionReply(ChoicesReply):
     id_prefix = "cmpl-"
-    whole_object = "text_completion"
-    chunk_object = "text_completion"
+    objects = ("text_completion", "text_completion")
 
     def __init__(
         self, request: CompletionRequest, payloads: Sequence[GenerationInput], model: str
@@ -114,13 +104,22 @@ class CompletionReply(ChoicesReply):
         return self._choice(delta, delta.logprobs, 0)
 
     def _choice(self, delta: Delta, logprobs: list[TokenLogprob], offset: int) -> Document:
-        wanted = self.payloads[0].sampling.logprobs is not None
+        scored = self.payloads[0].sampling.logprobs is not None
         return {
             "index": delta.choice,
             "text": delta.text,
-            "logprobs": _logprobs(logprobs, offset) if wanted else None,
+            "logprobs": _logprobs(logprobs, offset) if scored else None,
             "finish_reason": delta.finish_reason,
         }
+
+
+class Completions(GenerationEndpoint[CompletionReply]):
+    def parse(self, body: bytes) -> CompletionReply:
+        places = self.settings.max_queue_size
+        most = max(places, self.engine.generator.max_model_len)  # prompts, or tokens of one
+        request = decode(body, CompletionRequest, most)
+        model = self.models.require(request.model)
+        return CompletionReply(request, request.generation_inputs(places), model)
 
 
 def _logprobs(logprobs: list[TokenLogprob], offset: int) -> Document:

@@ -49,10 +49,10 @@ class Part(Struct):
     text: str | None = None
     refusal: str | None = None
 
-    def read(self, path: str, kinds: Sequence[str], wanted: str = "") -> str:
-        """Its text, if it is of one of the kinds; `wanted` is what errors say before why."""
+    def read(self, path: str, kinds: Sequence[str], prefix: str = "") -> str:
+        """Its text, if it is of one of the kinds; `prefix` begins the error otherwise."""
         if self.type not in kinds:
-            only = f"{wanted}this model takes text, not {self.type[:50]!r}"
+            only = f"{prefix}this model takes text, not {self.type[:50]!r}"
             raise InvalidInput.at(f"{path}.type", only)
         if self.type == "refusal":
             return required(self.refusal, f"{path}.refusal")

@@ -97,10 +97,10 @@ class GenerationRequest(Struct, kw_only=True):
         self, prompt: Chat | str | tuple[int, ...], logprobs: int | None, **fields: Any
     ) -> GenerationInput:
         """What a checked request asks the model for; `fields` are the input's others."""
-        path, wanted = self.format
+        path, format = self.format
         constraint = None
-        if wanted is not None or self.structured_outputs is not None:
-            constraint = constraint_of(path, wanted, self.structured_outputs)
+        if format is not None or self.structured_outputs is not None:
+            constraint = constraint_of(path, format, self.structured_outputs)
         sampling, stopping = self.sampling(logprobs), self.stopping()
         return GenerationInput(
             prompt, sampling, stopping, self.n or 1, constraint=constraint, **fields
@@ -171,9 +171,9 @@ def _lengths(document: Mapping[str, Any], fields: Iterable[str]) -> Iterator[tup
                         yield f"{name}[{n}].{key}", len(value)
 
 
-def _explain(told: str) -> tuple[str, str]:
+def _explain(error: str) -> tuple[str, str]:
     """msgspec's words and path in ours: ("expected int, got str", "stop[1]")."""
-    match = _PATH.fullmatch(told)
+    match = _PATH.fullmatch(error)
     assert match is not None
     reason, path = match[1], (match[2] or "").removeprefix(".").removesuffix("[...]")
     if missing := _MISSING.fullmatch(reason):
@@ -186,25 +186,23 @@ def _refuse_unimplemented(
     document: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]]
 ) -> None:
     for path, values in harmless.items():
-        value: Any = document
-        for key in path.split("."):
-            value = value.get(key) if value is not None else None
+        field, _, below = path.partition(".")
+        value = document.get(field)
+        if value is not None and below:
+            value = value.get(below)
         asks = not any(type(value) is type(each) and value == each for each in values)
         if value is not None and asks:
             raise InvalidInput.at(path, "is not implemented here, leave it out")
 
 
 def _stops(given: str | list[str] | None) -> tuple[str, ...]:
-    if isinstance(given, str):
-        given, empty = [given], "stop"
-    else:
-        given = given or []
-        empty = next((f"stop[{n}]" for n, text in enumerate(given) if not text), "")
-    if len(given) > MOST_STOPS:
-        raise InvalidInput.at("stop", f"takes at most {MOST_STOPS} strings, not {len(given)}")
-    if "" in given:
-        raise InvalidInput.at(empty, "must not be empty")
-    return tuple(given)
+    stops = [given] if isinstance(given, str) else given or []
+    if len(stops) > MOST_STOPS:
+        raise InvalidInput.at("stop", f"takes at most {MOST_STOPS} strings, not {len(stops)}")
+    if "" in stops:
+        path = "stop" if isinstance(given, str) else f"stop[{stops.index('')}]"
+        raise InvalidInput.at(path, "must not be empty")
+    return tuple(stops)
 
 
 def _biases(given: dict[str, float] | None) -> dict[int, float]:

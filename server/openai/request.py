@@ -3,7 +3,7 @@
     body → parse → submit → first delta or refusal → headers → events, or one document
 
 A stream's headers wait for the first delta, so that refusals and early failures are real status
-codes; what fails later is told in an event. What an answer looks like is its Reply's matter.
+codes; what fails later is an event. What an answer looks like is its Reply's matter.
 """
 
 import logging
@@ -13,13 +13,14 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Generic, TypeVar
 
+import orjson
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import ClientGone
 from server.engine import Engine
 from server.http.body import Deadlines, Parsing, abort_on_disconnect, read_json_request
 from server.http.errors import HttpError, as_http_error
-from server.http.json import Document, send_json, to_json
+from server.http.json import Document, send_json
 from server.http.sse import DONE, EventStream
 from server.metrics import Metrics
 from server.openai.models import ModelNames
@@ -35,7 +36,7 @@ LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
 class Reply(ABC):
-    """What is told of the answer to one request: events while it is made, or one document.
+    """The answer to one request: events while it is made, or one document.
 
     `payloads` are what it asks the model for. Events may share parts with later ones: send each
     before the next is made.
@@ -46,9 +47,9 @@ class Reply(ABC):
         self.streams = streams
         self.usage = Usage()
 
-    @abstractmethod
     def begin(self) -> Iterator[Document]:
         """The events before the first delta's."""
+        return iter(())
 
     @abstractmethod
     def add(self, delta: Delta) -> Iterator[Document]:
@@ -68,7 +69,7 @@ class Reply(ABC):
 
     def frame(self, event: Document) -> bytes:
         """An event as it is sent."""
-        return b"data: %b\n\n" % to_json(event)
+        return b"data: %b\n\n" % orjson.dumps(event)
 
     def last_frame(self) -> bytes:
         """What ends a stream, however the request ended."""
@@ -126,10 +127,10 @@ class GenerationEndpoint(ABC, Generic[R]):
         return TokenStream(self.engine, self.metrics, reply.payloads, deadlines, reply.usage)
 
     def failed(self, error: Exception, scope: Scope) -> HttpError:
-        """What is told of a failure, which is counted."""
-        told = as_http_error(error, scope, self.settings.debug)
-        self.metrics.failed(told.kind)
-        return told
+        """Counts a failure; its envelope."""
+        envelope = as_http_error(error, scope, self.settings.debug)
+        self.metrics.failed(envelope.kind)
+        return envelope
 
     async def _stream(
         self, scope: Scope, send: Send, reply: R, stream: TokenStream, first: list[Delta]
@@ -160,7 +161,7 @@ class GenerationEndpoint(ABC, Generic[R]):
 async def events(
     reply: Reply, stream: TokenStream, deltas: list[Delta]
 ) -> AsyncIterator[Document | None]:
-    """All that is told of an answer, from the first deltas on; None if the reader was woken."""
+    """The events of an answer, from the first deltas on; None if the reader was woken."""
     for event in reply.begin():
         yield event
     while True:
@@ -180,8 +181,7 @@ class ChoicesReply(Reply):
     """Numbered choices, in chunks or together: what chat and text completions have in common."""
 
     id_prefix: str
-    whole_object: str
-    chunk_object: str
+    objects: tuple[str, str]  # what the document is called, and a chunk
 
     def __init__(
         self, request: GenerationRequest, payloads: Sequence[GenerationInput], model: str
@@ -192,7 +192,7 @@ class ChoicesReply(Reply):
         self.continuous_usage = bool(options and options.continuous_usage_stats)
         self.head: Document = {
             "id": self.id_prefix + secrets.token_hex(12),
-            "object": self.chunk_object if self.streams else self.whole_object,
+            "object": self.objects[self.streams],
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": None,
@@ -206,9 +206,6 @@ class ChoicesReply(Reply):
     @abstractmethod
     def choice(self, delta: Delta) -> Document:
         """A choice as a whole."""
-
-    def begin(self) -> Iterator[Document]:
-        return iter(())
 
     def add(self, delta: Delta) -> Iterator[Document]:
         """None as long as there is no text to show; log-probabilities wait for theirs."""
@@ -251,7 +248,7 @@ class ChoicesReply(Reply):
 
 
 def logprob_documents(logprobs: Sequence[TokenLogprob]) -> list[Document]:
-    """Tokens with their log-probabilities and the likeliest others, as chat and responses tell."""
+    """Tokens, their log-probabilities and the likeliest others, as chat and responses have it."""
     return [_token(each) | {"top_logprobs": [_token(t) for t in each.top]} for each in logprobs]
 
 

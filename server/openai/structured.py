@@ -22,8 +22,8 @@ FORMATS = ("text", "json_object", "json_schema")
 class AnyFormat(Struct):
     type: Annotated[str, Meta(extra_json_schema={"enum": FORMATS})]
 
-    def asked(self) -> tuple[str, Document | None]:
-        """Where in it the schema stands that is asked for, and the schema."""
+    def schema_asked(self) -> tuple[str, Document | None]:
+        """Where in it the schema stands that the answer is to have, and the schema."""
         raise NotImplementedError
 
 
@@ -38,7 +38,7 @@ class ResponseFormat(AnyFormat):
     json_schema: JsonSchema | None = None
     value: dict[str, Any] | None = None  # huggingface_hub's name for a schema
 
-    def asked(self) -> tuple[str, Document | None]:
+    def schema_asked(self) -> tuple[str, Document | None]:
         if self.type == "json_object":
             return ".value", self.value or ANY_OBJECT
         return ".json_schema.schema", self.json_schema.schema if self.json_schema else None
@@ -50,7 +50,7 @@ class Format(AnyFormat):
     description: str | None = None
     strict: bool | None = None
 
-    def asked(self) -> tuple[str, Document | None]:
+    def schema_asked(self) -> tuple[str, Document | None]:
         if self.type == "json_object":
             return "", ANY_OBJECT
         if self.name is None:
@@ -76,11 +76,11 @@ class StructuredOutputs(Struct):
 
 
 def constraint_of(
-    path: str, wanted: AnyFormat | None, structured: StructuredOutputs | None
+    path: str, format: AnyFormat | None, structured: StructuredOutputs | None
 ) -> Constraint | None:
     """None: free text. InvalidInput for what makes no sense, or is asked for twice; `path` is what
     errors call the format."""
-    first, second = _of_format(path, wanted), _of_structured(structured)
+    first, second = _of_format(path, format), _of_structured(structured)
     if first and second:
         raise InvalidInput.at("structured_outputs", f"excludes {path}")
     return first or second
@@ -94,13 +94,13 @@ def check_depth(schema: Document | None, path: str) -> None:
         raise InvalidInput.at(path, "is nested too deeply") from None
 
 
-def _of_format(path: str, wanted: AnyFormat | None) -> Constraint | None:
-    if wanted is None or wanted.type == "text":
+def _of_format(path: str, format: AnyFormat | None) -> Constraint | None:
+    if format is None or format.type == "text":
         return None
-    if wanted.type not in FORMATS:
-        known = f"must be one of {', '.join(FORMATS)}, not {wanted.type[:50]!r}"
+    if format.type not in FORMATS:
+        known = f"must be one of {', '.join(FORMATS)}, not {format.type[:50]!r}"
         raise InvalidInput.at(f"{path}.type", known)
-    below, schema = wanted.asked()
+    below, schema = format.schema_asked()
     return _json(schema, path + below)
 
 
@@ -118,24 +118,21 @@ def _of_structured(structured: StructuredOutputs | None) -> Constraint | None:
     if name == "json_object":
         return _json(ANY_OBJECT, path)
     if name == "json":
-        return _json(_parsed(value, path) if isinstance(value, str) else value, path)
+        return _json(value, path)
     if not value or (name == "choice" and "" in value):
         raise InvalidInput.at(path, "must not be empty")
     kind: Any = name
     return Constraint(kind, value, path)
 
 
-def _json(schema: Document | None, path: str) -> Constraint:
+def _json(schema: Document | str | None, path: str) -> Constraint:
     if schema is None:
         raise InvalidInput.at(path, "is required")
+    if isinstance(schema, str):
+        try:
+            schema = orjson.loads(schema)
+        except orjson.JSONDecodeError as error:
+            raise InvalidInput.at(path, f"is not JSON: {error}") from None
+        if not isinstance(schema, dict):
+            raise InvalidInput.at(path, "must be an object")
     return Constraint("json_schema", schema, path)
-
-
-def _parsed(text: str, path: str) -> Document:
-    try:
-        schema = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise InvalidInput.at(path, f"is not JSON: {error}") from None
-    if not isinstance(schema, dict):
-        raise InvalidInput.at(path, "must be an object")
-    return schema

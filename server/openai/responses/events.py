@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
+import orjson
 
 from server.http.errors import HttpError
-from server.http.json import Document, to_json
+from server.http.json import Document
 from server.openai.chat import CallId
 from server.openai.request import Reply, logprob_documents
 from server.openai.responses.items import new_id
@@ -76,7 +77,7 @@ class ResponseReply(Reply):
         self._end(status)
 
     def fail(self, error: HttpError) -> Iterator[Document]:
-        """What was open stays as it is, and its last events are not told."""
+        """What was open is closed without its last events."""
         code = "invalid_prompt" if error.code == "invalid_value" else "server_error"
         self.document["error"] = {"code": code, "message": str(error)}
         self._break_off("failed")
@@ -87,14 +88,14 @@ class ResponseReply(Reply):
 
     def whole(self, deltas: Sequence[Delta]) -> Document:
         for delta in deltas:
-            spend(self.add(delta))
-        spend(self.finish())
+            consume(self.add(delta))
+        consume(self.finish())
         return self.document
 
     def frame(self, event: Document) -> bytes:
         numbered = event | {"sequence_number": self._events}
         self._events += 1
-        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(numbered))
+        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(numbered))
 
     def last_frame(self) -> bytes:
         return self.frame(self._event(self.document["status"]))
@@ -103,7 +104,7 @@ class ResponseReply(Reply):
         return {"type": f"response.{name}", "response": self.document}
 
     def _break_off(self, status: str) -> None:
-        spend(self.output.end("incomplete"))
+        consume(self.output.end("incomplete"))
         self._end(status)
 
     def _end(self, status: str) -> None:
@@ -130,9 +131,9 @@ class ResponseOutput:
         self._called = called
         self._open: Document | None = None  # the last one, if more may come
         self._texts: list[str] = []  # of the open item
-        # Not yet told: they may lag behind the text, or be of the message after the next.
+        # Not yet in an event: they may lag behind the text, or be of the message after the next.
         self._logprobs: deque[TokenLogprob] = deque()
-        self._unscored = 0  # characters of the open message that none was told of
+        self._unscored = 0  # characters of the open message that have none yet
 
     def add(self, delta: Delta) -> Iterator[Document]:
         self._logprobs += delta.logprobs
@@ -179,13 +180,13 @@ class ResponseOutput:
 
     def _delta(self, item: Document, text: str) -> Document:
         kind = item["type"]
-        told = self._event(TEXT_EVENTS[kind] + ".delta", item_id=item["id"], delta=text)
+        event = self._event(TEXT_EVENTS[kind] + ".delta", item_id=item["id"], delta=text)
         if kind != "function_call":
-            told["content_index"] = 0
+            event["content_index"] = 0
         if kind == "message":
-            told["logprobs"] = self._scores()
-            item["content"][0]["logprobs"] += told["logprobs"]
-        return told
+            event["logprobs"] = self._scores()
+            item["content"][0]["logprobs"] += event["logprobs"]
+        return event
 
     def _scores(self) -> list[Document]:
         """Log-probabilities of the open message's text: their tokens join to it."""
@@ -220,8 +221,8 @@ class ResponseOutput:
         return {"type": type, "output_index": len(self.items) - 1, **fields}
 
 
-def spend(events: Iterator[Document]) -> None:
-    """Make the changes that events tell of, for nobody who listens."""
+def consume(events: Iterator[Document]) -> None:
+    """Make the changes that come with events which nobody gets."""
     deque(events, maxlen=0)
 
 

@@ -31,7 +31,7 @@ NEEDS = {
     "item_reference": ("id",),
 }
 ROLES = ("user", "assistant", "system", "developer")
-SPOKEN = ("input_text", "output_text", "refusal")
+MESSAGE_PARTS = ("input_text", "output_text", "refusal")
 # For the OpenAPI document: what an item needs, beyond its fields' types. A type may be left out
 # where `Item.document` tells it from other fields.
 FULL_ITEM = Meta(
@@ -100,7 +100,7 @@ class Item(Struct):
         if role not in ROLES:
             known = f"must be one of {', '.join(ROLES)}, not {role[:50]!r}"
             raise InvalidInput.at(f"{path}.role", known)
-        texts = _texts(self.content, f"{path}.content", SPOKEN)
+        texts = _texts(self.content, f"{path}.content", MESSAGE_PARTS)
         if not texts:
             raise InvalidInput.at(f"{path}.content", "must not be empty")
         if role != "assistant":
@@ -123,10 +123,8 @@ class Item(Struct):
     def _output(self, path: str) -> Document:
         call_id = required(self.call_id, f"{path}.call_id")
         parts = _parts("input_text", _texts(self.output, f"{path}.output", ("input_text",)))
-        return {
-            "call_id": call_id,
-            "output": self.output if isinstance(self.output, str) else parts,
-        }
+        output = self.output if isinstance(self.output, str) else parts
+        return {"call_id": call_id, "output": output}
 
 
 def documents(
@@ -153,7 +151,7 @@ def messages(before: Sequence[Document], items: Sequence[Document]) -> list[Mess
     for n, item in enumerate((*before, *items), start=-len(before)):
         kind, turn = item["type"], _open_turn(made, item)
         if turn is None:
-            made.append(_heard(item, names, f"input[{n}].call_id"))
+            made.append(_of_others(item, names, f"input[{n}].call_id"))
         elif kind == "reasoning":
             parts = item["content"] or item["summary"]
             turn.reasoning_content = _joined(parts) or None
@@ -183,7 +181,7 @@ def _open_turn(made: list[Message], item: Document) -> Message | None:
     return made[-1]
 
 
-def _heard(item: Document, names: dict[str, str], path: str) -> Message:
+def _of_others(item: Document, names: dict[str, str], path: str) -> Message:
     if item["type"] == "message":
         return Message(item["role"], _joined(item["content"]))
     call_id = item["call_id"]
@@ -207,5 +205,5 @@ def _texts(given: Parts | None, path: str, kinds: Sequence[str]) -> list[str]:
         raise InvalidInput.at(path, "is required")
     if isinstance(given, str):
         return [given]
-    wanted = f"must be {' or '.join(kinds)}: "
-    return [part.read(f"{path}[{n}]", kinds, wanted) for n, part in enumerate(given)]
+    prefix = f"must be {' or '.join(kinds)}: "
+    return [part.read(f"{path}[{n}]", kinds, prefix) for n, part in enumerate(given)]

@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import anyio.to_thread
 from starlette.requests import Request
@@ -11,12 +12,14 @@ from starlette.routing import Route
 from batching.errors import InvalidInput
 from server.http.json import Document, JsonEndpoint
 from server.openai.responses.endpoint import Responses, not_found
-from server.openai.responses.store import NotStored, Stored
+from server.openai.responses.store import NotStored, ResponseStore, Stored
 
 PATH = "/v1/responses/{id}"
 INPUT_PATH = PATH + "/input_items"
 CANCEL_PATH = PATH + "/cancel"
 MOST_ITEMS = 100
+
+T = TypeVar("T")
 
 
 class ResponseLookup:
@@ -24,7 +27,6 @@ class ResponseLookup:
 
     def __init__(self, responses: Responses) -> None:
         self.responses = responses
-        self.stores = (responses.store, responses.unstored)
 
     def routes(self) -> list[Route]:
         return [
@@ -36,7 +38,8 @@ class ResponseLookup:
     async def one(self, request: Request) -> Document:
         id = _id(request, PATH)
         if request.method == "DELETE":
-            await self._delete(id)
+            await self.responses.cancel(id)
+            await self._in_stores(ResponseStore.delete, id)
             return {"id": id, "object": "response", "deleted": True}
         if request.query_params.get("stream", "false") != "false":
             raise InvalidInput.at("stream", "a stored response is answered whole")
@@ -65,16 +68,12 @@ class ResponseLookup:
             if job.reply.document["status"] in ("queued", "in_progress"):
                 return job.reply.stored
             await asyncio.wait([job.task])  # it has ended, and is being stored
-        for store in self.stores:
-            with contextlib.suppress(NotStored):
-                return await anyio.to_thread.run_sync(store.get, id)
-        raise not_found(id, "id")
+        return await self._in_stores(ResponseStore.get, id)
 
-    async def _delete(self, id: str) -> None:
-        await self.responses.cancel(id)
-        for store in self.stores:
+    async def _in_stores(self, work: Callable[[ResponseStore, str], T], id: str) -> T:
+        for store in (self.responses.store, self.responses.unstored):
             with contextlib.suppress(NotStored):
-                return await anyio.to_thread.run_sync(store.delete, id)
+                return await anyio.to_thread.run_sync(work, store, id)
         raise not_found(id, "id")
 
 

@@ -18,7 +18,7 @@ LOGPROBS = "message.output_text.logprobs"
 # What an answer may include; the second is an empty promise, since nothing is encrypted here.
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
 
-# As OpenAI bounds it: it is kept, and told in each event.
+# As OpenAI bounds it: it is stored, and sent in most events.
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
     Meta(max_length=16),
