@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from batching.request_queue import WorkItem
 from batching.scheduler import Chunk
-from server.token_stream import TokenStream
 from tests import tiny_decoders
 from worker.deltas import Delta
 from worker.generation.engine import Generation, PagedGenerator, load_generator
@@ -89,7 +88,6 @@ def request(
 ) -> WorkItem:
     payload = GenerationInput(
         prompt if isinstance(prompt, str) else tuple(prompt),
-        TokenStream(),
         sampling,
         Stopping(max_tokens=max_tokens, ignore_eos=ignore_eos, **stopping),
         n=n,

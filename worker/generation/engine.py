@@ -18,11 +18,12 @@ from typing import Literal
 import torch
 
 from batching.block_pool import BlockPool
-from batching.errors import ItemFailed, as_failure
+from batching.errors import DeviceLost, ItemFailed
 from batching.request_queue import WorkItem
 from batching.scheduler import Chunk, ContinuousScheduler
 from batching.scheduler import Sequence as Running
 from worker.deltas import Delta
+from worker.failures import failure_of
 from worker.generation.ngram_drafter import NgramDrafter
 from worker.generation.output import SequenceOutput
 from worker.generation.prefill_budget import PrefillBudget
@@ -195,7 +196,7 @@ class PagedGenerator(TextSide):
                 self._fail(chunks[0], error, counts)
                 return
             traceback.clear_frames(error.__traceback__)
-            if self.diagnose(error) == "fatal":
+            if isinstance(failure_of(error), DeviceLost):
                 raise
         else:
             self._accept(chunks, scores, sampled, counts)
@@ -322,10 +323,11 @@ class PagedGenerator(TextSide):
     def _blame(self, item: WorkItem, error: BaseException, counts: _Counts) -> None:
         """Something raised while working on this item alone."""
         traceback.clear_frames(error.__traceback__)  # they hold what a forward had allocated
-        if (kind := self.diagnose(error)) == "fatal":
+        if isinstance(failure := failure_of(error), DeviceLost):
             raise error
         log.warning("generation failed error=%r", error)
-        counts.failed[item] = as_failure(error, kind)
+        error.with_traceback(None)
+        counts.failed[item] = failure
 
     def _drop(self, item: WorkItem, broken: bool = False) -> None:
         for generation in self.live.get(item, []):

@@ -16,10 +16,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from batching.errors import ItemFailed, as_failure
+from batching.errors import DeviceLost, ItemFailed, OutOfMemory
 from batching.request_queue import WorkItem
 from batching.tokens import Tokens
 from worker.deltas import Delta
+from worker.failures import failure_of
 from worker.generation.output import SequenceOutput
 from worker.generation.text_side import TextSide, collect
 from worker.grammar.bitmask import Masks
@@ -199,10 +200,10 @@ class StaticGenerator(TextSide):
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)
             batch.past = None  # the parts begin anew
-            kind = self.diagnose(error)
-            if kind == "fatal":
+            failure = failure_of(error)
+            if isinstance(failure, DeviceLost):
                 raise
-            if kind == "memory" and self.running > 1:
+            if isinstance(failure, OutOfMemory) and self.running > 1:
                 self._give_way(batch, counts)
                 parts = [batch]
             elif len(batch.rows) > 1:
@@ -279,10 +280,11 @@ class StaticGenerator(TextSide):
             self._fail(row, error, counts)
 
     def _fail(self, row: Row, error: BaseException, counts: _Counts) -> None:
-        if (kind := self.diagnose(error)) == "fatal":
+        if isinstance(failure := failure_of(error), DeviceLost):
             raise error
         log.warning("generation failed error=%r", error)
-        counts.failed[row.choice.item] = as_failure(error, kind)
+        error.with_traceback(None)
+        counts.failed[row.choice.item] = failure
         self.live.pop(row.choice.item, None)
 
     def _report(self, counts: _Counts, started: float) -> StepReport:

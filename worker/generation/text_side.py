@@ -11,7 +11,6 @@ from batching.request_queue import WorkItem
 from worker.deltas import Delta
 from worker.generation.output import SequenceOutput, make_choices
 from worker.generation.request import Prompts
-from worker.model import failures
 from worker.model.language_model import LanguageModel
 from worker.protocol import Chat, ModelInfo
 from worker.text.detokenizer import Vocabulary
@@ -65,9 +64,6 @@ class TextSide:
 
     def close(self) -> None:
         self.prompts.grammars.close()
-
-    def diagnose(self, error: BaseException) -> Literal["item", "memory", "fatal"]:
-        return failures.diagnose(error)
 
 
 def collect(

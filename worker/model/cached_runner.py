@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from worker.model import failures
+from batching.errors import DeviceLost
+from worker.failures import failure_of
 from worker.model.language_model import LanguageModel
 from worker.model.sampler import SampledToken, prompt_logprobs
 from worker.model.self_check import TOLERANCE, Differs, encoder_lengths
@@ -108,7 +109,7 @@ class Stepwise:
             past.cache.reorder_cache(index)  # type: ignore[arg-type]  # any integers will do
             return Past(past.name, past.cache, past.mask[index])
         except Exception as error:  # as when there is no memory for the copy
-            if failures.diagnose(error) == "fatal":
+            if isinstance(failure_of(error), DeviceLost):
                 raise
             return None
 
@@ -173,7 +174,7 @@ def _compare(
 
 
 def _refused(way: str, error: Exception) -> None:
-    if failures.diagnose(error) == "fatal":
+    if isinstance(failure_of(error), DeviceLost):
         raise error
     first = (str(error).splitlines() or [type(error).__name__])[0]
     log.info("not %s: %s", way, first[:200])
