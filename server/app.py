@@ -58,7 +58,7 @@ def create_app(
     settings = check_models(settings, pipeline=load is None, chat=load_chat is None)
     pool_threads = max(2, min(8, (os.cpu_count() or 2) // 2))
     queue = RequestQueue(settings.max_queue_size, time.monotonic)
-    worker = Worker(served_models(settings, pool_threads, load, load_chat))
+    worker = Worker(served_models(settings, load, load_chat))
     observer = Metrics(lambda: queue.pending, settings.max_batch_size)
     engine = Engine(worker, queue, observer, pool_threads, settings.stuck_after_s)
     routes = [
@@ -112,7 +112,6 @@ def open_store(settings: Settings) -> ResponseStore:
 
 def served_models(
     settings: Settings,
-    pool_threads: int,
     load: Callable[[], Runner] | None,
     load_chat: Callable[[], Generator] | None,
 ) -> list[Model]:
@@ -123,7 +122,7 @@ def served_models(
         batcher = DynamicBatcher(
             settings.max_batch_size, settings.max_batch_tokens, settings.max_batch_wait_ms / 1000
         )
-        load = load or partial(_load_pipeline, settings, pool_threads)
+        load = load or partial(_load_pipeline, settings)
         models.append(PipelineModel("pipeline", load, places, batcher))
     if settings.chat_model != "none":
         load_chat = load_chat or partial(_load_chat, settings)
@@ -131,9 +130,9 @@ def served_models(
     return models
 
 
-def _load_pipeline(settings: Settings, pool_threads: int) -> Runner:
+def _load_pipeline(settings: Settings) -> Runner:
     from worker.model.loading import LoadOptions
-    from worker.pipeline.runner import load_runner
+    from worker.pipeline.load import load_runner
 
     options = LoadOptions(
         settings.pipeline_task,
@@ -143,7 +142,7 @@ def _load_pipeline(settings: Settings, pool_threads: int) -> Runner:
         settings.attn_implementation,
         settings.max_image_mp,
     )
-    return load_runner(options, settings.max_batch_size, pool_threads)
+    return load_runner(options, settings.max_batch_size)
 
 
 def _load_chat(settings: Settings) -> Generator:

@@ -153,9 +153,8 @@ def _inputs(task: Task) -> Schema:
         one = {"type": "object", "required": list(task.json_keys)}
     parameters: Schema = {
         "type": "object",
-        # a check says what a value must be when it is given one that nothing takes
         "properties": {
-            name: {"description": check(...)} for name, check in task.parameters.items()
+            name: {"description": check.words} for name, check in task.parameters.items()
         },
         "additionalProperties": False,
         "required": list(task.required),

@@ -17,8 +17,8 @@ from server.http.body import Headers, Parsing, abort_on_disconnect, parse_json, 
 from server.http.errors import HttpError
 from server.http.json import send_json
 from server.settings import Settings
+from worker.decode_budget import RequestBudget
 from worker.protocol import PipelineInput
-from worker.room import Allowance
 from worker.tasks import TASKS, Task, check_parameters
 
 JSON = "application/json"
@@ -82,8 +82,8 @@ class Root:
             raise InvalidInput(f"a list takes 1 to {most} inputs, not {len(inputs)}", "inputs")
         if is_chat(inputs):
             return [PipelineInput(inputs, parameters)], False
-        allowance = Allowance()
-        return [PipelineInput(each, parameters, allowance) for each in inputs], True
+        budget = RequestBudget()
+        return [PipelineInput(each, parameters, budget) for each in inputs], True
 
 
 def media_type(headers: Headers) -> str:
@@ -125,7 +125,8 @@ def parse_raw(body: bytes, name: str, task: Task) -> PipelineInput:
     if task.kind == "json":
         keys = ", ".join(f'"{key}": …' for key in task.json_keys)
         raise InvalidInput(f'{name} takes application/json: {{"inputs": {{{keys}}}}}', "inputs")
-    check_parameters(name, {})
+    if task.required:
+        check_parameters(name, {})  # which says how to send them
     return PipelineInput(decode_text(body) if task.kind == "text" else body)
 
 

@@ -17,7 +17,8 @@ from batching.request_queue import WorkItem
 from tests import tiny
 from tests.tiny_tokenizers import SENTENCES
 from worker.model.loading import LoadOptions
-from worker.pipeline.runner import PipelineRunner, load_runner
+from worker.pipeline.load import load_runner
+from worker.pipeline.runner import PipelineRunner
 from worker.protocol import PipelineInput
 
 torch.set_num_threads(1)
@@ -37,7 +38,7 @@ def runner(task: str, model: str, max_rows: int = 8, dtype: str = "float32") -> 
 @cache
 def _runner(task: str, model: str, max_rows: int, dtype: str) -> PipelineRunner:
     options = LoadOptions(task, str(tiny.folder(model)), device="cpu", dtype=dtype)
-    return load_runner(options, max_rows, pool_threads=2)
+    return load_runner(options, max_rows)
 
 
 @cache

@@ -53,3 +53,13 @@ def test_the_environment_is_read_in_settings_alone() -> None:  # but for uvicorn
         for path in (ROOT / package).rglob("*.py"):
             if path.name not in ("settings.py", "preflight.py"):
                 assert "os.environ" not in path.read_text(), path.name
+
+
+def test_grammars_build_on_text_and_the_engine_on_both() -> None:
+    def folders(name: str) -> set[str]:
+        paths = (ROOT / "worker" / name).glob("*.py")
+        found = {each for path in paths for each in imports(path) if each.startswith("worker.")}
+        return {each.split(".")[1] for each in found if each.count(".") > 1}
+
+    assert not folders("text") & {"grammar", "generation", "model", "pipeline"}
+    assert not folders("grammar") & {"generation", "pipeline"}

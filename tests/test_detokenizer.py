@@ -17,9 +17,10 @@ from worker.text.detokenizer import (
     MAX_INCOMPLETE,
     MAX_SILENT,
     REPLACEMENT,
-    StopStrings,
+    Piece,
     Vocabulary,
 )
+from worker.text.stop_strings import StopStrings
 
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 TEXTS = (
@@ -424,7 +425,7 @@ def test_what_is_shown_does_not_depend_on_how_the_text_is_cut(
     expected, matched = shown_of(text, stops)
     search, shown, pushed = StopStrings(stops), "", ""
     for part in parts:
-        shown, pushed = shown + search.push(part), pushed + part
+        shown, pushed = shown + search.push(Piece(part)).text, pushed + part
         assert expected.startswith(shown)
         if search.matched is None:
             held = pushed.removeprefix(shown)
@@ -432,9 +433,9 @@ def test_what_is_shown_does_not_depend_on_how_the_text_is_cut(
             assert not held or any(stop.startswith(held) and held != stop for stop in stops)
         else:
             assert shown == expected
-    assert shown + search.flush() == expected
+    assert shown + search.flush().text == expected
     assert search.matched == matched
-    assert search.flush() == ""
+    assert search.flush().text == ""
 
 
 @pytest.mark.parametrize(
@@ -456,7 +457,8 @@ def test_the_first_stop_to_be_complete_wins(
 ) -> None:
     for parts in ([text], list(text)):
         search = StopStrings(stops)
-        assert "".join(map(search.push, parts)) + search.flush() == shown
+        pieces = [search.push(Piece(part)) for part in parts] + [search.flush()]
+        assert "".join(piece.text for piece in pieces) == shown
         assert search.matched == matched
 
 
@@ -465,6 +467,6 @@ def test_the_first_stop_to_be_complete_wins(
 def test_a_stop_may_span_tokens(kind: str, stop: str) -> None:
     text = "It is Paris, é 🚀\n, no?"
     search, stream = StopStrings(["never", stop]), made(kind)[1].stream(encoded(kind, "A"))
-    shown = "".join(search.push(stream.push(i)) for i in encoded(kind, text))
+    shown = "".join(search.push(Piece(stream.push(i))).text for i in encoded(kind, text))
     assert shown.strip() == text[: text.index(stop)].strip()
     assert search.matched == stop

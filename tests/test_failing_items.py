@@ -12,7 +12,7 @@ from batching.request_queue import WorkItem
 from tests import tiny_chat
 from tests.fakes import FakeRunner
 from tests.serving import Server, serving
-from worker.text.parser import Reader
+from worker.text.parser import Parser
 
 
 class PanicException(BaseException):  # what a panic in a Rust library is in Python
@@ -27,15 +27,15 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 
 OF_A_CHOICE: dict[str, Callable[[Any], Any]] = {
     "row": lambda choice: choice,
     "begin": lambda choice: choice,
-    "accept": lambda choice: choice,
+    "push": lambda choice: choice,
     "take": lambda choice: choice,
-    "_text.push": lambda choice: choice._text,
-    "_reader.push": lambda choice: choice._reader,
+    "_detokenizer.push": lambda choice: choice._detokenizer,
+    "_parser.feed": lambda choice: choice._parser,
     "_stops.push": lambda choice: choice._stops,
     "_stops.flush": lambda choice: choice._stops,
     "draws.accept": lambda choice: choice.draws,
     "guide.draft": lambda choice: choice.guide,
-    "guide.wanted": lambda choice: choice.guide,
+    "guide.mask": lambda choice: choice.guide,
     "guide.accept": lambda choice: choice.guide,
     "guide.follow": lambda choice: choice.guide,
 }
@@ -188,7 +188,7 @@ def test_an_error_in_the_sampler_or_the_masks_leaves_the_generator_working(
 
 def test_who_failed_in_a_step_that_raises_is_answered_too(stage: Stage) -> None:
     """Its own failure was not told yet."""
-    stage.poison("accept", RecursionError)
+    stage.poison("push", RecursionError)
     stage.raise_in(stage.generator, "_report", ValueError)
     assert stage.chat(POISON).status_code == 500
 
@@ -209,13 +209,13 @@ def test_text_is_read_in_the_pool_and_once_for_all_choices(
     """A turn that is to be gone on with may be long."""
     stage.raised.set()
     threads: list[str] = []
-    own = Reader.__init__
+    own = Parser.__init__
 
     def watched(*arguments: Any) -> None:
         threads.append(threading.current_thread().name)
         own(*arguments)
 
-    monkeypatch.setattr(Reader, "__init__", watched)
+    monkeypatch.setattr(Parser, "__init__", watched)
     messages = [
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": "<think>well"},

@@ -25,12 +25,10 @@ from tests.fake_generator import FakeGenerator
 from tests.generating import Driver, prepare, when_ready
 from tests.serving import serving, wait_until
 from tests.tiny_chat import asking, engine
-from worker.grammar import bitmask, cache
+from worker.grammar import bitmask, compiler, trial
 from worker.grammar.bitmask import MaskRequest, Masks
-from worker.grammar.cache import Grammar
-from worker.grammar.compiler import Grammars
-from worker.grammar.trial import TOO_LONG
-from worker.grammar.trial_process import Trials, Verdict
+from worker.grammar.compiler import Grammar, Grammars
+from worker.grammar.trial import TOO_LONG, Trials, Verdict
 from worker.protocol import Constraint, Pending
 
 TOKENIZER = tiny_chat.tokenizer()
@@ -52,7 +50,7 @@ def regex(of: str) -> Constraint:
 
 @pytest.fixture
 def grammars(monkeypatch: pytest.MonkeyPatch) -> Iterator[Grammars]:
-    monkeypatch.setattr(cache, "LONG_S", 0.5)
+    monkeypatch.setattr(compiler, "LONG_S", 0.5)
     made = Grammars(TOKENIZER, WIDTH, [TOKENIZER.eos_token_id])
     yield made
     made.close()
@@ -112,7 +110,7 @@ def test_grammars_that_are_the_same_are_tried_and_compiled_once(
 def test_a_verdict_is_remembered_longer_than_what_was_compiled(
     grammars: Grammars, tried: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "KEPT", 2)
+    monkeypatch.setattr(compiler, "KEPT", 2)
     for letter in "abcdabcd":
         when_ready(lambda letter=letter: grammars.matcher(regex(letter)))  # type: ignore[misc]
     assert len(tried) == 4
@@ -121,21 +119,21 @@ def test_a_verdict_is_remembered_longer_than_what_was_compiled(
 def test_what_is_in_use_has_a_limit_in_bytes(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "PASSING_S", 3600.0)
-    monkeypatch.setattr(cache, "MOST_BYTES", 1 << 30)
+    monkeypatch.setattr(compiler, "PASSING_S", 3600.0)
+    monkeypatch.setattr(compiler, "MOST_BYTES", 1 << 30)
     used = when_ready(lambda: grammars.matcher(regex("a")))
     used.size = 1 << 30
     with pytest.raises(QueueFull, match="memory"):
         when_ready(lambda: grammars.matcher(regex("[b-z]+")))
     del used  # whoever used it is done, and it is no longer kept
-    grammars._cache._refused.clear()  # time has passed
+    grammars._refused.clear()  # time has passed
     assert when_ready(lambda: grammars.matcher(regex("[b-z]+")))
 
 
 def test_no_more_wait_than_there_is_room_for(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "MOST_WAITING", 2)
+    monkeypatch.setattr(compiler, "MOST_WAITING", 2)
     gate = threading.Event()
     when_ready(lambda: grammars.matcher(regex("a")))
     monkeypatch.setattr(Trials, "attempt", lambda *_: gate.wait() and Verdict("enough"))
@@ -191,17 +189,16 @@ def alive(pid: int) -> bool:
 def test_a_child_that_was_killed_is_replaced() -> None:
     child = trials()
     assert child.attempt("start: /a/", False, True, 5).reason is None
-    assert child.pid
-    os.kill(child.pid, signal.SIGKILL)
+    assert child._process
+    os.kill(child._process.pid, signal.SIGKILL)
     assert child.attempt("start: /a/", False, True, 5).reason is None
     child.close()
-    assert child.pid is None
+    assert child._process is None
 
 
 def test_a_grammar_that_takes_all_memory_dies_of_it_alone() -> None:
     child = trials()
-    child.start()
-    pid = child.pid
+    pid = child.start().pid
     nested = "start: " + "(" * 20_000 + '"a"' + ")" * 20_000
     many = json.dumps({"type": "string", "allOf": [
         {"pattern": f"(a|b)*a(a|b){{{n + 3}}}"} for n in range(25)
@@ -209,17 +206,17 @@ def test_a_grammar_that_takes_all_memory_dies_of_it_alone() -> None:
     for grammar in (nested, f"start: %json {many}"):
         assert child.attempt(grammar, False, True, 20).reason
     assert child.attempt("start: /a/", False, True, 5).reason is None
-    assert child.pid == pid
+    assert child._process
+    assert child._process.pid == pid
     child.close()
 
 
 SERVER = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from worker.grammar.trial_process import Trials
+from worker.grammar.trial import Trials
 child = Trials(open(sys.argv[2]).read(), int(sys.argv[3]), [1])
-child.start()
-print(child.pid, flush=True)
+print(child.start().pid, flush=True)
 child.attempt(sys.argv[4], False, True, 1.0)
 sys.stdin.read()
 """
@@ -249,11 +246,11 @@ def test_the_child_ends_with_the_server_and_imports_no_torch() -> None:
     body = {"messages": messages, "response_format": schema}
     with serving(chat_model="demo") as server:
         generator: Any = server.engine.generator
-        cache = generator.prompts.grammars._cache
-        assert not cache._trials  # nobody has asked for anything
+        grammars = generator.prompts.grammars
+        assert not grammars._made  # nobody has asked for anything
         answer = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=60)
         assert answer.json()["choices"][0]["message"]["content"] == "1"
-        pid = cache._trials.pid
+        pid = grammars._made[1]._process.pid
         assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
         hungry = {"type": "json_schema", "json_schema": {"name": "x", "schema": HUNGRY}}
         answer = httpx.post(
@@ -350,7 +347,7 @@ def test_an_answer_whose_grammar_is_slow_fails_alone_and_is_refused_from_then_on
     driver = Driver(generator)
     served, other = driver.add(slow), driver.add(mate)
     driver.step()
-    slow.prepared[0].prepared.answer.plan.answer.slow = True
+    slow.prepared[0].prepared.plan.answer.slow = True
     driver.finish()
     assert isinstance(served.error, ItemFailed)
     assert "too long" in str(served.error)
@@ -363,18 +360,18 @@ def test_choices_that_wait_have_no_copy_of_their_grammar() -> None:
     item = asking(constraint=regex("[ab]{20}"), n=3)
     prepare(engine(), item)
     for choice in item.prepared:
-        assert "matcher" not in vars(choice.guide._held)
+        assert "matcher" not in vars(choice.guide._state)
 
 
 def test_a_slow_grammar_is_not_asked_anything_more() -> None:
     item = asking(constraint=regex("[ab]{20}"))
     prepare(engine(), item)
     guide = item.prepared[0].guide
-    guide._held.grammar.slow = True
+    guide._state.grammar.slow = True
     with pytest.raises(ItemFailed):
         guide.draft((1, 2), 4)
-    assert "matcher" not in vars(guide._held)
-    guide._held.grammar.slow = False
+    assert "matcher" not in vars(guide._state)
+    guide._state.grammar.slow = False
 
 
 def test_closing_does_not_wait_for_a_grammar_that_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,9 +390,9 @@ def test_closing_does_not_wait_for_a_grammar_that_is_tried(monkeypatch: pytest.M
 
 
 def wait_for_trials(made: Grammars) -> Any:
-    cache: Any = made._cache
-    wait_until(lambda: cache._trials is not None and cache._trials.pid is not None)
-    return cache._trials
+    wait_until(lambda: made._made is not None)
+    assert made._made is not None
+    return made._made[1]
 
 
 def trying(trials: Any) -> bool:
@@ -404,7 +401,7 @@ def trying(trials: Any) -> bool:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
             parents.append(int(stat.read_text().rpartition(")")[2].split()[1]))
-    return trials.pid in parents
+    return trials._process.pid in parents
 
 
 def test_a_grammar_thread_that_cannot_start_is_tried_again(
@@ -416,7 +413,7 @@ def test_a_grammar_thread_that_cannot_start_is_tried_again(
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "with_large_stack", out_of_threads)
+        patch.setattr(trial, "with_large_stack", out_of_threads)
         with pytest.raises(WorkerDown):
             made.matcher(regex("[ab]"))
     assert when_ready(lambda: made.matcher(regex("[ab]")))
@@ -430,28 +427,28 @@ def test_grammars_that_take_long_keep_nobody_else_out(monkeypatch: pytest.Monkey
     def slow(trials: Trials, text: str, *limits: Any) -> Verdict:
         if "slow" not in text:
             return attempt(trials, text, *limits)
-        if limits[-1] >= cache.LONG_S:
+        if limits[-1] >= compiler.LONG_S:
             begun.set()
             assert gate.wait(60)
         return Verdict(TOO_LONG)
 
     monkeypatch.setattr(Trials, "attempt", slow)
-    monkeypatch.setattr(cache, "MOST_WAITING", 2)
-    monkeypatch.setattr(cache, "MOST_LONG", 1)
+    monkeypatch.setattr(compiler, "MOST_WAITING", 2)
+    monkeypatch.setattr(compiler, "MOST_LONG", 1)
     made = Grammars(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
     when_ready(lambda: made.tokenizer("f"))
     with ThreadPoolExecutor(4) as pool:
         first = pool.submit(when_ready, lambda: made.matcher(regex("slow")))
         assert begun.wait(60)
         others = [pool.submit(when_ready, lambda n=n: made.matcher(regex(n))) for n in "ab"]
-        wait_until(lambda: len(made._cache._tasks) == 3)
+        wait_until(lambda: len(made._tasks) == 3)
         with pytest.raises(QueueFull):
             made.matcher(regex("c"))  # two wait to be tried
         gate.set()
         assert all(each.result(60) for each in others)
         with pytest.raises(InvalidInput, match="too long"):
             first.result(60)
-    monkeypatch.setattr(cache, "MOST_LONG", 0)
+    monkeypatch.setattr(compiler, "MOST_LONG", 0)
     with pytest.raises(QueueFull):
         when_ready(lambda: made.matcher(regex("slower")))
     made.close()
@@ -466,18 +463,18 @@ def test_a_failure_that_may_pass_is_told_to_all_who_waited(monkeypatch: pytest.M
         assert gate.wait(60)
         raise OSError("there can be no such process")
 
-    monkeypatch.setattr(cache, "PASSING_S", 3600.0)
+    monkeypatch.setattr(compiler, "PASSING_S", 3600.0)
     made = Grammars(tiny_chat.tokenizer(), len(tiny_chat.tokenizer()), [1])
     when_ready(lambda: made.tokenizer("f"))
     with monkeypatch.context() as patch, ThreadPoolExecutor(8) as pool:
         patch.setattr(Trials, "attempt", failing)
         asked = [pool.submit(when_ready, lambda: made.matcher(regex("[ab]"))) for _ in range(8)]
-        wait_until(lambda: sum(len(task.waiting) for task in made._cache._tasks.values()) == 8)
+        wait_until(lambda: sum(len(task.waiting) for task in made._tasks.values()) == 8)
         gate.set()
         for each in asked:
             with pytest.raises(WorkerDown):
                 each.result(60)
     assert attempts == 1
-    made._cache._refused.clear()  # time has passed
+    made._refused.clear()  # time has passed
     assert when_ready(lambda: made.matcher(regex("[ab]")))
     made.close()

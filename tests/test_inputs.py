@@ -1,6 +1,7 @@
 """Which inputs are refused, in which words, and that it takes no time."""
 
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -120,7 +121,7 @@ def test_conversation_needs_a_chat_template() -> None:
         patch.setattr(type(run.pipe.tokenizer), "chat_template", None, raising=False)
         make: Any = pipeline
         plain = make("text-generation", model=run.pipe.model, tokenizer=llama_tokenizer(None))
-        patch.setattr(run, "_copies", type(run._copies)(plain, 1))
+        patch.setattr(run, "_replica", lambda: nullcontext(plain))
         with pytest.raises(InvalidInput, match="no chat template"):
             run.prepare(item([{"role": "user", "content": "hello"}]))
 

@@ -15,23 +15,23 @@ import soundfile
 from PIL import Image
 
 from batching.errors import InvalidInput
+from worker.decode_budget import DecodeBudget
 from worker.pipeline import media
 from worker.pipeline.limits import check_sound
 from worker.pipeline.media import to_bytes, to_images
-from worker.room import Room
 
 RATE = 16000
-ROOM = 64_000_000
+PIXELS = 64_000_000
 
 
-def to_image(value: Any, param: str = "inputs", planes: int = 1) -> Image.Image:
-    with Room(ROOM).place() as place:
-        return media.to_image(value, place, param, planes)
+def to_image(value: Any, param: str = "inputs", values: int = 1) -> Image.Image:
+    with DecodeBudget(PIXELS).lease() as lease:
+        return media.to_image(value, lease, param, values)
 
 
 def to_audio(value: Any, rate: int, **more: Any) -> np.ndarray:
-    with Room(ROOM).place() as place:
-        return media.to_audio(value, rate, place, **more)
+    with DecodeBudget(PIXELS).lease() as lease:
+        return media.to_audio(value, rate, lease, **more)
 
 
 def picture(kind: str = "PNG", size: tuple[int, int] = (9, 5)) -> bytes:
@@ -202,7 +202,7 @@ def test_a_length_that_the_model_does_not_take_is_refused_undecoded(
     monkeypatch.setattr(soundfile.SoundFile, "read", None)
     check = partial(check_sound, parameters={}, any_length=False)
     with pytest.raises(InvalidInput, match="lasts 301 seconds; this model takes 300"):
-        to_audio(tone(301, 1000), RATE, check_s=check)
+        to_audio(tone(301, 1000), RATE, check_seconds=check)
 
 
 def test_sound_that_ends_before_its_header_says_is_read_once(
@@ -215,19 +215,19 @@ def test_sound_that_ends_before_its_header_says_is_read_once(
 
 def test_images_given_together_have_together_as_many_pixels_as_one() -> None:
     half = picture(size=(6000, 5400))
-    with Room(ROOM).place() as place, pytest.raises(InvalidInput) as caught:
-        to_images([(half, "inputs.images[0]"), (half, "inputs.images[1]")], place)
+    with DecodeBudget(PIXELS).lease() as lease, pytest.raises(InvalidInput) as caught:
+        to_images([(half, "inputs.images[0]"), (half, "inputs.images[1]")], lease)
     assert "64800000 together with the others; at most 64000000" in str(caught.value)
-    with Room(ROOM).place() as place:
-        assert len(to_images([(picture(), "one"), (picture(), "two")], place)) == 2
-        assert place.held == 2 * 9 * 5
+    with DecodeBudget(PIXELS).lease() as lease:
+        assert len(to_images([(picture(), "one"), (picture(), "two")], lease)) == 2
+        assert lease.taken == 2 * 9 * 5
 
 
 def test_an_image_that_many_masks_are_made_of_has_fewer_pixels() -> None:
     fine, large = picture(size=(1000, 1000)), picture(size=(1001, 1000))
-    assert to_image(fine, planes=64 * media.PLANES).size == (1000, 1000)
+    assert to_image(fine, values=64 * media.FREE_VALUES_PER_PIXEL).size == (1000, 1000)
     with pytest.raises(InvalidInput, match="at most 1000000 in all are taken where each gets 512"):
-        to_image(large, planes=64 * media.PLANES)
+        to_image(large, values=64 * media.FREE_VALUES_PER_PIXEL)
 
 
 def test_a_small_image_in_a_large_tile_is_refused() -> None:

@@ -13,13 +13,13 @@ from tests.tiny import hf
 from worker.model import missing_weights
 from worker.model.language_model import GeneratorOptions, load_language_model
 from worker.model.loading import LoadingFailed, LoadOptions
-from worker.pipeline.runner import load_runner
+from worker.pipeline.load import load_runner
 
 assert tiny_vision
 
 
 def load(task: str, path: Path | str) -> Any:
-    return load_runner(LoadOptions(task, str(path), device="cpu", dtype="float32"), 8, 2)
+    return load_runner(LoadOptions(task, str(path), device="cpu", dtype="float32"), 8)
 
 
 def copy_without(model: str, auto: str, path: Path, drop: Callable[[str], bool]) -> Path:

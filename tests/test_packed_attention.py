@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from tests import tiny
 from tests.parity import item, runner, same, serve
 from tests.tiny_tokenizers import SENTENCES
-from worker.model.self_check import TOLERANCE, Differs, Rows, check_packing, random_rows
+from worker.model.self_check import TOLERANCE, Differs
 from worker.pipeline import packed_attention as packing_module
+from worker.pipeline.batch_check import Rows, check_packing, random_rows
 from worker.pipeline.outputs import split_rows
 from worker.pipeline.packed_attention import CannotPack, Packing, plan_batch
 from worker.pipeline.runner import PipelineRunner
@@ -57,13 +59,13 @@ def fresh_model(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedMod
 
 def own_outputs(model: PreTrainedModel, rows: Rows) -> list[Any]:
     with torch.no_grad():
-        return [model(**rows.alone(row)) for row in range(len(rows.lengths))]
+        return [model(**rows.alone(row)) for row in range(len(rows.counts))]
 
 
 def packed_outputs(packing: Packing, rows: Rows) -> list[Any]:
-    with packing.batch(rows.lengths, rows.ids.shape[1]), torch.no_grad():
+    with packing.batch(rows.counts, rows.ids.shape[1]), torch.no_grad():
         output = packing.model(**rows.batch())
-    return split_rows(output, len(rows.lengths), rows.lengths)
+    return split_rows(output, len(rows.counts), rows.counts)
 
 
 def off(got: Any, expected: Any) -> float:
@@ -173,7 +175,14 @@ def later_tokens_are_seen(patch: pytest.MonkeyPatch) -> None:
 
 
 def positions_stay_behind(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Packing, "_pack_kwargs", lambda self, module, args, kwargs: (args, kwargs))
+    def hidden_states_alone(self: Packing, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if module is not self.layers[0]:
+            return args, kwargs
+        if args:
+            return (self._gather(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self._gather(kwargs["hidden_states"])}
+
+    patch.setattr(Packing, "_pack", hidden_states_alone)
 
 
 @pytest.mark.parametrize(

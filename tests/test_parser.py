@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from transformers.utils.chat_parsing import parse_response
 
-from worker.text.parser import Reader
+from worker.deltas import TokenLogprob
+from worker.text.detokenizer import Piece, Share
+from worker.text.parser import Event, Parser
 from worker.text.response_template import PLAIN, AnswerForm, answer_form, literal
 
 WEATHER = {
@@ -46,27 +48,54 @@ HERMES = form("<tool_call> </think>")
 def read(
     how: AnswerForm, text: str, cuts: list[int] | None = None, begun: str = "", calls: bool = True
 ) -> dict[str, Any]:
-    reader = Reader(how, begun, calls, [WEATHER])
+    parser = Parser(how, begun, calls, [WEATHER])
     bounds = [0, *(cuts or []), len(text)]
-    found = []
+    events = []
     for start, end in pairwise(bounds):
-        found += reader.push(text[start:end])
-        assert reader.at <= end
-    found += reader.flush()
+        events += parser.feed(piece(text[start:end], start))
+    events += parser.finish()
     made: dict[str, Any] = {"content": "", "reasoning": "", "calls": []}
-    for each in found:
-        if each.kind == "content" and not reader.calls_ended:
-            assert text[each.at : each.at + len(each.text)] == each.text
-        if each.kind != "call":
-            made[each.kind] += each.text
-        elif each.name is not None:
-            made["calls"].append((each.name, each.text))
+    for event in events:
+        if event.kind == "content":
+            assert_of_its_tokens(event.piece, text)
+        if event.kind != "call":
+            made[event.kind] += event.piece.text
+        elif event.name is not None:
+            made["calls"].append((event.name, event.piece.text))
         else:
             name, arguments = made["calls"][-1]
-            made["calls"][-1] = (name, arguments + each.text)
-    assert reader.calls_begun == len(made["calls"])
-    assert bool(reader.calls_ended) == bool(made["calls"])
+            made["calls"][-1] = (name, arguments + event.piece.text)
+    assert parser.calls_begun == len(made["calls"])
+    assert bool(parser.calls_ended) == bool(made["calls"])
     return made
+
+
+def piece(text: str, start: int = 0) -> Piece:
+    """Of one token, whose id says where in the whole text it stands."""
+    return Piece(text, [Share(text, (TokenLogprob(start, text, b"", 0.0),))] if text else [])
+
+
+def assert_of_its_tokens(content: Piece, text: str) -> None:
+    """It is a stretch of the text, made of just those tokens that stand there."""
+    assert "".join(share.text for share in content.shares) == content.text
+    for share in content.shares:
+        [token] = share.tokens
+        assert text[token.token_id :].startswith(token.text)
+        assert token.text.endswith(share.text) if share.ends else share.text in token.text
+    for before, after in pairwise(content.shares):
+        if before.ends:
+            before_text = before.tokens[0].text
+            assert before.tokens[0].token_id + len(before_text) == after.tokens[0].token_id
+        else:
+            assert before.tokens is after.tokens
+
+
+def feed(parser: Parser, text: str) -> list[Event]:
+    return parser.feed(Piece(text))
+
+
+def texts(events: list[Event]) -> list[str]:
+    return [event.piece.text for event in events]
 
 
 def test_an_answer_falls_into_its_parts() -> None:
@@ -128,23 +157,23 @@ def test_the_library_reads_the_same(chat: str, text: str) -> None:
 
 
 def test_arguments_come_while_they_are_written() -> None:
-    reader = Reader(HERMES, "", True)
-    assert reader.push('<tool_call>\n{"name": "w"') == [("call", "", "w", 0)]
-    assert reader.calling
-    assert [each.text for each in reader.push(', "arguments": {"city": "Pa')] == ['{"city": "Pa']
-    assert [each.text for each in reader.push('ris"}')] == ['ris"}']
-    reader.push("}\n</tool_call>")
-    assert not reader.calling
-    assert (reader.calls_begun, reader.calls_ended) == (1, 1)
+    parser = Parser(HERMES, "", True)
+    assert feed(parser, '<tool_call>\n{"name": "w"') == [("call", Piece(""), "w")]
+    phases = [parser.phase]
+    assert texts(feed(parser, ', "arguments": {"city": "Pa')) == ['{"city": "Pa']
+    assert texts(feed(parser, 'ris"}')) == ['ris"}']
+    feed(parser, "}\n</tool_call>")
+    assert [*phases, parser.phase] == ["call", "answer"]
+    assert (parser.calls_begun, parser.calls_ended) == (1, 1)
 
 
 def test_content_is_not_held_back_longer_than_it_must() -> None:
-    reader = Reader(HERMES, "", True)
-    assert [each.text for each in reader.push("one two")] == ["one two"]
-    assert reader.push(" <too") == []
-    assert [each.text for each in reader.push("k>")] == [" <took>"]
-    assert reader.push("\n") == []
-    assert [each.text for each in reader.flush()] == ["\n"]
+    parser = Parser(HERMES, "", True)
+    assert texts(feed(parser, "one two")) == ["one two"]
+    assert feed(parser, " <too") == []
+    assert texts(feed(parser, "k>")) == [" <took>"]
+    assert feed(parser, "\n") == []
+    assert texts(parser.finish()) == ["\n"]
 
 
 @pytest.mark.parametrize(
@@ -169,10 +198,10 @@ def test_a_call_that_the_prompt_has_begun_is_told_whole() -> None:
     assert read(HERMES, text, list(range(len(text))), begun)["calls"] == whole
     ended = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
     assert read(HERMES, "Hi", begun=ended) == {"content": "Hi", "reasoning": "", "calls": []}
-    one = Reader(HERMES, begun, True, [WEATHER])
+    one = Parser(HERMES, begun, True, [WEATHER])
     other = one.sibling()
-    for reader in (one, other):
-        assert [each.name for each in reader.push("")] == ["weather", None]
+    for parser in (one, other):
+        assert [event.name for event in feed(parser, "")] == ["weather", None]
 
 
 @pytest.mark.parametrize("name", ['["x"', "12", '{"x": "y"', '""', "null", "[" * 2000 + '"x"'])
@@ -195,17 +224,17 @@ def test_a_call_that_makes_no_sense_is_text(body: str) -> None:
 
 
 def test_a_call_that_is_cut_short_keeps_what_there_is() -> None:
-    reader = Reader(HERMES, "", True)
-    found = reader.push('<tool_call>\n{"name": "w", "arguments": {"ci') + reader.flush()
-    assert [(each.name, each.text) for each in found] == [("w", ""), (None, '{"ci')]
+    parser = Parser(HERMES, "", True)
+    events = feed(parser, '<tool_call>\n{"name": "w", "arguments": {"ci') + parser.finish()
+    assert [(event.name, event.piece.text) for event in events] == [("w", ""), (None, '{"ci')]
 
 
 @pytest.mark.parametrize("cut", ["<tool_call>", '<tool_call>\n{"na', '<tool_call>\n{"name": "w'])
 def test_a_call_without_a_name_yet_is_not_shown(cut: str) -> None:
-    reader = Reader(HERMES, "", True)
-    found = reader.push("So " + cut) + reader.flush()
-    assert [(each.kind, each.text) for each in found] == [("content", "So")]
-    assert reader.calls_begun == 0
+    parser = Parser(HERMES, "", True)
+    events = feed(parser, "So " + cut) + parser.finish()
+    assert [(event.kind, event.piece.text) for event in events] == [("content", "So")]
+    assert parser.calls_begun == 0
 
 
 def test_a_tokenizers_own_template_is_the_one() -> None:
@@ -235,33 +264,39 @@ def test_what_a_prompt_has_begun(prompt: str, begun: str) -> None:
 
 
 def test_what_is_held_to_a_document_has_no_marks() -> None:
-    reader = Reader(HERMES, "<think>\n\n</think>\n\n", True)
-    reader.hold(marks=False)
+    parser = Parser(HERMES, "<think>\n\n</think>\n\n", False, document=True)
     text = f' "<think>{CALL}</think> '
-    found = [each for letter in text for each in reader.push(letter)] + reader.flush()
-    assert "".join(each.text for each in found) == text
-    assert {each.kind for each in found} == {"content"}
+    events = [event for letter in text for event in parser.feed(Piece(letter), True)]
+    events += parser.finish()
+    assert "".join(texts(events)) == text
+    assert {event.kind for event in events} == {"content"}
+
+
+def test_a_document_begins_where_it_is_held_to_its_grammar() -> None:
+    parser = Parser(HERMES, "", False, document=True)
+    events = feed(parser, "<think>a <b></think>")
+    events += parser.feed(Piece("<think>1"), True) + parser.finish()
+    assert [(event.kind, event.piece.text) for event in events] == [
+        ("reasoning", "a <b>"), ("content", "<think>1")
+    ]  # fmt: skip
 
 
 def test_calls_in_place_of_a_document_come_first() -> None:
-    reader = Reader(HERMES, "", True)
-    reader.hold(marks=True)
-    found = reader.push(f"{CALL}\n{CALL}")
-    assert [each.name for each in found if each.name] == ["w", "w"]
-    reader = Reader(HERMES, "", True)
-    reader.hold(marks=True)
+    parser = Parser(HERMES, "", True, document=True)
+    events = parser.feed(Piece(f"{CALL}\n{CALL}"), True)
+    assert [event.name for event in events if event.name] == ["w", "w"]
+    parser = Parser(HERMES, "", True, document=True)
     text = f'{{"a": "{CALL}"}}'
-    assert "".join(each.text for each in reader.push(text) + reader.flush()) == text
-    assert reader.calls_begun == 0
+    assert "".join(texts(parser.feed(Piece(text), True) + parser.finish())) == text
+    assert parser.calls_begun == 0
 
 
 def test_a_mark_within_a_string_ends_no_call_that_is_held_to_json() -> None:
     text = '<tool_call>\n{"name": "w", "arguments": {"s": "a</tool_call>b"}}\n</tool_call>'
-    reader = Reader(HERMES, "", True)
-    reader.calls_held = True
-    found = [each for letter in text for each in reader.push(letter)]
-    assert "".join(each.text for each in found) == '{"s": "a</tool_call>b"}'
-    assert reader.calls_ended == 1
+    parser = Parser(HERMES, "", True)
+    events = [event for letter in text for event in parser.feed(Piece(letter), True)]
+    assert "".join(texts(events)) == '{"s": "a</tool_call>b"}'
+    assert parser.calls_ended == 1
 
 
 def test_json_in_the_middle_of_a_text_is_no_call() -> None:
@@ -277,12 +312,14 @@ def test_spaces_and_marks_that_never_end_take_no_time() -> None:
         (form("[TOOL_CALLS][ARGS]"), "[TOOL_CALLS]" * 8000),
         (form("<tool_call><function=<parameter="), "<tool_call> <function" * 4000),
     ):
-        reader = Reader(how, "", True)
+        parser = Parser(how, "", True)
         started = time.process_time()
-        found = [each for at in range(0, len(text), 16) for each in reader.push(text[at : at + 16])]
-        found += reader.flush()
+        events = []
+        for at in range(0, len(text), 16):
+            events += parser.feed(piece(text[at : at + 16], at))
+        events += parser.finish()
         assert time.process_time() - started < 3
-        assert "".join(each.text for each in found).strip() == text.strip()
+        assert "".join(texts(events)).strip() == text.strip()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ import json
 import sys
 import threading
 from collections import Counter
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,7 +19,8 @@ from tests import tiny
 from tests.parity import assert_parity, item, mixed, oracle, runner, serve, text
 from worker.model import cpu_linear
 from worker.model.loading import LoadOptions
-from worker.pipeline.runner import PipelineRunner, load_runner
+from worker.pipeline.load import load_runner
+from worker.pipeline.runner import PipelineRunner
 
 TEXTS = [text(n, 7 * n) for n in (1, 3, 12, 2, 25, 5, 1, 18)]
 
@@ -252,6 +255,38 @@ def test_forward_of_an_item_can_be_repeated() -> None:
         assert answers[0] == answers[1]
 
 
+def test_a_short_text_passes_three_files_of_the_worker() -> None:
+    run, entered = runner("fill-mask", "bert-mlm"), set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(Path(cpu_linear.__file__).parent.parent):
+            entered.add(path.name)
+
+    one = item("the capital of [MASK] is paris")
+    sys.setprofile(note)
+    try:
+        run.prepare(one)
+        answer = run.finish(one, run.forward([one.prepared])[0])
+    finally:
+        sys.setprofile(None)
+    assert entered == {"runner.py", "packed_attention.py", "outputs.py"}
+    read = item("the capital of [MASK] is paris", top_k=5)  # its parameters are looked at
+    assert [json.loads(answer)] == serve(run, [read])
+
+
+def test_as_many_replicas_are_made_as_threads_work_at_once() -> None:
+    run = load_runner(LoadOptions("fill-mask", "demo", device="cpu"), 8)
+    for _ in range(3):
+        run.prepare(item("a [MASK] b"))
+    assert len(run._idle) == 1
+    with run._replica() as one, run._replica() as other:
+        assert one is not other
+        assert one.model is other.model is run.pipe.model
+        assert one.tokenizer is not other.tokenizer
+    assert len(run._idle) == 2
+
+
 @pytest.mark.parametrize("model", sorted(tiny.TASKS))
 def test_warm_up_passes_for_every_model(model: str) -> None:
     run: PipelineRunner = runner(tiny.TASKS[model], model)
@@ -267,7 +302,7 @@ def emulating(monkeypatch: pytest.MonkeyPatch, model: str = "bert-classify") -> 
     options = LoadOptions(
         "text-classification", str(tiny.folder(model)), device="cpu", dtype="bfloat16"
     )
-    return load_runner(options, 8, pool_threads=2)
+    return load_runner(options, 8)
 
 
 def linears(run: PipelineRunner) -> set[type]:

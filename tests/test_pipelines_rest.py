@@ -13,7 +13,7 @@ from batching.errors import InvalidInput
 from tests import tiny_vision as tiny_vision  # adds its models to the list
 from tests.parity import item, oracle, refusal, runner, same, serve, text
 from tests.test_pipelines_media import noise, png, wav
-from worker.pipeline.limits import output_planes
+from worker.pipeline.limits import values_per_pixel
 from worker.pipeline.outputs import to_json
 
 PICTURES = [
@@ -232,14 +232,14 @@ def test_no_decoded_image_waits_for_the_worker(
     load = Image.Image.convert
 
     def convert(self: Image.Image, *args: Any, **more: Any) -> Image.Image:
-        taken.append(run.room.taken)
+        taken.append(run.budget.taken)
         return load(self, *args, **more)
 
     monkeypatch.setattr(Image.Image, "convert", convert)
     prepared = item(inputs, **parameters)
     run.prepare(prepared)
     assert taken[0] == 40 * 30 * (2 if task == "keypoint-matching" else 1)
-    assert run.room.taken == 0
+    assert run.budget.taken == 0
     assert not [each for each in leaves(prepared.prepared.chunks) if isinstance(each, Image.Image)]
 
 
@@ -260,29 +260,29 @@ def test_an_image_is_kept_once_for_all_labels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "model", "planes"),
+    ("task", "model", "values"),
     [("depth-estimation", "glpn", 16), ("image-segmentation", "detr-panoptic", 10)],
 )
-def test_an_answer_as_large_as_the_image_takes_room_too(
-    task: str, model: str, planes: int, monkeypatch: pytest.MonkeyPatch
+def test_an_answer_as_large_as_the_image_takes_of_the_budget_too(
+    task: str, model: str, values: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, taken = runner(task, model), []
     prepared = item(PICTURES[0])
     run.prepare(prepared)
     (raw,) = run.forward([prepared.prepared])
-    monkeypatch.setattr(run.pipe.model.config, "num_queries", planes, raising=False)
-    monkeypatch.setattr(run, "planes", output_planes(task, run.pipe))
+    monkeypatch.setattr(run.pipe.model.config, "num_queries", values, raising=False)
+    monkeypatch.setattr(run.reader, "values_per_pixel", values_per_pixel(task, run.pipe))
 
     def seen(answer: Any) -> bytes:
-        taken.append(run.room.taken)
+        taken.append(run.budget.taken)
         return to_json(answer)
 
     monkeypatch.setattr("worker.pipeline.runner.to_json", seen)
     run.finish(prepared, raw)
-    assert taken == [40 * 30 * planes // 8]
-    assert run.room.taken == 0
-    monkeypatch.setattr(run.room, "size", 40 * 30 + 1)
-    with pytest.raises(InvalidInput, match=f"where each gets {planes} values"):
+    assert taken == [40 * 30 * values // 8]
+    assert run.budget.taken == 0
+    monkeypatch.setattr(run.budget, "size", 40 * 30 + 1)
+    with pytest.raises(InvalidInput, match=f"where each gets {values} values"):
         run.prepare(item(PICTURES[0]))
 
 

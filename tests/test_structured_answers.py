@@ -602,13 +602,13 @@ def test_a_budget_ends_the_thoughts(budget: int) -> None:
 
 
 def test_effort_sets_the_templates_switch() -> None:
-    prompts = engine().prompts
+    template = engine().prompts.template
     chats = [asking(effort=effort).payload.prompt for effort in ("none", "high")]
-    texts = [prompts.render(chat) for chat in chats]
+    texts = [template.render(chat) for chat in chats]
     assert texts[0].endswith("<think>\n\n</think>\n\n")
     assert texts[1].endswith("<|assistant|>")
     explicit = asking(effort="none", variables={"enable_thinking": True}).payload.prompt
-    assert prompts.render(explicit) == texts[1]
+    assert template.render(explicit) == texts[1]
 
 
 def test_a_model_that_does_not_think_is_not_asked_to() -> None:

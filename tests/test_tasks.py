@@ -3,11 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from transformers.pipelines import PIPELINE_REGISTRY, REMOVED_TASKS
 
 from batching.errors import InvalidInput
+from tests import tiny
 from tests.parity import item, refusal, runner
+from tests.serving import serving
 from worker.model.loading import LoadingFailed, LoadOptions, load_pipeline
 from worker.tasks import (
     DROPPED,
@@ -157,11 +160,20 @@ def test_values_that_the_model_cannot_take_are_refused() -> None:
         assert wrong.param == f"parameters.{name}"
 
 
-def test_a_panic_in_the_tokenizer_is_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.pipeline.runner.check_strides", lambda *_: None)
-    run = runner("token-classification", "bert-ner")
-    with pytest.raises(ValueError, match="stride"):
-        run.prepare(item("a b c " * 60, stride=62, aggregation_strategy="simple"))
+def test_a_panic_in_the_tokenizer_refuses_its_input_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.pipeline.limits.check_strides", lambda *_: None)
+    parameters = {"stride": 62, "aggregation_strategy": "simple"}
+    body = {"inputs": "a b c " * 60, "parameters": parameters}
+    with pytest.raises(BaseException, match="stride") as caught:
+        runner("token-classification", "bert-ner").prepare(item(body["inputs"], **parameters))
+    assert not isinstance(caught.value, Exception), "no panic: nothing is shown here"
+    with serving(
+        pipeline_model=str(tiny.folder("bert-ner")), pipeline_task="ner", device="cpu"
+    ) as server:
+        answer = httpx.post(server.url, json=body, timeout=60)
+        assert answer.status_code == 400
+        assert "does not fit the task token-classification" in answer.text
+        assert httpx.post(server.url, content="a b c", timeout=60).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ from batching.errors import InvalidInput
 from server.openai.chat import ChatReply
 from server.openai.chat_request import ChatRequest
 from server.openai.params import decode
-from tests.tiny_tokenizers import hf, llama_tokenizer
+from tests.tiny_tokenizers import llama_tokenizer
 from worker.deltas import Delta, Part
-from worker.generation.request import Prompts
 from worker.protocol import Chat
-from worker.text.turns import TurnForm
+from worker.text.chat_template import ChatTemplate
+from worker.text.turns import Conversation, TurnForm
 
 REAL = Path(__file__).parents[2] / "shared" / "templates"
 
@@ -39,9 +39,8 @@ NESTED = {"city": 'Zürich "old" <town>', "at": {"names": ["O'Hara", "x\\y"], "n
 
 
 @cache
-def prompts_of(template: str) -> Prompts:
-    tokenizer = llama_tokenizer(template)
-    return Prompts(tokenizer, hf.GenerationConfig(), len(tokenizer), 100_000)
+def template_of(source: str) -> ChatTemplate:
+    return ChatTemplate(llama_tokenizer(source))
 
 
 def chat(messages: list[Any], **fields: Any) -> tuple[ChatRequest, Chat]:
@@ -52,10 +51,10 @@ def chat(messages: list[Any], **fields: Any) -> tuple[ChatRequest, Chat]:
     return request, prompt
 
 
-def answered(prompts: Prompts, messages: list[Any], *parts: Part) -> dict[str, Any]:
+def answered(chat_template: ChatTemplate, messages: list[Any], *parts: Part) -> dict[str, Any]:
     """The message of an answer to a conversation."""
     request, _ = chat(messages)
-    reply = ChatReply(request, request.generation_input(), "m", prompts.turns.call_id)
+    reply = ChatReply(request, request.generation_input(), "m", chat_template.call_id)
     message = reply.choice(Delta(0, list(parts), finish_reason="tool_calls"))["message"]
     assert isinstance(message, dict)
     return message
@@ -72,9 +71,14 @@ def results(message: dict[str, Any], *texts: str) -> list[dict[str, Any]]:
     ]
 
 
-def second_turn(prompts: Prompts, parts: list[Part], *texts: str) -> str:
-    message = answered(prompts, [ASKED], *parts)
-    return prompts.render(chat([ASKED, message, *results(message, *texts)])[1])
+def in_form(chat_template: ChatTemplate, messages: list[Any]) -> list[dict[str, Any]]:
+    assert chat_template.turns is not None
+    return Conversation(chat_template.turns).adapt(messages)
+
+
+def second_turn(chat_template: ChatTemplate, parts: list[Part], *texts: str) -> str:
+    message = answered(chat_template, [ASKED], *parts)
+    return chat_template.render(chat([ASKED, message, *results(message, *texts)])[1])
 
 
 def shown(text: str, arguments: dict[str, Any]) -> int:
@@ -138,18 +142,17 @@ SMALL = [
 
 @pytest.mark.parametrize(("template", "form"), SMALL)
 def test_what_a_template_takes_is_found_out(template: str, form: TurnForm | None) -> None:
-    assert prompts_of(HEAD + template + END).turns.form == form
+    assert template_of(HEAD + template + END).turns == form
 
 
 def test_a_model_without_a_template_loads() -> None:
-    tokenizer = llama_tokenizer(None)
-    assert Prompts(tokenizer, hf.GenerationConfig(), len(tokenizer), 100).turns.form is None
+    assert ChatTemplate(llama_tokenizer(None)).turns is None
 
 
 @pytest.mark.parametrize("template", [each for each, form in SMALL if form])
 def test_calls_and_what_is_said_before_them_are_shown(template: str) -> None:
     parts = [Part("content", "Well."), calling(), calling({}, "clock")]
-    text = second_turn(prompts_of(HEAD + template + END), parts, "sunny", "noon")
+    text = second_turn(template_of(HEAD + template + END), parts, "sunny", "noon")
     said = [text.index(each) for each in ("Well.", "get_weather", "Zürich", "clock")]
     assert said == sorted(said)
     assert text.count("sunny") == text.count("noon") == 1
@@ -159,7 +162,7 @@ def test_calls_and_what_is_said_before_them_are_shown(template: str) -> None:
 
 def test_one_call_at_a_time_is_followed_by_its_result() -> None:
     text = second_turn(
-        prompts_of(HEAD + FIRST_ONLY + END), [calling(), calling({}, "clock")], *"12"
+        template_of(HEAD + FIRST_ONLY + END), [calling(), calling({}, "clock")], *"12"
     )
     assert re.findall(r"\[(\w+)\](\d?)", text) == [
         ("user", ""), ("assistant", ""), ("tool", "1"), ("assistant", ""), ("tool", "2"),
@@ -168,14 +171,16 @@ def test_one_call_at_a_time_is_followed_by_its_result() -> None:
 
 
 def test_results_come_in_the_order_of_their_calls() -> None:
-    prompts = prompts_of(HEAD + SAYS + OBJECTS + END)
-    message = answered(prompts, [ASKED], calling(), calling({}, "clock"))
+    chat_template = template_of(HEAD + SAYS + OBJECTS + END)
+    message = answered(chat_template, [ASKED], calling(), calling({}, "clock"))
     told = results(message, "sunny", "noon")
     in_order, turned = (
-        prompts.render(chat([ASKED, message, *each])[1]) for each in (told, told[::-1])
+        chat_template.render(chat([ASKED, message, *each])[1]) for each in (told, told[::-1])
     )
     assert in_order == turned
-    [_, *shown] = prompts.turns.told([message, *({**each, "tool_call_id": None} for each in told)])
+    [_, *shown] = in_form(
+        chat_template, [message, *({**each, "tool_call_id": None} for each in told)]
+    )
     assert [each["tool_call_id"] for each in shown] == [each["tool_call_id"] for each in told]
 
 
@@ -190,7 +195,7 @@ def test_ids_of_another_server_fit_and_are_the_same_in_a_call_and_its_result(
     marked = marked.replace(
         "{{ m.tool_call_id }}", "{{ '%' ~ m.tool_call_id ~ '%' if m.tool_call_id }}"
     )
-    prompts = prompts_of(HEAD + SAYS + marked + END)
+    chat_template = template_of(HEAD + SAYS + marked + END)
     messages: list[Any] = [ASKED]
     for turn in range(2):  # the second brings the same ids again
         function = {"name": "clock", "arguments": "{}"}
@@ -201,54 +206,54 @@ def test_ids_of_another_server_fit_and_are_the_same_in_a_call_and_its_result(
             for n, id in enumerate(ids)
         ]
         messages += [{k: v for k, v in each.items() if v is not None} for each in told]
-    text = prompts.render(chat(messages)[1])
+    text = chat_template.render(chat(messages)[1])
     shown_ids = re.findall("%(.*?)%", text)
     assert all(re.fullmatch("[A-Za-z0-9]{9}", id) for id in shown_ids)
     assert shown_ids[0:2] == shown_ids[2:4]
     assert shown_ids[4:6] == shown_ids[6:8]
     assert len(set(shown_ids)) == 4
     assert ("abcdefgh1" in shown_ids) == ("abcdefgh1" in ids)
-    assert prompts.render(chat(messages)[1]) == text  # what was cached is found again
+    assert chat_template.render(chat(messages)[1]) == text  # what was cached is found again
 
 
 @pytest.mark.parametrize(
     ("template", "form"), [(OBJECTS, "call_[0-9a-f]{24}"), (NINE, "[0-9a-f]{9}")]
 )
 def test_ids_of_answers_have_the_templates_form(template: str, form: str) -> None:
-    prompts = prompts_of(HEAD + SAYS + template + END)
-    calls = answered(prompts, [ASKED], calling(), calling())["tool_calls"]
+    chat_template = template_of(HEAD + SAYS + template + END)
+    calls = answered(chat_template, [ASKED], calling(), calling())["tool_calls"]
     assert calls[0]["id"] != calls[1]["id"]
     assert all(re.fullmatch(form, call["id"]) for call in calls)
-    [message] = prompts.turns.told([{"role": "assistant", "content": "", "tool_calls": calls}])
+    [message] = in_form(chat_template, [{"role": "assistant", "content": "", "tool_calls": calls}])
     assert [call["id"] for call in message["tool_calls"]] == [call["id"] for call in calls]
 
 
 def test_ids_that_name_functions_count_through_the_conversation() -> None:
-    prompts = prompts_of(HEAD + SAYS + NAMED + END)
-    first = answered(prompts, [ASKED], calling(), calling({}, "clock"))
+    chat_template = template_of(HEAD + SAYS + NAMED + END)
+    first = answered(chat_template, [ASKED], calling(), calling({}, "clock"))
     assert [call["id"] for call in first["tool_calls"]] == [
         "functions.get_weather:0", "functions.clock:1"]  # fmt: skip
     so_far = [ASKED, first, *results(first, "sunny", "noon")]
-    second = answered(prompts, so_far, calling())
+    second = answered(chat_template, so_far, calling())
     assert second["tool_calls"][0]["id"] == "functions.get_weather:2"
-    text = prompts.render(chat([*so_far, second, *results(second, "rain")])[1])
+    text = chat_template.render(chat([*so_far, second, *results(second, "rain")])[1])
     assert text.count("functions.get_weather:0") == 4  # as this template counts
     assert text.endswith("[tool]rainfunctions.get_weather:0[assistant]")
 
 
 def test_a_late_result_finds_its_call() -> None:
-    prompts = prompts_of(HEAD + "{{ m.name }}{{ m.tool_call_id }}" + SAYS + NAMED + END)
-    message = answered(prompts, [ASKED], calling())
-    text = prompts.render(chat([ASKED, message, ASKED, *results(message, "sunny")])[1])
+    chat_template = template_of(HEAD + "{{ m.name }}{{ m.tool_call_id }}" + SAYS + NAMED + END)
+    message = answered(chat_template, [ASKED], calling())
+    text = chat_template.render(chat([ASKED, message, ASKED, *results(message, "sunny")])[1])
     assert "[tool]get_weatherfunctions.get_weather:0" in text
 
 
 def test_results_of_earlier_calls_or_of_none_stay() -> None:
-    prompts = prompts_of(HEAD + "{{ m.name }}" + SAYS + NINE + END)
-    first, second = (answered(prompts, [ASKED], calling(name=name)) for name in ("a", "b"))
+    chat_template = template_of(HEAD + "{{ m.name }}" + SAYS + NINE + END)
+    first, second = (answered(chat_template, [ASKED], calling(name=name)) for name in ("a", "b"))
     unknown = {"role": "tool", "tool_call_id": "call_unknown", "content": "lost"}
     told = [*results(second, "sunny"), *results(first, "noon"), unknown]
-    text = prompts.render(chat([ASKED, first, second, *told])[1])
+    text = chat_template.render(chat([ASKED, first, second, *told])[1])
     assert re.search(r"\[tool\]bsunny\w{9}\[tool\]anoon\w{9}\[tool\]lost\w{9}\[", text)
     assert "call_unknown" not in text
 
@@ -257,15 +262,15 @@ def test_results_of_earlier_calls_or_of_none_stay() -> None:
 def test_arguments_that_are_none_are_shown_as_they_are(written: str) -> None:
     for template in (SAYS + OBJECTS, SAYS + TEXTS, SAYS):
         part = Part("call", written, "get_weather")
-        text = second_turn(prompts_of(HEAD + template + END), [part], "told")
+        text = second_turn(template_of(HEAD + template + END), [part], "told")
         assert written in text or json.dumps(written) in text
 
 
 def test_calls_that_cannot_be_shown_are_refused() -> None:
-    prompts = prompts_of(HEAD + "{{ m.content if m.role != 'tool' }}" + END)
-    assert prompts.render(chat([ASKED])[1])
+    chat_template = template_of(HEAD + "{{ m.content if m.role != 'tool' }}" + END)
+    assert chat_template.render(chat([ASKED])[1])
     with pytest.raises(InvalidInput, match="cannot show calls and their results"):
-        second_turn(prompts, [calling()], "sunny")
+        second_turn(chat_template, [calling()], "sunny")
 
 
 @pytest.mark.parametrize(
@@ -280,7 +285,7 @@ def test_a_refusal_says_what_the_template_says_and_nothing_of_its_insides(
     raises: str, message: str
 ) -> None:
     with pytest.raises(InvalidInput) as refused:
-        prompts_of("{{ " + raises + " }}").render(chat([ASKED])[1])
+        template_of("{{ " + raises + " }}").render(chat([ASKED])[1])
     assert str(refused.value) == f"the model's chat template {message}"
     assert refused.value.param == "messages"
 
@@ -301,8 +306,8 @@ OWN_FORM = {  # of arguments
 needs_templates = pytest.mark.skipif(not NAMES, reason="no templates of real checkpoints here")
 
 
-def real(name: str) -> Prompts:
-    return prompts_of((REAL / f"{name}.jinja").read_text())
+def real(name: str) -> ChatTemplate:
+    return template_of((REAL / f"{name}.jinja").read_text())
 
 
 @needs_templates
@@ -358,18 +363,18 @@ def test_a_real_template_takes_thoughts_beside_a_call(name: str) -> None:
 @needs_templates
 @pytest.mark.parametrize("name", CAN)
 def test_a_real_template_takes_ids_of_other_servers(name: str) -> None:
-    prompts = real(name)
+    chat_template = real(name)
     messages: list[Any] = [ASKED]
     for turn in range(2):
-        message = answered(prompts, [ASKED], calling(), calling({}, "clock"))
+        message = answered(chat_template, [ASKED], calling(), calling({}, "clock"))
         for call, id in zip(message["tool_calls"], FOREIGN, strict=False):
             call["id"] = id
         told = results(message, f"α{turn}", f"β{turn}")
         messages += [message, *told, {"role": "assistant", "content": "Ah."}, ASKED]
-    text = prompts.render(chat(messages)[1])
+    text = chat_template.render(chat(messages)[1])
     for word in ("α0", "β0", "α1", "β1"):
         assert text.count(word) == 1, word
-    if prompts.turns.form and prompts.turns.form.ids == "nine":
+    if chat_template.turns and chat_template.turns.ids == "nine":
         assert not any(str(id) in text for id in FOREIGN)
 
 
@@ -382,7 +387,7 @@ def test_a_real_template_that_cannot_show_calls_says_so(name: str) -> None:
 
 @needs_templates
 def test_real_templates_differ_in_what_they_take() -> None:
-    forms = {name: real(name).turns.form or TurnForm() for name in NAMES}
+    forms = {name: real(name).turns or TurnForm() for name in NAMES}
 
     def having(**fields: Any) -> set[str]:
         [(key, value)] = fields.items()

@@ -95,7 +95,7 @@ def engine(speculation: str = "auto", blocks: int = 400) -> PagedGenerator:
     chosen = GeneratorOptions("", speculation=speculation)
     made = PagedGenerator(language, cache, blocks, chosen, CONTEXT)
     # One process tries the grammars of all.
-    made.prompts.grammars = made.prompts.answering.grammars = _loaded().prompts.grammars
+    made.prompts.grammars = _loaded().prompts.grammars
     return made
 
 

@@ -19,35 +19,34 @@ from worker.tasks import resolve_task
 DEMO_TASK = "fill-mask"
 FETCH_S = 60.0
 HEARS = "(Wav2Vec2|Hubert|UniSpeech|WavLM|SEW|Data2VecAudio|Whisper)"
-ZERO_SHOT = ("text-classification", "zero-shot-classification")
 # The first that fits the architecture's whole name. What ends in Model is a body without a head.
-MADE_FOR: Mapping[str, tuple[str, ...]] = {
-    rf"{HEARS}.*ForSequenceClassification": ("audio-classification",),
-    rf"{HEARS}.*(Model|ForPreTraining)|.*EncoderDecoderModel": (),
-    r".*ForSequenceClassification": ("text-classification",),
-    r".*ForMaskedLM|.*(Bert|Albert|BigBird|Ernie|FNet)ForPreTraining|.*WithLMHeadModel": (
-        "fill-mask",
-    ),
-    r".*For(CausalLM|TextGeneration)|.*LMHeadModel": ("text-generation",),
-    r".*ForTokenClassification": ("token-classification",),
-    r"Tapas.*ForQuestionAnswering": ("table-question-answering",),
-    r"LayoutLM.*ForQuestionAnswering": ("document-question-answering",),
-    r".*ForImageClassification": ("image-classification",),
-    r".*For\w*Segmentation": ("image-segmentation",),
+MADE_FOR: Mapping[str, str | None] = {
+    rf"{HEARS}.*ForSequenceClassification": "audio-classification",
+    rf"{HEARS}.*(Model|ForPreTraining)|.*EncoderDecoderModel": None,
+    r".*ForSequenceClassification": "text-classification",
+    r".*ForMaskedLM|.*WithLMHeadModel": "fill-mask",
+    r".*(Bert|Albert|BigBird|Ernie|FNet)ForPreTraining": "fill-mask",
+    r".*For(CausalLM|TextGeneration)|.*LMHeadModel": "text-generation",
+    r".*ForTokenClassification": "token-classification",
+    r"Tapas.*ForQuestionAnswering": "table-question-answering",
+    r"LayoutLM.*ForQuestionAnswering": "document-question-answering",
+    r".*ForImageClassification": "image-classification",
+    r".*For\w*Segmentation": "image-segmentation",
     r"(OwlViT|Owlv2|MMGroundingDino|GroundingDino|OmDetTurbo)ForObjectDetection": (
-        "zero-shot-object-detection",
+        "zero-shot-object-detection"
     ),
-    r".*ForObjectDetection": ("object-detection",),
-    r".*ForDepthEstimation": ("depth-estimation",),
-    r".*ForKeypointMatching": ("keypoint-matching",),
-    r".*ForAudioClassification": ("audio-classification",),
+    r".*ForObjectDetection": "object-detection",
+    r".*ForDepthEstimation": "depth-estimation",
+    r".*ForKeypointMatching": "keypoint-matching",
+    r".*ForAudioClassification": "audio-classification",
     r".*For(CTC|TDT|SpeechSeq2Seq)|(Whisper|Moonshine|Speech2Text)ForConditionalGeneration": (
-        "automatic-speech-recognition",
+        "automatic-speech-recognition"
     ),
-    r"(CLIP|Siglip|Siglip2|AltCLIP|ChineseCLIP|Align)Model": ("zero-shot-image-classification",),
-    r"ClapModel": ("zero-shot-audio-classification",),
-    r"(Vits|Bark)Model|.*ForTextTo(Speech|Waveform)": ("text-to-audio",),
+    r"(CLIP|Siglip|Siglip2|AltCLIP|ChineseCLIP|Align)Model": "zero-shot-image-classification",
+    r"ClapModel": "zero-shot-audio-classification",
+    r"(Vits|Bark)Model|.*ForTextTo(Speech|Waveform)": "text-to-audio",
 }
+ENTAILS = re.compile("entail", re.IGNORECASE)  # begins a label of a model for zero-shot
 # Tasks that another model than one made for them cannot do: it has no such head.
 HEADS = {
     "text-classification", "zero-shot-classification", "token-classification", "fill-mask",
@@ -66,50 +65,43 @@ def settle_task(task: str, model: str) -> str:
     if model in ("demo", "none"):
         return DEMO_TASK if task == "auto" else resolve_task(task)
     if task == "auto":
-        return _made_for_one(read_config(model), model)
+        return _only_task(read_config(model), model)
     task = resolve_task(task)
     if is_path(model) and (Path(model).expanduser() / "config.json").is_file():
         config = read_config(model)
         fitting = made_for(config)
         if fitting and task not in fitting and task in HEADS:
-            raise TaskUnclear(
-                f"PIPELINE_TASK={task}: {model} was not made for it: {advice(config)}"
-            )
+            why = f"{model} was not made for it: {advice(config)}"
+            raise TaskUnclear(f"PIPELINE_TASK={task}: {why}")
     return task
 
 
-def _made_for_one(config: Mapping[str, Any], model: str) -> str:
+def _only_task(config: Mapping[str, Any], model: str) -> str:
     fitting = made_for(config)
     if len(fitting) == 1:
         return fitting[0]
     names = " and ".join(architectures(config)) or "not named"
-    if not fitting:
-        raise TaskUnclear(
-            f"PIPELINE_TASK is not set, and the architecture of {model} ({names}) says none"
-        )
+    found = f"fits several: {', '.join(fitting)}" if fitting else "says none"
     raise TaskUnclear(
-        f"PIPELINE_TASK is not set, and the architecture of {model} ({names}) fits several: "
-        + ", ".join(fitting)
+        f"PIPELINE_TASK is not set, and the architecture of {model} ({names}) {found}"
     )
 
 
 def made_for(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The tasks that a checkpoint's architecture is made for; empty where that is not known."""
     for name in architectures(config):
-        for pattern, tasks in MADE_FOR.items():
+        for pattern, task in MADE_FOR.items():
             if re.fullmatch(pattern, name):
-                return ZERO_SHOT if tasks == ZERO_SHOT[:1] and knows_entailment(config) else tasks
+                labels = map(str, (config.get("id2label") or {}).values())
+                if task == "text-classification" and any(ENTAILS.match(each) for each in labels):
+                    return task, "zero-shot-classification"
+                return (task,) if task else ()
         if name.endswith("ForConditionalGeneration") and "vision_config" in config:
             return ("image-text-to-text",)
         if name.endswith("Model"):  # what comes in decides, and only a vision model has these
             sees = "num_channels" in config and "vocab_size" not in config
             return ("image-feature-extraction" if sees else "feature-extraction",)
     return ()
-
-
-def knows_entailment(config: Mapping[str, Any]) -> bool:
-    labels = config.get("id2label") or {}
-    return any(str(label).lower().startswith("entail") for label in labels.values())
 
 
 def architectures(config: Mapping[str, Any]) -> list[str]:

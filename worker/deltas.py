@@ -1,4 +1,4 @@
-"""What a generation step adds to a choice: made by the worker, merged and sent by the event loop."""
+"""What a generation step adds to a choice: made by the worker, sent by the loop."""
 
 from dataclasses import dataclass, field
 from typing import Literal

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from batching.request_queue import WorkItem
+from worker.decode_budget import RequestBudget
 from worker.deltas import Delta
-from worker.room import Allowance
 
 State = Literal["loading", "warming", "ready", "dead"]
 
@@ -16,12 +16,12 @@ class PipelineInput:
     """One input of a pipeline task as the client sent it, and its call's parameters.
 
     `inputs` is text, raw bytes (an image or a sound file), or a JSON value. Inputs of a list share
-    an `allowance`.
+    a `budget` of what is decoded.
     """
 
     inputs: Any
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    allowance: Allowance | None = None
+    budget: RequestBudget | None = None
 
 
 @dataclass(frozen=True, slots=True)

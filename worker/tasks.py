@@ -12,95 +12,89 @@ from typing import Any, Literal
 from batching.errors import InvalidInput, OnequeueError
 
 Kind = Literal["text", "image", "audio", "json"]
-Check = Callable[[Any], str | None]  # None if the value is fine, else what it must be
 
 MAX_TEXTS = 512
 MAX_TEXT_CHARS = 10_000
 MAX_NEW_TOKENS = 1 << 20
 
 
-def integer(low: int, high: int = 1 << 20) -> Check:
-    def check(value: Any) -> str | None:
-        fine = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-        return None if fine else f"must be a whole number from {low} to {high}"
-
-    return check
-
-
 @dataclass(frozen=True, slots=True)
-class Number:
-    """A check of a number; transformers wants it as a float even where it is whole."""
+class Check:
+    """What a value sent by a client must be, in words and as a function."""
 
-    low: float
-    high: float
+    words: str
+    fits: Callable[[Any], bool]
+    as_float: bool = False  # transformers wants a float even where the number is whole
 
-    def __call__(self, value: Any) -> str | None:
-        fine = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if fine and self.low <= value <= self.high:
-            return None
-        return f"must be a number from {self.low:g} to {self.high:g}"
+    def or_also(self, other: Any) -> "Check":
+        """This, or one more value, which the words leave out."""
+        return Check(self.words, lambda value: value == other or self.fits(value))
+
+
+def integer(low: int, high: int = 1 << 20) -> Check:
+    words = f"must be a whole number from {low} to {high}"
+    return Check(words, lambda value: type(value) is int and low <= value <= high)
+
+
+def number(low: float, high: float) -> Check:
+    words = f"must be a number from {low:g} to {high:g}"
+    return Check(words, lambda value: type(value) in (int, float) and low <= value <= high, True)
 
 
 def one_of(*choices: Any) -> Check:
-    def check(value: Any) -> str | None:
-        fine = any(value == choice and type(value) is type(choice) for choice in choices)
-        return None if fine else "must be one of " + ", ".join(map(str, choices))
-
-    return check
-
-
-def text(value: Any) -> str | None:
-    """A string that is no document."""
-    fine = isinstance(value, str) and len(value) <= MAX_TEXT_CHARS
-    return None if fine else f"must be a string of at most {MAX_TEXT_CHARS} characters"
-
-
-def texts(value: Any) -> str | None:
-    """A non-empty string or list of strings."""
-    many = value if isinstance(value, list) else [value]
-    fine = 0 < len(many) <= MAX_TEXTS and all(text(v) is None and v.strip() for v in many)
-    return None if fine else f"must be a string or a list of 1 to {MAX_TEXTS} strings, none empty"
-
-
-def listed(value: Any) -> str | None:
-    """As `texts`, but a list: some pipelines would take a string for a list of its characters."""
-    return (
-        texts(value) if isinstance(value, list) else f"must be a list of 1 to {MAX_TEXTS} strings"
+    words = "must be one of " + ", ".join(map(str, choices))
+    return Check(
+        words, lambda value: any(value == each and type(value) is type(each) for each in choices)
     )
 
 
-def template(value: Any) -> str | None:
+def is_short(value: Any) -> bool:
+    """A string that is no document."""
+    return isinstance(value, str) and len(value) <= MAX_TEXT_CHARS
+
+
+def are_texts(value: Any) -> bool:
+    """A list of strings, none empty."""
+    few = isinstance(value, list) and 0 < len(value) <= MAX_TEXTS
+    return few and all(is_short(each) and each.strip() for each in value)
+
+
+def is_template(value: Any) -> bool:
     """Exactly one `{}` and no other braces: a format string may reach into objects."""
-    fine = isinstance(value, str) and value.count("{}") == 1
-    fine = fine and not set("{}") & set(value.replace("{}", ""))
-    return None if fine else "must be a string with one {} where the label goes"
+    one = isinstance(value, str) and value.count("{}") == 1
+    return one and not set("{}") & set(value.replace("{}", ""))
 
 
-def optional(check: Check) -> Check:
-    return lambda value: None if value is None else check(value)
-
-
-flag = one_of(True, False)
-scores = one_of("sigmoid", "softmax", "none")
+FLAG = one_of(True, False)
+SHARE = number(0, 1)
+TEXT = Check(f"must be a string of at most {MAX_TEXT_CHARS} characters", is_short)
+TEXTS = Check(
+    f"must be a string or a list of 1 to {MAX_TEXTS} strings, none empty",
+    lambda value: are_texts(value if isinstance(value, list) else [value]),
+)
+# Some pipelines would take a string for a list of its characters.
+LIST = Check(f"must be a list of 1 to {MAX_TEXTS} strings", are_texts)
+TEMPLATE = Check("must be a string with one {} where the label goes", is_template)
 TOP_K = {"top_k": integer(1, 100_000)}
-CLASSIFY: Mapping[str, Check] = {"top_k": optional(integer(1)), "function_to_apply": scores}
-ZERO_SHOT: Mapping[str, Check] = {"candidate_labels": texts, "hypothesis_template": template}
-ZERO_SHOT_MEDIA: Mapping[str, Check] = {**ZERO_SHOT, "candidate_labels": listed}
-GENERATE: Mapping[str, Check] = {
+SCORES = {"function_to_apply": one_of("sigmoid", "softmax", "none")}
+CLASSIFY = {"top_k": integer(1).or_also(None), **SCORES}
+ZERO_SHOT = {"candidate_labels": TEXTS, "hypothesis_template": TEMPLATE}
+ZERO_SHOT_MEDIA = {**ZERO_SHOT, "candidate_labels": LIST}
+GENERATE = {
     "max_new_tokens": integer(1, MAX_NEW_TOKENS),
     "min_new_tokens": integer(0, MAX_NEW_TOKENS),
-    "do_sample": flag,
-    "temperature": Number(0.01, 100),
+    "do_sample": FLAG,
+    "temperature": number(0.01, 100),
     "top_k": integer(1),
-    "top_p": Number(0.001, 1),
-    "min_p": Number(0, 1),
-    "typical_p": Number(0.001, 1),
-    "repetition_penalty": Number(0.01, 10),
+    "top_p": number(0.001, 1),
+    "min_p": SHARE,
+    "typical_p": number(0.001, 1),
+    "repetition_penalty": number(0.01, 10),
     "no_repeat_ngram_size": integer(0, 100),
     "num_beams": integer(1, 8),
     "num_return_sequences": integer(1, 16),
-    "stop_sequence": texts,
-    "return_full_text": flag,
+    "stop_sequence": TEXTS,
+    "return_full_text": FLAG,
 }
 
 
@@ -111,37 +105,32 @@ class Task:
 
     kind: Kind
     parameters: Mapping[str, Check] = field(default_factory=dict)
-    required: tuple[str, ...] = ()
+    json_keys: tuple[str, ...] = ()  # keys a JSON input must have
+    required: tuple[str, ...] = ()  # parameters
     stages: bool = True
     batches: bool = True
-    json_keys: tuple[str, ...] = ()  # keys a JSON input must have
     wraps_string: bool = False  # a lone string is answered with a list of one
     unwraps_single: bool = False  # a list of one is answered without the list
 
 
+LABELS = ("candidate_labels",)
 TASKS: Mapping[str, Task] = {
-    "fill-mask": Task("text", {**TOP_K, "targets": texts}, unwraps_single=True),
+    "fill-mask": Task("text", {**TOP_K, "targets": TEXTS}, unwraps_single=True),
     "text-classification": Task("text", CLASSIFY, wraps_string=True),
     "token-classification": Task(
         "text",
         {
             "aggregation_strategy": one_of("none", "simple", "first", "average", "max"),
-            "ignore_labels": lambda v: None if v == [] else listed(v),
+            "ignore_labels": LIST.or_also([]),
             "stride": integer(0),
         },
     ),
-    "zero-shot-classification": Task(
-        "text", {**ZERO_SHOT, "multi_label": flag}, required=("candidate_labels",)
-    ),
-    "feature-extraction": Task("text", {"truncation": flag}),
+    "zero-shot-classification": Task("text", {**ZERO_SHOT, "multi_label": FLAG}, required=LABELS),
+    "feature-extraction": Task("text", {"truncation": FLAG}),
     "text-generation": Task("text", GENERATE),
     "text-to-audio": Task("text", stages=False),
     "table-question-answering": Task(
-        "json",
-        {"sequential": flag},
-        batches=False,
-        json_keys=("table", "query"),
-        unwraps_single=True,
+        "json", {"sequential": FLAG}, ("table", "query"), batches=False, unwraps_single=True
     ),
     "document-question-answering": Task(
         "json",
@@ -151,62 +140,53 @@ TASKS: Mapping[str, Task] = {
             "max_answer_len": integer(1, 10_000),
             "max_seq_len": integer(8),
             "max_question_len": integer(1),
-            "handle_impossible_answer": flag,
+            "handle_impossible_answer": FLAG,
         },
+        ("question",),
         batches=False,
-        json_keys=("question",),
     ),
-    "image-classification": Task(
-        "image", {"top_k": integer(1, 100_000), "function_to_apply": scores}
-    ),
-    "image-feature-extraction": Task("image", {"pool": flag}),
+    "image-classification": Task("image", {**TOP_K, **SCORES}),
+    "image-feature-extraction": Task("image", {"pool": FLAG}),
     "image-segmentation": Task(
         "image",
         {
             "subtask": one_of("panoptic", "instance", "semantic"),
-            "threshold": Number(0, 1),
-            "mask_threshold": Number(0, 1),
-            "overlap_mask_area_threshold": Number(0, 1),
+            "threshold": SHARE,
+            "mask_threshold": SHARE,
+            "overlap_mask_area_threshold": SHARE,
         },
         batches=False,
     ),
-    "object-detection": Task("image", {"threshold": Number(0, 1)}, batches=False),
+    "object-detection": Task("image", {"threshold": SHARE}, batches=False),
     "depth-estimation": Task("image", batches=False),
     "zero-shot-image-classification": Task(
-        "image", ZERO_SHOT_MEDIA, required=("candidate_labels",), batches=False
+        "image", ZERO_SHOT_MEDIA, required=LABELS, batches=False
     ),
     "zero-shot-object-detection": Task(
-        "json",
-        {"threshold": Number(0, 1), "top_k": integer(1)},
-        batches=False,
-        json_keys=("image", "candidate_labels"),
+        "json", {"threshold": SHARE, "top_k": integer(1)}, ("image", *LABELS), batches=False
     ),
     "image-text-to-text": Task(
         "json",
-        {"max_new_tokens": integer(1, 1024), "return_full_text": flag},
+        {"max_new_tokens": integer(1, 1024), "return_full_text": FLAG},
+        ("images", "text"),
         batches=False,
-        json_keys=("images", "text"),
     ),
-    "keypoint-matching": Task(
-        "json", {"threshold": Number(0, 1)}, batches=False, json_keys=("images",)
-    ),
-    "decision": Task("json", stages=False, json_keys=("state", "questions")),
-    "audio-classification": Task(
-        "audio", {"top_k": optional(integer(1, 100_000)), "function_to_apply": scores}
-    ),
+    "keypoint-matching": Task("json", {"threshold": SHARE}, ("images",), batches=False),
+    "decision": Task("json", {}, ("state", "questions"), stages=False),
+    "audio-classification": Task("audio", {"top_k": integer(1, 100_000).or_also(None), **SCORES}),
     "automatic-speech-recognition": Task(
         "audio",
         {
             "return_timestamps": one_of(True, False, "word", "char"),
-            "chunk_length_s": Number(0, 300),
-            "stride_length_s": Number(0, 150),
+            "chunk_length_s": number(0, 300),
+            "stride_length_s": number(0, 150),
             "max_new_tokens": integer(1, 4096),
-            "language": text,
+            "language": TEXT,
             "task": one_of("transcribe", "translate"),
         },
     ),
     "zero-shot-audio-classification": Task(
-        "audio", ZERO_SHOT_MEDIA, required=("candidate_labels",), batches=False
+        "audio", ZERO_SHOT_MEDIA, required=LABELS, batches=False
     ),
 }
 
@@ -262,9 +242,9 @@ def check_parameters(task_name: str, parameters: dict[str, Any]) -> None:
                 f"{task_name} does not take the parameter {name[:100]!r}; it takes: {known}",
                 f"parameters.{name[:100]}",
             )
-        if wrong := check(value):
-            raise InvalidInput(f"{name} {wrong}", f"parameters.{name}")
-        if isinstance(check, Number):
+        if not check.fits(value):
+            raise InvalidInput(f"{name} {check.words}", f"parameters.{name}")
+        if check.as_float:
             parameters[name] = float(value)
     for name in task.required:
         if name not in parameters:

@@ -226,7 +226,7 @@ class PagedGenerator(TextSide):
             if chunk.reaches_end and choice.prepared.max_tokens:
                 drafts = len(chunk.drafts)
                 wanted += range(row - 1 - drafts, row)
-                if choice.guide and (mask := choice.guide.wanted(chunk.drafts)):
+                if choice.guide and (mask := choice.guide.mask(chunk.drafts)):
                     masked.append((len(rows), mask))
                 rows += [choice.row(chunk.drafts[:n]) for n in range(drafts + 1)]
         allowed = self._masks.begin(masked)
@@ -297,7 +297,7 @@ class PagedGenerator(TextSide):
         for position, drawn in enumerate(own):
             if choice.ended or drawn.token < 0:
                 break
-            choice.accept(drawn)
+            choice.push(drawn)
             taken.append(drawn.token)
             if position < len(chunk.drafts) and drawn.token != chunk.drafts[position]:
                 break

@@ -1,55 +1,51 @@
-"""One continuation of a prompt: from sampled tokens to text, log-probabilities and its end.
+"""The text side of a sequence: from sampled tokens to text, log-probabilities and its end.
 
-The same for the paged engine and the static fallback. A request's choices are made in a pool
-thread, whatever its prompt takes to be read; from then on they belong to the worker's thread,
-where each token costs as much as it adds.
+    push(token) → detokenizer → parser (thoughts, calls, content) → stop strings → Delta
+                   └▶ guide: what the next token may be
+
+The same for both engines. A request's outputs are made in a pool thread, whatever its prompt
+takes to be read; from then on they belong to the worker's thread, where each token costs as much
+as it adds.
 """
 
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from batching.request_queue import WorkItem
 from worker.deltas import Delta, FinishReason, TokenLogprob
 from worker.generation.request import Prepared
+from worker.grammar.guide import Guide
 from worker.model.sampler import Draws, Row, SampledToken
-from worker.text.detokenizer import StopStrings, Vocabulary
-from worker.text.parser import Reader
-
-# Some decoders look back: the first token's text depends on the prompt's end.
-CONTEXT = 8
+from worker.text.detokenizer import CONTEXT, Piece, Share, Tokens, Vocabulary
+from worker.text.parser import Event, Parser
+from worker.text.stop_strings import StopStrings
 
 
-@dataclass(frozen=True, slots=True)
-class Echo:
+class Echo(NamedTuple):
     """The prompt's text; of its tokens one by one, if their log-probabilities are asked for."""
 
     text: str
-    texts: tuple[str, ...]
+    texts: list[str]
 
 
 def make_choices(
     item: WorkItem, prepared: Prepared, vocabulary: Vocabulary
 ) -> list["SequenceOutput"]:
     """All of a request's; what they share is made once."""
-    reader = prepared.answer.reader()
+    parser = prepared.parser
     draws = Draws(prepared.params, 0, prepared.ids)
-    echo = _echo(prepared, vocabulary) if prepared.echo else None
+    echo = Echo(vocabulary.text_of(prepared.ids), []) if prepared.echo else None
+    if echo and prepared.wants_prompt_logprobs:
+        stream = vocabulary.stream([])
+        echo.texts.extend(stream.push(token) for token in prepared.ids)
+        echo.texts[-1] += stream.flush()
     return [
         SequenceOutput(
-            item, prepared, vocabulary, draws.sibling(draw), reader and reader.sibling(), echo
+            item, prepared, vocabulary, draws.sibling(draw), parser and parser.sibling(), echo
         )
         for draw in range(item.payload.n)
     ]
-
-
-def _echo(prepared: Prepared, vocabulary: Vocabulary) -> Echo:
-    texts: list[str] = []
-    if prepared.wants_prompt_logprobs:
-        stream = vocabulary.stream([])
-        texts = [stream.push(token) for token in prepared.ids]
-        texts[-1] += stream.flush()
-    return Echo(vocabulary.text_of(prepared.ids), tuple(texts))
 
 
 class SequenceOutput:
@@ -59,7 +55,7 @@ class SequenceOutput:
         prepared: Prepared,
         vocabulary: Vocabulary,
         draws: Draws,
-        reader: Reader | None,
+        parser: Parser | None,
         echo: Echo | None,
     ) -> None:
         self.item = item
@@ -70,23 +66,26 @@ class SequenceOutput:
         self.count = 0  # output tokens so far
         self.begun = False
         self.ended = False
-        self._text = vocabulary.stream(prepared.ids[-CONTEXT:])
-        self._stops = StopStrings(item.payload.stopping.stop)
-        self._reader = reader
-        self.guide = prepared.answer.guide(reader)
+        self.guide = Guide(prepared.plan, parser) if prepared.plan else None
+        self._detokenizer = vocabulary.stream(prepared.ids[-CONTEXT:])
+        self._parser = parser  # None: the text is nothing but content
+        self._stopping = item.payload.stopping
+        self._stops = StopStrings(self._stopping.stop)
+        self._logprobs = (
+            ContentLogprobs(vocabulary) if prepared.params.logprobs is not None else None
+        )
         self._echo = echo
         self._prompt: list[TokenLogprob] = []  # what is known of its tokens, if that is asked for
         if echo and echo.texts:
             first = SampledToken(prepared.ids[0], None, ())
             self._prompt.append(token_logprob(vocabulary, first, echo.texts[0]))
-        self._min_tokens = item.payload.stopping.min_tokens
+        self._plain = parser is None and self._logprobs is None and not self._stopping.stop
         self._delta: Delta | None = None
-        self._read = 0  # characters of the text so far
-        self._held: deque[tuple[int, str]] = deque()  # content that may become a stop string
-        self._scores = Scores()
 
     def row(self, drafted: tuple[int, ...] = ()) -> Row:
         return Row(self.draws, self.count + len(drafted), drafted)
+
+    # ── the prompt ──
 
     @property
     def scored(self) -> int:
@@ -102,7 +101,7 @@ class SequenceOutput:
                 self._prompt.append(token_logprob(self.vocabulary, score, text))
 
     def begin(self, cached: int) -> None:
-        """The prompt has been run: what there is to tell about it."""
+        """The prompt has been run, `cached` of its tokens were known."""
         self.begun = True
         delta = self._open()
         if self.draws.choice == 0:
@@ -114,187 +113,154 @@ class SequenceOutput:
         if self.prepared.max_tokens == 0:
             self._end("length", None)
 
-    def accept(self, sampled: SampledToken) -> None:
+    # ── the output ──
+
+    def push(self, sampled: SampledToken) -> None:
         """The next token of the output."""
-        token = sampled.token
+        token, parser, guide = sampled.token, self._parser, self.guide
         self.count += 1
         delta = self._open()
         delta.tokens += 1
-        thinking = self._thinking
-        if self.guide:
-            self.guide.accept(token)
+        thinking = parser is not None and parser.phase == "thinking"
+        if guide:
+            guide.accept(token)
         self.draws.accept(token)
-        if token in self.prepared.ends and self.count > self._min_tokens:
-            self._flush(sampled)
-            self._end("stop", self.prepared.ends[token])
+        if token in self.prepared.ends and self.count > self._stopping.min_tokens:
+            self._finish("stop", self.prepared.ends[token], sampled)
             return
-        self._show(self._text.push(token), sampled)
-        delta.reasoning_tokens += thinking or self._thinking
-        if self.guide:
-            self.guide.follow()
+        text = self._detokenizer.push(token)
+        last = self.count >= self.prepared.max_tokens
+        if last:
+            text += self._detokenizer.flush()
+        if self._plain:
+            delta.add("content", text)
+        else:
+            self._parse(self._logprobs.piece(text, sampled) if self._logprobs else Piece(text))
+        delta.reasoning_tokens += thinking or (parser is not None and parser.phase == "thinking")
+        if guide:
+            guide.follow()
         if self._stops.matched is not None:
-            self._end("stop", self._stops.matched)
-        elif self.guide and self.guide.finished:
-            self._flush(sampled)
-            self._end("stop", None)
-        elif self.count >= self.prepared.max_tokens:
-            self._flush(sampled)
-            self._end("length", None)
+            self._finish("stop", self._stops.matched, sampled)
+        elif guide and guide.finished:
+            self._finish("stop", None, sampled)
+        elif last:
+            self._finish("length", None, sampled)
 
     def take(self) -> Delta | None:
         """What has come since the last take."""
         delta, self._delta = self._delta, None
         return delta
 
-    @property
-    def _thinking(self) -> bool:
-        return self._reader is not None and self._reader.thinking
-
     def _open(self) -> Delta:
         if self._delta is None:
             self._delta = Delta(self.number)
         return self._delta
 
+    def _parse(self, piece: Piece) -> None:
+        if self._parser is None:
+            self._content(piece)
+        else:
+            constrained = self.guide is not None and self.guide.constrains
+            self._emit(self._parser.feed(piece, constrained))
+
+    def _emit(self, events: Iterable[Event]) -> None:
+        for kind, piece, name in events:
+            if kind == "content":
+                self._content(piece)
+            elif self._stops.matched is None:
+                self._end_content()
+                self._open().add(kind, piece.text, name)
+
+    def _content(self, piece: Piece) -> None:
+        """Goes out as far as no stop string can come of it."""
+        free = not self._stopping.stop or self.count <= self._stopping.min_tokens
+        self._show(piece if free else self._stops.push(piece))
+
+    def _end_content(self) -> None:
+        """For now, or for good: no stop string comes of what was held back."""
+        self._show(self._stops.flush())
+        if self._logprobs:
+            self._open().logprobs += self._logprobs.close()
+
+    def _show(self, piece: Piece) -> None:
+        delta = self._open()
+        delta.add("content", piece.text)
+        if self._logprobs:
+            delta.logprobs += self._logprobs.show(piece)
+
+    def _finish(self, reason: FinishReason, stop: str | int | None, sampled: SampledToken) -> None:
+        """The text ends with `sampled`: unless by a stop string, what was held back for one, for
+        a mark or as half a character comes."""
+        if self._stops.matched is None:
+            if rest := self._detokenizer.flush():
+                self._parse(self._logprobs.rest(rest, sampled) if self._logprobs else Piece(rest))
+            if self._parser:
+                self._emit(self._parser.finish())
+        self._end_content()
+        if self._logprobs:
+            self._open().logprobs += self._logprobs.finish()
+        self._end(reason, stop)
+
     def _end(self, reason: FinishReason, stop: str | int | None) -> None:
         delta = self._open()
-        called = reason == "stop" and self._reader is not None and self._reader.calls_begun
+        called = reason == "stop" and self._parser is not None and self._parser.calls_begun
         delta.finish_reason = "tool_calls" if called else reason
         delta.stop_reason = stop
         self.ended = True
 
-    def _show(self, text: str, sampled: SampledToken) -> None:
-        if sampled.logprob is not None:
-            self._scores.add(token_logprob(self.vocabulary, sampled, text))
-        self._tell(text)
 
-    def _tell(self, text: str, last: bool = False) -> None:
-        """What the text is goes out, as far as that is certain, with the log-probabilities of
-        what is content. Stop strings are looked for in content only."""
-        start, self._read = self._read, self._read + len(text)
-        told = self._read
-        if self._reader is None:
-            self._say(text, start)
-        else:
-            found = self._reader.push(text)
-            found += self._reader.flush() if last else []
-            for each in found:
-                if self._stops.matched is not None:
-                    break
-                if each.kind == "content":
-                    self._say(each.text, each.at)
-                else:
-                    self._say_held()
-                    self._open().add(each.kind, each.text, each.name)
-            told = self._reader.at
-        if last or self._stops.matched is not None:
-            self._say_held()
-            self._open().logprobs += self._scores.take(None)
-        else:
-            told = self._held[0][0] if self._held else told
-            self._open().logprobs += self._scores.take(told)
+class ContentLogprobs:
+    """The log-probabilities of the tokens whose text is shown as content, as far as it is."""
 
-    def _say(self, text: str, at: int) -> None:
-        """Content that stands at `at`: a stop string may hold some of it back."""
-        if self._stops.matched is not None or not text:
-            return
-        self._held.append((at, text))
-        early = self.count <= self._min_tokens
-        self._let_out(text if early else self._stops.push(text))
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._silent: list[TokenLogprob] = []  # without text: part of a character that is to come
+        self._last: Tokens | None = None  # those of the last text
+        self._shown: Tokens | None = None  # the last whose text is shown to its end
+        self._open: Tokens | None = None  # shown in part
+        self._text = ""  # as much of it
 
-    def _say_held(self) -> None:
-        """No stop string comes of what is held back."""
-        if self._stops.matched is None:
-            self._let_out(self._stops.flush())
+    def piece(self, text: str, sampled: SampledToken) -> Piece:
+        """The text that a token has made certain."""
+        self._silent.append(token_logprob(self._vocabulary, sampled, text))
+        if not text:
+            return Piece("")
+        tokens, self._silent = tuple(self._silent), []
+        self._last = tokens
+        return Piece(text, [Share(text, tokens)])
 
-    def _let_out(self, shown: str) -> None:
-        self._open().add("content", shown)
-        left = len(shown)
-        while self._held and left:
-            at, text = self._held.popleft()
-            taken = min(left, len(text))
-            self._scores.content(at, at + taken)
-            left -= taken
-            if taken < len(text):
-                self._held.appendleft((at + taken, text[taken:]))
+    def rest(self, text: str, sampled: SampledToken) -> Piece:
+        """Half a character in the end: of the last token without text; if none, of `sampled`."""
+        if not self._silent:
+            return self.piece(text, sampled)
+        *silent, last = self._silent
+        self._silent, self._last = [], (*silent, replace(last, text=text))
+        return Piece(text, [Share(text, self._last)])
 
-    def _flush(self, sampled: SampledToken) -> None:
-        """The text ends here, with `sampled`: what was held back for a stop string, a mark or
-        half a character comes. The latter is the last token's that is shown."""
-        rest = self._text.flush()
-        if rest and sampled.logprob is not None:
-            if not self._scores.waiting:
-                told = self._open().logprobs
-                last = told.pop() if told else token_logprob(self.vocabulary, sampled, "")
-                self._scores.take_back(last)
-            self._scores.lengthen(rest)
-        self._tell(rest, last=True)
+    def show(self, piece: Piece) -> Iterator[TokenLogprob]:
+        """The tokens whose text is shown with this piece."""
+        for share in piece.shares:
+            if share.tokens is not self._open:
+                yield from self.close()
+                self._open, self._text = share.tokens, ""
+            self._text += share.text
+            if share.ends:
+                self._shown = share.tokens
+                yield from self.close()
 
+    def finish(self) -> Iterator[TokenLogprob]:
+        """Tokens that never got a text go with the content before them."""
+        if self._last is self._shown:
+            yield from self._silent
 
-class Scores:
-    """Log-probabilities of tokens until it is known whether their text is content."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[tuple[int, TokenLogprob]] = deque()  # with where its text ends
-        self._end = 0
-        self._content: deque[tuple[int, int]] = deque()  # stretches of it, in order
-
-    def add(self, entry: TokenLogprob) -> None:
-        self._end += len(entry.text)
-        self._waiting.append((self._end, entry))
-
-    @property
-    def waiting(self) -> bool:
-        return bool(self._waiting)
-
-    def take_back(self, entry: TokenLogprob) -> None:
-        self._waiting.append((self._end, entry))
-
-    def lengthen(self, text: str) -> None:
-        """Text that the last token turns out to have as well."""
-        self._end += len(text)
-        last = self._waiting.pop()[1]
-        self._waiting.append((self._end, replace(last, text=last.text + text)))
-
-    def content(self, start: int, end: int) -> None:
-        if self._content and self._content[-1][1] == start:
-            start = self._content.pop()[0]
-        if start < end:
-            self._content.append((start, end))
-
-    def take(self, told: int | None) -> list[TokenLogprob]:
-        """The entries of content, of what is decided: all text up to `told`; None: all of it.
-
-        A token without text, part of a character, goes with the one that completes it.
-        """
-        taken: list[TokenLogprob] = []
-        silent: list[TokenLogprob] = []
-        while self._waiting:
-            if told is not None and (self._waiting[0][0] > told or not self._complete(told)):
-                break
-            end, entry = self._waiting.popleft()
-            if not entry.text:
-                silent.append(entry)
-                continue
-            if shown := self._content_of(entry.text, end - len(entry.text)):
-                whole = shown == entry.text
-                taken += silent
-                taken.append(entry if whole else replace(entry, text=shown, raw=shown.encode()))
-            silent = []
-        if told is None and (not self._content or self._content[-1][1] >= self._end):
-            taken += silent
-        return taken
-
-    def _complete(self, told: int) -> bool:
-        """Whether the next entry that has a text is decided."""
-        return next((end <= told for end, entry in self._waiting if entry.text), False)
-
-    def _content_of(self, text: str, start: int) -> str:
-        """How much of a text that begins at `start` is content."""
-        end = start + len(text)
-        while self._content and self._content[0][1] <= start:
-            self._content.popleft()
-        stretches = [(max(a, start), min(b, end)) for a, b in self._content if a < end]
-        return "".join(text[a - start : b - start] for a, b in stretches)
+    def close(self) -> Iterator[TokenLogprob]:
+        """The token of which a part is shown, if there is one: no more of it will be."""
+        if self._open is not None:
+            *silent, token = self._open
+            yield from silent
+            part = self._text != token.text
+            yield replace(token, text=self._text, raw=self._text.encode()) if part else token
+            self._open = None
 
 
 def token_logprob(vocabulary: Vocabulary, sampled: SampledToken, text: str) -> TokenLogprob:

@@ -1,23 +1,29 @@
-"""From a request to what the generator runs: token ids, resolved sampling, limits.
+"""From a request to what the generator runs: token ids, sampling parameters, limits, and what its
+answers are read and held by.
+
+    payload → text (text/chat_template.py) → ids → Prepared, with a plan if it needs one (plan.py)
 
 Runs in pool threads. The tokenizer never truncates or pads, so threads may share it; lengths are
 checked here. What a request leaves open comes from the checkpoint's generation_config.
 """
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput
+from worker.generation.plan import called_tools, make_plan
 from worker.grammar.compiler import Grammars
+from worker.grammar.guide import Plan
 from worker.model.sampler import SamplingParams
 from worker.protocol import Chat, GenerationInput, Sampling, Stopping
-from worker.text.answer_plan import Answering, AnswerPlan
-from worker.text.template_names import check_names, own_names
-from worker.text.turns import Turns
+from worker.text.chat_template import ChatTemplate
+from worker.text.parser import Parser
+
+# What a request may leave open.
+LEFT_OPEN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +34,10 @@ class Prepared:
     params: SamplingParams
     max_tokens: int
     ends: dict[int, int | None]  # ids that end a choice, and what is told as its stop reason
-    echo: bool
-    answer: AnswerPlan
-
-    @property
-    def wants_prompt_logprobs(self) -> bool:
-        return self.echo and self.params.logprobs is not None
+    echo: bool = False
+    wants_prompt_logprobs: bool = False
+    parser: Parser | None = None  # at the answer's beginning; None: an answer is nothing but text
+    plan: Plan | None = None  # None: it may be anything
 
 
 class Prompts:
@@ -52,9 +56,7 @@ class Prompts:
         self.eos_ids = tuple(id_ for id_ in end_ids(defaults, tokenizer) if id_ < vocab_size)
         self.defaults = default_sampling(defaults)
         self.grammars = Grammars(tokenizer, vocab_size, self.eos_ids)
-        self.answering = Answering(tokenizer, self.grammars)
-        self.turns = Turns(self._rendered)
-        self.own_names = own_names(tokenizer)
+        self.template = ChatTemplate(tokenizer)
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     def prepare(self, request: GenerationInput) -> Prepared:
@@ -70,19 +72,35 @@ class Prompts:
             self._max_tokens(len(ids), request),
             ends,
             request.echo,
-            self.answering.plan(request, text),
+            request.echo and request.sampling.logprobs is not None,
+            *self._answer(request, text),
         )
+
+    def _answer(self, request: GenerationInput, text: str) -> tuple[Parser | None, Plan | None]:
+        """What reads the answers to a prompt, and what holds them to what is asked."""
+        chat, calls = request.prompt, request.calls
+        form, begun = None, ""
+        if isinstance(chat, Chat):
+            form, _ = self.template.forms(calls)
+            if chat.continue_final_message:
+                content = chat.messages[-1].get("content")
+                begun = content if isinstance(content, str) else ""
+            elif form and chat.add_generation_prompt:
+                begun = form.thoughts_in(text)
+        asked = request.constraint or calls or request.thinking_tokens is not None
+        plan = make_plan(request, begun, self.template, self.grammars) if asked else None
+        if form is None or (form.only_calls and not calls):
+            return None, plan
+        tools = called_tools(request) if calls else ()
+        return Parser(form, begun, bool(calls), tools, bool(plan and plan.document)), plan
 
     def _prompt(self, request: GenerationInput) -> tuple[str, list[int]]:
         """The prompt's text, if it is one, and its tokens."""
-        prompt = request.prompt
-        text = ""
-        if isinstance(prompt, tuple):
-            self._check_ids(prompt, request.param)
-            ids = list(prompt)
+        if isinstance(request.prompt, tuple):
+            self._check_ids(request.prompt, request.param)
+            text, ids = "", list(request.prompt)
         else:
-            text = self.render(prompt) if isinstance(prompt, Chat) else prompt
-            ids = self._ids(text, not isinstance(prompt, Chat), request.param)
+            text, ids = self._encoded(request.prompt, True, request.param)
         if not ids:
             raise InvalidInput("the prompt has no tokens", request.param)
         if len(ids) >= self.max_model_len + (request.stopping.max_tokens == 0):
@@ -94,57 +112,20 @@ class Prompts:
         return text, ids
 
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
-        if isinstance(prompt, Chat):
-            return self._ids(self.render(prompt), False, "messages")
-        return self._ids(prompt, add_special_tokens, "messages")
+        return self._encoded(prompt, add_special_tokens, "messages")[1]
 
-    def _ids(self, text: str, special: bool, param: str) -> list[int]:
-        """`special`: the tokenizer adds its own; templates write them."""
-        if len(text) > self.max_model_len * self.longest_token:
+    def _encoded(self, prompt: Chat | str, special: bool, param: str) -> tuple[str, list[int]]:
+        """Text and ids. `special`: the tokenizer adds its own; templates write them."""
+        if isinstance(prompt, Chat):
+            prompt, special = self.template.render(prompt), False
+        if len(prompt) > self.max_model_len * self.longest_token:
             raise InvalidInput(
-                f"the prompt has more than {len(text) // self.longest_token} tokens; this "
+                f"the prompt has more than {len(prompt) // self.longest_token} tokens; this "
                 f"model's context holds {self.max_model_len}",
                 param,
             )
         call: Any = self.tokenizer
-        ids: list[int] = call(text, add_special_tokens=special, verbose=False)["input_ids"]
-        return ids
-
-    def render(self, chat: Chat) -> str:
-        """The chat template's text; InvalidInput with the template's own reason, if it has one."""
-        if not self.tokenizer.chat_template:
-            raise InvalidInput("this model has no chat template: use /v1/completions", "messages")
-        check_names(chat.template_kwargs, self.own_names)
-        variables = self.answering.effort(chat) | dict(chat.template_kwargs)
-        try:
-            return self._rendered(
-                self.turns.told(chat.messages),
-                [dict(tool) for tool in chat.tools] or None,
-                chat.add_generation_prompt,
-                continue_final_message=chat.continue_final_message,
-                **variables,
-            )
-        except InvalidInput:
-            raise
-        except Exception as error:  # whatever a template raises
-            raise InvalidInput(_refusal(error), "messages") from error
-
-    def _rendered(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[Any] | None,
-        generation_prompt: bool = True,
-        **variables: Any,
-    ) -> str:
-        text = self.tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            add_generation_prompt=generation_prompt,
-            tokenize=False,
-            **variables,
-        )
-        assert isinstance(text, str)
-        return text
+        return prompt, call(prompt, add_special_tokens=special, verbose=False)["input_ids"]
 
     def _check_ids(self, ids: Any, param: str) -> None:
         for id_ in ids:
@@ -165,58 +146,31 @@ class Prompts:
         return most
 
     def _params(self, asked: Sampling, stopping: Stopping, ends: tuple[int, ...]) -> SamplingParams:
-        own = self.defaults
         self._check_ids(asked.logit_bias, "logit_bias")
-
-        def chosen(name: str) -> Any:
-            value = getattr(asked, name)
-            return getattr(own, name) if value is None else value
-
-        return SamplingParams(
-            temperature=chosen("temperature"),
-            top_p=chosen("top_p"),
-            top_k=chosen("top_k"),
-            min_p=chosen("min_p"),
+        chosen = {name: getattr(asked, name) for name in LEFT_OPEN}
+        return replace(
+            self.defaults,
             presence_penalty=asked.presence_penalty,
             frequency_penalty=asked.frequency_penalty,
-            repetition_penalty=chosen("repetition_penalty"),
             logit_bias=tuple(asked.logit_bias.items()),
             seed=secrets.randbits(64) if asked.seed is None else asked.seed,
             logprobs=asked.logprobs,
             min_tokens=stopping.min_tokens,
             end_ids=ends if stopping.min_tokens else (),
+            **{name: value for name, value in chosen.items() if value is not None},
         )
-
-
-def _refusal(error: Exception) -> str:
-    """What a template says by raise_exception is meant to be read; other errors are its insides."""
-    if type(error) is TemplateError and error.message:
-        return f"the model's chat template refuses the messages: {error.message[:500]}"
-    return "the model's chat template cannot render these messages"
 
 
 def end_ids(defaults: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """All of the checkpoint's end-of-sequence tokens."""
     ids = getattr(defaults, "eos_token_id", None)
-    if ids is None:
-        ids = tokenizer.eos_token_id
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, list) else (ids,)
+    ids = tokenizer.eos_token_id if ids is None else ids
+    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
 
 
 def default_sampling(defaults: GenerationConfig) -> SamplingParams:
     """What the checkpoint says, else the OpenAI API's defaults; `do_sample: false` is greedy."""
-
-    def own(name: str, otherwise: float) -> Any:
-        value = getattr(defaults, name, None)
-        return otherwise if value is None else value
-
-    greedy = getattr(defaults, "do_sample", None) is False
-    return SamplingParams(
-        temperature=0.0 if greedy else own("temperature", 1.0),
-        top_p=own("top_p", 1.0),
-        top_k=own("top_k", 0),
-        min_p=own("min_p", 0.0),
-        repetition_penalty=own("repetition_penalty", 1.0),
-    )
+    given = {name: getattr(defaults, name, None) for name in LEFT_OPEN}
+    if getattr(defaults, "do_sample", None) is False:
+        given["temperature"] = 0.0
+    return SamplingParams(**{name: value for name, value in given.items() if value is not None})

@@ -236,7 +236,7 @@ class StaticGenerator(TextSide):
             if not batch.rows:
                 return
         guides = [(at, row.choice.guide) for at, row in enumerate(batch.rows) if row.choice.guide]
-        masked = [(at, mask) for at, guide in guides if (mask := guide.wanted(())) is not None]
+        masked = [(at, mask) for at, guide in guides if (mask := guide.mask()) is not None]
         allowed = self._masks.begin(masked)
         past, batch.past = batch.past, None  # in doubt until all went well
         logits, past = self.stepwise.forward([row.tokens for row in batch.rows], past)
@@ -273,7 +273,7 @@ class StaticGenerator(TextSide):
                 row.scores = []
             if sampled is not None:
                 row.tokens.output.append(sampled.token)
-                choice.accept(sampled)
+                choice.push(sampled)
                 counts.decode += 1
             counts.said.append((choice, choice.take()))
         except BaseException as error:

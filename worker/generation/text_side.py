@@ -31,7 +31,7 @@ class TextSide:
         self.prompts = Prompts(
             language.tokenizer, language.defaults, language.vocab_size, max_model_len
         )
-        form = self.prompts.answering.form
+        form = self.prompts.template.answers
         self.vocabulary = Vocabulary(language.tokenizer, form.marks if form else None)
         self.info = ModelInfo(
             "text-generation",
@@ -60,7 +60,7 @@ class TextSide:
         return self.vocabulary.token(token_id)[0]
 
     def call_id(self, name: str, index: int) -> str:
-        return self.prompts.turns.call_id(name, index)
+        return self.prompts.template.call_id(name, index)
 
     def close(self) -> None:
         self.prompts.grammars.close()

@@ -2,7 +2,7 @@
 
 The bits come from llguidance, in a thread of their own that holds no lock of Python's meanwhile.
 A grammar whose mask is not there in time is given up on, with the thread that is at it; another
-thread goes on with the rows of its mates.
+thread goes on with the rows of the others.
 """
 
 import queue
@@ -11,7 +11,8 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
 from batching.errors import ItemFailed
-from worker.grammar.cache import Grammar
+from worker.grammar.compiler import Grammar
 from worker.model.sampler import TokenMask
 
 Bits = NDArray[np.int32]  # [rows, words], a bit a token
@@ -48,88 +49,153 @@ class MaskRequest:
         return 1 + len(self.drafts)
 
 
-@dataclass(slots=True)
-class _Run:
-    """A step's masks, and how far they are. What no matcher has said allows everything."""
-
-    wanted: Sequence[tuple[int, MaskRequest]]
-    bits: Bits
-    width: int
-    ends: Sequence[int]
-    at: int = 0  # the one that is being computed
-    since: float | None = None  # its thread's CPU time when it was begun; None: it has not been
-    row: int = 0  # its first
-    given_up: bool = False
-    allowed: TokenMask | None = None
-    error: BaseException | None = None
-    done: threading.Event = field(default_factory=threading.Event)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def begin(self) -> None:
-        self.since = cpu_s(threading.current_thread())
-
-    def next(self) -> None:
-        self.row += self.wanted[self.at][1].rows
-        self.at += 1
-        self.since = None
-
-
 class Masks:
     """`width`: of the model's output. `ends`: the tokens that end a sequence."""
 
     def __init__(self, width: int, ends: Sequence[int]) -> None:
-        self._width, self._ends = width, ends
-        self._runs: queue.SimpleQueue[_Run | None] = queue.SimpleQueue()
+        self.width, self.ends = width, ends
+        self._queue: queue.SimpleQueue[PendingMask | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stuck: list[threading.Thread] = []
 
-    def begin(self, wanted: Sequence[tuple[int, MaskRequest]]) -> "Begun | None":
+    def begin(self, requests: Sequence[tuple[int, MaskRequest]]) -> "PendingMask | None":
         """For choices by the row that each is at; their drafts' rows follow."""
-        if not wanted:
+        if not requests:
             return None
         self._stuck = [thread for thread in self._stuck if thread.is_alive()]
-        if len(self._stuck) >= MOST_STUCK and any(each.matcher for _, each in wanted):
+        if len(self._stuck) >= MOST_STUCK and any(each.matcher for _, each in requests):
             raise ItemFailed("answers cannot be held to grammars now: some take all the time")
-        rows = sum(each.rows for _, each in wanted)
-        bits: Bits = np.full((rows, (self._width + 31) // 32), -1, np.int32)
-        run = _Run(wanted, bits, self._width, self._ends)
-        self._put(run)
-        return Begun(self, run)
+        starts = [0, *accumulate(each.rows for _, each in requests)]
+        bits: Bits = np.full((starts[-1], (self.width + 31) // 32), -1, np.int32)
+        pending = PendingMask(self, requests, starts, bits)
+        self.put(pending)
+        return pending
 
-    def spent_s(self, run: _Run) -> float:
-        """On the mask that it is at."""
-        since = run.since
-        return 0.0 if since is None or self._thread is None else cpu_s(self._thread) - since
+    def put(self, pending: "PendingMask") -> None:
+        if self._thread is None:
+            todo: queue.SimpleQueue[PendingMask | None] = queue.SimpleQueue()
+            work = _work, (todo, LLExecutor(1))
+            thread = threading.Thread(target=work[0], args=work[1], name="masks", daemon=True)
+            thread.start()  # or it raises, and is tried again with the next step
+            self._thread, self._queue = thread, todo
+            weakref.finalize(self, todo.put, None)
+        self._queue.put(pending)
 
-    def give_up(self, run: _Run, patience_s: float) -> _Run:
-        """If the mask that it is at is late, the others are computed without it. Whoever follows
-        the late one's grammar is told by its `slow`."""
-        with run.lock:
-            late = self.spent_s(run) >= patience_s
-            if run.done.is_set() or run.at == len(run.wanted) or not late:
-                return run
-            run.given_up = True
-        if grammar := run.wanted[run.at][1].grammar:
-            grammar.slow = True
+    def leave_thread(self) -> None:
+        """It is stuck in a mask; what comes next is another's."""
         if self._thread:
             self._stuck.append(self._thread)
         self._thread = None
-        rest = replace(
-            run, since=None, given_up=False, lock=threading.Lock(), done=threading.Event()
-        )
-        rest.next()
-        self._put(rest)
-        return rest
 
-    def _put(self, run: _Run) -> None:
-        if self._thread is None:
-            runs: queue.SimpleQueue[_Run | None] = queue.SimpleQueue()
-            work = _work, (runs, LLExecutor(1))
-            thread = threading.Thread(target=work[0], args=work[1], name="masks", daemon=True)
-            thread.start()  # or it raises, and is tried again with the next step
-            self._thread, self._runs = thread, runs
-            weakref.finalize(self, runs.put, None)
-        self._runs.put(run)
+
+@dataclass(slots=True, eq=False)
+class PendingMask:
+    """A step's masks on their way. What no matcher has said allows everything."""
+
+    masks: Masks
+    requests: Sequence[tuple[int, MaskRequest]]
+    starts: Sequence[int]  # rows of bits where each request's begin
+    bits: Bits
+    at: int = 0  # the request that is being computed
+    since: float | None = None  # its thread's CPU time when it was begun; None: it has not been
+    thread: threading.Thread | None = None  # that computes; another's work does not count
+    mask: TokenMask | None = None
+    error: BaseException | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def result(self) -> TokenMask:
+        """Waits for no mask longer than PATIENCE_S, also counted from before this call."""
+        patience_s = PATIENCE_S
+        while not self.done.wait(max(0.01, patience_s - self._spent_s())):
+            if self._give_up(patience_s):
+                patience_s = max(LEAST_S, patience_s / 2)
+        if self.error is not None:
+            raise self.error
+        assert self.mask is not None
+        return self.mask
+
+    def _spent_s(self) -> float:
+        """On the mask that is being computed."""
+        thread, since = self.thread, self.since
+        return 0.0 if since is None or thread is None else cpu_s(thread) - since
+
+    def _give_up(self, patience_s: float) -> bool:
+        """If the current mask is late, the others are computed without it. Whoever follows its
+        grammar is told by its `slow`."""
+        with self.lock:
+            late = self._spent_s() >= patience_s
+            if self.done.is_set() or self.at == len(self.requests) or not late:
+                return False
+            if grammar := self.requests[self.at][1].grammar:
+                grammar.slow = True
+            self.thread = None
+            self._next()
+        self.masks.leave_thread()
+        self.masks.put(self)
+        return True
+
+    def _next(self) -> None:
+        self.at, self.since = self.at + 1, None
+
+    # ── in the thread ──
+
+    def compute(self, executor: LLExecutor) -> bool:
+        """False: it took too long, another thread has taken over."""
+        this = self.thread = threading.current_thread()
+        try:
+            while self.at < len(self.requests):
+                self.since = cpu_s(this)
+                self._compute_one(executor)
+                with self.lock:
+                    if self.thread is not this:
+                        return False
+                    self._next()
+            self.mask = self._edited()
+        except BaseException as error:  # told where it is waited for
+            with self.lock:
+                if self.thread is not this:
+                    return False
+                self.error = error
+        self.done.set()
+        return True
+
+    def _compute_one(self, executor: LLExecutor) -> None:
+        request, row = self.requests[self.at][1], self.starts[self.at]
+        if request.matcher is None or (request.grammar and request.grammar.slow):
+            return
+        pointer, stride = self.bits.ctypes.data, self.bits.strides[0]
+        if request.drafts:
+            drafted = [(request.matcher, row, list(request.drafts))]
+            executor.unsafe_compute_mask_ptr_with_draft_token(
+                drafted, pointer, stride, len(self.bits)
+            )
+        else:
+            request.matcher.unsafe_compute_mask_ptr(pointer + row * stride, stride)
+
+    def _edited(self) -> TokenMask:
+        rows: list[int] = []
+        for (row, request), start in zip(self.requests, self.starts, strict=False):
+            rows += range(row, row + request.rows)
+            _edit(self.bits[start : start + request.rows], request, self.masks.ends)
+        bits, width = self.bits.view(np.uint8), self.masks.width
+        tokens = np.unpackbits(bits, axis=1, count=width, bitorder="little")
+        return TokenMask(rows, torch.from_numpy(tokens.view(np.bool_)))
+
+
+def _work(todo: "queue.SimpleQueue[PendingMask | None]", executor: LLExecutor) -> None:
+    while (pending := todo.get()) is not None and pending.compute(executor):
+        del pending  # or the thread would keep alive whoever is to end it
+
+
+def _edit(bits: Bits, request: MaskRequest, ends: Sequence[int]) -> None:
+    if request.only is not None:
+        bits[:] = 0
+    for token in (request.only, request.also):
+        if token is not None:
+            bits[0, token // 32] |= BIT[token % 32]
+    for end in ends if request.no_end else ():
+        bits[:, end // 32] &= ~BIT[end % 32]
 
 
 def cpu_s(thread: threading.Thread) -> float:
@@ -137,73 +203,3 @@ def cpu_s(thread: threading.Thread) -> float:
     if sys.platform == "linux" and thread.ident is not None:
         return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
     return time.monotonic()
-
-
-# ── the thread ──
-
-
-def _work(runs: "queue.SimpleQueue[_Run | None]", executor: LLExecutor) -> None:
-    while (run := runs.get()) is not None:
-        try:
-            while run.at < len(run.wanted):
-                run.begin()
-                _compute(run, executor)
-                with run.lock:
-                    if run.given_up:
-                        return  # another thread has taken over
-                    run.next()
-            run.allowed = _allowed(run)
-        except BaseException as error:  # told where it is waited for
-            run.error = error
-        run.done.set()
-
-
-def _compute(run: _Run, executor: LLExecutor) -> None:
-    each, bits = run.wanted[run.at][1], run.bits
-    if each.matcher is None or (each.grammar and each.grammar.slow):
-        return
-    if each.drafts:
-        drafted = [(each.matcher, run.row, list(each.drafts))]
-        where = bits.ctypes.data, bits.strides[0], len(bits)
-        executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
-    else:
-        row = bits.ctypes.data + run.row * bits.strides[0]
-        each.matcher.unsafe_compute_mask_ptr(row, bits.strides[0])
-
-
-def _allowed(run: _Run) -> TokenMask:
-    at, bits = 0, run.bits
-    for _, each in run.wanted:
-        _edit(bits[at : at + each.rows], each, run.ends)
-        at += each.rows
-    rows = [first + n for first, each in run.wanted for n in range(each.rows)]
-    tokens = np.unpackbits(bits.view(np.uint8), axis=1, count=run.width, bitorder="little")
-    return TokenMask(rows, torch.from_numpy(tokens.view(np.bool_)))
-
-
-def _edit(bits: Bits, each: MaskRequest, ends: Sequence[int]) -> None:
-    if each.only is not None:
-        bits[:] = 0
-    for token in (each.only, each.also):
-        if token is not None:
-            bits[0, token // 32] |= BIT[token % 32]
-    for end in ends if each.no_end else ():
-        bits[:, end // 32] &= ~BIT[end % 32]
-
-
-@dataclass(slots=True)
-class Begun:
-    masks: Masks
-    run: _Run
-
-    def result(self) -> TokenMask:
-        """Waits for no mask longer than PATIENCE_S, also counted from before this call."""
-        patience_s = PATIENCE_S
-        while not self.run.done.wait(max(0.01, patience_s - self.masks.spent_s(self.run))):
-            rest = self.masks.give_up(self.run, patience_s)
-            patience_s = patience_s if rest is self.run else max(LEAST_S, patience_s / 2)
-            self.run = rest
-        if self.run.error is not None:
-            raise self.run.error
-        assert self.run.allowed is not None
-        return self.run.allowed

@@ -1,114 +1,131 @@
-"""Grammars over tokens: what an answer may be.
+"""The grammars of llguidance that answers are held to.
 
-    Constraint or calls → Grammars (cache.py: tried, compiled, kept)
-    → a copy for each choice (guide.py) → what a step's rows allow (bitmask.py) → model/sampler.py
+    a pool thread asks → a Grammar, a refusal, or Pending: ask again when told to
+    the grammar thread: tried in a child (trial.py) → compiled → kept → who waits is told
+    a Grammar → a copy for each choice (guide.py) → what a step's rows allow (bitmask.py)
 
-On llguidance. What is compiled comes from clients, so that its size is bounded here, and what it
-takes in trial.py. Here it is put into Lark's notation, in pool threads.
+One grammar is tried at a time, identical ones once; one that takes long is put behind those that
+have not been tried yet, and one that nobody waits for any longer is left out.
 """
 
-import json
+import hashlib
+import logging
 import re
-from collections.abc import Sequence
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TypeVar
 
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from transformers import PreTrainedTokenizerBase
 
-from batching.errors import InvalidInput
-from worker.grammar.cache import Asked, Grammar, GrammarCache
-from worker.grammar.trial import Unusable
-from worker.grammar.trial_process import Trials
-from worker.protocol import Constraint
+from batching.errors import InvalidInput, OnequeueError, QueueFull, WorkerDown
+from worker.grammar import notation, trial
+from worker.grammar.trial import Trials, Unusable
+from worker.protocol import Constraint, Pending
 
-COMPACT = {"whitespace_flexible": False, "coerce_one_of": True}
-LONGEST = 1_000_000  # characters of a grammar, tools and all
-LONGEST_TEXT = {"regex": 50_000, "choice": 100_000, "grammar": 100_000}
-MOST_CHOICES = 2_000
+log = logging.getLogger("onequeue.grammar")
+
+KEPT = 32  # compiled grammars, the ones used last
+MOST_BYTES = 512 << 20  # of all that are kept or in use
+USES = 200  # of one: copies share what the lexer has learned, which is bounded
+REMEMBERED = 1_000  # verdicts
+MOST_WAITING, MOST_LONG = 64, 8  # to be tried at first; with more time
+PASSING_S = 1.0
+QUICK_S, LONG_S = 0.25, 2.0  # CPU time for a trial, at first and at most
 UNFIT = "answers cannot be constrained with this model's tokenizer"
-REASON = 500  # characters of what the library says
-# The formats of strings that llguidance holds to.
-FORMATS = (
-    *("date-time", "time", "date", "duration", "email", "hostname"),
-    *("ipv4", "ipv6", "uuid", "uri"),
-)
-POSITION = re.compile(r"^at \d+\(\d+\): ")
-QUOTED = re.compile(r"\s*(\d+ \||\^)")
+DOWN = "answers cannot be held to grammars now"
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Grammar:
+    """One that is ready; copies of its matcher hold answers."""
+
+    matcher: LLMatcher
+    size: int = 0  # bytes
+    uses: int = 0
+    slow: bool = False  # it held up a step
+
+
+@dataclass(eq=False)
+class _Task:
+    """A grammar to be tried, as `to_lark` takes it; or the tokenizer to be made (no digest)."""
+
+    text: str = ""
+    foreign: bool = False
+    forcing: bool = True
+    compiles: bool = False  # or is only to be tried
+    digest: bytes = b""  # verdicts are kept by it
+    cpu_s: float = QUICK_S
+    waiting: list[tuple[Callable[[], bool], Callable[[], None]]] = field(default_factory=list)
+
+    @property
+    def wanted(self) -> bool:
+        """Somebody may be about to wait."""
+        return not self.waiting or any(wanted() for wanted, _ in self.waiting)
 
 
 class Grammars:
-    """The grammars of one tokenizer. `rows`: the width of the model's output."""
+    """The grammars of one tokenizer. `rows`: the width of the model's output. The library's own
+    tokenizer takes a second for a large vocabulary, and is made with the first grammar."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, rows: int, ends: Sequence[int]) -> None:
-        self._rows, self._ends = rows, list(ends)
-        self._tokenizer = tokenizer
-        self._cache = GrammarCache(self._make)
-        self.close = self._cache.close
+        self._pretrained, self._rows, self._ends = tokenizer, rows, list(ends)
+        self._made: tuple[LLTokenizer, Trials] | None = None
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[bytes, Grammar] = OrderedDict()
+        self._alive: weakref.WeakSet[Grammar] = weakref.WeakSet()
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()  # of those that may be used
+        # With the time, in monotonic seconds, until which an error holds that may pass: it is
+        # raised to all who waited, and to who comes right after them.
+        self._refused: OrderedDict[bytes, tuple[str | OnequeueError, float]] = OrderedDict()
+        self._tasks: dict[bytes, _Task] = {}
+        self._works = self._closed = False
+
+    # ── in pool threads: all raise InvalidInput with the reason, or Pending ──
 
     def matcher(self, constraint: Constraint) -> Grammar:
-        """InvalidInput with the reason if it is none; Pending, as all that compiles."""
-        rule = _rule(constraint)
+        rule = notation.rule(constraint)
         foreign = constraint.kind == "grammar"
         return self.compiled(rule if foreign else f"start: {rule}", constraint.param, foreign)
 
-    def either(self, constraint: Constraint, calls: str) -> Grammar:
-        """An answer as the constraint says, or calls by their grammar."""
-        if constraint.kind != "json_schema":
-            only = "goes with tools only where it asks for JSON"
-            raise InvalidInput(f"{constraint.param}: {only}", constraint.param)
-        lines = [f"calls: {calls.removeprefix('start:')}", f"answer: {_rule(constraint)}"]
-        return self.compiled("\n".join(["start: calls | answer", *lines]), constraint.param)
-
     def compiled(self, grammar: str, param: str, foreign: bool = False) -> Grammar:
-        """`grammar`: in Lark's notation, unless it is `foreign`."""
-        try:
-            return self._cache.get(self._asked(grammar, param, foreign))
-        except Unusable as unusable:
-            raise _unusable(str(unusable), param) from None
+        """`foreign`: in a client's own notation, perhaps GBNF; else in Lark's."""
+        task = self._task(grammar, param, foreign, compiles=True)
+        with self._lock:
+            known = self._kept.pop(task.digest, None)
+            if known and known.slow:
+                _remember(self._refused, task.digest, (trial.TOO_SLOW, 0.0))
+            elif known and known.uses < USES:
+                known.uses += 1
+                self._kept[task.digest] = known
+                return known
+            raise self._refusal(task, param) or self._enqueue(task)
 
     def check(self, grammar: str, param: str) -> None:
-        """InvalidInput if it cannot be compiled."""
-        try:
-            self._cache.check(self._asked(grammar, param, False))
-        except Unusable as unusable:
-            raise _unusable(str(unusable), param) from None
-
-    def _asked(self, grammar: str, param: str, foreign: bool) -> Asked:
-        _check_length(grammar, LONGEST, param)
-        self.tokenizer(param)
-        plain = grammar.replace("\\", "")
-        # What stands for a special token would be forced as its text, and then not be taken.
-        return Asked(grammar, foreign, not any(mark in plain for mark in self._special))
+        """Whether it could be compiled."""
+        task = self._task(grammar, param, False, compiles=False)
+        with self._lock:
+            if task.digest not in self._sizes:
+                raise self._refusal(task, param) or self._enqueue(task)
 
     def tokenizer(self, param: str) -> LLTokenizer:
-        try:
-            return self._cache.made()
-        except Unusable as unusable:
-            raise InvalidInput(f"{param}: {unusable}", param) from None
-
-    def _make(self) -> tuple[LLTokenizer, Trials]:
-        """Here and in the child, at the same time."""
-        try:
-            text = self._tokenizer.backend_tokenizer.to_str()
-        except Exception:
-            raise Unusable(UNFIT) from None
-        trials = Trials(text, self._rows, self._ends)
-        trials.start()
-        try:
-            made = LLTokenizer(text, n_vocab=self._rows, eos_token=self._ends or None)
-        except BaseException as error:  # a panic in the library is no Exception
-            trials.close()
-            if isinstance(error, MemoryError):
-                raise
-            raise Unusable(UNFIT) from None
-        return made, trials
+        with self._lock:
+            if self._made is None:
+                raise self._refusal(_Task(), param) or self._enqueue(_Task())
+            return self._made[0]
 
     def quoted(self, text: str) -> str:
         """A text in Lark's notation; special tokens stand by their ids."""
         parts = self._marks.split(text) if self._special else [text]
         return " ".join(
-            f"<[{self._special[part]}]>" if part in self._special else _literal(part)
+            f"<[{self._special[part]}]>" if part in self._special else notation.literal(part)
             for part in parts
             if part
         )
@@ -117,7 +134,7 @@ class Grammars:
     def _special(self) -> dict[str, int]:
         """The tokens that no text of a grammar stands for."""
         made = self.tokenizer("tools")
-        added = self._tokenizer.get_added_vocab()
+        added = self._pretrained.get_added_vocab()
         return {token: id_ for token, id_ in added.items() if made.is_special_token(id_)}
 
     @cached_property
@@ -125,71 +142,149 @@ class Grammars:
         longest_first = sorted(self._special, key=len, reverse=True)
         return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
+    def _task(self, grammar: str, param: str, foreign: bool, compiles: bool) -> _Task:
+        notation.check_length(grammar, param)
+        self.tokenizer(param)
+        plain = grammar.replace("\\", "")
+        # What stands for a special token would be forced as its text, and then not be taken.
+        forcing = not any(mark in plain for mark in self._special)
+        key = f"{foreign}{forcing}{grammar}".encode("utf-8", "surrogatepass")
+        return _Task(grammar, foreign, forcing, compiles, hashlib.sha256(key).digest())
 
-def schema_rule(schema: dict[str, Any], options: dict[str, Any]) -> str:
-    """A JSON schema in Lark's notation; what a client says to llguidance itself is left out."""
-    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+    def _refusal(self, task: _Task, param: str) -> OnequeueError | None:
+        refusal, until = self._refused.get(task.digest, (None, 0.0))
+        if isinstance(refusal, str):
+            self._refused.move_to_end(task.digest)
+            unfit = InvalidInput(f"{param}: {refusal}", param)
+            return notation.unusable(refusal, param) if task.digest else unfit
+        return refusal if time.monotonic() < until else None
+
+    def _enqueue(self, asked: _Task) -> Pending:
+        task = self._tasks.get(asked.digest)
+        if task is None:
+            if len(self._tasks) - self._long >= MOST_WAITING:
+                wait_s = QUICK_S * MOST_WAITING + LONG_S
+                raise QueueFull("too many grammars wait to be compiled", wait_s)
+            task = self._tasks[asked.digest] = asked
+        task.compiles |= asked.compiles
+        if not self._works and not self._closed:
+            try:
+                trial.with_large_stack(self._work)  # it waits for the lock
+            except RuntimeError as error:
+                del self._tasks[asked.digest]
+                raise WorkerDown(DOWN, 5) from error
+            self._works = True
+        return Pending(lambda wanted, again: self._join(task, wanted, again))
+
+    def _join(self, task: _Task, wanted: Callable[[], bool], again: Callable[[], None]) -> None:
+        with self._lock:
+            if self._tasks.get(task.digest) is task:
+                task.waiting.append((wanted, again))
+                return
+        again()  # it has just been done
+
+    def close(self) -> None:
+        self._closed = True
+        if self._made:
+            self._made[1].close()
+
+    # ── the grammar thread: there while there is something to do ──
+
+    def _work(self) -> None:
+        while (task := self._next()) is not None:
+            refusal: str | OnequeueError | None = None
+            try:
+                if not self._do(task):
+                    continue
+            except Unusable as unusable:
+                refusal = str(unusable)
+            except OnequeueError as error:
+                refusal = error
+            except BaseException as error:  # a panic in the library is no Exception
+                if not self._closed:
+                    log.exception("bug in the grammar thread")
+                refusal = WorkerDown(DOWN, 5)
+                refusal.__cause__ = error
+            with self._lock:
+                if refusal is not None:
+                    until = time.monotonic() + PASSING_S
+                    _remember(self._refused, task.digest, (refusal, until))
+                del self._tasks[task.digest]
+            for _, again in task.waiting:
+                again()
+
+    def _next(self) -> _Task | None:
+        with self._lock:
+            for gone in [task for task in self._tasks.values() if not task.wanted]:
+                del self._tasks[gone.digest]
+            if self._tasks and not self._closed:
+                return min(self._tasks.values(), key=lambda task: task.cpu_s)
+            self._works = False
+            return None
+
+    def _do(self, task: _Task) -> bool:
+        """False: it is to be tried again, with more time."""
+        if not task.digest or self._made is None:
+            self._make_tokenizer()
+            return True
+        tokenizer, trials = self._made
+        lark, size = None, self._sizes.get(task.digest)
+        if size is None:
+            verdict = trials.attempt(task.text, task.foreign, task.forcing, task.cpu_s)
+            if verdict.reason == trial.TOO_LONG and task.cpu_s < LONG_S:
+                if self._long >= MOST_LONG:
+                    long = "too many grammars that take long wait to be compiled"
+                    raise QueueFull(long, LONG_S * MOST_LONG)
+                task.cpu_s = LONG_S
+                return False
+            if verdict.reason is not None:
+                raise Unusable(verdict.reason)
+            lark, size = verdict.lark, verdict.size
+            if not task.foreign:  # those are read in the child each time
+                _remember(self._sizes, task.digest, size)
+        if task.compiles:
+            self._make_room(size)
+            lark = lark or trial.to_lark(task.text, task.foreign, task.forcing)
+            made = Grammar(trial.compile_grammar(tokenizer, lark), size, 1)
+            made.matcher.deep_copy().compute_bitmask()  # what its copies need first is shared
+            with self._lock:
+                self._kept[task.digest] = made
+                self._alive.add(made)
+        return True
+
+    def _make_tokenizer(self) -> None:
+        """Here and in the child, at the same time."""
+        try:
+            text = self._pretrained.backend_tokenizer.to_str()
+            trials = Trials(text, self._rows, self._ends)
+            trials.start()
+            made = LLTokenizer(text, n_vocab=self._rows, eos_token=self._ends or None)
+        except (OSError, MemoryError):
+            raise
+        except BaseException:  # a panic in the library is no Exception
+            raise Unusable(UNFIT) from None
+        self._made = made, trials
+        if self._closed:
+            trials.close()
+
+    def _make_room(self, size: int) -> None:
+        with self._lock:
+            while self._kept and (len(self._kept) >= KEPT or self._used + size > MOST_BYTES):
+                self._kept.popitem(last=False)
+            if self._used + size > MOST_BYTES:
+                raise QueueFull("the grammars in use take all memory there is for them", 5)
+
+    @property
+    def _long(self) -> int:
+        """How many are to be tried with more time: they keep nobody else out."""
+        return sum(task.cpu_s >= LONG_S for task in list(self._tasks.values()))
+
+    @property
+    def _used(self) -> int:
+        return sum(grammar.size for grammar in self._alive)
 
 
-def _rule(constraint: Constraint) -> str:
-    """What follows `start:` in Lark's notation, or a whole grammar."""
-    value, kind, param = constraint.value, constraint.kind, constraint.param
-    if kind == "json_schema" and not isinstance(value, dict):
-        raise InvalidInput(f"{param}: must be an object", param)
-    if kind in ("regex", "grammar"):
-        _check_length(value, LONGEST_TEXT[kind], param)
-    if kind == "choice" and len(value) > MOST_CHOICES:
-        raise InvalidInput(f"{param}: takes at most {MOST_CHOICES} texts", param)
-    try:
-        rule = _notation(kind, value)
-    except Exception as error:  # whatever makes it no schema, or no grammar
-        raise _unusable(str(error) or type(error).__name__, param) from None
-    _check_length(rule, LONGEST_TEXT.get(kind, LONGEST), param)
-    return rule
-
-
-def _check_length(grammar: str, longest: int, param: str) -> None:
-    if len(grammar) > longest:
-        raise _unusable(f"it is longer than {longest} characters", param)
-
-
-def _notation(kind: str, value: Any) -> str:
-    if kind == "json_schema":
-        return schema_rule(_without_unknown_formats(value), COMPACT)
-    if kind == "regex":
-        return f"/{_slashes_escaped(value)}/"
-    if kind == "choice":
-        return " | ".join(map(_literal, value))
-    grammar: str = value
-    return grammar
-
-
-def _slashes_escaped(regex: str) -> str:
-    return re.sub(r"(\\.)|/|\n", lambda m: m[1] or {"/": r"\/", "\n": r"\n"}[m[0]], regex)
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _without_unknown_formats(schema: Any) -> Any:
-    """A format is a remark, not a rule, where it is not known."""
-    if isinstance(schema, list):
-        return [_without_unknown_formats(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        key: value if key in ("const", "enum") else _without_unknown_formats(value)
-        for key, value in schema.items()
-        if key != "format" or not isinstance(value, str) or value in FORMATS
-    }
-
-
-def _unusable(reason: str, param: str) -> InvalidInput:
-    """With the library's reason, without the lines of the grammar that it quotes."""
-    reason = re.split("<backtrace>|<state>|<non-verbose/>", reason)[0]
-    if reason.startswith("panic:"):
-        reason = "it is more than the library for grammars can take"
-    said = [line for line in reason.splitlines() if not QUOTED.match(line)]
-    told = " ".join(" ".join(said).split()).rstrip(": ")
-    return InvalidInput(f"{param}: cannot be used: {POSITION.sub('', told)[:REASON]}", param)
+def _remember(kept: OrderedDict[bytes, T], digest: bytes, verdict: T) -> None:
+    kept[digest] = verdict
+    if len(kept) > REMEMBERED:
+        kept.popitem(last=False)

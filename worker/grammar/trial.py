@@ -1,10 +1,10 @@
 """A stranger's grammar is tried here first, in a process of its own.
 
-    compiler.py → trial_process.py ═ pipe ═▶ main: a fork for each grammar, limited → its verdict
+    compiler.py: Trials ═ pipe ═▶ main: a fork for each grammar, limited → its Verdict
 
 Nothing stops the library once it compiles, and a small schema can ask for hours and all memory. So
-this runs as a program (`main`), without torch: it makes the tokenizer once, then tries each
-grammar in a fork that the kernel ends when it takes too much. `compile_grammar` and
+this file runs as a program (`main`), without torch: it makes the tokenizer once, then tries each
+grammar in a fork that the kernel ends when it takes too much. `to_lark`, `compile_grammar` and
 `with_large_stack` are what the server does with those that pass.
 """
 
@@ -15,12 +15,14 @@ import random
 import re
 import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
@@ -47,9 +49,15 @@ class Unusable(Exception):
     """With the reason."""
 
 
-def notation(grammar: str, foreign: bool, forcing: bool) -> str:
-    """In Lark's notation, as it is compiled. `foreign`: in a client's own notation, GBNF perhaps.
-    `forcing`: whether the library may work out as text what must come."""
+class Verdict(NamedTuple):
+    reason: str | None = None  # why it cannot be used
+    lark: str | None = None  # as it is to be compiled, where it was foreign
+    size: int = 0  # bytes that it takes
+
+
+def to_lark(grammar: str, foreign: bool, forcing: bool) -> str:
+    """As it is compiled. `foreign`: in a client's own notation, GBNF perhaps. `forcing`: whether
+    the library may work out as text what must come."""
     lark: str = any_to_lark(grammar) if foreign else grammar
     return lark if forcing else f'%llguidance {{"no_forcing": true}}\n{lark}'
 
@@ -77,27 +85,76 @@ def with_large_stack(run: Callable[[], None]) -> threading.Thread:
 _starting = threading.Lock()  # the stack's size is the whole process's setting
 
 
-# ── messages: a length in four bytes, then JSON ──
+class Trials:
+    """The server's end: the process in which grammars are tried.
+
+    Started with the first grammar, and again if it has died. It ends when its pipe does: with
+    `close`, with its owner, or with the server, however that ends. One caller at a time.
+    """
+
+    def __init__(self, tokenizer: str, rows: int, ends: Sequence[int]) -> None:
+        """`tokenizer`: its file's text."""
+        self._tokenizer = (tokenizer, rows, list(ends) or None)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: weakref.finalize[..., Trials] | None = None
+        self._closed = False
+
+    def attempt(self, grammar: str, foreign: bool, forcing: bool, cpu_s: float) -> Verdict:
+        """OSError if there can be no such process."""
+        for _ in range(2):
+            with contextlib.suppress(OSError, EOFError):  # it has been killed, not by a grammar
+                process = self._process or self.start()
+                _send(process.stdin, (cpu_s, grammar, foreign, forcing))
+                return Verdict(*_receive(process.stdout))
+            self._drop()
+        raise OSError("the process that tries grammars ends at once")
+
+    def start(self) -> "subprocess.Popen[bytes]":
+        if self._closed:
+            raise OSError("it is closed")
+        # By its file, which imports nothing of ours: `worker` may not be on the path. In a session
+        # of its own, so that a terminal's signals do not reach it.
+        process = self._process = subprocess.Popen(
+            [sys.executable, "-P", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self._end = weakref.finalize(self, _stop, process)
+        _send(process.stdin, self._tokenizer)
+        return process
+
+    def close(self) -> None:
+        """From any thread."""
+        self._closed = True
+        self._drop()
+
+    def _drop(self) -> None:
+        if self._end:
+            self._end()
+        self._process = None
 
 
-def send(pipe: IO[bytes], message: dict[str, Any]) -> None:
-    body = json.dumps(message).encode()
-    pipe.write(len(body).to_bytes(4, "big") + body)
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    with contextlib.suppress(OSError), process:  # what it did not read
+        process.kill()
+
+
+def _send(pipe: IO[bytes] | None, message: Sequence[Any]) -> None:
+    """A line of JSON."""
+    assert pipe is not None
+    pipe.write(json.dumps(message).encode() + b"\n")
     pipe.flush()
 
 
-def receive(pipe: IO[bytes]) -> dict[str, Any]:
+def _receive(pipe: IO[bytes] | None) -> list[Any]:
     """EOFError when the other side has ended."""
-    length = int.from_bytes(_exactly(pipe, 4), "big")
-    message: dict[str, Any] = json.loads(_exactly(pipe, length))
-    return message
-
-
-def _exactly(pipe: IO[bytes], count: int) -> bytes:
-    data = pipe.read(count)
-    if len(data) < count:
+    assert pipe is not None
+    line = pipe.readline()
+    if not line.endswith(b"\n"):
         raise EOFError
-    return data
+    return list(json.loads(line))
 
 
 # ── the program ──
@@ -107,34 +164,30 @@ def main() -> None:
     """The tokenizer comes first, then grammars, each answered before the next."""
     requests, verdicts = sys.stdin.buffer, sys.stdout.buffer
     with contextlib.suppress(EOFError, BrokenPipeError):
-        told = receive(requests)
-        tokenizer = LLTokenizer(told["tokenizer"], n_vocab=told["rows"], eos_token=told["ends"])
+        text, rows, ends = _receive(requests)
+        tokenizer = LLTokenizer(text, n_vocab=rows, eos_token=ends)
         while True:
-            send(verdicts, _in_a_fork(tokenizer, receive(requests)))
+            _send(verdicts, _in_a_fork(tokenizer, *_receive(requests)))
 
 
-def _in_a_fork(tokenizer: LLTokenizer, request: dict[str, Any]) -> dict[str, Any]:
+def _in_a_fork(tokenizer: LLTokenizer, cpu_s: float, *asked: Any) -> Sequence[Any]:
     ours, its = os.pipe()
     if (pid := os.fork()) == 0:
         try:
             os.close(0)  # the pipes are the parent's: they end with it
             os.close(1)
-            _limit(request["cpu_s"])
+            _limit(cpu_s)
             with os.fdopen(its, "wb") as pipe:
-                send(pipe, _verdict(tokenizer, request))
+                _send(pipe, _verdict(tokenizer, *asked))
         finally:
             os._exit(0)
     os.close(its)
-    with os.fdopen(ours, "rb") as pipe:
-        try:
-            verdict = receive(pipe)
-        except EOFError:
-            verdict = {}
+    verdict: Sequence[Any] = ()
+    with os.fdopen(ours, "rb") as pipe, contextlib.suppress(EOFError):
+        verdict = _receive(pipe)
     _, status = os.waitpid(pid, 0)
-    if verdict:
-        return verdict
     out_of_time = os.waitstatus_to_exitcode(status) in (-signal.SIGPROF, -signal.SIGALRM)
-    return {"reason": TOO_LONG if out_of_time else TOO_LARGE}
+    return verdict or Verdict(TOO_LONG if out_of_time else TOO_LARGE)
 
 
 def _limit(cpu_s: float) -> None:
@@ -159,44 +212,42 @@ def _memory() -> tuple[int, int]:
     return int(size) * page, int(resident) * page
 
 
-def _verdict(tokenizer: LLTokenizer, request: dict[str, Any]) -> dict[str, Any]:
-    verdict: dict[str, Any] = {}
+def _verdict(tokenizer: LLTokenizer, grammar: str, foreign: bool, forcing: bool) -> Verdict:
+    verdict = Verdict(TOO_LARGE)
     before = _memory()[1]
 
     def attempt() -> None:
+        nonlocal verdict
         try:
-            foreign = request["foreign"]
-            grammar = notation(request["grammar"], foreign, request["forcing"])
-            follow(compile_grammar(tokenizer, grammar))
-            verdict.update(grammar=grammar if foreign else None)
-            verdict.update(bytes=max(0, _memory()[1] - before))
-        except MemoryError:
-            verdict.update(reason=TOO_LARGE)
+            lark = to_lark(grammar, foreign, forcing)
+            _follow(compile_grammar(tokenizer, lark))
+            size = max(0, _memory()[1] - before)
+            verdict = Verdict(None, lark if foreign else None, size)
         except Exception as error:  # whatever makes it no grammar
-            verdict.update(reason=str(error) or type(error).__name__)
+            if not isinstance(error, MemoryError):
+                verdict = Verdict(str(error) or type(error).__name__)
 
     with_large_stack(attempt).join()
-    return verdict or {"reason": TOO_LARGE}
+    return verdict
 
 
-def follow(matcher: LLMatcher) -> None:
+def _follow(matcher: LLMatcher) -> None:
     """A few tokens that the grammar allows, as an answer would be held to it; else Unusable."""
     chance = random.Random(0)
     for _ in range(STEPS):
         mask = _in_time(matcher.compute_bitmask)
-        stop = matcher.stop_reason()
-        if "NoExtension" in f"{stop} {matcher.get_error()}":
+        if "NoExtension" in f"{matcher.stop_reason()} {matcher.get_error()}":
             raise Unusable("no text fits it")
-        _check(matcher)
-        if not ANY_BIT.search(mask):
-            return
+        if matcher.is_error() or not ANY_BIT.search(mask):
+            break
         sure = _in_time(matcher.compute_ff_tokens)
         token = sure[0] if sure else _any_of(mask, chance)
         _in_time(partial(matcher.validate_tokens, [token]))
         _in_time(partial(matcher.consume_token, token))
-        _check(matcher)
         if matcher.is_stopped():
-            return
+            break
+    if matcher.is_error():
+        raise Unusable(TOO_COMPLEX)
 
 
 def _any_of(mask: bytes, chance: random.Random) -> int:
@@ -204,11 +255,6 @@ def _any_of(mask: bytes, chance: random.Random) -> int:
     assert found is not None
     byte = mask[found.start()]
     return found.start() * 8 + chance.choice([bit for bit in range(8) if byte >> bit & 1])
-
-
-def _check(matcher: LLMatcher) -> None:
-    if matcher.is_error():
-        raise Unusable(TOO_COMPLEX)
 
 
 def _in_time(run: Callable[[], Any]) -> Any:

@@ -1,18 +1,7 @@
-"""Does a batch give what each of its rows gives alone? Asked at load, by running the model.
-
-Three ways to batch are tried on random rows: packed, padded on the right, and padded on the
-left before generation. What differs is not used; the reason is logged with the model.
-"""
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+"""What worker/model/ and worker/pipeline/ share of the checks that run a model at load."""
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-from worker.pipeline.outputs import split_rows
-from worker.pipeline.packed_attention import CannotPack, Packing
+from transformers import PreTrainedModel
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 # Rows are not made longer than this to exceed a window: it would take longer than loading.
@@ -24,46 +13,6 @@ class Differs(Exception):
     """Rows in a batch do not give what they give alone; the message says how."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Random rows; `names` are the arguments the tokenizer makes of a text."""
-
-    ids: torch.Tensor  # [B, L], padded
-    mask: torch.Tensor  # [B, L]
-    lengths: Sequence[int]
-    names: Sequence[str]
-
-    def batch(self) -> dict[str, torch.Tensor]:
-        inputs = {"input_ids": self.ids}
-        return inputs | {"attention_mask": self.mask} if "attention_mask" in self.names else inputs
-
-    def alone(self, row: int) -> dict[str, torch.Tensor]:
-        real = self.mask[row].bool()
-        return {name: value[row][real][None] for name, value in self.batch().items()}
-
-
-def random_rows(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int], left: bool
-) -> Rows:
-    """Tokens are ordinary ones; each row ends in the token that ends texts, as some models
-    look for it."""
-    generator = torch.Generator().manual_seed(0)
-    width, size = max(lengths), model.config.get_text_config().vocab_size
-    ordinary = torch.tensor(sorted(set(range(size)) - set(tokenizer.all_special_ids)))
-    ids = ordinary[torch.randint(len(ordinary), (len(lengths), width), generator=generator)]
-    last = tokenizer.eos_token_id if tokenizer.sep_token_id is None else tokenizer.sep_token_id
-    pad = tokenizer.pad_token_id
-    assert isinstance(pad, int)
-    mask = torch.zeros_like(ids)
-    for row, length in enumerate(lengths):
-        start = width - length if left else 0
-        mask[row, start : start + length] = 1
-        if isinstance(last, int) and not left:
-            ids[row, length - 1] = last
-    ids = torch.where(mask.bool(), ids, pad).to(model.device)
-    return Rows(ids, mask.to(model.device), lengths, tokenizer.model_input_names)
-
-
 def encoder_lengths(model: PreTrainedModel, limit: int) -> list[int]:
     """Two rows near in length, which share an attention call when packed, and a short one. They
     exceed the attention window, as far as `limit` and time allow."""
@@ -72,71 +21,3 @@ def encoder_lengths(model: PreTrainedModel, limit: int) -> list[int]:
     reach = 2 * max(windows) + 8
     longest = min(limit, reach if SHORTEST < reach <= LONGEST else SHORTEST)
     return [min(3, longest), longest, longest - longest // 8]
-
-
-def check_packing(packing: Packing, tokenizer: PreTrainedTokenizerBase, limit: int) -> None:
-    """Raises CannotPack or Differs unless packed rows equal the model's own forward of each."""
-    model = packing.model
-    rows = random_rows(model, tokenizer, encoder_lengths(model, limit), left=False)
-    own = forward_alone(model, rows)
-    detach = packing.attach()
-    try:
-        with packing.batch(rows.lengths, rows.ids.shape[1]), torch.no_grad():
-            together = model(**rows.batch())
-    finally:
-        detach()
-    if packing.calls != len(packing.layers):
-        raise CannotPack("its layers do not call a registered attention function")
-    compare(own, split_rows(together, len(rows.lengths), rows.lengths), rows.lengths)
-
-
-def check_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, limit: int) -> None:
-    """Raises Differs unless rows padded on the right give what they give alone."""
-    rows = random_rows(model, tokenizer, encoder_lengths(model, limit), left=False)
-    own = forward_alone(model, rows)
-    with torch.no_grad():
-        together = model(**rows.batch())
-    compare(own, split_rows(together, len(rows.lengths), rows.lengths), rows.lengths)
-
-
-def check_left_padding(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, limit: int
-) -> None:
-    """Raises Differs unless the first generated token's logits survive padding on the left."""
-    rows = random_rows(model, tokenizer, [min(3, limit - 1), min(11, limit - 1)], left=True)
-    options = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "max_new_tokens": 1}
-    options |= {"return_dict_in_generate": True, "output_logits": True}
-
-    def first_logits(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        generate: Any = model.generate  # mypy takes it for a parameter of the module
-        output = generate(**inputs, **options)
-        logits: torch.Tensor = output.logits[0]
-        return logits
-
-    together = first_logits(rows.batch())
-    own = [{"logits": first_logits(rows.alone(row))} for row in range(len(rows.lengths))]
-    compare(own, [{"logits": row[None]} for row in together], rows.lengths)
-
-
-def forward_alone(model: PreTrainedModel, rows: Rows) -> list[Any]:
-    with torch.no_grad():
-        return [
-            split_rows(model(**rows.alone(row)), 1, [length])[0]
-            for row, length in enumerate(rows.lengths)
-        ]
-
-
-def compare(own: Sequence[Any], together: Sequence[Any], lengths: Sequence[int]) -> None:
-    """Every score the model gives must be equal but for rounding."""
-    for alone, batched, length in zip(own, together, lengths, strict=True):
-        for name, expected in alone.items():
-            if not isinstance(expected, torch.Tensor) or not expected.is_floating_point():
-                continue
-            if expected.ndim > 2 and expected.shape[1] != length:
-                raise Differs(f"its {name} are not one for each token")
-            got = batched[name]
-            if got.shape != expected.shape:
-                raise Differs(f"its {name} have another shape in a batch")
-            off = (got - expected).abs().max() / expected.abs().max()
-            if not off <= TOLERANCE[expected.dtype]:  # also when NaN
-                raise Differs(f"its {name} differ in a batch by {float(off):.1e} of the largest")

@@ -1,67 +1,78 @@
 """From what a client sent to what a pipeline's `preprocess` takes; runs in pool threads.
 
 Every string is checked here for what it is: a text, or bytes in base64. None is handed on where
-a pipeline would open it as a path or a link. Counting tokens is in limits.py.
+a pipeline would open it as a path or a link. What the model takes of it is in limits.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from transformers.utils.chat_template_utils import Chat
 
 from batching.errors import InvalidInput
+from worker.decode_budget import Lease
 from worker.model.loading import Pipe
-from worker.pipeline.limits import check_characters, check_sound, output_planes
+from worker.pipeline import limits
 from worker.pipeline.media import to_audio, to_image, to_images
 from worker.protocol import PipelineInput
-from worker.room import Place
-from worker.tasks import TASKS, listed, texts
+from worker.tasks import LIST, TASKS, TEXTS, Check
 
 MAX_LABELLED_CHARS = 4_000_000
 MAX_QUESTIONS = 64  # each may be a prompt of its own
 
-Check = Callable[[Any], str | None]
 
+class InputReader:
+    """Reads the inputs of one task for one model; `limit`: the tokens that the model takes."""
 
-def read_input(task: str, payload: PipelineInput, pipe: Pipe, limit: int, place: Place) -> Any:
-    """Raises InvalidInput for what the task cannot take; what is decoded is decoded in `place`."""
-    inputs = payload.inputs
-    match TASKS[task].kind:
-        case "image":
-            return to_image(inputs, place, planes=output_planes(task, pipe))
-        case "audio":
-            rate = pipe.feature_extractor.sampling_rate
-            own_pieces = getattr(pipe, "type", "") == "seq2seq_whisper"
-            check = partial(check_sound, parameters=payload.parameters, any_length=own_pieces)
-            return to_audio(inputs, rate, place, check)
-        case "json":
-            return read_object(task, inputs, limit, place)
-    if task == "zero-shot-classification" and isinstance(inputs, str):
-        labels = payload.parameters["candidate_labels"]
-        if len(inputs) * len(labels) > MAX_LABELLED_CHARS:  # it is tokenized for each label
+    def __init__(self, task: str, pipe: Pipe) -> None:
+        self.name = task
+        self.task = TASKS[task]
+        self.limit = limits.context_limit(pipe)
+        self.values_per_pixel = limits.values_per_pixel(task, pipe)
+
+    def read(self, payload: PipelineInput, pipe: Pipe, lease: Lease) -> Any:
+        """Raises InvalidInput for what the task or the model cannot take; what is decoded is
+        decoded within the lease."""
+        inputs, parameters = payload.inputs, payload.parameters
+        limits.check_strides(parameters, self.limit)
+        match self.task.kind:
+            case "text":
+                inputs = self._read_text(inputs, parameters, pipe)
+            case "image":
+                inputs = to_image(inputs, lease, values_per_pixel=self.values_per_pixel)
+            case "audio":
+                any_length = getattr(pipe, "type", "") == "seq2seq_whisper"
+                check = partial(limits.check_sound, parameters=parameters, any_length=any_length)
+                inputs = to_audio(inputs, pipe.feature_extractor.sampling_rate, lease, check)
+            case "json":
+                inputs = read_object(self.name, inputs, self.limit, lease)
+        if (self.task.kind != "text" or not self.task.stages) and pipe.tokenizer is not None:
+            limits.check_strings(pipe, inputs, parameters, self.limit)
+        if self.name == "decision":
+            limits.check_decision(pipe, inputs, self.limit)
+        return inputs
+
+    def _read_text(self, inputs: Any, parameters: Mapping[str, Any], pipe: Pipe) -> Any:
+        """A string; for some tasks a pair or a conversation."""
+        if isinstance(inputs, dict) and self.name == "text-classification":
+            return read_pair(inputs, self.limit)
+        if isinstance(inputs, list) and self.name == "text-generation":
+            return read_chat(inputs, pipe, self.limit)
+        if not isinstance(inputs, str):
+            raise InvalidInput(f"{self.name} takes a string", "inputs")
+        if not (inputs if self.name == "text-generation" else inputs.strip()):
+            raise InvalidInput("the text is empty", "inputs")
+        labels = parameters.get("candidate_labels", ())  # it is tokenized for each
+        if len(inputs) * len(labels) > MAX_LABELLED_CHARS:
             raise InvalidInput("the text is too long for so many labels", "inputs")
-    return read_text(task, inputs, pipe, limit)
-
-
-def read_text(task: str, inputs: Any, pipe: Pipe, limit: int) -> Any:
-    """A string; for some tasks a pair or a conversation."""
-    if isinstance(inputs, dict) and task == "text-classification":
-        return read_pair(inputs, limit)
-    if isinstance(inputs, list) and task == "text-generation":
-        return read_chat(inputs, pipe, limit)
-    if not isinstance(inputs, str):
-        raise InvalidInput(f"{task} takes a string", "inputs")
-    if not (inputs if task == "text-generation" else inputs.strip()):
-        raise InvalidInput("the text is empty", "inputs")
-    check_characters(len(inputs), limit)
-    if task == "fill-mask" and pipe.tokenizer.mask_token not in inputs:
-        raise InvalidInput(
-            f"there is no {pipe.tokenizer.mask_token} in the text: "
-            "write it where a word is to be filled in",
-            "inputs",
-        )
-    return inputs
+        limits.check_characters(len(inputs), self.limit)
+        if self.name == "fill-mask" and (mask := pipe.tokenizer.mask_token) not in inputs:
+            raise InvalidInput(
+                f"there is no {mask} in the text: write it where a word is to be filled in",
+                "inputs",
+            )
+        return inputs
 
 
 def read_pair(inputs: dict[str, Any], limit: int) -> dict[str, str]:
@@ -70,7 +81,7 @@ def read_pair(inputs: dict[str, Any], limit: int) -> dict[str, str]:
         raise InvalidInput(
             'a pair is {"text": …, "text_pair": …}, both strings, not empty', "inputs"
         )
-    check_characters(sum(map(len, inputs.values())), limit)
+    limits.check_characters(sum(map(len, inputs.values())), limit)
     return inputs
 
 
@@ -91,26 +102,21 @@ def read_chat(messages: list[Any], pipe: Pipe, limit: int) -> Chat:
             raise InvalidInput(
                 f"a message has a role and a content, no {name!r}", f"inputs[{index}]"
             )
-    check_characters(sum(len(message["content"]) for message in messages), limit)
+    limits.check_characters(sum(len(message["content"]) for message in messages), limit)
     return Chat(messages)  # type: ignore[arg-type]  # annotated as a dict, used as a list
 
 
 # ── tasks whose input is a JSON object ──
 
 
-def text(value: Any) -> str | None:
-    return None if isinstance(value, str) and value.strip() else "must be a string, not empty"
+def is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
-def word_boxes(value: Any) -> str | None:
-    fine = isinstance(value, list) and all(
+def are_word_boxes(value: Any) -> bool:
+    return isinstance(value, list) and all(
         isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and is_box(pair[1])
         for pair in value
-    )
-    return (
-        None
-        if fine
-        else ("must be a list of [word, [left, top, right, bottom]], whole numbers from 0 to 1000")
     )
 
 
@@ -121,73 +127,76 @@ def is_box(value: Any) -> bool:
     return bool(0 <= left <= right <= 1000 and 0 <= top <= bottom <= 1000)
 
 
-def table(value: Any) -> str | None:
-    fine = isinstance(value, dict) and all(isinstance(column, list) for column in value.values())
-    fine = fine and len({len(column) for column in value.values()}) == 1
-    plain = (str, int, float, bool, type(None))
-    fine = fine and all(isinstance(cell, plain) for column in value.values() for cell in column)
-    return None if fine else 'must be an object of columns of equal length: {"name": ["…", …], …}'
+def is_table(value: Any) -> bool:
+    if not isinstance(value, dict) or not all(isinstance(each, list) for each in value.values()):
+        return False
+    cells = (cell for column in value.values() for cell in column)
+    return len({len(column) for column in value.values()}) == 1 and all(
+        isinstance(cell, (str, int, float, bool, type(None))) for cell in cells
+    )
 
 
-def state(value: Any) -> str | None:
-    fine = isinstance(value, (str, dict, list)) and value
-    return None if fine else "must be a string, an object or a list, not empty"
-
-
-def questions(value: Any) -> str | None:
-    fine = isinstance(value, dict) and 0 < len(value) <= MAX_QUESTIONS
-    return None if fine else f"must be an object of 1 to {MAX_QUESTIONS} questions by their names"
+def are_questions(value: Any) -> bool:
+    return isinstance(value, dict) and 0 < len(value) <= MAX_QUESTIONS
 
 
 # Which keys an object may have beside those it must have.
 OPTIONAL_KEYS = {"document-question-answering": ("image", "word_boxes")}
-CHECKS: dict[str, Check] = {
-    "question": text,
-    "query": texts,
-    "text": text,
-    "candidate_labels": listed,
-    "word_boxes": word_boxes,
-    "table": table,
-    "state": state,
-    "questions": questions,
+TEXT = Check("must be a string, not empty", is_text)
+CHECKS = {
+    "question": TEXT,
+    "query": TEXTS,
+    "text": TEXT,
+    "candidate_labels": LIST,
+    "word_boxes": Check(
+        "must be a list of [word, [left, top, right, bottom]], whole numbers from 0 to 1000",
+        are_word_boxes,
+    ),
+    "table": Check('must be an object of columns of equal length: {"name": ["…", …], …}', is_table),
+    "state": Check(
+        "must be a string, an object or a list, not empty",
+        lambda value: isinstance(value, (str, dict, list)) and bool(value),
+    ),
+    "questions": Check(
+        f"must be an object of 1 to {MAX_QUESTIONS} questions by their names", are_questions
+    ),
 }
 
 
-def read_object(task: str, inputs: Any, limit: int, place: Place) -> Any:
+def read_object(task: str, inputs: Any, limit: int, lease: Lease) -> Any:
     """What the pipeline is called with: images decoded, a table made a DataFrame of strings."""
-    wanted = TASKS[task].json_keys
-    known = (*wanted, *OPTIONAL_KEYS.get(task, ()))
+    needed = TASKS[task].json_keys
+    known = (*needed, *OPTIONAL_KEYS.get(task, ()))
     given = {k: v for k, v in inputs.items() if v is not None} if isinstance(inputs, dict) else {}
-    if not set(wanted) <= set(given) or not set(given) <= set(known):
+    if not set(needed) <= set(given) <= set(known):
         keys = ", ".join(f'"{key}": …' for key in known)
         raise InvalidInput(f"{task} takes an object {{{keys}}}", "inputs")
     for key, value in given.items():
-        if key in CHECKS and (wrong := CHECKS[key](value)):
-            raise InvalidInput(wrong, f"inputs.{key}")
+        if key in CHECKS and not CHECKS[key].fits(value):
+            raise InvalidInput(CHECKS[key].words, f"inputs.{key}")
     try:
         characters = sum(count_characters(given[key]) for key in CHECKS if key in given)
     except RecursionError:
         raise InvalidInput("it is nested too deeply", "inputs") from None
-    check_characters(characters, limit)
+    limits.check_characters(characters, limit)
     if task == "document-question-answering" and not {"image", "word_boxes"} & set(given):
         raise InvalidInput("a document is an image, word_boxes, or both", "inputs")
+    if task == "keypoint-matching":
+        return read_pair_of_images(given["images"], lease)
     if "image" in given:
         labels = len(given.get("candidate_labels", ()))  # the image is processed for each
-        given["image"] = to_image(given["image"], place, "inputs.image", labels)
-    if task == "keypoint-matching":
-        return read_pair_of_images(given["images"], place, "inputs.images")
+        given["image"] = to_image(given["image"], lease, "inputs.image", labels)
     if "images" in given:
-        given["images"] = to_image(given["images"], place, "inputs.images")
+        given["images"] = to_image(given["images"], lease, "inputs.images")
     if "table" in given:
         given["table"] = to_frame(given["table"])
     return given
 
 
-def read_pair_of_images(value: Any, place: Place, param: str) -> Any:
+def read_pair_of_images(value: Any, lease: Lease) -> Any:
     if not isinstance(value, list) or len(value) != 2:
-        raise InvalidInput("must be a list of two images", param)
-    named = [(each, f"{param}[{index}]") for index, each in enumerate(value)]
-    return to_images(named, place)
+        raise InvalidInput("must be a list of two images", "inputs.images")
+    return to_images([(each, f"inputs.images[{n}]") for n, each in enumerate(value)], lease)
 
 
 def count_characters(value: Any) -> int:

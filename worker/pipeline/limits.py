@@ -1,10 +1,10 @@
-"""How much a model takes: tokens of context, room to generate, seconds of sound.
+"""How much a model takes: tokens of context, characters, seconds of sound.
 
 Checked before the worker sees an input, because beyond its tables a model raises, and on a
 GPU an index beyond a table ends the process's device for everybody.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ ENDLESS = 1 << 24  # tokenizers say 10^30 where nobody set a limit
 MAX_CHARS_PER_TOKEN = 256
 MAX_CHUNKS = 1024  # forward rows of one input
 MAX_UNCHUNKED_S = 300.0  # sound in one row: its cost grows with the square
-DEFAULT_NEW_TOKENS = 256  # the pipeline's own default
 
 
 def context_limit(pipe: Pipe) -> int:
@@ -35,11 +34,10 @@ def context_limit(pipe: Pipe) -> int:
     return int(min(limit for limit in limits if limit and limit > 0))
 
 
-def check_characters(count: int, limit: int, param: str = "inputs") -> None:
+def check_characters(count: int, limit: int) -> None:
     if count > MAX_CHARS_PER_TOKEN * limit:
-        raise InvalidInput(
-            f"the text has {count} characters; the model takes {limit} tokens", param
-        )
+        many = f"the text has {count} characters; the model takes {limit} tokens"
+        raise InvalidInput(many, "inputs")
 
 
 def vocabulary(pipe: Pipe) -> int:
@@ -63,26 +61,12 @@ def check_decision(pipe: Pipe, request: Mapping[str, Any], limit: int) -> None:
         )
 
 
-def check_tokens(chunks: Sequence[Mapping[str, Any]], limit: int, known: int) -> int:
-    """The longest chunk's token count, after checking all of them; `known`: see `vocabulary`."""
-    if len(chunks) > MAX_CHUNKS:
-        raise InvalidInput(
-            f"the input makes {len(chunks)} pieces; at most {MAX_CHUNKS} are taken", "inputs"
-        )
-    counts = [chunk["input_ids"].shape[-1] for chunk in chunks if "input_ids" in chunk]
-    longest = max(counts, default=1)
-    if longest > limit:
-        raise InvalidInput(f"the text has {longest} tokens; the model takes {limit}", "inputs")
-    if not min(counts, default=1):
-        raise InvalidInput("the text has no tokens", "inputs")
-    if any(int(chunk["input_ids"].max()) >= known for chunk in chunks if "input_ids" in chunk):
-        raise InvalidInput("the text has a token that the model does not know", "inputs")
-    return longest
-
-
-def check_strings(pipe: Pipe, texts: Sequence[str], limit: int) -> None:
-    """For pipelines that tokenize on their own, out of our sight."""
-    for text in texts:
+def check_strings(pipe: Pipe, inputs: Any, parameters: Mapping[str, Any], limit: int) -> None:
+    """What a pipeline tokenizes inside, out of the runner's sight: a text, a phrase per label."""
+    fields = {**parameters, **(inputs if isinstance(inputs, dict) else {"": inputs})}
+    phrase = fields.get("hypothesis_template", "This is a photo of {}.")
+    texts = [fields[key] for key in ("", "text") if isinstance(fields.get(key), str)]
+    for text in (*texts, *map(phrase.format, fields.get("candidate_labels", ()))):
         check_characters(len(text), limit)
         if (count := len(pipe.tokenizer(text)["input_ids"])) > limit:
             raise InvalidInput(f"the text has {count} tokens; the model takes {limit}", "inputs")
@@ -124,8 +108,8 @@ def check_sound(seconds: float, parameters: Mapping[str, Any], any_length: bool)
         )
 
 
-def output_planes(task: str, pipe: Pipe) -> int:
-    """About how many float32 values an answer makes of each of the image's pixels: scores of each
+def values_per_pixel(task: str, pipe: Pipe) -> int:
+    """About how many float32 values an answer has for each of the image's pixels: scores of each
     label, a mask of each query, or a map of depths that becomes Python floats, then text."""
     if task == "depth-estimation":
         return 16
@@ -134,46 +118,3 @@ def output_planes(task: str, pipe: Pipe) -> int:
     config = pipe.model.config
     queries = getattr(getattr(config, "decoder_config", config), "num_queries", 0)
     return max(int(config.num_labels), int(queries))
-
-
-def plan_generation(pipe: Pipe, forward: dict[str, Any], prompt_tokens: int, limit: int) -> int:
-    """Settle how many tokens are generated, in `forward`; returns the rows a prompt becomes.
-
-    A number that was asked for is refused where it does not fit; a default is cut.
-    """
-    config = pipe.model.generation_config
-    try:
-        effective = type(config)(
-            **pipe._prepare_generate_kwargs({**config.to_diff_dict(), **forward})
-        )
-        effective.validate()
-    except ValueError as error:
-        raise InvalidInput(str(error), "parameters") from error
-    room = limit - prompt_tokens
-    asked = forward.get("max_new_tokens")
-    if room < max(1, asked or 1):
-        raise InvalidInput(
-            f"the text has {prompt_tokens} tokens and max_new_tokens is {asked or 1}; "
-            f"the model's context is {limit}",
-            "parameters.max_new_tokens",
-        )
-    if asked is None:
-        default = config.max_new_tokens or DEFAULT_NEW_TOKENS
-        if config.max_length and not config.max_new_tokens:  # counts the prompt
-            default = max(1, config.max_length - prompt_tokens)
-        asked = forward["max_new_tokens"] = min(room, default)
-    if (forward.get("min_new_tokens") or 0) > asked:
-        raise InvalidInput(
-            f"min_new_tokens is above max_new_tokens, which is {asked}", "parameters.min_new_tokens"
-        )
-    return max(effective.num_beams or 1, effective.num_return_sequences or 1)
-
-
-def reads_prompt(pipe: Pipe, forward: Mapping[str, Any]) -> bool:
-    """Whether generation looks back at the prompt's tokens, so that padding would be seen."""
-    settings = {**pipe.model.generation_config.to_diff_dict(), **forward}
-    return bool(
-        (settings.get("repetition_penalty") or 1.0) != 1.0
-        or settings.get("no_repeat_ngram_size")
-        or settings.get("min_length")
-    )

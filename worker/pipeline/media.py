@@ -7,7 +7,6 @@ this process are read (PostScript would start a program).
 """
 
 import base64
-import binascii
 import io
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,21 +15,21 @@ import numpy as np
 from PIL import Image
 
 from batching.errors import InvalidInput
-from worker.room import Place
+from worker.decode_budget import Lease
 
 Image.init()
 Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit; ours is a setting
 # In blocks that malloc maps, and gives back at once: of smaller ones each thread would keep the
 # memory of the largest image it has had.
 Image.core.set_block_size(64 << 20)  # type: ignore[attr-defined]  # not annotated
-WANTED: list[str] = ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF"]
-FORMATS = [kind for kind in WANTED if kind in Image.OPEN]  # Pillow may be built without some
-# A progressive JPEG costs a pass over all pixels for each scan, and a scan may be empty: so many
-# times the largest image's pixels are gone over. Cameras and encoders make about ten.
+KNOWN: list[str] = ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF"]
+FORMATS = [kind for kind in KNOWN if kind in Image.OPEN]  # Pillow may be built without some
+# A progressive JPEG costs a pass over all its pixels for each scan, and a scan may be empty: in all
+# no more than so many passes over the largest image. Cameras and encoders make about ten scans.
 MAX_SCANS = 64
-# What is made for each pixel beside the image, before less is taken: float32 values.
-PLANES = 8
-# as Pillow's decoders please
+# Values (float32) that an answer may have for each pixel before fewer pixels are taken.
+FREE_VALUES_PER_PIXEL = 8
+# What Pillow's decoders raise for a broken file.
 DECODING_ERRORS = (OSError, SyntaxError, ValueError, TypeError, RuntimeError)
 TIFF_TILE = 322, 323  # the tags of a tile's width and length
 MAX_TILE = 1 << 24  # pixels: a tile is unpacked whole, however small the image is
@@ -54,35 +53,32 @@ def to_bytes(value: Any, param: str) -> bytes:
             raise InvalidInput("a data: URL must be base64-encoded", param)
     try:
         return base64.b64decode("".join(encoded.split()), validate=True)
-    except (binascii.Error, ValueError):
+    except ValueError:  # also what is not ASCII
         raise InvalidInput(
             "must be a base64 string or a data: URL; paths and links are not opened", param
         ) from None
 
 
-def to_image(value: Any, place: Place, param: str = "inputs", planes: int = 1) -> Image.Image:
-    """A decoded image; pipelines turn it upright and make it RGB. See `to_images`."""
-    return to_images([(value, param)], place, planes)[0]
-
-
 def to_images(
-    values: Sequence[tuple[Any, str]], place: Place, planes: int = 1
+    values: Sequence[tuple[Any, str]], lease: Lease, values_per_pixel: int = 1
 ) -> list[Image.Image]:
-    """Decoded images, each given with its parameter's name, of as many pixels together as the
-    place's room has; of fewer where many `planes` of their size will be made."""
-    opened = [_open(value, param, place.size) for value, param in values]
+    """Decoded images, each given with its parameter's name, together within the decode budget;
+    of fewer pixels where an answer has many values for each. Pipelines turn them upright and make
+    them RGB."""
+    size = lease.budget.size
+    opened = [_open(value, param, size) for value, param in values]
     pixels = sum(image.width * image.height for image in opened)
-    most = place.size * PLANES // max(PLANES, planes)
-    for image, (_, param) in zip(opened, values, strict=True):
-        if pixels > most:
-            many = f", {pixels} together with the others" if len(opened) > 1 else ""
-            why = f" where each gets {planes} values (labels, masks)" if planes > PLANES else ""
-            raise InvalidInput(
-                f"the image has {image.width} x {image.height} pixels{many}; at most {most} in all "
-                f"are taken{why}",
-                param,
-            )
-    place.take(pixels)
+    most = size * FREE_VALUES_PER_PIXEL // max(FREE_VALUES_PER_PIXEL, values_per_pixel)
+    if pixels > most:
+        image, param = opened[0], values[0][1]
+        many = f", {pixels} together with the others" if len(opened) > 1 else ""
+        why = f" where each gets {values_per_pixel} values (labels, masks)" if most < size else ""
+        raise InvalidInput(
+            f"the image has {image.width} x {image.height} pixels{many}; at most {most} in all "
+            f"are taken{why}",
+            param,
+        )
+    lease.take(pixels)
     for image, (_, param) in zip(opened, values, strict=True):
         try:
             image.load()
@@ -91,8 +87,15 @@ def to_images(
     return opened
 
 
-def _open(value: Any, param: str, room: int) -> Image.Image:
-    """An image of which only the header has been read."""
+def to_image(
+    value: Any, lease: Lease, param: str = "inputs", values_per_pixel: int = 1
+) -> Image.Image:
+    """One decoded image; see `to_images`."""
+    return to_images([(value, param)], lease, values_per_pixel)[0]
+
+
+def _open(value: Any, param: str, most: int) -> Image.Image:
+    """An image of which only the header has been read; `most` pixels are decoded at a time."""
     data = to_bytes(value, param)
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
@@ -103,7 +106,7 @@ def _open(value: Any, param: str, room: int) -> Image.Image:
     if tile > MAX_TILE:
         raise InvalidInput("the image is stored in tiles that are too large", param)
     scans = data.count(b"\xff\xda") if "progressive" in image.info else 0
-    if scans * image.width * image.height > MAX_SCANS * room:
+    if scans * image.width * image.height > MAX_SCANS * most:
         raise InvalidInput(f"the image is drawn in {scans} scans: save it with fewer", param)
     return image
 
@@ -126,33 +129,21 @@ class SoundBytes(io.BytesIO):
 def to_audio(
     value: Any,
     sampling_rate: int,
-    place: Place,
-    check_s: Callable[[float], None] = lambda seconds: None,
+    lease: Lease,
+    check_seconds: Callable[[float], None] = lambda seconds: None,
     param: str = "inputs",
 ) -> np.ndarray:
     """Mono float32 samples [n] at `sampling_rate` Hz from a WAV, FLAC, OGG or MP3 file.
 
-    `check_s` raises for a length in seconds that is not taken."""
+    `check_seconds` raises for a length that is not taken."""
     import soundfile
 
     data = to_bytes(value, param)
     try:
         with soundfile.SoundFile(SoundBytes(data)) as file:
-            if not MIN_RATE <= file.samplerate <= MAX_RATE:
-                raise InvalidInput(
-                    f"the sound has {file.samplerate} samples a second; {MIN_RATE} to {MAX_RATE} "
-                    "are taken",
-                    param,
-                )
-            seconds = file.frames / file.samplerate
-            if seconds > MAX_AUDIO_S or file.frames * file.channels > MAX_SAMPLES:
-                raise InvalidInput(
-                    f"the sound lasts {seconds:.0f} seconds in {file.channels} channels; at most "
-                    f"{MAX_AUDIO_S} seconds and {MAX_SAMPLES} samples are taken",
-                    param,
-                )
-            check_s(seconds)
-            place.take(int(seconds * sampling_rate))
+            seconds = _check_header(file, param)
+            check_seconds(seconds)
+            lease.take(int(seconds * sampling_rate))
             samples = _read_mono(file, sampling_rate)
     except (soundfile.LibsndfileError, TypeError):
         raise InvalidInput(
@@ -163,6 +154,23 @@ def to_audio(
     if not np.isfinite(samples).all():
         raise InvalidInput("the sound has samples that are not finite numbers", param)
     return samples
+
+
+def _check_header(file: Any, param: str) -> float:
+    """The sound's seconds, if it is not too long for what its header says."""
+    rate, channels = file.samplerate, file.channels
+    if not MIN_RATE <= rate <= MAX_RATE:
+        raise InvalidInput(
+            f"the sound has {rate} samples a second; {MIN_RATE} to {MAX_RATE} are taken", param
+        )
+    seconds: float = file.frames / rate
+    if seconds > MAX_AUDIO_S or file.frames * channels > MAX_SAMPLES:
+        raise InvalidInput(
+            f"the sound lasts {seconds:.0f} seconds in {channels} channels; at most "
+            f"{MAX_AUDIO_S} seconds and {MAX_SAMPLES} samples are taken",
+            param,
+        )
+    return seconds
 
 
 def _read_mono(file: Any, sampling_rate: int) -> np.ndarray:

@@ -4,11 +4,12 @@ A batch [B, L] goes through the embeddings as it is; before the first layer its 
 are gathered into one row [1, T, H], after the last layer they are scattered back to
 [B, L, H], so that poolers and heads see what they always see. In between, an attention
 function registered with transformers keeps the sequences apart. Whether a model can do this
-is found out by running it (model/self_check.py), not by a list of names.
+is found out by running it (batch_check.py), not by a list of names.
 
 Not here: which requests share a batch (batching/batcher.py), decoding (the generation engine).
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 ATTENTION = "onequeue_packed"
+HIDDEN = "hidden_states"  # what a layer calls its first argument, if it is named
 # Sequences share one attention call while the longest is at most this times the shortest.
 GROUP_SPREAD = 1.35
 
@@ -51,42 +53,38 @@ class Plan:
 
 
 def plan_batch(
-    lengths: Sequence[int], width: int, device: torch.device, keep: Sequence[Sequence[int]] | None
+    counts: Sequence[int], width: int, device: torch.device, keep: Sequence[Sequence[int]] | None
 ) -> Plan:
-    """Plan right-padded sequences of `lengths` tokens in a batch of `width` columns.
+    """Plan right-padded sequences of `counts` tokens in a batch of `width` columns.
 
     `keep[i]`, when given, are the only positions of sequence i that the head will see.
     """
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    tokens = torch.cat([torch.arange(i * width, i * width + n) for i, n in enumerate(lengths)])
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    starts = [0, *itertools.accumulate(counts)]
+    tokens = torch.cat([torch.arange(i * width, i * width + n) for i, n in enumerate(counts)])
+    order = sorted(range(len(counts)), key=lambda i: counts[i])
     groups, members = [], [order[0]]
     for i in order[1:]:
-        if lengths[i] > GROUP_SPREAD * lengths[members[0]]:
-            groups.append(_group(members, lengths, starts, device))
+        if counts[i] > GROUP_SPREAD * counts[members[0]]:
+            groups.append(_group(members, counts, starts, device))
             members = []
         members.append(i)
-    groups.append(_group(members, lengths, starts, device))
+    groups.append(_group(members, counts, starts, device))
     kept = None
     if keep is not None:
-        most = max(len(positions) for positions in keep)
+        most = max(map(len, keep))
+        padded = ([*positions, *[0] * (most - len(positions))] for positions in keep)
         kept = torch.tensor(
-            [
-                [starts[i] + p for p in positions] + [starts[i]] * (most - len(positions))
-                for i, positions in enumerate(keep)
-            ],
+            [[start + at for at in row] for start, row in zip(starts, padded, strict=False)],
             device=device,
         )
-    return Plan(len(lengths), width, tokens.to(device), groups, kept)
+    return Plan(len(counts), width, tokens.to(device), groups, kept)
 
 
 def _group(
-    members: Sequence[int], lengths: Sequence[int], starts: Sequence[int], device: torch.device
+    members: Sequence[int], counts: Sequence[int], starts: Sequence[int], device: torch.device
 ) -> Group:
-    width = max(lengths[i] for i in members)
-    sizes = torch.tensor([lengths[i] for i in members])
+    width = max(counts[i] for i in members)
+    sizes = torch.tensor([counts[i] for i in members])
     first = torch.tensor([starts[i] for i in members])
     column = torch.arange(width)
     real = column < sizes[:, None]  # [b, l]
@@ -113,13 +111,10 @@ class Packing:
 
     @contextmanager
     def batch(
-        self,
-        lengths: Sequence[int],
-        width: int,
-        keep: Sequence[Sequence[int]] | None = None,
+        self, counts: Sequence[int], width: int, keep: Sequence[Sequence[int]] | None = None
     ) -> Iterator[None]:
-        """Run the model calls inside on right-padded rows of `lengths`, packed."""
-        self.plan = plan_batch(lengths, width, self.model.device, keep)
+        """Run the model calls inside on right-padded rows of `counts`, packed."""
+        self.plan = plan_batch(counts, width, self.model.device, keep)
         self.calls = 0
         try:
             yield
@@ -138,10 +133,8 @@ class Packing:
         for module in self.model.modules():
             module.onequeue_packing = self  # type: ignore[assignment]  # nn.Module typing
         handles = [
-            layer.register_forward_pre_hook(self._pack_kwargs, with_kwargs=True)
-            for layer in self.layers
+            layer.register_forward_pre_hook(self._pack, with_kwargs=True) for layer in self.layers
         ]
-        handles.append(self.layers[0].register_forward_pre_hook(self._pack, with_kwargs=True))
         handles.append(self.layers[-1].register_forward_hook(self._unpack))
 
         def detach() -> None:
@@ -152,15 +145,13 @@ class Packing:
         return detach
 
     def _pack(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        assert self.plan is not None
-        if args:
-            return (self._gather(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": self._gather(kwargs["hidden_states"])}
-
-    def _pack_kwargs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Per-token extras (rotary tables, positions) follow their tokens into the row."""
-        extras = {k: self._gather(v) for k, v in kwargs.items() if k != "hidden_states"}
-        return (*args[:1], *map(self._gather, args[1:])), {**kwargs, **extras}
+        """Before the first layer the hidden states become one row; before each layer its per-token
+        extras (rotary tables, positions) follow their tokens there."""
+        first = module is self.layers[0]
+        return (
+            tuple(self._gather(v) if n or first else v for n, v in enumerate(args)),
+            {k: self._gather(v) if k != HIDDEN or first else v for k, v in kwargs.items()},
+        )
 
     def _gather(self, value: Any) -> Any:
         plan = self.plan
@@ -219,18 +210,16 @@ def packed_attention(
     for group in plan.groups:
         b, width = group.shape
         parts = (t.index_select(0, group.rows).view(b, width, *t.shape[1:]) for t in (q, k, v))
-        qg, kg, vg = (t.transpose(1, 2) for t in parts)  # [b, heads, l, D]
-        mask, local_causal = group.real, causal
-        if (sliding_window is not None and width >= sliding_window) or (
-            causal and mask is not None
-        ):
-            mask, local_causal = _band(group, sliding_window, causal, q.device), False
+        qg, kg, vg = (part.transpose(1, 2) for part in parts)  # [b, heads, l, D]
+        mask, is_masked_causal = group.real, causal and group.real is not None
+        if is_masked_causal or (sliding_window is not None and width >= sliding_window):
+            mask = _band(group, sliding_window, causal, q.device)
         attended = scaled_dot_product_attention(
             qg,
             kg,
             vg,
             attn_mask=mask,
-            is_causal=local_causal,
+            is_causal=causal and mask is None,
             scale=scaling,
             enable_gqa=q.shape[1] != k.shape[1],
         )

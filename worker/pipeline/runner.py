@@ -1,17 +1,19 @@
 """A transformers pipeline, cut at its own seams: preprocess → forward → postprocess.
 
-Preprocessing and postprocessing run in pool threads on copies of the pipeline that share the
-model but nothing else, because a fast tokenizer's truncation and padding settings are mutable
-state. The forward of a batch runs on the worker thread: packed where the model can
-(packed_attention.py), otherwise padded or one by one. Tasks whose pipelines have no clean seams are
-called whole.
+    prepare (pool) → forward (worker thread, a batch) → finish (pool)
+
+Pool threads work on replicas of the pipeline that share the model but nothing else, because a
+fast tokenizer's truncation and padding settings are mutable state. A batch runs packed where the
+model can (packed_attention.py), otherwise padded or one by one: load.py has found out which. Tasks
+whose pipelines have no clean seams are called whole.
 """
 
-import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+import copy
+import threading
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 import torch
@@ -19,35 +21,19 @@ from transformers.pipelines.base import ChunkPipeline, pad_collate_fn
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
-from worker.architectures import advice, made_for
-from worker.model import cpu_linear, memory, missing_weights
-from worker.model.loading import LoadingFailed, LoadOptions, Pipe, load_pipeline
-from worker.model.self_check import Differs, check_left_padding, check_packing, check_padding
-from worker.pipeline.inputs import read_input
-from worker.pipeline.limits import (
-    check_decision,
-    check_strides,
-    check_strings,
-    check_tokens,
-    context_limit,
-    output_planes,
-    plan_generation,
-    reads_prompt,
-    vocabulary,
-)
-from worker.pipeline.media import PLANES
-from worker.pipeline.outputs import split_generated, split_rows, spread_masks, to_json
-from worker.pipeline.packed_attention import CannotPack, Packing
-from worker.pipeline.replicas import Replicas, panics_as_errors, stage_parameters
+from worker.decode_budget import DecodeBudget
+from worker.model.loading import Pipe
+from worker.pipeline.inputs import InputReader
+from worker.pipeline.limits import MAX_CHUNKS, vocabulary
+from worker.pipeline.media import FREE_VALUES_PER_PIXEL
+from worker.pipeline.outputs import split_rows, spread_masks, to_json
+from worker.pipeline.packed_attention import Packing
+from worker.pipeline.text_generation import plan_generation, reads_prompt, split_generated
 from worker.pipeline.warm_up import warm_up_input
 from worker.protocol import ModelInfo, PipelineInput
-from worker.room import Room
-from worker.tasks import TASKS, resolve_task
+from worker.tasks import TASKS
 
-log = logging.getLogger("onequeue.pipelines")
-
-Batching = Literal["packed", "padded", "same shape", "single"]
-Chunk = dict[str, Any]
+Chunk = dict[str, Any]  # what `preprocess` makes of an input, or of a part of it: a row of a batch
 
 
 @dataclass(slots=True)
@@ -58,35 +44,9 @@ class Prepared:
     forward: dict[str, Any]
     postprocess: dict[str, Any]
     tokens: int = 1  # of the longest chunk
-    copies: int = 1  # rows that generation makes of each chunk
-    masks: list[list[int]] | None = None  # fill-mask: mask positions of each row
+    sequences: int = 1  # rows that generation makes of each chunk
+    masks: list[list[int]] | None = None  # of each row, the only positions that the head sees
     pixels: int = 0  # of the image, where the answer is as large
-
-
-def load_runner(options: LoadOptions, max_rows: int, pool_threads: int) -> "PipelineRunner":
-    pipe, lacking = load_pipeline(options)
-    room = Room(int(options.max_image_mp * 1e6))
-    task = resolve_task(options.task)
-    if missing_weights.matter(pipe.model, lacking, partial(_warm_up_answer, pipe, task)):
-        config = pipe.model.config.to_dict()
-        advised = "" if task in made_for(config) else f"; {advice(config)}"
-        raise LoadingFailed(
-            f"the model {options.model!r} was not made for {task}: its checkpoint has no weights "
-            f"for {missing_weights.shown(lacking)}{advised}"
-        )
-    return PipelineRunner(pipe, task, options.model, max_rows, pool_threads, room)
-
-
-def _warm_up_answer(pipe: Pipe, task: str) -> bytes:
-    """What the pipeline says to the warm-up input; all that it finds, where it would choose."""
-    inputs, parameters = warm_up_input(task, pipe)
-    if "threshold" in TASKS[task].parameters:
-        parameters = {**parameters, "threshold": 0.0}
-    payload = PipelineInput(inputs, parameters)
-    with Room(1 << 20).place() as place:
-        return to_json(
-            pipe(read_input(task, payload, pipe, context_limit(pipe), place), **parameters)
-        )
 
 
 class PipelineRunner:
@@ -95,199 +55,134 @@ class PipelineRunner:
     def __init__(
         self,
         pipe: Pipe,
-        task_name: str,
-        model_name: str,
+        info: ModelInfo,
+        packing: Packing | None,
+        budget: DecodeBudget,
         max_rows: int,
-        pool_threads: int,
-        room: Room,
     ) -> None:
         self.pipe = pipe
-        self.task_name = task_name
-        self.task = TASKS[task_name]
-        self.max_rows = max_rows
-        self.room = room
-        self.planes = output_planes(task_name, pipe)
-        self.limit = context_limit(pipe)
-        self.vocabulary = vocabulary(pipe)
-        self.generates = task_name == "text-generation"
-        if pipe.tokenizer is not None and self.task.kind == "text":
-            pipe.tokenizer.padding_side = "left" if self.generates else "right"
-        self.packing: Packing | None = None
-        batching, why = self._choose_batching()
-        self.info = ModelInfo(
-            task=task_name,
-            model=model_name,
-            device=str(pipe.device),
-            dtype=str(pipe.dtype).removeprefix("torch."),
-            parameters=sum(p.numel() for p in pipe.model.parameters()),
-            batching=batching,
-            why=why,
-        )
-        self._copies = Replicas(pipe, pool_threads)
-        if pipe.device.type == "cpu" and cpu_linear.spares_emulation(pipe.dtype):
-            self._lay_out()
+        self.info = info
+        self.task = TASKS[info.task]
+        self.packing = packing
+        self.budget = budget
+        self.max_rows = 1 if info.batching == "single" else max_rows
+        self.reader = InputReader(info.task, pipe)
+        self.limit, self.vocabulary = self.reader.limit, vocabulary(pipe)
+        self.generates = info.task == "text-generation"
+        self.fills_masks = info.task == "fill-mask"
+        self.reads_tokens = self.task.kind == "text" and self.task.stages
+        self._template = copy_pipeline(pipe)  # nobody uses it, so it can be copied at any time
+        self._idle: list[Pipe] = []  # replicas, as many as threads have ever worked at once
+        self._copying = threading.Lock()
 
-    def _choose_batching(self) -> tuple[Batching, str]:
-        """The best way to batch that gives the model's own output; why none better."""
-        if not self.task.stages or not self.task.batches:
-            return "single", ""
-        if self.task.kind != "text":
-            return "same shape", ""
-        model, tokenizer = self.pipe.model, self.pipe.tokenizer
-        if tokenizer is None or tokenizer.pad_token_id is None:
-            return "single", "its tokenizer has no padding token"
-        if tokenizer.pad_token_id >= self.vocabulary:
-            return "single", "it does not know its tokenizer's padding token"
-        if self.generates:
-            why = _refusal(lambda: check_left_padding(model, tokenizer, self.limit))
-            return ("single", why) if why else ("padded", "")
-
-        def pack() -> None:
-            packing = Packing(model)
-            check_packing(packing, tokenizer, self.limit)
-            packing.attach()
-            self.packing = packing
-
-        if not (why := _refusal(pack)):
-            return "packed", ""
-        if why_not_padded := _refusal(lambda: check_padding(model, tokenizer, self.limit)):
-            return "single", f"packed: {why}; padded: {why_not_padded}"
-        return "padded", why
-
-    def _lay_out(self) -> None:
-        """Spare a CPU without bfloat16 its emulation, unless a layer's weights are looked at."""
-        model = self.pipe.model
-        cpu_linear.pack(model, memory.free_bytes(self.pipe.device))
+    @contextmanager
+    def _replica(self) -> Iterator[Pipe]:
         try:
-            self.warm_up()
-        except Exception as error:
-            cpu_linear.unpack(model)
-            log.warning("this CPU emulates bfloat16: DTYPE=float32 is faster here (%r)", error)
+            pipe = self._idle.pop()
+        except IndexError:
+            with self._copying:  # half a second, for a tokenizer of 150,000 tokens
+                pipe = copy_pipeline(self._template)
+        try:
+            yield pipe
+        finally:
+            self._idle.append(pipe)
 
-    # ── pool threads ──
+    # ── pool threads: preprocess ──
 
     def prepare(self, item: WorkItem) -> None:
-        with self._copies.borrow() as pipe:
-            prepared = self._prepare(pipe, item.payload)
+        with self._replica() as pipe:
+            prepared = self._preprocess(pipe, item.payload)
         item.prepared = prepared
-        item.rows = len(prepared.chunks) * prepared.copies
-        if self.task.kind == "text" and self.task.stages:
-            item.tokens = sum(chunk["input_ids"].shape[-1] for chunk in prepared.chunks)
-            item.tokens *= prepared.copies
+        item.rows = len(prepared.chunks) * prepared.sequences
+        if self.reads_tokens:
+            tokens = sum(chunk["input_ids"].shape[-1] for chunk in prepared.chunks)
+            item.tokens = tokens * prepared.sequences
             item.width = prepared.tokens
         item.key = self._key(prepared) or id(item)
+
+    def _preprocess(self, pipe: Pipe, payload: PipelineInput) -> Prepared:
+        if self._is_plain(pipe, payload):
+            return self._chunks(pipe, payload.inputs, payload.parameters)
+        with self.budget.lease(payload.budget) as lease:
+            inputs = self.reader.read(payload, pipe, lease)
+            prepared = self._chunks(pipe, inputs, payload.parameters)
+            prepared.pixels = lease.taken if self.reader.values_per_pixel > 1 else 0
+        return prepared
+
+    def _is_plain(self, pipe: Pipe, payload: PipelineInput) -> bool:
+        """A short text and no parameters, of which nothing needs to be read or refused."""
+        text = payload.inputs
+        if not self.reads_tokens or payload.parameters or not isinstance(text, str):
+            return False
+        needed = pipe.tokenizer.mask_token if self.fills_masks else ""
+        return 0 < len(text) <= self.limit and not text.isspace() and needed in text
+
+    def _chunks(self, pipe: Pipe, inputs: Any, parameters: Mapping[str, Any]) -> Prepared:
+        if not self.task.stages:
+            return Prepared([inputs], dict(parameters), {})
+        before, during, after = stage_parameters(pipe, parameters)
+        made = pipe.preprocess(inputs, **before)
+        chunks = list(self._share_equal(made)) if isinstance(pipe, ChunkPipeline) else [made]
+        prepared = Prepared(chunks, during, after)
+        prepared.tokens = check_tokens(chunks, self.limit, self.vocabulary)
+        if self.generates:
+            prepared.sequences = plan_generation(pipe, during, prepared.tokens, self.limit)
+            if "tokenizer" in during:  # there with stop strings; the replica's stays in the pool
+                during["tokenizer"] = self.pipe.tokenizer
+        if self.fills_masks:
+            if "target_ids" not in after and after.get("top_k", 0) > self.vocabulary:
+                raise InvalidInput(f"the model has {self.vocabulary} tokens", "parameters.top_k")
+            if self.packing:
+                mask_id = pipe.tokenizer.mask_token_id
+                found = [chunk["input_ids"][0] == mask_id for chunk in chunks]
+                prepared.masks = [each.nonzero().squeeze(1).tolist() for each in found]
+        return prepared
+
+    def _share_equal(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+        """The chunks, with one tensor for all that equal the first's: zero-shot-object-detection
+        makes the same image again for each label."""
+        first: Chunk = {}
+        for chunk in chunks:
+            first = first or chunk
+            for key, value in first.items() if self.task.kind == "json" else ():
+                if isinstance(value, torch.Tensor) and torch.equal(value, chunk[key]):
+                    chunk[key] = value
+            yield chunk
 
     def _key(self, prepared: Prepared) -> Hashable | None:
         """What an item shares with those it may run with; None if it must run alone."""
         if self.info.batching == "single" or "stop_strings" in prepared.forward:
             return None
         shared = orjson.dumps(prepared.forward, option=orjson.OPT_SORT_KEYS)
+        first = prepared.chunks[0]
         if self.task.kind != "text":
-            return shared, shape(prepared.chunks[0])
-        prompt = (
-            prepared.tokens if self.generates and reads_prompt(self.pipe, prepared.forward) else 0
-        )
-        return shared, frozenset(prepared.chunks[0]), prompt
+            return shared, shape(first)
+        unpadded = self.generates and reads_prompt(self.pipe, prepared.forward)
+        return shared, frozenset(first), prepared.tokens if unpadded else 0
 
-    def _prepare(self, pipe: Pipe, payload: PipelineInput) -> Prepared:
-        check_strides(payload.parameters, self.limit)
-        with self.room.place(payload.allowance) as place, panics_as_errors():
-            inputs = read_input(self.task_name, payload, pipe, self.limit, place)
-            if self.task.kind != "text" or not self.task.stages:
-                self._check_strings(pipe, inputs, payload)
-            if not self.task.stages:
-                return Prepared([inputs], dict(payload.parameters), {})
-            before, during, after = stage_parameters(pipe, payload.parameters)
-            made = pipe.preprocess(inputs, **before)
-            chunks = self._share_equals(made) if isinstance(pipe, ChunkPipeline) else [made]
-            pixels = place.held if self.planes > 1 else 0
-        prepared = Prepared(chunks, during, after, pixels=pixels)
-        prepared.tokens = check_tokens(chunks, self.limit, self.vocabulary)
-        if self.generates:
-            own_tokenizer = during.pop("tokenizer", None)  # there with stop strings
-            prepared.copies = plan_generation(pipe, during, prepared.tokens, self.limit)
-            if own_tokenizer is not None:
-                during["tokenizer"] = self.pipe.tokenizer
-        if self.task_name == "fill-mask":
-            if "target_ids" not in after and after.get("top_k", 0) > self.vocabulary:
-                raise InvalidInput(f"the model has {self.vocabulary} tokens", "parameters.top_k")
-            mask_id = pipe.tokenizer.mask_token_id
-            prepared.masks = [mask_positions(chunk, mask_id) for chunk in chunks]
-        return prepared
-
-    def _share_equals(self, chunks: Iterable[Chunk]) -> list[Chunk]:
-        """The chunks, with one tensor for all that equal the first's: zero-shot-object-detection
-        makes the same image again for each label."""
-        made: list[Chunk] = []
-        for chunk in chunks:
-            made.append(chunk)
-            for key, value in made[0].items() if self.task.kind == "json" else ():
-                if isinstance(value, torch.Tensor) and torch.equal(value, chunk[key]):
-                    chunk[key] = value
-        return made
-
-    def _check_strings(self, pipe: Pipe, inputs: Any, payload: PipelineInput) -> None:
-        """What is tokenized where `check_tokens` does not see it."""
-        if pipe.tokenizer is not None:
-            fields = {
-                **payload.parameters,
-                **(inputs if isinstance(inputs, dict) else {"": inputs}),
-            }
-            strings = [fields[key] for key in ("", "text") if isinstance(fields.get(key), str)]
-            template = fields.get("hypothesis_template", "This is a photo of {}.")
-            strings += [template.format(label) for label in fields.get("candidate_labels", [])]
-            check_strings(pipe, strings, self.limit)
-        if self.task_name == "decision":
-            check_decision(pipe, inputs, self.limit)
-
-    def finish(self, item: WorkItem, raw: Any) -> bytes:
-        """The answer as JSON."""
-        prepared: Prepared = item.prepared
-        if not self.task.stages:
-            return to_json(raw)
-        with self.room.place() as place, self._copies.borrow() as pipe:
-            if prepared.pixels:
-                place.take(prepared.pixels * self.planes // PLANES)
-            if prepared.masks is not None and self.packing is not None:
-                raw = [
-                    spread_masks(output, masks)
-                    for output, masks in zip(raw, prepared.masks, strict=True)
-                ]
-            outputs = raw if isinstance(pipe, ChunkPipeline) else raw[0]
-            answer = pipe.postprocess(outputs, **prepared.postprocess)
-            if self.task.wraps_string and isinstance(item.payload.inputs, str):
-                answer = answer if "top_k" in item.payload.parameters else [answer]
-            return to_json(answer)
-
-    # ── the worker thread ──
+    # ── the worker thread: forward ──
 
     def forward(self, prepared: list[Prepared]) -> list[Any]:
         """Raw outputs, a list of one per row for each input."""
-        with panics_as_errors():
-            return self._forward(prepared)
-
-    def _forward(self, prepared: list[Prepared]) -> list[Any]:
         if not self.task.stages:
-            return [self.pipe(*p.chunks, **p.forward) for p in prepared]
-        rows = [chunk for p in prepared for chunk in p.chunks]
-        masks = [m for p in prepared for m in p.masks or []] or None
+            return [self.pipe(*each.chunks, **each.forward) for each in prepared]
+        rows = [chunk for each in prepared for chunk in each.chunks]
+        masks = [positions for each in prepared for positions in each.masks or ()] or None
         outputs: list[Any] = []
         for part in self._parts(rows):
             outputs += self._forward_rows(rows[part], prepared[0].forward, masks and masks[part])
-        taken = iter(outputs)
-        return [[next(taken) for _ in p.chunks] for p in prepared]
+        rest = iter(outputs)
+        return [[next(rest) for _ in each.chunks] for each in prepared]
 
     def _parts(self, rows: list[Chunk]) -> Iterator[slice]:
         """Rows that run together: at most `max_rows`, and sounds of one length only."""
-        most = 1 if self.info.batching == "single" else self.max_rows
+        alike = self.task.kind == "text"
         start = 0
         for end in range(1, len(rows) + 1):
-            if end == len(rows) or end - start == most or not self._alike(rows[start], rows[end]):
+            full = end - start == self.max_rows or end == len(rows)
+            if full or not (alike or shape(rows[start]) == shape(rows[end])):
                 yield slice(start, end)
                 start = end
-
-    def _alike(self, one: Chunk, other: Chunk) -> bool:
-        return self.task.kind == "text" or shape(one) == shape(other)
 
     def _forward_rows(
         self, rows: list[Chunk], parameters: dict[str, Any], masks: list[list[int]] | None
@@ -301,32 +196,75 @@ class PipelineRunner:
         if self.generates:
             output = self.pipe.forward(batch, **parameters)
             return split_generated(output, rows, self.pipe.model.generation_config.eos_token_id)
-        lengths = [row["input_ids"].shape[-1] for row in rows]
+        counts = [row["input_ids"].shape[-1] for row in rows]
         if self.packing is None:
-            return split_rows(self.pipe.forward(batch, **parameters), len(rows), lengths)
-        mask = batch.get("attention_mask")
-        real = lengths if mask is None else mask.sum(1).tolist()
+            return split_rows(self.pipe.forward(batch, **parameters), len(rows), counts)
+        seen = batch.get("attention_mask")
+        real = counts if seen is None else seen.sum(1).tolist()
         with self.packing.batch(real, batch["input_ids"].shape[1], masks):
             output = self.pipe.forward(batch, **parameters)
-        return split_rows(output, len(rows), lengths)
+        return split_rows(output, len(rows), counts)
+
+    # ── pool threads: postprocess ──
+
+    def finish(self, item: WorkItem, raw: Any) -> bytes:
+        """The answer as JSON."""
+        prepared: Prepared = item.prepared
+        if not self.task.stages:
+            return to_json(raw)
+        if not prepared.pixels:
+            return self._postprocess(item.payload, prepared, raw)
+        with self.budget.lease() as lease:
+            lease.take(prepared.pixels * self.reader.values_per_pixel // FREE_VALUES_PER_PIXEL)
+            return self._postprocess(item.payload, prepared, raw)
+
+    def _postprocess(self, payload: PipelineInput, prepared: Prepared, raw: Any) -> bytes:
+        if prepared.masks is not None:
+            raw = [spread_masks(*each) for each in zip(raw, prepared.masks, strict=True)]
+        with self._replica() as pipe:
+            outputs = raw if isinstance(pipe, ChunkPipeline) else raw[0]
+            answer = pipe.postprocess(outputs, **prepared.postprocess)
+            if self.task.wraps_string and isinstance(payload.inputs, str):
+                answer = answer if "top_k" in payload.parameters else [answer]
+            return to_json(answer)
+
+    # ── the worker thread: is it well? ──
 
     def warm_up(self) -> None:
-        inputs, parameters = warm_up_input(self.task_name, self.pipe)
+        inputs, parameters = warm_up_input(self.info.task, self.pipe)
         item = WorkItem(PipelineInput(inputs, parameters), None, float("inf"), 0.0)
         self.prepare(item)
         (raw,) = self.forward([item.prepared])
         self.finish(item, raw)
 
 
-def _refusal(check: Callable[[], None]) -> str:
-    """Why a way of batching is not used; "" if the check passes."""
-    try:
-        check()
-    except (CannotPack, Differs) as error:
-        return str(error)
-    except Exception as error:  # each model class refuses in its own way
-        return f"the forward raised {repr(error)[:200]}"
-    return ""
+def copy_pipeline(pipe: Pipe) -> Pipe:
+    """A pipeline that shares the model and has everything else to itself."""
+    return copy.deepcopy(pipe, {id(pipe.model): pipe.model})
+
+
+def stage_parameters(pipe: Pipe, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The parameters of the three stages, as the pipeline's own call would have them."""
+    defaults = (pipe._preprocess_params, pipe._forward_params, pipe._postprocess_params)
+    given = pipe._sanitize_parameters(**parameters)
+    return [{**default, **more} for default, more in zip(defaults, given, strict=True)]
+
+
+def check_tokens(chunks: Sequence[Mapping[str, Any]], limit: int, known: int) -> int:
+    """The longest chunk's token count, after checking all of them; `known`: the vocabulary."""
+    if len(chunks) > MAX_CHUNKS:
+        raise InvalidInput(
+            f"the input makes {len(chunks)} pieces; at most {MAX_CHUNKS} are taken", "inputs"
+        )
+    ids = [chunk["input_ids"] for chunk in chunks if "input_ids" in chunk]
+    counts: list[int] = [each.shape[-1] for each in ids] or [1]
+    if max(counts) > limit:
+        raise InvalidInput(f"the text has {max(counts)} tokens; the model takes {limit}", "inputs")
+    if not min(counts):
+        raise InvalidInput("the text has no tokens", "inputs")
+    if any(int(each.max()) >= known for each in ids):
+        raise InvalidInput("the text has a token that the model does not know", "inputs")
+    return max(counts)
 
 
 def shape(chunk: Chunk) -> Hashable:
@@ -343,9 +281,3 @@ def stack(rows: Sequence[Chunk]) -> Chunk:
         else [row[key] for row in rows]
         for key in first
     }
-
-
-def mask_positions(chunk: Chunk, mask_token_id: int) -> list[int]:
-    ids: torch.Tensor = chunk["input_ids"][0]
-    positions: list[int] = (ids == mask_token_id).nonzero().squeeze(1).tolist()
-    return positions

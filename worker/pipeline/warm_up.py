@@ -1,5 +1,6 @@
 """The smallest sound input of each task, for warming up and for probing a failing worker."""
 
+import base64
 import io
 from typing import Any
 
@@ -12,6 +13,8 @@ from worker.tasks import TASKS
 
 def warm_up_input(task: str, pipe: Pipe) -> tuple[Any, dict[str, Any]]:
     """Inputs and parameters as a client would send them."""
+    png = _png()
+    image = base64.b64encode(png).decode()
     labels = {"candidate_labels": ["one", "two"]}
     match task:
         case "fill-mask":
@@ -22,20 +25,20 @@ def warm_up_input(task: str, pipe: Pipe) -> tuple[Any, dict[str, Any]]:
             return {"table": {"name": ["one"], "count": ["1"]}, "query": "how many?"}, {}
         case "document-question-answering":
             boxes = [["one", [0, 0, 100, 100]], ["two", [100, 0, 200, 100]]]
-            return {"image": _png_text(), "question": "what?", "word_boxes": boxes}, {}
+            return {"image": image, "question": "what?", "word_boxes": boxes}, {}
         case "keypoint-matching":
-            return {"images": [_png_text(), _png_text()]}, {}
+            return {"images": [image, image]}, {}
         case "decision":
             return {"state": "hello", "questions": {"one": {"type": "noul"}}}, {}
         case "zero-shot-object-detection":
-            return {"image": _png_text(), **labels}, {}
+            return {"image": image, **labels}, {}
         case "image-text-to-text":
             token = getattr(pipe.processor, "image_token", "")
-            return {"images": _png_text(), "text": f"{token} hello"}, {"max_new_tokens": 1}
-    parameters = labels if "candidate_labels" in TASKS[task].required else {}
+            return {"images": image, "text": f"{token} hello"}, {"max_new_tokens": 1}
+    parameters = labels if TASKS[task].required else {}
     match TASKS[task].kind:
         case "image":
-            return _png(), parameters
+            return png, parameters
         case "audio":
             return _wav(pipe.feature_extractor.sampling_rate), parameters
     return "hello", parameters
@@ -45,12 +48,6 @@ def _png() -> bytes:
     buffer = io.BytesIO()
     Image.new("RGB", (64, 64), (120, 130, 140)).save(buffer, format="PNG")
     return buffer.getvalue()
-
-
-def _png_text() -> str:
-    import base64
-
-    return base64.b64encode(_png()).decode()
 
 
 def _wav(sampling_rate: int) -> bytes:

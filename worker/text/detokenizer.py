@@ -1,22 +1,25 @@
-"""Token ids to text, token by token: the worker's last step before an answer's text leaves it.
+"""Token ids to text, token by token, and pieces of that text that know their tokens.
 
 A Vocabulary is made once per tokenizer. It gives each sequence a TextStream, which turns ids into
-text that will not change any more; a StopStrings then looks through that text. Byte-level BPE is
-a table of bytes and a UTF-8 decoder; other tokenizers decode a short window of tokens. Nothing
-here encodes or sets truncation and padding, and of a fast tokenizer only table and decoder are
-kept, so that other threads may encode meanwhile; all but those that edit their decoder's text.
+text that will not change any more. Byte-level BPE is a table of bytes and a UTF-8 decoder; other
+tokenizers decode a short window of tokens. Nothing here encodes or sets truncation and padding,
+and of a fast tokenizer only table and decoder are kept, so that other threads may encode
+meanwhile; all but those that edit their decoder's text.
 """
 
 import codecs
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from os.path import commonprefix
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from tokenizers import decoders
+
+from worker.deltas import TokenLogprob
 
 # The last prompt tokens that a stream looks at.
 CONTEXT = 8
@@ -33,6 +36,49 @@ PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 OTHERS = [byte for byte in range(0x100) if byte not in PRINTABLE]
 BYTE_OF = {chr(byte): byte for byte in PRINTABLE}
 BYTE_OF |= {chr(0x100 + n): byte for n, byte in enumerate(OTHERS)}
+
+
+# A token that has text, after those that have none of their own: part of its first character.
+Tokens: TypeAlias = tuple[TokenLogprob, ...]
+
+
+class Share(NamedTuple):
+    """What a piece has of one token's text. All shares of a token have the same `tokens`."""
+
+    text: str
+    tokens: Tokens
+    ends: bool = True  # with the end of the token's text
+
+
+@dataclass(slots=True)
+class Piece:
+    """A stretch of text, and the shares of tokens that it is made of; none if nobody asks."""
+
+    text: str
+    shares: list[Share] = field(default_factory=list)
+
+    def append(self, other: "Piece") -> None:
+        self.text += other.text
+        self.shares += other.shares
+
+    def take(self, count: int) -> "Piece":
+        """The first `count` characters, which leave this piece."""
+        if count >= len(self.text):
+            taken, self.text, self.shares = Piece(self.text, self.shares), "", []
+            return taken
+        taken = Piece(self.text[:count])
+        self.text = self.text[count:]
+        if self.shares:
+            whole = 0
+            while whole < len(self.shares) and len(self.shares[whole].text) <= count:
+                count -= len(self.shares[whole].text)
+                whole += 1
+            taken.shares, self.shares = self.shares[:whole], self.shares[whole:]
+            if count and self.shares:
+                text, tokens, ends = self.shares[0]
+                taken.shares.append(Share(text[:count], tokens, ends=False))
+                self.shares[0] = Share(text[count:], tokens, ends)
+        return taken
 
 
 class TextStream(Protocol):
@@ -153,18 +199,16 @@ class _ByteStream:
         self._replaced = self._decoder.getstate()[0].decode("utf-8", "replace")
 
     def push(self, token_id: int) -> str:
-        text = self._decoder.decode(self._pieces.get(token_id, b""))
-        return self._beyond_context(text) if self._replaced else text
+        return self._added(self._decoder.decode(self._pieces.get(token_id, b"")))
 
     def flush(self) -> str:
-        text = self._decoder.decode(b"", final=True)
-        return self._beyond_context(text) if self._replaced else text
+        return self._added(self._decoder.decode(b"", final=True))
 
-    def _beyond_context(self, text: str) -> str:
-        text_after = text.removeprefix(self._replaced)
-        if text:
-            self._replaced = ""
-        return text_after
+    def _added(self, text: str) -> str:
+        """To the context's own text."""
+        if self._replaced and text:
+            text, self._replaced = text.removeprefix(self._replaced), ""
+        return text
 
 
 class _WindowStream:
@@ -207,41 +251,3 @@ class _WindowStream:
         self._shown, self._held = self._held, []
         self._shown_text = self._join(self._shown)
         return text
-
-
-class StopStrings:
-    """Looks for stop strings in a text that comes in parts; how it is cut makes no difference.
-
-    The stop that is complete first wins, as if the text came character by character; of several
-    complete at the same character, the one that begins first (the longest).
-    """
-
-    def __init__(self, stops: Collection[str]) -> None:
-        """`stops`: none of them empty."""
-        self.matched: str | None = None  # all that precedes it is shown; it and the rest are not
-        self._stops = tuple(stops)
-        self._first_chars = frozenset(stop[0] for stop in stops)
-        self._longest = max(map(len, stops), default=0)
-        self._held = ""
-
-    def push(self, text: str) -> str:
-        """The text that may be shown now: what could become a stop is held back."""
-        if self.matched is not None:
-            return ""
-        if not self._held and self._first_chars.isdisjoint(text):
-            return text
-        text, self._held = self._held + text, ""
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            _, at, self.matched = min(found)
-            return text[:at]
-        at = max(0, len(text) - self._longest + 1)
-        while not any(stop.startswith(text[at:]) for stop in self._stops):
-            at += 1
-        self._held = text[at:]
-        return text[:at]
-
-    def flush(self) -> str:
-        """What was held back, when the sequence ends otherwise."""
-        held, self._held = self._held, ""
-        return held

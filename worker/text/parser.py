@@ -1,4 +1,6 @@
-"""One answer's text, as it comes, as what it is: content, reasoning, calls.
+"""An answer's text, as it comes, as what it is: content, reasoning, calls.
+
+    feed(piece) → events … finish() → events; `phase` tells what the text is in the middle of
 
 Reads by a response template as `tokenizer.parse_response` does, but gives each stretch of text
 as soon as it is certain what it belongs to. White space around reasoning and calls belongs to
@@ -7,137 +9,141 @@ nobody. A call that makes no sense is content.
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
-
-import orjson
-from transformers.utils.chat_parsing import parse_response
-from transformers.utils.chat_parsing.response_templates import ResponseTemplateField
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from worker.deltas import Kind
-from worker.text.call_parser import CallReader
+from worker.text.call_parser import CallParser, call_parser, whole_calls
+from worker.text.detokenizer import Piece
 from worker.text.response_template import CALLS, CONTENT, REASONING, AnswerForm, Mark
 
-Match = Any  # of the regex package
-MOST_HELD = 4096  # characters that may become a mark; then they are what they are
+Match: TypeAlias = Any  # of the regex package
+Phase: TypeAlias = Literal["answer", "thinking", "call"]
+MAX_PENDING = 4096  # characters that may become a mark; then they are what they are
 
 
-class Found(NamedTuple):
+class Event(NamedTuple):
     kind: Kind
-    text: str
+    piece: Piece
     name: str | None = None  # of a call that begins
-    at: int = 0  # of content: where it stands in the whole text
 
 
-class Reader:
+class Parser:
     """`begun`: what the prompt has already written of the answer. `calls`: whether there may be
-    any; if not, what looks like one is content."""
+    any; if not, what looks like one is content. `document`: an answer that is constrained is one:
+    nothing in it is a mark, unless calls come before everything else."""
 
     def __init__(
-        self, form: AnswerForm, begun: str, calls: bool, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        form: AnswerForm,
+        begun: str,
+        calls: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        document: bool = False,
     ) -> None:
         self.calls_begun = self.calls_ended = 0
-        self.calls_held = False  # to a grammar: their strings end where they should
         self._form = form
         self._tools: list[Any] = [dict(tool) for tool in tools]
         outside = [field for field in form.template.fields.values() if field.open_re is None]
         self._outside = outside[0] if outside else None
         self._inside = self._outside
+        self._calls = calls
         self._marks_outside = [m for name, m in form.opens.items() if calls or name != CALLS]
         if self._outside and (end := form.closes.get(self._outside.name)):
             self._marks_outside.append(end)
+        self._document = document
+        self._constrained = False
         self._first_only = False  # a mark counts only where nothing stands before it
-        self._at = 0  # of the whole text, so much is read
-        self._told = False  # there is content
-        self._apart = False  # a mark stood before: white space is nobody's
-        self._call: CallReader | None = None
-        self._call_text = ""  # of the call that is being read, with its marks
-        self._opened = 0  # how much of it is the first mark
-        self._since = ""  # the mark before, up to the first content
-        self._held = ""  # may be the beginning of a mark
-        self._space = ""  # may be the last before a mark
-        self._retold: list[Found] = []  # of a call that the prompt has begun
+        self._empty_first = form.unmarked  # likewise a mark that has no text
+        self._has_content = False
+        self._after_mark = False  # white space is nobody's
+        self._since_mark = ""  # what came with the last mark, after it
+        self._buffer = Piece("")  # may be the beginning of a mark
+        self._space = Piece("")  # may be the last before a mark
+        self._call: CallParser | None = None  # None: calls are parsed as a whole
+        self._call_text = Piece("")  # of the call that is open, with its marks
+        self._opening = 0  # how much of it is the first mark
+        self._retold: list[Event] = []  # of a call that the prompt has begun
         if begun:
-            self._retold = self._open_call(self.push(begun))
+            events = self.feed(Piece(begun))
+            if self.phase == "call" and self._call and self._call.begun:
+                names = [n for n, event in enumerate(events) if event.name is not None]
+                self._retold = events[names[-1] :]
             self.calls_begun, self.calls_ended = int(bool(self._retold)), 0
-            self._space = ""
-            self._at = -len(self._held)
+            self._space = Piece("")
 
-    def sibling(self) -> "Reader":
+    def sibling(self) -> "Parser":
         """Another answer to the same prompt, as far as this one has been read."""
         made = copy.copy(self)
         made._call = self._call and self._call.sibling()
+        made._buffer, made._space = Piece(self._buffer.text), Piece("")
+        made._call_text = Piece(self._call_text.text)
         made._retold = [*self._retold]
         return made
 
-    def hold(self, marks: bool) -> None:
-        """From here on the text is held to a grammar, of a document: nothing in it is a mark but,
-        with `marks`, in the beginning."""
-        self._told = self._apart = False
+    @property
+    def phase(self) -> Phase:
+        name = self._inside.name if self._inside else ""
+        return "thinking" if name in REASONING else "call" if name == CALLS else "answer"
+
+    @property
+    def begun(self) -> str:
+        """Of the phase that has just begun: what has come of it, a call with its mark."""
+        if self.phase == "call":
+            return self._call_text.text + self._buffer.text
+        return self._since_mark
+
+    def feed(self, piece: Piece, constrained: bool = False) -> list[Event]:
+        """What is certain now. `constrained`: to a grammar, so that the strings of a call end
+        where they should."""
+        self._constrained = constrained
+        if constrained and self._document:
+            self._begin_document()
+        self._buffer.append(piece)
+        return self._parse(ended=False)
+
+    def finish(self) -> list[Event]:
+        """What was held back, at the end."""
+        events = self._parse(ended=True)
+        self._emit_space(events)
+        if self.phase == "call" and not self._cut_short:
+            self._end_call(events)
+        return events
+
+    def _begin_document(self) -> None:
+        self._document = self._has_content = self._after_mark = False
         self._first_only = True
-        if not marks:
+        if not self._calls:
             self._marks_outside = []
 
     @property
-    def thinking(self) -> bool:
-        return self._inside is not None and self._inside.name in REASONING
-
-    @property
-    def calling(self) -> bool:
-        return self._inside is not None and self._inside.name == CALLS
-
-    @property
-    def since_mark(self) -> str:
-        """The text of the call that is being read, with its mark; or what follows the last mark,
-        up to the first content."""
-        return (self._call_text if self.calling else self._since) + self._held
-
-    @property
-    def at(self) -> int:
-        """All text before this is told, or belongs to nobody."""
-        open_call = self.calling and not (self._call and self._call.begun)
-        return self._at - len(self._call_text) if open_call else self._at
-
-    def push(self, text: str) -> list[Found]:
-        self._held += text
-        found, self._retold = self._retold, []
-        while match := self._read(found, ended=False):
-            self._turn(match, found)
-        return found
-
-    def flush(self) -> list[Found]:
-        """What was held back, at the end."""
-        found, self._retold = self._retold, []
-        while match := self._read(found, ended=True):
-            self._turn(match, found)
-        self._say_space(found)
-        if self.calling and not self._cut_short:
-            self._end_call(found)
-        return found
-
-    @property
     def _cut_short(self) -> bool:
-        """Whether the call that is being read is one as far as it goes, but has no name yet."""
-        opening = self._call_text[self._opened :].lstrip()[:1]
+        """Whether the open call is one as far as it goes, but has no name yet."""
+        opening = self._call_text.text[self._opening :].lstrip()[:1]
         return self._call is not None and not self._call.begun and opening in ("", "{", "[")
 
-    def _read(self, found: list[Found], ended: bool) -> tuple[Mark, Match] | None:
-        """Tell what stands before the next mark, or cannot become part of one."""
-        mark, certain = self._next_mark(ended)
-        text, self._held = self._held[:certain], self._held[certain:]
-        self._tell(text, found)
-        return mark
+    def _parse(self, ended: bool) -> list[Event]:
+        events, self._retold = self._retold, []
+        while True:
+            mark, certain = self._next_mark(ended)
+            self._emit(self._buffer.take(certain), events)
+            if mark is None:
+                return events
+            self._turn(*mark, events)
+
+    # ── marks ──
 
     def _next_mark(self, ended: bool) -> tuple[tuple[Mark, Match] | None, int]:
-        """The first mark that is certain, and how much of the held text stands before it or
+        """The first mark that is certain, and how much of the buffer stands before it or before
         anything that may become one."""
+        text = self._buffer.text
         best: tuple[Mark, Match] | None = None
-        pending = len(self._held)
+        pending = len(text)
         for mark in self._marks():
-            match = mark.pattern.search(self._held, partial=not ended)
+            match = mark.pattern.search(text, partial=not ended)
             if match is None or not self._counts(match):
                 continue
             may_grow = mark.grows or not match.group()
-            if not ended and (match.partial or (may_grow and match.end() == len(self._held))):
+            if not ended and (match.partial or (may_grow and match.end() == len(text))):
                 pending = min(pending, match.start())
             elif not match.group() and mark.field is self._outside:
                 continue
@@ -145,14 +151,15 @@ class Reader:
                 best = mark, match
         if best is not None and best[1].start() < pending:
             return best, best[1].start()
-        return None, pending if len(self._held) - pending < MOST_HELD else len(self._held)
+        return None, pending if len(text) - pending < MAX_PENDING else len(text)
 
     def _counts(self, match: Match) -> bool:
         """Some marks are marks only before everything else, lest they are seen in what is said."""
         if self._inside is not self._outside:
             return True
-        first = not self._told and not self._held[: match.start()].strip()
-        return first or not (self._first_only or (self._form.unmarked and not match.group()))
+        if not (self._first_only or (self._empty_first and not match.group())):
+            return True
+        return not self._has_content and not self._buffer.text[: match.start()].strip()
 
     def _marks(self) -> list[Mark]:
         if self._inside is self._outside:
@@ -161,116 +168,78 @@ class Reader:
         end = self._form.closes.get(self._inside.name)
         return [end] if end else []
 
-    def _turn(self, mark: tuple[Mark, Match], found: list[Found]) -> None:
+    def _turn(self, mark: Mark, match: Match, events: list[Event]) -> None:
         """One stretch ends with a mark, another begins."""
-        field, match = mark[0].field, mark[1]
-        taken = match.group()
-        self._held = self._held[len(taken) :]
-        if self.calling and self.calls_held and self._call and self._call.quoted:
-            self._tell(taken, found)  # a text that looks like one
+        taken = self._buffer.take(len(match.group()))
+        calling = self.phase == "call"
+        if calling and self._constrained and self._call and self._call.quoted:
+            self._emit(taken, events)  # a text that looks like one
             return
-        self._forget_space()
-        self._since = ""
-        self._at += len(taken)
-        self._apart = True
+        self._space = Piece("")
+        self._since_mark = self._buffer.text
+        self._after_mark = True
         if self._inside is not self._outside:
-            if self.calling:
-                self._call_text += taken
-                self._end_call(found)
+            if calling:
+                self._call_text.append(taken)
+                self._end_call(events)
             self._inside = self._outside
-        elif field is not self._outside:
-            self._inside = field
-            if self.calling:
-                self._call, self._call_text = self._call_reader(field, match), taken
-                self._opened = len(taken)
-                self._tell_call("", found)
+        elif mark.field is not self._outside:
+            self._inside = mark.field
+            if self.phase == "call":
+                self._call, self._call_text = call_parser(mark.field, match), taken
+                self._opening = len(taken.text)
+                self._emit_call("", events)
 
-    def _tell(self, text: str, found: list[Found]) -> None:
+    # ── events ──
+
+    def _emit(self, piece: Piece, events: list[Event]) -> None:
         name = self._inside.name if self._inside else ""
-        if self._apart and self._inside is self._outside:
-            self._since += text
         if name == CALLS:
-            if not (self._call and self._call.begun and len(self._call_text) > MOST_HELD):
-                self._call_text += text
-            self._at += len(text)
-            self._tell_call(text, found)
+            known = self._call is not None and self._call.begun
+            if not (known and len(self._call_text.text) > MAX_PENDING):
+                self._call_text.append(piece)
+            self._emit_call(piece.text, events)
         elif name == CONTENT or name in REASONING:
-            self._tell_text("content" if name == CONTENT else "reasoning", text, found)
+            self._emit_text("content" if name == CONTENT else "reasoning", piece, events)
+
+    def _emit_text(self, kind: Kind, piece: Piece, events: list[Event]) -> None:
+        if bare := len(piece.text.rstrip()):
+            shown, self._space = self._space, piece
+            shown.append(piece.take(bare))
+            if self._after_mark:
+                shown.take(len(shown.text) - len(shown.text.lstrip()))
+            events.append(Event(kind, shown))
+            self._after_mark = False
+            self._has_content = self._has_content or kind == "content"
         else:
-            self._at += len(text)
+            self._space.append(piece)
 
-    def _tell_text(self, kind: Kind, text: str, found: list[Found]) -> None:
-        stripped = text.rstrip()
-        if stripped:
-            shown = self._space + stripped
-            if self._apart:
-                bare = len(shown) - len(shown.lstrip())
-                self._at += bare
-                shown = shown[bare:]
-            found.append(Found(kind, shown, None, self._at))
-            self._at += len(shown)
-            self._space, self._apart = "", False
-            self._told = self._told or kind == "content"
-        self._space += text[len(stripped) :]
-
-    def _say_space(self, found: list[Found]) -> None:
+    def _emit_space(self, events: list[Event]) -> None:
         """The end of the text is not between anything."""
-        if self._space and not self._apart and not self.calling:
-            kind: Kind = "reasoning" if self.thinking else "content"
-            found.append(Found(kind, self._space, None, self._at))
-        self._forget_space()
-
-    def _forget_space(self) -> None:
-        self._at += len(self._space)
-        self._space = ""
+        if self._space.text and not self._after_mark and self.phase != "call":
+            events.append(
+                Event("reasoning" if self.phase == "thinking" else "content", self._space)
+            )
+        self._space = Piece("")
 
     # ── calls ──
 
-    def _open_call(self, found: list[Found]) -> list[Found]:
-        """What has been told of the call that is being read."""
-        if not (self.calling and self._call and self._call.begun):
-            return []
-        first = max(n for n, each in enumerate(found) if each.name is not None)
-        return found[first:]
+    def _emit_call(self, text: str, events: list[Event]) -> None:
+        if self._call is not None:
+            for name, arguments in self._call.feed(text):
+                self.calls_begun += name is not None
+                events.append(Event("call", Piece(arguments), name))
 
-    def _call_reader(self, field: ResponseTemplateField, match: Match) -> CallReader | None:
-        """Reads calls as they come; None where the form lets them be read only as a whole."""
-        shape = field.transform.get("function") if isinstance(field.transform, dict) else None
-        if field.content != "json" or field.content_args:
-            return None
-        if shape == "{content}":
-            return CallReader("name", "arguments")
-        if not isinstance(shape, dict):
-            return None
-        name, arguments = str(shape.get("name")), str(shape.get("arguments"))
-        if arguments == "{content}":
-            return CallReader("", "", match.groupdict().get(name.strip("{}")) or "")
-        return CallReader(*(key.strip("{}").removeprefix("content.") for key in (name, arguments)))
-
-    def _tell_call(self, text: str, found: list[Found]) -> None:
+    def _end_call(self, events: list[Event]) -> None:
+        whole, self._call_text = self._call_text, Piece("")
+        calls = []
         if self._call is None:
-            return
-        for said in self._call.push(text):
-            self.calls_begun += said.name is not None
-            found.append(Found("call", said.text, said.name))
-
-    def _end_call(self, found: list[Found]) -> None:
-        whole, self._call_text = self._call_text, ""
-        calls = self._parsed(whole) if self._call is None else []
+            calls = whole_calls(whole.text, self._form.template, self._tools)
         for name, arguments in calls:
             self.calls_begun += 1
-            found += [Found("call", "", name), Found("call", arguments)]
+            events += [Event("call", Piece(""), name), Event("call", Piece(arguments))]
         if calls or (self._call and self._call.begun):
             self.calls_ended += 1
         else:
-            found.append(Found("content", whole, None, self._at - len(whole)))
-            self._apart = False
-
-    def _parsed(self, text: str) -> list[tuple[str, str]]:
-        """Names and arguments, as the library reads the text of a call."""
-        try:
-            message = parse_response(text, self._form.template, prefix="", tools=self._tools)
-            functions = [call["function"] for call in message[CALLS]]
-            return [(each["name"], orjson.dumps(each["arguments"]).decode()) for each in functions]
-        except (KeyError, TypeError, ValueError):
-            return []
+            events.append(Event("content", whole))
+            self._after_mark = False

@@ -1,10 +1,10 @@
 """How the model's chat template takes calls and their results back.
 
-    messages as the API has them  --told-->  messages as the template takes them
+    messages as the API has them  --adapt-->  messages as the template takes them
 
 Templates differ in what they want beside calls where nothing is said, in arguments, in ids, and
 in what they show at all. What a template takes is found out at load, by having it render a call
-and its result in every form there is. Rendering itself is done by generation/request.py.
+and its result in every form there is. chat_template.py renders.
 """
 
 import hashlib
@@ -19,12 +19,10 @@ from typing import Any, Literal, get_args
 
 import orjson
 
-from batching.errors import InvalidInput
-from worker.grammar.tool_calls import PLAIN_CALLS
+from worker.text.call_form import PLAIN_CALLS
 
 Message = dict[str, Any]
-# A chat template: messages and tools, with a generation prompt.
-Render = Callable[[list[Message], list[Message]], str]
+Render = Callable[[list[Message]], str]  # a chat template; nothing where it raises
 Ids = Literal["any", "nine", "named"]
 Arguments = Literal["object", "text"]
 Content = Literal["absent", "null", "empty"]
@@ -33,8 +31,8 @@ NINE = re.compile("[A-Za-z0-9]{9}")
 
 
 class Null:
-    """None, for templates that ask whether content is none: the library leaves out what is None,
-    but makes plain data of what has a `model_dump`."""
+    """None, for templates that ask whether content is none: transformers leaves out fields that
+    are None, but puts what `model_dump` returns in place of an object that has it."""
 
     def model_dump(self) -> None:
         return None
@@ -54,31 +52,15 @@ class TurnForm:
     single: bool = False  # one call a message, each with its results
     written: bool = False  # it knows results, but no calls: they are part of the content
 
-
-class Turns:
-    def __init__(self, render: Render) -> None:
-        self.form = _found(render)
-
-    def told(self, messages: Iterable[Mapping[str, Any]]) -> list[Message]:
-        """A conversation in the template's form; InvalidInput if it cannot have what is in it."""
-        given = [dict(message) for message in messages]
-        if self.form is not None:
-            return _Conversation(self.form).told(given)
-        if any(message["role"] == "tool" or message.get("tool_calls") for message in given):
-            cannot = "the model's chat template cannot show calls and their results"
-            raise InvalidInput(cannot, "messages")
-        return given
-
     def call_id(self, name: str, index: int) -> str:
         """For a call that the model makes, its conversation's `index`-th."""
-        ids = self.form.ids if self.form else "any"
-        if ids == "named":
+        if self.ids == "named":
             return _named(name, index)
-        return secrets.token_hex(5)[:9] if ids == "nine" else "call_" + secrets.token_hex(12)
+        return secrets.token_hex(5)[:9] if self.ids == "nine" else "call_" + secrets.token_hex(12)
 
 
-class _Conversation:
-    """Written message by message, so that calls and their results get the same ids."""
+class Conversation:
+    """Adapted message by message, so that calls and their results get the same ids."""
 
     def __init__(self, form: TurnForm) -> None:
         self.form = form
@@ -86,22 +68,19 @@ class _Conversation:
         self._known: dict[str | None, Message] = {}  # calls by the ids they came with
         self._used: set[str] = set()
 
-    def told(self, messages: Sequence[Message]) -> list[Message]:
-        turn: Message | None = None  # a message with calls
-        results: list[Message] = []  # that follow it
-        for message in messages:
-            if turn is not None and message["role"] == "tool":
-                results.append(message)
-                continue
-            if turn is not None:
-                self._turn(turn, results)
-            turn, results = (message, []) if message.get("tool_calls") else (None, [])
+    def adapt(self, messages: Iterable[Mapping[str, Any]]) -> list[Message]:
+        left = deque(dict(message) for message in messages)
+        while left:
+            message = left.popleft()
             if message["role"] == "tool":
-                self._result(message, self._known.get(message.get("tool_call_id")))
-            elif turn is None:
+                self._result(message)
+            elif message.get("tool_calls"):
+                results = []
+                while left and left[0]["role"] == "tool":
+                    results.append(left.popleft())
+                self._turn(message, results)
+            else:
                 self._made.append(message)
-        if turn is not None:
-            self._turn(turn, results)
         return self._made
 
     def _turn(self, message: Message, results: list[Message]) -> None:
@@ -121,7 +100,7 @@ class _Conversation:
                 for result in found:
                     self._result(result, call)
         for result in others:
-            self._result(result, self._known.get(result.get("tool_call_id")))
+            self._result(result)
 
     def _calling(self, message: Message, calls: list[Message]) -> Message:
         if self.form.written:
@@ -143,7 +122,9 @@ class _Conversation:
         self._known[given.get("id")] = made
         return made
 
-    def _result(self, message: Message, call: Message | None) -> None:
+    def _result(self, message: Message, call: Message | None = None) -> None:
+        """Of `call`, or of the one that it names."""
+        call = call or self._known.get(message.get("tool_call_id"))
         if call is not None:
             message = {**message, "tool_call_id": call["id"], "name": call["function"]["name"]}
         elif (id := message.get("tool_call_id")) and not self._fits(id):
@@ -153,10 +134,10 @@ class _Conversation:
     def _id(self, given: str | None, name: str, place: int) -> str:
         if self.form.ids == "named":
             return _named(name, place)
-        id = given if given and self._fits(given) and given not in self._used else None
-        id = id or self._fresh(given)
-        self._used.add(id)
-        return id
+        if not given or given in self._used or not self._fits(given):
+            given = self._fresh(given)
+        self._used.add(given)
+        return given
 
     def _fits(self, id: str) -> bool:
         return self.form.ids != "nine" or NINE.fullmatch(id) is not None
@@ -205,48 +186,29 @@ def _arguments(given: str | dict[str, Any], form: TurnForm) -> str | dict[str, A
     return parsed if isinstance(parsed, dict) else given
 
 
-# ── what a template takes ──
-
-# Some templates want all of this of a tool.
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "any",
-        "description": "any",
-        "parameters": {
-            "type": "object",
-            "properties": {"given": {"type": "string", "description": "any"}},
-            "required": ["given"],
-        },
-    },
-}
 NUMBERS = ("one", "two")  # of the calls that are tried
 IDS_TRIED = ("call_of_one", "callofone", "functions.name_one:0")
 QUESTION: Message = {"role": "user", "content": "?"}
-ANSWER: Message = {"role": "assistant", "content": "!"}
 SAID = "said_before"
 ALL_POINTS = 4
 
 
-def _found(render: Render) -> TurnForm | None:
+def turn_form(render: Render) -> TurnForm | None:
     """The form in which a template shows calls best; None if it cannot show any results."""
-    nones = _text(render, [QUESTION]).count("None")
+    nones = render([QUESTION]).count("None")
     best, most = TurnForm(written=True), 0
     for ids, arguments, content in product(get_args(Ids), get_args(Arguments), CONTENTS):
         form = TurnForm(ids, arguments, content)
-        if (points := _points(_text(render, _tried(form)), nones)) > most:
+        if (points := _points(render(_tried(form)), nones)) > most:
             best, most = form, points
         if most == ALL_POINTS:
             break
-    if not most and not _points(_text(render, _tried(best)), nones):
+    if not most and not _points(render(_tried(best)), nones):
         return None
-    for changed, said, calls in (
-        (replace(best, apart=True), SAID, 1),
-        (replace(best, single=True), "", 2),
-    ):
-        if not _shows(render, best, said, calls) and _shows(render, changed, said, calls):
-            best = replace(best, apart=best.apart or changed.apart, single=changed.single)
-    return best
+    apart, single = replace(best, apart=True), replace(best, single=True)
+    if not _shows(render, best, SAID, 1) and _shows(render, apart, SAID, 1):
+        best, single = apart, replace(apart, single=True)
+    return single if not _shows(render, best, "", 2) and _shows(render, single, "", 2) else best
 
 
 def _points(text: str, nones: int) -> int:
@@ -262,13 +224,14 @@ def _points(text: str, nones: int) -> int:
 def _shows(render: Render, form: TurnForm, said: str, calls: int) -> bool:
     """Whether all calls and what is said before them are shown, with an answer after them too."""
     messages = _tried(form, said, calls)
-    text = _text(render, messages)
+    text = render(messages)
     shown = all(
         f"name_{each}" in text and text.count(f"value_{each}") == text.count(f"result_{each}") == 1
         for each in NUMBERS[:calls]
     )
     in_order = 0 <= text.find(said) < text.find("name_one")
-    return shown and in_order and "name_one" in _text(render, [*messages, ANSWER, QUESTION])
+    messages += [{"role": "assistant", "content": "!"}, QUESTION]
+    return shown and in_order and "name_one" in render(messages)
 
 
 def _tried(form: TurnForm, said: str = "", calls: int = 1) -> list[Message]:
@@ -283,12 +246,4 @@ def _tried(form: TurnForm, said: str = "", calls: int = 1) -> list[Message]:
     turn: Message = {"role": "assistant", "content": said, "tool_calls": made}
     if said:
         turn["reasoning_content"] = "thought"
-    return _Conversation(form).told([QUESTION, turn, *results])
-
-
-def _text(render: Render, messages: list[Message]) -> str:
-    """Nothing where the template raises."""
-    try:
-        return render(messages, [TOOL])
-    except Exception:  # whatever it is
-        return ""
+    return Conversation(form).adapt([QUESTION, turn, *results])

@@ -1,4 +1,5 @@
-"""What `chat_template_kwargs` may name, and what becomes of what a template cannot take."""
+"""What `chat_template_kwargs` may name, what becomes of what a template cannot take, and what a
+template's forms mean for a plain chat."""
 
 import ast
 import importlib.util
@@ -9,13 +10,16 @@ import pytest
 
 from batching.errors import InvalidInput
 from tests import tiny_chat
-from worker.protocol import Chat
+from tests.generating import when_ready
+from tests.tiny_tokenizers import hf, llama_tokenizer
+from worker.generation.request import Prepared, Prompts
+from worker.protocol import Calls, Chat
 
 HI: tuple[dict[str, Any], ...] = ({"role": "user", "content": "hi"},)
 
 
 def rendered(**variables: Any) -> str:
-    return tiny_chat.engine().prompts.render(Chat(HI, template_kwargs=variables))
+    return tiny_chat.engine().prompts.template.render(Chat(HI, template_kwargs=variables))
 
 
 def own_to_transformers() -> set[str]:
@@ -83,3 +87,30 @@ def test_what_a_template_cannot_take_is_a_refusal(monkeypatch: pytest.MonkeyPatc
             rendered(depth=deep)
         assert caught.value.param == "messages"
         assert "Error(" not in str(caught.value)
+
+
+CALLS = "{% for m in messages %}{{ m.content }}{% endfor %}{# <tool_call> #}"
+THOUGHTS = CALLS + "{# </think> #}"
+
+
+def prepared(source: str, **fields: Any) -> Prepared:
+    tokenizer = llama_tokenizer(source)
+    prompts = Prompts(tokenizer, hf.GenerationConfig(), len(tokenizer), 1000)
+    try:
+        request = tiny_chat.asking(tools=({"function": {"name": "clock"}},), **fields).payload
+        return when_ready(lambda: prompts.prepare(request))
+    finally:
+        prompts.grammars.close()
+
+
+def test_a_plain_chat_needs_no_plan_and_is_read_only_where_there_may_be_marks() -> None:
+    calls = Calls(("clock",))
+    for source, fields, reads, plans in (
+        (CALLS, {}, False, False),
+        (THOUGHTS, {}, True, False),
+        (CALLS, {"calls": calls}, True, False),  # it shows none, so that they cannot be held to
+        (CALLS, {"calls": Calls(("clock",), required=True)}, True, True),
+        (THOUGHTS, {"thinking_tokens": 3}, True, True),
+    ):
+        made = prepared(source, **fields)
+        assert (made.parser is not None, made.plan is not None) == (reads, plans)

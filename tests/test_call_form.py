@@ -1,12 +1,12 @@
 """How calls are written is found out by having a chat template write some."""
 
-from typing import Any
-
-import jinja2
 import pytest
 
-from worker.grammar.tool_calls import PLAIN_CALLS, CallForm, call_form
-from worker.text.response_template import AnswerForm, answer_form
+from tests.tiny_tokenizers import llama_tokenizer
+from worker.grammar.notation import calls_grammar
+from worker.text.call_form import PLAIN_CALLS, CallForm, call_form
+from worker.text.chat_template import ChatTemplate
+from worker.text.response_template import AnswerForm
 
 TURN = "{% for m in messages %}{% if m.tool_calls %}CALLS{% else %}[INST]{{ m.content }}[/INST]"
 TURN += "{% endif %}{% endfor %}"
@@ -15,7 +15,7 @@ TEMPLATES: dict[str, tuple[str, CallForm | None]] = {
     "qwen": (
         EACH.replace(
             "EACH",
-            '\n<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
+            '{{ "\n" }}<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
             "{{ c.function.arguments | tojson }}}\n</tool_call>",
         )
         + "<|im_end|>",
@@ -56,19 +56,14 @@ TEMPLATES: dict[str, tuple[str, CallForm | None]] = {
 }
 
 
-def found(template: str) -> tuple[AnswerForm, CallForm | None]:
-    whole = TURN.replace("CALLS", template)
-    tokenizer: Any = type("Carrier", (), {"chat_template": whole, "response_template": None})
-    form = answer_form(tokenizer)
-    assert form is not None
-    rendered = jinja2.Environment(autoescape=False).from_string(whole)
-    return form, call_form(form, lambda messages: rendered.render(messages=messages))
+def found(template: str) -> CallForm | None:
+    return ChatTemplate(llama_tokenizer(TURN.replace("CALLS", template))).calls
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_form_is_the_templates_own(name: str) -> None:
     template, expected = TEMPLATES[name]
-    assert found(template)[1] == expected
+    assert found(template) == expected
 
 
 def test_a_model_without_marks_has_no_form() -> None:
@@ -80,9 +75,15 @@ def test_a_grammar_names_the_tools_and_their_parameters() -> None:
         {"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}},
         {"type": "function", "function": {"name": "b"}},
     ]
-    one = PLAIN_CALLS.grammar(tools, False, repr)
-    more = PLAIN_CALLS.grammar(tools, True, repr)
+    one = calls_grammar(PLAIN_CALLS, tools, False, repr)
+    more = calls_grammar(PLAIN_CALLS, tools, True, repr)
     assert "call_0 | call_1" in one
     assert '"additionalProperties": false' in one.splitlines()[3]
     assert ")*" not in one
     assert ")*" in more
+
+
+def test_a_response_template_whose_calls_have_no_mark_has_no_form() -> None:
+    form = AnswerForm({"start_anchor": "\n", "fields": {"tool_calls": {"content": "json"}}})
+    assert call_form(form, lambda messages: TURN) is None
+    assert call_form(form, lambda messages: '{"name_of_it"') is None

@@ -1,4 +1,4 @@
-"""What is decoded at the same time is bounded, and nobody waits forever for room."""
+"""What is decoded at the same time is bounded, and nobody waits forever for its part."""
 
 import base64
 import io
@@ -12,65 +12,65 @@ from PIL import Image
 
 from tests import tiny
 from tests.serving import serving, wait_until
-from worker.room import ROOMS, Room
+from worker.decode_budget import TIMES_PER_REQUEST, DecodeBudget
 
 
-def take(room: Room, count: int, go_on: threading.Event) -> None:
-    with room.place() as place:
-        place.take(count)
+def take(budget: DecodeBudget, count: int, go_on: threading.Event) -> None:
+    with budget.lease() as lease:
+        lease.take(count)
         go_on.wait(10)
 
 
 def test_what_does_not_fit_waits_its_turn() -> None:
-    room = Room(10)
+    budget = DecodeBudget(10)
     first, second, third = (threading.Event() for _ in range(3))
     with ThreadPoolExecutor(3) as pool:
-        one = pool.submit(take, room, 6, first)
-        wait_until(lambda: room.taken == 6)
-        two = pool.submit(take, room, 9, second)
-        wait_until(lambda: len(room._line) == 1)
-        three = pool.submit(take, room, 1, third)  # there is room, but it came later
-        wait_until(lambda: len(room._line) == 2)
-        assert room.taken == 6
+        one = pool.submit(take, budget, 6, first)
+        wait_until(lambda: budget.taken == 6)
+        two = pool.submit(take, budget, 9, second)
+        wait_until(lambda: len(budget.line) == 1)
+        three = pool.submit(take, budget, 1, third)  # there is some left, but it came later
+        wait_until(lambda: len(budget.line) == 2)
+        assert budget.taken == 6
         first.set()
         one.result(10)
-        wait_until(lambda: room.taken == 10)
+        wait_until(lambda: budget.taken == 10)
         second.set()
         third.set()
         done: list[Future[None]] = [two, three]
         assert [each.result(10) for each in done] == [None, None]
-    assert room.taken == 0
+    assert budget.taken == 0
 
 
-def test_what_exceeds_the_room_is_alone_in_it() -> None:
-    room = Room(10)
-    with room.place() as place:
-        place.take(1000)
-        assert room.taken == 10
-    assert room.taken == 0
+def test_what_exceeds_the_budget_has_all_of_it() -> None:
+    budget = DecodeBudget(10)
+    with budget.lease() as lease:
+        lease.take(1000)
+        assert budget.taken == 10
+    assert budget.taken == 0
 
 
-def test_room_is_given_back_when_decoding_fails() -> None:
-    room = Room(10)
-    with suppress(OSError), room.place() as place:
-        place.take(10)
+def test_what_was_taken_is_given_back_when_decoding_fails() -> None:
+    budget = DecodeBudget(10)
+    with suppress(OSError), budget.lease() as lease:
+        lease.take(10)
         raise OSError
-    assert room.taken == 0
+    assert budget.taken == 0
 
 
 def test_who_cannot_wait_leaves_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    room = Room(10)
+    budget = DecodeBudget(10)
 
     def out_of_memory(*arguments: object) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(room._changed, "wait_for", out_of_memory)
-        with pytest.raises(MemoryError), room.place() as place:
-            place.take(1)
-    with room.place() as place:
-        place.take(10)
-    assert room.taken == 0
+        patch.setattr(budget.changed, "wait_for", out_of_memory)
+        with pytest.raises(MemoryError), budget.lease() as lease:
+            lease.take(1)
+    with budget.lease() as lease:
+        lease.take(10)
+    assert budget.taken == 0
 
 
 def test_a_server_takes_images_of_max_image_mp() -> None:
@@ -91,7 +91,8 @@ def test_the_images_of_a_list_have_a_sum() -> None:
     with serving(
         pipeline_model=str(tiny.folder("vit")), max_image_mp=1, device="cpu", max_body_mb=1
     ) as server:
-        for count, status in ((ROOMS, 200), (ROOMS + 1, 400), (ROOMS, 200)):
+        most = TIMES_PER_REQUEST
+        for count, status in ((most, 200), (most + 1, 400), (most, 200)):
             answer = httpx.post(server.url, json={"inputs": [image] * count}, timeout=60)
             assert answer.status_code == status, answer.text
             if status == 400:

@@ -1,0 +1,82 @@
+"""How many pixels of images and samples of sound are decoded at the same time.
+
+An image of a few hundred kilobytes may unpack into a gigabyte, and each pool thread decodes one:
+together they hold no more than the largest image that is taken may have. Torch-free; what is
+decoded, and how much it takes, is for pipeline/media.py to say.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from batching.errors import InvalidInput
+
+# A request's inputs, one after another, may take the budget this many times.
+TIMES_PER_REQUEST = 16
+
+
+class RequestBudget:
+    """What the inputs of one request take together."""
+
+    def __init__(self) -> None:
+        self._spent = 0
+        self._lock = threading.Lock()
+
+    def spend(self, count: int, most: int) -> None:
+        with self._lock:
+            self._spent += count
+            if self._spent > most:
+                much = f"the inputs have more than {most} pixels or samples in all: send fewer"
+                raise InvalidInput(much, "inputs")
+
+
+class DecodeBudget:
+    """`size` pixels or samples, `taken` of them; shared by all pool threads."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.taken = 0
+        self.line: deque[Lease] = deque()  # those that wait, the first in front
+        self.changed = threading.Condition()
+
+    @contextmanager
+    def lease(self, request: RequestBudget | None = None) -> Iterator["Lease"]:
+        """What is taken inside is given back at the end."""
+        lease = Lease(self, request)
+        try:
+            yield lease
+        finally:
+            if lease.taken:
+                with self.changed:
+                    self.taken -= lease.taken
+                    self.changed.notify_all()
+
+
+class Lease:
+    """One input's part of the budget."""
+
+    def __init__(self, budget: DecodeBudget, request: RequestBudget | None) -> None:
+        self.budget = budget
+        self.request = request
+        self.taken = 0
+
+    def take(self, count: int) -> None:
+        """Wait, first come first served, for so much; call it once, as two that wait for each
+        other's would wait forever. What exceeds the budget waits until it has all of it."""
+        assert not self.taken
+        budget = self.budget
+        if self.request:
+            self.request.spend(count, TIMES_PER_REQUEST * budget.size)
+        count = min(count, budget.size)
+        with budget.changed:
+            budget.line.append(self)
+            try:
+                budget.changed.wait_for(
+                    lambda: budget.line[0] is self and budget.taken + count <= budget.size
+                )
+                budget.taken += count
+                self.taken = count
+            finally:
+                budget.line.remove(self)
+                budget.changed.notify_all()

@@ -1,0 +1,146 @@
+"""What an answer or its calls may be, in Lark's notation as llguidance reads it.
+
+Its size is bounded here; what it takes to compile, in trial.py.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from batching.errors import InvalidInput
+from worker.protocol import Constraint
+from worker.text.call_form import CallForm
+
+Quote = Callable[[str], str]  # a text in the notation
+Tool = Mapping[str, Any]
+
+COMPACT = {"whitespace_flexible": False, "coerce_one_of": True}
+LONGEST = 1_000_000  # characters of a grammar, tools and all
+LONGEST_TEXT = {"regex": 50_000, "choice": 100_000, "grammar": 100_000}
+MOST_CHOICES = 2_000
+REASON = 500  # characters of what the library says
+# The formats of strings that llguidance holds to.
+FORMATS = (
+    *("date-time", "time", "date", "duration", "email", "hostname"),
+    *("ipv4", "ipv6", "uuid", "uri"),
+)
+# Where a schema may declare properties besides.
+ELSEWHERE = ("allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "dependentSchemas")
+POSITION = re.compile(r"^at \d+\(\d+\): ")
+QUOTED = re.compile(r"\s*(\d+ \||\^)")
+
+
+def rule(constraint: Constraint) -> str:
+    """What follows `start:`, or a whole grammar; InvalidInput if it is none, or too long."""
+    value, kind, param = constraint.value, constraint.kind, constraint.param
+    if kind == "json_schema" and not isinstance(value, dict):
+        raise InvalidInput(f"{param}: must be an object", param)
+    if kind in ("regex", "grammar"):
+        check_length(value, param, LONGEST_TEXT[kind])
+    if kind == "choice" and len(value) > MOST_CHOICES:
+        raise InvalidInput(f"{param}: takes at most {MOST_CHOICES} texts", param)
+    try:
+        written = _written(kind, value)
+    except Exception as error:  # whatever makes it no schema, or no grammar
+        raise unusable(str(error) or type(error).__name__, param) from None
+    check_length(written, param, LONGEST_TEXT.get(kind, LONGEST))
+    return written
+
+
+def either(constraint: Constraint, calls: str) -> str:
+    """An answer as the constraint says, or calls by their grammar."""
+    if constraint.kind != "json_schema":
+        only = "goes with tools only where it asks for JSON"
+        raise InvalidInput(f"{constraint.param}: {only}", constraint.param)
+    lines = [f"calls: {calls.removeprefix('start:')}", f"answer: {rule(constraint)}"]
+    return "\n".join(["start: calls | answer", *lines])
+
+
+def schema_rule(schema: dict[str, Any], options: dict[str, Any]) -> str:
+    """A JSON schema; `options` replace what a client says to llguidance itself."""
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+
+
+def literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def calls_grammar(form: CallForm, tools: Sequence[Tool], several: bool, quote: Quote) -> str:
+    """Nothing but calls of these tools; one if not `several`."""
+    more = f"({quote(form.between)} call)*" if several and form.between else ""
+    return "\n".join(
+        [
+            f"start: {quote(form.begin)} call {more} {quote(form.end)}",
+            "call: " + " | ".join(f"call_{n}" for n in range(len(tools))),
+            *(f"call_{n}: {_call(form, tool, quote)}" for n, tool in enumerate(tools)),
+        ]
+    )
+
+
+def _call(form: CallForm, tool: Tool, quote: Quote) -> str:
+    function = tool["function"]
+    options = {
+        "whitespace_flexible": False,
+        "item_separator": re.escape(form.comma),
+        "key_separator": re.escape(form.colon),
+        "lenient": True,  # schemas of tools come from everywhere
+    }
+    schema = schema_rule(_of_arguments(function.get("parameters")), options)
+    return f"{quote(function['name'] + form.middle)} {schema}"
+
+
+def _of_arguments(parameters: Any) -> dict[str, Any]:
+    """Arguments are an object of what is declared; a function that declares none takes none."""
+    if not parameters:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    schema = dict(parameters)
+    if "$ref" not in schema:
+        schema["type"] = "object"
+    declared = schema.get("properties")
+    if isinstance(declared, dict) and not any(key in schema for key in ELSEWHERE):
+        required = schema.get("required")
+        if set(required if isinstance(required, list) else ()) <= set(declared):
+            schema.setdefault("additionalProperties", False)
+    return schema
+
+
+def check_length(grammar: str, param: str, longest: int = LONGEST) -> None:
+    if len(grammar) > longest:
+        raise unusable(f"it is longer than {longest} characters", param)
+
+
+def unusable(reason: str, param: str) -> InvalidInput:
+    """With the library's reason, without the lines of the grammar that it quotes."""
+    reason = re.split("<backtrace>|<state>|<non-verbose/>", reason)[0]
+    if reason.startswith("panic:"):
+        reason = "it is more than the library for grammars can take"
+    lines = [line for line in reason.splitlines() if not QUOTED.match(line)]
+    reason = POSITION.sub("", " ".join(" ".join(lines).split()).rstrip(": "))
+    return InvalidInput(f"{param}: cannot be used: {reason[:REASON]}", param)
+
+
+def _written(kind: str, value: Any) -> str:
+    if kind == "json_schema":
+        return schema_rule(_without_unknown_formats(value), COMPACT)
+    if kind == "regex":
+        escaped = re.sub(
+            r"(\\.)|/|\n", lambda m: m[1] or {"/": r"\/", "\n": r"\n"}[m[0]], str(value)
+        )
+        return f"/{escaped}/"
+    if kind == "choice":
+        return " | ".join(map(literal, value))
+    return str(value)
+
+
+def _without_unknown_formats(schema: Any) -> Any:
+    """A format is a remark, not a rule, where it is not known."""
+    if isinstance(schema, list):
+        return [_without_unknown_formats(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value if key in ("const", "enum") else _without_unknown_formats(value)
+        for key, value in schema.items()
+        if key != "format" or not isinstance(value, str) or value in FORMATS
+    }

@@ -1,0 +1,174 @@
+"""Does a batch give what each of its rows gives alone? Asked at load, by running the model.
+
+Three ways to batch are tried on random rows: packed, padded on the right, and padded on the
+left before generation. What differs is not used; the reason is logged with the model.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from worker.model.loading import Pipe
+from worker.model.self_check import LONGEST, SHORTEST, TOLERANCE, Differs
+from worker.pipeline.limits import context_limit, vocabulary
+from worker.pipeline.outputs import split_rows
+from worker.pipeline.packed_attention import CannotPack, Packing
+from worker.tasks import TASKS
+
+Batching = Literal["packed", "padded", "same shape", "single"]
+
+
+def choose_batching(task: str, pipe: Pipe) -> tuple[Batching, str, Packing | None]:
+    """The best way to batch that gives the model's own output; why none better; the packing, in
+    place, if it is that."""
+    if not TASKS[task].stages or not TASKS[task].batches:
+        return "single", "", None
+    if TASKS[task].kind != "text":
+        return "same shape", "", None
+    model, tokenizer, limit = pipe.model, pipe.tokenizer, context_limit(pipe)
+    if tokenizer is None or tokenizer.pad_token_id is None:
+        return "single", "its tokenizer has no padding token", None
+    if tokenizer.pad_token_id >= vocabulary(pipe):
+        return "single", "it does not know its tokenizer's padding token", None
+    if task == "text-generation":
+        why = _refusal(lambda: check_left_padding(model, tokenizer, limit))
+        return ("single" if why else "padded"), why, None
+    why = _refusal(lambda: check_packing(Packing(model), tokenizer, limit))
+    if not why:
+        packing = Packing(model)
+        packing.attach()
+        return "packed", "", packing
+    if why_not_padded := _refusal(lambda: check_padding(model, tokenizer, limit)):
+        return "single", f"packed: {why}; padded: {why_not_padded}", None
+    return "padded", why, None
+
+
+def _refusal(check: Callable[[], None]) -> str:
+    """Why a way of batching is not used; "" if the check passes."""
+    try:
+        check()
+    except (CannotPack, Differs) as error:
+        return str(error)
+    except Exception as error:  # each model class refuses in its own way
+        return f"the forward raised {repr(error)[:200]}"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Random rows; `names` are the arguments the tokenizer makes of a text."""
+
+    ids: torch.Tensor  # [B, L], padded
+    mask: torch.Tensor  # [B, L]
+    counts: Sequence[int]  # tokens of each
+    names: Sequence[str]
+
+    def batch(self) -> dict[str, torch.Tensor]:
+        inputs = {"input_ids": self.ids}
+        return inputs | {"attention_mask": self.mask} if "attention_mask" in self.names else inputs
+
+    def alone(self, row: int) -> dict[str, torch.Tensor]:
+        real = self.mask[row].bool()
+        return {name: value[row][real][None] for name, value in self.batch().items()}
+
+
+def random_rows(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, counts: Sequence[int], left: bool
+) -> Rows:
+    """Tokens are ordinary ones; each row ends in the token that ends texts, as some models
+    look for it."""
+    generator = torch.Generator().manual_seed(0)
+    size = model.config.get_text_config().vocab_size
+    ordinary = torch.tensor(sorted(set(range(size)) - set(tokenizer.all_special_ids)))
+    texts = [
+        ordinary[torch.randint(len(ordinary), (count,), generator=generator)] for count in counts
+    ]
+    last = tokenizer.eos_token_id if tokenizer.sep_token_id is None else tokenizer.sep_token_id
+    if isinstance(last, int) and not left:
+        for text in texts:
+            text[-1] = last
+    pad: Any = tokenizer.pad_token_id
+    side = "left" if left else "right"
+    ids = pad_sequence(texts, True, pad, side).to(model.device)
+    mask = pad_sequence([torch.ones_like(text) for text in texts], True, 0, side)
+    return Rows(ids, mask.to(model.device), counts, tokenizer.model_input_names)
+
+
+def encoder_counts(model: PreTrainedModel, limit: int) -> list[int]:
+    """Two rows near in length, which share an attention call when packed, and a short one. They
+    exceed the attention window, as far as `limit` and time allow."""
+    windows = [getattr(model.config, name, 0) for name in ("sliding_window", "local_attention")]
+    beyond = 2 * max(window or 0 for window in windows) + 8
+    longest = min(limit, beyond if SHORTEST < beyond <= LONGEST else SHORTEST)
+    return [min(3, longest), longest, longest - longest // 8]
+
+
+def check_packing(packing: Packing, tokenizer: PreTrainedTokenizerBase, limit: int) -> None:
+    """Raises CannotPack or Differs unless packed rows equal the model's forward of each."""
+
+    def forward_packed(rows: Rows) -> Any:
+        detach = packing.attach()
+        try:
+            with packing.batch(rows.counts, rows.ids.shape[1]):
+                return packing.model(**rows.batch())
+        finally:
+            detach()
+
+    check_rows(packing.model, tokenizer, limit, forward_packed)
+    if packing.calls != len(packing.layers):
+        raise CannotPack("its layers do not call a registered attention function")
+
+
+def check_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, limit: int) -> None:
+    """Raises Differs unless rows padded on the right give what they give alone."""
+    check_rows(model, tokenizer, limit, lambda rows: model(**rows.batch()))
+
+
+@torch.no_grad()
+def check_rows(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+    forward: Callable[[Rows], Any],
+) -> None:
+    rows = random_rows(model, tokenizer, encoder_counts(model, limit), left=False)
+    reference = [
+        split_rows(model(**rows.alone(row)), 1, [count])[0] for row, count in enumerate(rows.counts)
+    ]
+    compare_rows(reference, split_rows(forward(rows), len(rows.counts), rows.counts), rows.counts)
+
+
+def check_left_padding(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, limit: int
+) -> None:
+    """Raises Differs unless the first generated token's logits survive padding on the left."""
+    rows = random_rows(model, tokenizer, [min(3, limit - 1), min(11, limit - 1)], left=True)
+    options = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "max_new_tokens": 1}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    generate: Any = model.generate  # mypy takes it for a parameter of the module
+    together = generate(**rows.batch(), **options).logits[0]
+    reference = [
+        {"logits": generate(**rows.alone(row), **options).logits[0]}
+        for row in range(len(rows.counts))
+    ]
+    compare_rows(reference, [{"logits": row[None]} for row in together], rows.counts)
+
+
+def compare_rows(reference: Sequence[Any], together: Sequence[Any], counts: Sequence[int]) -> None:
+    """Every score the model gives must be equal but for rounding."""
+    for alone, batched, count in zip(reference, together, counts, strict=True):
+        for name, expected in alone.items():
+            if not isinstance(expected, torch.Tensor) or not expected.is_floating_point():
+                continue
+            if expected.ndim > 2 and expected.shape[1] != count:
+                raise Differs(f"its {name} are not one for each token")
+            got = batched[name]
+            if got.shape != expected.shape:
+                raise Differs(f"its {name} have another shape in a batch")
+            off = (got - expected).abs().max() / expected.abs().max()
+            if not off <= TOLERANCE[expected.dtype]:  # also when NaN
+                raise Differs(f"its {name} differ in a batch by {float(off):.1e} of the largest")
