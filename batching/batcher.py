@@ -2,7 +2,7 @@
 
 A single deadline counts from the acceptance of the batch's first item, its preparation included;
 a full batch, or one that waited while the worker was busy, leaves at once. The oldest item is
-always in the next batch; its mates have the same key. Packed models take mates in order of
+always in the next batch; the others have the same key. Packed models take them in order of
 arrival, padding ones those nearest in length out of a bounded window. Owned by the worker thread;
 no clock inside.
 """
@@ -13,7 +13,7 @@ from itertools import islice
 
 from batching.request_queue import WorkItem
 
-# How many batches' worth of waiting items are looked at for mates of similar length.
+# How many batches' worth of waiting items are looked at for some of similar length.
 WINDOW_BATCHES = 4
 # Batches near the cap that must succeed before a cap halved by out-of-memory is doubled again.
 GROW_AFTER = 8
@@ -27,29 +27,21 @@ class DynamicBatcher:
         self.packs = True  # tokens add up; otherwise every row costs as much as the longest
         self.cap = max_size  # rows allowed now: max_size unless memory ran out
         self._successes = 0
-        self._free_since = float("-inf")
         # ordered dicts: a plain one takes ever longer to find its first key after deletions
         self._groups: dict[Hashable, OrderedDict[WorkItem, None]] = {}
-        self._all: OrderedDict[WorkItem, None] = OrderedDict()
+        self.waiting: OrderedDict[WorkItem, None] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._all)
-
-    def add(self, item: WorkItem, arrived_at: float) -> None:
-        item.arrived_at = arrived_at
-        self._all[item] = None
+    def add(self, item: WorkItem) -> None:
+        self.waiting[item] = None
         self._groups.setdefault(item.key, OrderedDict())[item] = None
 
-    def free(self, now: float) -> None:
-        """The worker has finished a batch: what was accepted before now has waited enough."""
-        self._free_since = now
-
-    def due_at(self) -> float | None:
-        """When the next batch should leave; None if nothing waits."""
-        oldest = next(iter(self._all), None)
+    def due_at(self, free_since: float) -> float | None:
+        """When the next batch should leave; None if nothing waits. The worker was busy until
+        `free_since`: what was accepted before has waited enough."""
+        oldest = next(iter(self.waiting), None)
         if oldest is None:
             return None
-        if oldest.accepted_at <= self._free_since or self._is_full(oldest.key):
+        if oldest.accepted_at <= free_since or self._is_full(oldest.key):
             return oldest.accepted_at
         return oldest.accepted_at + self.max_wait_s
 
@@ -62,10 +54,10 @@ class DynamicBatcher:
                 return True
         return False
 
-    def take(self, now: float) -> list[WorkItem]:
+    def take(self, now: float, free_since: float) -> list[WorkItem]:
         """The next batch, if one is due. Items nobody waits for are dropped on the way."""
-        while (due := self.due_at()) is not None and due <= now:
-            oldest = next(iter(self._all))
+        while (due := self.due_at(free_since)) is not None and due <= now:
+            oldest = next(iter(self.waiting))
             if not _alive(oldest, now):
                 self._drop(oldest)
                 continue
@@ -76,8 +68,8 @@ class DynamicBatcher:
         return []
 
     def _choose(self, oldest: WorkItem, now: float) -> list[WorkItem]:
-        mates = islice(self._groups[oldest.key], WINDOW_BATCHES * self.max_size)
-        window = [item for item in mates if _alive(item, now)]
+        candidates = islice(self._groups[oldest.key], WINDOW_BATCHES * self.max_size)
+        window = [item for item in candidates if _alive(item, now)]
         if not self.packs:
             window.sort(key=lambda item: abs(item.width - oldest.width))
         batch, rows, total = [oldest], oldest.rows, oldest.tokens
@@ -98,7 +90,7 @@ class DynamicBatcher:
         return batch
 
     def _drop(self, item: WorkItem) -> None:
-        del self._all[item]
+        del self.waiting[item]
         group = self._groups[item.key]
         del group[item]
         if not group:
@@ -106,8 +98,8 @@ class DynamicBatcher:
 
     def clear(self) -> list[WorkItem]:
         """Take out everything, in order of arrival."""
-        items = list(self._all)
-        self._all.clear()
+        items = list(self.waiting)
+        self.waiting.clear()
         self._groups.clear()
         return items
 

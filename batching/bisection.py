@@ -16,19 +16,27 @@ def run_in_halves(
     failed: Callable[[Sequence[T], BaseException], None],
     wanted: Callable[[T], bool] = lambda item: True,
 ) -> None:
-    """`run` the wanted items together. If it raises, `failed` is told of those it ran with and may
-    raise to end it all; then each half is run, as far as it is still wanted, down to one item."""
-    items = [item for item in items if wanted(item)]
-    if not items:
-        return
-    try:
-        run(items)
-        return
-    except BaseException as error:
-        # The frames hold what the forward had allocated, and the halves need it.
-        traceback.clear_frames(error.__traceback__)
-        failed(items, error)
+    """`run` the wanted items together; if that raises, in halves."""
+    if items := [item for item in items if wanted(item)]:
+        try:
+            run(items)
+        except BaseException as error:
+            rerun_in_halves(items, error, run, failed, wanted)
+
+
+def rerun_in_halves(
+    items: Sequence[T],
+    error: BaseException,
+    run: Callable[[Sequence[T]], None],
+    failed: Callable[[Sequence[T], BaseException], None],
+    wanted: Callable[[T], bool] = lambda item: True,
+) -> None:
+    """`run(items)` raised `error`. `failed` may raise to end it all; then each half
+    is run, as far as it is still wanted, down to one item."""
+    # The frames hold what the forward had allocated, and the halves need it.
+    traceback.clear_frames(error.__traceback__)
+    failed(items, error)
     if len(items) > 1:
         middle = len(items) // 2
-        run_in_halves(items[:middle], run, failed, wanted)
-        run_in_halves(items[middle:], run, failed, wanted)
+        for half in (items[:middle], items[middle:]):
+            run_in_halves(half, run, failed, wanted)

@@ -9,6 +9,7 @@
     │  ├─ Draining         the server is stopping
     │  ├─ BreakerOpen      the model keeps failing, a probe is due
     │  └─ WorkerDown       the worker thread is dead or stuck
+    │     └─ DeviceLost    what raised leaves no device to run anything on
     ├─ DeadlineExceeded    accepted, but the deadline passed in the queue or while running
     ├─ ClientGone          the client left; nobody waits for an answer
     └─ ItemFailed          the model raised on this item, and on it alone
@@ -32,6 +33,11 @@ class InvalidInput(OnequeueError):
         super().__init__(message)
         self.param = param
 
+    @classmethod
+    def at(cls, param: str, reason: str) -> "InvalidInput":
+        """Of one field of the request; the message begins with its name."""
+        return cls(f"{param}: {reason}", param)
+
 
 class Refused(OnequeueError):
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
@@ -39,57 +45,37 @@ class Refused(OnequeueError):
         self.retry_after_s = retry_after_s
 
 
-class QueueFull(Refused):
-    pass
+class QueueFull(Refused): ...
 
 
-class DeadlineHopeless(Refused):
-    pass
+class DeadlineHopeless(Refused): ...
 
 
-class NotReady(Refused):
-    pass
+class NotReady(Refused): ...
 
 
-class Draining(Refused):
-    pass
+class Draining(Refused): ...
 
 
-class BreakerOpen(Refused):
-    pass
+class BreakerOpen(Refused): ...
 
 
-class WorkerDown(Refused):
-    pass
+class WorkerDown(Refused): ...
 
 
-class DeadlineExceeded(OnequeueError):
-    pass
+class DeviceLost(WorkerDown): ...
 
 
-class ClientGone(OnequeueError):
-    pass
+class DeadlineExceeded(OnequeueError): ...
 
 
-class ItemFailed(OnequeueError):
-    pass
+class ClientGone(OnequeueError): ...
 
 
-class OutOfMemory(ItemFailed):
-    pass
+class ItemFailed(OnequeueError): ...
 
 
-class WrongResultCount(ItemFailed):
-    pass
+class OutOfMemory(ItemFailed): ...
 
 
-def as_failure(error: BaseException, kind: str) -> ItemFailed:
-    """What the client of an item is told that alone made the model raise `error`."""
-    if isinstance(error, ItemFailed):
-        return error
-    if kind == "memory":
-        failure: ItemFailed = OutOfMemory("this input does not fit into memory")
-    else:
-        failure = ItemFailed("the model failed on this input")
-    failure.__cause__ = error.with_traceback(None)
-    return failure
+class WrongResultCount(ItemFailed): ...

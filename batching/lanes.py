@@ -16,9 +16,13 @@ KEEP = 0.9
 
 
 class Lane:
-    """One kind of work. Lanes share the queue's places; of them it may take `places`."""
+    """One model's work of one kind. Lanes share the queue's places; of them it may take `places`.
 
-    def __init__(self, places: int) -> None:
+    `name` is what a client reads when those are taken.
+    """
+
+    def __init__(self, name: str, places: int) -> None:
+        self.name = name
         self.places = places
         self.taken = 0  # accepted and unanswered
         self.ahead = 0  # of them, those whose answer has not begun
@@ -26,11 +30,6 @@ class Lane:
     def enter(self, count: int) -> None:
         self.taken += count
         self.ahead += count
-
-    def begin(self, item: "WorkItem") -> None:
-        """The item's answer begins: from here on it takes its time, but nobody waits for it."""
-        item.begun = True
-        self.ahead -= 1
 
     def leave(self, item: "WorkItem") -> None:
         """It is answered, or nobody waits for it any more."""
@@ -51,8 +50,8 @@ class BatchLane(Lane):
     """Served in batches, which take a time for each token. Those of an item are known once it is
     prepared; before, it counts like the mean."""
 
-    def __init__(self, places: int) -> None:
-        super().__init__(places)
+    def __init__(self, name: str, places: int) -> None:
+        super().__init__(name, places)
         self._prepared: deque[WorkItem] = deque()  # not counted yet; all threads may add
         self._known = 0  # items ahead that are counted
         self._tokens = 0  # theirs
@@ -98,35 +97,37 @@ class TurnLane(Lane):
     """Served side by side: a newcomer waits until all before it have had their turn to begin. How
     often somebody begins is measured while others go without."""
 
-    def __init__(self, places: int) -> None:
-        super().__init__(places)
-        self._begun = 0  # since the last step
-        self._starved_since: float | None = None  # or since the last who began meanwhile
+    def __init__(self, name: str, places: int) -> None:
+        super().__init__(name, places)
+        self.begun = 0  # since the last step
+        self.starved_since: float | None = None  # or since the last who began meanwhile
         self._turns = 0.0  # recent ones
         self._seconds = 0.0  # that they took together
 
     def begin(self, item: "WorkItem") -> None:
-        super().begin(item)
-        self._begun += 1
+        """The item's answer begins: from here on it takes its time, but nobody waits for it."""
+        item.begun = True
+        self.ahead -= 1
+        self.begun += 1
 
     def leave(self, item: "WorkItem") -> None:
         super().leave(item)
         if not self.ahead:
-            self._starved_since = None
+            self.starved_since = None
 
     def stepped(self, now: float, starved: bool) -> None:
         """A step has ended; who began in it is known. `starved`: others had no room in it."""
-        begun, self._begun = self._begun, 0
-        if begun and self._starved_since is not None:
+        begun, self.begun = self.begun, 0
+        if begun and self.starved_since is not None:
             # those who run may end all at once: what counts is how long a round of them takes
             keep = max(KEEP, 1 - 1 / self._running) ** begun
             self._turns = self._turns * keep + begun
-            self._seconds = self._seconds * keep + now - self._starved_since
-            self._starved_since = now
+            self._seconds = self._seconds * keep + now - self.starved_since
+            self.starved_since = now
         if not starved:
-            self._starved_since = None
-        elif self._starved_since is None:
-            self._starved_since = now
+            self.starved_since = None
+        elif self.starved_since is None:
+            self.starved_since = now
 
     @property
     def _running(self) -> int:
@@ -135,6 +136,6 @@ class TurnLane(Lane):
     def expected_s(self, now: float) -> float:
         """Since when nobody has begun counts too: each of those who run has taken so long."""
         turn_s = self._seconds / self._turns if self._turns else 0.0
-        if self._starved_since is not None:
-            turn_s = max(turn_s, (now - self._starved_since) / self._running)
+        if self.starved_since is not None:
+            turn_s = max(turn_s, (now - self.starved_since) / self._running)
         return self.ahead * turn_s

@@ -1,67 +1,55 @@
-"""The one queue: admission, places, and the (payload, future) pairs on their way to the worker.
+"""The one queue: admission, places, and the work items on their way to the worker.
 
-A handler has its payloads accepted and awaits their futures; feeders take pairs off the other
+A handler has its payloads accepted and awaits their futures; feeders take items off the other
 end. All of it runs on the event loop. The bound counts what is accepted and unanswered, wherever
-it is by then, so no second, unbounded queue can form. Work in the background has a part of the
-places to itself, and nobody else counts it as ahead. How long a newcomer would wait is known in
-lanes.py. Batches are not made here.
+it is by then, so no second, unbounded queue can form. Whose places they are, and how long a
+newcomer would wait, is known in lanes.py. Batches are not made here.
 """
 
 import asyncio
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from batching.errors import ClientGone, DeadlineHopeless, QueueFull
-from batching.lanes import BatchLane, Lane, TurnLane
-
-# Of the places, background work may take one in so many.
-BACKGROUND = 4
+from batching.lanes import Lane
 
 
+class Stream(Protocol):
+    """Where an answer goes that comes in parts: on the event loop, after each step."""
+
+    def push(self, delta: Any) -> None: ...
+
+
+@dataclass(slots=True, eq=False, repr=False)
 class WorkItem:
-    """A (payload, future) pair and what becomes of it. Times are monotonic seconds."""
+    """A payload, where its answer goes, and what becomes of it. Times are monotonic seconds.
 
-    __slots__ = (
-        "accepted_at",
-        "arrived_at",
-        "batch_size",
-        "begun",
-        "counted",
-        "deadline",
-        "finished_at",
-        "future",
-        "key",
-        "lane",
-        "open",
-        "payload",
-        "prepared",
-        "ran",
-        "rows",
-        "started_at",
-        "tokens",
-        "width",
-    )
+    The answer, or the error, goes to `future`. A generation's text goes to `stream` on its way, and
+    the future resolves to None at its end.
+    """
 
-    def __init__(
-        self, payload: Any, future: asyncio.Future[Any] | None, deadline: float, accepted_at: float
-    ) -> None:
-        self.payload = payload
-        self.lane: Lane | None = None
-        self.begun = False  # its answer has begun, or never will: no longer ahead of others
-        self.counted = False  # its lane knows its tokens
-        self.future: asyncio.Future[Any] = future  # type: ignore[assignment]  # warm-ups have none
-        self.deadline = deadline
-        self.accepted_at = accepted_at
-        self.open = True  # somebody still waits; other threads only read it
-        self.prepared: Any = None
-        self.ran = False  # its output is there: only postprocessing is left
-        self.rows = 1  # model rows the item needs
-        self.tokens = 1  # tokens of all rows together
-        self.width = 1  # tokens of the longest row
-        self.key: Hashable = None  # items with equal keys may share a batch
-        self.arrived_at = self.started_at = self.finished_at = accepted_at
-        self.batch_size = 0
+    payload: Any
+    future: Any  # an asyncio.Future; warm-ups have none
+    deadline: float
+    accepted_at: float
+    stream: Any = None  # a Stream; pipelines have none
+    model: Any = None  # the entry of the registry (worker/models.py) that serves it
+    lane: Any = None  # a Lane
+    begun: bool = False  # its answer has begun, or never will: no longer ahead of others
+    counted: bool = False  # its lane knows its tokens
+    open: bool = True  # somebody still waits; other threads only read it
+    prepared: Any = None
+    ran: bool = False  # its output is there: only postprocessing is left
+    rows: int = 1  # model rows the item needs
+    tokens: int = 1  # tokens of all rows together
+    width: int = 1  # tokens of the longest row
+    key: Hashable = None  # items with equal keys may share a batch
+    arrived_at: float = 0.0  # prepared, and at the worker
+    started_at: float = 0.0
+    finished_at: float = 0.0
+    batch_size: int = 0
 
     def resolve(self, outcome: Any) -> bool:
         """Answer the item, once: True if this was the answer, False if it had one. Loop only."""
@@ -81,26 +69,19 @@ class RequestQueue:
     def __init__(self, capacity: int, clock: Callable[[], float]) -> None:
         self.capacity = capacity
         self.clock = clock
-        self.pipeline, self.generation = BatchLane(capacity), TurnLane(capacity)
-        self.background = TurnLane(max(1, capacity // BACKGROUND))
         self.waiting: set[WorkItem] = set()  # accepted and unanswered, one place each
-        self._pairs: asyncio.Queue[WorkItem] = asyncio.Queue()
+        self._accepted: asyncio.Queue[WorkItem] = asyncio.Queue()
         self._settled = asyncio.Event()
         self._settled.set()
 
     def _admit(self, count: int, deadline: float, lane: Lane) -> None:
         now = self.clock()
         expected_s = lane.expected_s(now)
-        if self.pending + count > self.capacity:
-            raise QueueFull(
-                f"the queue is full: {self.pending} of {self.capacity} places are taken",
-                retry_after(expected_s),
-            )
-        if lane.taken + count > lane.places:
-            raise QueueFull(
-                f"the background is full: {lane.taken} of {lane.places} places are taken",
-                retry_after(expected_s),
-            )
+        whole = "queue", self.pending, self.capacity
+        for name, taken, places in (whole, (lane.name, lane.taken, lane.places)):
+            if taken + count > places:
+                full = f"the {name} is full: {taken} of {places} places are taken"
+                raise QueueFull(full, retry_after(expected_s))
         if lane.ahead and now + expected_s > deadline:
             raise DeadlineHopeless(
                 f"the {lane.ahead} requests ahead need about {expected_s:.1f} s, "
@@ -109,28 +90,29 @@ class RequestQueue:
             )
 
     def accept(
-        self, payloads: Sequence[Any], deadline: float, lane: Lane | None = None
+        self,
+        payloads: Sequence[Any],
+        deadline: float,
+        lane: Lane,
+        model: Any = None,
+        stream: Stream | None = None,
     ) -> list[WorkItem]:
         """Take a place for each payload and queue them, or raise a Refused (503) at once.
 
         Each answer arrives at its `item.future`; the caller must `forget` the items in the end.
         """
-        lane = lane or self.pipeline
         self._admit(len(payloads), deadline, lane)
         loop, now = asyncio.get_running_loop(), self.clock()
-        items = [WorkItem(p, loop.create_future(), deadline, now) for p in payloads]
+        items = [
+            WorkItem(payload, loop.create_future(), deadline, now, stream, model, lane)
+            for payload in payloads
+        ]
         self.waiting.update(items)
         lane.enter(len(items))
         self._settled.clear()
         for item in items:
-            item.lane = lane
-            self._pairs.put_nowait(item)
+            self._accepted.put_nowait(item)
         return items
-
-    def begin(self, item: WorkItem) -> None:
-        """The item's answer begins, if it has not yet."""
-        if item.lane and not item.begun:
-            item.lane.begin(item)
 
     def forget(self, items: Sequence[WorkItem]) -> None:
         """The handler is done with the items, answered or not: their places are free again."""
@@ -139,7 +121,7 @@ class RequestQueue:
                 item.resolve(ClientGone("the client has gone"))
             if not item.future.cancelled():
                 item.future.exception()  # seen: a list's second failure is nobody's news
-            if item.lane and item in self.waiting:
+            if item in self.waiting:
                 item.lane.leave(item)
         self.waiting.difference_update(items)
         if not self.waiting:
@@ -151,10 +133,10 @@ class RequestQueue:
         return len(self.waiting)
 
     async def take(self) -> list[WorkItem]:
-        """Wait for a pair, then take all that are there."""
-        items = [await self._pairs.get()]
-        while not self._pairs.empty():
-            items.append(self._pairs.get_nowait())
+        """Wait for an item, then take all that are there."""
+        items = [await self._accepted.get()]
+        while not self._accepted.empty():
+            items.append(self._accepted.get_nowait())
         return items
 
     def resolve_all(self, make_error: Callable[[], Exception]) -> None:

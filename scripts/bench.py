@@ -85,9 +85,6 @@ class InstantRunner:
     def finish(self, item: Any, raw: str) -> bytes:
         return b'"' + raw.encode() + b'"'
 
-    def diagnose(self, error: BaseException) -> Any:
-        return "item"
-
     def warm_up(self) -> None:
         pass
 

@@ -9,40 +9,36 @@ import os
 import sqlite3
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 from starlette.routing import Route, Router
 
 from batching.batcher import DynamicBatcher
-from batching.breaker import Breaker
 from batching.request_queue import RequestQueue
-from server import health, logs, openapi
+from server import logs, openapi
 from server.engine import Engine
+from server.health import health, ready
 from server.http.connections import APP, bound_connections
+from server.http.json import JsonEndpoint
 from server.metrics import Metrics, metrics
 from server.middleware import Middleware
-from server.openai import models
 from server.openai.chat import ChatCompletions
 from server.openai.completions import Completions
-from server.openai.detokenize import Detokenize
-from server.openai.load_model import LoadModel
+from server.openai.models import ModelNames
 from server.openai.responses.endpoint import Responses
 from server.openai.responses.lookup import ResponseLookup
 from server.openai.responses.store import ResponseStore
-from server.openai.tokenize import Tokenize
+from server.openai.tokenize import tokenizer_routes
 from server.pipeline import Root
-from server.preflight import check_chat, check_pipeline, check_workers, refuse
+from server.preflight import check_models, check_workers, refuse
 from server.settings import Settings, SettingsError, load_settings
-from server.stopping import drain_on_signal, end_unloaded, failed, serving_uvicorn
-from worker.architectures import TaskUnclear, settle_task
-from worker.protocol import Generator, Models, Runner
-from worker.tasks import UnservedTask
-from worker.worker import Worker
+from server.stopping import drain_on_signal, end_unloaded, load_failure, serving_uvicorn
+from worker.models import GenerationModel, PipelineModel
+from worker.protocol import Generator, Runner
+from worker.worker import Model, Worker
 
 log = logging.getLogger("onequeue.app")
 
@@ -57,46 +53,45 @@ def create_app(
     load_chat: Callable[[], Generator] | None = None,
 ) -> Middleware:
     """`load` and `load_chat` make the models, on the worker thread; by default from the settings,
-    where `none` means that there is none."""
-    if load is None:
-        check_pipeline(settings)
-    if load_chat is None:
-        check_chat(settings)
-    try:
-        task = settle_task(settings.pipeline_task, settings.pipeline_model)
-    except UnservedTask as error:
-        raise SettingsError(f"PIPELINE_TASK: {error}") from None
-    except TaskUnclear as error:
-        raise SettingsError(str(error)) from None
-    settings = replace(settings, pipeline_task=task)
-    if settings.pipeline_model == settings.chat_model == "none":
-        raise SettingsError("PIPELINE_MODEL=none and CHAT_MODEL=none: there is nothing to serve")
+    where `none` means that there is none. Raises SettingsError for what cannot be served."""
+    settings = check_models(settings, pipeline=load is None, chat=load_chat is None)
     pool_threads = max(2, min(8, (os.cpu_count() or 2) // 2))
     queue = RequestQueue(settings.max_queue_size, time.monotonic)
-    batcher = DynamicBatcher(
-        settings.max_batch_size, settings.max_batch_tokens, settings.max_batch_wait_ms / 1000
-    )
-    loading = loader(settings, load, load_chat)
-    worker = Worker(loading, batcher, {"pipeline": Breaker(), "generation": Breaker()})
+    worker = Worker(served_models(settings, load, load_chat))
     observer = Metrics(lambda: queue.pending, settings.max_batch_size)
     engine = Engine(worker, queue, observer, pool_threads, settings.stuck_after_s)
     routes = [
-        Route("/health", health.health),
-        Route("/ready", health.ready),
+        Route("/health", JsonEndpoint(health), methods=["GET"]),
+        Route("/ready", JsonEndpoint(ready), methods=["GET"]),
         Route("/metrics", metrics),
     ]
+    responses: Responses | None = None
     if settings.pipeline_model != "none":
-        routes.append(Route("/", Root(settings, engine, task), methods=["POST"]))
-    closing: list[Callable[[], Awaitable[None]]] = []
+        root = Root(settings, engine, settings.pipeline_task)
+        routes.append(Route("/", root, methods=["POST"]))
     if settings.chat_model != "none":
-        names = models.ModelNames(settings.chat_model, engine)
+        names = ModelNames(settings, engine)
         responses = Responses(settings, engine, observer, names, open_store(settings))
-        closing.append(responses.close)
         routes += generation_routes(settings, engine, observer, names, responses)
-    routes.append(openapi.route(settings, task, routes))
+    routes.append(openapi.route(settings, settings.pipeline_task, routes))
+    router = Router(routes, lifespan=partial(lifespan, responses=responses))
     paths = {route.path_format for route in routes}
-    router = Router(routes, lifespan=partial(lifespan, closing=closing))
     return Middleware(router, paths, settings, engine, observer)
+
+
+def generation_routes(
+    settings: Settings, engine: Engine, observer: Metrics, names: ModelNames, responses: Responses
+) -> list[Route]:
+    chat = ChatCompletions(settings, engine, observer, names)
+    completions = Completions(settings, engine, observer, names)
+    return [
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/responses", responses, methods=["POST"]),
+        *ResponseLookup(responses).routes(),
+        *names.routes(),
+        *tokenizer_routes(settings, engine, names),
+    ]
 
 
 def open_store(settings: Settings) -> ResponseStore:
@@ -106,45 +101,24 @@ def open_store(settings: Settings) -> ResponseStore:
         raise SettingsError(f"RESPONSES_DB={settings.responses_db!r}: {error}") from None
 
 
-def generation_routes(
-    settings: Settings,
-    engine: Engine,
-    observer: Metrics,
-    names: models.ModelNames,
-    responses: Responses,
-) -> list[Route]:
-    post = ["POST"]
-    return [
-        Route(
-            "/v1/chat/completions", ChatCompletions(settings, engine, observer, names), methods=post
-        ),
-        Route("/v1/completions", Completions(settings, engine, observer, names), methods=post),
-        Route("/v1/responses", responses, methods=post),
-        *ResponseLookup(responses).routes(),
-        Route(models.PATH, names.list),
-        Route(models.ONE_PATH, names.one),
-        Route("/tokenize", Tokenize(settings, engine, names), methods=post),
-        Route("/detokenize", Detokenize(settings, engine, names), methods=post),
-        Route("/load_model", LoadModel(settings, names).answer, methods=post),
-    ]
-
-
-def loader(
+def served_models(
     settings: Settings,
     load: Callable[[], Runner] | None,
     load_chat: Callable[[], Generator] | None,
-) -> Callable[[], Models]:
-    """Loads what the settings name, on the worker's thread: torch and transformers take seconds."""
-
-    def load_all() -> Models:
-        pipeline = generator = None
-        if settings.pipeline_model != "none":
-            pipeline = load() if load else _load_pipeline(settings)
-        if settings.chat_model != "none":
-            generator = load_chat() if load_chat else _load_chat(settings)
-        return Models(pipeline, generator)
-
-    return load_all
+) -> list[Model]:
+    """What the settings name, to be loaded on the worker's thread: torch takes seconds."""
+    models: list[Model] = []
+    places = settings.max_queue_size
+    if settings.pipeline_model != "none":
+        batcher = DynamicBatcher(
+            settings.max_batch_size, settings.max_batch_tokens, settings.max_batch_wait_ms / 1000
+        )
+        load = load or partial(_load_pipeline, settings)
+        models.append(PipelineModel("pipeline", load, places, batcher))
+    if settings.chat_model != "none":
+        load_chat = load_chat or partial(_load_chat, settings)
+        models.append(GenerationModel("generation", load_chat, places))
+    return models
 
 
 def _load_pipeline(settings: Settings) -> Runner:
@@ -183,9 +157,9 @@ def _load_chat(settings: Settings) -> Generator:
 
 @asynccontextmanager
 async def lifespan(
-    app: Middleware, closing: Sequence[Callable[[], Awaitable[None]]]
+    app: Middleware, responses: Responses | None
 ) -> AsyncIterator[dict[str, Middleware]]:
-    """`closing` is awaited once everything accepted has its answer."""
+    """Responses are closed once everything accepted has its answer."""
     engine, grace_s = app.engine, app.settings.shutdown_grace_s
     logs.configure()
     bound_connections()
@@ -193,28 +167,19 @@ async def lifespan(
     server = serving_uvicorn()
     engine.start()
     engine.loaded.add_done_callback(partial(end_unloaded, app.settings.debug, server))
-    restore = drain_on_signal(engine, grace_s)
+    restore_signals = drain_on_signal(engine, grace_s)
     try:
         yield {APP: app}
     finally:
-        restore()
+        restore_signals()
         if not engine.draining:
             await engine.drain(grace_s)
         await engine.stop()
-        for close in closing:
-            await close()
+        if responses:
+            await responses.close()
         log.info("stopped")
-        if server and failed(engine.loaded):
+        if server and load_failure(engine.loaded):
             server.started = False  # so that uvicorn ends with its status for a failed start, 3
-
-
-def workers_asked() -> str | None:
-    """What uvicorn's command was told; its processes have the same words."""
-    for word, following in pairwise([*sys.argv[1:], ""]):
-        name, given, value = word.partition("=")
-        if name == "--workers":
-            return value if given else following
-    return None
 
 
 def __getattr__(name: str) -> Any:
@@ -222,7 +187,7 @@ def __getattr__(name: str) -> Any:
     if name != "app":
         raise AttributeError(name)
     try:
-        check_workers(workers_asked())
+        check_workers()
         made = create_app(load_settings())
     except SettingsError as error:
         refuse(error)

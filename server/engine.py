@@ -1,11 +1,11 @@
 """The loop side of the worker: from the queue to the thread and back to the futures.
 
-    accept → drain task → prepare (pool) → worker: batch, forward → finish (pool) → future
+    submit → drain task → prepare (pool) → worker: batch, forward → finish (pool) → future
                                          → worker: step, step, … → stream, at the end the future
 
-The loop is not asked in between: the pool hands items to the worker, the worker hands outputs to
-the pool, and each group of answers, or generation step, is one call into the loop. Every item is
-resolved here, once.
+An item knows its model from its submission on. The loop is not asked in between: the pool
+hands items to the worker, the worker hands outputs to the pool, and each group of answers, or
+generation step, is one call into the loop. Every item is resolved here, once.
 Whether anything is accepted is not stored but asked: `refusal` looks at the worker as it is.
 """
 
@@ -15,7 +15,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from itertools import chain
+from typing import Any
 
 from batching.errors import (
     BreakerOpen,
@@ -24,39 +25,18 @@ from batching.errors import (
     InvalidInput,
     ItemFailed,
     NotReady,
-    OnequeueError,
-    OutOfMemory,
     Refused,
     WorkerDown,
 )
-from batching.lanes import Lane
-from batching.request_queue import RequestQueue, WorkItem
+from batching.request_queue import RequestQueue, Stream, WorkItem
+from server.metrics import Metrics
 from server.pool import Pool, Stage
-from worker.protocol import (
-    BatchReport,
-    GenerationInput,
-    Generator,
-    ModelInfo,
-    Pending,
-    Runner,
-    Served,
-    State,
-    StepOutcome,
-    StepReport,
-    served_by,
-)
-from worker.worker import Outcome, Worker
+from worker.failures import failure_of
+from worker.models import GenerationModel, Outcome, PipelineModel
+from worker.protocol import BatchReport, Generator, Pending, State, StepOutcome
+from worker.worker import Model, Worker
 
 log = logging.getLogger("onequeue.engine")
-
-
-class Observer(Protocol):
-    """Told what happens, for metrics."""
-
-    def batch(self, report: BatchReport) -> None: ...
-    def step(self, report: StepReport) -> None: ...
-    def breaker(self, served: Served, is_open: bool) -> None: ...
-    def loaded(self, info: ModelInfo) -> None: ...
 
 
 class Engine:
@@ -64,13 +44,14 @@ class Engine:
         self,
         worker: Worker,
         queue: RequestQueue,
-        observer: Observer,
+        metrics: Metrics,
         pool_threads: int,
         stuck_after_s: float,
     ) -> None:
         self.worker = worker
+        self.models = worker.models
         self.queue = queue
-        self.observer = observer
+        self.metrics = metrics
         self.stuck_after_s = stuck_after_s
         self.failure: Exception | None = None  # why the worker is dead
         self.draining = False
@@ -112,8 +93,8 @@ class Engine:
         if not self.draining:
             await self.drain(0)
         self.worker.stop()
-        if self.worker.models.generator:
-            self.worker.models.generator.close()
+        for model in self.models.values():
+            model.close()
         if self._watchdog:
             self._watchdog.cancel()
         self.pool.stop()
@@ -127,11 +108,11 @@ class Engine:
         since = self.worker.busy_since
         return since is not None and time.monotonic() - since > self.stuck_after_s
 
-    def refusal(self, served: Served) -> Refused | None:
+    def refusal(self, name: str) -> Refused | None:
         """Why nothing is accepted for a model now."""
         if (refusal := self.down()) is not None:
             return refusal
-        if (probe_at := self.worker.breakers[served].probe_at) is not None:
+        if (probe_at := self.models[name].breaker.probe_at) is not None:
             wait_s = max(1.0, probe_at - time.monotonic())
             return BreakerOpen("the model keeps failing; it is tried again shortly", wait_s)
         return None
@@ -140,36 +121,36 @@ class Engine:
         """Why nothing is accepted at all."""
         if self.draining:
             return Draining("the server is stopping", 5)
-        if self.worker.state == "dead":
+        if (state := self.worker.state) == "dead":
             return WorkerDown("the model is not being served: the worker is down", 60)
         if self.stuck:
             return WorkerDown("the worker is stuck in a forward pass", 60)
-        if self.worker.state != "ready":
-            return NotReady(f"the model is {self.worker.state}", 5)
+        if state != "ready":
+            return NotReady(f"the model is {state}", 5)
         return None
 
     # ── one item ──
 
-    def submit(self, payloads: Sequence[Any], deadline: float) -> list[WorkItem]:
-        """Queue payloads, all for one model, or raise a Refused; their futures get the answers or
-        the errors."""
-        if (refusal := self.refusal(served_by(payloads[0]))) is not None:
+    def submit(
+        self, name: str, payloads: Sequence[Any], deadline: float, stream: Stream | None = None
+    ) -> list[WorkItem]:
+        """Queue payloads for a model, or raise a Refused; their futures get the answers or the
+        errors, and `stream` what is generated, of all of them, as it comes."""
+        if (refusal := self.refusal(name)) is not None:
             raise refusal
-        items = self.queue.accept(payloads, deadline, self._lane(payloads[0]))
+        model = self.models[name]
+        lane = model.lane_for(payloads[0])
+        items = self.queue.accept(payloads, deadline, lane, model, stream)
         if self._watchdog is None:
             self._watch(self.stuck_after_s)
         return items
 
-    def _lane(self, payload: Any) -> Lane:
-        if not isinstance(payload, GenerationInput):
-            return self.queue.pipeline
-        return self.queue.background if payload.background else self.queue.generation
-
     @property
     def generator(self) -> Generator:
         """The loaded language model; ask after `refusal` only."""
-        assert self.worker.models.generator is not None
-        return self.worker.models.generator
+        model = self.models["generation"]
+        assert isinstance(model, GenerationModel)
+        return model.loaded
 
     def call_id(self, name: str, index: int) -> str:
         return self.generator.call_id(name, index)
@@ -190,96 +171,81 @@ class Engine:
         for item in items:
             if not self._waits(item):
                 continue  # its client has left, or its timer answers
-            model = self._model_for(item)
+            model = item.model.loaded
             try:
                 model.prepare(item)
             except Pending as pending:
-                pending.then(partial(self._waits, item), partial(self._prepare_again, item))
-            except OnequeueError as error:
-                failed.append((item, error))
-            except MemoryError:
-                failed.append((item, OutOfMemory("this input does not fit into memory")))
+                again = partial(self.pool.put, self._prepare, [item], urgent=True)
+                pending.then(partial(self._waits, item), again)
             except BaseException as error:  # a panic in a tokenizer is no Exception
-                log.info("input refused error=%r", error)
-                refusal = InvalidInput(f"the input does not fit the task {model.info.task}")
-                refusal.__cause__ = error
-                failed.append((item, refusal))
+                unfit = InvalidInput(f"the input does not fit the task {model.info.task}")
+                if (failure := failure_of(error, unfit)) is unfit:
+                    log.info("input refused error=%r", error)
+                failed.append((item, failure))
             else:
                 prepared.append(item)
-                if item.lane:
-                    item.lane.prepared(item)
+                item.lane.prepared(item)
         self.worker.submit(prepared)
         if failed:
-            self._post(self._resolve_all, failed)
+            self._post(self.resolve, failed)
 
     def _waits(self, item: WorkItem) -> bool:
         return item.open and item.deadline > time.monotonic()
 
-    def _prepare_again(self, item: WorkItem) -> None:
-        self.pool.put(self._prepare, [item], urgent=True)
-
-    def _model_for(self, item: WorkItem) -> Runner | Generator:
-        model = self.worker.models.of(served_by(item.payload))
-        assert model is not None  # nothing is admitted before the models are loaded
-        return model
-
     def _finish_items(self, outcomes: list[Outcome]) -> None:
         """In a pool thread: turn raw outputs into answers."""
-        runner = self.worker.models.pipeline
-        assert runner is not None
         answers: list[Outcome] = []
         for item, raw in outcomes:
             if not item.open:
                 continue
             try:
-                answers.append((item, runner.finish(item, raw)))
+                answers.append((item, item.model.loaded.finish(item, raw)))
             except BaseException as error:
                 log.warning("postprocessing failed error=%r", error)
                 failure = ItemFailed("the model's output for this input could not be processed")
                 failure.__cause__ = error
                 answers.append((item, failure))
-        self._post(self._resolve_all, answers)
-
-    def _resolve_all(self, outcomes: list[Outcome]) -> None:
-        for item, outcome in outcomes:
-            item.resolve(outcome)
+        self._post(self.resolve, answers)
 
     # ── the worker's side: `outputs` on its thread, the rest on the loop ──
 
     def outputs(self, outcomes: list[Outcome]) -> None:
         self.pool.put(self._finish, outcomes, urgent=True)
 
-    def on_batch(self, report: BatchReport, failed: list[Outcome]) -> None:
-        if report.saturated:
-            self.queue.pipeline.record(report.size, report.tokens, report.total_s)
-        self.observer.batch(report)
-        self._resolve_all(failed)
+    def resolve(self, outcomes: list[Outcome]) -> None:
+        for item, outcome in outcomes:
+            item.resolve(outcome)
 
-    def on_step(self, outcome: StepOutcome) -> None:
-        queue, now = self.queue, self.queue.clock()
-        self.observer.step(outcome.report)
+    def on_batch(self, model: PipelineModel, report: BatchReport, failed: list[Outcome]) -> None:
+        if report.saturated:
+            model.lane.record(report.size, report.tokens, report.total_s)
+        self.metrics.batch(report)
+        self.resolve(failed)
+
+    def on_step(self, model: GenerationModel, outcome: StepOutcome) -> None:
+        now = self.queue.clock()
+        self.metrics.step(outcome.report)
+        for item, _ in chain(outcome.deltas, outcome.done):
+            if not item.begun:  # those that failed have had their turn too
+                model.lane_for(item.payload).begin(item)
         for item, delta in outcome.deltas:
             if item.open:
-                queue.begin(item)
-                item.payload.stream.push(delta)
-        for item, _ in outcome.done:
-            queue.begin(item)  # those that failed have had their turn too
-        queue.generation.stepped(now, outcome.report.starved)
-        queue.background.stepped(now, queue.background.ahead > 0)
-        self._resolve_all(outcome.done)
+                item.stream.push(delta)
+        waits = (model.lane, outcome.report.starved), (model.background, model.background.ahead > 0)
+        for lane, starved in waits:
+            if lane.begun or starved != (lane.starved_since is not None):
+                lane.stepped(now, starved)
+        self.resolve(outcome.done)
 
     def on_rejected(self, items: list[WorkItem]) -> None:
         for item in items:
-            refusal = self.refusal(served_by(item.payload))
+            refusal = self.refusal(item.model.name)
             item.resolve(refusal or BreakerOpen("the model keeps failing", 1))
 
-    def on_failed(self, outcomes: list[Outcome]) -> None:
-        self._resolve_all(outcomes)
-
-    def on_breaker(self, served: Served, is_open: bool) -> None:
-        self.observer.breaker(served, is_open)
+    def on_breaker(self, model: Model, is_open: bool) -> None:
+        self.metrics.breaker(model.name, is_open)
         level = logging.ERROR if is_open else logging.INFO
-        log.log(level, "breaker serves=%s open=%s", served, is_open)
+        log.log(level, "breaker serves=%s open=%s", model.name, is_open)
 
     def on_state(self, state: State, error: Exception | None) -> None:
         if state == "warming":
@@ -294,11 +260,9 @@ class Engine:
                 self.loaded.set_exception(error)
 
     def _log_models(self) -> None:
-        for model in (self.worker.models.pipeline, self.worker.models.generator):
-            if model is None:
-                continue
-            info = model.info
-            self.observer.loaded(info)
+        for model in self.models.values():
+            info = model.loaded.info
+            self.metrics.loaded(model.name, info)
             log.info(
                 "model loaded task=%s model=%s device=%s dtype=%s parameters=%d batching=%s%s",
                 info.task, info.model, info.device, info.dtype, info.parameters,

@@ -3,53 +3,58 @@
 It should as long as one of its models answers; those that keep failing are named.
 """
 
-import orjson
+from typing import Literal
+
+from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
-from starlette.responses import Response
 
 from server.engine import Engine
-from server.http.errors import envelope
-from worker.protocol import Served
-
-SERVED: tuple[Served, ...] = ("pipeline", "generation")
+from server.http.errors import HttpError
+from worker.models import GenerationModel, PipelineModel
 
 
-async def health(request: Request) -> Response:
+class Health(Struct):
+    status: Literal["ok"]
+
+
+class Ready(Struct):
+    status: Literal["ready"]
+    compile: Literal["running", "done", "off"]
+    task: str | UnsetType = UNSET
+    model: str | UnsetType = UNSET
+    chat_model: str | UnsetType = UNSET
+    failing: list[str] | UnsetType = UNSET
+
+
+async def health(request: Request) -> Health:
     engine: Engine = request.app.engine
     if engine.worker.state == "dead":
-        return _no("the worker is dead", "worker_down")
+        raise unavailable("the worker is dead", "worker_down")
     if engine.stuck:
         long = f"a forward has been running for over {engine.stuck_after_s:g} s"
-        return _no(long, "worker_stuck")
-    return _json({"status": "ok"})
+        raise unavailable(long, "worker_stuck")
+    return Health("ok")
 
 
-async def ready(request: Request) -> Response:
+async def ready(request: Request) -> Ready:
     engine: Engine = request.app.engine
     if engine.failure is not None:
-        return _no(str(engine.failure), "worker_down")
+        raise unavailable(str(engine.failure), "worker_down")
     if (down := engine.down()) is not None:
-        return _no(str(down), "not_ready")
-    models = engine.worker.models
-    refused = {served: engine.refusal(served) for served in SERVED if models.of(served) is not None}
-    if all(refused.values()):
-        return _no("the models keep failing; they are tried again shortly", "not_ready")
-    content: dict[str, object] = {
-        "status": "ready",
-        "compile": models.generator.compile_state if models.generator else "off",
-    }
-    if models.pipeline:
-        content |= {"task": models.pipeline.info.task, "model": models.pipeline.info.model}
-    if models.generator:
-        content["chat_model"] = models.generator.info.model
-    if failing := [served for served, refusal in refused.items() if refusal]:
-        content["failing"] = failing
-    return _json(content)
+        raise unavailable(str(down))
+    failing = [name for name in engine.models if engine.refusal(name)]
+    if len(failing) == len(engine.models):
+        raise unavailable("the models keep failing; they are tried again shortly")
+    answer = Ready("ready", "off", failing=failing or UNSET)
+    for model in engine.models.values():
+        if isinstance(model, GenerationModel):
+            answer.chat_model = model.loaded.info.model
+            answer.compile = model.loaded.compile_state
+        elif isinstance(model, PipelineModel):
+            answer.task, answer.model = model.loaded.info.task, model.loaded.info.model
+    return answer
 
 
-def _json(content: dict[str, object]) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")
-
-
-def _no(message: str, code: str) -> Response:
-    return envelope(503, message, "unavailable_error", code, None, {"Retry-After": "5"})
+def unavailable(message: str, code: str = "not_ready") -> HttpError:
+    """What a probe is told; no request has failed by it."""
+    return HttpError(503, message, headers=[(b"retry-after", b"5")], code=code, kind="")

@@ -2,78 +2,60 @@
 
 import importlib.metadata
 import platform
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any
 
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    Info,
-)
-from prometheus_client.exposition import generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 
 from server import __version__
-from worker.protocol import BatchReport, ModelInfo, Served, StepReport
+from worker.protocol import BatchReport, ModelInfo, StepReport
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 TOKENS = (16, 64, 256, 1024, 4096, 16384, 65536)
 
 
-M = TypeVar("M", Counter, Gauge, Info)
-
-
 class Metrics:
-    """Implements worker.engine.Observer; `request` is for the HTTP side."""
+    """Told by engine.py what happens; `request` and `refused` are for the HTTP side."""
 
     def __init__(self, queue_depth: Callable[[], float], batch_cap: int) -> None:
         self.registry = CollectorRegistry()
         self._children: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
-        self.requests = self._make(Counter, "requests", "Requests answered", "endpoint", "status")
-        self.latency = self._histogram("request_seconds", "Request to answer", SECONDS, "endpoint")
-        self._make(Gauge, "queue_depth", "Inputs accepted and unanswered").set_function(queue_depth)
-        self.wait = self._histogram("queue_wait_seconds", "Acceptance to forward", SECONDS)
-        self.batch_size = self._histogram("batch_size", "Items a batch", SIZES)
-        self.batch_tokens = self._histogram("batch_tokens", "Tokens a batch, unpadded", TOKENS)
-        self.padding = self._make(Gauge, "padding_share", "Padding in the last batch, 0 to 1")
-        self.forward = self._histogram("forward_seconds", "Forward pass of a batch", SECONDS)
-        self.errors = self._make(Counter, "errors", "Requests not served, by kind", "kind")
-        self.out_of_memory = self._make(Counter, "out_of_memory", "Forwards that ran out of memory")
-        self.cap = self._make(Gauge, "batch_cap", "Rows a batch may have now")
-        self.cap.set(batch_cap)
-        self.not_stored = self._make(
-            Counter, "responses_not_stored", "Responses that the store did not take"
+        ours: dict[str, Any] = {"namespace": "onequeue", "registry": self.registry}
+        in_seconds = ours | {"buckets": SECONDS}
+        self.requests = Counter("requests", "Requests answered", ["endpoint", "status"], **ours)
+        self.latency = Histogram("request_seconds", "Request to answer", ["endpoint"], **in_seconds)
+        Gauge("queue_depth", "Inputs accepted and unanswered", **ours).set_function(queue_depth)
+        self.wait = Histogram("queue_wait_seconds", "Acceptance to forward", **in_seconds)
+        self.batch_size = Histogram("batch_size", "Items a batch", **ours, buckets=SIZES)
+        self.batch_tokens = Histogram(
+            "batch_tokens", "Tokens a batch, unpadded", **ours, buckets=TOKENS
         )
+        self.padding = Gauge("padding_share", "Padding in the last batch, 0 to 1", **ours)
+        self.forward = Histogram("forward_seconds", "Forward pass of a batch", **in_seconds)
+        self.errors = Counter("errors", "Requests not served, by kind", ["kind"], **ours)
+        self.out_of_memory = Counter("out_of_memory", "Forwards that ran out of memory", **ours)
+        self.cap = Gauge("batch_cap", "Rows a batch may have now", **ours)
+        self.cap.set(batch_cap)
+        refused = "Responses that the store did not take"
+        self.not_stored = Counter("responses_not_stored", refused, **ours)
         failing = "1 while the model keeps failing"
-        self.breaker_open = self._make(Gauge, "breaker_open", failing, "serves")
-        self.build = self._make(Info, "build", "Versions")
-        self.build.info({"version": __version__, **_versions()})
-        self.model = self._make(Info, "model", "A loaded model", "serves")
-        self._make_generation()
-
-    def _make_generation(self) -> None:
-        make = self._make
-        self.tokens = make(Counter, "tokens", "Tokens processed", "kind")
-        self.running = make(Gauge, "running_sequences", "Sequences being generated")
-        self.waiting = make(Gauge, "waiting_sequences", "Sequences that wait for room")
-        self.blocks = make(Gauge, "kv_blocks_used", "Blocks of the key-value cache in use")
-        self.blocks_total = make(Gauge, "kv_blocks", "Blocks of the key-value cache")
-        self.preempted = make(Counter, "preemptions", "Sequences put back to make room")
-        self.step_s = self._histogram("step_seconds", "A generation step", SECONDS)
-        self.step_tokens = self._histogram("step_tokens", "Tokens run in a step", TOKENS)
-        self.first_token = self._histogram("time_to_first_token_seconds", "To its text", SECONDS)
-
-    def _make(self, kind: type[M], name: str, text: str, *labels: str) -> M:
-        return kind(f"onequeue_{name}", text, labels, registry=self.registry)
-
-    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
-        name = f"onequeue_{name}"
-        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
+        self.breaker_open = Gauge("breaker_open", failing, ["serves"], **ours)
+        Info("build", "Versions", **ours).info(_versions())
+        self.model = Info("model", "A loaded model", ["serves"], **ours)
+        # of generation
+        self.tokens = Counter("tokens", "Tokens processed", ["kind"], **ours)
+        self.running = Gauge("running_sequences", "Sequences being generated", **ours)
+        self.waiting = Gauge("waiting_sequences", "Sequences that wait for room", **ours)
+        self.blocks = Gauge("kv_blocks_used", "Blocks of the key-value cache in use", **ours)
+        self.blocks_total = Gauge("kv_blocks", "Blocks of the key-value cache", **ours)
+        self.preempted = Counter("preemptions", "Sequences put back to make room", **ours)
+        self.step_s = Histogram("step_seconds", "A generation step", **in_seconds)
+        self.step_tokens = Histogram("step_tokens", "Tokens run in a step", **ours, buckets=TOKENS)
+        self.first_token = Histogram("time_to_first_token_seconds", "To its text", **in_seconds)
 
     def request(self, endpoint: str, status: int, seconds: float) -> None:
         children = self._children.get((endpoint, status))
@@ -121,30 +103,19 @@ class Metrics:
     def failed(self, kind: str) -> None:
         self.errors.labels(kind).inc()
 
-    def breaker(self, served: Served, is_open: bool) -> None:
-        self.breaker_open.labels(served).set(is_open)
+    def breaker(self, name: str, is_open: bool) -> None:
+        self.breaker_open.labels(name).set(is_open)
 
-    def loaded(self, info: ModelInfo) -> None:
-        generates = info.batching in ("continuous", "static")
-        serves: Served = "generation" if generates else "pipeline"
-        self.breaker(serves, is_open=False)
-        self.model.labels(serves).info(
-            {
-                "task": info.task,
-                "model": info.model,
-                "device": info.device,
-                "dtype": info.dtype,
-                "batching": info.batching,
-            }
-        )
+    def loaded(self, name: str, info: ModelInfo) -> None:
+        self.breaker(name, is_open=False)
+        labels = ("task", "model", "device", "dtype", "batching")
+        self.model.labels(name).info({each: getattr(info, each) for each in labels})
 
 
 def _versions() -> dict[str, str]:
     names = ("torch", "transformers", "starlette", "uvicorn")
-    return {
-        "python": platform.python_version(),
-        **{n: importlib.metadata.version(n) for n in names},
-    }
+    libraries = {name: importlib.metadata.version(name) for name in names}
+    return {"version": __version__, "python": platform.python_version(), **libraries}
 
 
 async def metrics(request: Request) -> Response:

@@ -7,7 +7,6 @@ pays for each of them. Probes and /metrics need no key, like a load balancer's.
 import contextlib
 import hmac
 import itertools
-import logging
 import re
 import secrets
 import time
@@ -19,11 +18,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batching.errors import ClientGone, QueueFull
 from server.engine import Engine
-from server.http.errors import AnsweredEarly, http_error, to_response
+from server.http.errors import HttpError, as_http_error
+from server.http.json import to_json
 from server.metrics import Metrics
 from server.settings import Settings
-
-log = logging.getLogger("onequeue.front")
 
 BODIES = 16  # of MAX_BODY_MB each may be there at a time
 OPEN_PATHS = {"/health", "/ready", "/metrics"}
@@ -33,7 +31,7 @@ _COUNT = itertools.count(1)
 
 
 class Middleware:
-    """`routes` answers or raises; endpoints find this object as `request.app`."""
+    """`routes` answers or raises. Starlette, too, wants to find the app in the scope."""
 
     def __init__(
         self, routes: ASGIApp, paths: set[str], settings: Settings, engine: Engine, metrics: Metrics
@@ -44,12 +42,12 @@ class Middleware:
         self.engine = engine
         self.metrics = metrics
         self.keys = [key.encode() for key in settings.api_keys]
-        self.most_body = int(settings.max_body_mb * 1_000_000)
-        self.held = 0  # bytes of bodies, of all requests that are not answered
-        self.served: ASGIApp = self._serve
+        self.max_body = int(settings.max_body_mb * 1_000_000)
+        self.body_bytes = 0  # of all requests that are not answered
+        self.answer: ASGIApp = self._answer
         if settings.cors_origins:
-            self.served = Cors(
-                self._serve,
+            self.answer = Cors(
+                self._answer,
                 allow_origins=settings.cors_origins,
                 allow_methods=["*"],
                 allow_headers=["*"],
@@ -62,7 +60,7 @@ class Middleware:
             await self.routes(scope, receive, send)
             return
         started = time.monotonic()
-        status = held = 0
+        status = body_bytes = 0
         scope["request_id"] = request_id = _request_id(scope)
 
         async def send_with_id(message: Message) -> None:
@@ -79,39 +77,38 @@ class Middleware:
                 raise ClientGone("the client has gone") from error  # as uvloop's transports say it
 
         async def receive_bounded() -> Message:
-            nonlocal held
+            nonlocal body_bytes
             message = await receive()
             if body := message.get("body"):
-                more = min(len(body), self.most_body - held)  # beyond that it is dropped
-                if self.held + more > BODIES * self.most_body:
+                more = min(len(body), self.max_body - body_bytes)  # beyond that it is dropped
+                if self.body_bytes + more > BODIES * self.max_body:
                     raise QueueFull("the bodies of the requests take all memory there is for them")
-                held += more
-                self.held += more
+                body_bytes += more
+                self.body_bytes += more
             return message
 
         try:
-            await self.served(scope, receive_bounded, send_with_id)
+            await self.answer(scope, receive_bounded, send_with_id)
         finally:
-            self.held -= held
+            self.body_bytes -= body_bytes
             endpoint = scope.get("counted_as", scope["path"])  # of paths with a name in them
             endpoint = endpoint if endpoint in self.paths else "other"
             self.metrics.request(endpoint, status, time.monotonic() - started)
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A route's answer, or the envelope of what it raised."""
         try:
             if self.keys and not self._may_pass(scope):
-                bearer = {"WWW-Authenticate": "Bearer"}
-                wanted = "a valid API key is needed: Authorization: Bearer KEY"
-                raise AnsweredEarly(http_error(401, wanted, None, bearer))
+                needed = "a valid API key is needed: Authorization: Bearer KEY"
+                raise HttpError(401, needed, headers=[(b"www-authenticate", b"Bearer")])
             await self.routes(scope, receive, send)
         except Exception as error:
-            request_id = scope["request_id"].decode()
-            response, kind = to_response(error, scope, request_id, self.settings.debug)
-            self.metrics.failed(kind)
+            answer = as_http_error(error, scope, self.settings.debug)
+            if answer.kind:
+                self.metrics.failed(answer.kind)
             if "begun" not in scope:
                 with contextlib.suppress(ClientGone):
-                    await response(scope, receive, send)
+                    await answer.send(send)
             elif not isinstance(error, ClientGone):
                 raise  # half an answer must not look like a whole one
 
@@ -131,8 +128,8 @@ class Cors(CORSMiddleware):
         response = super().preflight_response(request_headers)
         if response.status_code < 400:
             return response
-        reason = bytes(response.body).decode()
-        return http_error(400, reason)
+        refused = HttpError(400, bytes(response.body).decode())
+        return Response(to_json(refused.document), 400, media_type="application/json")
 
 
 def _request_id(scope: Scope) -> bytes:

@@ -1,27 +1,40 @@
 """`GET /openapi.json`: what is mounted, described by the types that requests are read into.
 
-routes → operations (openapi_operations.py) → paths, and schemas of the structs they name
+routes → their operations in the table → paths, and schemas of the structs they name
+
+What answers look like is in openapi_answers.py; what of a request is not implemented, its struct
+says itself. A path that is mounted and not in the table, or not as it is there, fails a test.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import orjson
 from msgspec import Struct
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
 from server import __version__
+from server import openapi_answers as answers
+from server.health import Health, Ready
+from server.http.json import JsonEndpoint, to_json
 from server.middleware import OPEN_PATHS
-from server.openapi_answers import Error
-from server.openapi_operations import JSON, OPERATIONS, Body, Operation, Schema, root
+from server.openai.chat import ChatRequest
+from server.openai.completions import CompletionRequest
+from server.openai.models import LoadRequest
+from server.openai.responses.request import ResponseRequest
+from server.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from server.settings import Settings
+from worker.tasks import TASKS, Task
 
 PATH = "/openapi.json"
-_SCHEMA = "#/components/schemas/{name}"
+JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
+COMPONENTS = "#/components"
+
+Schema = dict[str, Any]
+Body = Mapping[str, Schema]  # by media type
 
 ERRORS = {
     400: "What was sent is malformed or out of range; `param` names the field",
@@ -36,31 +49,98 @@ ERRORS = {
     504: "The time limit has passed; the header X-Request-Timeout-Ms shortens it",
 }
 ERROR_HEADERS = {401: "WWW-Authenticate", 405: "Allow", 503: "Retry-After"}
+OF_A_BODY = {400, 408, 413, 415, 503, 504}  # what may become of one
 
-References = Mapping[type[Struct], Schema]
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of a path. A struct alone is a body in JSON; `stream` tells of the events that a
+    request may ask for instead. `errors` are the statuses beyond 401, 405, 500 and what may become
+    of a request's body."""
+
+    summary: str
+    answer: type[Struct] | Body
+    request: type[Struct] | Body | None = None
+    errors: Sequence[int] = ()
+    stream: str | None = None
+    query: Mapping[str, Schema] = field(default_factory=dict)
+
+
+CHUNKS = "With stream: true. Each event is a chunk, the last is [DONE]."
+RESPONSE_EVENTS = "With stream: true. The last event holds the response."
+
+OPERATIONS: Mapping[str, Operation] = {
+    "POST /v1/chat/completions": Operation(
+        "The next message of a conversation", answers.ChatCompletion, ChatRequest, [404], CHUNKS
+    ),
+    "POST /v1/completions": Operation(
+        "What follows a text or token ids", answers.Completion, CompletionRequest, [404], CHUNKS
+    ),
+    "POST /v1/responses": Operation(
+        "A model's response to items or a text, stored unless store is false",
+        answers.Response,
+        ResponseRequest,
+        [404],
+        RESPONSE_EVENTS,
+    ),
+    "GET /v1/responses/{id}": Operation("A response", answers.Response, errors=[400, 404]),
+    "DELETE /v1/responses/{id}": Operation("Forget a response", answers.Deleted, errors=[404]),
+    "GET /v1/responses/{id}/input_items": Operation(
+        "What a response was given, newest first",
+        answers.ItemList,
+        errors=[400, 404],
+        query={
+            "order": {"enum": ["asc", "desc"], "default": "desc"},
+            "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
+            "after": {"type": "string", "description": "The id of an item"},
+        },
+    ),
+    "POST /v1/responses/{id}/cancel": Operation(
+        "End a response that runs in the background", answers.Response, errors=[400, 404]
+    ),
+    "GET /v1/models": Operation("The language model", answers.ModelList, errors=[503]),
+    "GET /v1/models/{id}": Operation("A model by its name", answers.Model, errors=[404, 503]),
+    "POST /tokenize": Operation(
+        "The token ids of a text or a conversation", answers.Tokens, TokenizeRequest, [404]
+    ),
+    "POST /detokenize": Operation(
+        "The text of token ids", answers.Prompt, DetokenizeRequest, [404]
+    ),
+    "POST /load_model": Operation(
+        "An event that says that the model is ready",
+        {EVENTS: {"description": "One event, a JSON object."}},
+        LoadRequest,
+        [404],
+    ),
+    "GET /health": Operation("Is the process worth keeping", Health, errors=[503]),
+    "GET /ready": Operation("Should it get traffic", Ready, errors=[503]),
+    "GET /metrics": Operation("For Prometheus", {TEXT: {"type": "string"}}),
+    "GET /openapi.json": Operation("This document", {JSON: {"type": "object"}}),
+}
 
 
 def route(settings: Settings, task: str, others: Sequence[Route]) -> Route:
     """Serves the document of the other routes and itself."""
 
-    async def answer(request: Request) -> Response:
-        return Response(content, media_type=JSON)
+    async def answer(request: Request) -> bytes:
+        return content
 
-    made = Route(PATH, answer)
-    content = orjson.dumps(document(settings, task, [*others, made]))
+    made = Route(PATH, JsonEndpoint(answer), methods=["GET"])
+    content = to_json(document(settings, task, [*others, made]))
     return made
 
 
 def document(settings: Settings, task: str, routes: Sequence[Route]) -> dict[str, Any]:
-    mounted = {(method, each.path_format) for each in routes for method in each.methods or ()}
-    operations = [each for each in (root(task), *OPERATIONS) if (each.method, each.path) in mounted]
+    mounted = {f"{method} {each.path_format}" for each in routes for method in each.methods or ()}
+    table = {"POST /": pipeline(task), **OPERATIONS}
+    operations = {key: each for key, each in table.items() if key in mounted}
     keyed = bool(settings.api_keys)
-    references, schemas = _schemas(operations)
     paths: dict[str, dict[str, Any]] = {}
-    for each in operations:
-        described = _described(each, references, keyed and each.path not in OPEN_PATHS)
-        paths.setdefault(each.path, {})[each.method.lower()] = described
-    components = {"schemas": schemas, "responses": _errors(references)}
+    for key, each in operations.items():
+        method, path = key.split()
+        described = _described(method, path, each, keyed and path not in OPEN_PATHS)
+        paths.setdefault(path, {})[method.lower()] = described
+    components = {"schemas": _schemas(operations.values()), "responses": _errors()}
     if keyed:
         components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
     return {
@@ -71,42 +151,64 @@ def document(settings: Settings, task: str, routes: Sequence[Route]) -> dict[str
     }
 
 
-def _schemas(operations: Sequence[Operation]) -> tuple[References, dict[str, Any]]:
-    """References to the operations' structs, and the schemas they lead to, by name."""
-    bodies = [body for each in operations for body in (each.request, each.answer)]
-    kinds: list[type[Struct]] = [Error]
-    for body in bodies:
-        kinds += [kind for kind in body.values() if not isinstance(kind, dict)]
-    kinds = list(dict.fromkeys(kinds))
-    made, schemas = msgspec.json.schema_components(kinds, ref_template=_SCHEMA)
-    references = dict(zip(kinds, made, strict=True))
-    for each in operations:
-        for name, harmless in each.unimplemented.items():
-            reference = _content(each.request, references)[JSON]["schema"]["$ref"]
-            schemas[reference.rpartition("/")[2]]["properties"][name] = {
-                "description": "Not implemented: leave it out",
-                "enum": [None, *harmless],
-            }
-    return references, dict(sorted(schemas.items()))
+def pipeline(name: str) -> Operation:
+    """What `POST /` takes depends on the task."""
+    task = TASKS[name]
+    request: dict[str, Schema] = {JSON: _inputs(task)}
+    if task.kind == "text" and not task.required:
+        request[TEXT] = {"type": "string", "minLength": 1}
+    elif task.kind != "json" and not task.required:
+        request |= {f"{task.kind}/*": {}, "application/octet-stream": {}}
+    summary = f"{name}: what the pipeline returns for an input, or for each of a list"
+    return Operation(summary, {JSON: {}}, request)
 
 
-def _described(operation: Operation, references: References, keyed: bool) -> dict[str, Any]:
-    content = _content(operation.answer, references)
-    responses: dict[str, Any] = {"200": {"description": "The answer", "content": content}}
-    for status in sorted({405, 500, *operation.errors, *([401] if keyed else [])}):
-        responses[str(status)] = {"$ref": f"#/components/responses/Error{status}"}
-    name = re.sub(r"\W+", "_", operation.method.lower() + operation.path).strip("_")
-    made: dict[str, Any] = {"operationId": name, "summary": operation.summary}
-    made["responses"] = responses
+def _inputs(task: Task) -> Schema:
+    one: Schema = {"type": "string", "minLength": 1}
+    if task.kind in ("image", "audio"):
+        one["description"] = "base64, or a data: URL"
+    elif task.kind == "json":
+        one = {"type": "object", "required": list(task.json_keys)}
+    checks = {name: {"description": check.words} for name, check in task.parameters.items()}
+    parameters: Schema = {
+        "type": "object",
+        "properties": checks,
+        "additionalProperties": False,
+        "required": list(task.required),
+    }
+    if not task.required:
+        parameters = {"anyOf": [parameters, {"type": "null"}]}
+    inputs = {"anyOf": [one, {"type": "array", "items": one, "minItems": 1}]}
+    return {
+        "type": "object",
+        "properties": {"inputs": inputs, "parameters": parameters},
+        "required": ["inputs", *(["parameters"] if task.required else [])],
+    }
+
+
+def _described(method: str, path: str, operation: Operation, keyed: bool) -> dict[str, Any]:
+    content = _content(operation.answer)
+    if operation.stream:
+        content[EVENTS] = {"schema": {"description": operation.stream}}
+    responses = {"200": {"description": "The answer", "content": content}}
+    errors = {405, 500, *operation.errors, *([401] if keyed else [])}
+    made: dict[str, Any] = {
+        "operationId": re.sub(r"\W+", "_", method.lower() + path).strip("_"),
+        "summary": operation.summary,
+        "responses": responses,
+    }
     if operation.request:
-        content = _content(operation.request, references)
-        made["requestBody"] = {"required": True, "content": content}
-    parameters = [
+        errors |= OF_A_BODY
+        made["requestBody"] = {"required": True, "content": _content(operation.request)}
+    for status in sorted(errors):
+        responses[str(status)] = {"$ref": f"{COMPONENTS}/responses/Error{status}"}
+    parameters: list[Schema] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in re.findall(r"\{(\w+)\}", operation.path)
+        for name in re.findall(r"\{(\w+)\}", path)
     ]
-    for name, schema in operation.query.items():
-        parameters.append({"name": name, "in": "query", "schema": schema})
+    parameters += [
+        {"name": n, "in": "query", "schema": each} for n, each in operation.query.items()
+    ]
     if parameters:
         made["parameters"] = parameters
     if keyed:
@@ -114,18 +216,41 @@ def _described(operation: Operation, references: References, keyed: bool) -> dic
     return made
 
 
-def _content(body: Body, references: References) -> dict[str, Any]:
-    return {
-        media: {"schema": kind if isinstance(kind, dict) else references[kind]}
-        for media, kind in body.items()
-    }
+def _content(body: type[Struct] | Body) -> dict[str, Any]:
+    """Structs are named, and found among the components by that."""
+    if isinstance(body, type):
+        return {JSON: {"schema": {"$ref": f"{COMPONENTS}/schemas/{body.__name__}"}}}
+    return {media: {"schema": schema} for media, schema in body.items()}
 
 
-def _errors(references: References) -> dict[str, Any]:
-    content = _content({JSON: Error}, references)
+def _schemas(operations: Iterable[Operation]) -> dict[str, Any]:
+    """Of the operations' structs and those within, by name."""
+    bodies = [body for each in operations for body in (each.request, each.answer)]
+    kinds: list[type[Struct]] = [answers.Error]
+    kinds += [body for body in bodies if isinstance(body, type)]
+    template = COMPONENTS + "/schemas/{name}"
+    _, schemas = msgspec.json.schema_components(kinds, ref_template=template)
+    for kind in kinds:
+        for path, harmless in getattr(kind, "unimplemented", {}).items():
+            *outer, name = path.split(".")
+            schema = schemas[kind.__name__]
+            for each in outer:
+                [inner] = re.findall(r"/schemas/(\w+)", str(schema["properties"][each]))
+                schema = schemas[inner]
+            schema["properties"][name] = {
+                "description": "Not implemented: leave it out",
+                "enum": [None, *harmless],
+            }
+    return dict(sorted(schemas.items()))
+
+
+def _errors() -> dict[str, Any]:
     made: dict[str, Any] = {}
     for status, meaning in ERRORS.items():
-        made[f"Error{status}"] = {"description": meaning, "content": content}
+        made[f"Error{status}"] = {
+            "description": meaning,
+            "content": _content(answers.Error),
+        }
         if name := ERROR_HEADERS.get(status):
             made[f"Error{status}"]["headers"] = {name: {"schema": {"type": "string"}}}
     return made

@@ -4,8 +4,6 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-FinishReason = Literal["stop", "length", "tool_calls"]
-
 
 class ErrorDetails(Struct):
     message: str
@@ -42,38 +40,36 @@ class AnswerMessage(Struct):
     tool_calls: list[dict[str, Any]] | UnsetType = UNSET
 
 
-class ChatChoice(Struct):
+class Choice(Struct):
     index: int
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class ChatChoice(Choice):
     message: AnswerMessage
-    logprobs: dict[str, Any] | None
-    finish_reason: FinishReason
 
 
-class ChatCompletion(Struct):
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    system_fingerprint: str | None
-
-
-class CompletionChoice(Struct):
-    index: int
+class CompletionChoice(Choice):
     text: str
-    logprobs: dict[str, Any] | None
-    finish_reason: FinishReason
 
 
-class Completion(Struct):
+class Generated(Struct):
     id: str
-    object: Literal["text_completion"]
     created: int
     model: str
-    choices: list[CompletionChoice]
     usage: Usage
     system_fingerprint: str | None
+
+
+class ChatCompletion(Generated):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class Completion(Generated):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
 
 
 class ResponseError(Struct):
@@ -146,16 +142,3 @@ class Tokens(Struct):
 
 class Prompt(Struct):
     prompt: str
-
-
-class Health(Struct):
-    status: Literal["ok"]
-
-
-class Ready(Struct):
-    status: Literal["ready"]
-    compile: Literal["running", "done", "off"]
-    task: str | UnsetType = UNSET
-    model: str | UnsetType = UNSET
-    chat_model: str | UnsetType = UNSET
-    failing: list[Literal["pipeline", "generation"]] | UnsetType = UNSET

@@ -1,7 +1,8 @@
 """`POST /`: raw text, image or sound bytes, or JSON, to whatever pipeline is loaded.
 
-The answer is what `pipeline(...)` returns for that input. A list of inputs makes a work item
-of each; they are answered together.
+    body → inputs, a work item each → their answers, or the deadline, or the client leaves
+
+The answer is what `pipeline(...)` returns for that input; those of a list are answered together.
 """
 
 import time
@@ -10,15 +11,16 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from batching.errors import ClientGone, Draining, InvalidInput
+from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from server.engine import Engine
-from server.http.body import Headers, Parsing, deadline_of, parse_json, read_body
-from server.http.errors import AnsweredEarly, http_error
+from server.http.body import Parsing, abort_on_disconnect, media_type, read_request
+from server.http.errors import HttpError
+from server.http.json import Document, Header, parse_json, send_json
 from server.settings import Settings
 from worker.decode_budget import RequestBudget
 from worker.protocol import PipelineInput
-from worker.tasks import TASKS, Task, check_parameters
+from worker.tasks import TASKS, check_parameters
 
 JSON = "application/json"
 FORM = "application/x-www-form-urlencoded"  # what curl says of anything
@@ -32,49 +34,74 @@ class Root:
         self.settings = settings
         self.engine = engine
         self.task_name = task_name
+        self.task = TASKS[task_name]
         self.parsing = Parsing()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope["headers"])
-        deadline = deadline_of(headers, self.settings)
-        task = TASKS[self.task_name]
-        if self.engine.draining:
-            raise Draining("the server is stopping", 5)
-        body = await read_body(receive, headers, self.settings, deadline)
+        headers, body, deadlines = await read_request(scope, receive, self.settings, self.engine)
         media = media_type(headers)
-        if wrong := wrong_media(media, task):
-            raise AnsweredEarly(http_error(415, f"{self.task_name} {wrong}, not {media[:100]!r}"))
-        if task.kind == "text" or may_be_json(body, media):
+        self.check_media(media)
+        if self.task.kind == "text" or may_be_json(body, media):
             parse = partial(self.parse, media=media)
-            inputs, many = await self.parsing.run(parse, body, deadline)
+            inputs, is_list = await self.parsing.run(parse, body, deadlines.first)
         else:  # bytes stay as they are
-            inputs, many = self.parse(body, media)
+            inputs, is_list = self.parse(body, media)
+        items = self.engine.submit("pipeline", inputs, deadlines.first)
         try:
-            answers, items = await run(receive, self.engine, inputs, deadline, many)
+            answers = await self.run(receive, items, is_list)
         except InvalidInput as error:
             if media == FORM and isinstance(inputs[0].inputs, bytes):
                 raise InvalidInput(f"{error}; {CURL}", error.param) from error
             raise
-        if many and not (task.unwraps_single and len(answers) == 1):
-            content = b"[" + b",".join(answers) + b"]"
-        else:
+        if not is_list or (self.task.unwraps_single and len(answers) == 1):
             content = answers[0]
-        fields = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(content)),
-            *timing_headers(items),
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": fields})
-        await send({"type": "http.response.body", "body": content})
+        else:
+            content = b"[" + b",".join(answers) + b"]"
+        await send_json(send, content, headers=timing_headers(items))
+
+    async def run(self, receive: Receive, items: list[WorkItem], is_list: bool) -> list[bytes]:
+        """Wait for the items' answers, their deadline or the client's leaving."""
+        loop, left_s = self.engine.loop, items[0].deadline - time.monotonic()
+        timer = loop.call_later(left_s, self.engine.expire, items)
+        loop.create_task(abort_on_disconnect(receive, items))  # its receive() keeps hold of it
+        answers: list[bytes] = []
+        try:
+            for item in items:
+                answers.append(await item.future)  # noqa: PERF401  # its length says which failed
+            return answers
+        except InvalidInput as error:
+            if is_list and error.param and error.param.startswith("inputs"):
+                error.param = f"inputs[{len(answers)}]" + error.param.removeprefix("inputs")
+            raise
+        finally:
+            timer.cancel()
+            self.engine.queue.forget(items)
+
+    def check_media(self, media: str) -> None:
+        """415 for a content type that the task does not take. curl's form type counts as raw."""
+        kind = self.task.kind
+        if media in ("", JSON, FORM):
+            return
+        if kind == "json":
+            takes = "application/json"
+        elif (
+            media == "application/octet-stream"
+            or media.startswith(kind + "/")
+            or (kind == "audio" and media == "video/webm")
+        ):
+            return
+        else:
+            takes = f"{kind}/…, raw bytes or application/json"
+        raise HttpError(415, f"{self.task_name} takes {takes}, not {media[:100]!r}")
 
     def parse(self, body: bytes, media: str) -> tuple[list[PipelineInput], bool]:
         """The inputs of a request, and whether they came as a list."""
-        name, task = self.task_name, TASKS[self.task_name]
         if not body:
-            raise InvalidInput(f"the body is empty: post the {task.kind} itself, or JSON", "inputs")
-        document = parse_object(body, media, task) if may_be_json(body, media) else None
+            empty = f"the body is empty: post the {self.task.kind} itself, or JSON"
+            raise InvalidInput(empty, "inputs")
+        document = self.parse_object(body, media) if may_be_json(body, media) else None
         if document is None:
-            return [parse_raw(body, name, task)], False
+            return [self.parse_raw(body)], False
         if "inputs" not in document:
             raise InvalidInput('the object needs a field "inputs"', "inputs")
         parameters = document.get("parameters")
@@ -82,35 +109,41 @@ class Root:
             parameters = {}
         if not isinstance(parameters, dict):
             raise InvalidInput("must be an object", "parameters")
-        check_parameters(name, parameters)
-        inputs = document["inputs"]
-        if not isinstance(inputs, list):
-            return [PipelineInput(inputs, parameters)], False
-        most = self.settings.max_queue_size
-        if not 0 < len(inputs) <= most:
+        check_parameters(self.task_name, parameters)
+        inputs, most = document["inputs"], self.settings.max_queue_size
+        if isinstance(inputs, list) and not 0 < len(inputs) <= most:
             raise InvalidInput(f"a list takes 1 to {most} inputs, not {len(inputs)}", "inputs")
-        if is_chat(inputs):
+        if not isinstance(inputs, list) or is_conversation(inputs):
             return [PipelineInput(inputs, parameters)], False
         budget = RequestBudget()
         return [PipelineInput(each, parameters, budget) for each in inputs], True
 
+    def parse_object(self, body: bytes, media: str) -> Document | None:
+        """None for a text that only looks like one."""
+        doubtful = media == FORM and self.task.kind == "text"
+        try:
+            document = parse_json(body)
+        except InvalidInput:
+            if doubtful:
+                return None
+            raise
+        return None if doubtful and "inputs" not in document else document
 
-def media_type(headers: Headers) -> str:
-    return headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
-
-
-def wrong_media(media: str, task: Task) -> str | None:
-    """What the task takes, if it is not this content type. curl's form type counts as raw."""
-    if media in ("", JSON, FORM):
-        return None
-    if task.kind == "json":
-        return "takes application/json"
-    main = "text" if task.kind == "text" else task.kind
-    if media == "application/octet-stream" or media.startswith(main + "/"):
-        return None
-    if task.kind == "audio" and media == "video/webm":
-        return None
-    return f"takes {main}/…, raw bytes or application/json"
+    def parse_raw(self, body: bytes) -> PipelineInput:
+        task = self.task
+        if task.kind == "json":
+            keys = ", ".join(f'"{key}": …' for key in task.json_keys)
+            example = f'{{"inputs": {{{keys}}}}}'
+            raise InvalidInput(f"{self.task_name} takes application/json: {example}", "inputs")
+        if task.required:
+            check_parameters(self.task_name, {})
+        if task.kind != "text":
+            return PipelineInput(body)
+        try:
+            return PipelineInput(body.decode())
+        except UnicodeDecodeError as error:
+            wrong = f"the text is not valid UTF-8 at byte {error.start}"
+            raise InvalidInput(wrong, "inputs") from None
 
 
 def may_be_json(body: bytes, media: str) -> bool:
@@ -118,71 +151,12 @@ def may_be_json(body: bytes, media: str) -> bool:
     return media == JSON or (media == FORM and body[:64].lstrip().startswith(b"{"))
 
 
-def parse_object(body: bytes, media: str, task: Task) -> dict[str, Any] | None:
-    """None for a text that only looks like one."""
-    doubtful = media == FORM and task.kind == "text"
-    try:
-        document = parse_json(body)
-    except InvalidInput:
-        if doubtful:
-            return None
-        raise
-    return None if doubtful and "inputs" not in document else document
+def is_conversation(inputs: list[Any]) -> bool:
+    """A list of messages is one input, not several."""
+    return all(isinstance(each, dict) and {"role", "content"} <= set(each) for each in inputs)
 
 
-def parse_raw(body: bytes, name: str, task: Task) -> PipelineInput:
-    if task.kind == "json":
-        keys = ", ".join(f'"{key}": …' for key in task.json_keys)
-        raise InvalidInput(f'{name} takes application/json: {{"inputs": {{{keys}}}}}', "inputs")
-    if task.required:
-        check_parameters(name, {})  # which says how to send them
-    return PipelineInput(decode_text(body) if task.kind == "text" else body)
-
-
-def is_chat(inputs: list[Any]) -> bool:
-    """A list of messages is one conversation, not several inputs."""
-    return bool(inputs) and all(
-        isinstance(m, dict) and {"role", "content"} <= set(m) for m in inputs
-    )
-
-
-def decode_text(body: bytes) -> str:
-    try:
-        return body.decode()
-    except UnicodeDecodeError as error:
-        raise InvalidInput(f"the text is not valid UTF-8 at byte {error.start}", "inputs") from None
-
-
-async def run(
-    receive: Receive, engine: Engine, inputs: list[PipelineInput], deadline: float, many: bool
-) -> tuple[list[bytes], list[WorkItem]]:
-    """Queue the inputs and wait for their answers, the deadline or the client's leaving."""
-    items = engine.submit(inputs, deadline)
-    timer = engine.loop.call_later(deadline - time.monotonic(), engine.expire, items)
-    engine.loop.create_task(watch(receive, items))  # its receive() keeps hold of it
-    answers: list[bytes] = []
-    try:
-        for item in items:
-            answers.append(await item.future)  # noqa: PERF401  # its length says which has failed
-        return answers, items
-    except InvalidInput as error:
-        if many and error.param and error.param.startswith("inputs"):
-            error.param = f"inputs[{len(answers)}]" + error.param.removeprefix("inputs")
-        raise
-    finally:
-        timer.cancel()
-        engine.queue.forget(items)
-
-
-async def watch(receive: Receive, items: list[WorkItem]) -> None:
-    """Abort the items when the client leaves; the server also says so after the answer."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    for item in items:
-        item.resolve(ClientGone("the client has gone"))
-
-
-def timing_headers(items: list[WorkItem]) -> list[tuple[bytes, bytes]]:
+def timing_headers(items: list[WorkItem]) -> list[Header]:
     """Where the time went, in milliseconds; of several items, the one that took longest."""
     item = items[0] if len(items) == 1 else max(items, key=lambda item: item.finished_at)
     timing = b"queue;dur=%.2f, batch;dur=%.2f, model;dur=%.2f" % (

@@ -12,11 +12,14 @@ import re
 import signal
 import socket
 import sys
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
 from server.settings import Settings, SettingsError
-from worker.tasks import TASKS
+from worker.architectures import TaskUnclear, settle_task
+from worker.tasks import TASKS, UnservedTask
 
 STARTUP_FAILURE = 3  # uvicorn's own; at this exit status its supervisor does not start another
 _HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
@@ -42,18 +45,29 @@ def refuse(error: SettingsError) -> NoReturn:
     raise SystemExit(STARTUP_FAILURE)
 
 
-def check_pipeline(settings: Settings) -> None:
-    _check_model("PIPELINE_MODEL", settings.pipeline_model, settings.device)
-    demo, task = settings.pipeline_model == "demo", settings.pipeline_task
-    if demo and task not in ("auto", "fill-mask") and task in TASKS:
-        raise SettingsError(f"PIPELINE_MODEL=demo serves fill-mask only: name a model for {task}")
-
-
-def check_chat(settings: Settings) -> None:
-    _check_model("CHAT_MODEL", settings.chat_model, settings.device)
-    if settings.quantization == "int8" and settings.device.startswith("cuda"):
-        both = f"QUANTIZATION=int8 and DEVICE={settings.device}: int8 is for models on a CPU"
-        raise SettingsError(both)
+def check_models(settings: Settings, pipeline: bool, chat: bool) -> Settings:
+    """The settings with the task that is to run; `pipeline` and `chat`: whether that model is
+    loaded from them."""
+    if pipeline:
+        _check_model("PIPELINE_MODEL", settings.pipeline_model, settings.device)
+        demo, task = settings.pipeline_model == "demo", settings.pipeline_task
+        if demo and task not in ("auto", "fill-mask") and task in TASKS:
+            only = f"PIPELINE_MODEL=demo serves fill-mask only: name a model for {task}"
+            raise SettingsError(only)
+    if chat:
+        _check_model("CHAT_MODEL", settings.chat_model, settings.device)
+        if settings.quantization == "int8" and settings.device.startswith("cuda"):
+            both = f"QUANTIZATION=int8 and DEVICE={settings.device}: int8 is for models on a CPU"
+            raise SettingsError(both)
+    try:
+        task = settle_task(settings.pipeline_task, settings.pipeline_model)
+    except UnservedTask as error:
+        raise SettingsError(f"PIPELINE_TASK: {error}") from None
+    except TaskUnclear as error:
+        raise SettingsError(str(error)) from None
+    if settings.pipeline_model == settings.chat_model == "none":
+        raise SettingsError("PIPELINE_MODEL=none and CHAT_MODEL=none: there is nothing to serve")
+    return replace(settings, pipeline_task=task)
 
 
 def _check_model(name: str, model: str, device: str) -> None:
@@ -69,8 +83,12 @@ def _check_model(name: str, model: str, device: str) -> None:
         raise SettingsError(f"DEVICE={device!r}: must be auto, cpu, cuda or cuda:N")
 
 
-def check_workers(flag: str | None) -> None:
-    """Each process would load its own model and keep its own queue, batcher and metrics."""
+def check_workers(flag: str | None = None) -> None:
+    """Each process would load its own model and keep its own queue, batcher and metrics.
+
+    `flag` is what `--workers` was given; by default it is looked for among the words of uvicorn's
+    command, which its processes have too."""
+    flag = flag or _flag("--workers")
     asked = flag or os.environ.get("WEB_CONCURRENCY", "1")
     if asked.isdigit() and int(asked) > 1:
         where = f"--workers {asked}" if flag else f"WEB_CONCURRENCY={asked}"
@@ -78,6 +96,14 @@ def check_workers(flag: str | None) -> None:
             f"{where}: one process serves the model, with one queue and one worker thread; "
             "run more of them on ports of their own behind a load balancer"
         )
+
+
+def _flag(name: str) -> str | None:
+    for word, following in pairwise([*sys.argv[1:], ""]):
+        flag, given, value = word.partition("=")
+        if flag == name:
+            return value if given else following
+    return None
 
 
 def check_address(host: str, port: int) -> None:

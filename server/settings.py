@@ -5,11 +5,12 @@ that cannot be used is refused at start-up by name. Nothing is looked up again l
 """
 
 import difflib
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, get_args
 
 from dotenv import dotenv_values
 
@@ -22,15 +23,10 @@ class SettingsError(ValueError):
 
 
 def setting(
-    default: Any,
-    text: str,
-    choices: tuple[str, ...] = (),
-    minimum: float | None = None,
-    kind: type | None = None,
+    default: Any, text: str, choices: tuple[str, ...] = (), minimum: float | None = None
 ) -> Any:
-    """`kind` is the type of a number whose default None is written `auto`."""
-    kind = kind or type(default)
-    about = {"help": text, "choices": choices, "minimum": minimum, "kind": kind}
+    """A number whose default is None is written `auto`."""
+    about = {"help": text, "choices": choices, "minimum": minimum}
     return field(default=default, metadata=about)
 
 
@@ -53,11 +49,9 @@ class Settings:
         "auto", "compile the chat model in the background", ("auto", "on", "off")
     )
     speculation: str = setting("auto", "draft tokens from the request's own text", ("auto", "off"))
-    max_model_len: int | None = setting(
-        None, "tokens of prompt and answer together", minimum=2, kind=int
-    )
+    max_model_len: int | None = setting(None, "tokens of prompt and answer together", minimum=2)
     kv_cache_gb: float | None = setting(
-        None, "memory for keys and values of running sequences", minimum=0.000001, kind=float
+        None, "memory for keys and values of running sequences", minimum=0.000001
     )
     max_running: int = setting(256, "sequences generated at the same time", minimum=1)
     max_batch_size: int = setting(32, "rows in one forward pass at most", minimum=1)
@@ -125,27 +119,27 @@ def misspelt(given: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _parse(spec: Any, raw: str) -> Any:
-    name, raw = spec.name.upper(), raw.strip()
-    kind = spec.metadata["kind"]
-    if spec.default is None and raw.lower() == "auto":
-        return None
-    if kind is bool:
-        if raw.lower() not in ("", "0", "1", "true", "false", "on", "off", "yes", "no"):
-            raise SettingsError(f"{name}={raw!r}: must be 1 or 0")
-        return raw.lower() in ("1", "true", "on", "yes")
-    if kind is tuple:
+    raw, choices, minimum = raw.strip(), spec.metadata["choices"], spec.metadata["minimum"]
+    if isinstance(spec.default, tuple):
         return tuple(part.strip() for part in raw.split(",") if part.strip())
+    [kind, *optional] = get_args(spec.type) or [spec.type]
     if kind is str:
-        choices = spec.metadata["choices"]
-        if not raw or (choices and raw not in choices):
-            wanted = "one of " + ", ".join(choices) if choices else "a name"
-            raise SettingsError(f"{name}={raw!r}: must be {wanted}")
-        return raw
-    try:
-        value = kind(raw)
-    except ValueError:
-        what = "a whole number" if kind is int else "a number"
-        raise SettingsError(f"{name}={raw!r}: must be {what}") from None
-    if not spec.metadata["minimum"] <= value < float("inf"):
-        raise SettingsError(f"{name}={raw!r}: must be at least {spec.metadata['minimum']:g}")
-    return value
+        if raw and (raw in choices or not choices):
+            return raw
+        wanted = "one of " + ", ".join(choices) if choices else "a name"
+    elif kind is bool:
+        if raw.lower() in ("", "0", "1", "true", "false", "on", "off", "yes", "no"):
+            return raw.lower() in ("1", "true", "on", "yes")
+        wanted = "1 or 0"
+    elif optional and raw.lower() == "auto":
+        return None
+    else:
+        try:
+            value = kind(raw)
+        except ValueError:
+            wanted = "a whole number" if kind is int else "a number"
+        else:
+            if minimum <= value < math.inf:
+                return value
+            wanted = f"at least {minimum:g}"
+    raise SettingsError(f"{spec.name.upper()}={raw!r}: must be {wanted}")

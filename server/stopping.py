@@ -11,6 +11,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import FrameType
 from typing import Any
 
@@ -27,7 +28,7 @@ def serving_uvicorn() -> uvicorn.Server | None:
     return owner if isinstance(owner, uvicorn.Server) else None
 
 
-def failed(loaded: "asyncio.Future[None]") -> BaseException | None:
+def load_failure(loaded: "asyncio.Future[None]") -> BaseException | None:
     return loaded.exception() if loaded.done() and not loaded.cancelled() else None
 
 
@@ -35,7 +36,7 @@ def end_unloaded(
     debug: bool, server: uvicorn.Server | None, loaded: "asyncio.Future[None]"
 ) -> None:
     """Says why there is no model; the server ends as soon as everybody has an answer."""
-    if (error := failed(loaded)) is None:
+    if (error := load_failure(loaded)) is None:
         return
     cause = error.__cause__
     reason = str(cause).strip().partition("\n")[0] or repr(cause)
@@ -55,7 +56,7 @@ def drain_on_signal(engine: Engine, grace_s: float) -> Callable[[], None]:
     """
     loop = asyncio.get_running_loop()
     before: dict[int, Any] = {}
-    drains: list[asyncio.Task[None]] = []
+    drains: list[Future[None]] = []
 
     def restore() -> None:
         for number, handler in before.items():
@@ -71,16 +72,12 @@ def drain_on_signal(engine: Engine, grace_s: float) -> Callable[[], None]:
         if signal.getsignal(number) is on_signal:
             hand_on(number, frame)
 
-    def on_first(number: int, frame: FrameType | None) -> None:
-        if not drains:
-            drains.append(loop.create_task(drain(number, frame)))
-
     def on_signal(number: int, frame: FrameType | None) -> None:
         if engine.draining:
             loop.call_soon_threadsafe(engine.give_up)
             hand_on(number, frame)
-        else:
-            loop.call_soon_threadsafe(on_first, number, frame)
+        elif not drains:
+            drains.append(asyncio.run_coroutine_threadsafe(drain(number, frame), loop))
 
     with contextlib.suppress(ValueError):  # off the main thread, whoever embeds us has signals
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -21,7 +21,6 @@ from typing import Any, Literal
 from batching.errors import ClientGone, InvalidInput, ItemFailed
 from batching.request_queue import WorkItem
 from worker.deltas import Delta, FinishReason, TokenLogprob
-from worker.model.failures import diagnose
 from worker.protocol import (
     Chat,
     GenerationInput,
@@ -161,9 +160,6 @@ class FakeGenerator:
         items = [each.item for each in self.running]
         self.running = []
         return items
-
-    def diagnose(self, error: BaseException) -> Literal["item", "memory", "fatal"]:
-        return diagnose(error)
 
     def warm_up(self) -> None:
         if not self.healthy:

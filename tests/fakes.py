@@ -2,13 +2,12 @@
 
 import threading
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
-from worker.model.failures import diagnose
 from worker.protocol import ModelInfo
 
 INFO = ModelInfo("fill-mask", "fake", "cpu", "float32", 0, "packed")
@@ -52,9 +51,6 @@ class FakeRunner:
         if raw == "UNFINISHED":
             raise ValueError("cannot be finished")
         return orjson.dumps({"echo": raw.lower()})
-
-    def diagnose(self, error: BaseException) -> Literal["item", "memory", "fatal"]:
-        return diagnose(error)
 
     def warm_up(self) -> None:
         self.warm_ups += 1

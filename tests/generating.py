@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from batching.request_queue import WorkItem
 from batching.sequence import Chunk, Sequence
-from server.token_stream import TokenStream
 from tests import tiny_decoders
 from worker.deltas import Delta
 from worker.generation.engine import GenerationEngine
@@ -96,7 +95,6 @@ def request(
 ) -> WorkItem:
     payload = GenerationInput(
         prompt if isinstance(prompt, str) else tuple(prompt),
-        TokenStream(),
         sampling,
         Stopping(max_tokens=max_tokens, ignore_eos=ignore_eos, **stopping),
         n=n,

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from batching.batcher import GROW_AFTER, DynamicBatcher
 from batching.request_queue import WorkItem
 
+NEVER = float("-inf")  # the worker has not been busy
+
 
 def item(tokens: int = 1, key: Any = None, rows: int = 1, deadline: float = 1e9) -> WorkItem:
     made = WorkItem("payload", None, deadline, 0.0)
@@ -25,13 +27,13 @@ def batcher(
 
 
 def arrive(b: DynamicBatcher, each: WorkItem, now: float) -> None:
-    each.accepted_at = now
-    b.add(each, now)
+    each.accepted_at = each.arrived_at = now
+    b.add(each)
 
 
 def test_nothing_is_due_when_nothing_waits() -> None:
-    assert batcher().due_at() is None
-    assert batcher().take(1e9) == []
+    assert batcher().due_at(NEVER) is None
+    assert batcher().take(1e9, NEVER) == []
 
 
 def test_deadline_counts_from_the_first_item_alone() -> None:
@@ -39,17 +41,17 @@ def test_deadline_counts_from_the_first_item_alone() -> None:
     first, second = item(), item()
     arrive(b, first, 10.0)
     arrive(b, second, 10.9)
-    assert b.due_at() == 11.0
-    assert b.take(10.99) == []
-    assert b.take(11.0) == [first, second]
+    assert b.due_at(NEVER) == 11.0
+    assert b.take(10.99, NEVER) == []
+    assert b.take(11.0, NEVER) == [first, second]
 
 
 def test_time_spent_in_preparation_counts() -> None:
     b = batcher(wait_s=1.0)
     slow = item()
     slow.accepted_at = 9.5
-    b.add(slow, 10.0)
-    assert b.due_at() == 10.5
+    b.add(slow)
+    assert b.due_at(NEVER) == 10.5
 
 
 def test_full_batch_leaves_at_once() -> None:
@@ -57,8 +59,8 @@ def test_full_batch_leaves_at_once() -> None:
     items = [item(), item(), item()]
     for each in items:
         arrive(b, each, 10.0)
-    assert b.take(10.0) == items[:2]
-    assert b.take(10.0) == []  # the third begins a batch of its own
+    assert b.take(10.0, NEVER) == items[:2]
+    assert b.take(10.0, NEVER) == []  # the third begins a batch of its own
 
 
 def test_batch_full_of_tokens_leaves_at_once() -> None:
@@ -66,22 +68,21 @@ def test_batch_full_of_tokens_leaves_at_once() -> None:
     items = [item(60), item(40), item(1)]
     for each in items:
         arrive(b, each, 10.0)
-    assert b.take(10.0) == items[:2]
+    assert b.take(10.0, NEVER) == items[:2]
 
 
 def test_items_that_waited_while_the_worker_was_busy_leave_at_once() -> None:
     b = batcher(wait_s=1.0)
     waited = item()
     arrive(b, waited, 10.0)
-    b.free(10.5)
-    assert b.take(10.5) == [waited]
+    assert b.take(10.5, free_since=10.5) == [waited]
 
 
 def test_zero_wait_never_waits() -> None:
     b = batcher(wait_s=0.0)
     alone = item()
     arrive(b, alone, 10.0)
-    assert b.take(10.0) == [alone]
+    assert b.take(10.0, NEVER) == [alone]
 
 
 def test_only_equal_keys_share_a_batch_and_the_oldest_goes_first() -> None:
@@ -89,8 +90,8 @@ def test_only_equal_keys_share_a_batch_and_the_oldest_goes_first() -> None:
     a1, b1, a2 = item(key="a"), item(key="b"), item(key="a")
     for each in (a1, b1, a2):
         arrive(b, each, 0.0)
-    assert b.take(0.0) == [a1, a2]
-    assert b.take(0.0) == [b1]
+    assert b.take(0.0, NEVER) == [a1, a2]
+    assert b.take(0.0, NEVER) == [b1]
 
 
 def test_an_item_above_the_caps_goes_alone() -> None:
@@ -98,8 +99,8 @@ def test_an_item_above_the_caps_goes_alone() -> None:
     huge, small = item(tokens=50, rows=7), item()
     arrive(b, huge, 0.0)
     arrive(b, small, 0.0)
-    assert b.take(0.0) == [huge]
-    assert b.take(0.0) == [small]
+    assert b.take(0.0, NEVER) == [huge]
+    assert b.take(0.0, NEVER) == [small]
 
 
 def test_dropped_items_cost_no_place_in_a_batch() -> None:
@@ -108,8 +109,8 @@ def test_dropped_items_cost_no_place_in_a_batch() -> None:
     gone.open = False
     for each in (gone, late, alive):
         arrive(b, each, 0.0)
-    assert b.take(6.0) == [alive]
-    assert len(b) == 0
+    assert b.take(6.0, NEVER) == [alive]
+    assert not b.waiting
 
 
 def test_padding_batcher_picks_mates_of_similar_length_but_always_the_oldest() -> None:
@@ -118,15 +119,15 @@ def test_padding_batcher_picks_mates_of_similar_length_but_always_the_oldest() -
     items = [item(tokens=n) for n in lengths]
     for each in items:
         arrive(b, each, 0.0)
-    assert sorted(i.tokens for i in b.take(0.0)) == [48, 50, 52]
-    assert sorted(i.tokens for i in b.take(0.0)) == [5, 6, 7]
+    assert sorted(i.tokens for i in b.take(0.0, NEVER)) == [48, 50, 52]
+    assert sorted(i.tokens for i in b.take(0.0, NEVER)) == [5, 6, 7]
 
 
 def test_padding_counts_against_the_token_cap() -> None:
     b = batcher(size=10, tokens=100, packs=False, wait_s=0.0)
     for n in (10, 90, 11):
         arrive(b, item(tokens=n), 0.0)
-    assert [i.tokens for i in b.take(0.0)] == [10, 11]  # 90 would make it 3 x 90
+    assert [i.tokens for i in b.take(0.0, NEVER)] == [10, 11]  # 90 would make it 3 x 90
 
 
 def test_packed_batch_keeps_the_order_of_arrival() -> None:
@@ -134,8 +135,8 @@ def test_packed_batch_keeps_the_order_of_arrival() -> None:
     items = [item(tokens=n) for n in (60, 50, 10)]
     for each in items:
         arrive(b, each, 0.0)
-    assert b.take(0.0) == items[:1]  # 10 would fit, but 50 came first
-    assert b.take(0.0) == items[1:]
+    assert b.take(0.0, NEVER) == items[:1]  # 10 would fit, but 50 came first
+    assert b.take(0.0, NEVER) == items[1:]
 
 
 def test_out_of_memory_lowers_the_cap_to_what_fits_and_success_grows_it_back() -> None:
@@ -180,7 +181,7 @@ def test_every_open_item_leaves_exactly_once_within_the_caps(
         items.append(made)
         arrive(b, made, float(number))
     left: list[WorkItem] = []
-    while batch := b.take(1e6):
+    while batch := b.take(1e6, NEVER):
         waiting = [i for i in items if i.open and i not in left]
         assert batch[0] is waiting[0]  # the oldest
         assert len({i.key for i in batch}) == 1
@@ -191,7 +192,7 @@ def test_every_open_item_leaves_exactly_once_within_the_caps(
             assert cost <= tokens
         left += batch
     assert len(left) == len(set(left)) == sum(i.open for i in items)
-    assert len(b) == 0
+    assert not b.waiting
 
 
 @pytest.mark.parametrize("packs", [True, False])
@@ -206,7 +207,7 @@ def test_nobody_starves(packs: bool) -> None:
     for number in range(7, 20):
         arrive(b, item(tokens=5), float(number))
         arrive(b, item(tokens=5), float(number))
-        served.append(b.take(float(number)))
+        served.append(b.take(float(number), NEVER))
         if odd in served[-1]:
             break
     assert odd in served[-1]

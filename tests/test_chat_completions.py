@@ -174,9 +174,11 @@ def test_a_bare_request_leaves_everything_to_the_checkpoint(
 
 
 def test_null_counts_as_absent(server: Server, generator: FakeGenerator) -> None:
-    from server.openai.chat_request import ChatRequest
+    from server.openai.chat import ChatRequest
 
-    nothing = dict.fromkeys(set(ChatRequest.__struct_fields__) - {"messages"})
+    nothing = dict.fromkeys(
+        {*ChatRequest.__struct_fields__, *ChatRequest.unimplemented} - {"messages"}
+    )
     payload = asked(generator, server, **nothing)
     assert payload.sampling == Sampling()
     assert payload.stopping == Stopping()
@@ -438,14 +440,14 @@ def test_a_parameter_that_is_not_implemented_is_named(
 def test_every_parameter_of_the_api_is_honoured_accepted_or_refused() -> None:
     from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming
 
-    from server.openai.chat_request import ChatRequest
+    from server.openai.chat import ChatRequest
 
     without_effect = {
         "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user", "verbosity",
     }  # fmt: skip
     known = set(get_type_hints(CompletionCreateParamsStreaming))
     assert {"messages", "stream"} <= known
-    assert known - set(ChatRequest.__struct_fields__) == without_effect
+    assert known - {*ChatRequest.__struct_fields__, *ChatRequest.unimplemented} == without_effect
 
 
 def test_an_unknown_model_is_404(server: Server) -> None:

@@ -43,7 +43,7 @@ OF_A_CHOICE: dict[str, Callable[[Any], Any]] = {
 OF_THE_GENERATOR = [
     "scheduler.schedule", "scheduler.remove", "scheduler.add", "pool.close", "step", "_report",
 ]  # fmt: skip
-OF_THE_BATCHER = ["add", "take", "free", "succeeded"]
+OF_THE_BATCHER = ["add", "take", "due_at", "succeeded"]
 
 
 class Stage:
@@ -52,6 +52,7 @@ class Stage:
     def __init__(self, server: Server, runner: FakeRunner, generator: Any) -> None:
         self.server, self.runner, self.generator = server, runner, generator
         self.raised = threading.Event()
+        self.model: Any = server.engine.models["pipeline"]
 
     def raise_in(
         self, owner: Any, name: str, error: type[BaseException], once: bool = True
@@ -148,7 +149,7 @@ def test_an_error_that_is_nobody_s_leaves_the_generator_working(
 def test_an_error_in_the_batcher_leaves_the_worker_working(
     stage: Stage, place: str, error: type[BaseException]
 ) -> None:
-    stage.raise_in(stage.server.engine.worker.batcher, place, error)
+    stage.raise_in(stage.model.batcher, place, error)
     assert stage.pipeline().status_code == 500
 
 
@@ -164,7 +165,7 @@ def test_an_error_in_a_forward_fails_its_batch_of_one(
 def test_an_error_on_the_way_out_of_a_batch_leaves_nobody_waiting(
     stage: Stage, error: type[BaseException]
 ) -> None:
-    stage.raise_in(stage.server.engine.worker, "_report", error)
+    stage.raise_in(stage.model, "report", error)
     assert stage.pipeline().status_code in (200, 500)
     stage.raised.clear()
     stage.raise_in(stage.server.engine, "outputs", error)

@@ -27,7 +27,7 @@ def entering(lane: Lane, *tokens: int) -> list[WorkItem]:
 
 
 def batches() -> BatchLane:
-    return BatchLane(1000)
+    return BatchLane("pipeline", 1000)
 
 
 def test_nothing_is_guessed_before_a_batch_was_measured() -> None:
@@ -88,7 +88,7 @@ class Places:
     """A model that runs so many at once, each for so long; steps are a second."""
 
     def __init__(self, count: int, seconds: int) -> None:
-        self.lane = TurnLane(1000)
+        self.lane = TurnLane("generation", 1000)
         self.count = count
         self.seconds = seconds
         self.waiting: deque[WorkItem] = deque()
@@ -191,7 +191,7 @@ def test_who_gives_up_is_no_longer_ahead_and_what_is_idle_does_not_age() -> None
 
 
 def test_a_request_of_many_choices_is_one_item() -> None:
-    lane: Any = TurnLane(10)
+    lane: Any = TurnLane("generation", 10)
     first, second, _ = entering(lane, 1, 1, 1)
     lane.begin(first)
     lane.stepped(0, True)

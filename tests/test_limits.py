@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batching.errors import DeadlineExceeded, InvalidInput
-from server.http import body as bodies
-from server.http.body import INLINE_BYTES, MOST_VALUES, Parsing, check_values
+from server.http import json
+from server.http.body import INLINE_BYTES, Parsing
+from server.http.json import MOST_VALUES, check_values, parse_json
 from server.middleware import BODIES
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
@@ -61,10 +62,10 @@ def test_values_are_counted_wherever_strings_begin_and_end(
 ) -> None:
     body = orjson.dumps(value, option=orjson.OPT_INDENT_2 if indented else None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bodies, "_PIECE", piece)
-        patch.setattr(bodies, "MOST_VALUES", count(value))
+        patch.setattr(json, "_PIECE", piece)
+        patch.setattr(json, "MOST_VALUES", count(value))
         check_values(body)
-        patch.setattr(bodies, "MOST_VALUES", count(value) - 1)
+        patch.setattr(json, "MOST_VALUES", count(value) - 1)
         if len(body) > count(value) - 1:
             with pytest.raises(InvalidInput, match="JSON values"):
                 check_values(body)
@@ -140,7 +141,7 @@ def test_half_a_character_is_named_without_writing_every_path() -> None:
     tracemalloc.start()
     try:
         with pytest.raises(InvalidInput, match="surrogate") as caught:
-            bodies.parse_json(body)
+            parse_json(body)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -188,12 +189,12 @@ def test_bodies_that_are_there_at_a_time_are_bounded_together() -> None:
         for _ in range(BODIES):
             client = socket.create_connection(("127.0.0.1", server.port))
             stack.enter_context(client).sendall(head + b"x" * 99_999)
-        wait_until(lambda: server.app.held == BODIES * 99_999)
+        wait_until(lambda: server.app.body_bytes == BODIES * 99_999)
         refused = httpx.post(server.url, content=b"x" * 1000)
         assert refused.status_code == 503
         assert error_of(refused)["code"] == "queue_full"
         assert refused.headers["retry-after"]
         assert httpx.post(server.url, content=b"x").status_code == 200
         stack.close()
-        wait_until(lambda: not server.app.held)
+        wait_until(lambda: not server.app.body_bytes)
         assert httpx.post(server.url, content=b"x" * 1000).status_code == 200

@@ -16,10 +16,9 @@ from starlette.routing import Route
 
 from batching.errors import InvalidInput
 from server import openapi
-from server.health import health
 from server.middleware import OPEN_PATHS
-from server.openai.chat_request import ChatRequest
-from server.openai.completion_request import CompletionRequest
+from server.openai.chat import ChatRequest
+from server.openai.completions import CompletionRequest
 from server.openai.params import GenerationRequest, decode
 from server.settings import Settings
 from tests.event_streams import CLIENT
@@ -81,7 +80,7 @@ def test_the_document_is_well_formed(server: Server) -> None:
 
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_each_task_says_what_it_takes(task: str) -> None:
-    root = Route("/", health, methods=["POST"])
+    root = Route("/", fetch, methods=["POST"])
     document = openapi.document(Settings(), task, [root])
     check_form(document)
     (described,) = document["paths"].values()

@@ -19,6 +19,7 @@ from tests.event_streams import chat, open_stream, read_until
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
 from tests.serving import Timers, metric, serving, wait_until
+from worker.models import PipelineModel
 
 
 def post(url: str, text: str, **headers: str) -> httpx.Response:
@@ -44,7 +45,9 @@ def test_full_queue_answers_503_at_once() -> None:
 def test_hopeless_deadline_is_refused_before_it_costs_anything() -> None:
     runner = FakeRunner()
     with serving(lambda: runner) as server, ThreadPoolExecutor(1) as pool:
-        server.engine.queue.pipeline.record(1, 1, 10.0)
+        model = server.engine.models["pipeline"]
+        assert isinstance(model, PipelineModel)
+        model.lane.record(1, 1, 10.0)
         runner.gate.clear()
         waiting = pool.submit(post, server.url, "ahead")
         assert runner.entered.acquire(timeout=60)
@@ -138,7 +141,7 @@ def test_light_load_does_not_make_a_burst_look_hopeless(monkeypatch: pytest.Monk
         monkeypatch.setattr(  # as if each batch had taken more than half of the limit
             server.engine,
             "on_batch",
-            lambda report, failed: told(replace(report, total_s=40.0), failed),
+            lambda model, report, failed: told(model, replace(report, total_s=40.0), failed),
         )
         for _ in range(5):
             post(server.url, "single")
@@ -173,7 +176,7 @@ def test_a_dead_worker_turns_health_red_and_everybody_is_answered() -> None:
 def test_an_open_breaker_answers_503_and_closes_again() -> None:
     runner = FakeRunner()
     with serving(lambda: runner) as server:
-        server.engine.worker.breakers["pipeline"].cooldown_s = 0.3
+        server.engine.models["pipeline"].breaker.cooldown_s = 0.3
         runner.healthy = False
         statuses = [post(server.url, "bad").status_code for _ in range(3)]
         assert statuses == [500] * 3
@@ -198,7 +201,7 @@ def test_a_failing_pipeline_leaves_the_chat_as_it_is() -> None:
     ):
         read_until(client, b"content")
         (stream,) = generator.running
-        server.engine.worker.breakers["pipeline"].cooldown_s = 0.2
+        server.engine.models["pipeline"].breaker.cooldown_s = 0.2
         runner.healthy = False
         assert [post(server.url, "bad").status_code for _ in range(3)] == [500] * 3
         ready = server.url + "/ready"

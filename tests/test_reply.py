@@ -1,17 +1,14 @@
-"""From deltas to chunks, one delta at a time, where a real stream may have merged some."""
+"""From deltas to events, one delta at a time, where a real stream may have merged some."""
 
 import math
 from typing import Any
 
 import orjson
 
-from server.openai.chat import ChatReply
-from server.openai.chat_request import ChatRequest
-from server.openai.completion_request import CompletionRequest
-from server.openai.completions import CompletionReply
-from server.openai.exchange import Usage
+from server.openai.chat import ChatReply, ChatRequest
+from server.openai.completions import CompletionReply, CompletionRequest
 from server.openai.params import decode
-from server.openai.reply import Reply
+from server.openai.request import Reply
 from tests.fake_generator import FakeGenerator
 from worker.deltas import Delta, Part, TokenLogprob
 
@@ -44,9 +41,8 @@ def completion(**fields: Any) -> Reply:
 
 
 def choices(reply: Reply) -> list[dict[str, Any]]:
-    usage = Usage()
-    made = [*reply.first_chunks(usage), *(c for d in TOKENS for c in reply.chunks(d, usage))]
-    return [orjson.loads(chunk)["choices"][0] for chunk in made]
+    made = [*reply.begin(), *(event for each in TOKENS for event in reply.add(each))]
+    return [event["choices"][0] for event in made]
 
 
 def test_log_probabilities_of_half_a_character_wait_for_the_whole_one() -> None:
@@ -74,13 +70,13 @@ def test_chunks_of_a_completion_count_their_offsets_on() -> None:
 def test_a_chunk_without_log_probabilities_says_null() -> None:
     assert all(choice["logprobs"] is None for choice in choices(completion()))
     bare = [delta("a", 1), Delta(0, finish_reason="stop")]
-    made = [c for each in bare for c in chat().chunks(each, Usage())]
-    assert all(orjson.loads(chunk)["choices"][0]["logprobs"] is None for chunk in made)
+    made = [event for each in bare for event in chat().add(each)]
+    assert all(event["choices"][0]["logprobs"] is None for event in made)
 
 
 def test_the_chosen_token_is_among_the_top_by_its_own_text() -> None:
     top = (TokenLogprob(9, "er", b"er", -0.1), TokenLogprob(3, "\ufffd", b"\xa9", -1.0))
     last = delta("é", 1, [TokenLogprob(3, "é", b"\xa9", -1.0, top)], finish_reason="length")
-    (chunk,) = completion(logprobs=2).chunks(last, Usage())
-    logprobs = orjson.loads(chunk)["choices"][0]["logprobs"]
+    (event,) = completion(logprobs=2).add(last)
+    logprobs = event["choices"][0]["logprobs"]
     assert logprobs["top_logprobs"] == [{"er": -0.1, "é": -1.0}]

@@ -1,5 +1,7 @@
 import asyncio
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,10 @@ from batching.errors import (
     Draining,
     QueueFull,
 )
-from batching.request_queue import RequestQueue, retry_after
+from batching.lanes import BatchLane, Lane
+from batching.request_queue import RequestQueue, WorkItem, retry_after
+from tests.fake_generator import FakeGenerator
+from worker.models import GenerationModel
 
 pytestmark = pytest.mark.anyio
 
@@ -20,36 +25,49 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-def queue(capacity: int = 2) -> RequestQueue:
-    return RequestQueue(capacity, lambda: 100.0)
+class Queue(RequestQueue):
+    """One with a lane in which what is accepted goes by default, at a time that stands still."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, lambda: 100.0)
+        self.lane = BatchLane("pipeline", capacity)
+
+    def admit(
+        self, payloads: Sequence[Any], deadline: float, lane: Lane | None = None
+    ) -> list[WorkItem]:
+        return self.accept(payloads, deadline, lane or self.lane)
+
+
+def queue(capacity: int = 2) -> Queue:
+    return Queue(capacity)
 
 
 async def test_places_are_bounded_and_come_back() -> None:
     q = queue(2)
-    first, second = q.accept(["a"], 200), q.accept(["b"], 200)
+    first, second = q.admit(["a"], 200), q.admit(["b"], 200)
     with pytest.raises(QueueFull):
-        q.accept(["c"], 200)
+        q.admit(["c"], 200)
     assert q.pending == 2
     q.forget(first)
-    q.accept(["c"], 200)
+    q.admit(["c"], 200)
     q.forget(second)
     assert q.pending == 1
 
 
 async def test_a_list_is_accepted_whole_or_not_at_all() -> None:
     q = queue(3)
-    q.accept(["a", "b"], 200)
+    q.admit(["a", "b"], 200)
     with pytest.raises(QueueFull):
-        q.accept(["c", "d"], 200)
+        q.admit(["c", "d"], 200)
     assert q.pending == 2
 
 
 async def test_retry_after_is_the_time_the_queue_needs() -> None:
     q = queue(10)
-    q.pipeline.record(items=10, tokens=10, seconds=20.0)
-    q.accept(range(10), 1000)
+    q.lane.record(items=10, tokens=10, seconds=20.0)
+    q.admit(range(10), 1000)
     with pytest.raises(QueueFull) as refused:
-        q.accept(["x"], 1000)
+        q.admit(["x"], 1000)
     assert refused.value.retry_after_s == 20
     assert retry_after(0.001) == 1
     assert retry_after(99.5) == 100
@@ -57,31 +75,41 @@ async def test_retry_after_is_the_time_the_queue_needs() -> None:
 
 async def test_hopeless_deadline_is_refused_at_once_and_only_then() -> None:
     q = queue(100)
-    ahead = q.accept(range(10), 101)  # nothing measured yet: no guess
-    q.pipeline.record(items=10, tokens=10, seconds=5.0)
-    q.forget(q.accept(["x"], 100 + 5.1))
+    ahead = q.admit(range(10), 101)  # nothing measured yet: no guess
+    q.lane.record(items=10, tokens=10, seconds=5.0)
+    q.forget(q.admit(["x"], 100 + 5.1))
     with pytest.raises(DeadlineHopeless):
-        q.accept(["x"], 100 + 4.9)
+        q.admit(["x"], 100 + 4.9)
     q.forget(ahead)
-    q.accept(["x"], 100.001)  # an empty queue is never hopeless: it measures anew
+    q.admit(["x"], 100.001)  # an empty queue is never hopeless: it measures anew
 
 
 async def test_the_background_has_a_quarter_of_the_places_and_is_nobodys_wait() -> None:
-    q = queue(8)
-    behind = q.accept(["a", "b"], math.inf, q.background)
+    q, model = queue(8), GenerationModel("generation", FakeGenerator, 8)
+    behind = q.admit(["a", "b"], math.inf, model.background)
     with pytest.raises(QueueFull, match="background"):
-        q.accept(["c"], math.inf, q.background)
-    assert (q.background.ahead, q.generation.ahead) == (2, 0)
-    q.accept(range(6), 200, q.generation)
+        q.admit(["c"], math.inf, model.background)
+    assert (model.background.ahead, model.lane.ahead) == (2, 0)
+    q.admit(range(6), 200, model.lane)
     with pytest.raises(QueueFull):
-        q.accept(["x"], 200, q.generation)
+        q.admit(["x"], 200, model.lane)
     q.forget(behind[:1])
-    q.accept(["c"], math.inf, q.background)
+    q.admit(["c"], math.inf, model.background)
+
+
+async def test_a_model_may_have_a_share_of_the_places() -> None:
+    q, small = queue(8), BatchLane("small", 2)
+    items = q.admit(["a", "b"], 200, small)
+    with pytest.raises(QueueFull, match="the small is full: 2 of 2 places are taken"):
+        q.admit(["c"], 200, small)
+    q.admit(range(6), 200)
+    q.forget(items)
+    q.admit(["c"], 200, small)
 
 
 async def test_items_resolve_once() -> None:
     q = queue()
-    (item,) = q.accept(["x"], 200)
+    (item,) = q.admit(["x"], 200)
     assert item.resolve(DeadlineExceeded("late"))
     assert not item.resolve("answer")
     with pytest.raises(DeadlineExceeded):
@@ -92,7 +120,7 @@ async def test_items_resolve_once() -> None:
 
 async def test_forgotten_items_count_as_gone() -> None:
     q = queue()
-    (item,) = q.accept(["x"], 200)
+    (item,) = q.admit(["x"], 200)
     q.forget([item])
     assert not item.open
     assert isinstance(item.future.exception(), ClientGone)
@@ -100,14 +128,14 @@ async def test_forgotten_items_count_as_gone() -> None:
 
 async def test_take_hands_out_all_there_is_in_order() -> None:
     q = queue(10)
-    items = q.accept(range(5), 200)
+    items = q.admit(range(5), 200)
     assert await q.take() == items
 
 
 async def test_settled_waits_for_the_last_place() -> None:
     q = queue(10)
     await q.settled()
-    (item,) = q.accept(["x"], 200)
+    (item,) = q.admit(["x"], 200)
     waiting = asyncio.create_task(q.settled())
     await asyncio.sleep(0)
     assert not waiting.done()

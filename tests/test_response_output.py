@@ -1,7 +1,7 @@
 """Output items and events made of deltas, where the fake model's would not get to."""
 
-from server.openai.responses.output import ResponseOutput
-from server.openai.responses.store import Document
+from server.http.json import Document
+from server.openai.responses.events import ResponseOutput
 from tests.fake_generator import FakeGenerator
 from worker.deltas import Delta, Kind, Part, TokenLogprob
 

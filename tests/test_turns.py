@@ -12,8 +12,7 @@ import orjson
 import pytest
 
 from batching.errors import InvalidInput
-from server.openai.chat import ChatReply
-from server.openai.chat_request import ChatRequest
+from server.openai.chat import ChatReply, ChatRequest
 from server.openai.params import decode
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.deltas import Delta, Part

@@ -17,16 +17,15 @@ from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
 from tests.serving import wait_until
 from worker import heap
+from worker.models import GenerationModel, Outcome, PipelineModel
 from worker.protocol import (
     BatchReport,
     GenerationInput,
-    Models,
     PipelineInput,
-    Served,
     State,
     StepOutcome,
 )
-from worker.worker import Outcome, Worker
+from worker.worker import Model, Worker
 
 
 class Recorder:
@@ -39,24 +38,24 @@ class Recorder:
         self.rejected: list[str] = []
         self.states: list[State] = []
         self.errors: list[Exception | None] = []
-        self.breaker: list[tuple[Served, bool]] = []
+        self.breaker: list[tuple[str, bool]] = []
 
     def on_state(self, state: State, error: Exception | None) -> None:
         self.errors.append(error)
         self.states.append(state)
 
-    def on_breaker(self, served: Served, is_open: bool) -> None:
-        self.breaker.append((served, is_open))
+    def on_breaker(self, model: Model, is_open: bool) -> None:
+        self.breaker.append((model.name, is_open))
 
     def outputs(self, outcomes: list[Outcome]) -> None:
         for item, outcome in outcomes:
             self.outcomes.setdefault(item.payload.inputs, []).append(outcome)
 
-    def on_batch(self, report: BatchReport, failed: list[Outcome]) -> None:
+    def on_batch(self, model: PipelineModel, report: BatchReport, failed: list[Outcome]) -> None:
         self.reports.append(report)
         self.outputs(failed)
 
-    def on_step(self, outcome: StepOutcome) -> None:
+    def on_step(self, model: GenerationModel, outcome: StepOutcome) -> None:
         self.steps.append(outcome)
 
     def on_rejected(self, items: list[WorkItem]) -> None:
@@ -66,7 +65,7 @@ class Recorder:
             else:
                 self.outputs([(item, "rejected")])
 
-    def on_failed(self, outcomes: list[Outcome]) -> None:
+    def resolve(self, outcomes: list[Outcome]) -> None:
         self.outputs(outcomes)
 
     def count(self) -> int:
@@ -76,32 +75,31 @@ class Recorder:
 class Bench:
     """A running worker and its recorder."""
 
-    stream: Any = None  # nothing is sent
-
     def __init__(
         self, runner: FakeRunner, cooldown_s: float = 5.0, max_wait_s: float = 0.0
     ) -> None:
         self.runner, self.recorder = runner, Recorder()
         self.batcher = DynamicBatcher(max_size=8, max_tokens=1000, max_wait_s=max_wait_s)
         self.generator = FakeGenerator()
-        models = Models(runner, self.generator)
-        breakers: dict[Served, Breaker] = {
-            "pipeline": Breaker(3, cooldown_s),
-            "generation": Breaker(3, cooldown_s),
-        }
-        self.worker = Worker(lambda: models, self.batcher, breakers)
+        self.pipeline = PipelineModel("pipeline", lambda: runner, 100, self.batcher)
+        self.generation = GenerationModel("generation", lambda: self.generator, 100)
+        self.pipeline.breaker = Breaker(3, cooldown_s)
+        self.generation.breaker = Breaker(3, cooldown_s)
+        self.worker = Worker([self.pipeline, self.generation])
 
     def submit(self, *texts: str) -> list[WorkItem]:
         items = []
         for text in texts:
             item = WorkItem(PipelineInput(text), None, 1e12, time.monotonic())
+            item.model = self.pipeline
             self.runner.prepare(item)
             items.append(item)
             self.worker.submit([item])
         return items
 
     def generate(self, prompt: str) -> WorkItem:
-        item = WorkItem(GenerationInput(prompt, self.stream), None, 1e12, time.monotonic())
+        item = WorkItem(GenerationInput(prompt), None, 1e12, time.monotonic())
+        item.model = self.generation
         self.generator.prepare(item)
         self.worker.submit([item])
         return item
@@ -321,7 +319,7 @@ def test_failed_loading_is_told_and_ends_the_thread() -> None:
         raise ItemFailed("no such model")
 
     recorder = Recorder()
-    worker = Worker(lambda: Models(load()), DynamicBatcher(8, 100, 0), {"pipeline": Breaker()})
+    worker = Worker([PipelineModel("pipeline", load, 100, DynamicBatcher(8, 100, 0))])
     worker.start(recorder, lambda function, *args: function(*args))
     worker.thread.join(60)
     assert recorder.states == ["dead"]
@@ -354,7 +352,7 @@ def test_an_item_that_leaves_during_bisection_is_not_run_again(start: Callable[.
     items = bench.submit("bad", "b", "c", "d")
     leaving.append(items[3])
     bench.runner.gate.set()
-    bench.wait_for(5)
+    bench.wait_for(4)  # nobody waits for the fifth
     assert bench.runner.batches[1] == ["bad", "b", "c", "d"]
     assert ["c"] in bench.runner.batches
     assert not any("d" in batch for batch in bench.runner.batches[2:])

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from batching.request_queue import WorkItem
-from server.token_stream import TokenStream
 from tests.generating import loaded
 from tests.tiny import SMALL, hf
 from tests.tiny_tokenizers import llama_tokenizer
@@ -120,7 +119,6 @@ def asking(
     messages = ({"role": "user", "content": text},)
     payload = GenerationInput(
         Chat(messages, tools, variables or {}, effort=effort),
-        TokenStream(),
         sampling,
         Stopping(max_tokens=max_tokens, **(stopping or {})),
         n=n,

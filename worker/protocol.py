@@ -9,7 +9,6 @@ from worker.decode_budget import RequestBudget
 from worker.deltas import Delta
 
 State = Literal["loading", "warming", "ready", "dead"]
-Served = Literal["pipeline", "generation"]  # by which model
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +93,9 @@ class Calls:
     parallel: bool = True  # more than one
 
 
-class DeltaSink(Protocol):
-    """Where a request's output goes: on the event loop, after each step."""
-
-    def push(self, delta: Delta) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class GenerationInput:
-    """One prompt and how to continue it, `n` times; the text goes to `stream` as it comes.
+    """One prompt and how to continue it, `n` times; the text goes to the item's stream as it comes.
 
     A prompt is a conversation, text, or token ids. Choices are numbered from `first_choice` on,
     so that the prompts of a list share a stream. `echo`: the prompt's text, and log-probabilities
@@ -110,7 +103,6 @@ class GenerationInput:
     """
 
     prompt: Chat | str | tuple[int, ...]
-    stream: DeltaSink
     sampling: Sampling = Sampling()
     stopping: Stopping = Stopping()
     n: int = 1
@@ -121,10 +113,6 @@ class GenerationInput:
     thinking_tokens: int | None = None  # reasoning is ended after so many; None: never
     param: str = "messages"  # the field of the request that errors about the prompt name
     background: bool = False  # nobody waits for it: it comes after all that somebody waits for
-
-
-def served_by(payload: Any) -> Served:
-    return "generation" if isinstance(payload, GenerationInput) else "pipeline"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,30 +172,6 @@ class ModelInfo:
     why: str = ""  # why not packed
 
 
-class Runner(Protocol):
-    """A loaded pipeline as the worker uses it.
-
-    `prepare` and `finish` run in pool threads, several at once; the others on the worker's.
-    """
-
-    info: ModelInfo
-
-    def prepare(self, item: WorkItem) -> None:
-        """Fill in `item.prepared`, `rows`, `tokens`, `key`; InvalidInput if it cannot be served."""
-
-    def forward(self, prepared: list[Any]) -> list[Any]:
-        """One raw output for each prepared input, in order."""
-
-    def finish(self, item: WorkItem, raw: Any) -> Any:
-        """The answer to an item, from its raw output."""
-
-    def diagnose(self, error: BaseException) -> Literal["item", "memory", "fatal"]:
-        """Why `forward` raised: its input, too little memory, or a device that is lost."""
-
-    def warm_up(self) -> None:
-        """Run the smallest sound input through everything; raises if the worker is broken."""
-
-
 class Pending(Exception):
     """Something that `prepare` needs is being made. `then(wanted, again)` has `again` called, from
     any thread, when it is worth preparing once more, as long as it is still `wanted`."""
@@ -217,22 +181,42 @@ class Pending(Exception):
         self.then = then
 
 
-class Generator(Protocol):
-    """A loaded causal language model as the worker uses it.
-
-    `prepare`, `encode`, `decode` and `token` run in pool threads, several at once; the others on
-    the worker's.
-    """
+class LoadedModel(Protocol):
+    """What the worker asks of models of both kinds."""
 
     info: ModelInfo
+
+    def prepare(self, item: WorkItem) -> None:
+        """Fill in `item.prepared`, and what batches go by (`rows`, `tokens`, `width`, `key`).
+
+        In pool threads, several at once. InvalidInput if the item cannot be served, Pending if
+        it takes more than a pool thread's time to tell."""
+
+    def warm_up(self) -> None:
+        """Run the smallest sound input through everything; raises if the model is broken."""
+
+
+class Runner(LoadedModel, Protocol):
+    """A loaded pipeline. `finish` runs in pool threads, `forward` on the worker's."""
+
+    def forward(self, prepared: list[Any]) -> list[Any]:
+        """One raw output for each prepared input, in order."""
+
+    def finish(self, item: WorkItem, raw: Any) -> Any:
+        """The answer to an item, from its raw output."""
+
+
+class Generator(LoadedModel, Protocol):
+    """A loaded causal language model.
+
+    `encode`, `decode` and `token` run in pool threads, several at once; `add`, `step` and `clear`
+    on the worker's.
+    """
+
     max_model_len: int  # tokens of prompt and output together
 
     @property
     def compile_state(self) -> Literal["running", "done", "off"]: ...
-
-    def prepare(self, item: WorkItem) -> None:
-        """Fill in `item.prepared`; InvalidInput if the prompt or a parameter cannot be served,
-        Pending if it takes more than a pool thread's time to tell."""
 
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt; InvalidInput if the chat template refuses it."""
@@ -259,25 +243,5 @@ class Generator(Protocol):
     def clear(self) -> list[WorkItem]:
         """Drop everything, waiting and running, whatever state it is in; the items are returned."""
 
-    def diagnose(self, error: BaseException) -> Literal["item", "memory", "fatal"]: ...
-
-    def warm_up(self) -> None:
-        """One small step through everything; raises if the worker is broken."""
-
     def close(self) -> None:
         """End what runs beside; nothing is prepared any longer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Models:
-    """What the worker has loaded; None where the settings say `none`."""
-
-    pipeline: Runner | None = None
-    generator: Generator | None = None
-
-    def of(self, served: Served) -> Runner | Generator | None:
-        return self.pipeline if served == "pipeline" else self.generator
-
-    def diagnose(self, served: Served, error: BaseException) -> Literal["item", "memory", "fatal"]:
-        model = self.of(served)
-        return model.diagnose(error) if model else "item"

@@ -1,39 +1,34 @@
-"""Reading a request: its body within limits, its JSON, its time limit.
+"""How requests begin: their time limits, their bodies within bounds, off the loop what is large.
 
-    bytes → how many values? → JSON → lists no longer than they may be (openai/params.py)
+    headers → time limits → not stopping? → body → media type → a model that takes it? → parse
 
-Parsing is one call that holds the interpreter, so what it may cost is known before: values are
-counted without building any. Each endpoint parses its larger bodies off the loop, one at a time.
+What a body may cost in memory is bounded here and in middleware.py, what its JSON may in json.py.
+Each endpoint parses its larger bodies off the loop, one at a time.
 """
 
 import asyncio
 import contextlib
-import json
 import math
-import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import anyio
 import anyio.to_thread
-import orjson
-from starlette.responses import Response
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
-from batching.errors import ClientGone, DeadlineExceeded, InvalidInput
-from server.http.errors import AnsweredEarly, http_error
+from batching.errors import ClientGone, DeadlineExceeded, Draining, InvalidInput
+from batching.request_queue import WorkItem
+from server.engine import Engine
+from server.http.errors import HttpError
 from server.settings import Settings
 
+CLOSE = [(b"connection", b"close")]
 # A refused body is still read for so long, so that clients get to the answer.
 LINGER_S = 5.0
 # Larger JSON is parsed off the event loop.
 INLINE_BYTES = 1 << 16
-MOST_VALUES = 1_000_000  # keys and values of one JSON body
-_MARKS = b",", b":", b"[", b"{"  # each value and key but the first follows one
-_PIECE = 1 << 16  # bytes counted in one go
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 Headers = Mapping[bytes, bytes]  # names in lower case, as ASGI gives them
 T = TypeVar("T")
@@ -65,16 +60,64 @@ class Patience:
             self.task.cancel()
 
 
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Monotonic seconds, infinite where there is no limit. For work that answers all at once,
+    `first` is all there is."""
+
+    first: float  # until an answer begins
+    whole: float  # until it has ended
+
+
+def deadlines_of(headers: Headers, settings: Settings) -> Deadlines:
+    """The header X-Request-Timeout-Ms may only shorten the setting."""
+    now, given = time.monotonic(), headers.get(b"x-request-timeout-ms")
+    if given is None:
+        return Deadlines(now + settings.request_timeout_s, math.inf)
+    if not given.isdigit() or len(given) > 10 or not int(given):
+        raise InvalidInput("must be a positive whole number", "X-Request-Timeout-Ms")
+    whole_s = int(given) / 1000
+    return Deadlines(now + min(settings.request_timeout_s, whole_s), now + whole_s)
+
+
+async def read_request(
+    scope: Scope, receive: Receive, settings: Settings, engine: Engine
+) -> tuple[Headers, bytes, Deadlines]:
+    """How every POST begins: its headers by name, its whole body, its time limits.
+
+    Raises InvalidInput (400) for a time limit that is none, Draining (503) before the body is
+    read, and what `read_body` raises."""
+    headers = dict(scope["headers"])
+    deadlines = deadlines_of(headers, settings)
+    if engine.draining:
+        raise Draining("the server is stopping", 5)
+    return headers, await read_body(receive, headers, settings, deadlines.first), deadlines
+
+
+async def read_json_request(
+    scope: Scope, receive: Receive, settings: Settings, engine: Engine, name: str
+) -> tuple[bytes, Deadlines]:
+    """The body, not parsed yet, and the time limits of a request in JSON to a model by name.
+
+    Beyond what `read_request` raises: HttpError (415) for a media type that cannot be JSON,
+    and a Refused (503) if the model takes nothing now."""
+    headers, body, deadlines = await read_request(scope, receive, settings, engine)
+    require_json(headers)
+    if (refusal := engine.refusal(name)) is not None:
+        raise refusal
+    return body, deadlines
+
+
 async def read_body(
     receive: Receive, headers: Headers, settings: Settings, deadline: float
 ) -> bytes:
-    """The whole body; AnsweredEarly (408, 413) or ClientGone."""
+    """The whole body; HttpError (408, 413) or ClientGone."""
     limit = int(settings.max_body_mb * 1_000_000)
     declared = headers.get(b"content-length", b"")
     if declared.isdigit() and int(declared[:20]) > limit:
         if headers.get(b"expect", b"").lower() != b"100-continue":
             await _linger(receive)  # one that expects to be told will not send
-        raise AnsweredEarly(_too_large(limit))
+        raise _too_large(limit)
     patience = Patience(settings.body_timeout_s, deadline)
     chunks, size = [], 0
     try:
@@ -91,11 +134,20 @@ async def read_body(
     except asyncio.CancelledError:
         if not patience.over:
             raise
-        raise AnsweredEarly(_too_slow()) from None
+        late = "the body stopped arriving, or came too slowly for the request's time limit"
+        raise HttpError(408, late, headers=CLOSE) from None
     finally:
         patience.timer.cancel()
     await _linger(receive)
-    raise AnsweredEarly(_too_large(limit))
+    raise _too_large(limit)
+
+
+async def abort_on_disconnect(receive: Receive, items: Sequence[WorkItem]) -> None:
+    """Answer the items once the client leaves; the server also says so after the answer."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    for item in items:
+        item.resolve(ClientGone("the client has gone"))
 
 
 async def _linger(receive: Receive) -> None:
@@ -106,22 +158,21 @@ async def _linger(receive: Receive) -> None:
                 pass
 
 
-def _too_large(limit: int) -> Response:
+def _too_large(limit: int) -> HttpError:
     much = f"the body is larger than {limit / 1_000_000:g} MB"
-    return http_error(413, much, None, {"Connection": "close"})
-
-
-def _too_slow() -> Response:
-    late = "the body stopped arriving, or came too slowly for the request's time limit"
-    return http_error(408, late, None, {"Connection": "close"})
+    return HttpError(413, much, headers=CLOSE)
 
 
 def require_json(headers: Headers) -> None:
     """415 for what cannot be JSON. curl's form type can: it is what `curl -d '{…}'` sends."""
-    media = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if media.partition(b"/")[0] in (b"multipart", b"image", b"audio", b"video"):
-        given = media[:100].decode("latin-1")
-        raise AnsweredEarly(http_error(415, f"this takes application/json, not {given!r}"))
+    media = media_type(headers)
+    if media.partition("/")[0] in ("multipart", "image", "audio", "video"):
+        raise HttpError(415, f"this takes application/json, not {media[:100]!r}")
+
+
+def media_type(headers: Headers) -> str:
+    """In lower case, without its parameters; empty if there is none."""
+    return headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
 
 
 class Parsing:
@@ -149,86 +200,3 @@ async def in_thread(
             return await anyio.to_thread.run_sync(work, body, limiter=turn)
     except TimeoutError:
         raise DeadlineExceeded("the body was not read within the time limit") from None
-
-
-def parse_json(body: bytes) -> dict[str, Any]:
-    """A JSON object; InvalidInput says what is wrong with anything else."""
-    check_values(body)
-    try:
-        parsed = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        if (param := _half_character(body)) is not None:
-            raise InvalidInput("has half of a surrogate pair: not Unicode text", param) from None
-        raise InvalidInput(f"the body is not valid JSON: {error}") from None
-    if not isinstance(parsed, dict):
-        raise InvalidInput("the body must be a JSON object")
-    return parsed
-
-
-def check_values(body: bytes) -> None:
-    """InvalidInput for JSON of more than MOST_VALUES keys and values."""
-    if len(body) <= MOST_VALUES:
-        return
-    if b"\\" in body:  # then every quote left begins or ends a string
-        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    count = within = 0  # `within`: 1 in the middle of a string
-    for start in range(0, len(body), _PIECE):
-        texts = body[start : start + _PIECE].split(b'"')
-        outside = b"".join(texts[within::2])
-        count += sum(map(outside.count, _MARKS))
-        within = (within + len(texts) - 1) % 2
-        if count >= MOST_VALUES:
-            raise InvalidInput(f"the body has more than {MOST_VALUES} JSON values")
-
-
-def _half_character(body: bytes) -> str | None:
-    """Where a string escapes a lone surrogate, which JSON's grammar allows and Unicode does not.
-    Not looked for in long bodies."""
-    if b"\\u" not in body or len(body) > MOST_VALUES:
-        return None
-    try:
-        path = _path_of_half(json.loads(body))
-    except (ValueError, RecursionError):
-        return None
-    return None if path is None else path.removeprefix(".")
-
-
-def _path_of_half(node: Any) -> str | None:
-    if isinstance(node, str):
-        return "" if _SURROGATE.search(node) else None
-    if isinstance(node, dict):
-        if any(map(_SURROGATE.search, node)):
-            return ""
-        within = ((f".{key[:100]}", each) for key, each in node.items())
-    elif isinstance(node, list):
-        within = ((f"[{n}]", each) for n, each in enumerate(node))
-    else:
-        return None
-    for step, each in within:
-        if (path := _path_of_half(each)) is not None:
-            return step + path
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """Monotonic seconds, infinite where there is no limit. For work that answers all at once,
-    `first` is all there is."""
-
-    first: float  # until an answer begins
-    whole: float  # until it has ended
-
-
-def deadlines_of(headers: Headers, settings: Settings) -> Deadlines:
-    """The header X-Request-Timeout-Ms may only shorten the setting."""
-    now, given = time.monotonic(), headers.get(b"x-request-timeout-ms")
-    if given is None:
-        return Deadlines(now + settings.request_timeout_s, math.inf)
-    if not given.isdigit() or len(given) > 10 or not int(given):
-        raise InvalidInput("must be a positive whole number", "X-Request-Timeout-Ms")
-    whole_s = int(given) / 1000
-    return Deadlines(now + min(settings.request_timeout_s, whole_s), now + whole_s)
-
-
-def deadline_of(headers: Headers, settings: Settings) -> float:
-    return deadlines_of(headers, settings).first

@@ -9,13 +9,13 @@ before it imports the app, so those classes are made to give ours. Bodies are re
 import asyncio
 from typing import Any
 
-from starlette.responses import Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from server.http.body import LINGER_S
-from server.http.errors import envelope, http_error
+from server.http.errors import HttpError
+from server.http.json import json_headers, to_json
 from server.middleware import Middleware
 
 MAX_HEAD = 64_000  # bytes of a header with its request line, or between two pieces of a body
@@ -24,7 +24,8 @@ APP = "onequeue"  # where the lifespan's state has the app
 
 
 class Bounded(asyncio.Protocol):
-    """Mixed into a protocol of uvicorn's: the time limit, and answers without a request."""
+    """Mixed into a protocol of uvicorn's: a time limit for headers, and refusals that are no
+    request's answer. What has been refused is read no further."""
 
     app_state: dict[str, Any]
     cycle: Any  # the latest request and its answer
@@ -34,77 +35,76 @@ class Bounded(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.front: Middleware = self.app_state[APP]
+        self.middleware: Middleware = self.app_state[APP]
         self.begun = False  # something of the next request is there
         self.refused = False
         self.timer: asyncio.TimerHandle | None = None
-        self._watch()
+        self._time_header()
 
     def data_received(self, data: bytes) -> None:
         if self.refused:
             return
         self.begun = True
         super().data_received(data)
-        self._watch()
+        self._time_header()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        self.refuse(http_error(400, "this is not valid HTTP"))
+        self.refuse(HttpError(400, "this is not valid HTTP"))
 
     @property
-    def silent(self) -> bool:
-        """An answer is under way, into which nothing may be written."""
-        cycle = self.cycle
-        return bool(cycle and cycle.response_started and not cycle.response_complete)
+    def unanswered(self) -> bool:
+        """There is a request without its whole answer."""
+        return self.cycle is not None and not self.cycle.response_complete
 
-    def refuse(self, response: Response) -> None:
+    @property
+    def answering(self) -> bool:
+        """An answer is under way, into which nothing may be written."""
+        return self.unanswered and self.cycle.response_started
+
+    def refuse(self, error: HttpError) -> None:
         """Answer and close; what still comes is dropped for a while, so that it is read."""
         self.refused = True
         self._stop_timer()
-        if self.silent:
+        if self.answering:
             self.transport.close()
             return
-        headers = [*self.server_state.default_headers, *response.raw_headers]
+        content = to_json(error.document)
+        headers = [*self.server_state.default_headers, *json_headers(content)]
         lines = [b"%b: %b\r\n" % header for header in [*headers, (b"connection", b"close")]]
-        head = STATUS_LINE[response.status_code] + b"".join(lines) + b"\r\n"
-        self.transport.write(head + bytes(response.body))
-        if self._asked:
+        self.transport.write(STATUS_LINE[error.status] + b"".join(lines) + b"\r\n" + content)
+        if self.unanswered:
             self.cycle.disconnected = True  # nobody reads what the app may still say
             self.cycle.waiting_for_100_continue = False
             self.cycle.message_event.set()
         else:
-            self.front.metrics.refused(response.status_code)
+            self.middleware.metrics.refused(error.status)
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.timer = self.loop.call_later(LINGER_S, self.transport.close)
 
-    @property
-    def _asked(self) -> bool:
-        """There is a request without its whole answer."""
-        return self.cycle is not None and not self.cycle.response_complete
-
-    def _watch(self) -> None:
+    def _time_header(self) -> None:
         """While no request is there to be answered, time runs for the next one's header."""
         if self.refused:
             return
-        if self._asked:
+        if self.unanswered:
             self.begun = False
             self._stop_timer()
         elif self.timer is None:
-            limit_s = self.front.settings.body_timeout_s
-            self.timer = self.loop.call_later(limit_s, self._too_late)
+            limit_s = self.middleware.settings.body_timeout_s
+            self.timer = self.loop.call_later(limit_s, self._header_is_late, limit_s)
 
-    def _too_late(self) -> None:
+    def _header_is_late(self, limit_s: float) -> None:
         if self.transport.get_protocol() is not self:
             return  # it has become a websocket
-        if not self.begun:
+        if self.begun:
+            late = f"the header did not arrive within {limit_s:g} s"
+            self.refuse(HttpError(408, late, code="header_timeout"))
+        else:
             self.transport.close()
-            return
-        late = f"the header did not arrive within {self.front.settings.body_timeout_s:g} s"
-        self.refuse(envelope(408, late, "timeout_error", "header_timeout"))
 
     def _stop_timer(self) -> None:
         if self.timer is not None:
@@ -127,7 +127,7 @@ class BoundedHttpTools(Bounded, HttpToolsProtocol):
             super().data_received(piece)
             if self.unended >= MAX_HEAD:
                 large = f"the header is larger than {MAX_HEAD // 1000} kB"
-                self.refuse(http_error(431, large))
+                self.refuse(HttpError(431, large))
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
@@ -145,9 +145,9 @@ class BoundedHttpTools(Bounded, HttpToolsProtocol):
         self.unended, self.in_head = 0, True
 
     @property
-    def silent(self) -> bool:
+    def answering(self) -> bool:
         """Requests are parsed ahead: what is wrong may lie behind one that waits or runs."""
-        return bool(self.pipeline or (self.in_head and self._asked) or super().silent)
+        return bool(self.pipeline or (self.in_head and self.unanswered) or super().answering)
 
 
 class BoundedH11(Bounded, H11Protocol):

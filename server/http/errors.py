@@ -2,56 +2,46 @@
 
     {"error": {"message", "type", "param", "code"}}
 
-Internals (the chained cause) are added to the message only in debug mode.
+An HttpError is such an answer. It is raised where HTTP itself is at fault; all else that may be
+raised becomes one by `as_http_error`, which looks up its handler by the exception's class.
 """
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
-import orjson
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
-from starlette.types import Scope
+from starlette.types import Scope, Send
 
-from batching.errors import (
-    BreakerOpen,
-    ClientGone,
-    DeadlineExceeded,
-    DeadlineHopeless,
-    Draining,
-    InvalidInput,
-    ItemFailed,
-    NotReady,
-    OnequeueError,
-    OutOfMemory,
-    QueueFull,
-    WorkerDown,
-    WrongResultCount,
-)
+from batching import errors
+from server.http.json import Document, Header, send_json
 
 log = logging.getLogger("onequeue.errors")
+
+T = TypeVar("T")
 
 MAX_MESSAGE = 4000
 MAX_PARAM = 200
 
-# exception: (status, type, code)
+# exception, or the nearest of its bases: (status, type, code)
 TABLE: Mapping[type[Exception], tuple[int, str, str]] = {
-    InvalidInput: (400, "invalid_request_error", "invalid_value"),
-    QueueFull: (503, "overloaded_error", "queue_full"),
-    DeadlineHopeless: (503, "overloaded_error", "deadline_hopeless"),
-    NotReady: (503, "unavailable_error", "not_ready"),
-    Draining: (503, "unavailable_error", "draining"),
-    BreakerOpen: (503, "unavailable_error", "breaker_open"),
-    WorkerDown: (503, "unavailable_error", "worker_down"),
-    DeadlineExceeded: (504, "timeout_error", "deadline_exceeded"),
-    ItemFailed: (500, "server_error", "item_failed"),
-    OutOfMemory: (500, "server_error", "out_of_memory"),
-    WrongResultCount: (500, "server_error", "wrong_result_count"),
-    ClientGone: (499, "invalid_request_error", "client_gone"),  # nobody reads it
+    errors.InvalidInput: (400, "invalid_request_error", "invalid_value"),
+    errors.QueueFull: (503, "overloaded_error", "queue_full"),
+    errors.DeadlineHopeless: (503, "overloaded_error", "deadline_hopeless"),
+    errors.NotReady: (503, "unavailable_error", "not_ready"),
+    errors.Draining: (503, "unavailable_error", "draining"),
+    errors.BreakerOpen: (503, "unavailable_error", "breaker_open"),
+    errors.WorkerDown: (503, "unavailable_error", "worker_down"),
+    errors.DeadlineExceeded: (504, "timeout_error", "deadline_exceeded"),
+    errors.ItemFailed: (500, "server_error", "item_failed"),
+    errors.OutOfMemory: (500, "server_error", "out_of_memory"),
+    errors.WrongResultCount: (500, "server_error", "wrong_result_count"),
+    errors.ClientGone: (499, "invalid_request_error", "client_gone"),  # nobody reads it
 }
 
-HTTP_CODES = {
+# status of an HttpError: (type, code)
+STATUSES: Mapping[int, tuple[str, str]] = {
     400: ("invalid_request_error", "invalid_request"),
     401: ("authentication_error", "invalid_api_key"),
     404: ("invalid_request_error", "not_found"),
@@ -60,66 +50,89 @@ HTTP_CODES = {
     413: ("invalid_request_error", "body_too_large"),
     415: ("invalid_request_error", "unsupported_media_type"),
     431: ("invalid_request_error", "headers_too_large"),
+    500: ("server_error", "internal"),
+    503: ("unavailable_error", "not_ready"),
 }
 
 
-def envelope(
-    status: int,
-    message: str,
-    type_: str,
-    code: str,
-    param: str | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> Response:
-    param = param and param[:MAX_PARAM]  # it may quote the client's own keys
-    error = {"message": message[:MAX_MESSAGE], "type": type_, "param": param, "code": code}
-    body = orjson.dumps({"error": error})
-    return Response(body, status, headers, media_type="application/json")
+class HttpError(Exception):
+    """An answer of 4xx or 5xx. `type` and `code` are the status's, unless given.
+
+    `kind` is what metrics count it as, if anything; `headers` have names in lower case."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        headers: Sequence[Header] = (),
+        *,
+        type: str | None = None,
+        code: str | None = None,
+        kind: str | None = None,
+    ) -> None:
+        super().__init__(message[:MAX_MESSAGE])
+        usual = STATUSES.get(status, ("invalid_request_error", "http_error"))
+        self.status = status
+        self.type, self.code = type or usual[0], code or usual[1]
+        self.kind = usual[1] if kind is None else kind
+        self.param = param and param[:MAX_PARAM]  # it may quote the client's own keys
+        self.headers = headers
+
+    @property
+    def document(self) -> Document:
+        error = {"message": str(self), "type": self.type, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    async def send(self, send: Send) -> None:
+        await send_json(send, self.document, self.status, self.headers)
 
 
-def http_error(
-    status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
-) -> Response:
-    return envelope(status, message, *HTTP_CODES[status], param, headers)
+def as_http_error(error: Exception, scope: Scope, debug: bool) -> HttpError:
+    """The answer for whatever a route raised; what is the server's own fault is logged.
+
+    Internals (the chained cause) are shown in debug mode only."""
+    return _nearest(HANDLERS, error)(error, scope, debug)
 
 
-class AnsweredEarly(Exception):
-    """Raised with the response that ends a request: 408, 413, 415."""
-
-    def __init__(self, response: Response) -> None:
-        super().__init__(response.status_code)
-        self.response = response
+def _nearest(table: Mapping[type, T], error: Exception) -> T:
+    return next(table[each] for each in type(error).__mro__ if each in table)
 
 
-def to_response(
-    error: Exception, scope: Scope, request_id: str, debug: bool
-) -> tuple[Response, str]:
-    """The envelope for whatever a route raised, and its kind for metrics. Bugs are logged."""
-    if isinstance(error, AnsweredEarly):
-        return error.response, HTTP_CODES[error.response.status_code][1]
-    if isinstance(error, HTTPException):
-        return _routing_error(error, scope), "routing"
-    if not isinstance(error, OnequeueError):
-        log.error("bug id=%s path=%r", request_id, scope["path"], exc_info=error)
-        return envelope(500, "the server made a mistake", "server_error", "internal"), "internal"
-    status, type_, code = TABLE[type(error)]
+def _of_stage(error: errors.OnequeueError, scope: Scope, debug: bool) -> HttpError:
+    status, type_, code = _nearest(TABLE, error)
     if status == 500:
-        log.error("request failed id=%s error=%r", request_id, error.__cause__)
+        log.error("request failed id=%s error=%r", scope["request_id"].decode(), error.__cause__)
     message = str(error)
     if debug and error.__cause__ is not None:
         message += f" ({error.__cause__!r})"
-    headers = None
+    headers = []
     if error.retry_after_s is not None:
-        headers = {"Retry-After": str(math.ceil(error.retry_after_s))}
-    return envelope(status, message, type_, code, getattr(error, "param", None), headers), code
+        headers = [(b"retry-after", b"%d" % math.ceil(error.retry_after_s))]
+    param = getattr(error, "param", None)
+    return HttpError(status, message, param, headers, type=type_, code=code, kind=code)
 
 
-def _routing_error(error: HTTPException, scope: Scope) -> Response:
+def _of_routing(error: HTTPException, scope: Scope, debug: bool) -> HttpError:
     """Starlette's own: no such route, method not allowed."""
     path = scope["path"][:200]
     message = {
         404: f"there is no {path} here",
         405: f"{path} does not take {scope['method'][:20]}",
     }.get(error.status_code, error.detail)
-    type_, code = HTTP_CODES.get(error.status_code, ("invalid_request_error", "http_error"))
-    return envelope(error.status_code, message, type_, code, None, error.headers)
+    headers = [(k.lower().encode(), v.encode()) for k, v in (error.headers or {}).items()]
+    return HttpError(error.status_code, message, None, headers, kind="routing")
+
+
+def _of_bug(error: Exception, scope: Scope, debug: bool) -> HttpError:
+    log.error("bug id=%s path=%r", scope["request_id"].decode(), scope["path"], exc_info=error)
+    return HttpError(500, "the server made a mistake")
+
+
+# exception, or the nearest of its bases: its handler
+HANDLERS: Mapping[type, Callable[[Any, Scope, bool], HttpError]] = {
+    HttpError: lambda error, scope, debug: error,
+    HTTPException: _of_routing,
+    errors.OnequeueError: _of_stage,
+    Exception: _of_bug,
+}

@@ -33,16 +33,12 @@ class EventStream:
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         self._wrote_at = self._loop.time()
-        self._writing = False
-        self._stalled = False
+        self._writing = self._stalled = False
         self._timer: asyncio.TimerHandle | None = None
 
     async def open(self) -> None:
         await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-        self._look()
-
-    async def event(self, document: bytes) -> None:
-        await self.write(b"data: %b\n\n" % document)
+        self._timer = self._loop.call_later(KEEP_ALIVE_S, self._look)
 
     async def comment(self) -> None:
         await self.write(b": keep-alive\n\n")
@@ -79,4 +75,5 @@ class EventStream:
                 self._task.cancel()
                 return
             self._wake()
-        self._timer = self._loop.call_later(left_s if left_s > 0 else KEEP_ALIVE_S, self._look)
+            left_s = KEEP_ALIVE_S
+        self._timer = self._loop.call_later(left_s, self._look)

@@ -1,27 +1,89 @@
 """`POST /v1/chat/completions`: a conversation in, the next message out, whole or in chunks."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, ClassVar
 
-from server.openai.chat_request import ChatRequest
-from server.openai.generation import GenerationEndpoint
-from server.openai.params import decode
-from server.openai.reply import CallId, Document, Reply, finite
+from msgspec import Meta
+
+from batching.errors import InvalidInput
+from server.http.json import Document
+from server.openai.messages import FILLED, Messages, conversation
+from server.openai.params import Count, Effort, GenerationRequest, TopLogprobs, decode
+from server.openai.request import ChoicesReply, GenerationEndpoint, logprob_documents
+from server.openai.tools import TOOL_CHOICE, Tools, chat_calls
 from worker.deltas import Delta, Part, TokenLogprob
 from worker.protocol import Chat, GenerationInput
 
-
-class ChatCompletions(GenerationEndpoint):
-    def parse(self, body: bytes) -> Reply:
-        request = decode(body, ChatRequest, self.engine.generator.max_model_len)
-        model = self.models.require(request.model)
-        return ChatReply(request, request.generation_input(), model, self.engine.call_id)
+CallId = Callable[[str, int], str]  # for a call of this function, its conversation's n-th
 
 
-class ChatReply(Reply):
+class ChatRequest(GenerationRequest, kw_only=True):
+    unimplemented: ClassVar = GenerationRequest.unimplemented | {
+        "audio": (),
+        "function_call": ("none",),
+        "functions": (),
+        "modalities": (["text"],),
+        "moderation": (),
+        "prediction": (),
+        "prompt_cache_options": (),
+        "prompt_cache_retention": ("in_memory", "in-memory"),
+        "store": (False,),
+        "web_search_options": (),
+    }
+
+    messages: Messages
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    tools: Annotated[Tools, FILLED] | None = None
+    tool_choice: Annotated[Any, Meta(extra_json_schema=TOOL_CHOICE)] = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    thinking_token_budget: Count | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is None:
+            return super().limit
+        return "max_completion_tokens", self.max_completion_tokens
+
+    def check(self) -> None:
+        super().check()
+        for name in ("max_tokens", "max_completion_tokens"):
+            if getattr(self, name) == 0:
+                raise InvalidInput.at(name, "must be at least 1")
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidInput.at("top_logprobs", "goes with logprobs: true only")
+        if self.add_generation_prompt and self.continue_final_message:
+            raise InvalidInput.at("continue_final_message", "excludes add_generation_prompt")
+
+    def generation_input(self) -> GenerationInput:
+        """Checks, then one input."""
+        self.check()
+        calls = None
+        if self.tools is not None or self.tool_choice is not None:
+            calls = chat_calls(self.tools, self.tool_choice, self.parallel_tool_calls)
+        prompt = conversation(
+            self.messages,
+            self.tools if calls else None,  # what may not be called is not offered
+            self.chat_template_kwargs,
+            self.add_generation_prompt,
+            self.continue_final_message,
+            self.reasoning_effort,
+        )
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self._input(
+            prompt, logprobs, calls=calls, thinking_tokens=self.thinking_token_budget
+        )
+
+
+class ChatReply(ChoicesReply):
     id_prefix = "chatcmpl-"
-    whole_object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
+    objects = ("chat.completion", "chat.completion.chunk")
 
     def __init__(
         self, request: ChatRequest, payload: GenerationInput, model: str, call_id: CallId
@@ -32,23 +94,23 @@ class ChatReply(Reply):
         self._called_before = payload.prompt.calls
         self._call_id = call_id
 
-    def opening(self) -> Iterator[Document]:
+    def begin(self) -> Iterator[Document]:
         for index in range(self.payloads[0].n):
-            yield _chunk_choice(index, {"role": "assistant"}, None, None)
+            yield self.chunk(_choice(index, {"role": "assistant"}))
 
     def choices(self, delta: Delta, logprobs: list[TokenLogprob]) -> Iterator[Document]:
         index = delta.choice
         for part in delta.parts:
             if part.kind == "call":
                 for call in self._call(index, part):
-                    yield _chunk_choice(index, {"tool_calls": [call]}, None, None)
+                    yield _choice(index, {"tool_calls": [call]})
             elif part.kind == "reasoning":
-                yield _chunk_choice(index, {"reasoning_content": part.text}, None, None)
+                yield _choice(index, {"reasoning_content": part.text})
             else:
-                yield _chunk_choice(index, {"content": part.text}, _logprobs(logprobs), None)
+                yield _choice(index, {"content": part.text}, logprobs)
                 logprobs = []
         if delta.finish_reason is not None:
-            yield _chunk_choice(index, {}, _logprobs(logprobs), delta.finish_reason)
+            yield _choice(index, {}, logprobs, delta.finish_reason)
         elif logprobs:
             self.unsent.setdefault(index, []).extend(logprobs)
 
@@ -62,11 +124,11 @@ class ChatReply(Reply):
             yield {"index": self.called[choice] - 1, "function": function}
 
     def choice(self, delta: Delta) -> Document:
-        wanted = self.payloads[0].sampling.logprobs is not None
+        scored = self.payloads[0].sampling.logprobs is not None
         return {
             "index": delta.choice,
             "message": self._message(delta),
-            "logprobs": {"content": _tokens(delta.logprobs), "refusal": None} if wanted else None,
+            "logprobs": _logprobs(delta.logprobs) if scored else None,
             "finish_reason": delta.finish_reason,
         }
 
@@ -93,19 +155,26 @@ class ChatReply(Reply):
         return {"id": id, "type": "function", "function": function}
 
 
-def _chunk_choice(
-    index: int, delta: Document, logprobs: Document | None, finish_reason: str | None
+class ChatCompletions(GenerationEndpoint[ChatReply]):
+    def parse(self, body: bytes) -> ChatReply:
+        request = decode(body, ChatRequest, self.engine.generator.max_model_len)
+        model = self.models.require(request.model)
+        return ChatReply(request, request.generation_input(), model, self.engine.call_id)
+
+
+def _choice(
+    index: int,
+    delta: Document,
+    logprobs: Sequence[TokenLogprob] = (),
+    finish_reason: str | None = None,
 ) -> Document:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+    return {
+        "index": index,
+        "delta": delta,
+        "logprobs": _logprobs(logprobs) if logprobs else None,
+        "finish_reason": finish_reason,
+    }
 
 
-def _logprobs(logprobs: list[TokenLogprob]) -> Document | None:
-    return {"content": _tokens(logprobs), "refusal": None} if logprobs else None
-
-
-def _tokens(logprobs: list[TokenLogprob]) -> list[Document]:
-    return [_token(each) | {"top_logprobs": [_token(t) for t in each.top]} for each in logprobs]
-
-
-def _token(each: TokenLogprob) -> Document:
-    return {"token": each.text, "logprob": finite(each.logprob), "bytes": list(each.raw)}
+def _logprobs(logprobs: Sequence[TokenLogprob]) -> Document:
+    return {"content": logprob_documents(logprobs), "refusal": None}

@@ -1,38 +1,99 @@
 """`POST /v1/completions`: text or token ids in, what follows them out, whole or in chunks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar
 
-from server.openai.completion_request import CompletionRequest
-from server.openai.generation import GenerationEndpoint
-from server.openai.params import decode
-from server.openai.reply import Document, Reply, finite
+from msgspec import Meta
+
+from batching.errors import InvalidInput
+from server.http.json import Document
+from server.openai.params import Filled, GenerationRequest, TopLogprobs, decode
+from server.openai.request import ChoicesReply, GenerationEndpoint, finite
 from worker.deltas import Delta, TokenLogprob
 from worker.protocol import GenerationInput
 
+IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+OF_ONE_KIND = Meta(
+    extra_json_schema={
+        "minItems": 1,
+        "anyOf": [IDS, {"items": IDS}, {"items": {"type": "string", "minLength": 1}}],
+    }
+)
+ONE_ALONE = Meta(
+    extra_json_schema={"description": "Not implemented: leave it out", "enum": [None, 1]}
+)
 
-class Completions(GenerationEndpoint):
-    def parse(self, body: bytes) -> Reply:
-        places = self.settings.max_queue_size
-        most = max(places, self.engine.generator.max_model_len)  # prompts, or tokens of one
-        request = decode(body, CompletionRequest, most)
-        model = self.models.require(request.model)
-        payloads = request.generation_inputs(places)
-        return CompletionReply(request, payloads, model)
+Prompt = str | tuple[int, ...]
 
 
-class CompletionReply(Reply):
+class CompletionRequest(GenerationRequest, kw_only=True):
+    unimplemented: ClassVar = GenerationRequest.unimplemented | {"suffix": ()}
+    default_tokens: ClassVar = 16
+
+    prompt: Filled | Annotated[list[str | int | list[int]], OF_ONE_KIND]
+    logprobs: TopLogprobs | None = None
+    echo: bool | None = None
+    best_of: Annotated[int | None, ONE_ALONE] = None
+
+    def check(self) -> None:
+        super().check()
+        # As many candidates as answers leaves nothing to choose from.
+        if self.best_of not in (None, 1, self.n or 1):
+            raise InvalidInput.at("best_of", "is not implemented here, leave it out")
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidInput.at("max_tokens", "must be at least 1, or 0 with echo")
+
+    def generation_inputs(self, most: int) -> list[GenerationInput]:
+        """Checks, then one input a prompt. A list makes at most `most` choices in all."""
+        self.check()
+        prompts, n = self._prompts(), self.n or 1
+        if len(prompts) > 1 and len(prompts) * n > most:
+            many = f"{len(prompts)} times n={n} is more than {most} choices"
+            raise InvalidInput.at("prompt", many)
+        asked = self._input("", self.logprobs, echo=bool(self.echo))
+        if self.max_tokens == 0:
+            asked = replace(asked, constraint=None)  # nothing is said
+        return [
+            replace(asked, prompt=prompt, first_choice=number * n, param=path)
+            for number, (path, prompt) in enumerate(prompts.items())
+        ]
+
+    def _prompts(self) -> dict[str, Prompt]:
+        """The prompts by what errors call them."""
+        given = self.prompt
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            return {"prompt": _prompt(given, "prompt")}
+        if not given:
+            raise InvalidInput.at("prompt", "must not be empty")
+        kind = type(given[0])
+        for n, each in enumerate(given):
+            if type(each) is not kind:
+                raise InvalidInput.at(f"prompt[{n}]", "a list has prompts of one kind")
+        return {f"prompt[{n}]": _prompt(each, f"prompt[{n}]") for n, each in enumerate(given)}
+
+
+def _prompt(given: Any, path: str) -> Prompt:
+    """Text, or token ids; the type has been checked but for what a list of ids holds."""
+    if not given:
+        raise InvalidInput.at(path, "must not be empty")
+    if isinstance(given, str):
+        return given
+    for n, each in enumerate(given):
+        if not isinstance(each, int) or each < 0:
+            raise InvalidInput.at(f"{path}[{n}]", "must be a token id")
+    return tuple(given)
+
+
+class CompletionReply(ChoicesReply):
     id_prefix = "cmpl-"
-    whole_object = "text_completion"
-    chunk_object = "text_completion"
+    objects = ("text_completion", "text_completion")
 
     def __init__(
-        self, request: CompletionRequest, payloads: list[GenerationInput], model: str
+        self, request: CompletionRequest, payloads: Sequence[GenerationInput], model: str
     ) -> None:
         super().__init__(request, payloads, model)
         self._offsets: dict[int, int] = {}  # characters a choice has so far
-
-    def opening(self) -> Iterator[Document]:
-        return iter(())
 
     def choices(self, delta: Delta, logprobs: list[TokenLogprob]) -> Iterator[Document]:
         offset = self._offsets.get(delta.choice, 0)
@@ -43,13 +104,22 @@ class CompletionReply(Reply):
         return self._choice(delta, delta.logprobs, 0)
 
     def _choice(self, delta: Delta, logprobs: list[TokenLogprob], offset: int) -> Document:
-        wanted = self.payloads[0].sampling.logprobs is not None
+        scored = self.payloads[0].sampling.logprobs is not None
         return {
             "index": delta.choice,
             "text": delta.text,
-            "logprobs": _logprobs(logprobs, offset) if wanted else None,
+            "logprobs": _logprobs(logprobs, offset) if scored else None,
             "finish_reason": delta.finish_reason,
         }
+
+
+class Completions(GenerationEndpoint[CompletionReply]):
+    def parse(self, body: bytes) -> CompletionReply:
+        places = self.settings.max_queue_size
+        most = max(places, self.engine.generator.max_model_len)  # prompts, or tokens of one
+        request = decode(body, CompletionRequest, most)
+        model = self.models.require(request.model)
+        return CompletionReply(request, request.generation_inputs(places), model)
 
 
 def _logprobs(logprobs: list[TokenLogprob], offset: int) -> Document:

@@ -1,15 +1,20 @@
-"""A chat message as clients send it, and as chat templates read it.
+"""Chat messages as clients send them, and as chat templates read them.
 
-Parts of text are joined with line breaks, as vLLM does for templates that take strings. This
-model takes text only, so that other parts are refused by name.
+The Responses API's items become such messages too (responses/items.py). Parts of text are joined
+with line breaks, as vLLM does for templates that take strings. This model takes text only, so that
+other parts are refused by name.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta, Struct, to_builtins
 
 from batching.errors import InvalidInput
+from server.http.json import Document
+from worker.protocol import Chat
+
+T = TypeVar("T")
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PARTS = ("text", "refusal")
@@ -39,7 +44,22 @@ FULL_MESSAGE = Meta(
 FILLED = Meta(extra_json_schema={"minItems": 1})
 
 
-class ContentPart(Struct):
+class Part(Struct):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+    def read(self, path: str, kinds: Sequence[str], prefix: str = "") -> str:
+        """Its text, if it is of one of the kinds; `prefix` begins the error otherwise."""
+        if self.type not in kinds:
+            only = f"{prefix}this model takes text, not {self.type[:50]!r}"
+            raise InvalidInput.at(f"{path}.type", only)
+        if self.type == "refusal":
+            return required(self.refusal, f"{path}.refusal")
+        return required(self.text, f"{path}.text")
+
+
+class ContentPart(Part):
     type: Annotated[str, Meta(extra_json_schema={"enum": PARTS})]
     text: str | None = None
     refusal: str | None = None
@@ -64,17 +84,21 @@ class Message(Struct):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
-    def rendered(self, path: str) -> Mapping[str, Any]:
+    def rendered(self, path: str) -> Document:
         """What the template gets; `path` is what errors call this message."""
         if self.role not in ROLES:
-            known = f"{path}.role: must be one of {', '.join(ROLES)}, not {self.role[:50]!r}"
-            raise InvalidInput(known, f"{path}.role")
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise InvalidInput(f"{path}.content: is required", f"{path}.content")
-        made: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": self._text(f"{path}.content"),
-        }
+            known = f"must be one of {', '.join(ROLES)}, not {self.role[:50]!r}"
+            raise InvalidInput.at(f"{path}.role", known)
+        content = self.content
+        if isinstance(content, list):
+            if not content:
+                raise InvalidInput.at(f"{path}.content", "must not be empty")
+            parts = enumerate(content)
+            content = "\n".join(part.read(f"{path}.content[{n}]", PARTS) for n, part in parts)
+        elif content is None and not (self.role == "assistant" and self.tool_calls):
+            raise InvalidInput.at(f"{path}.content", "is required")
+        role = "system" if self.role == "developer" else self.role
+        made: Document = {"role": role, "content": content}
         for key in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, key)) is not None:
                 made[key] = value
@@ -82,22 +106,33 @@ class Message(Struct):
             made["tool_calls"] = [to_builtins(call) for call in self.tool_calls]
         return made
 
-    def _text(self, path: str) -> str | None:
-        if not isinstance(self.content, list):
-            return self.content
-        if not self.content:
-            raise InvalidInput(f"{path}: must not be empty", path)
-        texts = []
-        for n, part in enumerate(self.content):
-            if part.type not in PARTS:
-                only = f"{path}[{n}].type: this model takes text, not {part.type[:50]!r}"
-                raise InvalidInput(only, f"{path}[{n}].type")
-            text = part.text if part.type == "text" else part.refusal
-            if text is None:
-                param = f"{path}[{n}].{part.type}"
-                raise InvalidInput(f"{param}: is required", param)
-            texts.append(text)
-        return "\n".join(texts)
-
 
 Messages = Annotated[list[Annotated[Message, FULL_MESSAGE]], FILLED]
+
+
+def conversation(
+    messages: list[Message],
+    tools: list[Document] | None,
+    template_kwargs: Document | None,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    effort: str | None = None,
+) -> Chat:
+    if not messages:
+        raise InvalidInput.at("messages", "must not be empty")
+    if add_generation_prompt is None:
+        add_generation_prompt = not continue_final_message
+    return Chat(
+        tuple([each.rendered(f"messages[{n}]") for n, each in enumerate(messages)]),
+        tuple(tools or ()),
+        template_kwargs or {},
+        add_generation_prompt,
+        bool(continue_final_message),
+        effort,
+    )
+
+
+def required(value: T | None, path: str) -> T:
+    if value is None:
+        raise InvalidInput.at(path, "is required")
+    return value

@@ -1,48 +1,80 @@
-"""`GET /v1/models`, `GET /v1/models/{id}`, and which names of the language model are known."""
+"""`GET /v1/models`, `GET /v1/models/{id}`, `POST /load_model`, and which names the model has."""
 
 import time
+from functools import partial
 from pathlib import Path
 
-import orjson
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from server.engine import Engine
-from server.http.errors import AnsweredEarly, envelope
+from server.http.body import Parsing, read_request, require_json
+from server.http.errors import HttpError
+from server.http.json import Document, JsonEndpoint, to_json
+from server.openai.params import decode
+from server.settings import Settings
 
 PATH = "/v1/models"
 ONE_PATH = "/v1/models/{id:path}"
 ANY_MODEL = ("", "dummy", "tgi")  # what clients send that have to send something
 
 
+class LoadRequest(Struct):
+    model: str | None = None
+
+
 class ModelNames:
     """The one language model, by the names that requests may call it."""
 
-    def __init__(self, setting: str, engine: Engine) -> None:
+    def __init__(self, settings: Settings, engine: Engine) -> None:
+        self.settings = settings
         self.engine = engine
         self.created = int(time.time())
-        self.id = setting
+        self.id = setting = settings.chat_model
         if setting.startswith(("/", ".", "~")) or (setting != "demo" and Path(setting).is_dir()):
             self.id = Path(setting).expanduser().resolve().name or setting
         self.names = {setting, self.id, *ANY_MODEL}
+        self.parsing = Parsing()
+
+    def routes(self) -> list[Route]:
+        return [
+            Route(PATH, JsonEndpoint(self.list), methods=["GET"]),
+            Route(ONE_PATH, JsonEndpoint(self.one), methods=["GET"]),
+            Route("/load_model", self.load, methods=["POST"]),
+        ]
 
     def require(self, name: str | None) -> str:
         """The listed id; 404 for a model that is not here."""
         if name is not None and name not in self.names:
             unknown = f"there is no model {name[:200]!r} here, only {self.id!r}"
-            kind, code = "invalid_request_error", "model_not_found"
-            raise AnsweredEarly(envelope(404, unknown, kind, code, "model"))
+            raise HttpError(404, unknown, "model", code="model_not_found")
         return self.id
 
-    async def list(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._described()]})
+    async def list(self, request: Request) -> Document:
+        return {"object": "list", "data": [self._described()]}
 
-    async def one(self, request: Request) -> Response:
+    async def one(self, request: Request) -> Document:
         request.scope["counted_as"] = PATH + "/{id}"
         self.require(request.path_params["id"])
-        return _json(self._described())
+        return self._described()
 
-    def _described(self) -> dict[str, object]:
+    async def load(self, request: Request) -> Response:
+        """What `transformers chat` asks before its first message. It waits for an event that says
+        `ready`: the model is loaded from the start, so that this is the only one."""
+        headers, body, deadlines = await read_request(
+            request.scope, request.receive, self.settings, self.engine
+        )
+        require_json(headers)
+        asked = await self.parsing.run(partial(decode, kind=LoadRequest), body, deadlines.first)
+        model = self.require(asked.model)
+        if (refusal := self.engine.refusal("generation")) is not None:
+            raise refusal
+        event = to_json({"status": "ready", "model": model, "cached": True})
+        return Response(b"data: %b\n\n" % event, media_type="text/event-stream")
+
+    def _described(self) -> Document:
         if (refusal := self.engine.refusal("generation")) is not None:
             raise refusal
         length = self.engine.generator.max_model_len
@@ -54,7 +86,3 @@ class ModelNames:
             "max_model_len": length,
             "context_length": length,
         }
-
-
-def _json(content: object) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")

@@ -1,22 +1,23 @@
 """What requests for generated text have in common: typed fields, their ranges, their defaults.
 
-JSON → `decode` → a struct → Sampling and Stopping. Field names are OpenAI's, and vLLM's beyond
-those. null counts as absent; unknown fields are ignored; a parameter of the API that is not
-implemented is refused by name unless it has its documented default. What needs the model (token
-ids, lengths) is checked in `Generator.prepare`.
+    JSON → `decode` → a struct → Sampling, Stopping and Constraint
+
+Field names are OpenAI's, and vLLM's beyond those. null counts as absent; unknown fields are
+ignored; a parameter of the API that is not implemented is refused by name unless it has its
+documented default. What needs the model (token ids, lengths) is checked in `Generator.prepare`.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
-from server.http.body import parse_json
-from server.openai.structured import ResponseFormat, StructuredOutputs, constraint_of
-from worker.protocol import Constraint, Sampling, Stopping
+from server.http.json import parse_json
+from server.openai.structured import AnyFormat, ResponseFormat, StructuredOutputs, constraint_of
+from worker.protocol import Chat, GenerationInput, Sampling, Stopping
 
 MOST_STOPS = 16
 MOST_BIASES = 1024
@@ -35,8 +36,8 @@ Biases = Annotated[
     dict[str, Bias],
     Meta(max_length=MOST_BIASES, extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}),
 ]
-Unserved = Annotated[Any, Meta(extra_json_schema={"type": "null"})]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(Struct):
@@ -45,6 +46,13 @@ class StreamOptions(Struct):
 
 
 class GenerationRequest(Struct, kw_only=True):
+    # Parameters of the API that nothing is done with, and the values that ask for nothing.
+    unimplemented: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "structured_outputs.whitespace_pattern": (),
+        "structured_outputs.structural_tag": (),
+    }
+    default_tokens: ClassVar[int | None] = None  # None: what the context holds
+
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     max_tokens: Count | None = None
@@ -66,24 +74,37 @@ class GenerationRequest(Struct, kw_only=True):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """The field that bounds the tokens of an answer, and what it says."""
+        return "max_tokens", self.max_tokens
+
+    @property
+    def format(self) -> tuple[str, AnyFormat | None]:
+        """The field that asks for a form of the answer, and what it says."""
+        return "response_format", self.response_format
+
     def check(self) -> None:
         """Raise InvalidInput for what no field's type says."""
         if self.stream_options is not None and not self.stream:
-            raise InvalidInput("stream_options: goes with stream: true only", "stream_options")
-        if self.min_tokens and self.most_tokens is not None and self.min_tokens > self.most_tokens:
-            both = f"min_tokens: {self.min_tokens} is more than max_tokens, {self.most_tokens}"
-            raise InvalidInput(both, "min_tokens")
+            raise InvalidInput.at("stream_options", "goes with stream: true only")
+        most = self.default_tokens if self.limit[1] is None else self.limit[1]
+        if self.min_tokens and most is not None and self.min_tokens > most:
+            more = f"{self.min_tokens} is more than max_tokens, {most}"
+            raise InvalidInput.at("min_tokens", more)
 
-    @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens
-
-    @property
-    def most_tokens_param(self) -> str:
-        return "max_tokens"
-
-    def constraint(self) -> Constraint | None:
-        return constraint_of(self.response_format, self.structured_outputs)
+    def _input(
+        self, prompt: Chat | str | tuple[int, ...], logprobs: int | None, **fields: Any
+    ) -> GenerationInput:
+        """What a checked request asks the model for; `fields` are the input's others."""
+        path, format = self.format
+        constraint = None
+        if format is not None or self.structured_outputs is not None:
+            constraint = constraint_of(path, format, self.structured_outputs)
+        sampling, stopping = self.sampling(logprobs), self.stopping()
+        return GenerationInput(
+            prompt, sampling, stopping, self.n or 1, constraint=constraint, **fields
+        )
 
     def sampling(self, logprobs: int | None) -> Sampling:
         return Sampling(
@@ -100,13 +121,15 @@ class GenerationRequest(Struct, kw_only=True):
         )
 
     def stopping(self) -> Stopping:
+        param, max_tokens = self.limit
         return Stopping(
-            max_tokens=self.most_tokens,
+            max_tokens=max_tokens,
             min_tokens=self.min_tokens or 0,
             stop=_stops(self.stop),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
-            param=self.most_tokens_param,
+            default_tokens=self.default_tokens,
+            param=param,
         )
 
 
@@ -122,12 +145,15 @@ def decode(body: bytes, kind: type[R], most: int | None = None) -> R:
     if most is not None:
         for path, length in _lengths(document, kind.__struct_fields__):
             if length > most:
-                raise InvalidInput(f"{path}: takes at most {most} entries, not {length}", path)
+                raise InvalidInput.at(path, f"takes at most {most} entries, not {length}")
     try:
-        return msgspec.convert(document, kind)
+        request = msgspec.convert(document, kind)
     except msgspec.ValidationError as error:
         message, param = _explain(str(error))
-        raise InvalidInput(f"{param}: {message}", param) from None
+        raise InvalidInput.at(param, message) from None
+    if issubclass(kind, GenerationRequest):
+        _refuse_unimplemented(document, kind.unimplemented)
+    return request
 
 
 def _lengths(document: Mapping[str, Any], fields: Iterable[str]) -> Iterator[tuple[str, int]]:
@@ -145,9 +171,9 @@ def _lengths(document: Mapping[str, Any], fields: Iterable[str]) -> Iterator[tup
                         yield f"{name}[{n}].{key}", len(value)
 
 
-def _explain(told: str) -> tuple[str, str]:
+def _explain(error: str) -> tuple[str, str]:
     """msgspec's words and path in ours: ("expected int, got str", "stop[1]")."""
-    match = _PATH.fullmatch(told)
+    match = _PATH.fullmatch(error)
     assert match is not None
     reason, path = match[1], (match[2] or "").removeprefix(".").removesuffix("[...]")
     if missing := _MISSING.fullmatch(reason):
@@ -156,30 +182,31 @@ def _explain(told: str) -> tuple[str, str]:
     return reason[:1].lower() + reason[1:], path
 
 
-def refuse_unimplemented(request: Struct, defaults: Mapping[str, tuple[Any, ...]]) -> None:
-    """`defaults`: the fields nothing is done with, and the values that ask for nothing."""
-    for name, harmless in defaults.items():
-        value = getattr(request, name)
-        asks = not any(type(value) is type(each) and value == each for each in harmless)
+def _refuse_unimplemented(
+    document: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]]
+) -> None:
+    for path, values in harmless.items():
+        field, _, below = path.partition(".")
+        value = document.get(field)
+        if value is not None and below:
+            value = value.get(below)
+        asks = not any(type(value) is type(each) and value == each for each in values)
         if value is not None and asks:
-            raise InvalidInput(f"{name}: is not implemented here, leave it out", name)
+            raise InvalidInput.at(path, "is not implemented here, leave it out")
 
 
 def _stops(given: str | list[str] | None) -> tuple[str, ...]:
-    if isinstance(given, str):
-        given, empty = [given], "stop"
-    else:
-        given = given or []
-        empty = next((f"stop[{n}]" for n, text in enumerate(given) if not text), "")
-    if len(given) > MOST_STOPS:
-        raise InvalidInput(f"stop: takes at most {MOST_STOPS} strings, not {len(given)}", "stop")
-    if "" in given:
-        raise InvalidInput(f"{empty}: must not be empty", empty)
-    return tuple(given)
+    stops = [given] if isinstance(given, str) else given or []
+    if len(stops) > MOST_STOPS:
+        raise InvalidInput.at("stop", f"takes at most {MOST_STOPS} strings, not {len(stops)}")
+    if "" in stops:
+        path = "stop" if isinstance(given, str) else f"stop[{stops.index('')}]"
+        raise InvalidInput.at(path, "must not be empty")
+    return tuple(stops)
 
 
 def _biases(given: dict[str, float] | None) -> dict[int, float]:
     for key in given or ():
         if not (key.isascii() and key.isdigit() and len(key) < 10):
-            raise InvalidInput(f"logit_bias: {key[:50]!r} is not a token id", "logit_bias")
+            raise InvalidInput.at("logit_bias", f"{key[:50]!r} is not a token id")
     return {int(key): value for key, value in (given or {}).items()}

@@ -1,16 +1,30 @@
-"""What form a request asks its answer to have: `response_format`, or vLLM's structured_outputs."""
+"""What form a request asks its answer to have: a format, or vLLM's `structured_outputs`.
+
+Chat nests a format's schema where the Responses API has it flat; both are read here.
+"""
 
 from typing import Annotated, Any
 
+import msgspec
 import orjson
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
+from server.http.json import Document
 from worker.protocol import Constraint
 
 ANY_OBJECT = {"type": "object"}
 NULL = Meta(extra_json_schema={"type": "null"})  # refused; for the OpenAPI document
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
 FORMATS = ("text", "json_object", "json_schema")
+
+
+class AnyFormat(Struct):
+    type: Annotated[str, Meta(extra_json_schema={"enum": FORMATS})]
+
+    def schema_asked(self) -> tuple[str, Document | None]:
+        """Where in it the schema stands that the answer is to have, and the schema."""
+        raise NotImplementedError
 
 
 class JsonSchema(Struct):
@@ -20,14 +34,39 @@ class JsonSchema(Struct):
     schema: dict[str, Any] | None = None
 
 
-class ResponseFormat(Struct):
-    type: Annotated[str, Meta(extra_json_schema={"enum": FORMATS})]
+class ResponseFormat(AnyFormat):
     json_schema: JsonSchema | None = None
     value: dict[str, Any] | None = None  # huggingface_hub's name for a schema
 
+    def schema_asked(self) -> tuple[str, Document | None]:
+        if self.type == "json_object":
+            return ".value", self.value or ANY_OBJECT
+        return ".json_schema.schema", self.json_schema.schema if self.json_schema else None
+
+
+class Format(AnyFormat):
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+    def schema_asked(self) -> tuple[str, Document | None]:
+        if self.type == "json_object":
+            return "", ANY_OBJECT
+        if self.name is None:
+            raise InvalidInput.at("text.format.name", "is required")
+        check_depth(self.schema, "text.format.schema")
+        return ".schema", self.schema
+
+    def document(self) -> Document:
+        if self.type != "json_schema":
+            return {"type": self.type}
+        described: Document = msgspec.to_builtins(self)
+        return described
+
 
 class StructuredOutputs(Struct):
-    schema: dict[str, Any] | str | None = field(default=None, name="json")
+    json: dict[str, Any] | str | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -37,69 +76,63 @@ class StructuredOutputs(Struct):
 
 
 def constraint_of(
-    wanted: ResponseFormat | None, structured: StructuredOutputs | None
+    path: str, format: AnyFormat | None, structured: StructuredOutputs | None
 ) -> Constraint | None:
-    """None: free text. InvalidInput for what makes no sense, or is asked for twice."""
-    first, second = _of_format(wanted), _of_structured(structured)
+    """None: free text. InvalidInput for what makes no sense, or is asked for twice; `path` is what
+    errors call the format."""
+    first, second = _of_format(path, format), _of_structured(structured)
     if first and second:
-        both = "structured_outputs: excludes response_format"
-        raise InvalidInput(both, "structured_outputs")
+        raise InvalidInput.at("structured_outputs", f"excludes {path}")
     return first or second
 
 
-def json_constraint(schema: dict[str, Any] | None, param: str) -> Constraint:
-    if schema is None:
-        raise InvalidInput(f"{param}: is required", param)
-    return Constraint("json_schema", schema, param)
+def check_depth(schema: Document | None, path: str) -> None:
+    """JSON that is read may be nested deeper than what is written, and this is told again."""
+    try:
+        orjson.dumps([[[[[[schema]]]]]])  # at least as deep as it lies in an event
+    except orjson.JSONEncodeError:
+        raise InvalidInput.at(path, "is nested too deeply") from None
 
 
-def _of_format(wanted: ResponseFormat | None) -> Constraint | None:
-    if wanted is None or wanted.type == "text":
+def _of_format(path: str, format: AnyFormat | None) -> Constraint | None:
+    if format is None or format.type == "text":
         return None
-    if wanted.type not in FORMATS:
-        known = f"must be one of {', '.join(FORMATS)}, not {wanted.type[:50]!r}"
-        raise InvalidInput(f"response_format.type: {known}", "response_format.type")
-    if wanted.type == "json_object":
-        return json_constraint(wanted.value or ANY_OBJECT, "response_format.value")
-    schema = wanted.json_schema.schema if wanted.json_schema else None
-    return json_constraint(schema, "response_format.json_schema.schema")
+    if format.type not in FORMATS:
+        known = f"must be one of {', '.join(FORMATS)}, not {format.type[:50]!r}"
+        raise InvalidInput.at(f"{path}.type", known)
+    below, schema = format.schema_asked()
+    return _json(schema, path + below)
 
 
 def _of_structured(structured: StructuredOutputs | None) -> Constraint | None:
     if structured is None:
         return None
-    for name in ("whitespace_pattern", "structural_tag"):
-        if getattr(structured, name) is not None:
-            param = f"structured_outputs.{name}"
-            raise InvalidInput(f"{param}: is not implemented here, leave it out", param)
-    named: dict[str, Any] = {
-        "json": structured.schema,
-        "regex": structured.regex,
-        "choice": structured.choice,
-        "grammar": structured.grammar,
-        "json_object": structured.json_object or None,
-    }
-    given = {name: value for name, value in named.items() if value is not None}
+    given = {name: value for name in KINDS if (value := getattr(structured, name)) is not None}
+    if structured.json_object is False:
+        del given["json_object"]
     if len(given) != 1:
-        one = f"structured_outputs: needs one of {', '.join(named)}, not {len(given)}"
-        raise InvalidInput(one, "structured_outputs")
+        one = f"needs one of {', '.join(KINDS)}, not {len(given)}"
+        raise InvalidInput.at("structured_outputs", one)
     [(name, value)] = given.items()
-    param = f"structured_outputs.{name}"
+    path = f"structured_outputs.{name}"
     if name == "json_object":
-        return json_constraint(ANY_OBJECT, param)
+        return _json(ANY_OBJECT, path)
     if name == "json":
-        return json_constraint(_parsed(value, param) if isinstance(value, str) else value, param)
+        return _json(value, path)
     if not value or (name == "choice" and "" in value):
-        raise InvalidInput(f"{param}: must not be empty", param)
+        raise InvalidInput.at(path, "must not be empty")
     kind: Any = name
-    return Constraint(kind, value, param)
+    return Constraint(kind, value, path)
 
 
-def _parsed(text: str, param: str) -> dict[str, Any]:
-    try:
-        schema = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise InvalidInput(f"{param}: is not JSON: {error}", param) from None
-    if not isinstance(schema, dict):
-        raise InvalidInput(f"{param}: must be an object", param)
-    return schema
+def _json(schema: Document | str | None, path: str) -> Constraint:
+    if schema is None:
+        raise InvalidInput.at(path, "is required")
+    if isinstance(schema, str):
+        try:
+            schema = orjson.loads(schema)
+        except orjson.JSONDecodeError as error:
+            raise InvalidInput.at(path, f"is not JSON: {error}") from None
+        if not isinstance(schema, dict):
+            raise InvalidInput.at(path, "must be an object")
+    return Constraint("json_schema", schema, path)

@@ -1,22 +1,25 @@
-"""`POST /tokenize`: the token ids of a text or a conversation, as vLLM answers it."""
+"""`POST /tokenize`, `POST /detokenize`: the token ids of a text or a conversation, and back.
+
+As vLLM answers them. Both need the tokenizer and no forward pass, and run in a pool thread.
+"""
 
 from typing import Any
 
 import anyio
-import orjson
 from msgspec import Struct
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
 from server.engine import Engine
-from server.http.body import deadline_of, in_thread, read_body, require_json
-from server.openai.chat_request import chat
-from server.openai.messages import Messages
+from server.http.body import in_thread, read_json_request
+from server.http.json import Document, send_json
+from server.openai.messages import Messages, conversation
 from server.openai.models import ModelNames
-from server.openai.params import decode
+from server.openai.params import TokenId, decode
 from server.openai.tools import Tools
 from server.settings import Settings
-from worker.protocol import Chat
+from worker.protocol import Chat, Generator
 
 THREADS = 2  # a long text holds up its own kind, not what is being generated
 
@@ -34,66 +37,82 @@ class TokenizeRequest(Struct):
 
     def text(self) -> Chat | str:
         if (self.prompt is None) == (self.messages is None):
-            raise InvalidInput("prompt: needs either this or messages", "prompt")
+            raise InvalidInput.at("prompt", "needs either this or messages")
         if self.messages is None:
             return self.prompt or ""
-        return chat(
+        return conversation(
             self.messages,
             self.tools,
             self.chat_template_kwargs,
             self.add_generation_prompt,
-            bool(self.continue_final_message),
+            self.continue_final_message,
         )
 
-
-class TextEndpoint:
-    """What needs the tokenizer and no forward pass: answered in a pool thread."""
-
-    def __init__(self, settings: Settings, engine: Engine, models: ModelNames) -> None:
-        self.settings = settings
-        self.engine = engine
-        self.models = models
-        self.threads = anyio.CapacityLimiter(THREADS)
-
-    def answer(self, body: bytes) -> Any:
-        raise NotImplementedError
-
-    def _guarded(self, body: bytes) -> Any:
-        try:
-            return self.answer(body)
-        except Exception:
-            raise
-        except BaseException as error:  # a panic in a tokenizer is no Exception
-            raise InvalidInput("the tokenizer cannot take this") from error
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope["headers"])
-        deadline = deadline_of(headers, self.settings)
-        body = await read_body(receive, headers, self.settings, deadline)
-        require_json(headers)
-        if (refusal := self.engine.refusal("generation")) is not None:
-            raise refusal
-        answer = await in_thread(self._guarded, body, deadline, self.threads)
-        content = orjson.dumps(answer)
-        fields = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(content)),
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": fields})
-        await send({"type": "http.response.body", "body": content})
-
-
-class Tokenize(TextEndpoint):
-    def answer(self, body: bytes) -> Any:
-        generator = self.engine.generator
-        request = decode(body, TokenizeRequest, generator.max_model_len)
-        self.models.require(request.model)
-        special = True if request.add_special_tokens is None else request.add_special_tokens
-        ids = generator.encode(request.text(), special)
-        strings = [generator.token(each) for each in ids] if request.return_token_strs else None
+    def answer(self, generator: Generator) -> Document:
+        special = True if self.add_special_tokens is None else self.add_special_tokens
+        ids = generator.encode(self.text(), special)
+        strings = [generator.token(each) for each in ids] if self.return_token_strs else None
         return {
             "count": len(ids),
             "max_model_len": generator.max_model_len,
             "tokens": ids,
             "token_strs": strings,
         }
+
+
+class DetokenizeRequest(Struct):
+    tokens: list[TokenId]
+    model: str | None = None
+
+    def answer(self, generator: Generator) -> Document:
+        if self.tokens:
+            largest = max(self.tokens)
+            try:
+                generator.token(largest)
+            except InvalidInput as error:
+                path = f"tokens[{self.tokens.index(largest)}]"
+                raise InvalidInput.at(path, str(error)) from None
+        return {"prompt": generator.decode(self.tokens)}
+
+
+def tokenizer_routes(settings: Settings, engine: Engine, models: ModelNames) -> list[Route]:
+    tokenize = TokenizerEndpoint(TokenizeRequest, settings, engine, models)
+    detokenize = TokenizerEndpoint(DetokenizeRequest, settings, engine, models)
+    return [
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+    ]
+
+
+class TokenizerEndpoint:
+    """A bare ASGI app, for one of the requests above."""
+
+    def __init__(
+        self,
+        kind: type[TokenizeRequest | DetokenizeRequest],
+        settings: Settings,
+        engine: Engine,
+        models: ModelNames,
+    ) -> None:
+        self.kind = kind
+        self.settings = settings
+        self.engine = engine
+        self.models = models
+        self.threads = anyio.CapacityLimiter(THREADS)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body, deadlines = await read_json_request(
+            scope, receive, self.settings, self.engine, "generation"
+        )
+        await send_json(send, await in_thread(self._answer, body, deadlines.first, self.threads))
+
+    def _answer(self, body: bytes) -> Document:
+        generator = self.engine.generator
+        try:
+            request = decode(body, self.kind, generator.max_model_len)
+            self.models.require(request.model)
+            return request.answer(generator)
+        except Exception:
+            raise
+        except BaseException as error:  # a panic in a tokenizer is no Exception
+            raise InvalidInput("the tokenizer cannot take this") from error

@@ -1,126 +1,192 @@
-"""The tools of a request and which of them may be called, as Chat Completions has them."""
+"""The tools of a request and which of them may be called.
+
+    tools → their names, tool_choice → a mode and the tools that it leaves; both → Calls
+
+Chat nests a function's fields, as chat templates read them; the Responses API has them flat. Only
+functions are served: whatever would run here (web_search, code_interpreter, mcp, …) is refused.
+"""
 
 import re
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
+from server.http.json import Document
+from server.openai.structured import check_depth
 from worker.protocol import Calls
 
 MOST_TOOLS = 128
 Tools = Annotated[list[dict[str, Any]], Meta(max_length=MOST_TOOLS)]
 
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
-WAYS = ("none", "auto", "required")
+MODES = ("none", "auto", "required")
+Named = Sequence[tuple[str, Any]]  # paths, and what stands there for a function's name
+Choice = tuple[str, Named]  # a mode, and the tools that it leaves; none: all
+
+
+def _object(**properties: Any) -> Document:
+    return {"type": "object", "properties": properties, "required": [*properties]}
+
+
 # For the OpenAPI document.
-FUNCTION = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "properties": {"name": {"type": "string", "minLength": 1}},
-            "required": ["name"],
-        },
-    },
-    "required": ["type", "function"],
-}
-ALLOWED = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "allowed_tools"},
-        "allowed_tools": {
-            "type": "object",
-            "properties": {
-                "mode": {"enum": ["auto", "required"]},
-                "tools": {"type": "array", "items": FUNCTION, "minItems": 1},
-            },
-            "required": ["mode", "tools"],
-        },
-    },
-    "required": ["type", "allowed_tools"],
-}
-TOOL_CHOICE = {"anyOf": [{"enum": [*WAYS, None]}, FUNCTION, ALLOWED]}
+FUNCTION = _object(
+    type={"const": "function"}, function=_object(name={"type": "string", "minLength": 1})
+)
+ALLOWED = _object(
+    type={"const": "allowed_tools"},
+    allowed_tools=_object(
+        mode={"enum": ["auto", "required"]},
+        tools={"type": "array", "items": FUNCTION, "minItems": 1},
+    ),
+)
+TOOL_CHOICE = {"anyOf": [{"enum": [*MODES, None]}, FUNCTION, ALLOWED]}
 
 
-def calls_of(tools: Tools | None, choice: Any, parallel: bool | None) -> Calls | None:
-    """None: nothing may be called. InvalidInput for tools that are none, and a choice among
-    them that cannot be made."""
-    if tools is None:
-        if choice not in (None, "none"):
-            raise InvalidInput("tool_choice: goes with tools only", "tool_choice")
-        return None
-    if not tools:
-        raise InvalidInput("tools: must not be empty; leave it out", "tools")
-    names = _names(tools)
-    way, wanted = _choice(choice)
-    for name, param in wanted.items():
-        if name not in names:
-            unknown = f"{param}: there is no tool {name[:100]!r}"
-            raise InvalidInput(unknown, param)
-    if way == "none":
-        return None
-    return Calls(tuple(wanted) or tuple(names), way == "required", parallel is not False)
-
-
-def _names(tools: Tools) -> list[str]:
+def names_of(tools: Named, twice: str) -> list[str]:
+    """`twice` is said of a name that was there before; {} stands for it."""
     names: list[str] = []
-    for n, tool in enumerate(tools):
-        path = f"tools[{n}]"
-        if tool.get("type") != "function":
-            raise InvalidInput(f"{path}.type: must be function", f"{path}.type")
-        function = tool.get("function")
-        if not isinstance(function, dict):
-            raise InvalidInput(f"{path}.function: must be an object", f"{path}.function")
-        name = function.get("name")
+    for path, name in tools:
         if not isinstance(name, str) or not name:
-            raise InvalidInput(f"{path}.function.name: is required", f"{path}.function.name")
+            raise InvalidInput.at(path, "is required")
         if not NAME.fullmatch(name):
-            kind = f"{path}.function.name: must be 1 to 64 letters, digits and _ - . : /"
-            raise InvalidInput(kind, f"{path}.function.name")
+            raise InvalidInput.at(path, "must be 1 to 64 letters, digits and _ - . : /")
         if name in names:
-            twice = f"{path}.function.name: there are two tools {name[:100]!r}"
-            raise InvalidInput(twice, f"{path}.function.name")
-        if not isinstance(function.get("parameters") or {}, dict):
-            param = f"{path}.function.parameters"
-            raise InvalidInput(f"{param}: must be an object", param)
+            raise InvalidInput.at(path, twice.format(repr(name)))
         names.append(name)
     return names
 
 
-def _choice(choice: Any) -> tuple[str, dict[str, str]]:
-    """How calls are asked for, and of which tools alone, with what errors call each."""
+def calls_of(names: Sequence[str], choice: Choice, parallel: bool | None) -> Calls | None:
+    """None: nothing may be called. InvalidInput for a choice of a tool that there is not."""
+    mode, chosen = choice
+    for path, name in chosen:
+        if not isinstance(name, str):
+            raise InvalidInput.at(path, "is required")
+        if name not in names:
+            raise InvalidInput.at(path, f"there is no tool {name[:100]!r}")
+    if mode == "none" or not names:
+        return None
+    left = dict.fromkeys(name for _, name in chosen) or names
+    return Calls(tuple(left), mode == "required", parallel is not False)
+
+
+# ── nested, as Chat Completions has them ──
+
+
+def chat_calls(tools: Tools | None, choice: Any, parallel: bool | None) -> Calls | None:
+    """None: nothing may be called. InvalidInput for tools that are none, and a choice among
+    them that cannot be made."""
+    if tools is None:
+        if choice not in (None, "none"):
+            raise InvalidInput.at("tool_choice", "goes with tools only")
+        return None
+    if not tools:
+        raise InvalidInput.at("tools", "must not be empty; leave it out")
+    named = []
+    for n, tool in enumerate(tools):
+        path = f"tools[{n}]"
+        if tool.get("type") != "function":
+            raise InvalidInput.at(f"{path}.type", "must be function")
+        function = tool.get("function")
+        if not isinstance(function, dict):
+            raise InvalidInput.at(f"{path}.function", "must be an object")
+        if not isinstance(function.get("parameters") or {}, dict):
+            raise InvalidInput.at(f"{path}.function.parameters", "must be an object")
+        named.append((f"{path}.function.name", function.get("name")))
+    names = names_of(named, "there are two tools {}")
+    return calls_of(names, _chat_choice(choice), parallel)
+
+
+def _chat_choice(choice: Any) -> Choice:
     if choice is None:
-        return "auto", {}
-    if isinstance(choice, str) and choice in WAYS:
-        return choice, {}
+        return "auto", ()
+    if isinstance(choice, str) and choice in MODES:
+        return choice, ()
     if isinstance(choice, dict) and choice.get("type") == "function":
-        return "required", {_named(choice, "tool_choice"): "tool_choice.function.name"}
-    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        return _allowed(choice.get("allowed_tools"))
-    known = f"must be one of {', '.join(WAYS)}, or an object that names a function"
-    raise InvalidInput(f"tool_choice: {known}", "tool_choice")
-
-
-def _allowed(allowed: Any) -> tuple[str, dict[str, str]]:
-    path = "tool_choice.allowed_tools"
+        return "required", [("tool_choice.function.name", _function_name(choice))]
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        known = f"must be one of {', '.join(MODES)}, or an object that names a function"
+        raise InvalidInput.at("tool_choice", known)
+    path, allowed = "tool_choice.allowed_tools", choice.get("allowed_tools")
     if not isinstance(allowed, dict) or allowed.get("mode") not in ("auto", "required"):
-        raise InvalidInput(f"{path}.mode: must be auto or required", f"{path}.mode")
-    listed = allowed.get("tools")
-    if not isinstance(listed, list) or not listed:
-        raise InvalidInput(f"{path}.tools: must be a list of tools", f"{path}.tools")
-    wanted = {}
-    for n, tool in enumerate(listed):
-        param = f"{path}.tools[{n}]"
-        wanted[_named(tool, param)] = f"{param}.function.name"
-    return allowed["mode"], wanted
+        raise InvalidInput.at(f"{path}.mode", "must be auto or required")
+    tools = allowed.get("tools")
+    if not isinstance(tools, list) or not tools:
+        raise InvalidInput.at(f"{path}.tools", "must be a list of tools")
+    named = [(f"{path}.tools[{n}].function.name", _function_name(t)) for n, t in enumerate(tools)]
+    return allowed["mode"], named
 
 
-def _named(tool: Any, path: str) -> str:
+def _function_name(tool: Any) -> Any:
     function = tool.get("function") if isinstance(tool, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or not name:
-        param = f"{path}.function.name"
-        raise InvalidInput(f"{param}: is required", param)
-    return name
+    return (function.get("name") or None) if isinstance(function, dict) else None
+
+
+# ── flat, as the Responses API has them ──
+
+
+class Tool(Struct):
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["function"]})]
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def nested(self) -> Document:
+        """As chat templates read it."""
+        fields = {name: getattr(self, name) for name in self.__struct_fields__ if name != "type"}
+        function = {name: value for name, value in fields.items() if value is not None}
+        return {"type": self.type, "function": function}
+
+
+class ChosenTool(Struct):
+    type: str
+    name: str | None = None
+
+
+class ToolChoice(Struct, omit_defaults=True):
+    type: str
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[list[ChosenTool], Meta(max_length=MOST_TOOLS)] | None = None
+
+
+def flat_calls(
+    tools: Sequence[Tool], choice: str | ToolChoice | None, parallel: bool | None
+) -> Calls | None:
+    """As `chat_calls`; without tools there is nothing to call."""
+    named = _named(tools, "tools")
+    for n, tool in enumerate(tools):
+        check_depth(tool.parameters, f"tools[{n}].parameters")
+    names = names_of(named, "there is a tool of this name before it")
+    return calls_of(names, _flat_choice(choice, names), parallel)
+
+
+def _flat_choice(choice: str | ToolChoice | None, names: Sequence[str]) -> Choice:
+    if not isinstance(choice, ToolChoice):
+        if choice is not None and choice not in MODES:
+            known = f"must be auto, none, required or an object, not {choice[:50]!r}"
+            raise InvalidInput.at("tool_choice", known)
+        if choice == "required" and not names:
+            raise InvalidInput.at("tool_choice", "required goes with tools only")
+        return choice or "auto", ()
+    if choice.type == "function":
+        return "required", [("tool_choice.name", choice.name)]
+    if choice.type != "allowed_tools":
+        known = f"must be function or allowed_tools, not {choice.type[:50]!r}"
+        raise InvalidInput.at("tool_choice.type", known)
+    if choice.mode is None:
+        raise InvalidInput.at("tool_choice.mode", "is required")
+    if not choice.tools:
+        raise InvalidInput.at("tool_choice.tools", "must not be empty")
+    return choice.mode, _named(choice.tools, "tool_choice.tools")
+
+
+def _named(tools: Sequence[Tool | ChosenTool], path: str) -> Named:
+    for n, tool in enumerate(tools):
+        if tool.type != "function":
+            only = f"only function is served here, not {tool.type[:50]!r}"
+            raise InvalidInput.at(f"{path}[{n}].type", only)
+    return [(f"{path}[{n}].name", tool.name) for n, tool in enumerate(tools)]

@@ -19,17 +19,17 @@ from torch import Tensor
 
 from batching.bisection import run_in_halves
 from batching.block_pool import BlockPool
-from batching.errors import ItemFailed, as_failure
+from batching.errors import DeviceLost, ItemFailed, OutOfMemory
 from batching.request_queue import WorkItem
 from batching.scheduler import ContinuousScheduler
 from batching.sequence import Batch, Chunk, Sequence
 from worker.deltas import Delta
+from worker.failures import failure_of
 from worker.generation.frontend import Frontend
 from worker.generation.ngram_drafter import NgramDrafter
 from worker.generation.output import SequenceOutput
 from worker.generation.prefill_budget import PrefillBudget
 from worker.grammar.bitmask import MaskRequest, Masks
-from worker.model import failures
 from worker.model.cached_runner import CachedRunner
 from worker.model.logits_processors import Draw
 from worker.model.paged_runner import PagedRunner
@@ -72,8 +72,6 @@ class GenerationEngine(Frontend):
         self._started, self._rows_run = 0.0, 0
         self._counts: Counter[str] = Counter()  # what StepReport counts
         self._deltas: list[tuple[WorkItem, Delta]] = []
-
-    diagnose = staticmethod(failures.diagnose)
 
     @property
     def pool(self) -> BlockPool:
@@ -244,17 +242,21 @@ class GenerationEngine(Frontend):
         return chunk.sequence.table is not None
 
     def _forward_failed(self, chunks: abc.Sequence[Chunk], error: BaseException) -> None:
-        if (kind := self.diagnose(error)) == "fatal":
+        if isinstance(failure := failure_of(error), DeviceLost):
             raise error
-        if not (kind == "memory" and self.scheduler.give_way()) and len(chunks) == 1:
+        if (
+            not (isinstance(failure, OutOfMemory) and self.scheduler.give_way())
+            and len(chunks) == 1
+        ):
             self._fail(chunks[0].sequence.output.item, error)
 
     def _fail(self, item: WorkItem, error: BaseException) -> None:
         """It raised while working on this item alone, which is dropped."""
-        if (kind := self.diagnose(error)) == "fatal":
+        if isinstance(failure := failure_of(error), DeviceLost):
             raise error
         log.warning("generation failed error=%r", error)
-        self._failed[item] = as_failure(error, kind)
+        error.with_traceback(None)
+        self._failed[item] = failure
         self._unschedule(item, broken=True)
 
     def _unschedule(self, item: WorkItem, broken: bool = False) -> None:

@@ -18,8 +18,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from batching.block_pool import BlockTable
+from batching.errors import DeviceLost
 from batching.sequence import Batch, Chunk, Sequence
-from worker.model import failures
+from worker.failures import failure_of
 from worker.model.language_model import LanguageModel
 from worker.model.loading import first_line
 from worker.model.self_check import (
@@ -198,7 +199,7 @@ class CachedRunner:
             past.cache.reorder_cache(index)  # type: ignore[arg-type]  # any integers will do
             return Past(past.name, past.cache, past.mask[index])
         except Exception as error:  # as when there is no memory for the copy
-            if failures.diagnose(error) == "fatal":
+            if isinstance(failure_of(error), DeviceLost):
                 raise
             return None
 
@@ -270,6 +271,6 @@ def _compare(
 
 
 def _log_refusal(way: str, error: Exception) -> None:
-    if failures.diagnose(error) == "fatal":
+    if isinstance(failure_of(error), DeviceLost):
         raise error
     log.info("not %s: %.200s", way, first_line(error))

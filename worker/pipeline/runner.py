@@ -13,7 +13,7 @@ import threading
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 import torch
@@ -22,7 +22,6 @@ from transformers.pipelines.base import ChunkPipeline, pad_collate_fn
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from worker.decode_budget import DecodeBudget
-from worker.model import failures
 from worker.model.loading import Pipe
 from worker.pipeline.inputs import InputReader
 from worker.pipeline.limits import MAX_CHUNKS, vocabulary
@@ -230,9 +229,6 @@ class PipelineRunner:
             return to_json(answer)
 
     # ── the worker thread: is it well? ──
-
-    def diagnose(self, error: BaseException) -> Literal["item", "memory", "fatal"]:
-        return failures.diagnose(error)
 
     def warm_up(self) -> None:
         inputs, parameters = warm_up_input(self.info.task, self.pipe)

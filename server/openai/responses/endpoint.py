@@ -2,13 +2,11 @@
 
     body → request, what it builds on (pool) → submit → deltas → response → store → answer
 
-A response is stored before its end is told, so that whoever hears of it can build on it. One
-that runs in the background is kept here until it has ended; looking responses up is done by
-lookup.py.
+The way of every generation request (openai/request.py), with a store. A response that runs in the
+background is read here, by nobody's connection, until it has ended; lookup.py finds it.
 """
 
 import asyncio
-import contextlib
 import logging
 import math
 import sqlite3
@@ -16,32 +14,26 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import anyio.to_thread
-import orjson
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from batching.errors import ClientGone, Draining, InvalidInput
+from batching.errors import ClientGone, InvalidInput
 from server.engine import Engine
-from server.http.body import Parsing, deadlines_of, read_body, require_json
-from server.http.errors import AnsweredEarly, http_error, to_response
-from server.http.sse import EventStream
+from server.http.body import Deadlines
+from server.http.errors import HttpError
+from server.http.json import Document, send_json
 from server.metrics import Metrics
-from server.openai.exchange import RunningRequest
 from server.openai.models import ModelNames
 from server.openai.params import decode
+from server.openai.request import GenerationEndpoint, events
+from server.openai.responses.events import ResponseReply
 from server.openai.responses.items import documents
-from server.openai.responses.output import ResponseOutput
-from server.openai.responses.reply import ResponseReply, spend
 from server.openai.responses.request import ResponseRequest
-from server.openai.responses.store import Document, NotStored, ResponseStore, Stored, TooLarge
-from server.pipeline import watch
+from server.openai.responses.store import NotStored, ResponseStore, TooLarge
 from server.settings import Settings
-from worker.deltas import Delta
-from worker.protocol import Chat, GenerationInput
+from server.token_stream import TokenStream
 
 log = logging.getLogger("onequeue.responses")
 
-PATH = "/v1/responses"
 MOST_UNSTORED = 1000
 MOST_UNSTORED_BYTES = 64_000_000
 
@@ -51,12 +43,14 @@ class Job:
     """A response that runs in the background."""
 
     reply: ResponseReply
-    exchange: RunningRequest
+    stream: TokenStream
     task: "asyncio.Task[None]"
 
 
-class Responses:
-    """A bare ASGI app. `close` it once the engine has stopped."""
+class Responses(GenerationEndpoint[ResponseReply]):
+    """`close` it once the engine has stopped."""
+
+    blocks = True  # what a request builds on is in the store
 
     def __init__(
         self,
@@ -66,51 +60,13 @@ class Responses:
         models: ModelNames,
         store: ResponseStore,
     ) -> None:
-        self.settings = settings
-        self.engine = engine
-        self.metrics = metrics
-        self.models = models
+        super().__init__(settings, engine, metrics, models)
         self.store = store
         # Answers in the background that `store` could not take.
         self.unstored = ResponseStore(":memory:", MOST_UNSTORED, MOST_UNSTORED_BYTES)
         self.jobs: dict[str, Job] = {}
-        self.parsing = Parsing()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope["headers"])
-        deadlines = deadlines_of(headers, self.settings)
-        if self.engine.draining:
-            raise Draining("the server is stopping", 5)
-        body = await read_body(receive, headers, self.settings, deadlines.first)
-        require_json(headers)
-        if (refusal := self.engine.refusal("generation")) is not None:
-            raise refusal
-        reply, payload = await self.parsing.run(self._prepare, body, deadlines.first, blocks=True)
-        if payload.background:  # it begins when there is time for it
-            deadlines = replace(deadlines, first=math.inf)
-        exchange = RunningRequest(self.engine, self.metrics, [payload], deadlines)
-        if payload.background:
-            answer = json(reply.document)
-            task = self.engine.loop.create_task(self._run(scope, reply, exchange))
-            self.jobs[reply.id] = Job(reply, exchange, task)
-            await answer(scope, receive, send)
-            return
-        self.engine.loop.create_task(watch(receive, exchange.items))
-        try:
-            if reply.request.stream:
-                first = await exchange.read()
-                await self._stream(scope, send, reply, exchange, first)
-            else:
-                for delta in await exchange.collect():
-                    spend(reply.add(delta))
-                spend(reply.finish(exchange.usage))
-                await self._keep(reply)
-                await json(reply.document)(scope, receive, send)
-        finally:
-            exchange.close()
-
-    def _prepare(self, body: bytes) -> tuple[ResponseReply, GenerationInput]:
-        """In a pool thread: it may be long, and what it builds on is in the store."""
+    def parse(self, body: bytes) -> ResponseReply:
         request = decode(body, ResponseRequest, self.engine.generator.max_model_len)
         model = self.models.require(request.model)
         request.check()
@@ -119,108 +75,64 @@ class Responses:
         try:
             items = documents(request.input, look_up)
         except TooLarge:
-            large = f"input: the responses that its items are of exceed {most_mb:g} MB"
-            raise InvalidInput(large, "input") from None
+            large = f"the responses that its items are of exceed {most_mb:g} MB"
+            raise InvalidInput.at("input", large) from None
         payload = request.generation_input(self._before(request.previous_response_id), items)
-        assert isinstance(payload.prompt, Chat)
-        output = ResponseOutput(self.engine.call_id, payload.prompt.calls)
-        return ResponseReply(request, items, model, output), payload
+        return ResponseReply(request, payload, items, model, self.engine.call_id)
 
     def _before(self, id: str | None) -> list[Document]:
         """All items of the conversation that a response ended. As stored, it may be as large as
         it might be if it were sent."""
         if id is None:
             return []
-        param, most_mb = "previous_response_id", self.settings.max_body_mb
+        path, most_mb = "previous_response_id", self.settings.max_body_mb
         try:
             turns = self.store.chain(id, most_mb * 1_000_000)
         except TooLarge:
-            raise InvalidInput(f"{param}: its conversation exceeds {most_mb:g} MB", param) from None
+            large = f"its conversation exceeds {most_mb:g} MB"
+            raise InvalidInput.at(path, large) from None
         except NotStored as error:
             if error.id in self.jobs:
-                raise InvalidInput(f"{param}: {id!r} has not ended", param) from None
-            raise AnsweredEarly(not_found(error.id, param)) from None
+                raise InvalidInput.at(path, f"{id!r} has not ended") from None
+            raise not_found(error.id, path) from None
         return [item for turn in turns for item in (*turn.input, *turn.response["output"])]
 
-    async def _stream(
+    async def answer(
         self,
         scope: Scope,
+        receive: Receive,
         send: Send,
         reply: ResponseReply,
-        exchange: RunningRequest,
-        deltas: list[Delta],
+        deadlines: Deadlines,
     ) -> None:
-        events = EventStream(send, exchange.stream.wake)
-        try:
-            await events.open()
-            try:
-                await self._say(events, reply, exchange, deltas)
-            except Exception as error:
-                if isinstance(error, ClientGone):
-                    raise
-                self._fail(scope, reply, exchange, error)
-            await self._keep(reply)
-            await events.end(reply.frame(reply.ended()))
-        except ClientGone as error:
-            self.metrics.failed("client_gone")
-            log.info("stream ended id=%s because=%r", scope["request_id"].decode(), str(error))
-        finally:
-            events.close()
+        if not reply.background:
+            return await super().answer(scope, receive, send, reply, deadlines)
+        # It begins when there is time for it.
+        stream = self.submit(reply, replace(deadlines, first=math.inf))
+        task = self.engine.loop.create_task(self._run(scope, reply, stream))
+        self.jobs[reply.id] = Job(reply, stream, task)
+        await send_json(send, reply.document)
 
-    async def _say(
-        self,
-        events: EventStream,
-        reply: ResponseReply,
-        exchange: RunningRequest,
-        deltas: list[Delta],
-    ) -> None:
-        for event in reply.begin():
-            await events.write(reply.frame(event))
-        while True:
-            for delta in deltas:
-                for event in reply.add(delta):
-                    await events.write(reply.frame(event))
-            if not exchange.unfinished:
-                break
-            deltas = await exchange.read()
-            if not deltas:
-                await events.comment()
-        for event in reply.finish(exchange.usage):
-            await events.write(reply.frame(event))
-
-    async def _run(self, scope: Scope, reply: ResponseReply, exchange: RunningRequest) -> None:
+    async def _run(self, scope: Scope, reply: ResponseReply, stream: TokenStream) -> None:
         """In the background: whatever ends it is what its response says."""
         try:
-            while exchange.unfinished:
-                deltas = await exchange.read()
-                spend(reply.begin())
-                for delta in deltas:
-                    spend(reply.add(delta))
-            spend(reply.finish(exchange.usage))
+            async for _ in events(reply, stream, await stream.read()):
+                pass
         except ClientGone:
-            reply.cancel(exchange.usage)
+            reply.cancel()
         except Exception as error:
-            self._fail(scope, reply, exchange, error)
+            reply.fail(self.failed(error, scope))
         finally:
-            exchange.close()
+            stream.close()
         try:
-            if not await self._keep(reply):  # nobody has been given it
+            if not await self.keep(reply):  # nobody has been given it
                 await anyio.to_thread.run_sync(self.unstored.put, reply.stored)
         finally:
             del self.jobs[reply.id]
 
-    def _fail(
-        self, scope: Scope, reply: ResponseReply, exchange: RunningRequest, error: Exception
-    ) -> None:
-        request_id = scope["request_id"].decode()
-        response, kind = to_response(error, scope, request_id, self.settings.debug)
-        self.metrics.failed(kind)
-        message = orjson.loads(response.body)["error"]["message"]
-        reply.fail(message, isinstance(error, InvalidInput), exchange.usage)
-
-    async def _keep(self, reply: ResponseReply) -> bool:
-        """Store it if it is to be; where that fails, as on a full disk, it says so itself."""
-        if not reply.request.stored:
+    async def keep(self, reply: ResponseReply) -> bool:
+        """Where it cannot be stored, as on a full disk, the response says so itself."""
+        if not reply.document["store"]:
             return False
         try:
             await anyio.to_thread.run_sync(self.store.put, reply.stored)
@@ -231,28 +143,10 @@ class Responses:
             return False
         return True
 
-    async def find(self, id: str) -> Stored:
-        """A response, ended or in the background; 404 if it is not known."""
-        if (job := self.jobs.get(id)) is not None:
-            return job.reply.stored
-        for store in (self.store, self.unstored):
-            with contextlib.suppress(NotStored):
-                return await anyio.to_thread.run_sync(store.get, id)
-        raise AnsweredEarly(not_found(id, "id"))
-
-    async def delete(self, id: str) -> None:
-        """404 if it is not known."""
-        await self.cancel(id)
-        for store in (self.store, self.unstored):
-            with contextlib.suppress(NotStored):
-                await anyio.to_thread.run_sync(store.delete, id)
-                return
-        raise AnsweredEarly(not_found(id, "id"))
-
     async def cancel(self, id: str) -> None:
         """End a response in the background, and wait until it has; nothing if there is none."""
         if (job := self.jobs.get(id)) is not None:
-            for item in job.exchange.items:
+            for item in job.stream.items:
                 item.resolve(ClientGone("the response was cancelled"))
             await asyncio.wait([job.task])
 
@@ -264,9 +158,5 @@ class Responses:
         self.unstored.close()
 
 
-def json(content: object) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")
-
-
-def not_found(id: str, param: str) -> Response:
-    return http_error(404, f"there is no stored response {id[:100]!r}", param)
+def not_found(id: str, param: str) -> HttpError:
+    return HttpError(404, f"there is no stored response {id[:100]!r}", param)

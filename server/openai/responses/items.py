@@ -7,15 +7,15 @@ message. This model takes text only, so that other items and parts are refused b
 """
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated
 
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
-from server.http.errors import AnsweredEarly, http_error
-from server.openai.messages import CalledFunction, Message, ToolCall
-from server.openai.responses.store import Document
+from server.http.errors import HttpError
+from server.http.json import Document
+from server.openai.messages import CalledFunction, Message, Part, ToolCall, required
 
 PREFIXES = {
     "message": "msg_",
@@ -31,7 +31,7 @@ NEEDS = {
     "item_reference": ("id",),
 }
 ROLES = ("user", "assistant", "system", "developer")
-SPOKEN = ("input_text", "output_text", "refusal")
+MESSAGE_PARTS = ("input_text", "output_text", "refusal")
 # For the OpenAPI document: what an item needs, beyond its fields' types. A type may be left out
 # where `Item.document` tells it from other fields.
 FULL_ITEM = Meta(
@@ -50,25 +50,9 @@ FULL_ITEM = Meta(
     }
 )
 
-T = TypeVar("T")
-
 
 def new_id(kind: str) -> str:
     return PREFIXES[kind] + secrets.token_hex(24)
-
-
-class Part(Struct):
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-    def said(self, path: str, kinds: Sequence[str]) -> str:
-        if self.type not in kinds:
-            only = f"must be {' or '.join(kinds)}: this model takes text, not {self.type[:50]!r}"
-            raise InvalidInput(f"{path}.type: {only}", f"{path}.type")
-        field = "refusal" if self.type == "refusal" else "text"
-        text = self.refusal if self.type == "refusal" else self.text
-        return _required(text, f"{path}.{field}")
 
 
 Parts = str | list[Part]
@@ -95,10 +79,14 @@ class Item(Struct):
         """Checked, with an id; `path` is what errors call it, `stored` has what is referred to."""
         kind = self.kind
         if kind == "item_reference":
-            return self._referred(f"{path}.id", stored)
+            id = required(self.id, f"{path}.id")
+            if id not in stored:
+                unknown = f"{path}.id: there is no stored item {id[:100]!r}"
+                raise HttpError(404, unknown, f"{path}.id")
+            return stored[id]
         if kind not in PREFIXES:
             known = f"must be one of {', '.join(NEEDS)}, not {kind[:50]!r}"
-            raise InvalidInput(f"{path}.type: {known}", f"{path}.type")
+            raise InvalidInput.at(f"{path}.type", known)
         made = {
             "message": self._message,
             "reasoning": self._reasoning,
@@ -107,49 +95,36 @@ class Item(Struct):
         }[kind](path)
         return {"id": self.id or new_id(kind), "type": kind, "status": "completed", **made}
 
-    def _referred(self, param: str, stored: Mapping[str, Document]) -> Document:
-        id = _required(self.id, param)
-        if id not in stored:
-            unknown = f"{param}: there is no stored item {id[:100]!r}"
-            raise AnsweredEarly(http_error(404, unknown, param))
-        return stored[id]
-
     def _message(self, path: str) -> Document:
-        role = _required(self.role, f"{path}.role")
+        role = required(self.role, f"{path}.role")
         if role not in ROLES:
             known = f"must be one of {', '.join(ROLES)}, not {role[:50]!r}"
-            raise InvalidInput(f"{path}.role: {known}", f"{path}.role")
-        texts = _texts(self.content, f"{path}.content", SPOKEN)
+            raise InvalidInput.at(f"{path}.role", known)
+        texts = _texts(self.content, f"{path}.content", MESSAGE_PARTS)
         if not texts:
-            raise InvalidInput(f"{path}.content: must not be empty", f"{path}.content")
-        if role == "assistant":
-            nothing: Document = {"annotations": [], "logprobs": []}
-            parts = [{"type": "output_text", "text": text, **nothing} for text in texts]
-        else:
-            parts = [{"type": "input_text", "text": text} for text in texts]
-        return {"role": role, "content": parts}
+            raise InvalidInput.at(f"{path}.content", "must not be empty")
+        if role != "assistant":
+            return {"role": role, "content": _parts("input_text", texts)}
+        nothing: Document = {"annotations": [], "logprobs": []}
+        return {"role": role, "content": [each | nothing for each in _parts("output_text", texts)]}
 
     def _reasoning(self, path: str) -> Document:
         summary = _texts(self.summary or "", f"{path}.summary", ("summary_text",))
         content = _texts(self.content or "", f"{path}.content", ("reasoning_text",))
         return {
-            "summary": [{"type": "summary_text", "text": text} for text in summary if text],
-            "content": [{"type": "reasoning_text", "text": text} for text in content if text],
+            "summary": _parts("summary_text", filter(None, summary)),
+            "content": _parts("reasoning_text", filter(None, content)),
         }
 
     def _call(self, path: str) -> Document:
-        return {
-            "call_id": _required(self.call_id, f"{path}.call_id"),
-            "name": _required(self.name, f"{path}.name"),
-            "arguments": _required(self.arguments, f"{path}.arguments"),
-        }
+        names = NEEDS["function_call"]
+        return {name: required(getattr(self, name), f"{path}.{name}") for name in names}
 
     def _output(self, path: str) -> Document:
-        call_id = _required(self.call_id, f"{path}.call_id")
-        texts = _texts(self.output, f"{path}.output", ("input_text",))
-        parts = [{"type": "input_text", "text": text} for text in texts]
-        whole = self.output if isinstance(self.output, str) else parts
-        return {"call_id": call_id, "output": whole}
+        call_id = required(self.call_id, f"{path}.call_id")
+        parts = _parts("input_text", _texts(self.output, f"{path}.output", ("input_text",)))
+        output = self.output if isinstance(self.output, str) else parts
+        return {"call_id": call_id, "output": output}
 
 
 def documents(
@@ -157,14 +132,13 @@ def documents(
 ) -> list[Document]:
     """`look_up` finds stored items by their ids, those that there are."""
     if not given:
-        raise InvalidInput("input: must not be empty", "input")
+        raise InvalidInput.at("input", "must not be empty")
     items = [Item(role="user", content=given)] if isinstance(given, str) else given
     referred: set[str] = set()
     for n, item in enumerate(items):
         if item.id and item.kind == "item_reference":
             if item.id in referred:
-                twice = f"input[{n}].id: is referred to twice"
-                raise InvalidInput(twice, f"input[{n}].id")
+                raise InvalidInput.at(f"input[{n}].id", "is referred to twice")
             referred.add(item.id)
     stored = look_up(referred) if referred else {}
     return [item.document(f"input[{n}]", stored) for n, item in enumerate(items)]
@@ -177,7 +151,7 @@ def messages(before: Sequence[Document], items: Sequence[Document]) -> list[Mess
     for n, item in enumerate((*before, *items), start=-len(before)):
         kind, turn = item["type"], _open_turn(made, item)
         if turn is None:
-            made.append(_heard(item, names, f"input[{n}].call_id"))
+            made.append(_of_others(item, names, f"input[{n}].call_id"))
         elif kind == "reasoning":
             parts = item["content"] or item["summary"]
             turn.reasoning_content = _joined(parts) or None
@@ -198,25 +172,21 @@ def _open_turn(made: list[Message], item: Document) -> Message | None:
     kind = item["type"]
     if kind == "function_call_output" or item.get("role", "assistant") != "assistant":
         return None
-    last = made[-1] if made and made[-1].role == "assistant" else None
-    if last is not None:
-        begins = {
-            "reasoning": last.reasoning_content or last.content or last.tool_calls,
-            "message": last.content or last.tool_calls,
-            "function_call": None,
-        }[kind]
-        if not begins:
+    if made and made[-1].role == "assistant":
+        last = made[-1]
+        ended = last.content or last.tool_calls or (kind == "reasoning" and last.reasoning_content)
+        if kind == "function_call" or not ended:
             return last
     made.append(Message("assistant"))
     return made[-1]
 
 
-def _heard(item: Document, names: dict[str, str], param: str) -> Message:
+def _of_others(item: Document, names: dict[str, str], path: str) -> Message:
     if item["type"] == "message":
         return Message(item["role"], _joined(item["content"]))
     call_id = item["call_id"]
     if call_id not in names:
-        raise InvalidInput(f"{param}: no function_call before it has this call_id", param)
+        raise InvalidInput.at(path, "no function_call before it has this call_id")
     output = item["output"]
     text = output if isinstance(output, str) else _joined(output)
     return Message("tool", text, name=names[call_id], tool_call_id=call_id)
@@ -226,15 +196,14 @@ def _joined(parts: list[Document]) -> str:
     return "\n".join(part["text"] for part in parts)
 
 
+def _parts(kind: str, texts: Iterable[str]) -> list[Document]:
+    return [{"type": kind, "text": text} for text in texts]
+
+
 def _texts(given: Parts | None, path: str, kinds: Sequence[str]) -> list[str]:
     if given is None:
-        raise InvalidInput(f"{path}: is required", path)
+        raise InvalidInput.at(path, "is required")
     if isinstance(given, str):
         return [given]
-    return [part.said(f"{path}[{n}]", kinds) for n, part in enumerate(given)]
-
-
-def _required(value: T | None, path: str) -> T:
-    if value is None:
-        raise InvalidInput(f"{path}: is required", path)
-    return value
+    prefix = f"must be {' or '.join(kinds)}: "
+    return [part.read(f"{path}[{n}]", kinds, prefix) for n, part in enumerate(given)]

@@ -16,6 +16,8 @@ from typing import Any
 
 import orjson
 
+from server.http.json import Document
+
 MOST_RESPONSES = 10_000
 MOST_BYTES = 256_000_000
 
@@ -35,8 +37,6 @@ CREATE TABLE IF NOT EXISTS items (
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS items_response ON items (response_id);
 """
-
-Document = dict[str, Any]
 
 
 class NotStored(Exception):
@@ -163,17 +163,18 @@ class ResponseStore:
         return self.count > self.most_responses or self.bytes > self.most_bytes
 
     def _read(self, id: str) -> Stored:
-        both = "SELECT response, input FROM responses WHERE id = ?"
-        row = self._database.execute(both, (id,)).fetchone()
-        if row is None:
-            raise NotStored(id)
-        return Stored(orjson.loads(row[0]), orjson.loads(row[1]))
+        response, given = self._row("response, input", id)
+        return Stored(orjson.loads(response), orjson.loads(given))
 
     def _size(self, id: str) -> int:
-        row = self._database.execute("SELECT size FROM responses WHERE id = ?", (id,)).fetchone()
+        return int(self._row("size", id)[0])
+
+    def _row(self, columns: str, id: str) -> tuple[Any, ...]:
+        found = f"SELECT {columns} FROM responses WHERE id = ?"
+        row: tuple[Any, ...] | None = self._database.execute(found, (id,)).fetchone()
         if row is None:
             raise NotStored(id)
-        return int(row[0])
+        return row
 
     def _drop(self, which: str, *values: str) -> bool:
         dropped = f"DELETE FROM responses WHERE id = ({which}) RETURNING size"

@@ -1,0 +1,270 @@
+"""A response as it comes to be: the object that is answered and stored, and its events.
+
+    created, in_progress → output items → completed | incomplete | failed | cancelled
+    output_item.added → content_part.added → deltas → ….done → content_part.done → output_item.done
+
+An event is a document with its `type`; it shares items with the response, so write it before the
+next. Calls have no content parts. A stretch of reasoning, of text or of arguments is one item.
+"""
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+import orjson
+
+from server.http.errors import HttpError
+from server.http.json import Document
+from server.openai.chat import CallId
+from server.openai.request import Reply, logprob_documents
+from server.openai.responses.items import new_id
+from server.openai.responses.request import ResponseRequest
+from server.openai.responses.store import Stored
+from worker.deltas import Delta, Part, TokenLogprob
+from worker.protocol import Chat, GenerationInput
+
+Ending = Literal["completed", "incomplete"]
+
+# A delta's kinds as items, and what items' events are called and about.
+ITEM_TYPES = {"content": "message", "reasoning": "reasoning", "call": "function_call"}
+TEXT_EVENTS = {
+    "message": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "function_call": "response.function_call_arguments",
+}
+
+
+class ResponseReply(Reply):
+    """`items` are the request's own. One that failed has the error `invalid_prompt`, if the
+    request was wrong, or `server_error`."""
+
+    def __init__(
+        self,
+        request: ResponseRequest,
+        payload: GenerationInput,
+        items: list[Document],
+        model: str,
+        call_id: CallId,
+    ) -> None:
+        super().__init__([payload], bool(request.stream))
+        assert isinstance(payload.prompt, Chat)
+        self.background = payload.background
+        self.output = ResponseOutput(call_id, payload.prompt.calls)
+        self.document = _blank(request, model) | {"output": self.output.items}
+        self.id = str(self.document["id"])
+        self.stored = Stored(self.document, items)
+        self._cut = False  # by max_output_tokens, or the end of the context
+        self._events = 0
+
+    def begin(self) -> Iterator[Document]:
+        self.document["status"] = "in_progress"
+        for name in ("created", "in_progress"):
+            yield self._event(name)
+
+    def add(self, delta: Delta) -> Iterator[Document]:
+        self._cut = self._cut or delta.finish_reason == "length"
+        yield from self.output.add(delta)
+
+    def finish(self) -> Iterator[Document]:
+        """The last item's end; the response's own is the last frame."""
+        status: Ending = "incomplete" if self._cut else "completed"
+        yield from self.output.end(status)
+        if self._cut:
+            self.document["incomplete_details"] = {"reason": "max_output_tokens"}
+        self._end(status)
+
+    def fail(self, error: HttpError) -> Iterator[Document]:
+        """What was open is closed without its last events."""
+        code = "invalid_prompt" if error.code == "invalid_value" else "server_error"
+        self.document["error"] = {"code": code, "message": str(error)}
+        self._break_off("failed")
+        return iter(())
+
+    def cancel(self) -> None:
+        self._break_off("cancelled")
+
+    def whole(self, deltas: Sequence[Delta]) -> Document:
+        for delta in deltas:
+            consume(self.add(delta))
+        consume(self.finish())
+        return self.document
+
+    def frame(self, event: Document) -> bytes:
+        numbered = event | {"sequence_number": self._events}
+        self._events += 1
+        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(numbered))
+
+    def last_frame(self) -> bytes:
+        return self.frame(self._event(self.document["status"]))
+
+    def _event(self, name: str) -> Document:
+        return {"type": f"response.{name}", "response": self.document}
+
+    def _break_off(self, status: str) -> None:
+        consume(self.output.end("incomplete"))
+        self._end(status)
+
+    def _end(self, status: str) -> None:
+        usage = self.usage
+        self.document["status"] = status
+        if usage.prompt:
+            self.document["usage"] = {
+                "input_tokens": usage.prompt,
+                "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+                "output_tokens": usage.completion,
+                "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+                "total_tokens": usage.prompt + usage.completion,
+            }
+        if status == "completed":
+            self.document["completed_at"] = int(time.time())
+
+
+class ResponseOutput:
+    """The output items made of deltas. `called`: calls in the conversation before."""
+
+    def __init__(self, call_id: CallId, called: int) -> None:
+        self.items: list[Document] = []
+        self._call_id = call_id
+        self._called = called
+        self._open: Document | None = None  # the last one, if more may come
+        self._texts: list[str] = []  # of the open item
+        # Not yet in an event: they may lag behind the text, or be of the message after the next.
+        self._logprobs: deque[TokenLogprob] = deque()
+        self._unscored = 0  # characters of the open message that have none yet
+
+    def add(self, delta: Delta) -> Iterator[Document]:
+        self._logprobs += delta.logprobs
+        for part in delta.parts:
+            yield from self._add(part)
+
+    def end(self, status: Ending) -> Iterator[Document]:
+        """Close what is open. What ended with nothing said is an empty message."""
+        if status == "completed" and not self.items:
+            yield from self._begin("message")
+        yield from self._close(status)
+
+    def _add(self, part: Part) -> Iterator[Document]:
+        kind = ITEM_TYPES[part.kind]
+        if self._open is None or self._open["type"] != kind or part.name is not None:
+            yield from self._close("completed")
+            yield from self._begin(kind, part.name or "")
+        if part.text:
+            self._texts.append(part.text)
+            self._unscored += len(part.text)
+            assert self._open is not None
+            yield self._delta(self._open, part.text)
+
+    def _begin(self, kind: str, name: str = "") -> Iterator[Document]:
+        item: Document = {"id": new_id(kind), "type": kind, "status": "in_progress"}
+        part: Document | None = None
+        if kind == "message":
+            item |= {"role": "assistant", "content": []}
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        elif kind == "reasoning":
+            item |= {"summary": [], "content": []}
+            part = {"type": "reasoning_text", "text": ""}
+        else:
+            call_id = self._call_id(name, self._called)
+            self._called += 1
+            item |= {"call_id": call_id, "name": name, "arguments": ""}
+        self.items.append(item)
+        self._open, self._texts, self._unscored = item, [], 0
+        yield self._event("response.output_item.added", item=item)
+        if part is not None:
+            of_part = {"item_id": item["id"], "content_index": 0, "part": part}
+            yield self._event("response.content_part.added", **of_part)
+            item["content"].append(part)
+
+    def _delta(self, item: Document, text: str) -> Document:
+        kind = item["type"]
+        event = self._event(TEXT_EVENTS[kind] + ".delta", item_id=item["id"], delta=text)
+        if kind != "function_call":
+            event["content_index"] = 0
+        if kind == "message":
+            event["logprobs"] = self._scores()
+            item["content"][0]["logprobs"] += event["logprobs"]
+        return event
+
+    def _scores(self) -> list[Document]:
+        """Log-probabilities of the open message's text: their tokens join to it."""
+        found = []
+        while self._logprobs and len(self._logprobs[0].text) <= self._unscored:
+            found.append(self._logprobs.popleft())
+            self._unscored -= len(found[-1].text)
+        return logprob_documents(found)
+
+    def _close(self, status: Ending) -> Iterator[Document]:
+        if (item := self._open) is None:
+            return
+        text, done = "".join(self._texts), TEXT_EVENTS[item["type"]] + ".done"
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            call = {"item_id": item["id"], "name": item["name"], "arguments": text}
+            yield self._event(done, **call)
+        else:
+            part, place = item["content"][0], {"item_id": item["id"], "content_index": 0}
+            part["text"] = text
+            scored = {}
+            if item["type"] == "message":
+                part["logprobs"] += self._scores()
+                scored = {"logprobs": part["logprobs"]}
+            yield self._event(done, **place, text=text, **scored)
+            yield self._event("response.content_part.done", **place, part=part)
+        item["status"] = status
+        self._open = None
+        yield self._event("response.output_item.done", item=item)
+
+    def _event(self, type: str, **fields: Any) -> Document:
+        return {"type": type, "output_index": len(self.items) - 1, **fields}
+
+
+def consume(events: Iterator[Document]) -> None:
+    """Make the changes that come with events which nobody gets."""
+    deque(events, maxlen=0)
+
+
+def _blank(request: ResponseRequest, model: str) -> Document:
+    """All fields of the API, before anything was said. Unset sampling is the checkpoint's."""
+    choice, reasoning, text = request.tool_choice, request.reasoning, request.text
+    format = text.format if text else None
+    return {
+        "id": "resp_" + secrets.token_hex(24),
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "queued",
+        "background": bool(request.background),
+        "error": None,
+        "incomplete_details": None,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": None,
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": request.previous_response_id,
+        "prompt_cache_key": request.prompt_cache_key,
+        "reasoning": {
+            "effort": reasoning.effort if reasoning else None,
+            "summary": reasoning.summary if reasoning else None,
+        },
+        "safety_identifier": request.safety_identifier,
+        "service_tier": "default",
+        "store": request.stored,
+        "temperature": request.temperature,
+        "text": {
+            "format": format.document() if format else {"type": "text"},
+            "verbosity": text.verbosity if text else None,
+        },
+        "tool_choice": "auto" if choice is None else msgspec.to_builtins(choice),
+        "tools": msgspec.to_builtins(request.tools or ()),
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": request.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": request.user,
+        "metadata": request.metadata or {},
+    }

@@ -1,0 +1,53 @@
+"""What is raised becomes an answer by its class, or the nearest base that is known."""
+
+from typing import Any
+
+import httpx
+import pytest
+from starlette.exceptions import HTTPException
+
+from batching.errors import InvalidInput, OutOfMemory, QueueFull
+from server.http.errors import MAX_MESSAGE, MAX_PARAM, HttpError, as_http_error
+from tests.fakes import FakeRunner
+from tests.serving import metric, serving
+
+SCOPE: dict[str, Any] = {"request_id": b"1", "path": "/x", "method": "GET"}
+
+
+class VeryFull(QueueFull):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "kind"),
+    [
+        (VeryFull("full"), 503, "queue_full", "queue_full"),
+        (OutOfMemory("large"), 500, "out_of_memory", "out_of_memory"),
+        (InvalidInput("x", "a"), 400, "invalid_value", "invalid_value"),
+        (HTTPException(404), 404, "not_found", "routing"),
+        (HTTPException(418), 418, "http_error", "routing"),
+        (HttpError(404, "x", code="model_not_found"), 404, "model_not_found", "not_found"),
+        (KeyError("a"), 500, "internal", "internal"),
+    ],
+)
+def test_an_error_is_told_by_its_nearest_known_class(
+    error: Exception, status: int, code: str, kind: str
+) -> None:
+    answer = as_http_error(error, SCOPE, debug=False)
+    assert (answer.status, answer.code, answer.kind) == (status, code, kind)
+    assert (b"retry-after" in dict(answer.headers)) == isinstance(error, VeryFull)
+
+
+def test_messages_and_fields_are_cut() -> None:
+    details = HttpError(400, "m" * 9999, "p" * 999).document["error"]
+    assert len(details["message"]) == MAX_MESSAGE
+    assert len(details["param"]) == MAX_PARAM
+
+
+def test_a_probe_that_says_no_is_no_error_of_a_request() -> None:
+    with serving(FakeRunner) as server:
+        server.engine.draining = True
+        assert httpx.get(server.url + "/ready").json()["error"]["code"] == "not_ready"
+        server.engine.draining = False
+        for kind in ("not_ready", "draining", ""):
+            assert metric(server, f'onequeue_errors_total{{kind="{kind}"}}') == 0

@@ -1,0 +1,177 @@
+"""The registry of models: each is an entry with a name, and shares nothing but the thread.
+
+    name · state · lane (rate, share of the places) · breaker · batcher or generation engine
+
+There are two kinds of entries: pipelines, which are served in batches, and language models, which
+are served in steps. Items are submitted to an entry and know it from then on. Lanes belong to the
+event loop, which reads breakers; the rest, and the models themselves, to the worker's thread.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from batching.batcher import DynamicBatcher
+from batching.bisection import rerun_in_halves
+from batching.breaker import Breaker
+from batching.errors import DeviceLost, OutOfMemory, WrongResultCount
+from batching.lanes import BatchLane, TurnLane
+from batching.request_queue import WorkItem
+from worker.failures import failure_of
+from worker.protocol import BatchReport, Generator, Runner, State
+
+log = logging.getLogger("onequeue.worker")
+
+Outcome = tuple[WorkItem, Any]  # a raw output, an answer or an exception
+M = TypeVar("M", Runner, Generator)
+
+# Of a language model's places, background work may take one in so many.
+BACKGROUND = 4
+
+
+class ServedModel(Generic[M]):
+    """What entries of both kinds have. `name` stands in metrics, logs and /ready."""
+
+    loaded: M  # by the worker's thread, while the state is "loading"
+
+    def __init__(self, name: str, load: Callable[[], M]) -> None:
+        self.name = name
+        self.state: State = "loading"
+        self.breaker = Breaker()
+        self.busy = False  # there is something to do: looked at before each turn
+        self._load: Callable[[], M] = load
+
+    def load(self) -> None:
+        self.loaded = self._load()
+        self.state = "warming"
+
+    def close(self) -> None:
+        """Nothing is prepared any longer. On the event loop."""
+
+
+class GenerationModel(ServedModel[Generator]):
+    """Served in steps; the generation engine decides what waits and what runs."""
+
+    def __init__(self, name: str, load: Callable[[], Generator], places: int) -> None:
+        super().__init__(name, load)
+        self.lane = TurnLane(name, places)
+        self.background = TurnLane("background", max(1, places // BACKGROUND))
+
+    def close(self) -> None:
+        if self.state != "loading":
+            self.loaded.close()
+
+    def lane_for(self, payload: Any) -> TurnLane:
+        return self.background if payload.background else self.lane
+
+    def add(self, item: WorkItem) -> None:
+        self.busy = True
+        self.loaded.add(item)
+
+    def clear(self) -> list[WorkItem]:
+        """Drop everything, whatever state it is in; its items."""
+        self.busy = False
+        return self.loaded.clear()
+
+
+@dataclass(slots=True)
+class BatchRun:
+    """What came of one batch, its halves included."""
+
+    outputs: list[Outcome] = field(default_factory=list)
+    failed: list[Outcome] = field(default_factory=list)
+    forward_s: float = 0.0
+    out_of_memory: int = 0
+    fitted: int = 0  # rows of the largest part that went through
+
+
+class PipelineModel(ServedModel[Runner]):
+    """Served in batches."""
+
+    def __init__(
+        self, name: str, load: Callable[[], Runner], places: int, batcher: DynamicBatcher
+    ) -> None:
+        super().__init__(name, load)
+        self.lane = BatchLane(name, places)
+        self.batcher = batcher
+        self.batch: list[WorkItem] = []  # the one that runs
+
+    def load(self) -> None:
+        super().load()
+        self.batcher.packs = self.loaded.info.batching == "packed"
+
+    def lane_for(self, payload: Any) -> BatchLane:
+        return self.lane
+
+    def add(self, item: WorkItem) -> None:
+        self.busy = True
+        self.batcher.add(item)
+
+    def clear(self) -> list[WorkItem]:
+        """Drop everything, whatever state it is in; the items that have no output yet."""
+        unanswered = [item for item in self.batch if not item.ran] + self.batcher.clear()
+        self.batch, self.busy = [], False
+        return unanswered
+
+    def take(self, now: float, free_since: float) -> list[WorkItem]:
+        """The next batch, if one is due."""
+        self.batch = []
+        self.batch = self.batcher.take(now, free_since)
+        self.busy = bool(self.batcher.waiting)
+        for item in self.batch:
+            item.started_at = now
+            item.batch_size = len(self.batch)
+        return self.batch
+
+    def run(self, clock: Callable[[], float]) -> BatchRun:
+        """The batch as one; a part that raises is halved until only the guilty fail."""
+        run = BatchRun()
+
+        def forward(items: Sequence[WorkItem]) -> None:
+            rows, started = sum(item.rows for item in items), clock()
+            outputs = self.loaded.forward([item.prepared for item in items])
+            run.forward_s += clock() - started
+            run.fitted = max(run.fitted, rows)
+            self.batcher.succeeded(rows)
+            if len(outputs) == len(items):
+                run.outputs += zip(items, outputs, strict=True)
+                return
+            wrong = f"the model gave {len(outputs)} results for {len(items)} inputs"
+            log.error("%s", wrong)
+            run.failed += [(item, WrongResultCount(wrong)) for item in items]
+
+        def failed(items: Sequence[WorkItem], error: BaseException) -> None:
+            if isinstance(failure := failure_of(error), DeviceLost):
+                raise error
+            run.out_of_memory += isinstance(failure, OutOfMemory)
+            if len(items) == 1:
+                log.warning("item failed error=%r", error)
+                error.with_traceback(None)  # its frames hold the batch
+                run.failed.append((items[0], failure))
+
+        try:
+            forward(self.batch)
+        except BaseException as error:
+            rerun_in_halves(self.batch, error, forward, failed, lambda item: item.open)
+        if run.out_of_memory:
+            self.batcher.out_of_memory(run.fitted)
+        return run
+
+    def report(self, run: BatchRun, more_wait: bool) -> BatchReport:
+        """On the batch that has run, for metrics and the rate."""
+        batch, cap = self.batch, self.batcher.cap
+        tokens = sum(item.tokens for item in batch)
+        rows = sum(item.rows for item in batch)
+        padded = 0 if self.batcher.packs else rows * max(item.width for item in batch)
+        return BatchReport(
+            size=len(batch),
+            tokens=tokens,
+            padded_tokens=max(0, padded - tokens),
+            forward_s=run.forward_s,
+            total_s=batch[0].finished_at - batch[0].started_at,
+            waits_s=tuple(item.started_at - item.accepted_at for item in batch),
+            out_of_memory=run.out_of_memory,
+            cap=cap,
+            saturated=rows >= cap or self.busy or more_wait,
+        )
