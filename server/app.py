@@ -29,7 +29,6 @@ from server.openai.chat import ChatCompletions
 from server.openai.completions import Completions
 from server.openai.models import ModelNames
 from server.openai.responses.endpoint import Responses
-from server.openai.responses.lookup import ResponseLookup
 from server.openai.responses.store import ResponseStore
 from server.openai.tokenize import tokenizer_routes
 from server.pipeline import Root
@@ -71,8 +70,8 @@ def create_app(
         routes.append(Route("/", root, methods=["POST"]))
     if settings.chat_model != "none":
         names = ModelNames(settings, engine)
-        responses = Responses(settings, engine, observer, names, open_store(settings))
-        routes += generation_routes(settings, engine, observer, names, responses)
+        responses = Responses(settings, engine, names, open_store(settings))
+        routes += generation_routes(settings, engine, names, responses)
     routes.append(openapi.route(settings, settings.pipeline_task, routes))
     router = Router(routes, lifespan=partial(lifespan, responses=responses))
     paths = {route.path_format for route in routes}
@@ -80,15 +79,15 @@ def create_app(
 
 
 def generation_routes(
-    settings: Settings, engine: Engine, observer: Metrics, names: ModelNames, responses: Responses
+    settings: Settings, engine: Engine, names: ModelNames, responses: Responses
 ) -> list[Route]:
-    chat = ChatCompletions(settings, engine, observer, names)
-    completions = Completions(settings, engine, observer, names)
+    chat = ChatCompletions(settings, engine, names)
+    completions = Completions(settings, engine, names)
     return [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/responses", responses, methods=["POST"]),
-        *ResponseLookup(responses).routes(),
+        *responses.routes(),
         *names.routes(),
         *tokenizer_routes(settings, engine, names),
     ]

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from batching.errors import ClientGone, ItemFailed
 from server.engine import Engine
 from server.http.body import Deadlines
-from server.metrics import Metrics
 from worker.deltas import Delta
 from worker.protocol import GenerationInput
 
@@ -46,13 +45,11 @@ class TokenStream:
     def __init__(
         self,
         engine: Engine,
-        metrics: Metrics,
         payloads: Sequence[GenerationInput],
         deadlines: Deadlines,
         usage: Usage,
     ) -> None:
         self.engine = engine
-        self.metrics = metrics
         self.deadlines = deadlines
         self.usage = usage
         self.unfinished = sum(payload.n for payload in payloads)  # choices
@@ -89,7 +86,7 @@ class TokenStream:
             self._arrival.clear()
         if deltas and not self._begun:
             self._begun = True
-            self.metrics.first_token.observe(time.monotonic() - self.items[0].accepted_at)
+            self.engine.metrics.first_token.observe(time.monotonic() - self.items[0].accepted_at)
             self._expire_at(self.deadlines.whole)
         for delta in deltas:
             self.usage.count(delta)

@@ -11,7 +11,8 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import ClassVar, Generic, TypeVar
 
 import orjson
 from starlette.types import Receive, Scope, Send
@@ -22,7 +23,6 @@ from server.http.body import Deadlines, Parsing, abort_on_disconnect, read_json_
 from server.http.errors import HttpError, as_http_error
 from server.http.json import Document, send_json
 from server.http.sse import DONE, EventStream
-from server.metrics import Metrics
 from server.openai.models import ModelNames
 from server.openai.params import GenerationRequest
 from server.settings import Settings
@@ -79,19 +79,16 @@ class Reply(ABC):
 R = TypeVar("R", bound=Reply)
 
 
+@dataclass(eq=False)
 class GenerationEndpoint(ABC, Generic[R]):
     """A bare ASGI app."""
 
-    blocks = False  # whether parsing even a small body would hold up the loop
+    blocks: ClassVar = False  # whether parsing even a small body would hold up the loop
 
-    def __init__(
-        self, settings: Settings, engine: Engine, metrics: Metrics, models: ModelNames
-    ) -> None:
-        self.settings = settings
-        self.engine = engine
-        self.metrics = metrics
-        self.models = models
-        self.parsing = Parsing()
+    settings: Settings
+    engine: Engine
+    models: ModelNames
+    parsing: Parsing = field(init=False, default_factory=Parsing)
 
     @abstractmethod
     def parse(self, body: bytes) -> R:
@@ -124,12 +121,12 @@ class GenerationEndpoint(ABC, Generic[R]):
             stream.close()
 
     def submit(self, reply: R, deadlines: Deadlines) -> TokenStream:
-        return TokenStream(self.engine, self.metrics, reply.payloads, deadlines, reply.usage)
+        return TokenStream(self.engine, reply.payloads, deadlines, reply.usage)
 
     def failed(self, error: Exception, scope: Scope) -> HttpError:
         """Counts a failure; its envelope."""
         envelope = as_http_error(error, scope, self.settings.debug)
-        self.metrics.failed(envelope.kind)
+        self.engine.metrics.failed(envelope.kind)
         return envelope
 
     async def _stream(
@@ -152,7 +149,7 @@ class GenerationEndpoint(ABC, Generic[R]):
             await self.keep(reply)
             await connection.end(reply.last_frame())
         except ClientGone as error:
-            self.metrics.failed("client_gone")
+            self.engine.metrics.failed("client_gone")
             log.info("stream ended id=%s because=%r", scope["request_id"].decode(), str(error))
         finally:
             connection.close()
@@ -183,9 +180,7 @@ class ChoicesReply(Reply):
     id_prefix: str
     objects: tuple[str, str]  # what the document is called, and a chunk
 
-    def __init__(
-        self, request: GenerationRequest, payloads: Sequence[GenerationInput], model: str
-    ) -> None:
+    def __init__(self, request: GenerationRequest, payloads: Sequence[GenerationInput]) -> None:
         super().__init__(payloads, bool(request.stream))
         options = request.stream_options
         self.includes_usage = bool(options and options.include_usage)
@@ -194,7 +189,7 @@ class ChoicesReply(Reply):
             "id": self.id_prefix + secrets.token_hex(12),
             "object": self.objects[self.streams],
             "created": int(time.time()),
-            "model": model,
+            "model": request.model,
             "system_fingerprint": None,
         }
         self.unsent: dict[int, list[TokenLogprob]] = {}  # of text that is still to come

@@ -46,14 +46,13 @@ class ResponseReply(Reply):
         request: ResponseRequest,
         payload: GenerationInput,
         items: list[Document],
-        model: str,
         call_id: CallId,
     ) -> None:
         super().__init__([payload], bool(request.stream))
         assert isinstance(payload.prompt, Chat)
         self.background = payload.background
         self.output = ResponseOutput(call_id, payload.prompt.calls)
-        self.document = _blank(request, model) | {"output": self.output.items}
+        self.document = _blank(request) | {"output": self.output.items}
         self.id = str(self.document["id"])
         self.stored = Stored(self.document, items)
         self._cut = False  # by max_output_tokens, or the end of the context
@@ -226,7 +225,7 @@ def consume(events: Iterator[Document]) -> None:
     deque(events, maxlen=0)
 
 
-def _blank(request: ResponseRequest, model: str) -> Document:
+def _blank(request: ResponseRequest) -> Document:
     """All fields of the API, before anything was said. Unset sampling is the checkpoint's."""
     choice, reasoning, text = request.tool_choice, request.reasoning, request.text
     format = text.format if text else None
@@ -242,7 +241,7 @@ def _blank(request: ResponseRequest, model: str) -> Document:
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
         "max_tool_calls": None,
-        "model": model,
+        "model": request.model,
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": request.previous_response_id,

@@ -40,7 +40,7 @@ class Reasoning(Struct):
 
 
 class ResponseRequest(GenerationRequest, kw_only=True):
-    unimplemented: ClassVar = GenerationRequest.unimplemented | {
+    unimplemented: ClassVar = {
         "access_programs": (),
         "context_management": (),
         "conversation": (),
@@ -56,7 +56,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         "truncation": ("disabled",),
         "reasoning.context": ("auto",),
         "reasoning.mode": ("standard",),
-    }
+    } | GenerationRequest.unimplemented
 
     input: Filled | Annotated[list[Annotated[Item, FULL_ITEM]], FILLED]
     instructions: str | None = None
@@ -96,8 +96,9 @@ class ResponseRequest(GenerationRequest, kw_only=True):
     def format(self) -> tuple[str, Format | None]:
         return "text.format", self.text.format if self.text else None
 
-    def check(self) -> None:
-        super().check()
+    def check(self, document: Document) -> None:
+        self.refuse_unimplemented(document)
+        super().check(document)
         for n, name in enumerate(self.include or ()):
             if name not in INCLUDABLE:
                 known = f"must be one of {', '.join(INCLUDABLE)}, not {name[:50]!r}"
