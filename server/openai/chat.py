@@ -122,12 +122,12 @@ class ChatReply(ChoicesReply):
             function = {"arguments": part.text}
             yield {"index": self.called[choice] - 1, "function": function}
 
-    def choice(self, delta: Delta) -> Document:
+    def choice(self, delta: Delta, logprobs: list[TokenLogprob]) -> Document:
         scored = self.payloads[0].sampling.logprobs is not None
         return {
             "index": delta.choice,
             "message": self._message(delta),
-            "logprobs": _logprobs(delta.logprobs) if scored else None,
+            "logprobs": _logprobs(logprobs) if scored else None,
             "finish_reason": delta.finish_reason,
         }
 

@@ -1,6 +1,6 @@
 """`POST /v1/completions`: text or token ids in, what follows them out, whole or in chunks."""
 
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
@@ -91,21 +91,15 @@ class CompletionReply(ChoicesReply):
 
     def __init__(self, request: CompletionRequest, most: int) -> None:
         super().__init__(request, request.generation_inputs(most))
-        self._offsets: dict[int, int] = {}  # characters a choice has so far
+        self._offsets: Counter[int] = Counter()  # characters a choice has so far
 
-    def choices(self, delta: Delta, logprobs: list[TokenLogprob]) -> Iterator[Document]:
-        offset = self._offsets.get(delta.choice, 0)
-        self._offsets[delta.choice] = offset + len(delta.text)
-        yield self._choice(delta, logprobs, offset)
-
-    def choice(self, delta: Delta) -> Document:
-        return self._choice(delta, delta.logprobs, 0)
-
-    def _choice(self, delta: Delta, logprobs: list[TokenLogprob], offset: int) -> Document:
+    def choice(self, delta: Delta, logprobs: list[TokenLogprob]) -> Document:
         scored = self.payloads[0].sampling.logprobs is not None
+        offset, text = self._offsets[delta.choice], delta.text
+        self._offsets[delta.choice] += len(text)
         return {
             "index": delta.choice,
-            "text": delta.text,
+            "text": text,
             "logprobs": _logprobs(logprobs, offset) if scored else None,
             "finish_reason": delta.finish_reason,
         }

@@ -86,9 +86,7 @@ class Message(Struct):
 
     def rendered(self, path: str) -> Document:
         """What the template gets; `path` is what errors call this message."""
-        if self.role not in ROLES:
-            known = f"must be one of {', '.join(ROLES)}, not {self.role[:50]!r}"
-            raise InvalidInput.at(f"{path}.role", known)
+        one_of(ROLES, self.role, f"{path}.role")
         content = self.content
         if isinstance(content, list):
             if not content:
@@ -130,6 +128,12 @@ def conversation(
         bool(continue_final_message),
         effort,
     )
+
+
+def one_of(known: Sequence[str], value: str, path: str) -> None:
+    if value not in known:
+        must = f"must be one of {', '.join(known)}, not {value[:50]!r}"
+        raise InvalidInput.at(path, must)
 
 
 def required(value: T | None, path: str) -> T:

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
 from server.http.json import Document, parse_json
-from server.openai.structured import AnyFormat, ResponseFormat, StructuredOutputs, constraint_of
+from server.openai.structured import Format, ResponseFormat, StructuredOutputs, constraint_of
 from worker.protocol import Chat, GenerationInput, Sampling, Stopping
 
 MOST_STOPS = 16
@@ -80,7 +80,7 @@ class GenerationRequest(Struct, kw_only=True):
         return "max_tokens", self.max_tokens
 
     @property
-    def format(self) -> tuple[str, AnyFormat | None]:
+    def format(self) -> tuple[str, ResponseFormat | Format | None]:
         """The field that asks for a form of the answer, and what it says."""
         return "response_format", self.response_format
 

@@ -132,7 +132,7 @@ class GenerationEndpoint(ABC, Generic[R]):
     async def _stream(
         self, scope: Scope, send: Send, reply: R, stream: TokenStream, first: list[Delta]
     ) -> None:
-        connection = EventStream(send, stream.wake)
+        connection = EventStream(send, stream.arrival.set)
         try:
             await connection.open()
             try:
@@ -195,12 +195,12 @@ class ChoicesReply(Reply):
         self.unsent: dict[int, list[TokenLogprob]] = {}  # of text that is still to come
 
     @abstractmethod
+    def choice(self, delta: Delta, logprobs: list[TokenLogprob]) -> Document:
+        """A choice as a whole, or what a delta adds to it."""
+
     def choices(self, delta: Delta, logprobs: list[TokenLogprob]) -> Iterator[Document]:
         """Choices, one a chunk, that say what a delta adds."""
-
-    @abstractmethod
-    def choice(self, delta: Delta) -> Document:
-        """A choice as a whole."""
+        yield self.choice(delta, logprobs)
 
     def add(self, delta: Delta) -> Iterator[Document]:
         """None as long as there is no text to show; log-probabilities wait for theirs."""
@@ -222,7 +222,7 @@ class ChoicesReply(Reply):
         yield error.document
 
     def whole(self, deltas: Sequence[Delta]) -> Document:
-        choices = [self.choice(delta) for delta in deltas]
+        choices = [self.choice(delta, delta.logprobs) for delta in deltas]
         return self.head | {"choices": choices, "usage": self._usage()}
 
     def chunk(self, choice: Document) -> Document:

@@ -5,12 +5,12 @@ Chat nests a format's schema where the Responses API has it flat; both are read 
 
 from typing import Annotated, Any
 
-import msgspec
 import orjson
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
 from server.http.json import Document
+from server.openai.messages import one_of
 from worker.protocol import Constraint
 
 ANY_OBJECT = {"type": "object"}
@@ -19,12 +19,7 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 FORMATS = ("text", "json_object", "json_schema")
 
 
-class AnyFormat(Struct):
-    type: Annotated[str, Meta(extra_json_schema={"enum": FORMATS})]
-
-    def schema_asked(self) -> tuple[str, Document | None]:
-        """Where in it the schema stands that the answer is to have, and the schema."""
-        raise NotImplementedError
+FormatType = Annotated[str, Meta(extra_json_schema={"enum": FORMATS})]
 
 
 class JsonSchema(Struct):
@@ -34,17 +29,20 @@ class JsonSchema(Struct):
     schema: dict[str, Any] | None = None
 
 
-class ResponseFormat(AnyFormat):
+class ResponseFormat(Struct):
+    type: FormatType
     json_schema: JsonSchema | None = None
     value: dict[str, Any] | None = None  # huggingface_hub's name for a schema
 
     def schema_asked(self) -> tuple[str, Document | None]:
+        """Where in it the schema stands that the answer is to have, and the schema."""
         if self.type == "json_object":
             return ".value", self.value or ANY_OBJECT
         return ".json_schema.schema", self.json_schema.schema if self.json_schema else None
 
 
-class Format(AnyFormat):
+class Format(Struct):
+    type: FormatType
     name: str | None = None
     schema: dict[str, Any] | None = None
     description: str | None = None
@@ -58,12 +56,6 @@ class Format(AnyFormat):
         check_depth(self.schema, "text.format.schema")
         return ".schema", self.schema
 
-    def document(self) -> Document:
-        if self.type != "json_schema":
-            return {"type": self.type}
-        described: Document = msgspec.to_builtins(self)
-        return described
-
 
 class StructuredOutputs(Struct):
     json: dict[str, Any] | str | None = None
@@ -76,7 +68,7 @@ class StructuredOutputs(Struct):
 
 
 def constraint_of(
-    path: str, format: AnyFormat | None, structured: StructuredOutputs | None
+    path: str, format: ResponseFormat | Format | None, structured: StructuredOutputs | None
 ) -> Constraint | None:
     """None: free text. InvalidInput for what makes no sense, or is asked for twice; `path` is what
     errors call the format."""
@@ -94,12 +86,10 @@ def check_depth(schema: Document | None, path: str) -> None:
         raise InvalidInput.at(path, "is nested too deeply") from None
 
 
-def _of_format(path: str, format: AnyFormat | None) -> Constraint | None:
+def _of_format(path: str, format: ResponseFormat | Format | None) -> Constraint | None:
     if format is None or format.type == "text":
         return None
-    if format.type not in FORMATS:
-        known = f"must be one of {', '.join(FORMATS)}, not {format.type[:50]!r}"
-        raise InvalidInput.at(f"{path}.type", known)
+    one_of(FORMATS, format.type, f"{path}.type")
     below, schema = format.schema_asked()
     return _json(schema, path + below)
 
@@ -115,10 +105,8 @@ def _of_structured(structured: StructuredOutputs | None) -> Constraint | None:
         raise InvalidInput.at("structured_outputs", one)
     [(name, value)] = given.items()
     path = f"structured_outputs.{name}"
-    if name == "json_object":
-        return _json(ANY_OBJECT, path)
-    if name == "json":
-        return _json(value, path)
+    if name in ("json", "json_object"):
+        return _json(ANY_OBJECT if name == "json_object" else value, path)
     if not value or (name == "choice" and "" in value):
         raise InvalidInput.at(path, "must not be empty")
     kind: Any = name

@@ -129,7 +129,7 @@ class Responses(GenerationEndpoint[ResponseReply]):
             async for _ in events(reply, stream, await stream.read()):
                 pass
         except ClientGone:
-            reply.cancel()
+            reply.break_off("cancelled")
         except Exception as error:
             reply.fail(self.failed(error, scope))
         finally:

@@ -23,6 +23,7 @@ from server.openai.request import Reply, logprob_documents
 from server.openai.responses.items import new_id
 from server.openai.responses.request import ResponseRequest
 from server.openai.responses.store import Stored
+from server.openai.structured import Format
 from worker.deltas import Delta, Part, TokenLogprob
 from worker.protocol import Chat, GenerationInput
 
@@ -79,11 +80,8 @@ class ResponseReply(Reply):
         """What was open is closed without its last events."""
         code = "invalid_prompt" if error.code == "invalid_value" else "server_error"
         self.document["error"] = {"code": code, "message": str(error)}
-        self._break_off("failed")
+        self.break_off("failed")
         return iter(())
-
-    def cancel(self) -> None:
-        self._break_off("cancelled")
 
     def whole(self, deltas: Sequence[Delta]) -> Document:
         for delta in deltas:
@@ -102,7 +100,7 @@ class ResponseReply(Reply):
     def _event(self, name: str) -> Document:
         return {"type": f"response.{name}", "response": self.document}
 
-    def _break_off(self, status: str) -> None:
+    def break_off(self, status: Literal["failed", "cancelled"]) -> None:
         consume(self.output.end("incomplete"))
         self._end(status)
 
@@ -228,7 +226,8 @@ def consume(events: Iterator[Document]) -> None:
 def _blank(request: ResponseRequest) -> Document:
     """All fields of the API, before anything was said. Unset sampling is the checkpoint's."""
     choice, reasoning, text = request.tool_choice, request.reasoning, request.text
-    format = text.format if text else None
+    format = text.format if text and text.format else Format("text")
+    described = format if format.type == "json_schema" else {"type": format.type}
     return {
         "id": "resp_" + secrets.token_hex(24),
         "object": "response",
@@ -255,7 +254,7 @@ def _blank(request: ResponseRequest) -> Document:
         "store": request.stored,
         "temperature": request.temperature,
         "text": {
-            "format": format.document() if format else {"type": "text"},
+            "format": msgspec.to_builtins(described),
             "verbosity": text.verbosity if text else None,
         },
         "tool_choice": "auto" if choice is None else msgspec.to_builtins(choice),

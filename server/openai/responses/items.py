@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 from batching.errors import InvalidInput
 from server.http.errors import HttpError
 from server.http.json import Document
-from server.openai.messages import CalledFunction, Message, Part, ToolCall, required
+from server.openai.messages import CalledFunction, Message, Part, ToolCall, one_of, required
 
 PREFIXES = {
     "message": "msg_",
@@ -84,22 +84,13 @@ class Item(Struct):
                 unknown = f"{path}.id: there is no stored item {id[:100]!r}"
                 raise HttpError(404, unknown, f"{path}.id")
             return stored[id]
-        if kind not in PREFIXES:
-            known = f"must be one of {', '.join(NEEDS)}, not {kind[:50]!r}"
-            raise InvalidInput.at(f"{path}.type", known)
-        made = {
-            "message": self._message,
-            "reasoning": self._reasoning,
-            "function_call": self._call,
-            "function_call_output": self._output,
-        }[kind](path)
+        one_of([*NEEDS], kind, f"{path}.type")
+        made: Document = getattr(self, f"_{kind}")(path)
         return {"id": self.id or new_id(kind), "type": kind, "status": "completed", **made}
 
     def _message(self, path: str) -> Document:
         role = required(self.role, f"{path}.role")
-        if role not in ROLES:
-            known = f"must be one of {', '.join(ROLES)}, not {role[:50]!r}"
-            raise InvalidInput.at(f"{path}.role", known)
+        one_of(ROLES, role, f"{path}.role")
         texts = _texts(self.content, f"{path}.content", MESSAGE_PARTS)
         if not texts:
             raise InvalidInput.at(f"{path}.content", "must not be empty")
@@ -116,11 +107,11 @@ class Item(Struct):
             "content": _parts("reasoning_text", filter(None, content)),
         }
 
-    def _call(self, path: str) -> Document:
+    def _function_call(self, path: str) -> Document:
         names = NEEDS["function_call"]
         return {name: required(getattr(self, name), f"{path}.{name}") for name in names}
 
-    def _output(self, path: str) -> Document:
+    def _function_call_output(self, path: str) -> Document:
         call_id = required(self.call_id, f"{path}.call_id")
         parts = _parts("input_text", _texts(self.output, f"{path}.output", ("input_text",)))
         output = self.output if isinstance(self.output, str) else parts

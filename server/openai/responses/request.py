@@ -7,7 +7,7 @@ from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
 from server.http.json import Document
-from server.openai.messages import FILLED, Message
+from server.openai.messages import FILLED, Message, one_of
 from server.openai.params import Count, Effort, Filled, GenerationRequest, TopLogprobs
 from server.openai.responses.items import FULL_ITEM, Item, messages
 from server.openai.structured import Format
@@ -100,9 +100,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         self.refuse_unimplemented(document)
         super().check(document)
         for n, name in enumerate(self.include or ()):
-            if name not in INCLUDABLE:
-                known = f"must be one of {', '.join(INCLUDABLE)}, not {name[:50]!r}"
-                raise InvalidInput.at(f"include[{n}]", known)
+            one_of(INCLUDABLE, name, f"include[{n}]")
         if self.top_logprobs and self.logprobs is None:
             raise InvalidInput.at("top_logprobs", f"goes with {LOGPROBS} in include only")
         if self.background and not self.stored:
