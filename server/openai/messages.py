@@ -18,28 +18,20 @@ T = TypeVar("T")
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PARTS = ("text", "refusal")
-# For the OpenAPI document: what a part and a message need, beyond their fields' types.
-FULL_PART = Meta(
-    extra_json_schema={
-        "anyOf": [
-            {"properties": {"type": {"const": kind}, kind: {"type": "string"}}, "required": [kind]}
-            for kind in PARTS
-        ]
-    }
+
+
+def any_of(*needs: tuple[Document, list[str]]) -> Meta:
+    """For the OpenAPI document: properties and which of them are required, beyond their types."""
+    each = [{"properties": properties, "required": names} for properties, names in needs]
+    return Meta(extra_json_schema={"anyOf": each})
+
+
+FULL_PART = any_of(
+    *(({"type": {"const": kind}, kind: {"type": "string"}}, [kind]) for kind in PARTS)
 )
-FULL_MESSAGE = Meta(
-    extra_json_schema={
-        "anyOf": [
-            {"properties": {"content": {"type": ["string", "array"]}}, "required": ["content"]},
-            {
-                "properties": {
-                    "role": {"const": "assistant"},
-                    "tool_calls": {"type": "array", "minItems": 1},
-                },
-                "required": ["tool_calls"],
-            },
-        ]
-    }
+CALLING = {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}}
+FULL_MESSAGE = any_of(
+    ({"content": {"type": ["string", "array"]}}, ["content"]), (CALLING, ["tool_calls"])
 )
 FILLED = Meta(extra_json_schema={"minItems": 1})
 
@@ -61,8 +53,6 @@ class Part(Struct):
 
 class ContentPart(Part):
     type: Annotated[str, Meta(extra_json_schema={"enum": PARTS})]
-    text: str | None = None
-    refusal: str | None = None
 
 
 class CalledFunction(Struct):

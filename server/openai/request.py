@@ -108,7 +108,7 @@ class GenerationEndpoint(ABC, Generic[R]):
     async def answer(
         self, scope: Scope, receive: Receive, send: Send, reply: R, deadlines: Deadlines
     ) -> None:
-        stream = self.submit(reply, deadlines)
+        stream = TokenStream(self.engine, reply.payloads, deadlines, reply.usage)
         self.engine.loop.create_task(abort_on_disconnect(receive, stream.items))
         try:
             if reply.streams:
@@ -119,9 +119,6 @@ class GenerationEndpoint(ABC, Generic[R]):
                 await send_json(send, document)
         finally:
             stream.close()
-
-    def submit(self, reply: R, deadlines: Deadlines) -> TokenStream:
-        return TokenStream(self.engine, reply.payloads, deadlines, reply.usage)
 
     def failed(self, error: Exception, scope: Scope) -> HttpError:
         """Counts a failure; its envelope."""

@@ -14,11 +14,8 @@ from server.openai.messages import one_of
 from worker.protocol import Constraint
 
 ANY_OBJECT = {"type": "object"}
-NULL = Meta(extra_json_schema={"type": "null"})  # refused; for the OpenAPI document
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 FORMATS = ("text", "json_object", "json_schema")
-
-
 FormatType = Annotated[str, Meta(extra_json_schema={"enum": FORMATS})]
 
 
@@ -63,8 +60,6 @@ class StructuredOutputs(Struct):
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    whitespace_pattern: Annotated[Any, NULL] = None
-    structural_tag: Annotated[Any, NULL] = None
 
 
 def constraint_of(
@@ -72,7 +67,13 @@ def constraint_of(
 ) -> Constraint | None:
     """None: free text. InvalidInput for what makes no sense, or is asked for twice; `path` is what
     errors call the format."""
-    first, second = _of_format(path, format), _of_structured(structured)
+    first = second = None
+    if format is not None and format.type != "text":
+        one_of(FORMATS, format.type, f"{path}.type")
+        below, schema = format.schema_asked()
+        first = _json(schema, path + below)
+    if structured is not None:
+        second = _of_structured(structured)
     if first and second:
         raise InvalidInput.at("structured_outputs", f"excludes {path}")
     return first or second
@@ -86,17 +87,7 @@ def check_depth(schema: Document | None, path: str) -> None:
         raise InvalidInput.at(path, "is nested too deeply") from None
 
 
-def _of_format(path: str, format: ResponseFormat | Format | None) -> Constraint | None:
-    if format is None or format.type == "text":
-        return None
-    one_of(FORMATS, format.type, f"{path}.type")
-    below, schema = format.schema_asked()
-    return _json(schema, path + below)
-
-
-def _of_structured(structured: StructuredOutputs | None) -> Constraint | None:
-    if structured is None:
-        return None
+def _of_structured(structured: StructuredOutputs) -> Constraint:
     given = {name: value for name in KINDS if (value := getattr(structured, name)) is not None}
     if structured.json_object is False:
         del given["json_object"]

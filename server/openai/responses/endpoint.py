@@ -117,8 +117,8 @@ class Responses(GenerationEndpoint[ResponseReply]):
     ) -> None:
         if not reply.background:
             return await super().answer(scope, receive, send, reply, deadlines)
-        # It begins when there is time for it.
-        stream = self.submit(reply, replace(deadlines, first=math.inf))
+        deadlines = replace(deadlines, first=math.inf)  # it begins when there is time for it
+        stream = TokenStream(self.engine, reply.payloads, deadlines, reply.usage)
         task = self.engine.loop.create_task(self._run(scope, reply, stream))
         self.jobs[reply.id] = Job(reply, stream.items, task)
         await send_json(send, reply.document)

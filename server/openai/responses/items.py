@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 from batching.errors import InvalidInput
 from server.http.errors import HttpError
 from server.http.json import Document
-from server.openai.messages import CalledFunction, Message, Part, ToolCall, one_of, required
+from server.openai.messages import CalledFunction, Message, Part, ToolCall, any_of, one_of, required
 
 PREFIXES = {
     "message": "msg_",
@@ -34,20 +34,15 @@ ROLES = ("user", "assistant", "system", "developer")
 MESSAGE_PARTS = ("input_text", "output_text", "refusal")
 # For the OpenAPI document: what an item needs, beyond its fields' types. A type may be left out
 # where `Item.document` tells it from other fields.
-FULL_ITEM = Meta(
-    extra_json_schema={
-        "anyOf": [
-            {
-                "properties": {
-                    "type": {"enum": [kind, *untyped]},
-                    **{name: {"not": {"type": "null"}} for name in needs},
-                },
-                "required": [*needs, *([] if untyped else ["type"])],
-            }
-            for kind, needs in NEEDS.items()
-            for untyped in [[None] if kind in ("message", "item_reference") else []]
-        ]
-    }
+UNTYPED = ("message", "item_reference")
+THERE = {"not": {"type": "null"}}
+FULL_ITEM = any_of(
+    *(
+        ({"type": {"enum": [kind, None]}, **dict.fromkeys(needs, THERE)}, [*needs])
+        if kind in UNTYPED
+        else ({"type": {"enum": [kind]}, **dict.fromkeys(needs, THERE)}, [*needs, "type"])
+        for kind, needs in NEEDS.items()
+    )
 )
 
 

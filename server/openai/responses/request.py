@@ -35,8 +35,6 @@ class Reasoning(Struct):
     effort: Effort | None = None
     summary: Summary | None = None
     generate_summary: Summary | None = None
-    context: Any = None
-    mode: Any = None
 
 
 class ResponseRequest(GenerationRequest, kw_only=True):
