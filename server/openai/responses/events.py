@@ -251,7 +251,7 @@ def _blank(request: ResponseRequest) -> Document:
         },
         "safety_identifier": request.safety_identifier,
         "service_tier": "default",
-        "store": request.stored,
+        "store": request.store is not False,
         "temperature": request.temperature,
         "text": {
             "format": msgspec.to_builtins(described),

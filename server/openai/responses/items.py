@@ -7,7 +7,7 @@ message. This model takes text only, so that other items and parts are refused b
 """
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -86,20 +86,20 @@ class Item(Struct):
     def _message(self, path: str) -> Document:
         role = required(self.role, f"{path}.role")
         one_of(ROLES, role, f"{path}.role")
-        texts = _texts(self.content, f"{path}.content", MESSAGE_PARTS)
-        if not texts:
+        content = _parts(self.content, f"{path}.content", MESSAGE_PARTS)
+        if not content:
             raise InvalidInput.at(f"{path}.content", "must not be empty")
-        if role != "assistant":
-            return {"role": role, "content": _parts("input_text", texts)}
-        nothing: Document = {"annotations": [], "logprobs": []}
-        return {"role": role, "content": [each | nothing for each in _parts("output_text", texts)]}
+        if role == "assistant":
+            output: Document = {"type": "output_text", "annotations": [], "logprobs": []}
+            content = [part | output for part in content]
+        return {"role": role, "content": content}
 
     def _reasoning(self, path: str) -> Document:
-        summary = _texts(self.summary or "", f"{path}.summary", ("summary_text",))
-        content = _texts(self.content or "", f"{path}.content", ("reasoning_text",))
+        summary = _parts(self.summary or [], f"{path}.summary", ("summary_text",))
+        content = _parts(self.content or [], f"{path}.content", ("reasoning_text",))
         return {
-            "summary": _parts("summary_text", filter(None, summary)),
-            "content": _parts("reasoning_text", filter(None, content)),
+            "summary": [part for part in summary if part["text"]],
+            "content": [part for part in content if part["text"]],
         }
 
     def _function_call(self, path: str) -> Document:
@@ -108,9 +108,11 @@ class Item(Struct):
 
     def _function_call_output(self, path: str) -> Document:
         call_id = required(self.call_id, f"{path}.call_id")
-        parts = _parts("input_text", _texts(self.output, f"{path}.output", ("input_text",)))
-        output = self.output if isinstance(self.output, str) else parts
-        return {"call_id": call_id, "output": output}
+        parts = _parts(self.output, f"{path}.output", ("input_text",))
+        return {
+            "call_id": call_id,
+            "output": self.output if isinstance(self.output, str) else parts,
+        }
 
 
 def documents(
@@ -173,23 +175,20 @@ def _of_others(item: Document, names: dict[str, str], path: str) -> Message:
     call_id = item["call_id"]
     if call_id not in names:
         raise InvalidInput.at(path, "no function_call before it has this call_id")
-    output = item["output"]
-    text = output if isinstance(output, str) else _joined(output)
-    return Message("tool", text, name=names[call_id], tool_call_id=call_id)
+    return Message("tool", _joined(item["output"]), name=names[call_id], tool_call_id=call_id)
 
 
-def _joined(parts: list[Document]) -> str:
-    return "\n".join(part["text"] for part in parts)
+def _joined(parts: str | list[Document]) -> str:
+    return parts if isinstance(parts, str) else "\n".join(part["text"] for part in parts)
 
 
-def _parts(kind: str, texts: Iterable[str]) -> list[Document]:
-    return [{"type": kind, "text": text} for text in texts]
-
-
-def _texts(given: Parts | None, path: str, kinds: Sequence[str]) -> list[str]:
+def _parts(given: Parts | None, path: str, kinds: Sequence[str]) -> list[Document]:
+    """As the first of the kinds that they may be of."""
     if given is None:
         raise InvalidInput.at(path, "is required")
     if isinstance(given, str):
-        return [given]
-    prefix = f"must be {' or '.join(kinds)}: "
-    return [part.read(f"{path}[{n}]", kinds, prefix) for n, part in enumerate(given)]
+        texts = [given]
+    else:
+        prefix = f"must be {' or '.join(kinds)}: "
+        texts = [part.read(f"{path}[{n}]", kinds, prefix) for n, part in enumerate(given)]
+    return [{"type": kinds[0], "text": text} for text in texts]

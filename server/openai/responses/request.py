@@ -82,10 +82,6 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         return "max_output_tokens", self.max_output_tokens
 
     @property
-    def stored(self) -> bool:
-        return self.store is not False
-
-    @property
     def logprobs(self) -> int | None:
         """Of how many likely tokens; None: not even of the chosen one."""
         return (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
@@ -101,7 +97,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
             one_of(INCLUDABLE, name, f"include[{n}]")
         if self.top_logprobs and self.logprobs is None:
             raise InvalidInput.at("top_logprobs", f"goes with {LOGPROBS} in include only")
-        if self.background and not self.stored:
+        if self.background and self.store is False:
             raise InvalidInput.at("background", "excludes store: false")
         if self.background and self.stream:
             raise InvalidInput.at("stream", "is not implemented with background: true")
