@@ -95,12 +95,11 @@ class GenerationRequest(Struct, kw_only=True):
 
     def refuse_unimplemented(self, document: Document) -> None:
         for path, harmless in self.unimplemented.items():
-            field, _, below = path.partition(".")
-            value = document.get(field)
-            if value is not None and below:
-                value = value.get(below)
-            asks = not any(type(value) is type(each) and value == each for each in harmless)
-            if value is not None and asks:
+            value: Any = document
+            for key in path.split("."):
+                value = None if value is None else value.get(key)
+            # False is not 0
+            if value is not None and (type(value), value) not in [(type(x), x) for x in harmless]:
                 raise InvalidInput.at(path, "is not implemented here, leave it out")
 
     def _input(

@@ -108,14 +108,9 @@ class Responses(GenerationEndpoint[ResponseReply]):
         return [item for turn in turns for item in (*turn.input, *turn.response["output"])]
 
     async def answer(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        reply: ResponseReply,
-        deadlines: Deadlines,
+        self, scope: Scope, receive: Receive, send: Send, reply: ResponseReply, deadlines: Deadlines
     ) -> None:
-        if not reply.background:
+        if not reply.payloads[0].background:
             return await super().answer(scope, receive, send, reply, deadlines)
         deadlines = replace(deadlines, first=math.inf)  # it begins when there is time for it
         stream = TokenStream(self.engine, reply.payloads, deadlines, reply.usage)

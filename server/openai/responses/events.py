@@ -24,7 +24,7 @@ from server.openai.responses.items import new_id
 from server.openai.responses.request import ResponseRequest
 from server.openai.responses.store import Stored
 from server.openai.structured import Format
-from worker.deltas import Delta, Part, TokenLogprob
+from worker.deltas import Delta, TokenLogprob
 from worker.protocol import Chat, GenerationInput
 
 Ending = Literal["completed", "incomplete"]
@@ -51,7 +51,6 @@ class ResponseReply(Reply):
     ) -> None:
         super().__init__([payload], bool(request.stream))
         assert isinstance(payload.prompt, Chat)
-        self.background = payload.background
         self.output = ResponseOutput(call_id, payload.prompt.calls)
         self.document = _blank(request) | {"output": self.output.items}
         self.id = str(self.document["id"])
@@ -135,24 +134,20 @@ class ResponseOutput:
     def add(self, delta: Delta) -> Iterator[Document]:
         self._logprobs += delta.logprobs
         for part in delta.parts:
-            yield from self._add(part)
+            kind = ITEM_TYPES[part.kind]
+            if self._open is None or self._open["type"] != kind or part.name is not None:
+                yield from self._close("completed")
+                yield from self._begin(kind, part.name or "")
+            if part.text:
+                self._texts.append(part.text)
+                self._unscored += len(part.text)
+                yield self._delta(self.items[-1], part.text)
 
     def end(self, status: Ending) -> Iterator[Document]:
         """Close what is open. What ended with nothing said is an empty message."""
         if status == "completed" and not self.items:
             yield from self._begin("message")
         yield from self._close(status)
-
-    def _add(self, part: Part) -> Iterator[Document]:
-        kind = ITEM_TYPES[part.kind]
-        if self._open is None or self._open["type"] != kind or part.name is not None:
-            yield from self._close("completed")
-            yield from self._begin(kind, part.name or "")
-        if part.text:
-            self._texts.append(part.text)
-            self._unscored += len(part.text)
-            assert self._open is not None
-            yield self._delta(self._open, part.text)
 
     def _begin(self, kind: str, name: str = "") -> Iterator[Document]:
         item: Document = {"id": new_id(kind), "type": kind, "status": "in_progress"}
