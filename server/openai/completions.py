@@ -53,7 +53,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
             raise InvalidInput.at("prompt", many)
         asked = self._input("", self.logprobs, echo=bool(self.echo))
         if self.max_tokens == 0:
-            asked = replace(asked, constraint=None)  # nothing is said
+            asked = replace(asked, constraint=None)  # no text is generated
         return [
             replace(asked, prompt=prompt, first_choice=number * n, param=path)
             for number, (path, prompt) in enumerate(prompts.items())

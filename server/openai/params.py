@@ -76,12 +76,12 @@ class GenerationRequest(Struct, kw_only=True):
 
     @property
     def limit(self) -> tuple[str, int | None]:
-        """The field that bounds the tokens of an answer, and what it says."""
+        """The field that bounds the tokens of an answer, and its value."""
         return "max_tokens", self.max_tokens
 
     @property
     def format(self) -> tuple[str, ResponseFormat | Format | None]:
-        """The field that asks for a form of the answer, and what it says."""
+        """The field that asks for a form of the answer, and its value."""
         return "response_format", self.response_format
 
     def check(self, document: Document) -> None:

@@ -95,7 +95,7 @@ class GenerationEndpoint(ABC, Generic[R]):
         """What is asked for; raises InvalidInput. In a pool thread if the body is large."""
 
     async def keep(self, reply: R) -> bool:
-        """Store an answer before its end is told, so that whoever hears of it can build on it."""
+        """Store an answer before its last event is sent, so that a client can build on it."""
         return False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -22,7 +22,7 @@ FormatType = Annotated[str, Meta(extra_json_schema={"enum": FORMATS})]
 class JsonSchema(Struct):
     name: str | None = None
     description: str | None = None
-    strict: bool | None = None  # it is held to in any case
+    strict: bool | None = None  # it is enforced in any case
     schema: dict[str, Any] | None = None
 
 
@@ -80,7 +80,7 @@ def constraint_of(
 
 
 def check_depth(schema: Document | None, path: str) -> None:
-    """JSON that is read may be nested deeper than what is written, and this is told again."""
+    """JSON may be parsed that is nested too deeply to be written, and this is sent back."""
     try:
         orjson.dumps([[[[[[schema]]]]]])  # at least as deep as it lies in an event
     except orjson.JSONEncodeError:

@@ -22,7 +22,7 @@ from server.openai.tools import Tools
 from server.settings import Settings
 from worker.protocol import Chat, Generator
 
-THREADS = 2  # a long text holds up its own kind, not what is being generated
+THREADS = 2  # a long text delays other texts here, not what is being generated
 
 
 class TokenizeRequest(Struct):

@@ -130,7 +130,7 @@ class Responses(GenerationEndpoint[ResponseReply]):
         finally:
             stream.close()
         try:
-            if not await self.keep(reply):  # nobody has been given it
+            if not await self.keep(reply):  # the client has no other way to it
                 await anyio.to_thread.run_sync(self.unstored.put, reply.stored)
         finally:
             del self.jobs[reply.id]

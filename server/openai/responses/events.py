@@ -39,7 +39,7 @@ TEXT_EVENTS = {
 
 
 class ResponseReply(Reply):
-    """`items` are the request's own. One that failed has the error `invalid_prompt`, if the
+    """`items` are the request's input. One that failed has the error `invalid_prompt`, if the
     request was wrong, or `server_error`."""
 
     def __init__(
@@ -144,7 +144,7 @@ class ResponseOutput:
                 yield self._delta(self.items[-1], part.text)
 
     def end(self, status: Ending) -> Iterator[Document]:
-        """Close what is open. What ended with nothing said is an empty message."""
+        """Close what is open. An answer without any text is an empty message."""
         if status == "completed" and not self.items:
             yield from self._begin("message")
         yield from self._close(status)
@@ -219,7 +219,7 @@ def consume(events: Iterator[Document]) -> None:
 
 
 def _blank(request: ResponseRequest) -> Document:
-    """All fields of the API, before anything was said. Unset sampling is the checkpoint's."""
+    """All fields of the API, before anything is generated. Unset sampling is the checkpoint's."""
     choice, reasoning, text = request.tool_choice, request.reasoning, request.text
     format = text.format if text and text.format else Format("text")
     described = format if format.type == "json_schema" else {"type": format.type}

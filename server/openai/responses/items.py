@@ -2,7 +2,7 @@
 
     Item  --document-->  what is stored and listed  --messages-->  what the chat template reads
 
-An assistant's reasoning, text and calls are items of their own; a template wants them as one
+An assistant's reasoning, text and calls are separate items; a template takes them as one
 message. This model takes text only, so that other items and parts are refused by name.
 """
 
@@ -133,7 +133,7 @@ def documents(
 
 
 def messages(before: Sequence[Document], items: Sequence[Document]) -> list[Message]:
-    """The conversation: what came before, then a request's own items."""
+    """The conversation: what came before, then a request's items."""
     made: list[Message] = []
     names: dict[str, str] = {}  # of the functions called, by call_id
     for n, item in enumerate((*before, *items), start=-len(before)):
@@ -151,7 +151,7 @@ def messages(before: Sequence[Document], items: Sequence[Document]) -> list[Mess
             turn.tool_calls = [*(turn.tool_calls or ()), ToolCall(called, item["call_id"])]
     for message in made:
         if message.content is None and not message.tool_calls:
-            message.content = ""  # thought, and cut off before a word was said
+            message.content = ""  # reasoning, cut off before any text
     return made
 
 

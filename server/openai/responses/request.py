@@ -105,7 +105,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
     def generation_input(
         self, before: Sequence[Document], items: Sequence[Document]
     ) -> GenerationInput:
-        """Of a checked request, what came before in its conversation, and its own items."""
+        """Of a checked request, what came before in its conversation, and its items."""
         conversation = messages(before, items)
         if self.instructions is not None:
             conversation.insert(0, Message("system", self.instructions))

@@ -1,7 +1,7 @@
 """Stored responses, by id: what `GET /v1/responses/{id}` and `previous_response_id` look up.
 
 One sqlite database, in memory or in a file. It is bounded: what was stored or built upon longest
-ago goes first. A conversation is a chain of responses, each with its own input, so that a turn
+ago goes first. A conversation is a chain of responses, each with its input alone, so that a turn
 costs as much room as it adds. Methods block; call them in a pool thread.
 """
 
