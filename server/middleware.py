@@ -20,7 +20,6 @@ from batching.errors import ClientGone, QueueFull
 from server.engine import Engine
 from server.http.errors import HttpError, as_http_error
 from server.http.json import to_json
-from server.metrics import Metrics
 from server.settings import Settings
 
 BODIES = 16  # of MAX_BODY_MB each may be there at a time
@@ -34,13 +33,13 @@ class Middleware:
     """`routes` answers or raises. Starlette, too, wants to find the app in the scope."""
 
     def __init__(
-        self, routes: ASGIApp, paths: set[str], settings: Settings, engine: Engine, metrics: Metrics
+        self, routes: ASGIApp, paths: set[str], settings: Settings, engine: Engine
     ) -> None:
         self.routes = routes
         self.paths = paths  # requests elsewhere are counted together
         self.settings = settings
         self.engine = engine
-        self.metrics = metrics
+        self.metrics = engine.metrics
         self.keys = [key.encode() for key in settings.api_keys]
         self.max_body = int(settings.max_body_mb * 1_000_000)
         self.body_bytes = 0  # of all requests that are not answered

@@ -119,21 +119,22 @@ OPERATIONS: Mapping[str, Operation] = {
 }
 
 
-def route(settings: Settings, task: str, others: Sequence[Route]) -> Route:
+def route(settings: Settings, others: Sequence[Route]) -> Route:
     """Serves the document of the other routes and itself."""
 
     async def answer(request: Request) -> bytes:
         return content
 
     made = Route(PATH, JsonEndpoint(answer), methods=["GET"])
-    content = to_json(document(settings, task, [*others, made]))
+    content = to_json(document(settings, [*others, made]))
     return made
 
 
-def document(settings: Settings, task: str, routes: Sequence[Route]) -> dict[str, Any]:
+def document(settings: Settings, routes: Sequence[Route]) -> dict[str, Any]:
     mounted = {f"{method} {each.path_format}" for each in routes for method in each.methods or ()}
-    table = {"POST /": pipeline(task), **OPERATIONS}
-    operations = {key: each for key, each in table.items() if key in mounted}
+    operations = {key: each for key, each in OPERATIONS.items() if key in mounted}
+    if "POST /" in mounted:
+        operations["POST /"] = pipeline(settings.pipeline_task)
     keyed = bool(settings.api_keys)
     paths: dict[str, dict[str, Any]] = {}
     for key, each in operations.items():
@@ -247,10 +248,7 @@ def _schemas(operations: Iterable[Operation]) -> dict[str, Any]:
 def _errors() -> dict[str, Any]:
     made: dict[str, Any] = {}
     for status, meaning in ERRORS.items():
-        made[f"Error{status}"] = {
-            "description": meaning,
-            "content": _content(answers.Error),
-        }
+        made[f"Error{status}"] = {"description": meaning, "content": _content(answers.Error)}
         if name := ERROR_HEADERS.get(status):
             made[f"Error{status}"]["headers"] = {name: {"schema": {"type": "string"}}}
     return made
