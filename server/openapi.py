@@ -23,9 +23,9 @@ from server.http.json import JsonEndpoint, to_json
 from server.middleware import OPEN_PATHS
 from server.openai.chat import ChatRequest
 from server.openai.completions import CompletionRequest
-from server.openai.models import LoadRequest
+from server.openai.models import LoadRequest, Model, ModelList
 from server.openai.responses.request import ResponseRequest
-from server.openai.tokenize import DetokenizeRequest, TokenizeRequest
+from server.openai.tokenize import DetokenizeRequest, Prompt, TokenizeRequest, Tokens
 from server.settings import Settings
 from worker.tasks import TASKS, Task
 
@@ -98,14 +98,12 @@ OPERATIONS: Mapping[str, Operation] = {
     "POST /v1/responses/{id}/cancel": Operation(
         "End a response that runs in the background", answers.Response, errors=[400, 404]
     ),
-    "GET /v1/models": Operation("The language model", answers.ModelList, errors=[503]),
-    "GET /v1/models/{id}": Operation("A model by its name", answers.Model, errors=[404, 503]),
+    "GET /v1/models": Operation("The language model", ModelList, errors=[503]),
+    "GET /v1/models/{id}": Operation("A model by its name", Model, errors=[404, 503]),
     "POST /tokenize": Operation(
-        "The token ids of a text or a conversation", answers.Tokens, TokenizeRequest, [404]
+        "The token ids of a text or a conversation", Tokens, TokenizeRequest, [404]
     ),
-    "POST /detokenize": Operation(
-        "The text of token ids", answers.Prompt, DetokenizeRequest, [404]
-    ),
+    "POST /detokenize": Operation("The text of token ids", Prompt, DetokenizeRequest, [404]),
     "POST /load_model": Operation(
         "An event that says that the model is ready",
         {EVENTS: {"description": "One event, a JSON object."}},
@@ -132,9 +130,8 @@ def route(settings: Settings, others: Sequence[Route]) -> Route:
 
 def document(settings: Settings, routes: Sequence[Route]) -> dict[str, Any]:
     mounted = {f"{method} {each.path_format}" for each in routes for method in each.methods or ()}
-    operations = {key: each for key, each in OPERATIONS.items() if key in mounted}
-    if "POST /" in mounted:
-        operations["POST /"] = pipeline(settings.pipeline_task)
+    table = {"POST /": pipeline(settings.pipeline_task), **OPERATIONS}
+    operations = {key: each for key, each in table.items() if key in mounted}
     keyed = bool(settings.api_keys)
     paths: dict[str, dict[str, Any]] = {}
     for key, each in operations.items():
@@ -171,49 +168,46 @@ def _inputs(task: Task) -> Schema:
     elif task.kind == "json":
         one = {"type": "object", "required": list(task.json_keys)}
     checks = {name: {"description": check.words} for name, check in task.parameters.items()}
-    parameters: Schema = {
+    closed: Schema = {
         "type": "object",
         "properties": checks,
         "additionalProperties": False,
         "required": list(task.required),
     }
-    if not task.required:
-        parameters = {"anyOf": [parameters, {"type": "null"}]}
-    inputs = {"anyOf": [one, {"type": "array", "items": one, "minItems": 1}]}
-    return {
-        "type": "object",
-        "properties": {"inputs": inputs, "parameters": parameters},
-        "required": ["inputs", *(["parameters"] if task.required else [])],
+    properties = {
+        "inputs": {"anyOf": [one, {"type": "array", "items": one, "minItems": 1}]},
+        "parameters": closed if task.required else {"anyOf": [closed, {"type": "null"}]},
     }
+    required = ["inputs", "parameters"] if task.required else ["inputs"]
+    return {"type": "object", "properties": properties, "required": required}
 
 
 def _described(method: str, path: str, operation: Operation, keyed: bool) -> dict[str, Any]:
     content = _content(operation.answer)
     if operation.stream:
         content[EVENTS] = {"schema": {"description": operation.stream}}
-    responses = {"200": {"description": "The answer", "content": content}}
-    errors = {405, 500, *operation.errors, *([401] if keyed else [])}
     made: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", method.lower() + path).strip("_"),
         "summary": operation.summary,
-        "responses": responses,
+        "responses": {"200": {"description": "The answer", "content": content}},
     }
-    if operation.request:
-        errors |= OF_A_BODY
-        made["requestBody"] = {"required": True, "content": _content(operation.request)}
-    for status in sorted(errors):
-        responses[str(status)] = {"$ref": f"{COMPONENTS}/responses/Error{status}"}
     parameters: list[Schema] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in re.findall(r"\{(\w+)\}", path)
     ]
-    parameters += [
-        {"name": n, "in": "query", "schema": each} for n, each in operation.query.items()
-    ]
+    for name, schema in operation.query.items():
+        parameters.append({"name": name, "in": "query", "schema": schema})
     if parameters:
         made["parameters"] = parameters
+    errors = {405, 500, *operation.errors}
+    if operation.request:
+        errors |= OF_A_BODY
+        made["requestBody"] = {"required": True, "content": _content(operation.request)}
     if keyed:
+        errors.add(401)
         made["security"] = [{"bearer": []}]
+    for status in sorted(errors):
+        made["responses"][str(status)] = {"$ref": f"{COMPONENTS}/responses/Error{status}"}
     return made
 
 
@@ -226,9 +220,8 @@ def _content(body: type[Struct] | Body) -> dict[str, Any]:
 
 def _schemas(operations: Iterable[Operation]) -> dict[str, Any]:
     """Of the operations' structs and those within, by name."""
-    bodies = [body for each in operations for body in (each.request, each.answer)]
-    kinds: list[type[Struct]] = [answers.Error]
-    kinds += [body for body in bodies if isinstance(body, type)]
+    bodies = [answers.Error, *(body for each in operations for body in (each.request, each.answer))]
+    kinds = [body for body in bodies if isinstance(body, type)]
     template = COMPONENTS + "/schemas/{name}"
     _, schemas = msgspec.json.schema_components(kinds, ref_template=template)
     for kind in kinds:
