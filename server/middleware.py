@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from batching.errors import ClientGone, QueueFull
 from server.engine import Engine
 from server.http.errors import HttpError, as_http_error
-from server.http.json import to_json
+from server.http.json import send_json, to_json
 from server.settings import Settings
 
 BODIES = 16  # of MAX_BODY_MB each may be there at a time
@@ -107,7 +107,7 @@ class Middleware:
                 self.metrics.failed(answer.kind)
             if "begun" not in scope:
                 with contextlib.suppress(ClientGone):
-                    await answer.send(send)
+                    await send_json(send, answer.document, answer.status, answer.headers)
             elif not isinstance(error, ClientGone):
                 raise  # half an answer must not look like a whole one
 

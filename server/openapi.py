@@ -138,7 +138,13 @@ def document(settings: Settings, routes: Sequence[Route]) -> dict[str, Any]:
         method, path = key.split()
         described = _described(method, path, each, keyed and path not in OPEN_PATHS)
         paths.setdefault(path, {})[method.lower()] = described
-    components = {"schemas": _schemas(operations.values()), "responses": _errors()}
+    errors: dict[str, Any] = {
+        f"Error{status}": {"description": meaning, "content": _content(answers.Error)}
+        for status, meaning in ERRORS.items()
+    }
+    for status, name in ERROR_HEADERS.items():
+        errors[f"Error{status}"]["headers"] = {name: {"schema": {"type": "string"}}}
+    components = {"schemas": _schemas(operations.values()), "responses": errors}
     if keyed:
         components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
     return {
@@ -236,12 +242,3 @@ def _schemas(operations: Iterable[Operation]) -> dict[str, Any]:
                 "enum": [None, *harmless],
             }
     return dict(sorted(schemas.items()))
-
-
-def _errors() -> dict[str, Any]:
-    made: dict[str, Any] = {}
-    for status, meaning in ERRORS.items():
-        made[f"Error{status}"] = {"description": meaning, "content": _content(answers.Error)}
-        if name := ERROR_HEADERS.get(status):
-            made[f"Error{status}"]["headers"] = {name: {"schema": {"type": "string"}}}
-    return made

@@ -43,26 +43,20 @@ class Deadlines:
     whole: float  # until it has ended
 
 
-def deadlines_of(headers: Headers, settings: Settings) -> Deadlines:
-    """The header X-Request-Timeout-Ms may only shorten the setting."""
-    now, given = time.monotonic(), headers.get(b"x-request-timeout-ms")
-    if given is None:
-        return Deadlines(now + settings.request_timeout_s, math.inf)
-    if not given.isdigit() or len(given) > 10 or not int(given):
-        raise InvalidInput("must be a positive whole number", "X-Request-Timeout-Ms")
-    whole_s = int(given) / 1000
-    return Deadlines(now + min(settings.request_timeout_s, whole_s), now + whole_s)
-
-
 async def read_request(
     scope: Scope, receive: Receive, settings: Settings, engine: Engine
 ) -> tuple[Headers, bytes, Deadlines]:
     """How every POST begins: its headers by name, its whole body, its time limits.
 
-    Raises InvalidInput (400) for a time limit that is none, Draining (503) before the body is
-    read, and what `read_body` raises."""
-    headers = dict(scope["headers"])
-    deadlines = deadlines_of(headers, settings)
+    The header X-Request-Timeout-Ms may only shorten the setting. Raises InvalidInput (400) where
+    it is no time, Draining (503) before the body is read, and what `read_body` raises."""
+    headers, now = dict(scope["headers"]), time.monotonic()
+    whole = math.inf
+    if (given := headers.get(b"x-request-timeout-ms")) is not None:
+        if not given.isdigit() or len(given) > 10 or not int(given):
+            raise InvalidInput("must be a positive whole number", "X-Request-Timeout-Ms")
+        whole = now + int(given) / 1000
+    deadlines = Deadlines(min(now + settings.request_timeout_s, whole), whole)
     if engine.draining:
         raise Draining("the server is stopping", 5)
     return headers, await read_body(receive, headers, settings, deadlines.first), deadlines

@@ -11,10 +11,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 from starlette.exceptions import HTTPException
-from starlette.types import Scope, Send
+from starlette.types import Scope
 
 from batching import errors
-from server.http.json import Document, Header, send_json
+from server.http.json import Document, Header
 
 log = logging.getLogger("onequeue.errors")
 
@@ -80,9 +80,6 @@ class HttpError(Exception):
     def document(self) -> Document:
         error = {"message": str(self), "type": self.type, "param": self.param, "code": self.code}
         return {"error": error}
-
-    async def send(self, send: Send) -> None:
-        await send_json(send, self.document, self.status, self.headers)
 
 
 def as_http_error(error: Exception, scope: Scope, debug: bool) -> HttpError:
