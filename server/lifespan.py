@@ -113,7 +113,7 @@ def drain_on_signal(engine: Engine, grace_s: float) -> Callable[[], None]:
             signal.signal(number, handler)
 
     def hand_on(number: int, frame: FrameType | None) -> None:
-        restore()  # from here on signals are the server's own affair
+        restore()  # from here on uvicorn handles signals
         before[number](number, frame)
 
     async def drain(number: int, frame: FrameType | None) -> None:

@@ -71,9 +71,10 @@ class Middleware:
             try:
                 await send(message)
             except (OSError, RuntimeError) as error:
+                # uvloop's closed transports raise a RuntimeError
                 if isinstance(error, RuntimeError) and "closed=True" not in str(error):
                     raise
-                raise ClientGone("the client has gone") from error  # as uvloop's transports say it
+                raise ClientGone("the client has gone") from error
 
         async def receive_bounded() -> Message:
             nonlocal body_bytes

@@ -23,7 +23,7 @@ from worker.protocol import PipelineInput
 from worker.tasks import TASKS, check_parameters
 
 JSON = "application/json"
-FORM = "application/x-www-form-urlencoded"  # what curl says of anything
+FORM = "application/x-www-form-urlencoded"  # what curl -d sends, whatever it is
 CURL = "with curl, post a file by --data-binary @FILE: -d leaves out its line breaks"
 
 
@@ -143,7 +143,7 @@ class Root:
 
 
 def may_be_json(body: bytes, media: str) -> bool:
-    """`curl -d '{…}'` does not say so."""
+    """By its media type, or by how it begins: `curl -d '{…}'` sends JSON as a form."""
     return media == JSON or (media == FORM and body[:64].lstrip().startswith(b"{"))
 
 

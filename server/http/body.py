@@ -109,7 +109,8 @@ async def read_body(
 
 
 async def abort_on_disconnect(receive: Receive, items: Sequence[WorkItem]) -> None:
-    """Answer the items once the client leaves; the server also says so after the answer."""
+    """Resolve the items once the client leaves; after the answer, when that is reported too, this
+    does nothing."""
     while (await receive())["type"] != "http.disconnect":
         pass
     for item in items:

@@ -110,7 +110,7 @@ def _of_stage(error: errors.OnequeueError, scope: Scope, debug: bool) -> HttpErr
 
 
 def _of_routing(error: HTTPException, scope: Scope) -> HttpError:
-    """Starlette's own: no such route, method not allowed."""
+    """Raised by Starlette's router: no such route, method not allowed."""
     path = scope["path"][:200]
     message = {
         404: f"there is no {path} here",
