@@ -174,18 +174,20 @@ def _inputs(task: Task) -> Schema:
     elif task.kind == "json":
         one = {"type": "object", "required": list(task.json_keys)}
     checks = {name: {"description": check.words} for name, check in task.parameters.items()}
-    closed: Schema = {
+    parameters: Schema = {
         "type": "object",
         "properties": checks,
         "additionalProperties": False,
         "required": list(task.required),
     }
-    properties = {
-        "inputs": {"anyOf": [one, {"type": "array", "items": one, "minItems": 1}]},
-        "parameters": closed if task.required else {"anyOf": [closed, {"type": "null"}]},
+    if not task.required:
+        parameters = {"anyOf": [parameters, {"type": "null"}]}
+    inputs = {"anyOf": [one, {"type": "array", "items": one, "minItems": 1}]}
+    return {
+        "type": "object",
+        "properties": {"inputs": inputs, "parameters": parameters},
+        "required": ["inputs", *(["parameters"] if task.required else [])],
     }
-    required = ["inputs", "parameters"] if task.required else ["inputs"]
-    return {"type": "object", "properties": properties, "required": required}
 
 
 def _described(method: str, path: str, operation: Operation, keyed: bool) -> dict[str, Any]:
