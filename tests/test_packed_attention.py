@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from tests import tiny
 from tests.parity import item, runner, same, serve
 from tests.tiny_tokenizers import SENTENCES
-from worker.model.self_check import TOLERANCE, Differs
+from worker.model.self_check import TOLERANCE, CannotRun
 from worker.pipeline import packed_attention as packing_module
 from worker.pipeline.batch_check import Rows, check_packing, random_rows
 from worker.pipeline.outputs import split_rows
-from worker.pipeline.packed_attention import CannotPack, Packing, plan_batch
+from worker.pipeline.packed_attention import Packing, plan_batch
 from worker.pipeline.runner import PipelineRunner
 
 PACKED = [
@@ -205,7 +205,7 @@ def test_broken_packing_is_refused(
         check_packing(Packing(model), tokenizer, limit=64)
         with pytest.MonkeyPatch.context() as patch:
             break_it(patch)
-            with pytest.raises((Differs, CannotPack, RuntimeError)):
+            with pytest.raises((CannotRun, RuntimeError)):
                 check_packing(Packing(model), tokenizer, limit=64)
 
 
@@ -215,7 +215,7 @@ def test_a_failed_check_leaves_the_model_as_it_was() -> None:
     before = own_outputs(model, rows)[0]
     with pytest.MonkeyPatch.context() as patch:
         neighbours_see_each_other(patch)
-        with pytest.raises(Differs):
+        with pytest.raises(CannotRun):
             check_packing(Packing(model), tokenizer, limit=64)
     assert off(own_outputs(model, rows)[0], before) == 0
 

@@ -25,7 +25,7 @@ from worker.model.language_model import LanguageModel
 from worker.model.loading import first_line
 from worker.model.self_check import (
     TOLERANCE,
-    Differs,
+    CannotRun,
     compare,
     length_beyond_windows,
     random_prompts,
@@ -244,7 +244,7 @@ class CachedRunner:
             for row, got in zip(rows, logits, strict=True):
                 gave[row].append(got)
             if self.caches and past is None:
-                raise Differs("it keeps nothing between steps")
+                raise CannotRun("it keeps nothing between steps")
             self.run([texts[0][:2]] * 3, None)
             if step == STEPS // 2 and len(rows) > 1:
                 rows, past = rows[1:], past and self.keep(past, [1])

@@ -110,7 +110,7 @@ class RowsMetadata:
 
 
 class CudaGraphs:
-    """Captures the model for every size of batch up to `rows`; Differs, or whatever the capture
+    """Captures the model for every size of batch up to `rows`; CannotRun, or whatever the capture
     raises, where that fails. `reference` gives a batch's logits as they must be."""
 
     def __init__(

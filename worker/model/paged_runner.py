@@ -83,7 +83,7 @@ class PagedRunner:
             self.compile_state = "done"
 
     def _check_compiled(self, compiled: Callable[..., Any]) -> None:
-        """Differs unless it gives the logits of the eager model."""
+        """CannotRun unless it gives the logits of the eager model."""
         language = self.language
         cache = KVCache(language.layers, 2, language.dtype, language.device)
         for width in COMPILED_WIDTHS:

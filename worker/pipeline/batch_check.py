@@ -15,14 +15,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from worker.model.loading import Pipe
 from worker.model.self_check import (
     TOLERANCE,
-    Differs,
+    CannotRun,
     compare,
     length_beyond_windows,
     random_prompts,
 )
 from worker.pipeline.limits import context_limit, vocabulary
 from worker.pipeline.outputs import split_rows
-from worker.pipeline.packed_attention import CannotPack, Packing
+from worker.pipeline.packed_attention import Packing
 from worker.tasks import TASKS
 
 Batching = Literal["packed", "padded", "same shape", "single"]
@@ -57,7 +57,7 @@ def _refusal(check: Callable[[], None]) -> str:
     """Why a way of batching is not used; "" if the check passes."""
     try:
         check()
-    except (CannotPack, Differs) as error:
+    except CannotRun as error:
         return str(error)
     except Exception as error:  # each model class refuses in its own way
         return f"the forward raised {repr(error)[:200]}"
@@ -107,7 +107,7 @@ def encoder_counts(model: PreTrainedModel, limit: int) -> list[int]:
 
 
 def check_packing(packing: Packing, tokenizer: PreTrainedTokenizerBase, limit: int) -> None:
-    """Raises CannotPack or Differs unless packed rows equal the model's forward of each."""
+    """Raises CannotRun unless packed rows equal the model's forward of each."""
 
     def forward_packed(rows: Rows) -> Any:
         detach = packing.attach()
@@ -119,11 +119,11 @@ def check_packing(packing: Packing, tokenizer: PreTrainedTokenizerBase, limit: i
 
     check_rows(packing.model, tokenizer, limit, forward_packed)
     if packing.calls != len(packing.layers):
-        raise CannotPack("its layers do not call a registered attention function")
+        raise CannotRun("its layers do not call a registered attention function")
 
 
 def check_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, limit: int) -> None:
-    """Raises Differs unless rows padded on the right give what they give alone."""
+    """Raises CannotRun unless rows padded on the right give what they give alone."""
     check_rows(model, tokenizer, limit, lambda rows: model(**rows.batch()))
 
 
@@ -144,7 +144,7 @@ def check_rows(
 def check_left_padding(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, limit: int
 ) -> None:
-    """Raises Differs unless the first generated token's logits survive padding on the left."""
+    """Raises CannotRun unless the first generated token's logits survive padding on the left."""
     rows = random_rows(model, tokenizer, [min(3, limit - 1), min(11, limit - 1)], left=True)
     options = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "max_new_tokens": 1}
     options |= {"return_dict_in_generate": True, "output_logits": True}
@@ -164,8 +164,8 @@ def compare_rows(reference: Sequence[Any], together: Sequence[Any], counts: Sequ
             if not isinstance(expected, torch.Tensor) or not expected.is_floating_point():
                 continue
             if expected.ndim > 2 and expected.shape[1] != count:
-                raise Differs(f"its {name} are not one for each token")
+                raise CannotRun(f"its {name} are not one for each token")
             got = batched[name]
             if got.shape != expected.shape:
-                raise Differs(f"its {name} have another shape in a batch")
+                raise CannotRun(f"its {name} have another shape in a batch")
             compare(got, expected, TOLERANCE[expected.dtype], f"its {name} differ in a batch")

@@ -16,7 +16,7 @@ from worker.model.loading import Pipe
 from worker.pipeline import limits
 from worker.pipeline.media import to_audio, to_image, to_images
 from worker.protocol import PipelineInput
-from worker.tasks import LIST, TASKS, TEXTS, Check
+from worker.tasks import TASKS, TEXTS, check, listed
 
 MAX_LABELLED_CHARS = 4_000_000
 MAX_QUESTIONS = 64  # each may be a prompt of its own
@@ -142,22 +142,22 @@ def are_questions(value: Any) -> bool:
 
 # Which keys an object may have beside those it must have.
 OPTIONAL_KEYS = {"document-question-answering": ("image", "word_boxes")}
-TEXT = Check("must be a string, not empty", is_text)
+TEXT = check("must be a string, not empty", is_text)
 CHECKS = {
     "question": TEXT,
     "query": TEXTS,
     "text": TEXT,
-    "candidate_labels": LIST,
-    "word_boxes": Check(
+    "candidate_labels": listed,
+    "word_boxes": check(
         "must be a list of [word, [left, top, right, bottom]], whole numbers from 0 to 1000",
         are_word_boxes,
     ),
-    "table": Check('must be an object of columns of equal length: {"name": ["…", …], …}', is_table),
-    "state": Check(
+    "table": check('must be an object of columns of equal length: {"name": ["…", …], …}', is_table),
+    "state": check(
         "must be a string, an object or a list, not empty",
         lambda value: isinstance(value, (str, dict, list)) and bool(value),
     ),
-    "questions": Check(
+    "questions": check(
         f"must be an object of 1 to {MAX_QUESTIONS} questions by their names", are_questions
     ),
 }
@@ -172,8 +172,8 @@ def read_object(task: str, inputs: Any, limit: int, lease: Lease) -> Any:
         keys = ", ".join(f'"{key}": …' for key in known)
         raise InvalidInput(f"{task} takes an object {{{keys}}}", "inputs")
     for key, value in given.items():
-        if key in CHECKS and not CHECKS[key].fits(value):
-            raise InvalidInput(CHECKS[key].words, f"inputs.{key}")
+        if key in CHECKS and (wrong := CHECKS[key](value)):
+            raise InvalidInput(wrong, f"inputs.{key}")
     try:
         characters = sum(count_characters(given[key]) for key in CHECKS if key in given)
     except RecursionError:

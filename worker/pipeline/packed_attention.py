@@ -20,14 +20,12 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from worker.model.self_check import CannotRun, set_attention
+
 ATTENTION = "onequeue_packed"
 HIDDEN = "hidden_states"  # what a layer calls its first argument, if it is named
 # Sequences share one attention call while the longest is at most this times the shortest.
 GROUP_SPREAD = 1.35
-
-
-class CannotPack(Exception):
-    """This model does not run packed; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +122,7 @@ class Packing:
     def attach(self) -> Callable[[], None]:
         """Install attention and hooks; returns a function that takes them out again."""
         before = self.model.config._attn_implementation
-        try:
-            self.model.set_attn_implementation(ATTENTION)
-        except Exception as error:  # each model class refuses in its own way
-            raise CannotPack(f"it takes no attention function: {error}") from error
-        if self.model.config._attn_implementation != ATTENTION:  # some only log that they don't
-            raise CannotPack("it takes no attention function")
+        set_attention(self.model, ATTENTION)
         for module in self.model.modules():
             module.onequeue_packing = self  # type: ignore[assignment]  # nn.Module typing
         handles = [
@@ -200,7 +193,7 @@ def packed_attention(
     packing: Packing = module.onequeue_packing  # type: ignore[assignment]  # set by attach
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
-            raise CannotPack(f"its attention uses {name}")
+            raise CannotRun(f"its attention uses {name}")
     plan = packing.plan
     assert plan is not None
     packing.calls += 1
@@ -247,7 +240,7 @@ AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
 def find_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
     """The stack of equal layers of a single-stack model, in order."""
     if getattr(model.config, "is_encoder_decoder", False):
-        raise CannotPack("it has an encoder and a decoder")
+        raise CannotRun("it has an encoder and a decoder")
     stacks = [
         list(module)
         for module in model.modules()
@@ -256,5 +249,5 @@ def find_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
     wanted = getattr(model.config, "num_hidden_layers", 0)
     stacks = [stack for stack in stacks if len(stack) == wanted]
     if len(stacks) != 1:
-        raise CannotPack("it has no single stack of layers")
+        raise CannotRun("it has no single stack of layers")
     return stacks[0]

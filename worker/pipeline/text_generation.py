@@ -17,12 +17,13 @@ def plan_generation(pipe: Pipe, forward: dict[str, Any], prompt_tokens: int, lim
 
     A number that was asked for is refused where it does not fit; a default is cut.
     """
-    config = pipe.model.generation_config
-    asked_for = {name: value for name, value in forward.items() if name != "tokenizer"}
+    config = settings_of(pipe)
+    settings = {**config.to_diff_dict(), **forward}
+    settings.pop("tokenizer", None)
+    if add_defaults := getattr(pipe, "_prepare_generate_kwargs", None):
+        settings = add_defaults(settings)
     try:
-        effective = type(config)(
-            **pipe._prepare_generate_kwargs({**config.to_diff_dict(), **asked_for})
-        )
+        effective = type(config)(**settings)
         effective.validate()
     except ValueError as error:
         raise InvalidInput(str(error), "parameters") from error
@@ -46,9 +47,15 @@ def plan_generation(pipe: Pipe, forward: dict[str, Any], prompt_tokens: int, lim
     return max(effective.num_beams or 1, effective.num_return_sequences or 1)
 
 
+def settings_of(pipe: Pipe) -> Any:
+    """The GenerationConfig before a request's parameters: the model's, or, in transformers 5.17,
+    the pipeline's, which has the pipeline's defaults merged in."""
+    return getattr(pipe, "generation_config", None) or pipe.model.generation_config
+
+
 def reads_prompt(pipe: Pipe, forward: Mapping[str, Any]) -> bool:
     """Whether generation looks back at the prompt's tokens, so that padding would be seen."""
-    settings = {**pipe.model.generation_config.to_diff_dict(), **forward}
+    settings = {**settings_of(pipe).to_diff_dict(), **forward}
     return bool(
         (settings.get("repetition_penalty") or 1.0) != 1.0
         or settings.get("no_repeat_ngram_size")
