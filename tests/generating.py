@@ -35,11 +35,11 @@ ORDINARY = range(6, 300)  # token ids that are no special ones
 
 @cache
 def loaded(model: str) -> GenerationEngine:
+    tiny_decoders.skip_where_capping_is_ignored(model)
     options = GeneratorOptions(
         str(tiny_decoders.folder(model)), dtype="float32", device="cpu", kv_cache_gb=0.01
     )
     generator = load_generator(options)
-    tiny_decoders.skip_where_capping_is_ignored(generator.language.model)
     assert generator.info.batching == "continuous", generator.info.why
     return generator
 

@@ -59,12 +59,12 @@ def fresh_model(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedMod
 
 def own_outputs(model: PreTrainedModel, rows: Rows) -> list[Any]:
     with torch.no_grad():
-        return [model(**rows.alone(row)) for row in range(len(rows.counts))]
+        return [model(**alone) for alone in rows.alone]
 
 
 def packed_outputs(packing: Packing, rows: Rows) -> list[Any]:
-    with packing.batch(rows.counts, rows.ids.shape[1]), torch.no_grad():
-        output = packing.model(**rows.batch())
+    with packing.batch(rows.counts, max(rows.counts)), torch.no_grad():
+        output = packing.model(**rows.batch)
     return split_rows(output, len(rows.counts), rows.counts)
 
 

@@ -150,9 +150,7 @@ def test_values_of_wrong_type_or_range_are_refused(task: str, parameters: dict[s
     ("labels", "words"),
     [("a, b", "must be a list of 1 to 512 strings"), ([], "must be a string or a list of 1 to")],
 )
-def test_labels_that_must_be_a_list_are_refused_in_words_for_what_they_are(
-    labels: Any, words: str
-) -> None:
+def test_labels_that_must_be_a_list_say_what_is_wrong(labels: Any, words: str) -> None:
     with pytest.raises(InvalidInput, match=words):
         check_parameters("zero-shot-image-classification", {"candidate_labels": labels})
 

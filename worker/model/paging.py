@@ -19,10 +19,10 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from batching.sequence import Batch, Span
-from worker.model.kv_cache import BLOCK, KVCache, LayerShape, cache_blocks
+from worker.model.kv_cache import BLOCK, KVCache, LayerShape
 from worker.model.language_model import GeneratorOptions, LanguageModel
-from worker.model.loading import LoadingFailed, first_line
-from worker.model.paged_attention import ATTENTION, AttentionMetadata
+from worker.model.loading import GB, LoadingFailed, first_line, free_bytes
+from worker.model.paged_attention import ATTENTION, AttentionMetadata, Group
 from worker.model.paged_runner import PagedRunner, run
 from worker.model.self_check import (
     SHORTEST,
@@ -40,6 +40,8 @@ PROBE = "onequeue_probe"
 FAR = 1 << 17
 # A window that the shortest prompts of the check exceed, whatever the model's own.
 NARROW = 5
+# Of what is free once the weights are there, the part that keys and values may take.
+CACHE_SHARE = {"cpu": 0.5, "cuda": 0.85}
 # COMPILE=auto leaves models with fewer parameters alone: a minute's work for little.
 WORTH_COMPILING = 10_000_000
 
@@ -50,13 +52,7 @@ def load_paged_runner(language: LanguageModel, options: GeneratorOptions) -> Pag
     check.page()
     language.lay_out(options.quantization, check.compare)
     wanted = min(options.max_model_len or language.context, language.context)
-    blocks = cache_blocks(
-        language.layers,
-        language.dtype,
-        language.device,
-        options.kv_cache_gb,
-        options.max_running * wanted,
-    )
+    blocks = cache_blocks(language, options.kv_cache_gb, options.max_running * wanted)
     max_model_len = min(wanted, blocks * BLOCK)
     if options.max_model_len and max_model_len < options.max_model_len:
         raise LoadingFailed(
@@ -65,22 +61,33 @@ def load_paged_runner(language: LanguageModel, options: GeneratorOptions) -> Pag
         )
     log.info("cache blocks=%d tokens=%d context=%d", blocks, blocks * BLOCK, max_model_len)
     runner = PagedRunner(language, blocks, max_model_len, options.max_running)
-    if options.compile == "on" or (
-        options.compile == "auto" and language.parameters >= WORTH_COMPILING
-    ):
+    worth_it = language.parameters >= WORTH_COMPILING
+    if options.compile == "on" or (options.compile == "auto" and worth_it):
         runner.compile()
     return runner
+
+
+def cache_blocks(language: LanguageModel, given_gb: float | None, most_tokens: int) -> int:
+    """How many blocks to allocate: what was given, or a share of what is free; not more than
+    all running sequences could fill. LoadingFailed if that is not even two."""
+    sizes = sum(layer.heads * (layer.key_size + layer.value_size) for layer in language.layers)
+    each = BLOCK * sizes * language.dtype.itemsize
+    free = free_bytes(language.device) * CACHE_SHARE[language.device.type]
+    room = free if given_gb is None else given_gb * GB
+    blocks = min(int(room // each), -(-most_tokens // BLOCK))
+    if blocks < 2:
+        raise LoadingFailed(
+            f"its keys and values need {each / 1e6:.1f} MB for {BLOCK} tokens and there is room "
+            f"for {room / 1e6:.1f} MB"
+        )
+    return blocks
 
 
 class NarrowMetadata(AttentionMetadata):
     """As if the layers that are told a window were told NARROW."""
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None,
-        layer: int, scale: float, window: int, softcap: float,
-    ) -> Tensor:  # fmt: skip
-        window = min(window, NARROW)
-        return super().attend(query, key, value, sinks, layer, scale, window, softcap)
+    def groups(self, window: int, chunk: int, masked: bool) -> list[Group]:
+        return super().groups(min(window, NARROW), chunk, masked)
 
 
 class PagingCheck:

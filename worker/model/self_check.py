@@ -1,6 +1,6 @@
 """The check at load: random prompts, run in two ways, must give the same but for rounding.
 
-What is run is told by who asks: paging.py, compiling.py and cuda_graphs.py, cached_runner.py, and
+What is run is the caller's: paging.py, paged_runner.py and cuda_graphs.py, cached_runner.py, and
 pipeline/batch_check.py.
 """
 

@@ -23,18 +23,17 @@ from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from worker.decode_budget import DecodeBudget
 from worker.model.loading import Pipe
-from worker.pipeline.inputs import InputReader
-from worker.pipeline.limits import MAX_CHUNKS, vocabulary
-from worker.pipeline.media import FREE_VALUES_PER_PIXEL
-from worker.pipeline.outputs import split_rows, spread_masks, to_json
-from worker.pipeline.packed_attention import Packing
-from worker.pipeline.text_generation import (
+from worker.pipeline.inputs import InputReader, warm_up_input
+from worker.pipeline.limits import (
+    MAX_CHUNKS,
     plan_generation,
     reads_prompt,
     settings_of,
-    split_generated,
+    vocabulary,
 )
-from worker.pipeline.warm_up import warm_up_input
+from worker.pipeline.media import FREE_VALUES_PER_PIXEL
+from worker.pipeline.outputs import split_generated, split_rows, spread_masks, to_json
+from worker.pipeline.packed_attention import Packing
 from worker.protocol import ModelInfo, PipelineInput
 from worker.tasks import TASKS
 
