@@ -84,7 +84,7 @@ def cache_blocks(language: LanguageModel, given_gb: float | None, most_tokens: i
 
 
 class NarrowMetadata(AttentionMetadata):
-    """As if the layers that are told a window were told NARROW."""
+    """As if the layers that get a window got NARROW."""
 
     def groups(self, window: int, chunk: int, masked: bool) -> list[Group]:
         return super().groups(min(window, NARROW), chunk, masked)

@@ -231,8 +231,8 @@ def _scored(raw: Tensor, tokens: Tensor, counts: Sequence[int]) -> list[SampledT
     """Choices of `tokens` [R] with log-probabilities: theirs, and of the best counts[i]."""
     peak, most = raw.amax((1, 2)), max(counts)
     shift = _sum(_weights(raw, peak, torch.ones_like(peak))).log() + peak
-    own = raw.flatten(1).gather(1, tokens[:, None].clamp(min=0))
-    parts = [tokens[:, None].double(), own - shift[:, None]]
+    chosen = raw.flatten(1).gather(1, tokens[:, None].clamp(min=0))
+    parts = [tokens[:, None].double(), chosen - shift[:, None]]
     if most:
         values, ids = _top(raw, max(most, CANDIDATES))
         parts += [values[:, :most] - shift[:, None], ids[:, :most].double()]

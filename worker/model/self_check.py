@@ -35,12 +35,12 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
         raise CannotRun("it takes no attention function")
 
 
-def compare(got: Tensor, reference: Tensor, tolerance: float, said: str = "logits differ") -> None:
+def compare(got: Tensor, reference: Tensor, tolerance: float, words: str = "logits differ") -> None:
     """CannotRun unless each number is off by at most `tolerance` of the reference's largest."""
     largest = reference.float().abs().max().clamp(min=1e-6)
     off = (got.float() - reference.float()).abs().max() / largest
     if not off <= tolerance:  # also when NaN
-        raise CannotRun(f"{said} by {float(off):.1e} of the largest")
+        raise CannotRun(f"{words} by {float(off):.1e} of the largest")
 
 
 def length_beyond_windows(config: Any, limit: int, otherwise: int = SHORTEST) -> int:
