@@ -25,13 +25,14 @@ from batching.errors import (
     InvalidInput,
     ItemFailed,
     NotReady,
+    OnequeueError,
+    OutOfMemory,
     Refused,
     WorkerDown,
 )
 from batching.request_queue import RequestQueue, Stream, WorkItem
 from server.metrics import Metrics
 from server.pool import Pool, Stage
-from worker.failures import failure_of
 from worker.models import GenerationModel, Outcome, PipelineModel
 from worker.protocol import BatchReport, Generator, Pending, State, StepOutcome
 from worker.worker import Model, Worker
@@ -177,11 +178,15 @@ class Engine:
             except Pending as pending:
                 again = partial(self.pool.put, self._prepare, [item], urgent=True)
                 pending.then(partial(self._waits, item), again)
+            except OnequeueError as error:
+                failed.append((item, error))
+            except MemoryError:
+                failed.append((item, OutOfMemory("this input does not fit into memory")))
             except BaseException as error:  # a panic in a tokenizer is no Exception
+                log.info("input refused error=%r", error)
                 unfit = InvalidInput(f"the input does not fit the task {model.info.task}")
-                if (failure := failure_of(error, unfit)) is unfit:
-                    log.info("input refused error=%r", error)
-                failed.append((item, failure))
+                unfit.__cause__ = error
+                failed.append((item, unfit))
             else:
                 prepared.append(item)
                 item.lane.prepared(item)

@@ -12,8 +12,10 @@ Only a lost device ends the thread. What a batch or a step does is for models.py
 engine to say; HTTP, the asyncio queue and pre- and post-processing are server/engine.py's.
 """
 
+import ctypes
 import logging
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +23,6 @@ from typing import Protocol
 
 from batching.errors import DeviceLost, ItemFailed, OnequeueError, WorkerDown
 from batching.request_queue import WorkItem
-from worker import heap
 from worker.failures import failure_of
 from worker.models import GenerationModel, Outcome, PipelineModel
 from worker.protocol import BatchReport, State, StepOutcome
@@ -30,6 +31,13 @@ log = logging.getLogger("onequeue.worker")
 
 Model = PipelineModel | GenerationModel
 STATES: Sequence[State] = ("loading", "warming", "ready")  # in this order
+
+# When nothing has run for so long, what was freed goes back to the system. glibc would keep it, and
+# each thread's share apart: after a few large pictures or sounds hundreds of megabytes. With lower
+# thresholds (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD) it would hand back every tensor at once, and fetch
+# it anew in every layer.
+IDLE_S = 5.0
+trim_heap = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 class Listener(Protocol):
@@ -112,7 +120,7 @@ class Worker:
         """Wait for the inbox or for whatever is due first, then empty the inbox."""
         try:
             message = self.inbox.get(timeout=self._wait_s())
-            self._tidy_at = self.clock() + heap.IDLE_S  # also when all its inputs were refused
+            self._tidy_at = self.clock() + IDLE_S  # also when all its inputs were refused
             while True:
                 if message is None:
                     return False
@@ -187,14 +195,14 @@ class Worker:
         """A turn has ended; says when."""
         now = self._free_since = self.clock()
         self.busy_since = None
-        self._tidy_at = now + heap.IDLE_S
+        self._tidy_at = now + IDLE_S
         return now
 
     def _tidy(self) -> None:
-        """Once nothing has run for a while, what was freed goes back to the system."""
         if self._tidy_at is not None and self.clock() >= self._tidy_at:
             self._tidy_at = None
-            heap.hand_back()
+            if trim_heap is not None:
+                trim_heap(0)
 
     # ── failures ──
 

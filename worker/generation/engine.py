@@ -17,14 +17,13 @@ from typing import Literal
 
 from torch import Tensor
 
-from batching.bisection import run_in_halves
 from batching.block_pool import BlockPool
-from batching.errors import DeviceLost, ItemFailed, OutOfMemory
+from batching.errors import DeviceLost, ItemFailed, OnequeueError, OutOfMemory
 from batching.request_queue import WorkItem
 from batching.scheduler import ContinuousScheduler
 from batching.sequence import Batch, Chunk, Sequence
 from worker.deltas import Delta
-from worker.failures import failure_of
+from worker.failures import failure_of, rerun_in_halves
 from worker.generation.frontend import Frontend
 from worker.generation.ngram_drafter import NgramDrafter
 from worker.generation.output import SequenceOutput
@@ -134,7 +133,11 @@ class GenerationEngine(Frontend):
         self._drop_closed()
         streaming = any(sequence.left <= 1 for sequence in self.scheduler.running)
         chunks = self.scheduler.schedule(self._budget.prompt_tokens(streaming), self._draft)
-        run_in_halves(chunks, self._run, self._forward_failed, self._is_running)
+        if chunks := list(filter(self._is_running, chunks)):
+            try:
+                self._run(chunks)
+            except BaseException as error:
+                rerun_in_halves(chunks, error, self._run, self._forward_failed, self._is_running)
         return self._outcome()
 
     def _drop_closed(self) -> None:
@@ -241,20 +244,17 @@ class GenerationEngine(Frontend):
     def _is_running(self, chunk: Chunk) -> bool:
         return chunk.sequence.table is not None
 
-    def _forward_failed(self, chunks: abc.Sequence[Chunk], error: BaseException) -> None:
-        if isinstance(failure := failure_of(error), DeviceLost):
-            raise error
-        if (
-            not (isinstance(failure, OutOfMemory) and self.scheduler.give_way())
-            and len(chunks) == 1
-        ):
-            self._fail(chunks[0].sequence.output.item, error)
+    def _forward_failed(self, chunks: abc.Sequence[Chunk], failure: OnequeueError) -> None:
+        if isinstance(failure, OutOfMemory) and self.scheduler.give_way():
+            return
+        if len(chunks) == 1:
+            self._fail(chunks[0].sequence.output.item, failure)
 
     def _fail(self, item: WorkItem, error: BaseException) -> None:
         """It raised while working on this item alone, which is dropped."""
         if isinstance(failure := failure_of(error), DeviceLost):
             raise error
-        log.warning("generation failed error=%r", error)
+        log.warning("generation failed error=%r", failure.__cause__ or failure)
         error.with_traceback(None)
         self._failed[item] = failure
         self._unschedule(item, broken=True)
