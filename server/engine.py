@@ -87,8 +87,9 @@ class Engine:
         self.give_up()
 
     def give_up(self) -> None:
-        """Answer everything that still waits."""
-        self.queue.resolve_all(lambda: Draining("the server has stopped", 5))
+        """Answer everything that still waits, wherever it is."""
+        for item in self.queue.waiting:
+            item.resolve(Draining("the server has stopped", 5))
 
     async def stop(self) -> None:
         if not self.draining:
@@ -234,7 +235,7 @@ class Engine:
             if not item.begun:  # those that failed have had their turn too
                 model.lane_for(item.payload).begin(item)
         for item, delta in outcome.deltas:
-            if item.open:
+            if item.open and item.stream:
                 item.stream.push(delta)
         waits = (model.lane, outcome.report.starved), (model.background, model.background.ahead > 0)
         for lane, starved in waits:

@@ -88,7 +88,7 @@ class Bench:
     def submit(self, *texts: str) -> list[WorkItem]:
         items = []
         for text in texts:
-            item = WorkItem(PipelineInput(text), None, 1e12, time.monotonic())
+            item = WorkItem(PipelineInput(text), 1e12, time.monotonic())
             item.model = self.pipeline
             self.runner.prepare(item)
             items.append(item)
@@ -96,7 +96,7 @@ class Bench:
         return items
 
     def generate(self, prompt: str) -> WorkItem:
-        item = WorkItem(GenerationInput(prompt), None, 1e12, time.monotonic())
+        item = WorkItem(GenerationInput(prompt), 1e12, time.monotonic())
         item.model = self.generation
         self.generator.prepare(item)
         self.worker.submit([item])

@@ -124,4 +124,4 @@ def asking(
         n=n,
         **fields,
     )
-    return WorkItem(payload, None, float("inf"), 0.0)
+    return WorkItem(payload, float("inf"), 0.0)

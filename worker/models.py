@@ -14,8 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from batching.batcher import DynamicBatcher
 from batching.errors import OnequeueError, OutOfMemory, WrongResultCount
-from batching.lanes import BatchLane, TurnLane
-from batching.request_queue import WorkItem
+from batching.request_queue import BatchLane, TurnLane, WorkItem
 from worker.failures import rerun_in_halves
 from worker.protocol import BatchReport, Generator, Runner, State
 

@@ -147,7 +147,7 @@ class Worker:
         try:
             item.model.add(item)
         except BaseException as error:
-            self._blame(item.model, [item], error)
+            self._blame(item.model.name, [item], error)
 
     def _take_turns(self) -> None:
         for model in self.models.values():
@@ -162,7 +162,7 @@ class Worker:
                 else:
                     self._run_batch(model)
             except BaseException as error:  # it belongs to no item, so to all
-                self._blame(model, model.clear(), error)
+                self._blame(model.name, model.clear(), error)
                 self._probe(model)
 
     def _run_step(self, model: GenerationModel) -> None:
@@ -214,12 +214,12 @@ class Worker:
         elif any(isinstance(error, ItemFailed) for _, error in outcomes):
             self._probe(model)
 
-    def _blame(self, model: Model, items: list[WorkItem], error: BaseException) -> None:
+    def _blame(self, name: str, items: list[WorkItem], error: BaseException) -> None:
         """Items fail by an error; a lost device is raised."""
         self.busy_since = None
         if isinstance(failure_of(error), DeviceLost):
             raise error
-        log.error("failed serves=%s items=%d", model.name, len(items), exc_info=error)
+        log.error("failed serves=%s items=%d", name, len(items), exc_info=error)
         error.with_traceback(None)  # its frames hold the items
         self._post(self._listener.resolve, [(item, failure_of(error)) for item in items])
 
