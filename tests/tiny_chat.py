@@ -95,7 +95,7 @@ def engine(speculation: str = "auto", blocks: int = 400) -> GenerationEngine:
     runner = PagedRunner(_loaded().language, blocks, CONTEXT, chosen.max_running)
     made = paged_engine(runner, chosen)
     # One process tries the grammars of all.
-    made.prompts.grammars = _loaded().prompts.grammars
+    made.grammars = _loaded().grammars
     return made
 
 

@@ -66,7 +66,7 @@ class GenerationEngine(Frontend):
         self.scheduler = new_scheduler()
         self._budget = PrefillBudget(device, self.scheduler.whole_prompts)
         self._free_rows = FREE_ROWS[device]
-        self._masks = Masks(language.vocab_size, self.prompts.eos_ids)
+        self._masks = Masks(language.vocab_size, self.eos_ids)
         # of the step that is under way
         self._started, self._rows_run = 0.0, 0
         self._counts: Counter[str] = Counter()  # what StepReport counts
@@ -85,20 +85,19 @@ class GenerationEngine(Frontend):
         return bool(self.live)
 
     def add(self, item: WorkItem) -> None:
-        self.live[item] = sequences = [self._sequence(output) for output in item.prepared]
+        self.live[item] = sequences = [
+            Sequence(
+                output.prepared.ids,
+                output,
+                max_tokens=output.prepared.max_tokens,
+                scores_prompt=output.prepared.wants_prompt_logprobs,
+                background=item.payload.background,
+                drafter=NgramDrafter() if self.speculates else None,
+            )
+            for output in item.prepared
+        ]
         for sequence in sequences:
             self.scheduler.add(sequence)
-
-    def _sequence(self, output: SequenceOutput) -> Sequence:
-        prepared = output.prepared
-        return Sequence(
-            prepared.ids,
-            output,
-            max_tokens=prepared.max_tokens,
-            scores_prompt=prepared.wants_prompt_logprobs,
-            background=output.item.payload.background,
-            drafter=NgramDrafter() if self.speculates else None,
-        )
 
     def clear(self) -> list[WorkItem]:
         """What was scheduled, and how, may be what is wrong: nothing of it is kept."""

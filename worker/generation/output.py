@@ -3,24 +3,37 @@
     push(token) → detokenizer → parser (thoughts, calls, content) → stop strings → Delta
                    └▶ guide: what the next token may be
 
-The same for both engines. A request's outputs are made in a pool thread, whatever its prompt
+A request's outputs are made in a pool thread, whatever its prompt
 takes to be read; from then on they belong to the worker's thread, where each token costs as much
 as it adds.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from batching.request_queue import WorkItem
 from worker.deltas import Delta, FinishReason, TokenLogprob
-from worker.generation.request import Prepared
-from worker.grammar.guide import Guide
-from worker.model.logits_processors import Draw, SamplingState
+from worker.grammar.guide import Guide, Plan
+from worker.model.logits_processors import Draw, SamplingParams, SamplingState
 from worker.model.sampler import SampledToken
 from worker.text.detokenizer import CONTEXT, Piece, Share, Tokens, Vocabulary
 from worker.text.parser import Event, Parser
 from worker.text.stop_strings import StopStrings
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A prompt ready to run, `n` choices of it."""
+
+    ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    ends: dict[int, int | None]  # ids that end a choice, and what is told as its stop reason
+    echo: bool = False
+    wants_prompt_logprobs: bool = False
+    parser: Parser | None = None  # at the answer's beginning; None: an answer is nothing but text
+    plan: Plan | None = None  # None: it may be anything
 
 
 class Echo(NamedTuple):
