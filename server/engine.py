@@ -107,8 +107,12 @@ class Engine:
 
     @property
     def stuck(self) -> bool:
+        return self._busy_s > self.stuck_after_s
+
+    @property
+    def _busy_s(self) -> float:
         since = self.worker.busy_since
-        return since is not None and time.monotonic() - since > self.stuck_after_s
+        return 0.0 if since is None else time.monotonic() - since
 
     def refusal(self, name: str) -> Refused | None:
         """Why nothing is accepted for a model now."""
@@ -141,8 +145,7 @@ class Engine:
         if (refusal := self.refusal(name)) is not None:
             raise refusal
         model = self.models[name]
-        lane = model.lane_for(payloads[0])
-        items = self.queue.accept(payloads, deadline, lane, model, stream)
+        items = self.queue.accept(payloads, deadline, model.lane_for(payloads[0]), model, stream)
         if self._watchdog is None:
             self._watch(self.stuck_after_s)
         return items
@@ -153,9 +156,6 @@ class Engine:
         model = self.models["generation"]
         assert isinstance(model, GenerationModel)
         return model.loaded
-
-    def call_id(self, name: str, index: int) -> str:
-        return self.generator.call_id(name, index)
 
     def expire(self, items: list[WorkItem]) -> None:
         """The items' deadline has passed, wherever they are."""
@@ -290,8 +290,6 @@ class Engine:
                 log.critical("worker stuck for more than seconds=%g", self.stuck_after_s)
                 self._abandon("the worker is stuck")
             elif self.queue.pending:
-                since = self.worker.busy_since
-                busy_s = 0.0 if since is None else time.monotonic() - since
-                self._watch(self.stuck_after_s - busy_s + 0.01)
+                self._watch(self.stuck_after_s - self._busy_s + 0.01)
 
         self._watchdog = self.loop.call_later(delay_s, look)

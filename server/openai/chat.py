@@ -159,7 +159,7 @@ class ChatCompletions(GenerationEndpoint[ChatReply]):
     def parse(self, body: bytes) -> ChatReply:
         request = decode(body, ChatRequest, self.engine.generator.max_model_len)
         model = self.models.require(request.model)
-        return ChatReply(request, request.generation_input(), model, self.engine.call_id)
+        return ChatReply(request, request.generation_input(), model, self.engine.generator.call_id)
 
 
 def _choice(
