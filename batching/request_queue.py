@@ -124,12 +124,8 @@ class BatchLane(Lane):
 
     def record(self, items: int, tokens: int, seconds: float) -> None:
         """Of a batch that was full or kept others waiting."""
-        old_items, old_tokens, old_seconds = self._recent
-        self._recent = (
-            old_items * KEEP + items,
-            old_tokens * KEEP + tokens,
-            old_seconds * KEEP + seconds,
-        )
+        old_items, old_tokens, old_s = self._recent
+        self._recent = old_items * KEEP + items, old_tokens * KEEP + tokens, old_s * KEEP + seconds
 
     def leave(self, item: WorkItem) -> None:
         self._count_prepared()
@@ -209,8 +205,8 @@ class RequestQueue:
         self.clock = clock
         self.waiting: set[WorkItem] = set()  # accepted and unanswered, one place each
         self._accepted: asyncio.Queue[WorkItem] = asyncio.Queue()
-        self._settled = asyncio.Event()
-        self._settled.set()
+        self.settled = asyncio.Event()  # nothing accepted is unanswered
+        self.settled.set()
 
     def _admit(self, count: int, deadline: float, lane: Lane) -> None:
         now = self.clock()
@@ -248,7 +244,7 @@ class RequestQueue:
             self._accepted.put_nowait(item)
         self.waiting.update(items)
         lane.enter(len(items))
-        self._settled.clear()
+        self.settled.clear()
         return items
 
     def forget(self, items: Sequence[WorkItem]) -> None:
@@ -262,7 +258,7 @@ class RequestQueue:
                 item.lane.leave(item)
         self.waiting.difference_update(items)
         if not self.waiting:
-            self._settled.set()
+            self.settled.set()
 
     @property
     def pending(self) -> int:
@@ -275,7 +271,3 @@ class RequestQueue:
         while not self._accepted.empty():
             items.append(self._accepted.get_nowait())
         return items
-
-    async def settled(self) -> None:
-        """Return once nothing accepted is unanswered."""
-        await self._settled.wait()

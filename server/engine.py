@@ -81,7 +81,7 @@ class Engine:
         self.draining = True
         try:
             async with asyncio.timeout(grace_s):
-                await self.queue.settled()
+                await self.queue.settled.wait()
         except TimeoutError:
             log.warning("drain incomplete unanswered=%d", self.queue.pending)
         self.give_up()
@@ -255,7 +255,14 @@ class Engine:
 
     def on_state(self, state: State, error: Exception | None) -> None:
         if state == "warming":
-            self._log_models()
+            for model in self.models.values():
+                info = model.loaded.info
+                self.metrics.loaded(model.name, info)
+                log.info(
+                    "model loaded task=%s model=%s device=%s dtype=%s parameters=%d batching=%s%s",
+                    info.task, info.model, info.device, info.dtype, info.parameters,
+                    info.batching, f" because={info.why!r}" if info.why else "",
+                )  # fmt: skip
         elif state == "ready":
             log.info("ready")
             self.loaded.set_result(None)
@@ -264,16 +271,6 @@ class Engine:
             self._abandon("the worker has died")
             if error and not self.loaded.done():
                 self.loaded.set_exception(error)
-
-    def _log_models(self) -> None:
-        for model in self.models.values():
-            info = model.loaded.info
-            self.metrics.loaded(model.name, info)
-            log.info(
-                "model loaded task=%s model=%s device=%s dtype=%s parameters=%d batching=%s%s",
-                info.task, info.model, info.device, info.dtype, info.parameters,
-                info.batching, f" because={info.why!r}" if info.why else "",
-            )  # fmt: skip
 
     def _abandon(self, reason: str) -> None:
         """Answer what the worker would still have to run; what has run is being finished."""

@@ -133,9 +133,9 @@ async def test_take_hands_out_all_there_is_in_order() -> None:
 
 async def test_settled_waits_for_the_last_place() -> None:
     q = queue(10)
-    await q.settled()
+    await q.settled.wait()
     (item,) = q.admit(["x"], 200)
-    waiting = asyncio.create_task(q.settled())
+    waiting = asyncio.create_task(q.settled.wait())
     await asyncio.sleep(0)
     assert not waiting.done()
     item.resolve(Draining("stopping"))

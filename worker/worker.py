@@ -67,7 +67,7 @@ class Worker:
         self.busy_since: float | None = None  # read by the watchdog
         self._free_since = float("-inf")  # when the last turn ended
         self._tidy_at: float | None = None  # when memory is handed back, if nothing runs until then
-        self.inbox: queue.SimpleQueue[tuple[float, list[WorkItem]] | None] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[list[WorkItem] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name="worker", daemon=True)
 
     # ── called from other threads ──
@@ -85,7 +85,10 @@ class Worker:
         self.thread.start()
 
     def submit(self, items: list[WorkItem]) -> None:
-        self.inbox.put((self.clock(), items))
+        now = self.clock()
+        for item in items:
+            item.arrived_at = now
+        self.inbox.put(items)
 
     def stop(self) -> None:
         self.inbox.put(None)
@@ -119,17 +122,15 @@ class Worker:
     def _receive(self) -> bool:
         """Wait for the inbox or for whatever is due first, then empty the inbox."""
         try:
-            message = self.inbox.get(timeout=self._wait_s())
+            items = self.inbox.get(timeout=self._wait_s())
             self._tidy_at = self.clock() + IDLE_S  # also when all its inputs were refused
-            while True:
-                if message is None:
-                    return False
-                arrived_at, items = message
+            while items is not None:
                 for item in items:
-                    self._hand_over(item, arrived_at)
-                message = self.inbox.get_nowait()
+                    self._hand_over(item)
+                items = self.inbox.get_nowait()
         except queue.Empty:
             return True
+        return False
 
     def _wait_s(self) -> float | None:
         due = [self._tidy_at]
@@ -142,8 +143,7 @@ class Worker:
         known = [at for at in due if at is not None]
         return max(0.0, min(known) - self.clock()) if known else None
 
-    def _hand_over(self, item: WorkItem, arrived_at: float) -> None:
-        item.arrived_at = arrived_at
+    def _hand_over(self, item: WorkItem) -> None:
         try:
             item.model.add(item)
         except BaseException as error:

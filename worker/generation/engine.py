@@ -90,7 +90,7 @@ class GenerationEngine(Frontend):
                 output.prepared.ids,
                 output,
                 max_tokens=output.prepared.max_tokens,
-                scores_prompt=output.prepared.wants_prompt_logprobs,
+                scores_prompt=output.prepared.scores_prompt,
                 background=item.payload.background,
                 drafter=NgramDrafter() if self.speculates else None,
             )
@@ -274,10 +274,9 @@ class GenerationEngine(Frontend):
             prefill = report.prefill_tokens
             self._budget.learn(prefill, self._rows_run - prefill, report.total_s)
         deltas = [(item, delta) for item, delta in self._deltas if item not in self._failed]
-        done: list[tuple[WorkItem, Exception | None]] = list(self._failed.items())
-        for item in dict.fromkeys(item for item, _ in deltas):
-            has_ended = all(sequence.output.ended for sequence in self.live[item])
-            done += [(item, None)] if has_ended else []
+        active = dict.fromkeys(item for item, _ in deltas)
+        ended = [i for i in active if all(each.output.ended for each in self.live[i])]
+        done = [*self._failed.items(), *((item, None) for item in ended)]
         for item, _ in done:
             del self.live[item]
         self._failed.clear()

@@ -89,7 +89,6 @@ class Frontend:
             self._params(request.sampling, request.stopping, tuple(ends)),
             self._max_tokens(len(ids), request),
             ends,
-            request.echo,
             request.echo and request.sampling.logprobs is not None,
             *self._answer(request, text),
         )

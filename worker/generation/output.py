@@ -30,8 +30,7 @@ class Prepared:
     params: SamplingParams
     max_tokens: int
     ends: dict[int, int | None]  # ids that end a choice, and what is told as its stop reason
-    echo: bool = False
-    wants_prompt_logprobs: bool = False
+    scores_prompt: bool = False  # log-probabilities of its tokens are wanted
     parser: Parser | None = None  # at the answer's beginning; None: an answer is nothing but text
     plan: Plan | None = None  # None: it may be anything
 
@@ -47,17 +46,14 @@ def make_choices(
     item: WorkItem, prepared: Prepared, vocabulary: Vocabulary
 ) -> list["SequenceOutput"]:
     """All of a request's; what they share is made once."""
-    parser = prepared.parser
     sampling = SamplingState(prepared.params, 0, prepared.ids)
-    echo = Echo(vocabulary.text_of(prepared.ids), []) if prepared.echo else None
-    if echo and prepared.wants_prompt_logprobs:
+    echo = Echo(vocabulary.text_of(prepared.ids), []) if item.payload.echo else None
+    if echo and prepared.scores_prompt:
         stream = vocabulary.stream([])
         echo.texts.extend(stream.push(token) for token in prepared.ids)
         echo.texts[-1] += stream.flush()
     return [
-        SequenceOutput(
-            item, prepared, vocabulary, sampling.sibling(choice), parser and parser.sibling(), echo
-        )
+        SequenceOutput(item, prepared, vocabulary, sampling.sibling(choice), echo)
         for choice in range(item.payload.n)
     ]
 
@@ -69,9 +65,9 @@ class SequenceOutput:
         prepared: Prepared,
         vocabulary: Vocabulary,
         sampling: SamplingState,
-        parser: Parser | None,
         echo: Echo | None,
     ) -> None:
+        parser = prepared.parser and prepared.parser.sibling()
         self.item = item
         self.prepared = prepared
         self.vocabulary = vocabulary
@@ -85,9 +81,8 @@ class SequenceOutput:
         self._parser = parser  # None: the text is nothing but content
         self._stopping = item.payload.stopping
         self._stops = StopStrings(self._stopping.stop)
-        self._logprobs = (
-            ContentLogprobs(vocabulary) if prepared.params.logprobs is not None else None
-        )
+        logprobs = prepared.params.logprobs is not None
+        self._logprobs = ContentLogprobs(vocabulary) if logprobs else None
         self._echo = echo
         self._prompt: list[TokenLogprob] = []  # what is known of its tokens, if that is asked for
         if echo and echo.texts:
