@@ -18,18 +18,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from batching.errors import (
-    BreakerOpen,
-    DeadlineExceeded,
-    Draining,
-    InvalidInput,
-    ItemFailed,
-    NotReady,
-    OnequeueError,
-    OutOfMemory,
-    Refused,
-    WorkerDown,
-)
+from batching import errors
 from batching.request_queue import RequestQueue, Stream, WorkItem
 from server.metrics import Metrics
 from server.pool import Pool, Stage
@@ -89,7 +78,7 @@ class Engine:
     def give_up(self) -> None:
         """Answer everything that still waits, wherever it is."""
         for item in self.queue.waiting:
-            item.resolve(Draining("the server has stopped", 5))
+            item.resolve(errors.Draining("the server has stopped", 5))
 
     async def stop(self) -> None:
         if not self.draining:
@@ -114,25 +103,25 @@ class Engine:
         since = self.worker.busy_since
         return 0.0 if since is None else time.monotonic() - since
 
-    def refusal(self, name: str) -> Refused | None:
+    def refusal(self, name: str) -> errors.Refused | None:
         """Why nothing is accepted for a model now."""
         if (refusal := self.down()) is not None:
             return refusal
         if (probe_at := self.models[name].breaker.probe_at) is not None:
             wait_s = max(1.0, probe_at - time.monotonic())
-            return BreakerOpen("the model keeps failing; it is tried again shortly", wait_s)
+            return errors.BreakerOpen("the model keeps failing; it is tried again shortly", wait_s)
         return None
 
-    def down(self) -> Refused | None:
+    def down(self) -> errors.Refused | None:
         """Why nothing is accepted at all."""
         if self.draining:
-            return Draining("the server is stopping", 5)
+            return errors.Draining("the server is stopping", 5)
         if (state := self.worker.state) == "dead":
-            return WorkerDown("the model is not being served: the worker is down", 60)
+            return errors.WorkerDown("the model is not being served: the worker is down", 60)
         if self.stuck:
-            return WorkerDown("the worker is stuck in a forward pass", 60)
+            return errors.WorkerDown("the worker is stuck in a forward pass", 60)
         if state != "ready":
-            return NotReady(f"the model is {state}", 5)
+            return errors.NotReady(f"the model is {state}", 5)
         return None
 
     # ── one item ──
@@ -160,7 +149,9 @@ class Engine:
     def expire(self, items: list[WorkItem]) -> None:
         """The items' deadline has passed, wherever they are."""
         for item in items:
-            item.resolve(DeadlineExceeded("the request did not finish within its time limit"))
+            item.resolve(
+                errors.DeadlineExceeded("the request did not finish within its time limit")
+            )
 
     async def _drain_queue(self) -> None:
         while True:
@@ -179,13 +170,13 @@ class Engine:
             except Pending as pending:
                 again = partial(self.pool.put, self._prepare, [item], urgent=True)
                 pending.then(partial(self._waits, item), again)
-            except OnequeueError as error:
+            except errors.OnequeueError as error:
                 failed.append((item, error))
             except MemoryError:
-                failed.append((item, OutOfMemory("this input does not fit into memory")))
+                failed.append((item, errors.OutOfMemory("this input does not fit into memory")))
             except BaseException as error:  # a panic in a tokenizer is no Exception
                 log.info("input refused error=%r", error)
-                unfit = InvalidInput(f"the input does not fit the task {model.info.task}")
+                unfit = errors.InvalidInput(f"the input does not fit the task {model.info.task}")
                 unfit.__cause__ = error
                 failed.append((item, unfit))
             else:
@@ -208,7 +199,8 @@ class Engine:
                 answers.append((item, item.model.loaded.finish(item, raw)))
             except BaseException as error:
                 log.warning("postprocessing failed error=%r", error)
-                failure = ItemFailed("the model's output for this input could not be processed")
+                unprocessed = "the model's output for this input could not be processed"
+                failure = errors.ItemFailed(unprocessed)
                 failure.__cause__ = error
                 answers.append((item, failure))
         self._post(self.resolve, answers)
@@ -246,7 +238,7 @@ class Engine:
     def on_rejected(self, items: list[WorkItem]) -> None:
         for item in items:
             refusal = self.refusal(item.model.name)
-            item.resolve(refusal or BreakerOpen("the model keeps failing", 1))
+            item.resolve(refusal or errors.BreakerOpen("the model keeps failing", 1))
 
     def on_breaker(self, model: Model, is_open: bool) -> None:
         self.metrics.breaker(model.name, is_open)
@@ -276,7 +268,7 @@ class Engine:
         """Answer what the worker would still have to run; what has run is being finished."""
         for item in self.queue.waiting:
             if not item.ran:
-                item.resolve(WorkerDown(reason, 60))
+                item.resolve(errors.WorkerDown(reason, 60))
 
     def _watch(self, delay_s: float) -> None:
         """Look again in `delay_s`, as long as somebody waits; a stuck worker's clients get 503."""

@@ -2,10 +2,9 @@
 
     drop who left → schedule → run → sample → emit (text, ends)
 
-Implements worker.protocol.Generator. Which sequences run is decided in batching/scheduler.py; how
-the model runs them, by a model runner: paged memory (model/paged_runner.py), or the model's own
-cache where it cannot be paged (model/cached_runner.py). What a request asks for, and text, are in
-request.py and output.py.
+Implements worker.protocol.Generator. batching/scheduler.py decides which sequences run, and a model
+runner how: on paged memory (model/paged_runner.py) or, where that does not fit, with the model's
+cache (model/cached_runner.py). Requests are read in frontend.py, text is made in output.py.
 """
 
 import logging
@@ -60,7 +59,7 @@ class GenerationEngine(Frontend):
         super().__init__(language, runner.max_model_len, why)
         self.runner = runner
         self.speculates = speculates
-        self.live: dict[WorkItem, list[Sequence]] = {}  # those that have not been told of their end
+        self.live: dict[WorkItem, list[Sequence]] = {}  # until their end is reported
         self._failed: dict[WorkItem, Exception] = {}  # of them
         self._new_scheduler = new_scheduler
         self.scheduler = new_scheduler()
