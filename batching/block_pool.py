@@ -15,20 +15,19 @@ Only numbers live here; the tensors are in worker/model/paged_attention.py.
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 ROOT = 0  # the node before any first block
 Key = tuple[int, tuple[int, ...]]  # the node before, and the block's tokens
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class BlockTable:
     """One sequence's blocks, and how far they have been registered."""
 
-    __slots__ = ("__weakref__", "blocks", "node", "registered")
-
-    def __init__(self) -> None:
-        self.blocks: list[int] = []
-        self.registered = 0  # leading blocks whose tokens are computed and registered
-        self.node = ROOT  # of the last of them
+    blocks: list[int]
+    registered: int  # leading blocks whose tokens are computed and registered
+    node: int  # of the last of them
 
 
 class BlockPool:
@@ -99,16 +98,14 @@ class BlockPool:
     def open(self, tokens: Sequence[int], matched: Sequence[int]) -> BlockTable | None:
         """A table with room for all `tokens`, beginning with the `matched` blocks; None if there
         is not enough. The prompt's other full blocks are promised to whoever comes next."""
-        table = BlockTable()
         wanted = self.blocks_for(len(tokens)) - len(matched)
         if wanted > self.free - self.unused(matched):
             return None
         for block in matched:
             self._refs[block] += 1
             self._cached.pop(block, None)
-        table.blocks = list(matched)
-        table.registered = len(matched)
-        table.node = self._node_of[matched[-1]] if matched else ROOT
+        node = self._node_of[matched[-1]] if matched else ROOT
+        table = BlockTable(list(matched), len(matched), node)
         self.grow(table, len(tokens))
         self._promise(table, tokens)
         return table

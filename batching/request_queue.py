@@ -1,25 +1,37 @@
 """The one queue: admission, places, and the work items on their way to the worker.
 
 A handler has its payloads accepted and awaits their futures; feeders take items off the other
-end. All of it runs on the event loop. The bound counts what is accepted and unanswered, wherever
-it is by then, so no second, unbounded queue can form. Whose places they are, and how long a
-newcomer would wait, is known in lanes.py. Batches are not made here.
+end. The bound counts what is accepted and unanswered, wherever it is by then, so no second,
+unbounded queue can form. A lane is what is accepted for one model, and says how long a newcomer
+would wait for it. All runs on the event loop, but for `Lane.prepared`. Batches are not made here.
 """
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from batching.errors import ClientGone, DeadlineHopeless, QueueFull
-from batching.lanes import Lane
+
+# What is left of a measurement after the next one: about the latest ten count.
+KEEP = 0.9
 
 
 class Stream(Protocol):
     """Where an answer goes that comes in parts: on the event loop, after each step."""
 
     def push(self, delta: Any) -> None: ...
+
+
+class ServingModel(Protocol):
+    """The entry of the registry (worker/models.py) that an item is for."""
+
+    name: str
+    loaded: Any  # a Runner or a Generator
+
+    def add(self, item: "WorkItem") -> None: ...
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -31,12 +43,12 @@ class WorkItem:
     """
 
     payload: Any
-    future: Any  # an asyncio.Future; warm-ups have none
     deadline: float
     accepted_at: float
-    stream: Any = None  # a Stream; pipelines have none
-    model: Any = None  # the entry of the registry (worker/models.py) that serves it
-    lane: Any = None  # a Lane
+    future: "asyncio.Future[Any]" = field(init=False)  # warm-ups have none, nor a model or a lane
+    model: ServingModel = field(init=False)
+    lane: "Lane" = field(init=False)
+    stream: Stream | None = None  # pipelines have none
     begun: bool = False  # its answer has begun, or never will: no longer ahead of others
     counted: bool = False  # its lane knows its tokens
     open: bool = True  # somebody still waits; other threads only read it
@@ -65,28 +77,151 @@ class WorkItem:
         return True
 
 
+class Lane:
+    """One model's work of one kind. Lanes share the queue's places; of them it may take `places`.
+
+    `name` is what a client reads when those are taken.
+    """
+
+    def __init__(self, name: str, places: int) -> None:
+        self.name = name
+        self.places = places
+        self.taken = 0  # accepted and unanswered
+        self.ahead = 0  # of them, those whose answer has not begun
+
+    def enter(self, count: int) -> None:
+        self.taken += count
+        self.ahead += count
+
+    def leave(self, item: WorkItem) -> None:
+        """It is answered, or nobody waits for it any more."""
+        self.taken -= 1
+        if not item.begun:
+            item.begun = True
+            self.ahead -= 1
+
+    def prepared(self, item: WorkItem) -> None:
+        """Its tokens are known. From any thread."""
+
+    def expected_s(self, now: float) -> float:
+        """How long a new item would wait for those ahead of it."""
+        raise NotImplementedError
+
+
+class BatchLane(Lane):
+    """Served in batches, which take a time for each token. Those of an item are known once it is
+    prepared; before, it counts like the mean."""
+
+    def __init__(self, name: str, places: int) -> None:
+        super().__init__(name, places)
+        self._prepared: deque[WorkItem] = deque()  # not counted yet; all threads may add
+        self._known = 0  # items ahead that are counted
+        self._tokens = 0  # theirs
+        self._recent = (0.0, 0.0, 0.0)  # items, tokens and seconds of recent batches
+
+    def prepared(self, item: WorkItem) -> None:
+        self._prepared.append(item)
+
+    def record(self, items: int, tokens: int, seconds: float) -> None:
+        """Of a batch that was full or kept others waiting."""
+        old_items, old_tokens, old_s = self._recent
+        self._recent = old_items * KEEP + items, old_tokens * KEEP + tokens, old_s * KEEP + seconds
+
+    def leave(self, item: WorkItem) -> None:
+        self._count_prepared()
+        if item.counted:
+            self._known -= 1
+            self._tokens -= item.tokens
+        super().leave(item)
+
+    def expected_s(self, now: float) -> float:
+        self._count_prepared()
+        items, tokens, seconds = self._recent
+        if not tokens:
+            return 0.0
+        unknown = (self.ahead - self._known) * tokens / items
+        return (self._tokens + unknown) * seconds / tokens
+
+    def _count_prepared(self) -> None:
+        while self._prepared:
+            item = self._prepared.popleft()
+            if not item.begun:
+                item.counted = True
+                self._known += 1
+                self._tokens += item.tokens
+
+
+class TurnLane(Lane):
+    """Served side by side: a newcomer waits until all before it have had their turn to begin. How
+    often somebody begins is measured while others go without."""
+
+    def __init__(self, name: str, places: int) -> None:
+        super().__init__(name, places)
+        self.begun = 0  # since the last step
+        self.starved_since: float | None = None  # or since the last who began meanwhile
+        self._turns = 0.0  # recent ones
+        self._seconds = 0.0  # that they took together
+
+    def begin(self, item: WorkItem) -> None:
+        """The item's answer begins: from here on it takes its time, but nobody waits for it."""
+        item.begun = True
+        self.ahead -= 1
+        self.begun += 1
+
+    def leave(self, item: WorkItem) -> None:
+        super().leave(item)
+        if not self.ahead:
+            self.starved_since = None
+
+    def stepped(self, now: float, starved: bool) -> None:
+        """A step has ended; who began in it is known. `starved`: others had no room in it."""
+        begun, self.begun = self.begun, 0
+        if begun and self.starved_since is not None:
+            # those who run may end all at once: what counts is how long a round of them takes
+            keep = max(KEEP, 1 - 1 / self._running) ** begun
+            self._turns = self._turns * keep + begun
+            self._seconds = self._seconds * keep + now - self.starved_since
+            self.starved_since = now
+        if not starved:
+            self.starved_since = None
+        elif self.starved_since is None:
+            self.starved_since = now
+
+    @property
+    def _running(self) -> int:
+        return max(1, self.taken - self.ahead)
+
+    def expected_s(self, now: float) -> float:
+        """Since when nobody has begun counts too: each of those who run has taken so long."""
+        turn_s = self._seconds / self._turns if self._turns else 0.0
+        if self.starved_since is not None:
+            turn_s = max(turn_s, (now - self.starved_since) / self._running)
+        return self.ahead * turn_s
+
+
 class RequestQueue:
     def __init__(self, capacity: int, clock: Callable[[], float]) -> None:
         self.capacity = capacity
         self.clock = clock
         self.waiting: set[WorkItem] = set()  # accepted and unanswered, one place each
         self._accepted: asyncio.Queue[WorkItem] = asyncio.Queue()
-        self._settled = asyncio.Event()
-        self._settled.set()
+        self.settled = asyncio.Event()  # nothing accepted is unanswered
+        self.settled.set()
 
     def _admit(self, count: int, deadline: float, lane: Lane) -> None:
         now = self.clock()
         expected_s = lane.expected_s(now)
+        retry_after_s = float(max(1, math.ceil(expected_s)))  # whole seconds, for a header
         whole = "queue", self.pending, self.capacity
         for name, taken, places in (whole, (lane.name, lane.taken, lane.places)):
             if taken + count > places:
                 full = f"the {name} is full: {taken} of {places} places are taken"
-                raise QueueFull(full, retry_after(expected_s))
+                raise QueueFull(full, retry_after_s)
         if lane.ahead and now + expected_s > deadline:
             raise DeadlineHopeless(
                 f"the {lane.ahead} requests ahead need about {expected_s:.1f} s, "
                 "longer than this request may take",
-                retry_after(expected_s),
+                retry_after_s,
             )
 
     def accept(
@@ -94,7 +229,7 @@ class RequestQueue:
         payloads: Sequence[Any],
         deadline: float,
         lane: Lane,
-        model: Any = None,
+        model: ServingModel,
         stream: Stream | None = None,
     ) -> list[WorkItem]:
         """Take a place for each payload and queue them, or raise a Refused (503) at once.
@@ -103,15 +238,13 @@ class RequestQueue:
         """
         self._admit(len(payloads), deadline, lane)
         loop, now = asyncio.get_running_loop(), self.clock()
-        items = [
-            WorkItem(payload, loop.create_future(), deadline, now, stream, model, lane)
-            for payload in payloads
-        ]
+        items = [WorkItem(payload, deadline, now, stream=stream) for payload in payloads]
+        for item in items:
+            item.future, item.model, item.lane = loop.create_future(), model, lane
+            self._accepted.put_nowait(item)
         self.waiting.update(items)
         lane.enter(len(items))
-        self._settled.clear()
-        for item in items:
-            self._accepted.put_nowait(item)
+        self.settled.clear()
         return items
 
     def forget(self, items: Sequence[WorkItem]) -> None:
@@ -125,7 +258,7 @@ class RequestQueue:
                 item.lane.leave(item)
         self.waiting.difference_update(items)
         if not self.waiting:
-            self._settled.set()
+            self.settled.set()
 
     @property
     def pending(self) -> int:
@@ -138,17 +271,3 @@ class RequestQueue:
         while not self._accepted.empty():
             items.append(self._accepted.get_nowait())
         return items
-
-    def resolve_all(self, make_error: Callable[[], Exception]) -> None:
-        """Answer everything that still waits, wherever it is."""
-        for item in self.waiting:
-            item.resolve(make_error())
-
-    async def settled(self) -> None:
-        """Return once nothing accepted is unanswered."""
-        await self._settled.wait()
-
-
-def retry_after(expected_s: float) -> float:
-    """Whole seconds for a Retry-After header: the time the queue needs, at least 1."""
-    return float(max(1, math.ceil(expected_s)))

@@ -5,7 +5,7 @@ model runner and the sampler. No tensors here.
 """
 
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, NamedTuple, overload
 
 from batching.block_pool import BlockTable, Key
@@ -41,6 +41,7 @@ class Tokens(abc.Sequence[int]):
         return [*self.prompt[start:], *self.output[: stop - border]]
 
 
+@dataclass(eq=False, slots=True)
 class Sequence:
     """A continuation of a prompt: its tokens so far, and what of them is in the cache.
 
@@ -48,35 +49,26 @@ class Sequence:
     neither is looked at here.
     """
 
-    __slots__ = (
-        "awaited", "background", "cached", "computed", "drafter", "max_tokens", "number", "output",
-        "prompt_len", "scored", "scores_prompt", "table", "tokens",
-    )  # fmt: skip
+    prompt: InitVar[abc.Sequence[int]]
+    output: Any = None
+    _: KW_ONLY
+    max_tokens: int = 1  # of the output; 0: only the prompt is run
+    # log-probabilities of the prompt are wanted: all of it is computed, nothing is reused
+    scores_prompt: bool = False
+    background: bool = False  # comes after all that are not
+    drafter: Any = None
+    tokens: Tokens = field(init=False)
+    prompt_len: int = field(init=False)
+    scored: int = 0  # leading tokens whose successor has been scored
+    number: int = -1  # order of arrival; -1: not scheduled
+    table: BlockTable | None = None  # None: waiting
+    computed: int = 0  # leading tokens whose keys and values are in the cache
+    cached: int | None = None  # prompt tokens found in the cache at first admission
+    awaited: Key | None = None  # the block of its prefix that somebody is computing
 
-    def __init__(
-        self,
-        prompt: abc.Sequence[int],
-        output: Any = None,
-        *,
-        max_tokens: int = 1,
-        scores_prompt: bool = False,
-        background: bool = False,
-        drafter: Any = None,
-    ) -> None:
-        self.output = output
-        self.drafter = drafter
+    def __post_init__(self, prompt: abc.Sequence[int]) -> None:
         self.tokens = Tokens(prompt)
         self.prompt_len = len(prompt)
-        self.max_tokens = max_tokens  # of the output; 0: only the prompt is run
-        # log-probabilities of the prompt are wanted: all of it is computed, nothing is reused
-        self.scores_prompt = scores_prompt
-        self.scored = 0  # leading tokens whose successor has been scored
-        self.background = background  # comes after all that are not
-        self.number = -1  # order of arrival; -1: not scheduled
-        self.table: BlockTable | None = None  # None: waiting
-        self.computed = 0  # leading tokens whose keys and values are in the cache
-        self.cached: int | None = None  # prompt tokens found in the cache at first admission
-        self.awaited: Key | None = None  # the block of its prefix that somebody is computing
 
     @property
     def left(self) -> int:
@@ -133,30 +125,24 @@ class Span(NamedTuple):
     width: int
 
 
+@dataclass(eq=False, slots=True)
 class Batch:
     """What a step runs: T tokens in one row, span after span. Built once, for whoever reads it.
 
     A model runner is asked for `forward(batch)`: logits [R, vocabulary] of the R `rows`.
     """
 
-    __slots__ = ("chunks", "ids", "offsets", "positions", "rows", "scored", "spans")
+    spans: abc.Sequence[Span]
+    ids: abc.Sequence[int]  # [T], drafted ones behind their chunk's
+    rows: abc.Sequence[int]  # [R] places in `ids` whose logits are wanted
+    scored: int = 0  # so many of `rows` score prompts; the rest, behind them, are sampled
+    chunks: abc.Sequence[Chunk] = ()  # one for each span; none in a batch that no scheduler made
+    offsets: list[int] = field(init=False)  # [spans] places in `ids` where each begins
+    positions: list[int] = field(init=False)  # [T] of each token in its sequence
 
-    def __init__(
-        self,
-        spans: abc.Sequence[Span],
-        ids: abc.Sequence[int],
-        rows: abc.Sequence[int],
-        scored: int = 0,
-        chunks: abc.Sequence[Chunk] = (),
-    ) -> None:
-        self.spans = spans
-        self.ids = ids  # [T], drafted ones behind their chunk's
-        self.rows = rows  # [R] places in `ids` whose logits are wanted
-        self.scored = scored  # so many of `rows` score prompts; the rest, behind them, are sampled
-        self.chunks = chunks  # one for each span; none in a batch that no scheduler made
-        self.offsets: list[int] = []  # [spans] places in `ids` where each begins
-        self.positions: list[int] = []  # [T] of each token in its sequence
-        for _, start, width in spans:
+    def __post_init__(self) -> None:
+        self.offsets, self.positions = [], []
+        for _, start, width in self.spans:
             self.offsets.append(len(self.positions))
             self.positions += range(start, start + width)
 

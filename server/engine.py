@@ -18,20 +18,10 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from batching.errors import (
-    BreakerOpen,
-    DeadlineExceeded,
-    Draining,
-    InvalidInput,
-    ItemFailed,
-    NotReady,
-    Refused,
-    WorkerDown,
-)
+from batching import errors
 from batching.request_queue import RequestQueue, Stream, WorkItem
 from server.metrics import Metrics
 from server.pool import Pool, Stage
-from worker.failures import failure_of
 from worker.models import GenerationModel, Outcome, PipelineModel
 from worker.protocol import BatchReport, Generator, Pending, State, StepOutcome
 from worker.worker import Model, Worker
@@ -80,14 +70,15 @@ class Engine:
         self.draining = True
         try:
             async with asyncio.timeout(grace_s):
-                await self.queue.settled()
+                await self.queue.settled.wait()
         except TimeoutError:
             log.warning("drain incomplete unanswered=%d", self.queue.pending)
         self.give_up()
 
     def give_up(self) -> None:
-        """Answer everything that still waits."""
-        self.queue.resolve_all(lambda: Draining("the server has stopped", 5))
+        """Answer everything that still waits, wherever it is."""
+        for item in self.queue.waiting:
+            item.resolve(errors.Draining("the server has stopped", 5))
 
     async def stop(self) -> None:
         if not self.draining:
@@ -105,28 +96,32 @@ class Engine:
 
     @property
     def stuck(self) -> bool:
-        since = self.worker.busy_since
-        return since is not None and time.monotonic() - since > self.stuck_after_s
+        return self._busy_s > self.stuck_after_s
 
-    def refusal(self, name: str) -> Refused | None:
+    @property
+    def _busy_s(self) -> float:
+        since = self.worker.busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def refusal(self, name: str) -> errors.Refused | None:
         """Why nothing is accepted for a model now."""
         if (refusal := self.down()) is not None:
             return refusal
         if (probe_at := self.models[name].breaker.probe_at) is not None:
             wait_s = max(1.0, probe_at - time.monotonic())
-            return BreakerOpen("the model keeps failing; it is tried again shortly", wait_s)
+            return errors.BreakerOpen("the model keeps failing; it is tried again shortly", wait_s)
         return None
 
-    def down(self) -> Refused | None:
+    def down(self) -> errors.Refused | None:
         """Why nothing is accepted at all."""
         if self.draining:
-            return Draining("the server is stopping", 5)
+            return errors.Draining("the server is stopping", 5)
         if (state := self.worker.state) == "dead":
-            return WorkerDown("the model is not being served: the worker is down", 60)
+            return errors.WorkerDown("the model is not being served: the worker is down", 60)
         if self.stuck:
-            return WorkerDown("the worker is stuck in a forward pass", 60)
+            return errors.WorkerDown("the worker is stuck in a forward pass", 60)
         if state != "ready":
-            return NotReady(f"the model is {state}", 5)
+            return errors.NotReady(f"the model is {state}", 5)
         return None
 
     # ── one item ──
@@ -139,8 +134,7 @@ class Engine:
         if (refusal := self.refusal(name)) is not None:
             raise refusal
         model = self.models[name]
-        lane = model.lane_for(payloads[0])
-        items = self.queue.accept(payloads, deadline, lane, model, stream)
+        items = self.queue.accept(payloads, deadline, model.lane_for(payloads[0]), model, stream)
         if self._watchdog is None:
             self._watch(self.stuck_after_s)
         return items
@@ -152,13 +146,12 @@ class Engine:
         assert isinstance(model, GenerationModel)
         return model.loaded
 
-    def call_id(self, name: str, index: int) -> str:
-        return self.generator.call_id(name, index)
-
     def expire(self, items: list[WorkItem]) -> None:
         """The items' deadline has passed, wherever they are."""
         for item in items:
-            item.resolve(DeadlineExceeded("the request did not finish within its time limit"))
+            item.resolve(
+                errors.DeadlineExceeded("the request did not finish within its time limit")
+            )
 
     async def _drain_queue(self) -> None:
         while True:
@@ -177,11 +170,15 @@ class Engine:
             except Pending as pending:
                 again = partial(self.pool.put, self._prepare, [item], urgent=True)
                 pending.then(partial(self._waits, item), again)
+            except errors.OnequeueError as error:
+                failed.append((item, error))
+            except MemoryError:
+                failed.append((item, errors.OutOfMemory("this input does not fit into memory")))
             except BaseException as error:  # a panic in a tokenizer is no Exception
-                unfit = InvalidInput(f"the input does not fit the task {model.info.task}")
-                if (failure := failure_of(error, unfit)) is unfit:
-                    log.info("input refused error=%r", error)
-                failed.append((item, failure))
+                log.info("input refused error=%r", error)
+                unfit = errors.InvalidInput(f"the input does not fit the task {model.info.task}")
+                unfit.__cause__ = error
+                failed.append((item, unfit))
             else:
                 prepared.append(item)
                 item.lane.prepared(item)
@@ -202,7 +199,8 @@ class Engine:
                 answers.append((item, item.model.loaded.finish(item, raw)))
             except BaseException as error:
                 log.warning("postprocessing failed error=%r", error)
-                failure = ItemFailed("the model's output for this input could not be processed")
+                unprocessed = "the model's output for this input could not be processed"
+                failure = errors.ItemFailed(unprocessed)
                 failure.__cause__ = error
                 answers.append((item, failure))
         self._post(self.resolve, answers)
@@ -229,7 +227,7 @@ class Engine:
             if not item.begun:  # those that failed have had their turn too
                 model.lane_for(item.payload).begin(item)
         for item, delta in outcome.deltas:
-            if item.open:
+            if item.open and item.stream:
                 item.stream.push(delta)
         waits = (model.lane, outcome.report.starved), (model.background, model.background.ahead > 0)
         for lane, starved in waits:
@@ -240,7 +238,7 @@ class Engine:
     def on_rejected(self, items: list[WorkItem]) -> None:
         for item in items:
             refusal = self.refusal(item.model.name)
-            item.resolve(refusal or BreakerOpen("the model keeps failing", 1))
+            item.resolve(refusal or errors.BreakerOpen("the model keeps failing", 1))
 
     def on_breaker(self, model: Model, is_open: bool) -> None:
         self.metrics.breaker(model.name, is_open)
@@ -249,7 +247,14 @@ class Engine:
 
     def on_state(self, state: State, error: Exception | None) -> None:
         if state == "warming":
-            self._log_models()
+            for model in self.models.values():
+                info = model.loaded.info
+                self.metrics.loaded(model.name, info)
+                log.info(
+                    "model loaded task=%s model=%s device=%s dtype=%s parameters=%d batching=%s%s",
+                    info.task, info.model, info.device, info.dtype, info.parameters,
+                    info.batching, f" because={info.why!r}" if info.why else "",
+                )  # fmt: skip
         elif state == "ready":
             log.info("ready")
             self.loaded.set_result(None)
@@ -259,21 +264,11 @@ class Engine:
             if error and not self.loaded.done():
                 self.loaded.set_exception(error)
 
-    def _log_models(self) -> None:
-        for model in self.models.values():
-            info = model.loaded.info
-            self.metrics.loaded(model.name, info)
-            log.info(
-                "model loaded task=%s model=%s device=%s dtype=%s parameters=%d batching=%s%s",
-                info.task, info.model, info.device, info.dtype, info.parameters,
-                info.batching, f" because={info.why!r}" if info.why else "",
-            )  # fmt: skip
-
     def _abandon(self, reason: str) -> None:
         """Answer what the worker would still have to run; what has run is being finished."""
         for item in self.queue.waiting:
             if not item.ran:
-                item.resolve(WorkerDown(reason, 60))
+                item.resolve(errors.WorkerDown(reason, 60))
 
     def _watch(self, delay_s: float) -> None:
         """Look again in `delay_s`, as long as somebody waits; a stuck worker's clients get 503."""
@@ -284,8 +279,6 @@ class Engine:
                 log.critical("worker stuck for more than seconds=%g", self.stuck_after_s)
                 self._abandon("the worker is stuck")
             elif self.queue.pending:
-                since = self.worker.busy_since
-                busy_s = 0.0 if since is None else time.monotonic() - since
-                self._watch(self.stuck_after_s - busy_s + 0.01)
+                self._watch(self.stuck_after_s - self._busy_s + 0.01)
 
         self._watchdog = self.loop.call_later(delay_s, look)

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 log = logging.getLogger("onequeue.pool")
@@ -28,10 +28,6 @@ class Stage:
     def __init__(self, function: Callable[[list[Any]], None]) -> None:
         self.function = function
         self.item_s = CALL_S / 4
-
-    def groups(self, items: Sequence[Any]) -> list[list[Any]]:
-        size = max(1, min(MAX_GROUP, round(CALL_S / self.item_s)))
-        return [list(items[i : i + size]) for i in range(0, len(items), size)]
 
     def run(self, items: list[Any]) -> None:
         started = time.perf_counter()
@@ -60,11 +56,12 @@ class Pool:
         for _ in self.threads:
             self._tokens.put(False)
 
-    def put(self, stage: Stage, items: Sequence[Any], urgent: bool = False) -> None:
+    def put(self, stage: Stage, items: list[Any], urgent: bool = False) -> None:
         """Have `items` go through `stage`, in groups; urgent ones first. From any thread."""
         jobs = self._urgent if urgent else self._others
-        for group in stage.groups(items):
-            jobs.append((stage, group))
+        size = max(1, min(MAX_GROUP, round(CALL_S / stage.item_s)))
+        for first in range(0, len(items), size):
+            jobs.append((stage, items[first : first + size]))
             self._tokens.put(True)
 
     def _work(self) -> None:

@@ -101,7 +101,7 @@ def request(
         n=n,
         echo=echo,
     )
-    return WorkItem(payload, None, float("inf"), 0.0)
+    return WorkItem(payload, float("inf"), 0.0)
 
 
 def when_ready(run: Callable[[], T]) -> T:

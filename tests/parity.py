@@ -48,7 +48,7 @@ def oracle(task: str, model: str) -> Any:
 
 
 def item(inputs: Any, **parameters: Any) -> WorkItem:
-    return WorkItem(PipelineInput(inputs, parameters), None, float("inf"), 0.0)
+    return WorkItem(PipelineInput(inputs, parameters), float("inf"), 0.0)
 
 
 def serve(run: PipelineRunner, items: Sequence[WorkItem]) -> list[Any]:

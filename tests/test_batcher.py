@@ -12,7 +12,7 @@ NEVER = float("-inf")  # the worker has not been busy
 
 
 def item(tokens: int = 1, key: Any = None, rows: int = 1, deadline: float = 1e9) -> WorkItem:
-    made = WorkItem("payload", None, deadline, 0.0)
+    made = WorkItem("payload", deadline, 0.0)
     made.tokens, made.key, made.rows = tokens, key, rows
     made.width = tokens // rows
     return made

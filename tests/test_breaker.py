@@ -1,4 +1,4 @@
-from batching.breaker import Breaker
+from worker.models import Breaker
 
 
 def test_opens_after_failures_in_a_row_only() -> None:

@@ -11,15 +11,17 @@ import pytest
 from batching.errors import InvalidInput
 from tests import tiny_chat
 from tests.generating import when_ready
-from tests.tiny_tokenizers import hf, llama_tokenizer
-from worker.generation.request import Prepared, Prompts
+from tests.tiny_tokenizers import llama_tokenizer
+from worker.generation.frontend import Frontend
+from worker.generation.output import Prepared
+from worker.model.language_model import LanguageModel
 from worker.protocol import Calls, Chat
 
 HI: tuple[dict[str, Any], ...] = ({"role": "user", "content": "hi"},)
 
 
 def rendered(**variables: Any) -> str:
-    return tiny_chat.engine().prompts.template.render(Chat(HI, template_kwargs=variables))
+    return tiny_chat.engine().template.render(Chat(HI, template_kwargs=variables))
 
 
 def own_to_transformers() -> set[str]:
@@ -70,7 +72,7 @@ def test_a_variable_that_the_template_does_not_know_is_fine() -> None:
 
 
 def test_what_a_template_cannot_take_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = tiny_chat.engine().prompts.tokenizer
+    tokenizer = tiny_chat.engine().language.tokenizer
     deep: Any = []
     for _ in range(5_000):
         deep = [deep]
@@ -95,12 +97,12 @@ THOUGHTS = CALLS + "{# </think> #}"
 
 def prepared(source: str, **fields: Any) -> Prepared:
     tokenizer = llama_tokenizer(source)
-    prompts = Prompts(tokenizer, hf.GenerationConfig(), len(tokenizer), 1000)
+    frontend = Frontend(LanguageModel("", tiny_chat.engine().language.model, tokenizer), 1000)
     try:
         request = tiny_chat.asking(tools=({"function": {"name": "clock"}},), **fields).payload
-        return when_ready(lambda: prompts.prepare(request))
+        return when_ready(lambda: frontend.prepared(request))
     finally:
-        prompts.grammars.close()
+        frontend.close()
 
 
 def test_a_plain_chat_needs_no_plan_and_is_read_only_where_there_may_be_marks() -> None:

@@ -4,9 +4,11 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from starlette.exceptions import HTTPException
 
 from batching.errors import InvalidInput, OutOfMemory, QueueFull
+from batching.request_queue import WorkItem
 from server.http.errors import MAX_MESSAGE, MAX_PARAM, HttpError, as_http_error
 from tests.fakes import FakeRunner
 from tests.serving import metric, serving
@@ -51,3 +53,25 @@ def test_a_probe_that_says_no_is_no_error_of_a_request() -> None:
         server.engine.draining = False
         for kind in ("not_ready", "draining", ""):
             assert metric(server, f'onequeue_errors_total{{kind="{kind}"}}') == 0
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "code"),
+    [
+        (MemoryError(), 500, "out_of_memory"),
+        (OutOfMemory("large"), 500, "out_of_memory"),
+        (torch.OutOfMemoryError("a text of so many tokens"), 400, "invalid_value"),
+        (RuntimeError("CUDA error: invalid"), 400, "invalid_value"),
+        (InvalidInput("x", "inputs"), 400, "invalid_value"),
+    ],
+)
+def test_what_preparing_raises_is_the_input_s_fault_but_for_a_lack_of_memory(
+    raised: Exception, status: int, code: str
+) -> None:
+    class Unpreparing(FakeRunner):
+        def prepare(self, item: WorkItem) -> None:
+            raise raised
+
+    with serving(Unpreparing) as server:
+        answer = httpx.post(server.url + "/", content="a text")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)

@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 
-from batching.lanes import BatchLane, Lane, TurnLane
-from batching.request_queue import WorkItem
+from batching.request_queue import BatchLane, Lane, TurnLane, WorkItem
 
 
 def entering(lane: Lane, *tokens: int) -> list[WorkItem]:
     """Items that are accepted; those of no tokens have not been prepared yet."""
     made = []
     for count in tokens:
-        item: WorkItem = WorkItem(None, None, math.inf, 0.0)
+        item: WorkItem = WorkItem(None, math.inf, 0.0)
         lane.enter(1)
         if count:
             item.tokens = count

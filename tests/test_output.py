@@ -10,8 +10,7 @@ import pytest
 from tests import tiny_chat
 from tests.generating import GREEDY, request
 from worker.deltas import Delta, TokenLogprob
-from worker.generation.output import SequenceOutput, make_choices
-from worker.generation.request import Prepared
+from worker.generation.output import Prepared, SequenceOutput, make_choices
 from worker.model.logits_processors import SamplingParams
 from worker.model.sampler import SampledToken
 from worker.text.detokenizer import Piece, Share, Vocabulary

@@ -12,8 +12,7 @@ from batching.errors import (
     Draining,
     QueueFull,
 )
-from batching.lanes import BatchLane, Lane
-from batching.request_queue import RequestQueue, WorkItem, retry_after
+from batching.request_queue import BatchLane, Lane, RequestQueue, WorkItem
 from tests.fake_generator import FakeGenerator
 from worker.models import GenerationModel
 
@@ -35,7 +34,8 @@ class Queue(RequestQueue):
     def admit(
         self, payloads: Sequence[Any], deadline: float, lane: Lane | None = None
     ) -> list[WorkItem]:
-        return self.accept(payloads, deadline, lane or self.lane)
+        model: Any = None  # it is not looked at
+        return self.accept(payloads, deadline, lane or self.lane, model)
 
 
 def queue(capacity: int = 2) -> Queue:
@@ -62,15 +62,14 @@ async def test_a_list_is_accepted_whole_or_not_at_all() -> None:
     assert q.pending == 2
 
 
-async def test_retry_after_is_the_time_the_queue_needs() -> None:
+@pytest.mark.parametrize(("needed_s", "retry_after_s"), [(20.0, 20), (0.001, 1), (99.5, 100)])
+async def test_retry_after_is_the_time_the_queue_needs(needed_s: float, retry_after_s: int) -> None:
     q = queue(10)
-    q.lane.record(items=10, tokens=10, seconds=20.0)
+    q.lane.record(items=10, tokens=10, seconds=needed_s)
     q.admit(range(10), 1000)
     with pytest.raises(QueueFull) as refused:
         q.admit(["x"], 1000)
-    assert refused.value.retry_after_s == 20
-    assert retry_after(0.001) == 1
-    assert retry_after(99.5) == 100
+    assert refused.value.retry_after_s == retry_after_s
 
 
 async def test_hopeless_deadline_is_refused_at_once_and_only_then() -> None:
@@ -134,12 +133,13 @@ async def test_take_hands_out_all_there_is_in_order() -> None:
 
 async def test_settled_waits_for_the_last_place() -> None:
     q = queue(10)
-    await q.settled()
+    await q.settled.wait()
     (item,) = q.admit(["x"], 200)
-    waiting = asyncio.create_task(q.settled())
+    waiting = asyncio.create_task(q.settled.wait())
     await asyncio.sleep(0)
     assert not waiting.done()
-    q.resolve_all(lambda: Draining("stopping"))
-    assert isinstance(item.future.exception(), Draining)
+    item.resolve(Draining("stopping"))
+    await asyncio.sleep(0)
+    assert not waiting.done()
     q.forget([item])
     await waiting

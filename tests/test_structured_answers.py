@@ -341,7 +341,7 @@ def test_any_text_can_be_asked_for(text: str) -> None:
 
 
 def test_a_grammar_that_was_used_often_is_made_anew() -> None:
-    grammars = engine().prompts.grammars
+    grammars = engine().grammars
     constraint = Constraint("regex", "(a|b)*a(a|b){9}c", "f")
     made = {id(when_ready(lambda: grammars.matcher(constraint))) for _ in range(450)}
     assert 2 <= len(made) <= 3
@@ -603,7 +603,7 @@ def test_a_budget_ends_the_thoughts(budget: int) -> None:
 
 
 def test_effort_sets_the_templates_switch() -> None:
-    template = engine().prompts.template
+    template = engine().template
     chats = [asking(effort=effort).payload.prompt for effort in ("none", "high")]
     texts = [template.render(chat) for chat in chats]
     assert texts[0].endswith("<think>\n\n</think>\n\n")

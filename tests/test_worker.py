@@ -10,14 +10,12 @@ import pytest
 import torch
 
 from batching.batcher import DynamicBatcher
-from batching.breaker import Breaker
 from batching.errors import ItemFailed, OutOfMemory, WorkerDown, WrongResultCount
 from batching.request_queue import WorkItem
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
 from tests.serving import wait_until
-from worker import heap
-from worker.models import GenerationModel, Outcome, PipelineModel
+from worker.models import Breaker, GenerationModel, Outcome, PipelineModel
 from worker.protocol import (
     BatchReport,
     GenerationInput,
@@ -90,7 +88,7 @@ class Bench:
     def submit(self, *texts: str) -> list[WorkItem]:
         items = []
         for text in texts:
-            item = WorkItem(PipelineInput(text), None, 1e12, time.monotonic())
+            item = WorkItem(PipelineInput(text), 1e12, time.monotonic())
             item.model = self.pipeline
             self.runner.prepare(item)
             items.append(item)
@@ -98,7 +96,7 @@ class Bench:
         return items
 
     def generate(self, prompt: str) -> WorkItem:
-        item = WorkItem(GenerationInput(prompt), None, 1e12, time.monotonic())
+        item = WorkItem(GenerationInput(prompt), 1e12, time.monotonic())
         item.model = self.generation
         self.generator.prepare(item)
         self.worker.submit([item])
@@ -399,8 +397,8 @@ def test_an_idle_worker_hands_memory_back_once_and_then_waits_without_a_timeout(
     start: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handed = threading.Semaphore(0)
-    monkeypatch.setattr(heap, "IDLE_S", 0.0)
-    monkeypatch.setattr(heap, "hand_back", handed.release)
+    monkeypatch.setattr("worker.worker.IDLE_S", 0.0)
+    monkeypatch.setattr("worker.worker.trim_heap", lambda pad: handed.release())
     bench = start()
     assert handed.acquire(timeout=60)  # what loading took
     wait_until(lambda: bench.worker._wait_s() is None)
@@ -415,7 +413,7 @@ def test_an_input_that_was_refused_is_followed_by_handing_back_too(
     bench = start()
     wait_until(lambda: bench.recorder.states[-1:] == ["ready"])
     handed = threading.Event()
-    monkeypatch.setattr(heap, "IDLE_S", 0.0)
-    monkeypatch.setattr(heap, "hand_back", handed.set)
+    monkeypatch.setattr("worker.worker.IDLE_S", 0.0)
+    monkeypatch.setattr("worker.worker.trim_heap", lambda pad: handed.set())
     bench.worker.submit([])  # what the pool sends when it has refused all
     assert handed.wait(60)

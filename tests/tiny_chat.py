@@ -95,7 +95,7 @@ def engine(speculation: str = "auto", blocks: int = 400) -> GenerationEngine:
     runner = PagedRunner(_loaded().language, blocks, CONTEXT, chosen.max_running)
     made = paged_engine(runner, chosen)
     # One process tries the grammars of all.
-    made.prompts.grammars = _loaded().prompts.grammars
+    made.grammars = _loaded().grammars
     return made
 
 
@@ -124,4 +124,4 @@ def asking(
         n=n,
         **fields,
     )
-    return WorkItem(payload, None, float("inf"), 0.0)
+    return WorkItem(payload, float("inf"), 0.0)

@@ -7,8 +7,8 @@ decoded, and how much it takes, is for pipeline/media.py to say.
 
 import threading
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Self
 
 from batching.errors import InvalidInput
 
@@ -16,19 +16,11 @@ from batching.errors import InvalidInput
 TIMES_PER_REQUEST = 16
 
 
+@dataclass(slots=True)
 class RequestBudget:
     """What the inputs of one request take together."""
 
-    def __init__(self) -> None:
-        self._spent = 0
-        self._lock = threading.Lock()
-
-    def spend(self, count: int, most: int) -> None:
-        with self._lock:
-            self._spent += count
-            if self._spent > most:
-                much = f"the inputs have more than {most} pixels or samples in all: send fewer"
-                raise InvalidInput(much, "inputs")
+    taken: int = 0
 
 
 class DecodeBudget:
@@ -40,36 +32,40 @@ class DecodeBudget:
         self.line: deque[Lease] = deque()  # those that wait, the first in front
         self.changed = threading.Condition()
 
-    @contextmanager
-    def lease(self, request: RequestBudget | None = None) -> Iterator["Lease"]:
-        """What is taken inside is given back at the end."""
-        lease = Lease(self, request)
-        try:
-            yield lease
-        finally:
-            if lease.taken:
-                with self.changed:
-                    self.taken -= lease.taken
-                    self.changed.notify_all()
+    def lease(self, request: RequestBudget | None = None) -> "Lease":
+        return Lease(self, request)
 
 
 class Lease:
-    """One input's part of the budget."""
+    """One input's part of the budget, given back at the end."""
 
     def __init__(self, budget: DecodeBudget, request: RequestBudget | None) -> None:
         self.budget = budget
         self.request = request
         self.taken = 0
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self.taken:
+            with self.budget.changed:
+                self.budget.taken -= self.taken
+                self.budget.changed.notify_all()
+
     def take(self, count: int) -> None:
         """Wait, first come first served, for so much; call it once, as two that wait for each
         other's would wait forever. What exceeds the budget waits until it has all of it."""
         assert not self.taken
         budget = self.budget
-        if self.request:
-            self.request.spend(count, TIMES_PER_REQUEST * budget.size)
-        count = min(count, budget.size)
         with budget.changed:
+            if self.request:
+                self.request.taken += count
+                most = TIMES_PER_REQUEST * budget.size
+                if self.request.taken > most:
+                    much = f"the inputs have more than {most} pixels or samples in all: send fewer"
+                    raise InvalidInput(much, "inputs")
+            count = min(count, budget.size)
             budget.line.append(self)
             try:
                 budget.changed.wait_for(

@@ -41,7 +41,7 @@ class Delta:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None  # set in a choice's last delta
     stop_reason: str | int | None = None  # the stop string or token id that ended it
-    prompt_tokens: int = 0  # of the choice's prompt, told once per prompt
+    prompt_tokens: int = 0  # of the choice's prompt; once per prompt
     cached_tokens: int = 0  # of them, taken from the prefix cache
     reasoning_tokens: int = 0  # of `tokens`, those that were not for the reader
 

@@ -1,12 +1,17 @@
-"""What an exception means: the fault of an item, too little memory, or a device that is lost.
+"""What an exception means: the fault of an item, too little memory, or a device that is lost; and
+a batch that raised, run again in halves, until only the guilty items fail.
 
-Asked on the worker's thread, where a batch that raises is run again in halves, and in the pool. It
-goes by the names of torch's errors, since the server's side imports this and starts without torch.
+For both products. It goes by the names of torch's errors, as the server starts without torch.
 """
 
 import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from batching.errors import DeviceLost, ItemFailed, OnequeueError, OutOfMemory
+
+T = TypeVar("T")
 
 OUT_OF_MEMORY = (
     "can't allocate memory",  # what torch's CPU allocator says
@@ -16,12 +21,12 @@ OUT_OF_MEMORY = (
 )
 
 
-def failure_of(error: BaseException, otherwise: OnequeueError | None = None) -> OnequeueError:
-    """The failure of an item whose work raised `error`.
+def failure_of(error: BaseException) -> OnequeueError:
+    """The failure of an item whose work raised `error`, on the worker's thread.
 
     OutOfMemory: less at a time may fit. DeviceLost: a CUDA error other than out of memory poisons
-    the context, nothing runs after it; the worker's thread raises. Anything else, a panic in a
-    library too, which is no Exception, is `otherwise`, by default an ItemFailed.
+    the context, nothing runs after it; the thread raises. Anything else, a panic in a library too,
+    which is no Exception, is an ItemFailed.
     """
     if isinstance(error, OnequeueError):
         return error
@@ -37,6 +42,31 @@ def failure_of(error: BaseException, otherwise: OnequeueError | None = None) -> 
     elif "AcceleratorError" in names or "CUDA error" in message:
         failure = DeviceLost("the worker has died", 60)
     else:
-        failure = otherwise or ItemFailed("the model failed on this input")
+        failure = ItemFailed("the model failed on this input")
     failure.__cause__ = error
     return failure
+
+
+def rerun_in_halves(
+    items: Sequence[T],
+    error: BaseException,
+    run: Callable[[Sequence[T]], None],
+    failed: Callable[[Sequence[T], OnequeueError], None],
+    wanted: Callable[[T], bool],
+) -> None:
+    """`run(items)` raised `error`, and `failed` is given the failure: each half runs again, as far
+    as it is still wanted, down to one item. A lost device is raised."""
+    # The frames hold the items and what the forward had allocated, and the halves need it.
+    traceback.clear_frames(error.__traceback__)
+    failure = failure_of(error)
+    if isinstance(failure, DeviceLost):
+        raise error
+    error.with_traceback(None)
+    failed(items, failure)
+    middle = len(items) // 2
+    for half in (items[:middle], items[middle:]) if middle else ():
+        if part := [item for item in half if wanted(item)]:
+            try:
+                run(part)
+            except BaseException as again:
+                rerun_in_halves(part, again, run, failed, wanted)

@@ -13,12 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from batching.batcher import DynamicBatcher
-from batching.bisection import rerun_in_halves
-from batching.breaker import Breaker
-from batching.errors import DeviceLost, OutOfMemory, WrongResultCount
-from batching.lanes import BatchLane, TurnLane
-from batching.request_queue import WorkItem
-from worker.failures import failure_of
+from batching.errors import OnequeueError, OutOfMemory, WrongResultCount
+from batching.request_queue import BatchLane, TurnLane, WorkItem
+from worker.failures import rerun_in_halves
 from worker.protocol import BatchReport, Generator, Runner, State
 
 log = logging.getLogger("onequeue.worker")
@@ -28,6 +25,30 @@ M = TypeVar("M", Runner, Generator)
 
 # Of a language model's places, background work may take one in so many.
 BACKGROUND = 4
+
+
+class Breaker:
+    """Closed until `threshold` failures in a row; then open until a probe, allowed after
+    `cooldown_s`, succeeds. Who probes, and with what, is the worker's affair."""
+
+    def __init__(self, threshold: int = 3, cooldown_s: float = 5.0) -> None:
+        self.threshold = threshold
+        self.cooldown_s = cooldown_s
+        self.failures = 0
+        self.probe_at: float | None = None  # monotonic seconds; None while closed
+
+    @property
+    def is_open(self) -> bool:
+        return self.probe_at is not None
+
+    def succeeded(self) -> None:
+        self.failures = 0
+        self.probe_at = None
+
+    def failed(self, now: float) -> None:
+        self.failures += 1
+        if self.failures >= self.threshold:
+            self.probe_at = now + self.cooldown_s
 
 
 class ServedModel(Generic[M]):
@@ -141,13 +162,10 @@ class PipelineModel(ServedModel[Runner]):
             log.error("%s", wrong)
             run.failed += [(item, WrongResultCount(wrong)) for item in items]
 
-        def failed(items: Sequence[WorkItem], error: BaseException) -> None:
-            if isinstance(failure := failure_of(error), DeviceLost):
-                raise error
+        def failed(items: Sequence[WorkItem], failure: OnequeueError) -> None:
             run.out_of_memory += isinstance(failure, OutOfMemory)
             if len(items) == 1:
-                log.warning("item failed error=%r", error)
-                error.with_traceback(None)  # its frames hold the batch
+                log.warning("item failed error=%r", failure.__cause__ or failure)
                 run.failed.append((items[0], failure))
 
         try:

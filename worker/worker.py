@@ -12,8 +12,10 @@ Only a lost device ends the thread. What a batch or a step does is for models.py
 engine to say; HTTP, the asyncio queue and pre- and post-processing are server/engine.py's.
 """
 
+import ctypes
 import logging
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +23,6 @@ from typing import Protocol
 
 from batching.errors import DeviceLost, ItemFailed, OnequeueError, WorkerDown
 from batching.request_queue import WorkItem
-from worker import heap
 from worker.failures import failure_of
 from worker.models import GenerationModel, Outcome, PipelineModel
 from worker.protocol import BatchReport, State, StepOutcome
@@ -30,6 +31,13 @@ log = logging.getLogger("onequeue.worker")
 
 Model = PipelineModel | GenerationModel
 STATES: Sequence[State] = ("loading", "warming", "ready")  # in this order
+
+# When nothing has run for so long, what was freed goes back to the system. glibc would keep it, and
+# each thread's share apart: after a few large pictures or sounds hundreds of megabytes. With lower
+# thresholds (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD) it would hand back every tensor at once, and fetch
+# it anew in every layer.
+IDLE_S = 5.0
+trim_heap = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 class Listener(Protocol):
@@ -59,7 +67,7 @@ class Worker:
         self.busy_since: float | None = None  # read by the watchdog
         self._free_since = float("-inf")  # when the last turn ended
         self._tidy_at: float | None = None  # when memory is handed back, if nothing runs until then
-        self.inbox: queue.SimpleQueue[tuple[float, list[WorkItem]] | None] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[list[WorkItem] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name="worker", daemon=True)
 
     # ── called from other threads ──
@@ -77,7 +85,10 @@ class Worker:
         self.thread.start()
 
     def submit(self, items: list[WorkItem]) -> None:
-        self.inbox.put((self.clock(), items))
+        now = self.clock()
+        for item in items:
+            item.arrived_at = now
+        self.inbox.put(items)
 
     def stop(self) -> None:
         self.inbox.put(None)
@@ -111,17 +122,15 @@ class Worker:
     def _receive(self) -> bool:
         """Wait for the inbox or for whatever is due first, then empty the inbox."""
         try:
-            message = self.inbox.get(timeout=self._wait_s())
-            self._tidy_at = self.clock() + heap.IDLE_S  # also when all its inputs were refused
-            while True:
-                if message is None:
-                    return False
-                arrived_at, items = message
+            items = self.inbox.get(timeout=self._wait_s())
+            self._tidy_at = self.clock() + IDLE_S  # also when all its inputs were refused
+            while items is not None:
                 for item in items:
-                    self._hand_over(item, arrived_at)
-                message = self.inbox.get_nowait()
+                    self._hand_over(item)
+                items = self.inbox.get_nowait()
         except queue.Empty:
             return True
+        return False
 
     def _wait_s(self) -> float | None:
         due = [self._tidy_at]
@@ -134,12 +143,11 @@ class Worker:
         known = [at for at in due if at is not None]
         return max(0.0, min(known) - self.clock()) if known else None
 
-    def _hand_over(self, item: WorkItem, arrived_at: float) -> None:
-        item.arrived_at = arrived_at
+    def _hand_over(self, item: WorkItem) -> None:
         try:
             item.model.add(item)
         except BaseException as error:
-            self._blame(item.model, [item], error)
+            self._blame(item.model.name, [item], error)
 
     def _take_turns(self) -> None:
         for model in self.models.values():
@@ -154,7 +162,7 @@ class Worker:
                 else:
                     self._run_batch(model)
             except BaseException as error:  # it belongs to no item, so to all
-                self._blame(model, model.clear(), error)
+                self._blame(model.name, model.clear(), error)
                 self._probe(model)
 
     def _run_step(self, model: GenerationModel) -> None:
@@ -187,14 +195,14 @@ class Worker:
         """A turn has ended; says when."""
         now = self._free_since = self.clock()
         self.busy_since = None
-        self._tidy_at = now + heap.IDLE_S
+        self._tidy_at = now + IDLE_S
         return now
 
     def _tidy(self) -> None:
-        """Once nothing has run for a while, what was freed goes back to the system."""
         if self._tidy_at is not None and self.clock() >= self._tidy_at:
             self._tidy_at = None
-            heap.hand_back()
+            if trim_heap is not None:
+                trim_heap(0)
 
     # ── failures ──
 
@@ -206,12 +214,12 @@ class Worker:
         elif any(isinstance(error, ItemFailed) for _, error in outcomes):
             self._probe(model)
 
-    def _blame(self, model: Model, items: list[WorkItem], error: BaseException) -> None:
+    def _blame(self, name: str, items: list[WorkItem], error: BaseException) -> None:
         """Items fail by an error; a lost device is raised."""
         self.busy_since = None
         if isinstance(failure_of(error), DeviceLost):
             raise error
-        log.error("failed serves=%s items=%d", model.name, len(items), exc_info=error)
+        log.error("failed serves=%s items=%d", name, len(items), exc_info=error)
         error.with_traceback(None)  # its frames hold the items
         self._post(self._listener.resolve, [(item, failure_of(error)) for item in items])
 

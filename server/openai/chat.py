@@ -158,7 +158,7 @@ class ChatCompletions(GenerationEndpoint[ChatReply]):
     def parse(self, body: bytes) -> ChatReply:
         most = self.engine.generator.max_model_len
         request = decode(body, ChatRequest, self.models.require, most)
-        return ChatReply(request, self.engine.call_id)
+        return ChatReply(request, self.engine.generator.call_id)
 
 
 def _choice(

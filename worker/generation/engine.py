@@ -2,10 +2,9 @@
 
     drop who left → schedule → run → sample → emit (text, ends)
 
-Implements worker.protocol.Generator. Which sequences run is decided in batching/scheduler.py; how
-the model runs them, by a model runner: paged memory (model/paged_runner.py), or the model's own
-cache where it cannot be paged (model/cached_runner.py). What a request asks for, and text, are in
-request.py and output.py.
+Implements worker.protocol.Generator. batching/scheduler.py decides which sequences run, and a model
+runner how: on paged memory (model/paged_runner.py) or, where that does not fit, with the model's
+cache (model/cached_runner.py). Requests are read in frontend.py, text is made in output.py.
 """
 
 import logging
@@ -17,14 +16,13 @@ from typing import Literal
 
 from torch import Tensor
 
-from batching.bisection import run_in_halves
 from batching.block_pool import BlockPool
-from batching.errors import DeviceLost, ItemFailed, OutOfMemory
+from batching.errors import DeviceLost, ItemFailed, OnequeueError, OutOfMemory
 from batching.request_queue import WorkItem
 from batching.scheduler import ContinuousScheduler
 from batching.sequence import Batch, Chunk, Sequence
 from worker.deltas import Delta
-from worker.failures import failure_of
+from worker.failures import failure_of, rerun_in_halves
 from worker.generation.frontend import Frontend
 from worker.generation.ngram_drafter import NgramDrafter
 from worker.generation.output import SequenceOutput
@@ -61,13 +59,13 @@ class GenerationEngine(Frontend):
         super().__init__(language, runner.max_model_len, why)
         self.runner = runner
         self.speculates = speculates
-        self.live: dict[WorkItem, list[Sequence]] = {}  # those that have not been told of their end
+        self.live: dict[WorkItem, list[Sequence]] = {}  # until their end is reported
         self._failed: dict[WorkItem, Exception] = {}  # of them
         self._new_scheduler = new_scheduler
         self.scheduler = new_scheduler()
         self._budget = PrefillBudget(device, self.scheduler.whole_prompts)
         self._free_rows = FREE_ROWS[device]
-        self._masks = Masks(language.vocab_size, self.prompts.eos_ids)
+        self._masks = Masks(language.vocab_size, self.eos_ids)
         # of the step that is under way
         self._started, self._rows_run = 0.0, 0
         self._counts: Counter[str] = Counter()  # what StepReport counts
@@ -86,20 +84,19 @@ class GenerationEngine(Frontend):
         return bool(self.live)
 
     def add(self, item: WorkItem) -> None:
-        self.live[item] = sequences = [self._sequence(output) for output in item.prepared]
+        self.live[item] = sequences = [
+            Sequence(
+                output.prepared.ids,
+                output,
+                max_tokens=output.prepared.max_tokens,
+                scores_prompt=output.prepared.scores_prompt,
+                background=item.payload.background,
+                drafter=NgramDrafter() if self.speculates else None,
+            )
+            for output in item.prepared
+        ]
         for sequence in sequences:
             self.scheduler.add(sequence)
-
-    def _sequence(self, output: SequenceOutput) -> Sequence:
-        prepared = output.prepared
-        return Sequence(
-            prepared.ids,
-            output,
-            max_tokens=prepared.max_tokens,
-            scores_prompt=prepared.wants_prompt_logprobs,
-            background=output.item.payload.background,
-            drafter=NgramDrafter() if self.speculates else None,
-        )
 
     def clear(self) -> list[WorkItem]:
         """What was scheduled, and how, may be what is wrong: nothing of it is kept."""
@@ -134,7 +131,11 @@ class GenerationEngine(Frontend):
         self._drop_closed()
         streaming = any(sequence.left <= 1 for sequence in self.scheduler.running)
         chunks = self.scheduler.schedule(self._budget.prompt_tokens(streaming), self._draft)
-        run_in_halves(chunks, self._run, self._forward_failed, self._is_running)
+        if chunks := list(filter(self._is_running, chunks)):
+            try:
+                self._run(chunks)
+            except BaseException as error:
+                rerun_in_halves(chunks, error, self._run, self._forward_failed, self._is_running)
         return self._outcome()
 
     def _drop_closed(self) -> None:
@@ -241,20 +242,17 @@ class GenerationEngine(Frontend):
     def _is_running(self, chunk: Chunk) -> bool:
         return chunk.sequence.table is not None
 
-    def _forward_failed(self, chunks: abc.Sequence[Chunk], error: BaseException) -> None:
-        if isinstance(failure := failure_of(error), DeviceLost):
-            raise error
-        if (
-            not (isinstance(failure, OutOfMemory) and self.scheduler.give_way())
-            and len(chunks) == 1
-        ):
-            self._fail(chunks[0].sequence.output.item, error)
+    def _forward_failed(self, chunks: abc.Sequence[Chunk], failure: OnequeueError) -> None:
+        if isinstance(failure, OutOfMemory) and self.scheduler.give_way():
+            return
+        if len(chunks) == 1:
+            self._fail(chunks[0].sequence.output.item, failure)
 
     def _fail(self, item: WorkItem, error: BaseException) -> None:
         """It raised while working on this item alone, which is dropped."""
         if isinstance(failure := failure_of(error), DeviceLost):
             raise error
-        log.warning("generation failed error=%r", error)
+        log.warning("generation failed error=%r", failure.__cause__ or failure)
         error.with_traceback(None)
         self._failed[item] = failure
         self._unschedule(item, broken=True)
@@ -275,10 +273,9 @@ class GenerationEngine(Frontend):
             prefill = report.prefill_tokens
             self._budget.learn(prefill, self._rows_run - prefill, report.total_s)
         deltas = [(item, delta) for item, delta in self._deltas if item not in self._failed]
-        done: list[tuple[WorkItem, Exception | None]] = list(self._failed.items())
-        for item in dict.fromkeys(item for item, _ in deltas):
-            has_ended = all(sequence.output.ended for sequence in self.live[item])
-            done += [(item, None)] if has_ended else []
+        active = dict.fromkeys(item for item, _ in deltas)
+        ended = [i for i in active if all(each.output.ended for each in self.live[i])]
+        done = [*self._failed.items(), *((item, None) for item in ended)]
         for item, _ in done:
             del self.live[item]
         self._failed.clear()

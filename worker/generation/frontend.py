@@ -1,22 +1,42 @@
-"""What the generation engine does in pool threads: from requests to token ids, and ids as text.
+"""What the generation engine does in pool threads: from requests to token ids, sampling parameters,
+limits, and what answers are parsed and constrained by; and from ids to text.
 
-How the model is run is not here (engine.py), nor what becomes of sampled tokens (output.py).
+    payload → text (text/chat_template.py) → ids → Prepared, with a plan if it needs one (plan.py)
+
+The tokenizer never truncates or pads, so threads may share it; lengths are checked here. What a
+request leaves open comes from the checkpoint's generation_config.
 """
+
+import secrets
+from dataclasses import replace
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
-from worker.generation.output import make_choices
-from worker.generation.request import Prompts
+from worker.generation.output import Prepared, make_choices
+from worker.generation.plan import called_tools, make_plan
+from worker.grammar.compiler import Grammars
+from worker.grammar.guide import Plan
 from worker.model.language_model import LanguageModel
-from worker.protocol import Chat, ModelInfo
+from worker.model.logits_processors import SamplingParams
+from worker.protocol import Chat, GenerationInput, ModelInfo, Sampling, Stopping
+from worker.text.chat_template import ChatTemplate
 from worker.text.detokenizer import Vocabulary
+from worker.text.parser import Parser
+
+# What a request may leave open.
+LEFT_OPEN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class Frontend:
-    """`why`: why the model does not run on paged memory, if it does not."""
+    """`max_model_len`: tokens in all. `why`: why the model does not run on paged memory, if so."""
 
     def __init__(self, language: LanguageModel, max_model_len: int, why: str = "") -> None:
+        tokenizer, defaults, vocab_size = language.tokenizer, language.defaults, language.vocab_size
         self.language = language
+        self.max_model_len = max_model_len
         self.info = ModelInfo(
             "text-generation",
             language.name,
@@ -26,31 +46,145 @@ class Frontend:
             "static" if why else "continuous",
             why,
         )
-        self.max_model_len = max_model_len
-        self.prompts = Prompts(
-            language.tokenizer, language.defaults, language.vocab_size, max_model_len
-        )
-        form = self.prompts.template.answers
-        self.vocabulary = Vocabulary(language.tokenizer, form.marks if form else None)
+        self.eos_ids = tuple(id_ for id_ in end_ids(defaults, tokenizer) if id_ < vocab_size)
+        self.defaults = default_sampling(defaults)
+        self.grammars = Grammars(tokenizer, vocab_size, self.eos_ids)
+        self.template = ChatTemplate(tokenizer)
+        form = self.template.answers
+        self.vocabulary = Vocabulary(tokenizer, form.marks if form else None)
+        self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     def prepare(self, item: WorkItem) -> None:
-        prepared = self.prompts.prepare(item.payload)
+        prepared = self.prepared(item.payload)
         item.prepared = make_choices(item, prepared, self.vocabulary)
         item.tokens = len(prepared.ids)
 
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
-        return self.prompts.encode(prompt, add_special_tokens)
+        return self._encoded(prompt, add_special_tokens, "messages")[1]
 
     def decode(self, ids: list[int]) -> str:
         return self.vocabulary.text_of(ids, skip_special=False)
 
     def token(self, token_id: int) -> str:
-        if not 0 <= token_id < self.language.vocab_size:
-            raise InvalidInput(f"{token_id} is no token id of this model", "tokens")
+        self._check_ids([token_id], "tokens")
         return self.vocabulary.token(token_id)[0]
 
     def call_id(self, name: str, index: int) -> str:
-        return self.prompts.template.call_id(name, index)
+        return self.template.call_id(name, index)
 
     def close(self) -> None:
-        self.prompts.grammars.close()
+        self.grammars.close()
+
+    # ── a request ──
+
+    def prepared(self, request: GenerationInput) -> Prepared:
+        """InvalidInput says what cannot be served."""
+        text, ids = self._prompt(request)
+        ends: dict[int, int | None] = {id_: id_ for id_ in request.stopping.stop_token_ids}
+        self._check_ids(request.stopping.stop_token_ids, "stop_token_ids")
+        if not request.stopping.ignore_eos:
+            ends |= dict.fromkeys(self.eos_ids)
+        return Prepared(
+            ids,
+            self._params(request.sampling, request.stopping, tuple(ends)),
+            self._max_tokens(len(ids), request),
+            ends,
+            request.echo and request.sampling.logprobs is not None,
+            *self._answer(request, text),
+        )
+
+    def _answer(self, request: GenerationInput, text: str) -> tuple[Parser | None, Plan | None]:
+        """What reads the answers to a prompt, and what holds them to what is asked."""
+        chat, calls = request.prompt, request.calls
+        form, begun = None, ""
+        if isinstance(chat, Chat):
+            form, _ = self.template.forms(calls)
+            if chat.continue_final_message:
+                content = chat.messages[-1].get("content")
+                begun = content if isinstance(content, str) else ""
+            elif form and chat.add_generation_prompt:
+                begun = form.thoughts_in(text)
+        asked = request.constraint or calls or request.thinking_tokens is not None
+        plan = make_plan(request, begun, self.template, self.grammars) if asked else None
+        if form is None or (form.only_calls and not calls):
+            return None, plan
+        tools = called_tools(request) if calls else ()
+        return Parser(form, begun, bool(calls), tools, bool(plan and plan.document)), plan
+
+    def _prompt(self, request: GenerationInput) -> tuple[str, list[int]]:
+        """The prompt's text, if it is one, and its tokens."""
+        if isinstance(request.prompt, tuple):
+            self._check_ids(request.prompt, request.param)
+            text, ids = "", list(request.prompt)
+        else:
+            text, ids = self._encoded(request.prompt, True, request.param)
+        if not ids:
+            raise InvalidInput("the prompt has no tokens", request.param)
+        if len(ids) >= self.max_model_len + (request.stopping.max_tokens == 0):
+            raise InvalidInput(
+                f"the prompt has {len(ids)} tokens; this model's context holds "
+                f"{self.max_model_len}, with the answer",
+                request.param,
+            )
+        return text, ids
+
+    def _encoded(self, prompt: Chat | str, special: bool, param: str) -> tuple[str, list[int]]:
+        """Text and ids. `special`: the tokenizer adds its own; templates write them."""
+        if isinstance(prompt, Chat):
+            prompt, special = self.template.render(prompt), False
+        if len(prompt) > self.max_model_len * self.longest_token:
+            raise InvalidInput(
+                f"the prompt has more than {len(prompt) // self.longest_token} tokens; this "
+                f"model's context holds {self.max_model_len}",
+                param,
+            )
+        call: Any = self.language.tokenizer
+        return prompt, call(prompt, add_special_tokens=special, verbose=False)["input_ids"]
+
+    def _check_ids(self, ids: Any, param: str) -> None:
+        for id_ in ids:
+            if not 0 <= id_ < self.language.vocab_size:
+                raise InvalidInput(f"{id_} is no token id of this model", param)
+
+    def _max_tokens(self, prompt: int, request: GenerationInput) -> int:
+        stopping, room = request.stopping, self.max_model_len - prompt
+        default = room if stopping.default_tokens is None else min(room, stopping.default_tokens)
+        most = default if stopping.max_tokens is None else stopping.max_tokens
+        for name, asked in ((stopping.param, most), ("min_tokens", stopping.min_tokens)):
+            if asked > room:
+                raise InvalidInput(
+                    f"{name} is {asked} and the prompt has {prompt} tokens; this model's context "
+                    f"holds {self.max_model_len} in all",
+                    name,
+                )
+        return most
+
+    def _params(self, asked: Sampling, stopping: Stopping, ends: tuple[int, ...]) -> SamplingParams:
+        self._check_ids(asked.logit_bias, "logit_bias")
+        chosen = {name: getattr(asked, name) for name in LEFT_OPEN}
+        return replace(
+            self.defaults,
+            presence_penalty=asked.presence_penalty,
+            frequency_penalty=asked.frequency_penalty,
+            logit_bias=tuple(asked.logit_bias.items()),
+            seed=secrets.randbits(64) if asked.seed is None else asked.seed,
+            logprobs=asked.logprobs,
+            min_tokens=stopping.min_tokens,
+            end_ids=ends if stopping.min_tokens else (),
+            **{name: value for name, value in chosen.items() if value is not None},
+        )
+
+
+def end_ids(defaults: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """All of the checkpoint's end-of-sequence tokens."""
+    ids = getattr(defaults, "eos_token_id", None)
+    ids = tokenizer.eos_token_id if ids is None else ids
+    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+
+
+def default_sampling(defaults: GenerationConfig) -> SamplingParams:
+    """What the checkpoint says, else the OpenAI API's defaults; `do_sample: false` is greedy."""
+    given = {name: getattr(defaults, name, None) for name in LEFT_OPEN}
+    if getattr(defaults, "do_sample", None) is False:
+        given["temperature"] = 0.0
+    return SamplingParams(**{name: value for name, value in given.items() if value is not None})

@@ -34,20 +34,20 @@ def load_generator(options: GeneratorOptions) -> GenerationEngine:
 
 def paged_engine(runner: PagedRunner, options: GeneratorOptions) -> GenerationEngine:
     share = prefix_share(runner.language.device, options.kv_cache_gb)
-
-    def new_scheduler() -> ContinuousScheduler:
-        return ContinuousScheduler(BlockPool(runner.blocks, BLOCK, share), options.max_running)
-
-    return GenerationEngine(runner, new_scheduler, speculates=options.speculation == "auto")
+    return GenerationEngine(
+        runner,
+        lambda: ContinuousScheduler(BlockPool(runner.blocks, BLOCK, share), options.max_running),
+        speculates=options.speculation == "auto",
+    )
 
 
 def cached_engine(runner: CachedRunner, options: GeneratorOptions, why: str) -> GenerationEngine:
     """`why`: why the model is not paged."""
     most = min(options.max_running, MOST_CACHED)
-
-    def new_scheduler() -> ContinuousScheduler:
-        # any sequence fits into a block, no block is ever full, and there are more than can run
-        pool = BlockPool(2 * most + 1, runner.max_model_len + 1)
-        return ContinuousScheduler(pool, most, whole_prompts=True)
-
-    return GenerationEngine(runner, new_scheduler, why=why)
+    # any sequence fits into a block, no block is ever full, and there are more than can run
+    blocks, size = 2 * most + 1, runner.max_model_len + 1
+    return GenerationEngine(
+        runner,
+        lambda: ContinuousScheduler(BlockPool(blocks, size), most, whole_prompts=True),
+        why=why,
+    )

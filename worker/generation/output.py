@@ -3,24 +3,36 @@
     push(token) → detokenizer → parser (thoughts, calls, content) → stop strings → Delta
                    └▶ guide: what the next token may be
 
-The same for both engines. A request's outputs are made in a pool thread, whatever its prompt
+A request's outputs are made in a pool thread, whatever its prompt
 takes to be read; from then on they belong to the worker's thread, where each token costs as much
 as it adds.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from batching.request_queue import WorkItem
 from worker.deltas import Delta, FinishReason, TokenLogprob
-from worker.generation.request import Prepared
-from worker.grammar.guide import Guide
-from worker.model.logits_processors import Draw, SamplingState
+from worker.grammar.guide import Guide, Plan
+from worker.model.logits_processors import Draw, SamplingParams, SamplingState
 from worker.model.sampler import SampledToken
 from worker.text.detokenizer import CONTEXT, Piece, Share, Tokens, Vocabulary
 from worker.text.parser import Event, Parser
 from worker.text.stop_strings import StopStrings
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A prompt ready to run, `n` choices of it."""
+
+    ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    ends: dict[int, int | None]  # ids that end a choice, and what is told as its stop reason
+    scores_prompt: bool = False  # log-probabilities of its tokens are wanted
+    parser: Parser | None = None  # at the answer's beginning; None: an answer is nothing but text
+    plan: Plan | None = None  # None: it may be anything
 
 
 class Echo(NamedTuple):
@@ -34,17 +46,14 @@ def make_choices(
     item: WorkItem, prepared: Prepared, vocabulary: Vocabulary
 ) -> list["SequenceOutput"]:
     """All of a request's; what they share is made once."""
-    parser = prepared.parser
     sampling = SamplingState(prepared.params, 0, prepared.ids)
-    echo = Echo(vocabulary.text_of(prepared.ids), []) if prepared.echo else None
-    if echo and prepared.wants_prompt_logprobs:
+    echo = Echo(vocabulary.text_of(prepared.ids), []) if item.payload.echo else None
+    if echo and prepared.scores_prompt:
         stream = vocabulary.stream([])
         echo.texts.extend(stream.push(token) for token in prepared.ids)
         echo.texts[-1] += stream.flush()
     return [
-        SequenceOutput(
-            item, prepared, vocabulary, sampling.sibling(choice), parser and parser.sibling(), echo
-        )
+        SequenceOutput(item, prepared, vocabulary, sampling.sibling(choice), echo)
         for choice in range(item.payload.n)
     ]
 
@@ -56,9 +65,9 @@ class SequenceOutput:
         prepared: Prepared,
         vocabulary: Vocabulary,
         sampling: SamplingState,
-        parser: Parser | None,
         echo: Echo | None,
     ) -> None:
+        parser = prepared.parser and prepared.parser.sibling()
         self.item = item
         self.prepared = prepared
         self.vocabulary = vocabulary
@@ -72,9 +81,8 @@ class SequenceOutput:
         self._parser = parser  # None: the text is nothing but content
         self._stopping = item.payload.stopping
         self._stops = StopStrings(self._stopping.stop)
-        self._logprobs = (
-            ContentLogprobs(vocabulary) if prepared.params.logprobs is not None else None
-        )
+        logprobs = prepared.params.logprobs is not None
+        self._logprobs = ContentLogprobs(vocabulary) if logprobs else None
         self._echo = echo
         self._prompt: list[TokenLogprob] = []  # what is known of its tokens, if that is asked for
         if echo and echo.texts:
@@ -87,11 +95,6 @@ class SequenceOutput:
         return Draw(self.sampling, self.count + len(drafted), drafted)
 
     # ── the prompt ──
-
-    @property
-    def scored(self) -> int:
-        """Tokens of the prompt whose log-probabilities are known; the first has none."""
-        return max(0, len(self._prompt) - 1)
 
     def score_prompt(self, scores: Sequence[SampledToken]) -> None:
         """How likely the prompt's next tokens are."""

@@ -236,7 +236,7 @@ class PipelineRunner:
 
     def warm_up(self) -> None:
         inputs, parameters = warm_up_input(self.info.task, self.pipe)
-        item = WorkItem(PipelineInput(inputs, parameters), None, float("inf"), 0.0)
+        item = WorkItem(PipelineInput(inputs, parameters), float("inf"), 0.0)
         self.prepare(item)
         (raw,) = self.forward([item.prepared])
         self.finish(item, raw)
