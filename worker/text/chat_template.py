@@ -7,7 +7,6 @@ is what is known from them: how answers are written (response_template.py), how 
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from batching.errors import InvalidInput
 from worker.protocol import Calls, Chat
 from worker.text.call_form import PLAIN_CALLS, CallForm, call_form
 from worker.text.response_template import PLAIN, AnswerForm, answer_form
-from worker.text.turns import Conversation, Message, TurnForm, turn_form
+from worker.text.turns import Conversation, Message, TurnForm, turn_form, without_nulls
 
 # For templates that write calls only where there are tools; some want all of this of one.
 PROPERTIES = {"given": {"type": "string", "description": "any"}}
@@ -62,7 +61,7 @@ class ChatTemplate:
                 param = f"chat_template_kwargs.{name}"
                 raise InvalidInput(f"{param}: is not a variable of the template", param)
         variables = self._effort(chat) | dict(chat.template_kwargs)
-        messages: Sequence[Mapping[str, Any]] = chat.messages
+        messages = [without_nulls(message) for message in chat.messages]
         try:
             if any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
                 if self.turns is None:
@@ -70,7 +69,7 @@ class ChatTemplate:
                     raise InvalidInput(cannot, "messages")
                 messages = Conversation(self.turns).adapt(messages)
             return self._text(
-                [dict(message) for message in messages],
+                messages,
                 [dict(tool) for tool in chat.tools],
                 add_generation_prompt=chat.add_generation_prompt,
                 continue_final_message=chat.continue_final_message,

@@ -25,20 +25,29 @@ Message = dict[str, Any]
 Render = Callable[[list[Message]], str]  # a chat template; nothing where it raises
 Ids = Literal["any", "nine", "named"]
 Arguments = Literal["object", "text"]
-Content = Literal["absent", "null", "empty"]
+Content = Literal["absent", "null", "dumped", "empty"]
 
 NINE = re.compile("[A-Za-z0-9]{9}")
 
 
 class Null:
-    """None, for templates that ask whether content is none: transformers leaves out fields that
-    are None, but puts what `model_dump` returns in place of an object that has it."""
+    """None, for templates that ask whether content is none: newer versions of transformers leave
+    out fields that are None, but put what `model_dump` returns in place of an object that has it.
+    Older ones show the object, which reads as the None that no template should show."""
 
     def model_dump(self) -> None:
         return None
 
+    def __repr__(self) -> str:
+        return "None"
 
-CONTENTS: dict[Content, Any] = {"absent": None, "null": Null(), "empty": ""}
+
+CONTENTS: dict[Content, Message] = {
+    "absent": {},
+    "null": {"content": None},
+    "dumped": {"content": Null()},
+    "empty": {"content": ""},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +78,7 @@ class Conversation:
         self._used: set[str] = set()
 
     def adapt(self, messages: Iterable[Mapping[str, Any]]) -> list[Message]:
-        left = deque(dict(message) for message in messages)
+        left = deque(map(without_nulls, messages))
         while left:
             message = left.popleft()
             if message["role"] == "tool":
@@ -87,14 +96,13 @@ class Conversation:
         """Results come in the order of their calls: many templates show no ids."""
         given = message.pop("tool_calls")
         answers, others = _matched(given, results)
-        if self.form.apart and message["content"]:
-            self._made.append({"role": "assistant", "content": message["content"]})
-            message["content"] = None
+        if self.form.apart and message.get("content"):
+            self._made.append({"role": "assistant", "content": message.pop("content")})
         size = 1 if self.form.single else len(given)
         for start in range(0, len(given), size):
             group = given[start : start + size]
             calls = [self._call(call, place) for place, call in enumerate(group)]
-            said = message if start == 0 else {"role": "assistant", "content": None}
+            said = message if start == 0 else {"role": "assistant"}
             self._made.append(self._calling(said, calls))
             for call, found in zip(calls, answers[start : start + size], strict=True):
                 for result in found:
@@ -107,11 +115,12 @@ class Conversation:
             written = PLAIN_CALLS.text(
                 [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
             )
-            said = message["content"]
+            said = message.get("content")
             return {**message, "content": f"{said}\n{written}" if said else written}
         made = {**message, "tool_calls": calls}
-        if not message["content"]:
-            made["content"] = CONTENTS[self.form.content]
+        if not message.get("content"):
+            made.pop("content", None)
+            made |= CONTENTS[self.form.content]
         return made
 
     def _call(self, given: Mapping[str, Any], place: int) -> Message:
@@ -147,6 +156,11 @@ class Conversation:
         seed = f"{len(self._used)} {given}".encode(errors="replace")
         digits = hashlib.sha256(seed).hexdigest()
         return digits[:9] if self.form.ids == "nine" else "call_" + digits[:24]
+
+
+def without_nulls(message: Mapping[str, Any]) -> Message:
+    """As newer versions of transformers show it to a template; older ones show None."""
+    return {key: value for key, value in message.items() if value is not None}
 
 
 def _named(name: str, index: int) -> str:
