@@ -306,6 +306,13 @@ def test_json_in_the_middle_of_a_text_is_no_call() -> None:
     assert read(how, text, list(range(len(text))))["content"] == text
 
 
+def test_plain_text_is_not_searched_for_marks() -> None:
+    parser = Parser(HERMES, "", True)
+    marks = [mark._replace(pattern=None) for mark in parser._marks_outside]
+    parser._marks_outside = marks
+    assert texts(feed(parser, "1 > 0")) == ["1 > 0"]
+
+
 def test_spaces_and_marks_that_never_end_take_no_time() -> None:
     for how, text in (
         (HERMES, (" " * 4000 + "x") * 20),

@@ -121,10 +121,8 @@ class ChatTemplate:
     def _opens_thoughts(self, source: str) -> int | None:
         """The token by which the model opens its thoughts, if it does so by itself."""
         reasoning = self.answers.reasoning if self.answers else None
-        if reasoning is None or not reasoning.open_literals:
-            return None
-        mark = reasoning.open_literals[0]
-        if self.answers is None or mark not in source:
+        mark = reasoning.open_literals[0] if reasoning and reasoning.open_literals else None
+        if self.answers is None or mark is None or mark not in source:
             return None
         prompt = self._tried([{"role": "user", "content": "?"}], enable_thinking=True)
         begun = self.answers.thoughts_in(prompt)

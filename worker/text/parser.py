@@ -139,6 +139,8 @@ class Parser:
         best: tuple[Mark, Match] | None = None
         pending = len(text)
         for mark in self._marks():
+            if mark.first and mark.first.isdisjoint(text):
+                continue
             match = mark.pattern.search(text, partial=not ended)
             if match is None or not self._counts(match):
                 continue

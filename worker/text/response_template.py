@@ -81,12 +81,16 @@ class Mark(NamedTuple):
     field: ResponseTemplateField
     pattern: Any  # of the regex package
     grows: bool  # a match at the end of a text may become longer
+    first: frozenset[str]  # characters that begin it; none: they are not known
 
 
-def _grows(pattern: Any, literals: list[str] | None) -> bool:
+def _mark(field: ResponseTemplateField, pattern: Any, literals: list[str] | None) -> Mark:
+    if literals is None and (alone := literal(pattern.pattern)):
+        literals = [alone]
     if literals is None:
-        return literal(pattern.pattern) is None
-    return any(a != b and a.startswith(b) for a in literals for b in literals)
+        return Mark(field, pattern, True, frozenset())
+    grows = any(a != b and a.startswith(b) for a in literals for b in literals)
+    return Mark(field, pattern, grows, frozenset(text[0] for text in literals))
 
 
 def literal(pattern: str) -> str | None:
@@ -118,7 +122,7 @@ class AnswerForm:
                 (self.closes, each.close_re, each.close_literals),
             ):
                 if pattern is not None:
-                    marks[name] = Mark(each, pattern, _grows(pattern, literals))
+                    marks[name] = _mark(each, pattern, literals)
         self.calls = fields.get(CALLS)
         self.reasoning = next((fields[name] for name in REASONING if name in fields), None)
         # Without calls an answer is nothing but text.
@@ -130,14 +134,12 @@ class AnswerForm:
 
     def thoughts_in(self, prompt: str) -> str:
         """The marks of reasoning that a prompt ends with: it has begun, or is over."""
-        mark = self.opens.get(self.reasoning.name) if self.reasoning else None
-        if mark is None or self.reasoning is None:
+        if self.reasoning is None or self.reasoning.open_re is None:
             return ""
-        begun = [match.start() for match in mark.pattern.finditer(prompt)][-1:]
-        tail = prompt[begun[0] :] if begun else ""
-        rest = mark.pattern.sub("", tail)
-        if self.reasoning.close_re is not None:
-            rest = self.reasoning.close_re.sub("", rest)
+        begun = [match.start() for match in self.reasoning.open_re.finditer(prompt)]
+        rest = tail = prompt[begun[-1] :] if begun else ""
+        for mark in filter(None, (self.reasoning.open_re, self.reasoning.close_re)):
+            rest = mark.sub("", rest)
         return "" if rest.strip() else tail
 
     def ends_thoughts(self, text: str) -> bool:
