@@ -86,11 +86,6 @@ class SequenceOutput:
 
     # ── the prompt ──
 
-    @property
-    def scored(self) -> int:
-        """Tokens of the prompt whose log-probabilities are known; the first has none."""
-        return max(0, len(self._prompt) - 1)
-
     def score_prompt(self, scores: Sequence[SampledToken]) -> None:
         """How likely the prompt's next tokens are."""
         if scores:

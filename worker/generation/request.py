@@ -20,7 +20,7 @@ from worker.grammar.guide import Plan
 from worker.grammar.notation import calls_grammar, either
 from worker.model.logits_processors import SamplingParams
 from worker.protocol import Calls, Chat, GenerationInput, Sampling, Stopping
-from worker.text.call_form import CallForm
+from worker.text.answer_form import CallForm
 from worker.text.chat_template import SWITCHES, ChatTemplate
 from worker.text.parser import Parser
 

@@ -168,25 +168,22 @@ class PendingMask:
         rows: list[int] = []
         for (row, request), start in zip(self.requests, self.starts, strict=False):
             rows += range(row, row + request.rows)
-            _edit(self.bits[start : start + request.rows], request, self.masks.ends)
-        bits, width = self.bits.view(np.uint8), self.masks.width
-        tokens = np.unpackbits(bits, axis=1, count=width, bitorder="little")
+            bits = self.bits[start : start + request.rows]
+            if request.only is not None:
+                bits[:] = 0
+            for token in (request.only, request.also):
+                if token is not None:
+                    bits[0, token // 32] |= BIT[token % 32]
+            for end in self.masks.ends if request.no_end else ():
+                bits[:, end // 32] &= ~BIT[end % 32]
+        flat, width = self.bits.view(np.uint8), self.masks.width
+        tokens = np.unpackbits(flat, axis=1, count=width, bitorder="little")
         return TokenMask(rows, torch.from_numpy(tokens.view(np.bool_)))
 
 
 def _work(todo: "queue.SimpleQueue[PendingMask | None]", executor: LLExecutor) -> None:
     while (pending := todo.get()) is not None and pending.compute(executor):
         del pending  # or the thread would keep alive whoever is to end it
-
-
-def _edit(bits: Bits, request: MaskRequest, ends: Sequence[int]) -> None:
-    if request.only is not None:
-        bits[:] = 0
-    for token in (request.only, request.also):
-        if token is not None:
-            bits[0, token // 32] |= BIT[token % 32]
-    for end in ends if request.no_end else ():
-        bits[:, end // 32] &= ~BIT[end % 32]
 
 
 def cpu_s(thread: threading.Thread) -> float:

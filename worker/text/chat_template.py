@@ -1,8 +1,8 @@
 """What is known of a model's templates, found out once at load; and a conversation as its text.
 
 A *template* is what a checkpoint carries: a chat template, perhaps a response template. A *form*
-is what is known from them: how answers are written (response_template.py), how calls are
-(call_form.py), and how calls and results are taken back (turns.py). Rendering runs in pool threads.
+is what is known from them: how answers and their calls are written (answer_form.py), and how calls
+and results are taken back (turns.py). Rendering runs in pool threads.
 """
 
 import inspect
@@ -17,8 +17,14 @@ from transformers.utils import chat_template_utils
 
 from batching.errors import InvalidInput
 from worker.protocol import Calls, Chat
-from worker.text.call_form import PLAIN_CALLS, CallForm, call_form
-from worker.text.response_template import PLAIN, AnswerForm, answer_form
+from worker.text.answer_form import (
+    PLAIN,
+    PLAIN_CALLS,
+    AnswerForm,
+    CallForm,
+    answer_form,
+    call_form,
+)
 from worker.text.turns import Conversation, Message, TurnForm, turn_form, without_nulls
 
 # For templates that write calls only where there are tools; some want all of this of one.

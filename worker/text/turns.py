@@ -12,17 +12,16 @@ import json
 import re
 import secrets
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal, get_args
 
 import orjson
 
-from worker.text.call_form import PLAIN_CALLS
+from worker.text.answer_form import PLAIN_CALLS, Render
 
 Message = dict[str, Any]
-Render = Callable[[list[Message]], str]  # a chat template; nothing where it raises
 Ids = Literal["any", "nine", "named"]
 Arguments = Literal["object", "text"]
 Content = Literal["absent", "null", "dumped", "empty"]
