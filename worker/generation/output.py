@@ -178,7 +178,7 @@ class SequenceOutput:
         self._show(piece)
 
     def _end_content(self) -> None:
-        """For now, or for good: no stop string comes of what was held back."""
+        """For now, or for good: no stop string comes of what was pending."""
         if self._stops:
             self._show(self._stops.flush())
         if self._logprobs:
@@ -191,7 +191,7 @@ class SequenceOutput:
             delta.logprobs += self._logprobs.show(piece)
 
     def _finish(self, reason: FinishReason, stop: str | int | None, sampled: SampledToken) -> None:
-        """The text ends with `sampled`: unless by a stop string, what was held back for one, for
+        """The text ends with `sampled`: unless by a stop string, what was pending for one, for
         a mark or as half a character comes."""
         if self._matched is None:
             if rest := self._detokenizer.flush():

@@ -35,7 +35,7 @@ class Prepared:
     ids: list[int]
     params: SamplingParams
     max_tokens: int
-    ends: dict[int, int | None]  # ids that end a choice, and what is told as its stop reason
+    ends: dict[int, int | None]  # ids that end a choice, and its stop reason
     echo: bool = False
     wants_prompt_logprobs: bool = False
     parser: Parser | None = None  # at the answer's beginning; None: an answer is nothing but text
@@ -134,7 +134,7 @@ class Prompts:
             compiled = grammars.compiled(written, "tools")
         except InvalidInput:
             if not calls.required and not constraint:
-                return None, None  # what the model makes of it is not held to it
+                return None, None  # what the model makes of it is not constrained
             assert isinstance(request.prompt, Chat)
             for tool in tools:  # which of them is it?
                 alone = calls_grammar(form, [tool], False, grammars.quoted)
@@ -239,7 +239,7 @@ def called_tools(request: GenerationInput) -> list[Mapping[str, Any]]:
 
 
 def _shall_think(request: GenerationInput) -> bool:
-    """Whether thinking is asked for: else an answer that is held to a grammar begins with it."""
+    """Whether thinking is asked for: else an answer with a grammar begins with it."""
     chat = request.prompt
     if not isinstance(chat, Chat):
         return False

@@ -91,7 +91,7 @@ class Masks:
 
 @dataclass(slots=True, eq=False)
 class PendingMask:
-    """A step's masks on their way. What no matcher has said allows everything."""
+    """A step's masks on their way. Rows without a matcher allow everything."""
 
     masks: Masks
     requests: Sequence[tuple[int, MaskRequest]]
@@ -117,8 +117,8 @@ class PendingMask:
         return 0.0 if since is None or thread is None else cpu_s(thread) - since
 
     def _give_up(self, patience_s: float) -> bool:
-        """If the current mask is late, the others are computed without it. Whoever follows its
-        grammar is told by its `slow`."""
+        """If the current mask is late, the others are computed without it. Its grammar's
+        `slow` fails whoever follows it."""
         with self.lock:
             late = self._spent_s() >= patience_s
             if self.outcome.done() or self.at == len(self.requests) or not late:

@@ -3,8 +3,8 @@
 An AnswerForm tells how they are read (parser.py): by the tokenizer's response template or, where
 it has none, by its family's, which the marks in the chat template tell. A CallForm tells how calls
 are written, so that a grammar can hold a model to them (grammar/notation.py): the chat template is
-asked to write some, and what stands around names and arguments is the form. Where that cannot be
-told (no tools in the template, arguments that are not JSON), calls that must be made are written
+asked to write some, and what stands around names and arguments is the form. Where that is
+unknown (no tools in the template, arguments that are not JSON), calls that must be made are written
 in the plain form.
 """
 
@@ -132,7 +132,7 @@ class AnswerForm:
         self.reasoning = next((fields[name] for name in REASONING if name in fields), None)
         # Without calls an answer is nothing but text.
         self.only_calls = {*self.opens, *self.closes} <= {CALLS} and CONTENT in fields
-        # Nothing but their own text tells that there are calls.
+        # No mark stands before calls: they begin with their JSON.
         mark = self.opens.get(CALLS)
         found = mark.pattern.search('{"name": "x"') if mark else None
         self.unmarked = found is not None and not found.group()
@@ -167,14 +167,14 @@ def _of_fields(fields: dict[str, Any]) -> AnswerForm:
     return AnswerForm({"start_anchor": "\n", "fields": {**fields, CONTENT: {"content": "text"}}})
 
 
-# What calls look like where a model must make some and its own form cannot be told.
+# What calls look like where a model must make some and its form is unknown.
 PLAIN = _of_fields({"reasoning_content": THOUGHTS, CALLS: JSON_IN_TAGS})
 
 
 def answer_form(tokenizer: PreTrainedTokenizerBase) -> AnswerForm | None:
-    """The tokenizer's own form, or its family's; None: answers are nothing but text."""
-    if own := getattr(tokenizer, "response_template", None):
-        return AnswerForm(own)
+    """The tokenizer's response template, or its family's; None: answers are nothing but text."""
+    if template := getattr(tokenizer, "response_template", None):
+        return AnswerForm(template)
     chat = tokenizer.chat_template
     chat = "\n".join(chat.values()) if isinstance(chat, dict) else chat or ""
     fields = {"reasoning_content": THOUGHTS} if "</think>" in chat else {}
@@ -224,7 +224,7 @@ PLAIN_CALLS = CallForm(
 
 
 def call_form(answers: AnswerForm | None, render: Render) -> CallForm | None:
-    """What `render` makes of calls that `answers` reads; None if it cannot be told."""
+    """What `render` makes of calls that `answers` reads; None if that is unknown."""
     if answers is None or answers.calls is None or answers.calls.content != "json":
         return None
     one = _calls_written(answers, render, 1)
@@ -251,7 +251,7 @@ def _calls_written(answers: AnswerForm, render: Render, count: int) -> str:
     text = render([{"role": "user", "content": "?"}, turn])
     try:
         opens = answers.opens["tool_calls"].pattern.finditer(text)
-        first = text.index(NAME)  # what stands before may be told about calls in general
+        first = text.index(NAME)  # before it may stand instructions on calls
         start = [match.start() for match in opens if match.start() <= first][-1]
         close = answers.closes.get("tool_calls")
         ends = [match.end() for match in close.pattern.finditer(text)] if close else []

@@ -24,9 +24,9 @@ from worker.deltas import TokenLogprob
 
 # The last prompt tokens that a stream looks at.
 CONTEXT = 8
-# Tokens held back for a character that does not end; then they are shown as they are.
+# Tokens pending for a character that does not end; then they are shown as they are.
 MAX_INCOMPLETE = 8
-# Tokens held back because they add no text yet, such as spaces that a decoder strips at the end.
+# Tokens pending because they add no text yet, such as spaces that a decoder strips at the end.
 MAX_SILENT = 64
 REPLACEMENT = "\ufffd"
 
@@ -36,7 +36,7 @@ alphabet: Any = bytes_to_unicode  # of byte-level BPE; it has no types
 BYTE_OF: dict[str, int] = {letter: byte for byte, letter in alphabet().items()}
 
 
-# A token that has text, after those that have none of their own: part of its first character.
+# A token that has text, after those that have none: part of its first character.
 Tokens: TypeAlias = tuple[TokenLogprob, ...]
 
 
@@ -191,7 +191,7 @@ class _ByteStream:
         return self._added(self._decoder.decode(self._pieces.get(token_id, b"")))
 
     def flush(self) -> str:
-        """What was held back, at the end: incomplete bytes become U+FFFD."""
+        """What was pending, at the end: incomplete bytes become U+FFFD."""
         return self._added(self._decoder.decode(b"", final=True))
 
     def _added(self, text: str) -> str:
@@ -202,7 +202,7 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """Decodes the tokens shown last together with those held back, and takes off the text of the
+    """Decodes the tokens shown last together with the pending ones, and takes off the text of the
     former. Both are few, so that a token's cost does not grow with the text."""
 
     def __init__(self, pieces: Mapping[int, Any], before: list[Any], join: Join) -> None:
@@ -212,32 +212,32 @@ class _WindowStream:
         whole = (before[n:] for n in range(len(before)) if REPLACEMENT not in join(before[n:]))
         self._shown = next(whole, before)
         self._shown_text = join(self._shown)
-        self._held: list[Any] = []
+        self._pending: list[Any] = []
 
     def push(self, token_id: int) -> str:
         piece = self._pieces.get(token_id)
         if piece is None:
             return ""
-        self._held.append(piece)
+        self._pending.append(piece)
         new = self._new_text()
         most = MAX_INCOMPLETE if new else MAX_SILENT
-        if len(self._held) < most and (not new or new.endswith(REPLACEMENT)):
+        if len(self._pending) < most and (not new or new.endswith(REPLACEMENT)):
             return ""
         return self._show(new)
 
     def flush(self) -> str:
-        return self._show(self._new_text()) if self._held else ""
+        return self._show(self._new_text()) if self._pending else ""
 
     def _new_text(self) -> str:
-        text = self._join(self._shown + self._held)
+        text = self._join(self._shown + self._pending)
         if text.startswith(self._shown_text):
             return text[len(self._shown_text) :]
         if self._shown_text.endswith(REPLACEMENT):  # a character that is complete only now
             both = commonprefix([text, self._shown_text])  # noqa: RUF071  # no paths
             return text[len(both) :]
-        return self._join(self._held)  # an invalid run of bytes rewrote what was shown
+        return self._join(self._pending)  # an invalid run of bytes rewrote what was shown
 
     def _show(self, text: str) -> str:
-        self._shown, self._held = self._held, []
+        self._shown, self._pending = self._pending, []
         self._shown_text = self._join(self._shown)
         return text

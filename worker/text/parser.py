@@ -105,7 +105,7 @@ class Parser:
         return self._parse(ended=False)
 
     def finish(self) -> list[Event]:
-        """What was held back, at the end."""
+        """What was pending, at the end."""
         events = self._parse(ended=True)
         self._emit_space(events)
         if self.phase == "call" and not self._cut_short:
@@ -153,7 +153,7 @@ class Parser:
         return None, pending if len(text) - pending < MAX_PENDING else len(text)
 
     def _counts(self, match: Match) -> bool:
-        """Some marks are marks only before everything else, lest they are seen in what is said."""
+        """Some marks are marks only before everything else, lest they are seen in the content."""
         if self._inside is not self._outside:
             return True
         if not (self._first_only or (self._empty_first and not match.group())):

@@ -2,7 +2,7 @@
 
     messages as the API has them  --adapt-->  messages as the template takes them
 
-Templates differ in what they want beside calls where nothing is said, in arguments, in ids, and
+Templates differ in what they want beside calls without content, in arguments, in ids, and
 in what they show at all. What a template takes is found out at load, by having it render a call
 and its result in every form there is. chat_template.py renders.
 """
@@ -55,8 +55,8 @@ class TurnForm:
 
     ids: Ids = "any"  # nine: letters or digits; named: functions.NAME:INDEX
     arguments: Arguments = "object"
-    content: Content = "absent"  # beside calls, where nothing is said
-    apart: bool = False  # what is said beside calls is a message of its own
+    content: Content = "absent"  # beside calls, where there is none
+    apart: bool = False  # content beside calls is a message of its own
     single: bool = False  # one call a message, each with its results
     written: bool = False  # it knows results, but no calls: they are part of the content
 
@@ -101,8 +101,8 @@ class Conversation:
         for start in range(0, len(given), size):
             group = given[start : start + size]
             calls = [self._call(call, place) for place, call in enumerate(group)]
-            said = message if start == 0 else {"role": "assistant"}
-            self._made.append(self._calling(said, calls))
+            first = message if start == 0 else {"role": "assistant"}
+            self._made.append(self._calling(first, calls))
             for call, found in zip(calls, answers[start : start + size], strict=True):
                 for result in found:
                     self._result(result, call)
@@ -114,8 +114,8 @@ class Conversation:
             written = PLAIN_CALLS.text(
                 [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
             )
-            said = message.get("content")
-            return {**message, "content": f"{said}\n{written}" if said else written}
+            content = message.get("content")
+            return {**message, "content": f"{content}\n{written}" if content else written}
         made = {**message, "tool_calls": calls}
         if not message.get("content"):
             made.pop("content", None)
@@ -202,7 +202,7 @@ def _arguments(given: str | dict[str, Any], form: TurnForm) -> str | dict[str, A
 NUMBERS = ("one", "two")  # of the calls that are tried
 IDS_TRIED = ("call_of_one", "callofone", "functions.name_one:0")
 QUESTION: Message = {"role": "user", "content": "?"}
-SAID = "said_before"
+CONTENT = "text_before"
 ALL_POINTS = 4
 
 
@@ -219,7 +219,7 @@ def turn_form(render: Render) -> TurnForm | None:
     if not most and not _points(render(_tried(best)), nones):
         return None
     apart, single = replace(best, apart=True), replace(best, single=True)
-    if not _shows(render, best, SAID, 1) and _shows(render, apart, SAID, 1):
+    if not _shows(render, best, CONTENT, 1) and _shows(render, apart, CONTENT, 1):
         best, single = apart, replace(apart, single=True)
     return single if not _shows(render, best, "", 2) and _shows(render, single, "", 2) else best
 
@@ -234,20 +234,20 @@ def _points(text: str, nones: int) -> int:
     return 1 + arguments + tied + (text.count("None") == nones)
 
 
-def _shows(render: Render, form: TurnForm, said: str, calls: int) -> bool:
-    """Whether all calls and what is said before them are shown, with an answer after them too."""
-    messages = _tried(form, said, calls)
+def _shows(render: Render, form: TurnForm, content: str, calls: int) -> bool:
+    """Whether all calls and the content before them are shown, with an answer after them too."""
+    messages = _tried(form, content, calls)
     text = render(messages)
     shown = all(
         f"name_{each}" in text and text.count(f"value_{each}") == text.count(f"result_{each}") == 1
         for each in NUMBERS[:calls]
     )
-    in_order = 0 <= text.find(said) < text.find("name_one")
+    in_order = 0 <= text.find(content) < text.find("name_one")
     messages += [{"role": "assistant", "content": "!"}, QUESTION]
     return shown and in_order and "name_one" in render(messages)
 
 
-def _tried(form: TurnForm, said: str = "", calls: int = 1) -> list[Message]:
+def _tried(form: TurnForm, content: str = "", calls: int = 1) -> list[Message]:
     """A conversation in a form: a question, calls, their results."""
     made, results = [], []
     for number in NUMBERS[:calls]:
@@ -256,7 +256,7 @@ def _tried(form: TurnForm, said: str = "", calls: int = 1) -> list[Message]:
         function = {"name": f"name_{number}", "arguments": arguments}
         made.append({"id": id, "type": "function", "function": function})
         results.append({"role": "tool", "tool_call_id": id, "content": f"result_{number}"})
-    turn: Message = {"role": "assistant", "content": said, "tool_calls": made}
-    if said:
+    turn: Message = {"role": "assistant", "content": content, "tool_calls": made}
+    if content:
         turn["reasoning_content"] = "thought"
     return Conversation(form).adapt([QUESTION, turn, *results])
