@@ -1,16 +1,13 @@
 """The ASGI app: `uvicorn server.app:app`.
 
-`create_app` wires settings, queue, worker, engine and routes; the lifespan starts the worker
-and drains it on SIGTERM, before uvicorn hears of the signal. One process, one worker thread.
+`create_app` wires settings, queue, worker, engine and routes; lifespan.py starts the worker and
+drains it on SIGTERM, before uvicorn hears of the signal. One process, one worker thread.
 """
 
-import logging
 import os
 import sqlite3
-import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,11 +15,11 @@ from starlette.routing import Route, Router
 
 from batching.batcher import DynamicBatcher
 from batching.request_queue import RequestQueue
-from server import logs, openapi
+from server import openapi
 from server.engine import Engine
 from server.health import health, ready
-from server.http.connections import APP, bound_connections
 from server.http.json import JsonEndpoint
+from server.lifespan import lifespan
 from server.metrics import Metrics, metrics
 from server.middleware import Middleware
 from server.openai.chat import ChatCompletions
@@ -35,16 +32,9 @@ from server.openai.tokenize import tokenizer_routes
 from server.pipeline import Root
 from server.preflight import check_models, check_workers, refuse
 from server.settings import Settings, SettingsError, load_settings
-from server.stopping import drain_on_signal, end_unloaded, load_failure, serving_uvicorn
 from worker.models import GenerationModel, PipelineModel
 from worker.protocol import Generator, Runner
 from worker.worker import Model, Worker
-
-log = logging.getLogger("onequeue.app")
-
-# How long a thread keeps the interpreter while another waits for it. Python's own 5 ms is as long
-# as a small forward pass, and each pass changes hands several times on its way.
-SWITCH_S = 0.001
 
 
 def create_app(
@@ -58,8 +48,8 @@ def create_app(
     pool_threads = max(2, min(8, (os.cpu_count() or 2) // 2))
     queue = RequestQueue(settings.max_queue_size, time.monotonic)
     worker = Worker(served_models(settings, load, load_chat))
-    observer = Metrics(lambda: queue.pending, settings.max_batch_size)
-    engine = Engine(worker, queue, observer, pool_threads, settings.stuck_after_s)
+    observed = Metrics(lambda: queue.pending, settings.max_batch_size)
+    engine = Engine(worker, queue, observed, pool_threads, settings.stuck_after_s)
     routes = [
         Route("/health", JsonEndpoint(health), methods=["GET"]),
         Route("/ready", JsonEndpoint(ready), methods=["GET"]),
@@ -67,31 +57,22 @@ def create_app(
     ]
     responses: Responses | None = None
     if settings.pipeline_model != "none":
-        root = Root(settings, engine, settings.pipeline_task)
-        routes.append(Route("/", root, methods=["POST"]))
+        routes.append(Route("/", Root(settings, engine), methods=["POST"]))
     if settings.chat_model != "none":
         names = ModelNames(settings, engine)
-        responses = Responses(settings, engine, observer, names, open_store(settings))
-        routes += generation_routes(settings, engine, observer, names, responses)
-    routes.append(openapi.route(settings, settings.pipeline_task, routes))
+        shared = settings, engine, engine.metrics, names
+        responses = Responses(*shared, open_store(settings))
+        routes += [
+            Route("/v1/chat/completions", ChatCompletions(*shared), methods=["POST"]),
+            Route("/v1/completions", Completions(*shared), methods=["POST"]),
+            Route("/v1/responses", responses, methods=["POST"]),
+            *ResponseLookup(responses).routes(),
+            *names.routes(),
+            *tokenizer_routes(settings, engine, names),
+        ]
+    routes.append(openapi.route(settings, routes))
     router = Router(routes, lifespan=partial(lifespan, responses=responses))
-    paths = {route.path_format for route in routes}
-    return Middleware(router, paths, settings, engine, observer)
-
-
-def generation_routes(
-    settings: Settings, engine: Engine, observer: Metrics, names: ModelNames, responses: Responses
-) -> list[Route]:
-    chat = ChatCompletions(settings, engine, observer, names)
-    completions = Completions(settings, engine, observer, names)
-    return [
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/v1/completions", completions, methods=["POST"]),
-        Route("/v1/responses", responses, methods=["POST"]),
-        *ResponseLookup(responses).routes(),
-        *names.routes(),
-        *tokenizer_routes(settings, engine, names),
-    ]
+    return Middleware(router, {route.path_format for route in routes}, settings, engine)
 
 
 def open_store(settings: Settings) -> ResponseStore:
@@ -153,33 +134,6 @@ def _load_chat(settings: Settings) -> Generator:
         settings.max_running,
     )
     return load_generator(options)
-
-
-@asynccontextmanager
-async def lifespan(
-    app: Middleware, responses: Responses | None
-) -> AsyncIterator[dict[str, Middleware]]:
-    """Responses are closed once everything accepted has its answer."""
-    engine, grace_s = app.engine, app.settings.shutdown_grace_s
-    logs.configure()
-    bound_connections()
-    sys.setswitchinterval(SWITCH_S)
-    server = serving_uvicorn()
-    engine.start()
-    engine.loaded.add_done_callback(partial(end_unloaded, app.settings.debug, server))
-    restore_signals = drain_on_signal(engine, grace_s)
-    try:
-        yield {APP: app}
-    finally:
-        restore_signals()
-        if not engine.draining:
-            await engine.drain(grace_s)
-        await engine.stop()
-        if responses:
-            await responses.close()
-        log.info("stopped")
-        if server and load_failure(engine.loaded):
-            server.started = False  # so that uvicorn ends with its status for a failed start, 3
 
 
 def __getattr__(name: str) -> Any:

@@ -25,15 +25,13 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._children: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         ours: dict[str, Any] = {"namespace": "onequeue", "registry": self.registry}
-        in_seconds = ours | {"buckets": SECONDS}
+        in_seconds, in_tokens = ours | {"buckets": SECONDS}, ours | {"buckets": TOKENS}
         self.requests = Counter("requests", "Requests answered", ["endpoint", "status"], **ours)
         self.latency = Histogram("request_seconds", "Request to answer", ["endpoint"], **in_seconds)
         Gauge("queue_depth", "Inputs accepted and unanswered", **ours).set_function(queue_depth)
         self.wait = Histogram("queue_wait_seconds", "Acceptance to forward", **in_seconds)
         self.batch_size = Histogram("batch_size", "Items a batch", **ours, buckets=SIZES)
-        self.batch_tokens = Histogram(
-            "batch_tokens", "Tokens a batch, unpadded", **ours, buckets=TOKENS
-        )
+        self.batch_tokens = Histogram("batch_tokens", "Tokens a batch, unpadded", **in_tokens)
         self.padding = Gauge("padding_share", "Padding in the last batch, 0 to 1", **ours)
         self.forward = Histogram("forward_seconds", "Forward pass of a batch", **in_seconds)
         self.errors = Counter("errors", "Requests not served, by kind", ["kind"], **ours)
@@ -44,7 +42,10 @@ class Metrics:
         self.not_stored = Counter("responses_not_stored", refused, **ours)
         failing = "1 while the model keeps failing"
         self.breaker_open = Gauge("breaker_open", failing, ["serves"], **ours)
-        Info("build", "Versions", **ours).info(_versions())
+        libraries = ("torch", "transformers", "starlette", "uvicorn")
+        versions = {name: importlib.metadata.version(name) for name in libraries}
+        versions |= {"version": __version__, "python": platform.python_version()}
+        Info("build", "Versions", **ours).info(versions)
         self.model = Info("model", "A loaded model", ["serves"], **ours)
         # of generation
         self.tokens = Counter("tokens", "Tokens processed", ["kind"], **ours)
@@ -54,7 +55,7 @@ class Metrics:
         self.blocks_total = Gauge("kv_blocks", "Blocks of the key-value cache", **ours)
         self.preempted = Counter("preemptions", "Sequences put back to make room", **ours)
         self.step_s = Histogram("step_seconds", "A generation step", **in_seconds)
-        self.step_tokens = Histogram("step_tokens", "Tokens run in a step", **ours, buckets=TOKENS)
+        self.step_tokens = Histogram("step_tokens", "Tokens run in a step", **in_tokens)
         self.first_token = Histogram("time_to_first_token_seconds", "To its text", **in_seconds)
 
     def request(self, endpoint: str, status: int, seconds: float) -> None:
@@ -110,12 +111,6 @@ class Metrics:
         self.breaker(name, is_open=False)
         labels = ("task", "model", "device", "dtype", "batching")
         self.model.labels(name).info({each: getattr(info, each) for each in labels})
-
-
-def _versions() -> dict[str, str]:
-    names = ("torch", "transformers", "starlette", "uvicorn")
-    libraries = {name: importlib.metadata.version(name) for name in names}
-    return {"version": __version__, "python": platform.python_version(), **libraries}
 
 
 async def metrics(request: Request) -> Response:

@@ -19,8 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from batching.errors import ClientGone, QueueFull
 from server.engine import Engine
 from server.http.errors import HttpError, as_http_error
-from server.http.json import to_json
-from server.metrics import Metrics
+from server.http.json import send_json, to_json
 from server.settings import Settings
 
 BODIES = 16  # of MAX_BODY_MB each may be there at a time
@@ -34,13 +33,13 @@ class Middleware:
     """`routes` answers or raises. Starlette, too, wants to find the app in the scope."""
 
     def __init__(
-        self, routes: ASGIApp, paths: set[str], settings: Settings, engine: Engine, metrics: Metrics
+        self, routes: ASGIApp, paths: set[str], settings: Settings, engine: Engine
     ) -> None:
         self.routes = routes
         self.paths = paths  # requests elsewhere are counted together
         self.settings = settings
         self.engine = engine
-        self.metrics = metrics
+        self.metrics = engine.metrics
         self.keys = [key.encode() for key in settings.api_keys]
         self.max_body = int(settings.max_body_mb * 1_000_000)
         self.body_bytes = 0  # of all requests that are not answered
@@ -72,9 +71,10 @@ class Middleware:
             try:
                 await send(message)
             except (OSError, RuntimeError) as error:
+                # uvloop's closed transports raise a RuntimeError
                 if isinstance(error, RuntimeError) and "closed=True" not in str(error):
                     raise
-                raise ClientGone("the client has gone") from error  # as uvloop's transports say it
+                raise ClientGone("the client has gone") from error
 
         async def receive_bounded() -> Message:
             nonlocal body_bytes
@@ -108,7 +108,7 @@ class Middleware:
                 self.metrics.failed(answer.kind)
             if "begun" not in scope:
                 with contextlib.suppress(ClientGone):
-                    await answer.send(send)
+                    await send_json(send, answer.document, answer.status, answer.headers)
             elif not isinstance(error, ClientGone):
                 raise  # half an answer must not look like a whole one
 

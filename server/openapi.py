@@ -23,9 +23,9 @@ from server.http.json import JsonEndpoint, to_json
 from server.middleware import OPEN_PATHS
 from server.openai.chat import ChatRequest
 from server.openai.completions import CompletionRequest
-from server.openai.models import LoadRequest
+from server.openai.models import LoadRequest, Model, ModelList
 from server.openai.responses.request import ResponseRequest
-from server.openai.tokenize import DetokenizeRequest, TokenizeRequest
+from server.openai.tokenize import DetokenizeRequest, Prompt, TokenizeRequest, Tokens
 from server.settings import Settings
 from worker.tasks import TASKS, Task
 
@@ -98,14 +98,12 @@ OPERATIONS: Mapping[str, Operation] = {
     "POST /v1/responses/{id}/cancel": Operation(
         "End a response that runs in the background", answers.Response, errors=[400, 404]
     ),
-    "GET /v1/models": Operation("The language model", answers.ModelList, errors=[503]),
-    "GET /v1/models/{id}": Operation("A model by its name", answers.Model, errors=[404, 503]),
+    "GET /v1/models": Operation("The language model", ModelList, errors=[503]),
+    "GET /v1/models/{id}": Operation("A model by its name", Model, errors=[404, 503]),
     "POST /tokenize": Operation(
-        "The token ids of a text or a conversation", answers.Tokens, TokenizeRequest, [404]
+        "The token ids of a text or a conversation", Tokens, TokenizeRequest, [404]
     ),
-    "POST /detokenize": Operation(
-        "The text of token ids", answers.Prompt, DetokenizeRequest, [404]
-    ),
+    "POST /detokenize": Operation("The text of token ids", Prompt, DetokenizeRequest, [404]),
     "POST /load_model": Operation(
         "An event that says that the model is ready",
         {EVENTS: {"description": "One event, a JSON object."}},
@@ -119,20 +117,20 @@ OPERATIONS: Mapping[str, Operation] = {
 }
 
 
-def route(settings: Settings, task: str, others: Sequence[Route]) -> Route:
+def route(settings: Settings, others: Sequence[Route]) -> Route:
     """Serves the document of the other routes and itself."""
 
     async def answer(request: Request) -> bytes:
         return content
 
     made = Route(PATH, JsonEndpoint(answer), methods=["GET"])
-    content = to_json(document(settings, task, [*others, made]))
+    content = to_json(document(settings, [*others, made]))
     return made
 
 
-def document(settings: Settings, task: str, routes: Sequence[Route]) -> dict[str, Any]:
+def document(settings: Settings, routes: Sequence[Route]) -> dict[str, Any]:
     mounted = {f"{method} {each.path_format}" for each in routes for method in each.methods or ()}
-    table = {"POST /": pipeline(task), **OPERATIONS}
+    table = {"POST /": pipeline(settings.pipeline_task), **OPERATIONS}
     operations = {key: each for key, each in table.items() if key in mounted}
     keyed = bool(settings.api_keys)
     paths: dict[str, dict[str, Any]] = {}
@@ -140,7 +138,13 @@ def document(settings: Settings, task: str, routes: Sequence[Route]) -> dict[str
         method, path = key.split()
         described = _described(method, path, each, keyed and path not in OPEN_PATHS)
         paths.setdefault(path, {})[method.lower()] = described
-    components = {"schemas": _schemas(operations.values()), "responses": _errors()}
+    errors: dict[str, Any] = {
+        f"Error{status}": {"description": meaning, "content": _content(answers.Error)}
+        for status, meaning in ERRORS.items()
+    }
+    for status, name in ERROR_HEADERS.items():
+        errors[f"Error{status}"]["headers"] = {name: {"schema": {"type": "string"}}}
+    components = {"schemas": _schemas(operations.values()), "responses": errors}
     if keyed:
         components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
     return {
@@ -190,29 +194,28 @@ def _described(method: str, path: str, operation: Operation, keyed: bool) -> dic
     content = _content(operation.answer)
     if operation.stream:
         content[EVENTS] = {"schema": {"description": operation.stream}}
-    responses = {"200": {"description": "The answer", "content": content}}
-    errors = {405, 500, *operation.errors, *([401] if keyed else [])}
     made: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", method.lower() + path).strip("_"),
         "summary": operation.summary,
-        "responses": responses,
+        "responses": {"200": {"description": "The answer", "content": content}},
     }
-    if operation.request:
-        errors |= OF_A_BODY
-        made["requestBody"] = {"required": True, "content": _content(operation.request)}
-    for status in sorted(errors):
-        responses[str(status)] = {"$ref": f"{COMPONENTS}/responses/Error{status}"}
     parameters: list[Schema] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in re.findall(r"\{(\w+)\}", path)
     ]
-    parameters += [
-        {"name": n, "in": "query", "schema": each} for n, each in operation.query.items()
-    ]
+    for name, schema in operation.query.items():
+        parameters.append({"name": name, "in": "query", "schema": schema})
     if parameters:
         made["parameters"] = parameters
+    errors = {405, 500, *operation.errors}
+    if operation.request:
+        errors |= OF_A_BODY
+        made["requestBody"] = {"required": True, "content": _content(operation.request)}
     if keyed:
+        errors.add(401)
         made["security"] = [{"bearer": []}]
+    for status in sorted(errors):
+        made["responses"][str(status)] = {"$ref": f"{COMPONENTS}/responses/Error{status}"}
     return made
 
 
@@ -225,9 +228,8 @@ def _content(body: type[Struct] | Body) -> dict[str, Any]:
 
 def _schemas(operations: Iterable[Operation]) -> dict[str, Any]:
     """Of the operations' structs and those within, by name."""
-    bodies = [body for each in operations for body in (each.request, each.answer)]
-    kinds: list[type[Struct]] = [answers.Error]
-    kinds += [body for body in bodies if isinstance(body, type)]
+    bodies = [answers.Error, *(body for each in operations for body in (each.request, each.answer))]
+    kinds = [body for body in bodies if isinstance(body, type)]
     template = COMPONENTS + "/schemas/{name}"
     _, schemas = msgspec.json.schema_components(kinds, ref_template=template)
     for kind in kinds:
@@ -242,15 +244,3 @@ def _schemas(operations: Iterable[Operation]) -> dict[str, Any]:
                 "enum": [None, *harmless],
             }
     return dict(sorted(schemas.items()))
-
-
-def _errors() -> dict[str, Any]:
-    made: dict[str, Any] = {}
-    for status, meaning in ERRORS.items():
-        made[f"Error{status}"] = {
-            "description": meaning,
-            "content": _content(answers.Error),
-        }
-        if name := ERROR_HEADERS.get(status):
-            made[f"Error{status}"]["headers"] = {name: {"schema": {"type": "string"}}}
-    return made

@@ -117,28 +117,3 @@ class ItemList(Struct):
     first_id: str | None
     last_id: str | None
     has_more: bool
-
-
-class Model(Struct):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    max_model_len: int
-    context_length: int
-
-
-class ModelList(Struct):
-    object: Literal["list"]
-    data: list[Model]
-
-
-class Tokens(Struct):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
-
-
-class Prompt(Struct):
-    prompt: str

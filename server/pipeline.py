@@ -23,18 +23,18 @@ from worker.protocol import PipelineInput
 from worker.tasks import TASKS, check_parameters
 
 JSON = "application/json"
-FORM = "application/x-www-form-urlencoded"  # what curl says of anything
+FORM = "application/x-www-form-urlencoded"  # what curl -d sends, whatever it is
 CURL = "with curl, post a file by --data-binary @FILE: -d leaves out its line breaks"
 
 
 class Root:
     """The endpoint, as a bare ASGI app: this is the hot path."""
 
-    def __init__(self, settings: Settings, engine: Engine, task_name: str) -> None:
+    def __init__(self, settings: Settings, engine: Engine) -> None:
         self.settings = settings
         self.engine = engine
-        self.task_name = task_name
-        self.task = TASKS[task_name]
+        self.task_name = settings.pipeline_task
+        self.task = TASKS[self.task_name]
         self.parsing = Parsing()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,19 +79,15 @@ class Root:
 
     def check_media(self, media: str) -> None:
         """415 for a content type that the task does not take. curl's form type counts as raw."""
-        kind = self.task.kind
+        kind, takes = self.task.kind, JSON
         if media in ("", JSON, FORM):
             return
-        if kind == "json":
-            takes = "application/json"
-        elif (
-            media == "application/octet-stream"
-            or media.startswith(kind + "/")
-            or (kind == "audio" and media == "video/webm")
-        ):
-            return
-        else:
-            takes = f"{kind}/…, raw bytes or application/json"
+        if kind != "json":
+            if media == "application/octet-stream" or media.startswith(kind + "/"):
+                return
+            if kind == "audio" and media == "video/webm":
+                return
+            takes = f"{kind}/…, raw bytes or {JSON}"
         raise HttpError(415, f"{self.task_name} takes {takes}, not {media[:100]!r}")
 
     def parse(self, body: bytes, media: str) -> tuple[list[PipelineInput], bool]:
@@ -147,7 +143,7 @@ class Root:
 
 
 def may_be_json(body: bytes, media: str) -> bool:
-    """`curl -d '{…}'` does not say so."""
+    """By its media type, or by how it begins: `curl -d '{…}'` sends JSON as a form."""
     return media == JSON or (media == FORM and body[:64].lstrip().startswith(b"{"))
 
 

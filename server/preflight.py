@@ -88,7 +88,10 @@ def check_workers(flag: str | None = None) -> None:
 
     `flag` is what `--workers` was given; by default it is looked for among the words of uvicorn's
     command, which its processes have too."""
-    flag = flag or _flag("--workers")
+    for word, following in pairwise([*sys.argv[1:], ""]):
+        name, equals, value = word.partition("=")
+        if name == "--workers" and not flag:
+            flag = value if equals else following
     asked = flag or os.environ.get("WEB_CONCURRENCY", "1")
     if asked.isdigit() and int(asked) > 1:
         where = f"--workers {asked}" if flag else f"WEB_CONCURRENCY={asked}"
@@ -96,14 +99,6 @@ def check_workers(flag: str | None = None) -> None:
             f"{where}: one process serves the model, with one queue and one worker thread; "
             "run more of them on ports of their own behind a load balancer"
         )
-
-
-def _flag(name: str) -> str | None:
-    for word, following in pairwise([*sys.argv[1:], ""]):
-        flag, given, value = word.partition("=")
-        if flag == name:
-            return value if given else following
-    return None
 
 
 def check_address(host: str, port: int) -> None:

@@ -81,7 +81,7 @@ def test_the_document_is_well_formed(server: Server) -> None:
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_each_task_says_what_it_takes(task: str) -> None:
     root = Route("/", fetch, methods=["POST"])
-    document = openapi.document(Settings(), task, [root])
+    document = openapi.document(Settings(pipeline_task=task), [root])
     check_form(document)
     (described,) = document["paths"].values()
     inputs = described["post"]["requestBody"]["content"]["application/json"]["schema"]

@@ -1,10 +1,11 @@
 """What `POST /` promises over a real socket, with a runner without a model."""
 
+import asyncio
 import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,6 @@ import pytest
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
-from server.http.body import Patience
 from tests.fakes import FakeRunner
 from tests.serving import Server, metric, read_answer, serving, wait_until
 
@@ -170,56 +170,54 @@ def test_unknown_route_and_method(server: Server) -> None:
 
 
 class Slow:
-    """A client that has sent the first letter of a body of five, and what its server does.
-
-    The server's clock stands still until it is told how much time has passed.
-    """
+    """A client that has sent the first letter of a body of five, and the time that its server
+    gives it: that passes when it is told to, and never by itself."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
-        self.now = time.monotonic()
-        self.progressed, self.looked = threading.Semaphore(0), threading.Semaphore(0)
+        self.loop = server.engine.loop
+        self.left_s = 0.0
+        self.pass_at: Callable[[float], None] = lambda when: None
+        self.waiting = threading.Semaphore(0)
         slow = self
 
-        class Watched(Patience):
-            def progress(self) -> None:
-                super().progress()
-                slow.progressed.release()
+        class Watched(asyncio.Timeout):  # type: ignore[misc]  # final to type checkers alone
+            def reschedule(self, when: float | None) -> None:
+                if when is None:  # it begins
+                    super().reschedule(when)
+                    return
+                slow.left_s, slow.pass_at = when - slow.loop.time(), super().reschedule
+                slow.waiting.release()
 
-            def _look(self) -> None:
-                super()._look()
-                slow.looked.release()
-
-        monkeypatch.setattr("server.http.body.Patience", Watched)
-        monkeypatch.setattr("server.http.body.time", SimpleNamespace(monotonic=lambda: self.now))
+        patched = SimpleNamespace(**vars(asyncio) | {"timeout": Watched})
+        monkeypatch.setattr("server.http.body.asyncio", patched)
         self.client = socket.create_connection(("127.0.0.1", server.port))
         self.client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nh")
-        assert self.progressed.acquire(timeout=60)
+        for _ in range(2):  # for the letter, and for what is to come after it
+            assert self.waiting.acquire(timeout=60)
 
     def send(self, letter: bytes) -> None:
         self.client.sendall(letter)
-        assert self.progressed.acquire(timeout=60)
+        assert self.waiting.acquire(timeout=60)
 
     def wait(self, seconds: float) -> None:
         """Time passes, and the server takes notice."""
-        self.now += seconds
-        while self.looked.acquire(blocking=False):
-            pass
-        for _ in range(2):  # the first may have looked at the clock before
-            assert self.looked.acquire(timeout=60)
+        self.left_s -= seconds
+        if self.left_s < 0:
+            self.loop.call_soon_threadsafe(self.pass_at, 0.0)
 
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
-    with serving(FakeRunner, body_timeout_s=0.05) as server:
+    with serving(FakeRunner, body_timeout_s=60, request_timeout_s=3600) as server:
         made = Slow(monkeypatch, server)
         with made.client:
             yield made
 
 
 def test_a_body_that_stops_arriving_gets_408(slow: Slow) -> None:
-    slow.wait(0.049)
+    slow.wait(59)
     assert not select.select([slow.client], [], [], 0)[0]
-    slow.now += 0.002
+    slow.wait(2)
     status, answer = read_answer(slow.client)
     assert status == 408
     assert b"body_timeout" in answer
@@ -227,11 +225,21 @@ def test_a_body_that_stops_arriving_gets_408(slow: Slow) -> None:
 
 def test_a_slow_body_that_makes_progress_is_served(slow: Slow) -> None:
     for letter in (b"e", b"l", b"l"):
-        slow.wait(0.04)  # together above the limit
+        slow.wait(40)  # together above the limit
         slow.send(letter)
-    slow.wait(0.04)
+    slow.wait(40)
     slow.client.sendall(b"o")
     assert read_answer(slow.client) == (200, b'{"echo":"hello"}')
+
+
+def test_a_body_has_no_longer_than_its_request() -> None:
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nX-Request-Timeout-Ms: 1\r\nContent-Length: 5\r\n\r\n"
+    with (
+        serving(FakeRunner, body_timeout_s=3600) as server,
+        socket.create_connection(("127.0.0.1", server.port)) as client,
+    ):
+        client.sendall(head + b"h")
+        assert read_answer(client)[0] == 408
 
 
 def test_a_large_body_with_expect_is_refused_before_it_is_sent(server: Server) -> None:

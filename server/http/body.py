@@ -25,39 +25,13 @@ from server.http.errors import HttpError
 from server.settings import Settings
 
 CLOSE = [(b"connection", b"close")]
-# A refused body is still read for so long, so that clients get to the answer.
+# A refused body is still read, and dropped, for so long, so that clients get to the answer.
 LINGER_S = 5.0
 # Larger JSON is parsed off the event loop.
 INLINE_BYTES = 1 << 16
 
 Headers = Mapping[bytes, bytes]  # names in lower case, as ASGI gives them
 T = TypeVar("T")
-
-
-class Patience:
-    """Cancels the task that waits for a body once nothing has arrived for `limit_s`, or at
-    `deadline`. One timer a request, re-armed only if it fires: most bodies are there already."""
-
-    def __init__(self, limit_s: float, deadline: float) -> None:
-        self.limit_s = limit_s
-        self.deadline = deadline
-        self.over = False
-        self.loop = asyncio.get_running_loop()
-        self.task = asyncio.current_task(self.loop)
-        self.progress_at = time.monotonic()
-        left_s = min(limit_s, deadline - self.progress_at)
-        self.timer = self.loop.call_later(left_s, self._look)
-
-    def progress(self) -> None:
-        self.progress_at = time.monotonic()
-
-    def _look(self) -> None:
-        left_s = min(self.progress_at + self.limit_s, self.deadline) - time.monotonic()
-        if left_s > 0:
-            self.timer = self.loop.call_later(left_s, self._look)
-        elif self.task:
-            self.over = True
-            self.task.cancel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,26 +43,20 @@ class Deadlines:
     whole: float  # until it has ended
 
 
-def deadlines_of(headers: Headers, settings: Settings) -> Deadlines:
-    """The header X-Request-Timeout-Ms may only shorten the setting."""
-    now, given = time.monotonic(), headers.get(b"x-request-timeout-ms")
-    if given is None:
-        return Deadlines(now + settings.request_timeout_s, math.inf)
-    if not given.isdigit() or len(given) > 10 or not int(given):
-        raise InvalidInput("must be a positive whole number", "X-Request-Timeout-Ms")
-    whole_s = int(given) / 1000
-    return Deadlines(now + min(settings.request_timeout_s, whole_s), now + whole_s)
-
-
 async def read_request(
     scope: Scope, receive: Receive, settings: Settings, engine: Engine
 ) -> tuple[Headers, bytes, Deadlines]:
     """How every POST begins: its headers by name, its whole body, its time limits.
 
-    Raises InvalidInput (400) for a time limit that is none, Draining (503) before the body is
-    read, and what `read_body` raises."""
-    headers = dict(scope["headers"])
-    deadlines = deadlines_of(headers, settings)
+    The header X-Request-Timeout-Ms may only shorten the setting. Raises InvalidInput (400) where
+    it is no time, Draining (503) before the body is read, and what `read_body` raises."""
+    headers, now = dict(scope["headers"]), time.monotonic()
+    whole = math.inf
+    if (given := headers.get(b"x-request-timeout-ms")) is not None:
+        if not given.isdigit() or len(given) > 10 or not int(given):
+            raise InvalidInput("must be a positive whole number", "X-Request-Timeout-Ms")
+        whole = now + int(given) / 1000
+    deadlines = Deadlines(min(now + settings.request_timeout_s, whole), whole)
     if engine.draining:
         raise Draining("the server is stopping", 5)
     return headers, await read_body(receive, headers, settings, deadlines.first), deadlines
@@ -111,56 +79,42 @@ async def read_json_request(
 async def read_body(
     receive: Receive, headers: Headers, settings: Settings, deadline: float
 ) -> bytes:
-    """The whole body; HttpError (408, 413) or ClientGone."""
+    """The whole body; HttpError (413), ClientGone, or HttpError (408) once nothing has arrived
+    for BODY_TIMEOUT_S, or at the deadline."""
     limit = int(settings.max_body_mb * 1_000_000)
     declared = headers.get(b"content-length", b"")
-    if declared.isdigit() and int(declared[:20]) > limit:
-        if headers.get(b"expect", b"").lower() != b"100-continue":
-            await _linger(receive)  # one that expects to be told will not send
-        raise _too_large(limit)
-    patience = Patience(settings.body_timeout_s, deadline)
-    chunks, size = [], 0
+    announced = int(declared[:20]) if declared.isdigit() else 0
+    loop, chunks, size = asyncio.get_running_loop(), [], 0
     try:
-        while size <= limit:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone("the client has gone")
-            chunk = message.get("body", b"")
-            size += len(chunk)
-            chunks.append(chunk)
-            if size <= limit and not message.get("more_body", False):
-                return chunks[0] if len(chunks) == 1 else b"".join(chunks)
-            patience.progress()
-    except asyncio.CancelledError:
-        if not patience.over:
-            raise
+        async with asyncio.timeout(None) as timer:
+            while max(announced, size) <= limit:
+                left_s = min(settings.body_timeout_s, deadline - time.monotonic())
+                timer.reschedule(loop.time() + left_s)
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone("the client has gone")
+                chunks.append(message.get("body", b""))
+                size += len(chunks[-1])
+                if size <= limit and not message.get("more_body", False):
+                    return b"".join(chunks)
+    except TimeoutError:
         late = "the body stopped arriving, or came too slowly for the request's time limit"
         raise HttpError(408, late, headers=CLOSE) from None
-    finally:
-        patience.timer.cancel()
-    await _linger(receive)
-    raise _too_large(limit)
+    if size or headers.get(b"expect", b"").lower() != b"100-continue":  # else it will not be sent
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while (await receive()).get("more_body", False):
+                    pass
+    raise HttpError(413, f"the body is larger than {limit / 1_000_000:g} MB", headers=CLOSE)
 
 
 async def abort_on_disconnect(receive: Receive, items: Sequence[WorkItem]) -> None:
-    """Answer the items once the client leaves; the server also says so after the answer."""
+    """Resolve the items once the client leaves; after the answer, when that is reported too, this
+    does nothing."""
     while (await receive())["type"] != "http.disconnect":
         pass
     for item in items:
         item.resolve(ClientGone("the client has gone"))
-
-
-async def _linger(receive: Receive) -> None:
-    """Read and drop what still comes, so that the client gets to the answer."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(LINGER_S):
-            while (await receive()).get("more_body", False):
-                pass
-
-
-def _too_large(limit: int) -> HttpError:
-    much = f"the body is larger than {limit / 1_000_000:g} MB"
-    return HttpError(413, much, headers=CLOSE)
 
 
 def require_json(headers: Headers) -> None:

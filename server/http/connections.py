@@ -113,7 +113,7 @@ class Bounded(asyncio.Protocol):
 
 
 class BoundedHttpTools(Bounded, HttpToolsProtocol):
-    """httptools has no bound of its own. It is fed no more at once than may be unended."""
+    """httptools bounds nothing. It is fed no more at once than may be unended."""
 
     unended = 0  # bytes since the last whole header, piece of a body or end of one
     in_head = True

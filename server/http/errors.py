@@ -3,23 +3,20 @@
     {"error": {"message", "type", "param", "code"}}
 
 An HttpError is such an answer. It is raised where HTTP itself is at fault; all else that may be
-raised becomes one by `as_http_error`, which looks up its handler by the exception's class.
+raised becomes one by `as_http_error`.
 """
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
 
 from starlette.exceptions import HTTPException
-from starlette.types import Scope, Send
+from starlette.types import Scope
 
 from batching import errors
-from server.http.json import Document, Header, send_json
+from server.http.json import Document, Header
 
 log = logging.getLogger("onequeue.errors")
-
-T = TypeVar("T")
 
 MAX_MESSAGE = 4000
 MAX_PARAM = 200
@@ -84,37 +81,36 @@ class HttpError(Exception):
         error = {"message": str(self), "type": self.type, "param": self.param, "code": self.code}
         return {"error": error}
 
-    async def send(self, send: Send) -> None:
-        await send_json(send, self.document, self.status, self.headers)
-
 
 def as_http_error(error: Exception, scope: Scope, debug: bool) -> HttpError:
     """The answer for whatever a route raised; what is the server's own fault is logged.
 
     Internals (the chained cause) are shown in debug mode only."""
-    return _nearest(HANDLERS, error)(error, scope, debug)
-
-
-def _nearest(table: Mapping[type, T], error: Exception) -> T:
-    return next(table[each] for each in type(error).__mro__ if each in table)
+    if isinstance(error, HttpError):
+        return error
+    if isinstance(error, errors.OnequeueError):
+        return _of_stage(error, scope, debug)
+    if isinstance(error, HTTPException):
+        return _of_routing(error, scope)
+    log.error("bug id=%s path=%r", scope["request_id"].decode(), scope["path"], exc_info=error)
+    return HttpError(500, "the server made a mistake")
 
 
 def _of_stage(error: errors.OnequeueError, scope: Scope, debug: bool) -> HttpError:
-    status, type_, code = _nearest(TABLE, error)
+    status, type_, code = next(TABLE[each] for each in type(error).__mro__ if each in TABLE)
+    cause, message, headers = error.__cause__, str(error), []
     if status == 500:
-        log.error("request failed id=%s error=%r", scope["request_id"].decode(), error.__cause__)
-    message = str(error)
-    if debug and error.__cause__ is not None:
-        message += f" ({error.__cause__!r})"
-    headers = []
+        log.error("request failed id=%s error=%r", scope["request_id"].decode(), cause)
+    if debug and cause is not None:
+        message += f" ({cause!r})"
     if error.retry_after_s is not None:
         headers = [(b"retry-after", b"%d" % math.ceil(error.retry_after_s))]
     param = getattr(error, "param", None)
     return HttpError(status, message, param, headers, type=type_, code=code, kind=code)
 
 
-def _of_routing(error: HTTPException, scope: Scope, debug: bool) -> HttpError:
-    """Starlette's own: no such route, method not allowed."""
+def _of_routing(error: HTTPException, scope: Scope) -> HttpError:
+    """Raised by Starlette's router: no such route, method not allowed."""
     path = scope["path"][:200]
     message = {
         404: f"there is no {path} here",
@@ -122,17 +118,3 @@ def _of_routing(error: HTTPException, scope: Scope, debug: bool) -> HttpError:
     }.get(error.status_code, error.detail)
     headers = [(k.lower().encode(), v.encode()) for k, v in (error.headers or {}).items()]
     return HttpError(error.status_code, message, None, headers, kind="routing")
-
-
-def _of_bug(error: Exception, scope: Scope, debug: bool) -> HttpError:
-    log.error("bug id=%s path=%r", scope["request_id"].decode(), scope["path"], exc_info=error)
-    return HttpError(500, "the server made a mistake")
-
-
-# exception, or the nearest of its bases: its handler
-HANDLERS: Mapping[type, Callable[[Any, Scope, bool], HttpError]] = {
-    HttpError: lambda error, scope, debug: error,
-    HTTPException: _of_routing,
-    errors.OnequeueError: _of_stage,
-    Exception: _of_bug,
-}

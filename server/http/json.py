@@ -8,7 +8,7 @@ counted without building any.
 
 import json
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -93,24 +93,22 @@ def _half_character(body: bytes) -> str | None:
     if b"\\u" not in body or len(body) > MOST_VALUES:
         return None
     try:
-        path = _path_of_half(json.loads(body))
+        path = next(_halves(json.loads(body)), None)
     except (ValueError, RecursionError):
         return None
-    return None if path is None else path.removeprefix(".")
+    return path and path.removeprefix(".")
 
 
-def _path_of_half(node: Any) -> str | None:
+def _halves(node: Any) -> Iterator[str]:
+    """Their paths, none of which is written before it is known to lead to one."""
     if isinstance(node, str):
-        return "" if _SURROGATE.search(node) else None
-    if isinstance(node, dict):
+        if _SURROGATE.search(node):
+            yield ""
+    elif isinstance(node, dict):
         if any(map(_SURROGATE.search, node)):
-            return ""
-        within = ((f".{key[:100]}", each) for key, each in node.items())
+            yield ""
+        for key, each in node.items():
+            yield from (f".{key[:100]}{path}" for path in _halves(each))
     elif isinstance(node, list):
-        within = ((f"[{n}]", each) for n, each in enumerate(node))
-    else:
-        return None
-    for step, each in within:
-        if (path := _path_of_half(each)) is not None:
-            return step + path
-    return None
+        for n, each in enumerate(node):
+            yield from (f"[{n}]{path}" for path in _halves(each))

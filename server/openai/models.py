@@ -3,6 +3,7 @@
 import time
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from msgspec import Struct
 from starlette.requests import Request
@@ -12,7 +13,7 @@ from starlette.routing import Route
 from server.engine import Engine
 from server.http.body import Parsing, read_request, require_json
 from server.http.errors import HttpError
-from server.http.json import Document, JsonEndpoint, to_json
+from server.http.json import JsonEndpoint, to_json
 from server.openai.params import decode
 from server.settings import Settings
 
@@ -23,6 +24,20 @@ ANY_MODEL = ("", "dummy", "tgi")  # what clients send that have to send somethin
 
 class LoadRequest(Struct):
     model: str | None = None
+
+
+class Model(Struct):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    context_length: int
+
+
+class ModelList(Struct):
+    object: Literal["list"]
+    data: list[Model]
 
 
 class ModelNames:
@@ -52,10 +67,10 @@ class ModelNames:
             raise HttpError(404, unknown, "model", code="model_not_found")
         return self.id
 
-    async def list(self, request: Request) -> Document:
-        return {"object": "list", "data": [self._described()]}
+    async def list(self, request: Request) -> ModelList:
+        return ModelList("list", [self._described()])
 
-    async def one(self, request: Request) -> Document:
+    async def one(self, request: Request) -> Model:
         request.scope["counted_as"] = PATH + "/{id}"
         self.require(request.path_params["id"])
         return self._described()
@@ -74,15 +89,8 @@ class ModelNames:
         event = to_json({"status": "ready", "model": model, "cached": True})
         return Response(b"data: %b\n\n" % event, media_type="text/event-stream")
 
-    def _described(self) -> Document:
+    def _described(self) -> Model:
         if (refusal := self.engine.refusal("generation")) is not None:
             raise refusal
         length = self.engine.generator.max_model_len
-        return {
-            "id": self.id,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "onequeue",
-            "max_model_len": length,
-            "context_length": length,
-        }
+        return Model(self.id, "model", self.created, "onequeue", length, length)

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from batching.errors import InvalidInput
 from server.engine import Engine
 from server.http.body import in_thread, read_json_request
-from server.http.json import Document, send_json
+from server.http.json import send_json
 from server.openai.messages import Messages, conversation
 from server.openai.models import ModelNames
 from server.openai.params import TokenId, decode
@@ -22,6 +22,17 @@ from server.settings import Settings
 from worker.protocol import Chat, Generator
 
 THREADS = 2  # a long text holds up its own kind, not what is being generated
+
+
+class Tokens(Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Prompt(Struct):
+    prompt: str
 
 
 class TokenizeRequest(Struct):
@@ -48,23 +59,18 @@ class TokenizeRequest(Struct):
             self.continue_final_message,
         )
 
-    def answer(self, generator: Generator) -> Document:
+    def answer(self, generator: Generator) -> Tokens:
         special = True if self.add_special_tokens is None else self.add_special_tokens
         ids = generator.encode(self.text(), special)
         strings = [generator.token(each) for each in ids] if self.return_token_strs else None
-        return {
-            "count": len(ids),
-            "max_model_len": generator.max_model_len,
-            "tokens": ids,
-            "token_strs": strings,
-        }
+        return Tokens(len(ids), generator.max_model_len, ids, strings)
 
 
 class DetokenizeRequest(Struct):
     tokens: list[TokenId]
     model: str | None = None
 
-    def answer(self, generator: Generator) -> Document:
+    def answer(self, generator: Generator) -> Prompt:
         if self.tokens:
             largest = max(self.tokens)
             try:
@@ -72,7 +78,7 @@ class DetokenizeRequest(Struct):
             except InvalidInput as error:
                 path = f"tokens[{self.tokens.index(largest)}]"
                 raise InvalidInput.at(path, str(error)) from None
-        return {"prompt": generator.decode(self.tokens)}
+        return Prompt(generator.decode(self.tokens))
 
 
 def tokenizer_routes(settings: Settings, engine: Engine, models: ModelNames) -> list[Route]:
@@ -106,7 +112,7 @@ class TokenizerEndpoint:
         )
         await send_json(send, await in_thread(self._answer, body, deadlines.first, self.threads))
 
-    def _answer(self, body: bytes) -> Document:
+    def _answer(self, body: bytes) -> Tokens | Prompt:
         generator = self.engine.generator
         try:
             request = decode(body, self.kind, generator.max_model_len)

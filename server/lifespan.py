@@ -1,0 +1,138 @@
+"""How a serving process lives: its log, its worker, and its end.
+
+It ends drained on a signal, or because a model could not be loaded. Whoever embeds the app off
+the main thread has signals and the process to itself.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+import traceback
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from server.engine import Engine
+from server.http.connections import APP, bound_connections
+from server.middleware import Middleware
+from server.openai.responses.endpoint import Responses
+
+log = logging.getLogger("onequeue.lifespan")
+
+# How long a thread keeps the interpreter while another waits for it. Python's own 5 ms is as long
+# as a small forward pass, and each pass changes hands several times on its way.
+SWITCH_S = 0.001
+
+
+@contextlib.asynccontextmanager
+async def lifespan(
+    app: Middleware, responses: Responses | None
+) -> AsyncIterator[dict[str, Middleware]]:
+    """Responses are closed once everything accepted has its answer."""
+    engine, grace_s = app.engine, app.settings.shutdown_grace_s
+    configure_log()
+    bound_connections()
+    sys.setswitchinterval(SWITCH_S)
+    # uvicorn's server, by its signal handler; None where somebody embeds us
+    handler = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    server = handler if isinstance(handler, uvicorn.Server) else None
+    engine.start()
+    engine.loaded.add_done_callback(partial(end_unloaded, app.settings.debug, server))
+    restore_signals = drain_on_signal(engine, grace_s)
+    try:
+        yield {APP: app}
+    finally:
+        restore_signals()
+        if not engine.draining:
+            await engine.drain(grace_s)
+        await engine.stop()
+        if responses:
+            await responses.close()
+        log.info("stopped")
+        if server and load_failure(engine.loaded):
+            server.started = False  # so that uvicorn ends with its status for a failed start, 3
+
+
+class OneLine(logging.Formatter):
+    """Line breaks in a message or a traceback would make two events of one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).replace("\n", "\\n")
+
+
+def configure_log() -> None:
+    """Show our log at INFO, one line per event with `key=value` after the message, on stderr
+    beside uvicorn's lines; unless whoever embeds us has set it up."""
+    ours = logging.getLogger("onequeue")
+    if ours.handlers or logging.getLogger().handlers:
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
+    ours.propagate = False
+
+
+def load_failure(loaded: "asyncio.Future[None]") -> BaseException | None:
+    return loaded.exception() if loaded.done() and not loaded.cancelled() else None
+
+
+def end_unloaded(
+    debug: bool, server: uvicorn.Server | None, loaded: "asyncio.Future[None]"
+) -> None:
+    """Says why there is no model; the server ends as soon as everybody has an answer."""
+    if (error := load_failure(loaded)) is None:
+        return
+    cause = error.__cause__
+    reason = str(cause).strip().partition("\n")[0] or repr(cause)
+    known = cause is None or reason in str(error)
+    print(f"onequeue: {error}" + ("" if known else f": {reason}"), file=sys.stderr)
+    if debug:
+        traceback.print_exception(error)
+    if server:
+        server.should_exit = True
+
+
+def drain_on_signal(engine: Engine, grace_s: float) -> Callable[[], None]:
+    """On SIGTERM or SIGINT drain first, then hand on to the handler that was there.
+
+    uvicorn would close its listeners and wait, while clients already inside still wait for a
+    model. A second signal ends the wait at once. Returns a function that undoes it.
+    """
+    before: dict[int, Any] = {}
+    drains: list[Future[None]] = []
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        restore()  # from here on uvicorn handles signals
+        before[number](number, frame)
+
+    async def drain(number: int, frame: FrameType | None) -> None:
+        log.info("draining unanswered=%d grace_s=%g", engine.queue.pending, grace_s)
+        await engine.drain(grace_s)
+        if signal.getsignal(number) is on_signal:
+            hand_on(number, frame)
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if engine.draining:
+            engine.loop.call_soon_threadsafe(engine.give_up)
+            hand_on(number, frame)
+        elif not drains:
+            drains.append(asyncio.run_coroutine_threadsafe(drain(number, frame), engine.loop))
+
+    with contextlib.suppress(ValueError):  # off the main thread, whoever embeds us has signals
+        for number in (signal.SIGTERM, signal.SIGINT):
+            handler = signal.getsignal(number)
+            if callable(handler):
+                signal.signal(number, on_signal)
+                before[number] = handler
+    return restore
