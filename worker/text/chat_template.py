@@ -85,12 +85,8 @@ class ChatTemplate:
             raise
         except Exception as error:  # whatever a template raises
             # What it says by raise_exception is meant to be read; other errors are its insides.
-            text = error.message if type(error) is TemplateError else None
-            why = (
-                f"refuses the messages: {reason[:500]}"
-                if reason
-                else "cannot render these messages"
-            )
+            said = error.message if type(error) is TemplateError else None
+            why = f"refuses the messages: {said[:500]}" if said else "cannot render these messages"
             raise InvalidInput(f"the model's chat template {why}", "messages") from error
 
     def call_id(self, name: str, index: int) -> str:
