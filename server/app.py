@@ -26,7 +26,6 @@ from server.openai.chat import ChatCompletions
 from server.openai.completions import Completions
 from server.openai.models import ModelNames
 from server.openai.responses.endpoint import Responses
-from server.openai.responses.lookup import ResponseLookup
 from server.openai.responses.store import ResponseStore
 from server.openai.tokenize import tokenizer_routes
 from server.pipeline import Root
@@ -60,13 +59,13 @@ def create_app(
         routes.append(Route("/", Root(settings, engine), methods=["POST"]))
     if settings.chat_model != "none":
         names = ModelNames(settings, engine)
-        shared = settings, engine, engine.metrics, names
+        shared = settings, engine, names
         responses = Responses(*shared, open_store(settings))
         routes += [
             Route("/v1/chat/completions", ChatCompletions(*shared), methods=["POST"]),
             Route("/v1/completions", Completions(*shared), methods=["POST"]),
             Route("/v1/responses", responses, methods=["POST"]),
-            *ResponseLookup(responses).routes(),
+            *responses.routes(),
             *names.routes(),
             *tokenizer_routes(settings, engine, names),
         ]

@@ -173,7 +173,7 @@ def _inputs(task: Task) -> Schema:
         one["description"] = "base64, or a data: URL"
     elif task.kind == "json":
         one = {"type": "object", "required": list(task.json_keys)}
-    checks = {name: {"description": check.words} for name, check in task.parameters.items()}
+    checks = {name: {"description": check(object())} for name, check in task.parameters.items()}
     parameters: Schema = {
         "type": "object",
         "properties": checks,

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from batching.errors import ClientGone, ItemFailed
 from server.engine import Engine
 from server.http.body import Deadlines
-from server.metrics import Metrics
 from worker.deltas import Delta
 from worker.protocol import GenerationInput
 
@@ -46,19 +45,17 @@ class TokenStream:
     def __init__(
         self,
         engine: Engine,
-        metrics: Metrics,
         payloads: Sequence[GenerationInput],
         deadlines: Deadlines,
         usage: Usage,
     ) -> None:
         self.engine = engine
-        self.metrics = metrics
         self.deadlines = deadlines
         self.usage = usage
         self.unfinished = sum(payload.n for payload in payloads)  # choices
         self._unread: dict[int, Delta] = {}
         self._error: BaseException | None = None  # what ends the stream after what is unread
-        self._arrival = asyncio.Event()
+        self.arrival = asyncio.Event()  # set it to wake the reader
         self._timer: asyncio.TimerHandle | None = None
         self._begun = False
         self.items = engine.submit("generation", payloads, deadlines.first, self)
@@ -72,24 +69,20 @@ class TokenStream:
             self._unread[delta.choice] = delta
         else:
             unread.merge(delta)
-        self._arrival.set()
-
-    def wake(self) -> None:
-        """Let the reader look up, though there is nothing new."""
-        self._arrival.set()
+        self.arrival.set()
 
     async def read(self) -> list[Delta]:
         """What is new, one delta a choice; none if woken. Raises whatever ended the request."""
-        await self._arrival.wait()
+        await self.arrival.wait()
         if self._error is not None and not self._unread:
             raise self._error
         deltas = list(self._unread.values())
         self._unread = {}
         if self._error is None:
-            self._arrival.clear()
+            self.arrival.clear()
         if deltas and not self._begun:
             self._begun = True
-            self.metrics.first_token.observe(time.monotonic() - self.items[0].accepted_at)
+            self.engine.metrics.first_token.observe(time.monotonic() - self.items[0].accepted_at)
             self._expire_at(self.deadlines.whole)
         for delta in deltas:
             self.usage.count(delta)
@@ -132,4 +125,4 @@ class TokenStream:
         if self._error is None and not self._running:
             self._error = ItemFailed("the model ended without a finish_reason")
         if self._error is not None:
-            self._arrival.set()
+            self.arrival.set()

@@ -35,6 +35,7 @@ ORDINARY = range(6, 300)  # token ids that are no special ones
 
 @cache
 def loaded(model: str) -> GenerationEngine:
+    tiny_decoders.skip_where_capping_is_ignored(model)
     options = GeneratorOptions(
         str(tiny_decoders.folder(model)), dtype="float32", device="cpu", kv_cache_gb=0.01
     )

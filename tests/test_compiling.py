@@ -9,7 +9,7 @@ import pytest
 
 from batching.sequence import Batch, Span
 from tests import tiny
-from worker.model import compiling
+from worker.model import paged_runner
 from worker.model.language_model import GeneratorOptions, load_language_model
 from worker.model.paged_attention import AttentionMetadata
 from worker.model.paged_runner import PagedRunner, run
@@ -68,7 +68,7 @@ def test_where_compiling_fails_serving_goes_on_and_the_log_says_so(
     def broken(model: Any, check: Any) -> Any:
         raise RuntimeError("no compiler here\nand a long trace")
 
-    monkeypatch.setattr(compiling, "compiled", broken)
+    monkeypatch.setattr(paged_runner, "compiled", broken)
     caplog.set_level(logging.WARNING, "onequeue.paged_runner")
     assert compile_state(runner) == "off"
     runner.forward(Batch([Span([0], 0, 1)], [1], [0]))

@@ -18,7 +18,7 @@ from worker.model import cuda_graphs
 from worker.model.cuda_graphs import WIDEST, CudaGraphs, RowsMetadata, Run
 from worker.model.kv_cache import BLOCK
 from worker.model.paged_runner import PagedRunner
-from worker.model.self_check import Differs
+from worker.model.self_check import CannotRun
 
 pytestmark = pytest.mark.usefixtures("poisoned_cache")
 BLOCKS = 60
@@ -127,7 +127,7 @@ def test_a_graph_that_says_something_else_is_not_used() -> None:
     def wrong(run: Run) -> tuple[Callable[[], None], Tensor]:
         return lambda: None, run() + 1
 
-    with pytest.raises(Differs, match="differ"):
+    with pytest.raises(CannotRun, match="differ"):
         captured(runner_of(engine("llama", blocks=BLOCKS)), wrong)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from batching.request_queue import WorkItem
 from tests import tiny_chat
+from tests.event_streams import frames
 from tests.fakes import FakeRunner
 from tests.serving import Server, serving
 from worker.text.parser import Parser
@@ -123,15 +124,15 @@ def test_an_error_in_a_request_s_own_part_fails_it_alone(
         "stream": True,
     }
     with httpx.stream("POST", url, json=mate, timeout=60) as stream:
-        lines = stream.iter_lines()
-        assert next(lines).startswith("data: {")
+        pieces = stream.iter_bytes()  # lines would end at characters of the text too
+        first = next(pieces)
         held = {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}
         penalty = {"frequency_penalty": 0.1}  # only then its history is looked at
         answer = stage.chat(POISON, n=2, stop="none of it", **penalty, **held)
         wanted = "out_of_memory" if error is MemoryError else "item_failed"
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, wanted)
-        told = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    assert told[-1]["choices"][0]["finish_reason"] == "length"
+        *_, last, _ = frames((first + b"".join(pieces)).decode())
+    assert json.loads(last)["choices"][0]["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize("error", ERRORS)

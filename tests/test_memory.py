@@ -6,9 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from worker.model import memory
+from worker.model import loading
 from worker.model.kv_cache import KVCache, LayerShape
-from worker.model.loading import LoadingFailed
 
 CPU = torch.device("cpu")
 
@@ -26,11 +25,11 @@ def checkpoint(folder: Path) -> str:
 def test_a_checkpoint_needs_its_weights_and_the_largest_once_more(
     dtype: str, needed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "free_bytes", lambda device: needed)
-    memory.check_fits(checkpoint(tmp_path), dtype, CPU)
-    monkeypatch.setattr(memory, "free_bytes", lambda device: needed - 1)
-    with pytest.raises(LoadingFailed, match="its weights need"):
-        memory.check_fits(checkpoint(tmp_path), dtype, CPU)
+    monkeypatch.setattr(loading, "free_bytes", lambda device: needed)
+    loading.check_fits(checkpoint(tmp_path), dtype, CPU)
+    monkeypatch.setattr(loading, "free_bytes", lambda device: needed - 1)
+    with pytest.raises(loading.LoadingFailed, match="its weights need"):
+        loading.check_fits(checkpoint(tmp_path), dtype, CPU)
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no /proc")

@@ -1,5 +1,6 @@
 """A checkpoint that lacks what its task's answers depend on is not served with random weights."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,9 @@ def copy_without(model: str, auto: str, path: Path, drop: Callable[[str], bool])
     made = getattr(hf, auto).from_pretrained(tiny.folder(model))
     kept = {name: value for name, value in made.state_dict().items() if not drop(name)}
     made.save_pretrained(path, state_dict=kept)
-    for part in ("AutoTokenizer", "AutoImageProcessor"):
-        try:
-            getattr(hf, part).from_pretrained(tiny.folder(model)).save_pretrained(path)
-        except (OSError, ValueError):
-            continue
+    for file in tiny.folder(model).iterdir():
+        if not (path / file.name).exists():
+            shutil.copy(file, path)
     return path
 
 

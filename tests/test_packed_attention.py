@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from tests import tiny
 from tests.parity import item, runner, same, serve
 from tests.tiny_tokenizers import SENTENCES
-from worker.model.self_check import TOLERANCE, Differs
+from worker.model.self_check import TOLERANCE, CannotRun
 from worker.pipeline import packed_attention as packing_module
 from worker.pipeline.batch_check import Rows, check_packing, random_rows
 from worker.pipeline.outputs import split_rows
-from worker.pipeline.packed_attention import CannotPack, Packing, plan_batch
+from worker.pipeline.packed_attention import Packing, plan_batch
 from worker.pipeline.runner import PipelineRunner
 
 PACKED = [
@@ -59,12 +59,12 @@ def fresh_model(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedMod
 
 def own_outputs(model: PreTrainedModel, rows: Rows) -> list[Any]:
     with torch.no_grad():
-        return [model(**rows.alone(row)) for row in range(len(rows.counts))]
+        return [model(**alone) for alone in rows.alone]
 
 
 def packed_outputs(packing: Packing, rows: Rows) -> list[Any]:
-    with packing.batch(rows.counts, rows.ids.shape[1]), torch.no_grad():
-        output = packing.model(**rows.batch())
+    with packing.batch(rows.counts, max(rows.counts)), torch.no_grad():
+        output = packing.model(**rows.batch)
     return split_rows(output, len(rows.counts), rows.counts)
 
 
@@ -205,7 +205,7 @@ def test_broken_packing_is_refused(
         check_packing(Packing(model), tokenizer, limit=64)
         with pytest.MonkeyPatch.context() as patch:
             break_it(patch)
-            with pytest.raises((Differs, CannotPack, RuntimeError)):
+            with pytest.raises((CannotRun, RuntimeError)):
                 check_packing(Packing(model), tokenizer, limit=64)
 
 
@@ -215,7 +215,7 @@ def test_a_failed_check_leaves_the_model_as_it_was() -> None:
     before = own_outputs(model, rows)[0]
     with pytest.MonkeyPatch.context() as patch:
         neighbours_see_each_other(patch)
-        with pytest.raises(Differs):
+        with pytest.raises(CannotRun):
             check_packing(Packing(model), tokenizer, limit=64)
     assert off(own_outputs(model, rows)[0], before) == 0
 

@@ -19,6 +19,7 @@ from tests import tiny
 from tests.parity import assert_parity, item, mixed, oracle, runner, serve, text
 from worker.model import cpu_linear
 from worker.model.loading import LoadOptions
+from worker.pipeline.limits import settings_of
 from worker.pipeline.load import load_runner
 from worker.pipeline.runner import PipelineRunner
 
@@ -200,8 +201,8 @@ def test_rows_that_end_early_get_no_padding(monkeypatch: pytest.MonkeyPatch) -> 
     before = generated(run)
     frequent = Counter(itertools.chain.from_iterable(map(set, before)))
     end = next(token for token, rows in frequent.most_common() if rows < len(TEXTS))
-    for model in (run.pipe.model, oracle("text-generation", "llama-lm").model):
-        monkeypatch.setattr(model.generation_config, "eos_token_id", end)
+    for pipe in (run.pipe, oracle("text-generation", "llama-lm")):
+        monkeypatch.setattr(settings_of(pipe), "eos_token_id", end)
     after = generated(run)
     for row, cut in zip(before, after, strict=True):
         assert cut == (row[: row.index(end) + 1] if end in row else row)

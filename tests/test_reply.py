@@ -31,13 +31,13 @@ TOKENS = [
 
 def chat(**fields: Any) -> Reply:
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True, **fields}
-    request = decode(orjson.dumps(body), ChatRequest)
-    return ChatReply(request, request.generation_input(), "demo", FakeGenerator().call_id)
+    request = decode(orjson.dumps(body), ChatRequest, str)
+    return ChatReply(request, FakeGenerator().call_id)
 
 
 def completion(**fields: Any) -> Reply:
-    request = decode(orjson.dumps({"prompt": "x", "stream": True, **fields}), CompletionRequest)
-    return CompletionReply(request, request.generation_inputs(10), "demo")
+    body = {"prompt": "x", "stream": True, **fields}
+    return CompletionReply(decode(orjson.dumps(body), CompletionRequest, str), 10)
 
 
 def choices(reply: Reply) -> list[dict[str, Any]]:

@@ -386,6 +386,11 @@ ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}
         ({"tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice.type", "'mcp'"),
         ({"tools": [OTHER], "tool_choice": ALLOWED}, "tool_choice.tools[0].name", "no tool 'f'"),
         (
+            {"tool_choice": {"type": "function", "name": "g" * 51}},
+            "tool_choice.name",
+            f"there is no tool {'g' * 50!r}",
+        ),
+        (
             {"tools": [TOOL], "tool_choice": {**ALLOWED, "mode": None}},
             "tool_choice.mode",
             "is required",
@@ -455,8 +460,8 @@ def test_a_parameter_that_is_not_implemented_is_named(
     assert "not implemented" in error["message"]
 
 
-def test_an_unknown_model_is_404(server: Server) -> None:
-    answer = respond(server, model="gpt-4o")
+def test_an_unknown_model_is_404_whatever_else_is_not_here(server: Server) -> None:
+    answer = respond(server, model="gpt-4o", truncation="auto")
     assert answer.status_code == 404
     assert error_of(answer)["code"] == "model_not_found"
 

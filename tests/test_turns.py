@@ -44,7 +44,7 @@ def template_of(source: str) -> ChatTemplate:
 
 def chat(messages: list[Any], **fields: Any) -> tuple[ChatRequest, Chat]:
     body = {"messages": messages, "tools": TOOLS, **fields}
-    request = decode(orjson.dumps(body), ChatRequest)
+    request = decode(orjson.dumps(body), ChatRequest, str)
     prompt = request.generation_input().prompt
     assert isinstance(prompt, Chat)
     return request, prompt
@@ -53,8 +53,8 @@ def chat(messages: list[Any], **fields: Any) -> tuple[ChatRequest, Chat]:
 def answered(chat_template: ChatTemplate, messages: list[Any], *parts: Part) -> dict[str, Any]:
     """The message of an answer to a conversation."""
     request, _ = chat(messages)
-    reply = ChatReply(request, request.generation_input(), "m", chat_template.call_id)
-    message = reply.choice(Delta(0, list(parts), finish_reason="tool_calls"))["message"]
+    reply = ChatReply(request, chat_template.call_id)
+    message = reply.choice(Delta(0, list(parts), finish_reason="tool_calls"), [])["message"]
     assert isinstance(message, dict)
     return message
 

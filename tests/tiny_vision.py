@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers.decision import DecisionConfig
-
 from tests import tiny
 from tests.tiny import SMALL, STARS, hf
 from tests.tiny_tokenizers import bert_tokenizer, llama_tokenizer, roberta_tokenizer
@@ -231,6 +229,8 @@ def superglue() -> list[Any]:
 
 def decider() -> list[Any]:
     """A chat model whose tokenizer has letters for the options of a question."""
+    from transformers.decision import DecisionConfig  # not in transformers 5.17
+
     labels = {"noul": ["Y", "N"], "choice": list("ABCD"), "score": list("ABCD")}
     return [*tiny.BUILDERS["llama-lm"](), DecisionConfig(labels=labels)]
 

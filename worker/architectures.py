@@ -143,7 +143,7 @@ def _fetched(model: str) -> Path:
     def fetch() -> None:
         try:
             path.set_result(hf_hub_download(model, "config.json"))
-        except BaseException as error:  # told where it is waited for
+        except BaseException as error:  # raised where the result is awaited
             path.set_exception(error)
 
     threading.Thread(target=fetch, name="fetch", daemon=True).start()

@@ -7,45 +7,41 @@ No torch here; how a task is run is in pipeline/runner.py.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from batching.errors import InvalidInput, OnequeueError
 
 Kind = Literal["text", "image", "audio", "json"]
+Check: TypeAlias = Callable[[Any], str | None]  # None if the value is fine, else what it must be
 
 MAX_TEXTS = 512
 MAX_TEXT_CHARS = 10_000
 MAX_NEW_TOKENS = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """What a value sent by a client must be, in words and as a function."""
+def check(words: str, fits: Callable[[Any], bool]) -> Check:
+    return lambda value: None if fits(value) else words
 
-    words: str
-    fits: Callable[[Any], bool]
-    as_float: bool = False  # transformers wants a float even where the number is whole
 
-    def or_also(self, other: Any) -> "Check":
-        """This, or one more value, which the words leave out."""
-        return Check(self.words, lambda value: value == other or self.fits(value))
+def or_also(other: Any, check: Check) -> Check:
+    """What fits, or one more value, which the words leave out."""
+    return lambda value: None if value == other else check(value)
 
 
 def integer(low: int, high: int = 1 << 20) -> Check:
     words = f"must be a whole number from {low} to {high}"
-    return Check(words, lambda value: type(value) is int and low <= value <= high)
+    return check(words, lambda value: type(value) is int and low <= value <= high)
 
 
 def number(low: float, high: float) -> Check:
     words = f"must be a number from {low:g} to {high:g}"
-    return Check(words, lambda value: type(value) in (int, float) and low <= value <= high, True)
+    return check(words, lambda value: type(value) in (int, float) and low <= value <= high)
 
 
 def one_of(*choices: Any) -> Check:
+    kinds = [(type(each), each) for each in choices]  # True is no 1
     words = "must be one of " + ", ".join(map(str, choices))
-    return Check(
-        words, lambda value: any(value == each and type(value) is type(each) for each in choices)
-    )
+    return check(words, lambda value: (type(value), value) in kinds)
 
 
 def is_short(value: Any) -> bool:
@@ -54,9 +50,15 @@ def is_short(value: Any) -> bool:
 
 
 def are_texts(value: Any) -> bool:
-    """A list of strings, none empty."""
-    few = isinstance(value, list) and 0 < len(value) <= MAX_TEXTS
-    return few and all(is_short(each) and each.strip() for each in value)
+    """A string or a list of strings, none empty."""
+    many = value if isinstance(value, list) else [value]
+    return 0 < len(many) <= MAX_TEXTS and all(is_short(each) and each.strip() for each in many)
+
+
+def listed(value: Any) -> str | None:
+    """As `TEXTS`, but a list: some pipelines would take a string for a list of its characters."""
+    listed = isinstance(value, list)
+    return TEXTS(value) if listed else f"must be a list of 1 to {MAX_TEXTS} strings"
 
 
 def is_template(value: Any) -> bool:
@@ -67,19 +69,14 @@ def is_template(value: Any) -> bool:
 
 FLAG = one_of(True, False)
 SHARE = number(0, 1)
-TEXT = Check(f"must be a string of at most {MAX_TEXT_CHARS} characters", is_short)
-TEXTS = Check(
-    f"must be a string or a list of 1 to {MAX_TEXTS} strings, none empty",
-    lambda value: are_texts(value if isinstance(value, list) else [value]),
-)
-# Some pipelines would take a string for a list of its characters.
-LIST = Check(f"must be a list of 1 to {MAX_TEXTS} strings", are_texts)
-TEMPLATE = Check("must be a string with one {} where the label goes", is_template)
+TEXT = check(f"must be a string of at most {MAX_TEXT_CHARS} characters", is_short)
+TEXTS = check(f"must be a string or a list of 1 to {MAX_TEXTS} strings, none empty", are_texts)
+TEMPLATE = check("must be a string with one {} where the label goes", is_template)
 TOP_K = {"top_k": integer(1, 100_000)}
 SCORES = {"function_to_apply": one_of("sigmoid", "softmax", "none")}
-CLASSIFY = {"top_k": integer(1).or_also(None), **SCORES}
+CLASSIFY = {"top_k": or_also(None, integer(1)), **SCORES}
 ZERO_SHOT = {"candidate_labels": TEXTS, "hypothesis_template": TEMPLATE}
-ZERO_SHOT_MEDIA = {**ZERO_SHOT, "candidate_labels": LIST}
+ZERO_SHOT_MEDIA = {**ZERO_SHOT, "candidate_labels": listed}
 GENERATE = {
     "max_new_tokens": integer(1, MAX_NEW_TOKENS),
     "min_new_tokens": integer(0, MAX_NEW_TOKENS),
@@ -121,7 +118,7 @@ TASKS: Mapping[str, Task] = {
         "text",
         {
             "aggregation_strategy": one_of("none", "simple", "first", "average", "max"),
-            "ignore_labels": LIST.or_also([]),
+            "ignore_labels": or_also([], listed),
             "stride": integer(0),
         },
     ),
@@ -173,7 +170,7 @@ TASKS: Mapping[str, Task] = {
     ),
     "keypoint-matching": Task("json", {"threshold": SHARE}, ("images",), batches=False),
     "decision": Task("json", {}, ("state", "questions"), stages=False),
-    "audio-classification": Task("audio", {"top_k": integer(1, 100_000).or_also(None), **SCORES}),
+    "audio-classification": Task("audio", {"top_k": or_also(None, integer(1, 100_000)), **SCORES}),
     "automatic-speech-recognition": Task(
         "audio",
         {
@@ -242,9 +239,9 @@ def check_parameters(task_name: str, parameters: dict[str, Any]) -> None:
                 f"{task_name} does not take the parameter {name[:100]!r}; it takes: {known}",
                 f"parameters.{name[:100]}",
             )
-        if not check.fits(value):
-            raise InvalidInput(f"{name} {check.words}", f"parameters.{name}")
-        if check.as_float:
+        if wrong := check(value):
+            raise InvalidInput(f"{name} {wrong}", f"parameters.{name}")
+        if type(value) is int and check(float(value)) is None:
             parameters[name] = float(value)
     for name in task.required:
         if name not in parameters:

@@ -19,7 +19,7 @@ CallId = Callable[[str, int], str]  # for a call of this function, its conversat
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
-    unimplemented: ClassVar = GenerationRequest.unimplemented | {
+    unimplemented: ClassVar = {
         "audio": (),
         "function_call": ("none",),
         "functions": (),
@@ -30,7 +30,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
         "prompt_cache_retention": ("in_memory", "in-memory"),
         "store": (False,),
         "web_search_options": (),
-    }
+    } | GenerationRequest.unimplemented
 
     messages: Messages
     max_completion_tokens: Count | None = None
@@ -51,8 +51,9 @@ class ChatRequest(GenerationRequest, kw_only=True):
             return super().limit
         return "max_completion_tokens", self.max_completion_tokens
 
-    def check(self) -> None:
-        super().check()
+    def check(self, document: Document) -> None:
+        super().check(document)
+        self.refuse_unimplemented(document)
         for name in ("max_tokens", "max_completion_tokens"):
             if getattr(self, name) == 0:
                 raise InvalidInput.at(name, "must be at least 1")
@@ -62,8 +63,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
             raise InvalidInput.at("continue_final_message", "excludes add_generation_prompt")
 
     def generation_input(self) -> GenerationInput:
-        """Checks, then one input."""
-        self.check()
+        """InvalidInput for tools, messages and a format that cannot be served."""
         calls = None
         if self.tools is not None or self.tool_choice is not None:
             calls = chat_calls(self.tools, self.tool_choice, self.parallel_tool_calls)
@@ -85,10 +85,9 @@ class ChatReply(ChoicesReply):
     id_prefix = "chatcmpl-"
     objects = ("chat.completion", "chat.completion.chunk")
 
-    def __init__(
-        self, request: ChatRequest, payload: GenerationInput, model: str, call_id: CallId
-    ) -> None:
-        super().__init__(request, [payload], model)
+    def __init__(self, request: ChatRequest, call_id: CallId) -> None:
+        payload = request.generation_input()
+        super().__init__(request, [payload])
         assert isinstance(payload.prompt, Chat)
         self.called: Counter[int] = Counter()  # calls so far, by choice
         self._called_before = payload.prompt.calls
@@ -123,12 +122,12 @@ class ChatReply(ChoicesReply):
             function = {"arguments": part.text}
             yield {"index": self.called[choice] - 1, "function": function}
 
-    def choice(self, delta: Delta) -> Document:
+    def choice(self, delta: Delta, logprobs: list[TokenLogprob]) -> Document:
         scored = self.payloads[0].sampling.logprobs is not None
         return {
             "index": delta.choice,
             "message": self._message(delta),
-            "logprobs": _logprobs(delta.logprobs) if scored else None,
+            "logprobs": _logprobs(logprobs) if scored else None,
             "finish_reason": delta.finish_reason,
         }
 
@@ -157,9 +156,9 @@ class ChatReply(ChoicesReply):
 
 class ChatCompletions(GenerationEndpoint[ChatReply]):
     def parse(self, body: bytes) -> ChatReply:
-        request = decode(body, ChatRequest, self.engine.generator.max_model_len)
-        model = self.models.require(request.model)
-        return ChatReply(request, request.generation_input(), model, self.engine.call_id)
+        most = self.engine.generator.max_model_len
+        request = decode(body, ChatRequest, self.models.require, most)
+        return ChatReply(request, self.engine.call_id)
 
 
 def _choice(

@@ -1,6 +1,6 @@
 """`POST /v1/completions`: text or token ids in, what follows them out, whole or in chunks."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
@@ -28,7 +28,7 @@ Prompt = str | tuple[int, ...]
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
-    unimplemented: ClassVar = GenerationRequest.unimplemented | {"suffix": ()}
+    unimplemented: ClassVar = {"suffix": ()} | GenerationRequest.unimplemented
     default_tokens: ClassVar = 16
 
     prompt: Filled | Annotated[list[str | int | list[int]], OF_ONE_KIND]
@@ -36,24 +36,24 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     echo: bool | None = None
     best_of: Annotated[int | None, ONE_ALONE] = None
 
-    def check(self) -> None:
-        super().check()
+    def check(self, document: Document) -> None:
+        super().check(document)
         # As many candidates as answers leaves nothing to choose from.
         if self.best_of not in (None, 1, self.n or 1):
             raise InvalidInput.at("best_of", "is not implemented here, leave it out")
+        self.refuse_unimplemented(document)
         if self.max_tokens == 0 and not self.echo:
             raise InvalidInput.at("max_tokens", "must be at least 1, or 0 with echo")
 
     def generation_inputs(self, most: int) -> list[GenerationInput]:
-        """Checks, then one input a prompt. A list makes at most `most` choices in all."""
-        self.check()
+        """One a prompt. A list makes at most `most` choices in all."""
         prompts, n = self._prompts(), self.n or 1
         if len(prompts) > 1 and len(prompts) * n > most:
             many = f"{len(prompts)} times n={n} is more than {most} choices"
             raise InvalidInput.at("prompt", many)
         asked = self._input("", self.logprobs, echo=bool(self.echo))
         if self.max_tokens == 0:
-            asked = replace(asked, constraint=None)  # nothing is said
+            asked = replace(asked, constraint=None)  # no text is generated
         return [
             replace(asked, prompt=prompt, first_choice=number * n, param=path)
             for number, (path, prompt) in enumerate(prompts.items())
@@ -89,25 +89,17 @@ class CompletionReply(ChoicesReply):
     id_prefix = "cmpl-"
     objects = ("text_completion", "text_completion")
 
-    def __init__(
-        self, request: CompletionRequest, payloads: Sequence[GenerationInput], model: str
-    ) -> None:
-        super().__init__(request, payloads, model)
-        self._offsets: dict[int, int] = {}  # characters a choice has so far
+    def __init__(self, request: CompletionRequest, most: int) -> None:
+        super().__init__(request, request.generation_inputs(most))
+        self._offsets: Counter[int] = Counter()  # characters a choice has so far
 
-    def choices(self, delta: Delta, logprobs: list[TokenLogprob]) -> Iterator[Document]:
-        offset = self._offsets.get(delta.choice, 0)
-        self._offsets[delta.choice] = offset + len(delta.text)
-        yield self._choice(delta, logprobs, offset)
-
-    def choice(self, delta: Delta) -> Document:
-        return self._choice(delta, delta.logprobs, 0)
-
-    def _choice(self, delta: Delta, logprobs: list[TokenLogprob], offset: int) -> Document:
+    def choice(self, delta: Delta, logprobs: list[TokenLogprob]) -> Document:
         scored = self.payloads[0].sampling.logprobs is not None
+        offset, text = self._offsets[delta.choice], delta.text
+        self._offsets[delta.choice] += len(text)
         return {
             "index": delta.choice,
-            "text": delta.text,
+            "text": text,
             "logprobs": _logprobs(logprobs, offset) if scored else None,
             "finish_reason": delta.finish_reason,
         }
@@ -117,9 +109,8 @@ class Completions(GenerationEndpoint[CompletionReply]):
     def parse(self, body: bytes) -> CompletionReply:
         places = self.settings.max_queue_size
         most = max(places, self.engine.generator.max_model_len)  # prompts, or tokens of one
-        request = decode(body, CompletionRequest, most)
-        model = self.models.require(request.model)
-        return CompletionReply(request, request.generation_inputs(places), model)
+        request = decode(body, CompletionRequest, self.models.require, most)
+        return CompletionReply(request, places)
 
 
 def _logprobs(logprobs: list[TokenLogprob], offset: int) -> Document:

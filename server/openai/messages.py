@@ -18,28 +18,20 @@ T = TypeVar("T")
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PARTS = ("text", "refusal")
-# For the OpenAPI document: what a part and a message need, beyond their fields' types.
-FULL_PART = Meta(
-    extra_json_schema={
-        "anyOf": [
-            {"properties": {"type": {"const": kind}, kind: {"type": "string"}}, "required": [kind]}
-            for kind in PARTS
-        ]
-    }
+
+
+def any_of(*needs: tuple[Document, list[str]]) -> Meta:
+    """For the OpenAPI document: properties and which of them are required, beyond their types."""
+    each = [{"properties": properties, "required": names} for properties, names in needs]
+    return Meta(extra_json_schema={"anyOf": each})
+
+
+FULL_PART = any_of(
+    *(({"type": {"const": kind}, kind: {"type": "string"}}, [kind]) for kind in PARTS)
 )
-FULL_MESSAGE = Meta(
-    extra_json_schema={
-        "anyOf": [
-            {"properties": {"content": {"type": ["string", "array"]}}, "required": ["content"]},
-            {
-                "properties": {
-                    "role": {"const": "assistant"},
-                    "tool_calls": {"type": "array", "minItems": 1},
-                },
-                "required": ["tool_calls"],
-            },
-        ]
-    }
+CALLING = {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}}
+FULL_MESSAGE = any_of(
+    ({"content": {"type": ["string", "array"]}}, ["content"]), (CALLING, ["tool_calls"])
 )
 FILLED = Meta(extra_json_schema={"minItems": 1})
 
@@ -61,8 +53,6 @@ class Part(Struct):
 
 class ContentPart(Part):
     type: Annotated[str, Meta(extra_json_schema={"enum": PARTS})]
-    text: str | None = None
-    refusal: str | None = None
 
 
 class CalledFunction(Struct):
@@ -86,9 +76,7 @@ class Message(Struct):
 
     def rendered(self, path: str) -> Document:
         """What the template gets; `path` is what errors call this message."""
-        if self.role not in ROLES:
-            known = f"must be one of {', '.join(ROLES)}, not {self.role[:50]!r}"
-            raise InvalidInput.at(f"{path}.role", known)
+        one_of(ROLES, self.role, f"{path}.role")
         content = self.content
         if isinstance(content, list):
             if not content:
@@ -130,6 +118,12 @@ def conversation(
         bool(continue_final_message),
         effort,
     )
+
+
+def one_of(known: Sequence[str], value: str, path: str) -> None:
+    if value not in known:
+        must = f"must be one of {', '.join(known)}, not {value[:50]!r}"
+        raise InvalidInput.at(path, must)
 
 
 def required(value: T | None, path: str) -> T:

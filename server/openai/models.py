@@ -82,8 +82,8 @@ class ModelNames:
             request.scope, request.receive, self.settings, self.engine
         )
         require_json(headers)
-        asked = await self.parsing.run(partial(decode, kind=LoadRequest), body, deadlines.first)
-        model = self.require(asked.model)
+        read = partial(decode, kind=LoadRequest, named=self.require)
+        model = (await self.parsing.run(read, body, deadlines.first)).model
         if (refusal := self.engine.refusal("generation")) is not None:
             raise refusal
         event = to_json({"status": "ready", "model": model, "cached": True})

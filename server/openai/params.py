@@ -8,15 +8,15 @@ documented default. What needs the model (token ids, lengths) is checked in `Gen
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
-from server.http.json import parse_json
-from server.openai.structured import AnyFormat, ResponseFormat, StructuredOutputs, constraint_of
+from server.http.json import Document, parse_json
+from server.openai.structured import Format, ResponseFormat, StructuredOutputs, constraint_of
 from worker.protocol import Chat, GenerationInput, Sampling, Stopping
 
 MOST_STOPS = 16
@@ -76,16 +76,16 @@ class GenerationRequest(Struct, kw_only=True):
 
     @property
     def limit(self) -> tuple[str, int | None]:
-        """The field that bounds the tokens of an answer, and what it says."""
+        """The field that bounds the tokens of an answer, and its value."""
         return "max_tokens", self.max_tokens
 
     @property
-    def format(self) -> tuple[str, AnyFormat | None]:
-        """The field that asks for a form of the answer, and what it says."""
+    def format(self) -> tuple[str, ResponseFormat | Format | None]:
+        """The field that asks for a form of the answer, and its value."""
         return "response_format", self.response_format
 
-    def check(self) -> None:
-        """Raise InvalidInput for what no field's type says."""
+    def check(self, document: Document) -> None:
+        """Raise InvalidInput for what no field's type says; `document` is the body."""
         if self.stream_options is not None and not self.stream:
             raise InvalidInput.at("stream_options", "goes with stream: true only")
         most = self.default_tokens if self.limit[1] is None else self.limit[1]
@@ -93,21 +93,20 @@ class GenerationRequest(Struct, kw_only=True):
             more = f"{self.min_tokens} is more than max_tokens, {most}"
             raise InvalidInput.at("min_tokens", more)
 
+    def refuse_unimplemented(self, document: Document) -> None:
+        for path, harmless in self.unimplemented.items():
+            value: Any = document
+            for key in path.split("."):
+                value = None if value is None else value.get(key)
+            # False is not 0
+            if value is not None and (type(value), value) not in [(type(x), x) for x in harmless]:
+                raise InvalidInput.at(path, "is not implemented here, leave it out")
+
     def _input(
         self, prompt: Chat | str | tuple[int, ...], logprobs: int | None, **fields: Any
     ) -> GenerationInput:
-        """What a checked request asks the model for; `fields` are the input's others."""
-        path, format = self.format
-        constraint = None
-        if format is not None or self.structured_outputs is not None:
-            constraint = constraint_of(path, format, self.structured_outputs)
-        sampling, stopping = self.sampling(logprobs), self.stopping()
-        return GenerationInput(
-            prompt, sampling, stopping, self.n or 1, constraint=constraint, **fields
-        )
-
-    def sampling(self, logprobs: int | None) -> Sampling:
-        return Sampling(
+        """What a request asks the model for; `fields` are the input's others."""
+        sampling = Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=None if self.top_k is None else max(0, self.top_k),
@@ -119,10 +118,8 @@ class GenerationRequest(Struct, kw_only=True):
             seed=self.seed,
             logprobs=logprobs,
         )
-
-    def stopping(self) -> Stopping:
         param, max_tokens = self.limit
-        return Stopping(
+        stopping = Stopping(
             max_tokens=max_tokens,
             min_tokens=self.min_tokens or 0,
             stop=_stops(self.stop),
@@ -131,13 +128,30 @@ class GenerationRequest(Struct, kw_only=True):
             default_tokens=self.default_tokens,
             param=param,
         )
+        path, format = self.format
+        constraint = None
+        if format is not None or self.structured_outputs is not None:
+            constraint = constraint_of(path, format, self.structured_outputs)
+        return GenerationInput(
+            prompt, sampling, stopping, self.n or 1, constraint=constraint, **fields
+        )
 
 
-R = TypeVar("R", bound=Struct)
+class Body(Protocol):
+    """A struct of the fields of a request to the model of a name."""
+
+    __struct_fields__: ClassVar[tuple[str, ...]]
+    model: str | None
 
 
-def decode(body: bytes, kind: type[R], most: int | None = None) -> R:
-    """A request's struct; InvalidInput names the first field that does not fit.
+B = TypeVar("B", bound=Body)
+
+
+def decode(
+    body: bytes, kind: type[B], named: Callable[[str | None], str], most: int | None = None
+) -> B:
+    """A checked request; InvalidInput names the first field that does not fit. Its `model` is what
+    `named` makes of it.
 
     `most` entries its lists may have, and the lists in those: what is to become tokens is not
     looked at one by one if it cannot fit into the context."""
@@ -151,12 +165,13 @@ def decode(body: bytes, kind: type[R], most: int | None = None) -> R:
     except msgspec.ValidationError as error:
         message, param = _explain(str(error))
         raise InvalidInput.at(param, message) from None
-    if issubclass(kind, GenerationRequest):
-        _refuse_unimplemented(document, kind.unimplemented)
+    request.model = named(request.model)
+    if isinstance(request, GenerationRequest):
+        request.check(document)
     return request
 
 
-def _lengths(document: Mapping[str, Any], fields: Iterable[str]) -> Iterator[tuple[str, int]]:
+def _lengths(document: Document, fields: Iterable[str]) -> Iterator[tuple[str, int]]:
     """The lists among the fields, by their paths, each before those in its entries."""
     for name in fields:
         if not isinstance(found := document.get(name), list):
@@ -180,19 +195,6 @@ def _explain(error: str) -> tuple[str, str]:
         return "is required", f"{path}.{missing[1]}" if path else missing[1]
     reason = reason.replace(" | null", "").replace("`", "")
     return reason[:1].lower() + reason[1:], path
-
-
-def _refuse_unimplemented(
-    document: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]]
-) -> None:
-    for path, values in harmless.items():
-        field, _, below = path.partition(".")
-        value = document.get(field)
-        if value is not None and below:
-            value = value.get(below)
-        asks = not any(type(value) is type(each) and value == each for each in values)
-        if value is not None and asks:
-            raise InvalidInput.at(path, "is not implemented here, leave it out")
 
 
 def _stops(given: str | list[str] | None) -> tuple[str, ...]:

@@ -11,7 +11,8 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import ClassVar, Generic, TypeVar
 
 import orjson
 from starlette.types import Receive, Scope, Send
@@ -22,7 +23,6 @@ from server.http.body import Deadlines, Parsing, abort_on_disconnect, read_json_
 from server.http.errors import HttpError, as_http_error
 from server.http.json import Document, send_json
 from server.http.sse import DONE, EventStream
-from server.metrics import Metrics
 from server.openai.models import ModelNames
 from server.openai.params import GenerationRequest
 from server.settings import Settings
@@ -79,26 +79,23 @@ class Reply(ABC):
 R = TypeVar("R", bound=Reply)
 
 
+@dataclass(eq=False)
 class GenerationEndpoint(ABC, Generic[R]):
     """A bare ASGI app."""
 
-    blocks = False  # whether parsing even a small body would hold up the loop
+    blocks: ClassVar = False  # whether parsing even a small body would hold up the loop
 
-    def __init__(
-        self, settings: Settings, engine: Engine, metrics: Metrics, models: ModelNames
-    ) -> None:
-        self.settings = settings
-        self.engine = engine
-        self.metrics = metrics
-        self.models = models
-        self.parsing = Parsing()
+    settings: Settings
+    engine: Engine
+    models: ModelNames
+    parsing: Parsing = field(init=False, default_factory=Parsing)
 
     @abstractmethod
     def parse(self, body: bytes) -> R:
         """What is asked for; raises InvalidInput. In a pool thread if the body is large."""
 
     async def keep(self, reply: R) -> bool:
-        """Store an answer before its end is told, so that whoever hears of it can build on it."""
+        """Store an answer before its last event is sent, so that a client can build on it."""
         return False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -111,7 +108,7 @@ class GenerationEndpoint(ABC, Generic[R]):
     async def answer(
         self, scope: Scope, receive: Receive, send: Send, reply: R, deadlines: Deadlines
     ) -> None:
-        stream = self.submit(reply, deadlines)
+        stream = TokenStream(self.engine, reply.payloads, deadlines, reply.usage)
         self.engine.loop.create_task(abort_on_disconnect(receive, stream.items))
         try:
             if reply.streams:
@@ -123,19 +120,16 @@ class GenerationEndpoint(ABC, Generic[R]):
         finally:
             stream.close()
 
-    def submit(self, reply: R, deadlines: Deadlines) -> TokenStream:
-        return TokenStream(self.engine, self.metrics, reply.payloads, deadlines, reply.usage)
-
     def failed(self, error: Exception, scope: Scope) -> HttpError:
         """Counts a failure; its envelope."""
         envelope = as_http_error(error, scope, self.settings.debug)
-        self.metrics.failed(envelope.kind)
+        self.engine.metrics.failed(envelope.kind)
         return envelope
 
     async def _stream(
         self, scope: Scope, send: Send, reply: R, stream: TokenStream, first: list[Delta]
     ) -> None:
-        connection = EventStream(send, stream.wake)
+        connection = EventStream(send, stream.arrival.set)
         try:
             await connection.open()
             try:
@@ -152,7 +146,7 @@ class GenerationEndpoint(ABC, Generic[R]):
             await self.keep(reply)
             await connection.end(reply.last_frame())
         except ClientGone as error:
-            self.metrics.failed("client_gone")
+            self.engine.metrics.failed("client_gone")
             log.info("stream ended id=%s because=%r", scope["request_id"].decode(), str(error))
         finally:
             connection.close()
@@ -183,9 +177,7 @@ class ChoicesReply(Reply):
     id_prefix: str
     objects: tuple[str, str]  # what the document is called, and a chunk
 
-    def __init__(
-        self, request: GenerationRequest, payloads: Sequence[GenerationInput], model: str
-    ) -> None:
+    def __init__(self, request: GenerationRequest, payloads: Sequence[GenerationInput]) -> None:
         super().__init__(payloads, bool(request.stream))
         options = request.stream_options
         self.includes_usage = bool(options and options.include_usage)
@@ -194,18 +186,18 @@ class ChoicesReply(Reply):
             "id": self.id_prefix + secrets.token_hex(12),
             "object": self.objects[self.streams],
             "created": int(time.time()),
-            "model": model,
+            "model": request.model,
             "system_fingerprint": None,
         }
         self.unsent: dict[int, list[TokenLogprob]] = {}  # of text that is still to come
 
     @abstractmethod
+    def choice(self, delta: Delta, logprobs: list[TokenLogprob]) -> Document:
+        """A choice as a whole, or what a delta adds to it."""
+
     def choices(self, delta: Delta, logprobs: list[TokenLogprob]) -> Iterator[Document]:
         """Choices, one a chunk, that say what a delta adds."""
-
-    @abstractmethod
-    def choice(self, delta: Delta) -> Document:
-        """A choice as a whole."""
+        yield self.choice(delta, logprobs)
 
     def add(self, delta: Delta) -> Iterator[Document]:
         """None as long as there is no text to show; log-probabilities wait for theirs."""
@@ -227,7 +219,7 @@ class ChoicesReply(Reply):
         yield error.document
 
     def whole(self, deltas: Sequence[Delta]) -> Document:
-        choices = [self.choice(delta) for delta in deltas]
+        choices = [self.choice(delta, delta.logprobs) for delta in deltas]
         return self.head | {"choices": choices, "usage": self._usage()}
 
     def chunk(self, choice: Document) -> Document:

@@ -5,46 +5,41 @@ Chat nests a format's schema where the Responses API has it flat; both are read 
 
 from typing import Annotated, Any
 
-import msgspec
 import orjson
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
 from server.http.json import Document
+from server.openai.messages import one_of
 from worker.protocol import Constraint
 
 ANY_OBJECT = {"type": "object"}
-NULL = Meta(extra_json_schema={"type": "null"})  # refused; for the OpenAPI document
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 FORMATS = ("text", "json_object", "json_schema")
-
-
-class AnyFormat(Struct):
-    type: Annotated[str, Meta(extra_json_schema={"enum": FORMATS})]
-
-    def schema_asked(self) -> tuple[str, Document | None]:
-        """Where in it the schema stands that the answer is to have, and the schema."""
-        raise NotImplementedError
+FormatType = Annotated[str, Meta(extra_json_schema={"enum": FORMATS})]
 
 
 class JsonSchema(Struct):
     name: str | None = None
     description: str | None = None
-    strict: bool | None = None  # it is held to in any case
+    strict: bool | None = None  # it is enforced in any case
     schema: dict[str, Any] | None = None
 
 
-class ResponseFormat(AnyFormat):
+class ResponseFormat(Struct):
+    type: FormatType
     json_schema: JsonSchema | None = None
     value: dict[str, Any] | None = None  # huggingface_hub's name for a schema
 
     def schema_asked(self) -> tuple[str, Document | None]:
+        """Where in it the schema stands that the answer is to have, and the schema."""
         if self.type == "json_object":
             return ".value", self.value or ANY_OBJECT
         return ".json_schema.schema", self.json_schema.schema if self.json_schema else None
 
 
-class Format(AnyFormat):
+class Format(Struct):
+    type: FormatType
     name: str | None = None
     schema: dict[str, Any] | None = None
     description: str | None = None
@@ -58,12 +53,6 @@ class Format(AnyFormat):
         check_depth(self.schema, "text.format.schema")
         return ".schema", self.schema
 
-    def document(self) -> Document:
-        if self.type != "json_schema":
-            return {"type": self.type}
-        described: Document = msgspec.to_builtins(self)
-        return described
-
 
 class StructuredOutputs(Struct):
     json: dict[str, Any] | str | None = None
@@ -71,42 +60,34 @@ class StructuredOutputs(Struct):
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    whitespace_pattern: Annotated[Any, NULL] = None
-    structural_tag: Annotated[Any, NULL] = None
 
 
 def constraint_of(
-    path: str, format: AnyFormat | None, structured: StructuredOutputs | None
+    path: str, format: ResponseFormat | Format | None, structured: StructuredOutputs | None
 ) -> Constraint | None:
     """None: free text. InvalidInput for what makes no sense, or is asked for twice; `path` is what
     errors call the format."""
-    first, second = _of_format(path, format), _of_structured(structured)
+    first = second = None
+    if format is not None and format.type != "text":
+        one_of(FORMATS, format.type, f"{path}.type")
+        below, schema = format.schema_asked()
+        first = _json(schema, path + below)
+    if structured is not None:
+        second = _of_structured(structured)
     if first and second:
         raise InvalidInput.at("structured_outputs", f"excludes {path}")
     return first or second
 
 
 def check_depth(schema: Document | None, path: str) -> None:
-    """JSON that is read may be nested deeper than what is written, and this is told again."""
+    """JSON may be parsed that is nested too deeply to be written, and this is sent back."""
     try:
         orjson.dumps([[[[[[schema]]]]]])  # at least as deep as it lies in an event
     except orjson.JSONEncodeError:
         raise InvalidInput.at(path, "is nested too deeply") from None
 
 
-def _of_format(path: str, format: AnyFormat | None) -> Constraint | None:
-    if format is None or format.type == "text":
-        return None
-    if format.type not in FORMATS:
-        known = f"must be one of {', '.join(FORMATS)}, not {format.type[:50]!r}"
-        raise InvalidInput.at(f"{path}.type", known)
-    below, schema = format.schema_asked()
-    return _json(schema, path + below)
-
-
-def _of_structured(structured: StructuredOutputs | None) -> Constraint | None:
-    if structured is None:
-        return None
+def _of_structured(structured: StructuredOutputs) -> Constraint:
     given = {name: value for name in KINDS if (value := getattr(structured, name)) is not None}
     if structured.json_object is False:
         del given["json_object"]
@@ -115,10 +96,8 @@ def _of_structured(structured: StructuredOutputs | None) -> Constraint | None:
         raise InvalidInput.at("structured_outputs", one)
     [(name, value)] = given.items()
     path = f"structured_outputs.{name}"
-    if name == "json_object":
-        return _json(ANY_OBJECT, path)
-    if name == "json":
-        return _json(value, path)
+    if name in ("json", "json_object"):
+        return _json(ANY_OBJECT if name == "json_object" else value, path)
     if not value or (name == "choice" and "" in value):
         raise InvalidInput.at(path, "must not be empty")
     kind: Any = name

@@ -3,6 +3,7 @@
 As vLLM answers them. Both need the tokenizer and no forward pass, and run in a pool thread.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
@@ -21,7 +22,7 @@ from server.openai.tools import Tools
 from server.settings import Settings
 from worker.protocol import Chat, Generator
 
-THREADS = 2  # a long text holds up its own kind, not what is being generated
+THREADS = 2  # a long text delays other texts here, not what is being generated
 
 
 class Tokens(Struct):
@@ -82,28 +83,26 @@ class DetokenizeRequest(Struct):
 
 
 def tokenizer_routes(settings: Settings, engine: Engine, models: ModelNames) -> list[Route]:
-    tokenize = TokenizerEndpoint(TokenizeRequest, settings, engine, models)
-    detokenize = TokenizerEndpoint(DetokenizeRequest, settings, engine, models)
+    kinds: dict[str, type[TokenizeRequest | DetokenizeRequest]] = {
+        "/tokenize": TokenizeRequest,
+        "/detokenize": DetokenizeRequest,
+    }
     return [
-        Route("/tokenize", tokenize, methods=["POST"]),
-        Route("/detokenize", detokenize, methods=["POST"]),
+        Route(path, TokenizerEndpoint(kind, settings, engine, models), methods=["POST"])
+        for path, kind in kinds.items()
     ]
 
 
+@dataclass(eq=False)
 class TokenizerEndpoint:
     """A bare ASGI app, for one of the requests above."""
 
-    def __init__(
-        self,
-        kind: type[TokenizeRequest | DetokenizeRequest],
-        settings: Settings,
-        engine: Engine,
-        models: ModelNames,
-    ) -> None:
-        self.kind = kind
-        self.settings = settings
-        self.engine = engine
-        self.models = models
+    kind: type[TokenizeRequest | DetokenizeRequest]
+    settings: Settings
+    engine: Engine
+    models: ModelNames
+
+    def __post_init__(self) -> None:
         self.threads = anyio.CapacityLimiter(THREADS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -115,8 +114,7 @@ class TokenizerEndpoint:
     def _answer(self, body: bytes) -> Tokens | Prompt:
         generator = self.engine.generator
         try:
-            request = decode(body, self.kind, generator.max_model_len)
-            self.models.require(request.model)
+            request = decode(body, self.kind, self.models.require, generator.max_model_len)
             return request.answer(generator)
         except Exception:
             raise

@@ -7,13 +7,14 @@ functions are served: whatever would run here (web_search, code_interpreter, mcp
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
 from server.http.json import Document
+from server.openai.messages import required
 from server.openai.structured import check_depth
 from worker.protocol import Calls
 
@@ -22,7 +23,7 @@ Tools = Annotated[list[dict[str, Any]], Meta(max_length=MOST_TOOLS)]
 
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 MODES = ("none", "auto", "required")
-Named = Sequence[tuple[str, Any]]  # paths, and what stands there for a function's name
+Named = Iterable[tuple[str, Any]]  # paths, and what stands there for a function's name
 Choice = tuple[str, Named]  # a mode, and the tools that it leaves; none: all
 
 
@@ -44,8 +45,8 @@ ALLOWED = _object(
 TOOL_CHOICE = {"anyOf": [{"enum": [*MODES, None]}, FUNCTION, ALLOWED]}
 
 
-def names_of(tools: Named, twice: str) -> list[str]:
-    """`twice` is said of a name that was there before; {} stands for it."""
+def _names(tools: Named, twice: str) -> list[str]:
+    """`twice` is the error of a name that was there before; {} stands for it."""
     names: list[str] = []
     for path, name in tools:
         if not isinstance(name, str) or not name:
@@ -58,18 +59,18 @@ def names_of(tools: Named, twice: str) -> list[str]:
     return names
 
 
-def calls_of(names: Sequence[str], choice: Choice, parallel: bool | None) -> Calls | None:
-    """None: nothing may be called. InvalidInput for a choice of a tool that there is not."""
+def _calls(names: list[str], choice: Choice, parallel: bool | None, quoted: int) -> Calls | None:
+    """None: nothing may be called. InvalidInput for a choice of a tool that there is not, which
+    quotes so many characters of its name."""
     mode, chosen = choice
+    left: dict[str, None] = {}
     for path, name in chosen:
-        if not isinstance(name, str):
-            raise InvalidInput.at(path, "is required")
         if name not in names:
-            raise InvalidInput.at(path, f"there is no tool {name[:100]!r}")
+            raise InvalidInput.at(path, f"there is no tool {name[:quoted]!r}")
+        left[name] = None
     if mode == "none" or not names:
         return None
-    left = dict.fromkeys(name for _, name in chosen) or names
-    return Calls(tuple(left), mode == "required", parallel is not False)
+    return Calls(tuple(left or names), mode == "required", parallel is not False)
 
 
 # ── nested, as Chat Completions has them ──
@@ -84,7 +85,10 @@ def chat_calls(tools: Tools | None, choice: Any, parallel: bool | None) -> Calls
         return None
     if not tools:
         raise InvalidInput.at("tools", "must not be empty; leave it out")
-    named = []
+    return _calls(_names(_named(tools), "there are two tools {}"), _choice(choice), parallel, 100)
+
+
+def _named(tools: Tools) -> Named:
     for n, tool in enumerate(tools):
         path = f"tools[{n}]"
         if tool.get("type") != "function":
@@ -92,21 +96,20 @@ def chat_calls(tools: Tools | None, choice: Any, parallel: bool | None) -> Calls
         function = tool.get("function")
         if not isinstance(function, dict):
             raise InvalidInput.at(f"{path}.function", "must be an object")
+        yield f"{path}.function.name", function.get("name")
         if not isinstance(function.get("parameters") or {}, dict):
             raise InvalidInput.at(f"{path}.function.parameters", "must be an object")
-        named.append((f"{path}.function.name", function.get("name")))
-    names = names_of(named, "there are two tools {}")
-    return calls_of(names, _chat_choice(choice), parallel)
 
 
-def _chat_choice(choice: Any) -> Choice:
+def _choice(choice: Any) -> Choice:
     if choice is None:
         return "auto", ()
     if isinstance(choice, str) and choice in MODES:
         return choice, ()
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return "required", [("tool_choice.function.name", _function_name(choice))]
-    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "function":
+        return "required", [_chosen(choice, "tool_choice")]
+    if kind != "allowed_tools":
         known = f"must be one of {', '.join(MODES)}, or an object that names a function"
         raise InvalidInput.at("tool_choice", known)
     path, allowed = "tool_choice.allowed_tools", choice.get("allowed_tools")
@@ -115,13 +118,15 @@ def _chat_choice(choice: Any) -> Choice:
     tools = allowed.get("tools")
     if not isinstance(tools, list) or not tools:
         raise InvalidInput.at(f"{path}.tools", "must be a list of tools")
-    named = [(f"{path}.tools[{n}].function.name", _function_name(t)) for n, t in enumerate(tools)]
-    return allowed["mode"], named
+    return allowed["mode"], [_chosen(each, f"{path}.tools[{n}]") for n, each in enumerate(tools)]
 
 
-def _function_name(tool: Any) -> Any:
+def _chosen(tool: Any, path: str) -> tuple[str, str]:
     function = tool.get("function") if isinstance(tool, dict) else None
-    return (function.get("name") or None) if isinstance(function, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
+        raise InvalidInput.at(f"{path}.function.name", "is required")
+    return f"{path}.function.name", name
 
 
 # ── flat, as the Responses API has them ──
@@ -157,11 +162,19 @@ def flat_calls(
     tools: Sequence[Tool], choice: str | ToolChoice | None, parallel: bool | None
 ) -> Calls | None:
     """As `chat_calls`; without tools there is nothing to call."""
-    named = _named(tools, "tools")
+    names = _names(_flat_named(tools, "tools"), "there is a tool of this name before it")
+    return _calls(names, _flat_choice(choice, names), parallel, 50)
+
+
+def _flat_named(tools: Sequence[Tool | ChosenTool], path: str) -> Named:
     for n, tool in enumerate(tools):
-        check_depth(tool.parameters, f"tools[{n}].parameters")
-    names = names_of(named, "there is a tool of this name before it")
-    return calls_of(names, _flat_choice(choice, names), parallel)
+        at = f"{path}[{n}]"
+        if tool.type != "function":
+            only = f"only function is served here, not {tool.type[:50]!r}"
+            raise InvalidInput.at(f"{at}.type", only)
+        yield f"{at}.name", required(tool.name, f"{at}.name")
+        if isinstance(tool, Tool):
+            check_depth(tool.parameters, f"{at}.parameters")
 
 
 def _flat_choice(choice: str | ToolChoice | None, names: Sequence[str]) -> Choice:
@@ -173,20 +186,11 @@ def _flat_choice(choice: str | ToolChoice | None, names: Sequence[str]) -> Choic
             raise InvalidInput.at("tool_choice", "required goes with tools only")
         return choice or "auto", ()
     if choice.type == "function":
-        return "required", [("tool_choice.name", choice.name)]
+        return "required", [("tool_choice.name", required(choice.name, "tool_choice.name"))]
     if choice.type != "allowed_tools":
         known = f"must be function or allowed_tools, not {choice.type[:50]!r}"
         raise InvalidInput.at("tool_choice.type", known)
-    if choice.mode is None:
-        raise InvalidInput.at("tool_choice.mode", "is required")
+    mode = required(choice.mode, "tool_choice.mode")
     if not choice.tools:
         raise InvalidInput.at("tool_choice.tools", "must not be empty")
-    return choice.mode, _named(choice.tools, "tool_choice.tools")
-
-
-def _named(tools: Sequence[Tool | ChosenTool], path: str) -> Named:
-    for n, tool in enumerate(tools):
-        if tool.type != "function":
-            only = f"only function is served here, not {tool.type[:50]!r}"
-            raise InvalidInput.at(f"{path}[{n}].type", only)
-    return [(f"{path}[{n}].name", tool.name) for n, tool in enumerate(tools)]
+    return mode, _flat_named(choice.tools, "tool_choice.tools")

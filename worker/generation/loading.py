@@ -11,7 +11,8 @@ from worker.model.cached_runner import CachedRunner
 from worker.model.kv_cache import BLOCK, prefix_share
 from worker.model.language_model import GeneratorOptions, load_language_model
 from worker.model.paged_runner import PagedRunner
-from worker.model.paging import CannotPage, load_paged_runner
+from worker.model.paging import load_paged_runner
+from worker.model.self_check import CannotRun
 
 log = logging.getLogger("onequeue.generation")
 
@@ -24,7 +25,7 @@ def load_generator(options: GeneratorOptions) -> GenerationEngine:
     language = load_language_model(options)
     try:
         runner = load_paged_runner(language, options)
-    except CannotPage as error:
+    except CannotRun as error:
         log.warning("static batches: %s", error)
         language.lay_out(options.quantization)
         return cached_engine(CachedRunner(language, options.max_model_len), options, str(error))

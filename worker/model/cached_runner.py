@@ -25,7 +25,7 @@ from worker.model.language_model import LanguageModel
 from worker.model.loading import first_line
 from worker.model.self_check import (
     TOLERANCE,
-    Differs,
+    CannotRun,
     compare,
     length_beyond_windows,
     random_prompts,
@@ -92,7 +92,7 @@ class CachedRunner:
         )
         self.caches = False
         self.batching: Literal["padded", "same length", "single"] = "single"
-        self._choose(language)
+        self._choose()
         log.info("static batches batching=%s cached=%s", self.batching, self.caches)
 
     @torch.inference_mode()
@@ -191,7 +191,7 @@ class CachedRunner:
 
     @torch.inference_mode()
     def keep(self, past: Past, rows: abc.Sequence[int]) -> Past | None:
-        """What some rows of a batch have been through; None: it cannot be told apart."""
+        """What some rows of a batch have been through; None: it cannot be divided by row."""
         if not isinstance(past.cache, Cache):
             return None
         try:
@@ -209,11 +209,11 @@ class CachedRunner:
 
     # ── the check ──
 
-    def _choose(self, language: LanguageModel) -> None:
-        longest = max(length_beyond_windows(self.model.config, language.context), LENGTH)
-        longest = min(language.context, longest)
+    def _choose(self) -> None:
+        longest = max(length_beyond_windows(self.model.config, self.language.context), LENGTH)
+        longest = min(self.language.context, longest)
         lengths = [min(longest, STEPS + 2), longest, longest]
-        texts = random_prompts(self.model, language.tokenizer, lengths)
+        texts = random_prompts(self.model, self.language.tokenizer, lengths)
         alone = [self._stepped([text])[0] for text in texts]
         self.caches = True
         try:
@@ -223,7 +223,7 @@ class CachedRunner:
         except Exception as error:
             self.caches = False
             _log_refusal("cached", error)
-        tolerance = max(BATCHED, TOLERANCE[language.dtype])
+        tolerance = max(BATCHED, TOLERANCE[self.language.dtype])
         ways: tuple[Any, ...] = (("padded", slice(0, 2)), ("same length", slice(1, 3)))
         for way, part in ways:
             try:
@@ -244,7 +244,7 @@ class CachedRunner:
             for row, got in zip(rows, logits, strict=True):
                 gave[row].append(got)
             if self.caches and past is None:
-                raise Differs("it keeps nothing between steps")
+                raise CannotRun("it keeps nothing between steps")
             self.run([texts[0][:2]] * 3, None)
             if step == STEPS // 2 and len(rows) > 1:
                 rows, past = rows[1:], past and self.keep(past, [1])

@@ -99,8 +99,8 @@ def _quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    made = nn.Linear(1, 1, bias=bias is not None, device="meta")
-    made.out_features, made.in_features = weight.shape
+    out, inputs = weight.shape
+    made = nn.Linear(inputs, out, bias=bias is not None, device="meta")
     made.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
         made.bias = nn.Parameter(bias, requires_grad=False)
@@ -113,14 +113,14 @@ def packs(dtype: torch.dtype) -> bool:
     return known and dtype in (torch.float32, torch.bfloat16)
 
 
-def spares_emulation(dtype: torch.dtype) -> bool:
-    """Whether packing a model of this dtype makes it faster by more than its layout."""
-    return packs(dtype) and packed_dtype(dtype) != dtype
+def emulates(dtype: torch.dtype) -> bool:
+    """Whether this CPU has to emulate it, which packing spares."""
+    return dtype == torch.bfloat16 and not has_bfloat16()
 
 
 def packed_dtype(dtype: torch.dtype) -> torch.dtype:
     """What packed weights of a model of this dtype are."""
-    return dtype if dtype != torch.bfloat16 or has_bfloat16() else torch.float32
+    return torch.float32 if emulates(dtype) else dtype
 
 
 def _weights(model: nn.Module) -> tuple[int, torch.dtype]:
@@ -141,9 +141,9 @@ def _replace(model: nn.Module, kind: type[nn.Module], make: Callable[[Any], nn.M
         setattr(parent, name, make(parent.get_submodule(name)))
 
 
-def pack(model: nn.Module, free_bytes: int) -> None:
-    """Lay out all linear layers' weights anew, unless that takes too much memory; what was shared
-    with an embedding is copied."""
+def pack(model: nn.Module, free_bytes: int, check: Callable[[], object] = lambda: None) -> None:
+    """Lay out all linear layers' weights anew, unless that takes too much memory, or `check` raises
+    then; what was shared with an embedding is copied."""
     numbers, dtype = _weights(model)
     more = numbers * (packed_dtype(dtype).itemsize - dtype.itemsize)
     if more > COPY_SHARE * free_bytes:
@@ -152,6 +152,12 @@ def pack(model: nn.Module, free_bytes: int) -> None:
     if more:
         log.info("bfloat16 weights multiplied in float32, which takes %.3f GB more", more / 1e9)
     _replace(model, nn.Linear, lambda plain: PackedLinear(plain.weight, plain.bias))
+    try:
+        check()
+    except Exception as error:  # a model that uses weights without calling their layer
+        unpack(model)
+        slow = "this CPU emulates bfloat16: DTYPE=float32 is faster here; " if more else ""
+        log.warning("%sweights stay as they are: %r", slow, error)
 
 
 def unpack(model: nn.Module) -> None:

@@ -48,7 +48,9 @@ class RowsMetadata:
 
     def __init__(self, cache: KVCache, rows: int, table: int) -> None:
         self.cache = cache
-        self.programs = PROGRAMS * _processors(cache.device)
+        self.programs = PROGRAMS
+        if cache.device.type == "cuda":
+            self.programs *= torch.cuda.get_device_properties(cache.device).multi_processor_count
         self._filled = torch.zeros(4, rows, dtype=torch.long, device=cache.device)
         # `rests`: places after it in a block that the step begins
         self.ids, self.positions, self.slots, self.rests = self._filled
@@ -110,7 +112,7 @@ class RowsMetadata:
 
 
 class CudaGraphs:
-    """Captures the model for every size of batch up to `rows`; Differs, or whatever the capture
+    """Captures the model for every size of batch up to `rows`; CannotRun, or whatever the capture
     raises, where that fails. `reference` gives a batch's logits as they must be."""
 
     def __init__(
@@ -216,9 +218,3 @@ def waiting_is_an_error() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
-
-
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,4 +1,4 @@
-"""The KV cache: keys and values of all layers in blocks, and how many blocks there is room for.
+"""The KV cache: keys and values of all layers in blocks.
 
 Which block holds which tokens, and what is reused, is decided in batching/block_pool.py.
 """
@@ -9,13 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from worker.model.loading import LoadingFailed
-from worker.model.memory import GB, free_bytes
-
 BLOCK = 16  # token positions in a block
-# Of what is free once the weights are there, the part that keys and values may take.
-CACHE_SHARE = {"cpu": 0.5, "cuda": 0.85}
-# Of that part, how much holds prefixes for reuse; running sequences may fill all of it.
+# How much of it holds prefixes for reuse; running sequences may fill all of it.
 PREFIX_SHARE = 0.25
 
 
@@ -51,27 +46,6 @@ class KVCache:
 
         self.keys = [reserved(layer.heads, layer.key_size) for layer in layers]
         self.values = [reserved(layer.heads, layer.value_size) for layer in layers]
-
-
-def cache_blocks(
-    layers: Sequence[LayerShape],
-    dtype: torch.dtype,
-    device: torch.device,
-    given_gb: float | None,
-    most_tokens: int,
-) -> int:
-    """How many blocks to allocate: what was given, or a share of what is free; not more than
-    all running sequences could fill. LoadingFailed if that is not even two."""
-    sizes = sum(layer.heads * (layer.key_size + layer.value_size) for layer in layers)
-    each = BLOCK * sizes * dtype.itemsize
-    room = given_gb * GB if given_gb is not None else free_bytes(device) * CACHE_SHARE[device.type]
-    blocks = min(int(room // each), -(-most_tokens // BLOCK))
-    if blocks < 2:
-        raise LoadingFailed(
-            f"its keys and values need {each / 1e6:.1f} MB for {BLOCK} tokens and there is room "
-            f"for {room / 1e6:.1f} MB"
-        )
-    return blocks
 
 
 def prefix_share(device: torch.device, given_gb: float | None) -> float:

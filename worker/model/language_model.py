@@ -21,13 +21,15 @@ from transformers import (
 )
 
 from worker.architectures import advice
-from worker.model import cpu_linear, memory, missing_weights
+from worker.model import cpu_linear, missing_weights
 from worker.model.kv_cache import LayerShape
 from worker.model.loading import (
     LoadingFailed,
     attention_keywords,
+    check_fits,
     choose_device,
     choose_dtype,
+    free_bytes,
     loading,
     local_path,
 )
@@ -102,16 +104,11 @@ class LanguageModel:
         if quantization == "int8":
             if not on_cpu:
                 raise LoadingFailed("QUANTIZATION=int8 is for models on a CPU")
-            cpu_linear.quantise(self.model, memory.free_bytes(self.device))
+            cpu_linear.quantise(self.model, free_bytes(self.device))
             self.tolerance = TOLERANCE[torch.bfloat16]  # what int8 weights are multiplied by
         elif recheck and on_cpu and cpu_linear.packs(self.dtype):
-            cpu_linear.pack(self.model, memory.free_bytes(self.device))
-            try:
-                recheck()
-            except Exception as error:  # a model that uses weights without calling their layer
-                log.info("weights stay as they are: %s", error)
-                cpu_linear.unpack(self.model)
-        elif on_cpu and cpu_linear.packed_dtype(self.dtype) != self.dtype:
+            cpu_linear.pack(self.model, free_bytes(self.device), recheck)
+        elif on_cpu and cpu_linear.emulates(self.dtype):
             log.warning("this CPU emulates bfloat16: DTYPE=float32 is faster here")
 
 
@@ -125,7 +122,7 @@ def load_language_model(options: GeneratorOptions) -> LanguageModel:
         device = choose_device(options.device)
         if device.type == "cuda":
             torch.cuda.set_device(device.index or 0)  # where this thread's kernels and graphs go
-        memory.check_fits(path, options.dtype, device)
+        check_fits(path, options.dtype, device)
         model, info = auto.from_pretrained(
             path,
             dtype=choose_dtype(options.dtype, path, device),
@@ -150,14 +147,13 @@ def check_generates(model: PreTrainedModel, lacking: dict[str, str]) -> None:
         made: Tensor = model(input_ids=ids, use_cache=False).logits[0]
         return made.float()
 
-    why = ""
+    one, other = logits(0)[:-1], logits(8)[:-1]
     if missing_weights.matter(model, lacking, lambda: logits(0).cpu().numpy().tobytes()):
         why = f"its checkpoint has no weights for {missing_weights.shown(lacking)}"
+    elif (one - other).abs().max() > TOLERANCE[model.dtype] * one.abs().max():
+        why = "its tokens depend on those that follow"
     else:
-        one, other = logits(0)[:-1], logits(8)[:-1]
-        if (one - other).abs().max() > TOLERANCE[model.dtype] * one.abs().max():
-            why = "its tokens depend on those that follow"
-    if why:
-        raise LoadingFailed(
-            f"it was not made to generate text: {why}; {advice(model.config.to_dict())}"
-        )
+        return
+    raise LoadingFailed(
+        f"it was not made to generate text: {why}; {advice(model.config.to_dict())}"
+    )

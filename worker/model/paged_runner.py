@@ -1,9 +1,10 @@
 """The model runner over a paged KV cache: a batch goes in, the logits of its rows come out.
 
 How a step is run is decided here and nowhere else: by the eager model, by the compiled one once
-that has been made in the background (compiling.py), or by CUDA graphs of either (cuda_graphs.py).
+that has been made in the background, or by CUDA graphs of either (cuda_graphs.py).
 """
 
+import copy
 import logging
 import threading
 import time
@@ -72,9 +73,7 @@ class PagedRunner:
     def _compile(self) -> None:
         started = time.monotonic()
         try:
-            from worker.model import compiling  # seconds to import
-
-            self._compiled = compiling.compiled(self.language.model, self._check_compiled)
+            self._compiled = compiled(self.language.model, self._check_compiled)
         except Exception as error:
             log.warning("not compiled, serving goes on as it is: %.300s", first_line(error))
             self.compile_state = "off"
@@ -83,7 +82,7 @@ class PagedRunner:
             self.compile_state = "done"
 
     def _check_compiled(self, compiled: Callable[..., Any]) -> None:
-        """Differs unless it gives the logits of the eager model."""
+        """CannotRun unless it gives the logits of the eager model."""
         language = self.language
         cache = KVCache(language.layers, 2, language.dtype, language.device)
         for width in COMPILED_WIDTHS:
@@ -98,6 +97,27 @@ class PagedRunner:
         if self._graphs:
             self._graphs = None  # their memory is needed
             self._graphs = self._capture()
+
+
+def compiled(model: Any, check: Callable[[Any], None]) -> Any:
+    """The same modules and weights, with the body's forward compiled: it is when `check`, which
+    raises if it must not be used, runs it. Whatever the compiler raises is raised.
+
+    One graph for any number of tokens, since attention and its memory are opaque to the compiler,
+    and one for a single token; on a CPU weights are constants in it, those of packed layers the
+    same. The output head stays outside: its number of rows changes with every step.
+    """
+    from torch._inductor import config as inductor  # seconds to import
+
+    torch.set_num_threads(torch.get_num_threads())  # this thread's own count
+    with inductor.patch(freezing=model.device.type == "cpu"):
+        body = copy.copy(model.base_model)
+        body.forward = torch.compile(model.base_model.forward, dynamic=True)
+        made = copy.copy(model)
+        modules = model._modules.items()
+        made._modules = {name: body if m is model.base_model else m for name, m in modules}
+        check(made)
+    return made
 
 
 @torch.inference_mode()

@@ -19,12 +19,18 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from batching.sequence import Batch, Span
-from worker.model.kv_cache import BLOCK, KVCache, LayerShape, cache_blocks
+from worker.model.kv_cache import BLOCK, KVCache, LayerShape
 from worker.model.language_model import GeneratorOptions, LanguageModel
-from worker.model.loading import LoadingFailed, first_line
-from worker.model.paged_attention import ATTENTION, AttentionMetadata
+from worker.model.loading import GB, LoadingFailed, first_line, free_bytes
+from worker.model.paged_attention import ATTENTION, AttentionMetadata, Group
 from worker.model.paged_runner import PagedRunner, run
-from worker.model.self_check import SHORTEST, Differs, length_beyond_windows, random_prompts
+from worker.model.self_check import (
+    SHORTEST,
+    CannotRun,
+    length_beyond_windows,
+    random_prompts,
+    set_attention,
+)
 
 log = logging.getLogger("onequeue.paging")
 
@@ -34,27 +40,19 @@ PROBE = "onequeue_probe"
 FAR = 1 << 17
 # A window that the shortest prompts of the check exceed, whatever the model's own.
 NARROW = 5
+# Of what is free once the weights are there, the part that keys and values may take.
+CACHE_SHARE = {"cpu": 0.5, "cuda": 0.85}
 # COMPILE=auto leaves models with fewer parameters alone: a minute's work for little.
 WORTH_COMPILING = 10_000_000
 
 
-class CannotPage(Exception):
-    """This model does not run on a paged KV cache; the message says why."""
-
-
 def load_paged_runner(language: LanguageModel, options: GeneratorOptions) -> PagedRunner:
-    """CannotPage, and the model is as it was; LoadingFailed if there is no room for a cache."""
+    """CannotRun, and the model is as it was; LoadingFailed if there is no room for a cache."""
     check = PagingCheck(language)
     check.page()
     language.lay_out(options.quantization, check.compare)
     wanted = min(options.max_model_len or language.context, language.context)
-    blocks = cache_blocks(
-        language.layers,
-        language.dtype,
-        language.device,
-        options.kv_cache_gb,
-        options.max_running * wanted,
-    )
+    blocks = cache_blocks(language, options.kv_cache_gb, options.max_running * wanted)
     max_model_len = min(wanted, blocks * BLOCK)
     if options.max_model_len and max_model_len < options.max_model_len:
         raise LoadingFailed(
@@ -63,22 +61,33 @@ def load_paged_runner(language: LanguageModel, options: GeneratorOptions) -> Pag
         )
     log.info("cache blocks=%d tokens=%d context=%d", blocks, blocks * BLOCK, max_model_len)
     runner = PagedRunner(language, blocks, max_model_len, options.max_running)
-    if options.compile == "on" or (
-        options.compile == "auto" and language.parameters >= WORTH_COMPILING
-    ):
+    worth_it = language.parameters >= WORTH_COMPILING
+    if options.compile == "on" or (options.compile == "auto" and worth_it):
         runner.compile()
     return runner
 
 
-class NarrowMetadata(AttentionMetadata):
-    """As if the layers that are told a window were told NARROW."""
+def cache_blocks(language: LanguageModel, given_gb: float | None, most_tokens: int) -> int:
+    """How many blocks to allocate: what was given, or a share of what is free; not more than
+    all running sequences could fill. LoadingFailed if that is not even two."""
+    sizes = sum(layer.heads * (layer.key_size + layer.value_size) for layer in language.layers)
+    each = BLOCK * sizes * language.dtype.itemsize
+    free = free_bytes(language.device) * CACHE_SHARE[language.device.type]
+    room = free if given_gb is None else given_gb * GB
+    blocks = min(int(room // each), -(-most_tokens // BLOCK))
+    if blocks < 2:
+        raise LoadingFailed(
+            f"its keys and values need {each / 1e6:.1f} MB for {BLOCK} tokens and there is room "
+            f"for {room / 1e6:.1f} MB"
+        )
+    return blocks
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None,
-        layer: int, scale: float, window: int, softcap: float,
-    ) -> Tensor:  # fmt: skip
-        window = min(window, NARROW)
-        return super().attend(query, key, value, sinks, layer, scale, window, softcap)
+
+class NarrowMetadata(AttentionMetadata):
+    """As if the layers that get a window got NARROW."""
+
+    def groups(self, window: int, chunk: int, masked: bool) -> list[Group]:
+        return super().groups(min(window, NARROW), chunk, masked)
 
 
 class PagingCheck:
@@ -95,37 +104,28 @@ class PagingCheck:
         self.narrow_reference = self._narrow_reference()
 
     def page(self) -> None:
-        """Have the layers attend over a paged cache; CannotPage if they don't, or not rightly."""
+        """Have the layers attend over a paged cache; CannotRun if they don't, or not rightly."""
         before = self.model.config._attn_implementation
         try:
             self._probe_layers()
-            self._set_attention(ATTENTION)
+            set_attention(self.model, ATTENTION)
             self.compare()
             if self.narrow_reference is not None:
                 self._compare_narrow(self.narrow_reference)
         except Exception as error:
             self.model.set_attn_implementation(before)
-            if isinstance(error, CannotPage):
+            if isinstance(error, CannotRun):
                 raise
-            said = first_line(error) if isinstance(error, Differs) else ""
-            raise CannotPage(said or f"a packed step failed: {first_line(error)[:200]}") from error
+            raise CannotRun(f"a packed step failed: {first_line(error)[:200]}") from error
 
     # ── what the layers tell ──
-
-    def _set_attention(self, name: str) -> None:
-        try:
-            self.model.set_attn_implementation(name)
-        except Exception as error:  # each model class refuses in its own way
-            raise CannotPage(f"it takes no attention function: {error}") from error
-        if self.model.config._attn_implementation != name:  # some only log that
-            raise CannotPage("it takes no attention function")
 
     @torch.inference_mode()
     def _probe_layers(self) -> None:
         """Fills in the language model's layers and windows."""
         found: dict[int, tuple[LayerShape, int]] = {}
         AttentionInterface.register(PROBE, functools.partial(_record, found))
-        self._set_attention(PROBE)
+        set_attention(self.model, PROBE)
         device = self.model.device
         ids = torch.zeros(1, 2, dtype=torch.long, device=device)
         self.model(
@@ -133,7 +133,7 @@ class PagingCheck:
         )
         config = self.language.config
         if sorted(found) != list(range(config.num_hidden_layers)):
-            raise CannotPage("not every layer calls a registered attention function")
+            raise CannotRun("not every layer calls a registered attention function")
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(found)
         for layer in range(len(found)):
             shape, window = found[layer]
@@ -141,9 +141,9 @@ class PagingCheck:
             if kind == "chunked_attention":
                 shape = replace(shape, chunk=int(config.attention_chunk_size))
             elif kind not in ("full_attention", "sliding_attention"):
-                raise CannotPage(f"it has layers of {kind}")
+                raise CannotRun(f"it has layers of {kind}")
             elif kind == "sliding_attention" and not window:
-                raise CannotPage("its sliding window is not told to its attention function")
+                raise CannotRun("its sliding window is not told to its attention function")
             self.language.layers.append(shape)
             self.language.windows.append(window)
 
@@ -177,14 +177,14 @@ class PagingCheck:
                 config.sliding_window = window
         try:
             self.language.compare(narrow, reference)
-        except Differs:
+        except CannotRun:
             return narrow
         return None
 
     # ── what paged steps say ──
 
     def compare(self) -> None:
-        """Differs unless chunks of the prompts, in shared batches, give the reference's logits,
+        """CannotRun unless chunks of the prompts, in shared batches, give the reference's logits,
         and so does a last token beside one near the end of the context."""
         cache, tables = self._compare(self.prompts, self.reference)
         far = min(self.language.context, FAR) - 1
@@ -197,8 +197,8 @@ class PagingCheck:
     def _compare_narrow(self, narrow: Tensor) -> None:
         try:
             self._compare(self.prompts[1:2], [narrow], NarrowMetadata)
-        except Differs as error:
-            raise CannotPage(f"its sliding window is not told to its layers: {error}") from error
+        except CannotRun as error:
+            raise CannotRun(f"its sliding window is not told to its layers: {error}") from error
 
     def _compare(
         self, prompts: Sequence[Sequence[int]], reference: Sequence[Tensor],
@@ -232,12 +232,12 @@ def _record(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """In place of attention: a layer's shape and window are noted, its output is nothing."""
     if position_bias is not None:
-        raise CannotPage("its attention adds a bias of its own")
+        raise CannotRun("its attention adds a bias of its own")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not causal or not hasattr(module, "layer_idx"):
-        raise CannotPage("its attention is not causal, or does not know its layer")
+        raise CannotRun("its attention is not causal, or does not know its layer")
     if module.layer_idx in found:
-        raise CannotPage("a layer attends twice")
+        raise CannotRun("a layer attends twice")
     temperature = None
     if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
         temperature = float(module.floor_scale), float(module.attn_scale)

@@ -31,8 +31,8 @@ class SampledToken:
     """What a row gave. Log-probabilities are of the raw distribution, before any parameter."""
 
     token: int  # -1: the row holds no usable numbers (NaN, +inf, or everything -inf)
-    logprob: float | None
-    top: tuple[tuple[int, float], ...]  # (id, logprob), best first; impossible tokens left out
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()  # (id, logprob), best first; impossible tokens left out
 
 
 @torch.inference_mode()
@@ -61,7 +61,7 @@ def sample(
             numbers = _numbers([draws[row] for row in group], logits.device)
             tokens[index] = _drawn(kind, _take(scores, index), peak[index], numbers)
     tokens = torch.where(peak.isfinite(), tokens, -1)
-    sampled = [SampledToken(token, None, ()) for token in tokens.tolist()]
+    sampled = list(map(SampledToken, tokens.tolist()))
     asked = {row: k for row, d in enumerate(draws) if (k := d.state.params.logprobs) is not None}
     if asked:
         index = torch.tensor(list(asked), device=logits.device)
@@ -231,8 +231,8 @@ def _scored(raw: Tensor, tokens: Tensor, counts: Sequence[int]) -> list[SampledT
     """Choices of `tokens` [R] with log-probabilities: theirs, and of the best counts[i]."""
     peak, most = raw.amax((1, 2)), max(counts)
     shift = _sum(_weights(raw, peak, torch.ones_like(peak))).log() + peak
-    own = raw.flatten(1).gather(1, tokens[:, None].clamp(min=0))
-    parts = [tokens[:, None].double(), own - shift[:, None]]
+    chosen = raw.flatten(1).gather(1, tokens[:, None].clamp(min=0))
+    parts = [tokens[:, None].double(), chosen - shift[:, None]]
     if most:
         values, ids = _top(raw, max(most, CANDIDATES))
         parts += [values[:, :most] - shift[:, None], ids[:, :most].double()]
@@ -241,8 +241,5 @@ def _scored(raw: Tensor, tokens: Tensor, counts: Sequence[int]) -> list[SampledT
         half = len(rest) // 2
         best = zip(map(int, rest[half:]), rest[:count], strict=False)
         top = tuple(pair for pair in best if pair[1] > -np.inf)
-        broken = token < 0
-        sampled.append(
-            SampledToken(-1, None, ()) if broken else SampledToken(int(token), logprob, top)
-        )
+        sampled.append(SampledToken(int(token), logprob, top) if token >= 0 else SampledToken(-1))
     return sampled

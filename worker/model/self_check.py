@@ -1,6 +1,6 @@
 """The check at load: random prompts, run in two ways, must give the same but for rounding.
 
-What is run is told by who asks: paging.py, compiling.py and cuda_graphs.py, cached_runner.py, and
+What is run is the caller's: paging.py, paged_runner.py and cuda_graphs.py, cached_runner.py, and
 pipeline/batch_check.py.
 """
 
@@ -20,16 +20,27 @@ SHORTEST = 20
 WINDOWS = ("sliding_window", "local_attention", "attention_chunk_size", "window_size")
 
 
-class Differs(Exception):
-    """Two ways to run a model do not give the same; the message says how."""
+class CannotRun(Exception):
+    """A model does not run in the way that was tried, or gives something else; the message says
+    why."""
 
 
-def compare(got: Tensor, reference: Tensor, tolerance: float, said: str = "logits differ") -> None:
-    """Differs unless each number is off by at most `tolerance` of the reference's largest."""
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Have the layers call a registered attention function; CannotRun if they don't."""
+    try:
+        model.set_attn_implementation(name)
+    except Exception as error:  # each model class refuses in its own way
+        raise CannotRun(f"it takes no attention function: {error}") from error
+    if model.config._attn_implementation != name:  # some only log that
+        raise CannotRun("it takes no attention function")
+
+
+def compare(got: Tensor, reference: Tensor, tolerance: float, words: str = "logits differ") -> None:
+    """CannotRun unless each number is off by at most `tolerance` of the reference's largest."""
     largest = reference.float().abs().max().clamp(min=1e-6)
     off = (got.float() - reference.float()).abs().max() / largest
     if not off <= tolerance:  # also when NaN
-        raise Differs(f"{said} by {float(off):.1e} of the largest")
+        raise CannotRun(f"{words} by {float(off):.1e} of the largest")
 
 
 def length_beyond_windows(config: Any, limit: int, otherwise: int = SHORTEST) -> int:

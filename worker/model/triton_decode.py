@@ -135,19 +135,10 @@ def write(
 
 
 def attend(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tables: Tensor,
-    positions: Tensor,
-    *,
-    programs: int,
-    scale: float,
-    window: int = 0,
-    chunk: int = 0,
-    softcap: float = 0.0,
+    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, positions: Tensor, *,
+    programs: int, scale: float, window: int = 0, chunk: int = 0, softcap: float = 0.0,
     sinks: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """[T, H, D] queries at positions [T], each over the blocks in its row of tables [T, n], to
     [T, H, Dv]. `programs`: how many the device should be given, at least."""
     rows, query_heads, size = query.shape

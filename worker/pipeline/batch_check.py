@@ -6,23 +6,25 @@ left before generation. What differs is not used; the reason is logged with the 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from worker.model.loading import Pipe
 from worker.model.self_check import (
     TOLERANCE,
-    Differs,
+    CannotRun,
     compare,
     length_beyond_windows,
     random_prompts,
 )
 from worker.pipeline.limits import context_limit, vocabulary
 from worker.pipeline.outputs import split_rows
-from worker.pipeline.packed_attention import CannotPack, Packing
+from worker.pipeline.packed_attention import Packing
 from worker.tasks import TASKS
 
 Batching = Literal["packed", "padded", "same shape", "single"]
@@ -41,14 +43,15 @@ def choose_batching(task: str, pipe: Pipe) -> tuple[Batching, str, Packing | Non
     if tokenizer.pad_token_id >= vocabulary(pipe):
         return "single", "it does not know its tokenizer's padding token", None
     if task == "text-generation":
-        why = _refusal(lambda: check_left_padding(model, tokenizer, limit))
+        why = _refusal(partial(check_left_padding, model, tokenizer, limit))
         return ("single" if why else "padded"), why, None
     why = _refusal(lambda: check_packing(Packing(model), tokenizer, limit))
     if not why:
         packing = Packing(model)
         packing.attach()
         return "packed", "", packing
-    if why_not_padded := _refusal(lambda: check_padding(model, tokenizer, limit)):
+    padded = partial(check_rows, model, tokenizer, limit, lambda rows: model(**rows.batch))
+    if why_not_padded := _refusal(padded):
         return "single", f"packed: {why}; padded: {why_not_padded}", None
     return "padded", why, None
 
@@ -57,7 +60,7 @@ def _refusal(check: Callable[[], None]) -> str:
     """Why a way of batching is not used; "" if the check passes."""
     try:
         check()
-    except (CannotPack, Differs) as error:
+    except CannotRun as error:
         return str(error)
     except Exception as error:  # each model class refuses in its own way
         return f"the forward raised {repr(error)[:200]}"
@@ -66,20 +69,11 @@ def _refusal(check: Callable[[], None]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Random rows; `names` are the arguments the tokenizer makes of a text."""
+    """Random rows, as the arguments that the tokenizer makes of texts."""
 
-    ids: torch.Tensor  # [B, L], padded
-    mask: torch.Tensor  # [B, L]
+    batch: dict[str, Tensor]  # [B, L] each, padded
+    alone: Sequence[dict[str, Tensor]]  # the same of each row, [1, tokens]
     counts: Sequence[int]  # tokens of each
-    names: Sequence[str]
-
-    def batch(self) -> dict[str, torch.Tensor]:
-        inputs = {"input_ids": self.ids}
-        return inputs | {"attention_mask": self.mask} if "attention_mask" in self.names else inputs
-
-    def alone(self, row: int) -> dict[str, torch.Tensor]:
-        real = self.mask[row].bool()
-        return {name: value[row][real][None] for name, value in self.batch().items()}
 
 
 def random_rows(
@@ -95,36 +89,29 @@ def random_rows(
     pad: Any = tokenizer.pad_token_id
     side = "left" if left else "right"
     ids = pad_sequence(texts, True, pad, side).to(model.device)
-    mask = pad_sequence([torch.ones_like(text) for text in texts], True, 0, side)
-    return Rows(ids, mask.to(model.device), counts, tokenizer.model_input_names)
-
-
-def encoder_counts(model: PreTrainedModel, limit: int) -> list[int]:
-    """Two rows near in length, which share an attention call when packed, and a short one. They
-    exceed the attention window, as far as `limit` and time allow."""
-    longest = length_beyond_windows(model.config, limit)
-    return [min(3, longest), longest, longest - longest // 8]
+    mask = pad_sequence([torch.ones_like(text) for text in texts], True, 0, side).to(model.device)
+    batch = {"input_ids": ids}
+    if "attention_mask" in tokenizer.model_input_names:
+        batch["attention_mask"] = mask
+    real = enumerate(mask.bool())
+    alone = [{name: value[row, at][None] for name, value in batch.items()} for row, at in real]
+    return Rows(batch, alone, counts)
 
 
 def check_packing(packing: Packing, tokenizer: PreTrainedTokenizerBase, limit: int) -> None:
-    """Raises CannotPack or Differs unless packed rows equal the model's forward of each."""
+    """Raises CannotRun unless packed rows equal the model's forward of each."""
 
     def forward_packed(rows: Rows) -> Any:
         detach = packing.attach()
         try:
-            with packing.batch(rows.counts, rows.ids.shape[1]):
-                return packing.model(**rows.batch())
+            with packing.batch(rows.counts, max(rows.counts)):
+                return packing.model(**rows.batch)
         finally:
             detach()
 
     check_rows(packing.model, tokenizer, limit, forward_packed)
     if packing.calls != len(packing.layers):
-        raise CannotPack("its layers do not call a registered attention function")
-
-
-def check_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, limit: int) -> None:
-    """Raises Differs unless rows padded on the right give what they give alone."""
-    check_rows(model, tokenizer, limit, lambda rows: model(**rows.batch()))
+        raise CannotRun("its layers do not call a registered attention function")
 
 
 @torch.no_grad()
@@ -134,26 +121,29 @@ def check_rows(
     limit: int,
     forward: Callable[[Rows], Any],
 ) -> None:
-    rows = random_rows(model, tokenizer, encoder_counts(model, limit), left=False)
+    """Raises CannotRun unless the rows that `forward` runs give what they give alone: two near in
+    length, which share an attention call when packed, and a short one. They exceed the attention
+    window, as far as `limit` and time allow."""
+    longest = length_beyond_windows(model.config, limit)
+    counts = [min(3, longest), longest, longest - longest // 8]
+    rows = random_rows(model, tokenizer, counts, left=False)
     reference = [
-        split_rows(model(**rows.alone(row)), 1, [count])[0] for row, count in enumerate(rows.counts)
+        split_rows(model(**alone), 1, [count])[0]
+        for alone, count in zip(rows.alone, counts, strict=True)
     ]
-    compare_rows(reference, split_rows(forward(rows), len(rows.counts), rows.counts), rows.counts)
+    compare_rows(reference, split_rows(forward(rows), len(counts), counts), counts)
 
 
 def check_left_padding(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, limit: int
 ) -> None:
-    """Raises Differs unless the first generated token's logits survive padding on the left."""
+    """Raises CannotRun unless the first generated token's logits survive padding on the left."""
     rows = random_rows(model, tokenizer, [min(3, limit - 1), min(11, limit - 1)], left=True)
     options = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "max_new_tokens": 1}
     options |= {"return_dict_in_generate": True, "output_logits": True}
     generate: Any = model.generate  # mypy takes it for a parameter of the module
-    together = generate(**rows.batch(), **options).logits[0]
-    reference = [
-        {"logits": generate(**rows.alone(row), **options).logits[0]}
-        for row in range(len(rows.counts))
-    ]
+    together = generate(**rows.batch, **options).logits[0]
+    reference = [{"logits": generate(**alone, **options).logits[0]} for alone in rows.alone]
     compare_rows(reference, [{"logits": row[None]} for row in together], rows.counts)
 
 
@@ -161,11 +151,11 @@ def compare_rows(reference: Sequence[Any], together: Sequence[Any], counts: Sequ
     """Every score the model gives must be equal but for rounding."""
     for alone, batched, count in zip(reference, together, counts, strict=True):
         for name, expected in alone.items():
-            if not isinstance(expected, torch.Tensor) or not expected.is_floating_point():
+            if not isinstance(expected, Tensor) or not expected.is_floating_point():
                 continue
             if expected.ndim > 2 and expected.shape[1] != count:
-                raise Differs(f"its {name} are not one for each token")
+                raise CannotRun(f"its {name} are not one for each token")
             got = batched[name]
             if got.shape != expected.shape:
-                raise Differs(f"its {name} have another shape in a batch")
+                raise CannotRun(f"its {name} have another shape in a batch")
             compare(got, expected, TOLERANCE[expected.dtype], f"its {name} differ in a batch")

@@ -4,10 +4,14 @@ Every string is checked here for what it is: a text, or bytes in base64. None is
 a pipeline would open it as a path or a link. What the model takes of it is in limits.py.
 """
 
+import base64
+import io
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
+from PIL import Image
 from transformers.utils.chat_template_utils import Chat
 
 from batching.errors import InvalidInput
@@ -16,7 +20,7 @@ from worker.model.loading import Pipe
 from worker.pipeline import limits
 from worker.pipeline.media import to_audio, to_image, to_images
 from worker.protocol import PipelineInput
-from worker.tasks import LIST, TASKS, TEXTS, Check
+from worker.tasks import TASKS, TEXTS, check, listed
 
 MAX_LABELLED_CHARS = 4_000_000
 MAX_QUESTIONS = 64  # each may be a prompt of its own
@@ -109,10 +113,6 @@ def read_chat(messages: list[Any], pipe: Pipe, limit: int) -> Chat:
 # ── tasks whose input is a JSON object ──
 
 
-def is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
-
-
 def are_word_boxes(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and is_box(pair[1])
@@ -136,29 +136,26 @@ def is_table(value: Any) -> bool:
     )
 
 
-def are_questions(value: Any) -> bool:
-    return isinstance(value, dict) and 0 < len(value) <= MAX_QUESTIONS
-
-
 # Which keys an object may have beside those it must have.
 OPTIONAL_KEYS = {"document-question-answering": ("image", "word_boxes")}
-TEXT = Check("must be a string, not empty", is_text)
+TEXT = check("must be a string, not empty", lambda v: isinstance(v, str) and bool(v.strip()))
 CHECKS = {
     "question": TEXT,
     "query": TEXTS,
     "text": TEXT,
-    "candidate_labels": LIST,
-    "word_boxes": Check(
+    "candidate_labels": listed,
+    "word_boxes": check(
         "must be a list of [word, [left, top, right, bottom]], whole numbers from 0 to 1000",
         are_word_boxes,
     ),
-    "table": Check('must be an object of columns of equal length: {"name": ["…", …], …}', is_table),
-    "state": Check(
+    "table": check('must be an object of columns of equal length: {"name": ["…", …], …}', is_table),
+    "state": check(
         "must be a string, an object or a list, not empty",
         lambda value: isinstance(value, (str, dict, list)) and bool(value),
     ),
-    "questions": Check(
-        f"must be an object of 1 to {MAX_QUESTIONS} questions by their names", are_questions
+    "questions": check(
+        f"must be an object of 1 to {MAX_QUESTIONS} questions by their names",
+        lambda value: isinstance(value, dict) and 0 < len(value) <= MAX_QUESTIONS,
     ),
 }
 
@@ -172,8 +169,8 @@ def read_object(task: str, inputs: Any, limit: int, lease: Lease) -> Any:
         keys = ", ".join(f'"{key}": …' for key in known)
         raise InvalidInput(f"{task} takes an object {{{keys}}}", "inputs")
     for key, value in given.items():
-        if key in CHECKS and not CHECKS[key].fits(value):
-            raise InvalidInput(CHECKS[key].words, f"inputs.{key}")
+        if key in CHECKS and (wrong := CHECKS[key](value)):
+            raise InvalidInput(wrong, f"inputs.{key}")
     try:
         characters = sum(count_characters(given[key]) for key in CHECKS if key in given)
     except RecursionError:
@@ -182,7 +179,10 @@ def read_object(task: str, inputs: Any, limit: int, lease: Lease) -> Any:
     if task == "document-question-answering" and not {"image", "word_boxes"} & set(given):
         raise InvalidInput("a document is an image, word_boxes, or both", "inputs")
     if task == "keypoint-matching":
-        return read_pair_of_images(given["images"], lease)
+        pair = given["images"]
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise InvalidInput("must be a list of two images", "inputs.images")
+        return to_images([(each, f"inputs.images[{n}]") for n, each in enumerate(pair)], lease)
     if "image" in given:
         labels = len(given.get("candidate_labels", ()))  # the image is processed for each
         given["image"] = to_image(given["image"], lease, "inputs.image", labels)
@@ -191,12 +191,6 @@ def read_object(task: str, inputs: Any, limit: int, lease: Lease) -> Any:
     if "table" in given:
         given["table"] = to_frame(given["table"])
     return given
-
-
-def read_pair_of_images(value: Any, lease: Lease) -> Any:
-    if not isinstance(value, list) or len(value) != 2:
-        raise InvalidInput("must be a list of two images", "inputs.images")
-    return to_images([(each, f"inputs.images[{n}]") for n, each in enumerate(value)], lease)
 
 
 def count_characters(value: Any) -> int:
@@ -212,3 +206,50 @@ def to_frame(columns: dict[str, list[Any]]) -> Any:
 
     cells = {k: ["" if c is None else str(c) for c in column] for k, column in columns.items()}
     return pandas.DataFrame(cells)
+
+
+# ── for warming up and for probing a failing worker ──
+
+
+def warm_up_input(task: str, pipe: Pipe) -> tuple[Any, dict[str, Any]]:
+    """The smallest sound inputs, and parameters, as a client would send them."""
+    png = io.BytesIO()
+    Image.new("RGB", (64, 64), (120, 130, 140)).save(png, format="PNG")
+    image = base64.b64encode(png.getvalue()).decode()
+    labels = {"candidate_labels": ["one", "two"]}
+    match task:
+        case "fill-mask":
+            return f"hello {pipe.tokenizer.mask_token}", {}
+        case "text-generation":
+            return "hello", {"max_new_tokens": 2}
+        case "table-question-answering":
+            return {"table": {"name": ["one"], "count": ["1"]}, "query": "how many?"}, {}
+        case "document-question-answering":
+            boxes = [["one", [0, 0, 100, 100]], ["two", [100, 0, 200, 100]]]
+            return {"image": image, "question": "what?", "word_boxes": boxes}, {}
+        case "keypoint-matching":
+            return {"images": [image, image]}, {}
+        case "decision":
+            return {"state": "hello", "questions": {"one": {"type": "noul"}}}, {}
+        case "zero-shot-object-detection":
+            return {"image": image, **labels}, {}
+        case "image-text-to-text":
+            token = getattr(pipe.processor, "image_token", "")
+            return {"images": image, "text": f"{token} hello"}, {"max_new_tokens": 1}
+    parameters = labels if TASKS[task].required else {}
+    match TASKS[task].kind:
+        case "image":
+            return png.getvalue(), parameters
+        case "audio":
+            return _wav(pipe.feature_extractor.sampling_rate), parameters
+    return "hello", parameters
+
+
+def _wav(sampling_rate: int) -> bytes:
+    """A second of a quiet tone."""
+    import soundfile
+
+    buffer = io.BytesIO()
+    tone = 0.1 * np.sin(np.arange(sampling_rate) * 0.05)
+    soundfile.write(buffer, tone, sampling_rate, format="WAV")
+    return buffer.getvalue()

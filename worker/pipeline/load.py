@@ -2,22 +2,18 @@
 its answers depend on, how it batches. From then on runner.py does the work.
 """
 
-import logging
 from functools import partial
 
 from worker.architectures import advice, made_for
 from worker.decode_budget import DecodeBudget
-from worker.model import cpu_linear, memory, missing_weights
-from worker.model.loading import LoadingFailed, LoadOptions, Pipe, load_pipeline
+from worker.model import cpu_linear, missing_weights
+from worker.model.loading import LoadingFailed, LoadOptions, Pipe, free_bytes, load_pipeline
 from worker.pipeline.batch_check import choose_batching
-from worker.pipeline.inputs import InputReader
+from worker.pipeline.inputs import InputReader, warm_up_input
 from worker.pipeline.outputs import to_json
 from worker.pipeline.runner import PipelineRunner
-from worker.pipeline.warm_up import warm_up_input
 from worker.protocol import ModelInfo, PipelineInput
 from worker.tasks import TASKS, resolve_task
-
-log = logging.getLogger("onequeue.pipelines")
 
 
 def load_runner(options: LoadOptions, max_rows: int) -> PipelineRunner:
@@ -45,8 +41,9 @@ def load_runner(options: LoadOptions, max_rows: int) -> PipelineRunner:
     )
     budget = DecodeBudget(int(options.max_image_mp * 1e6))
     runner = PipelineRunner(pipe, info, packing, budget, max_rows)
-    if pipe.device.type == "cpu" and cpu_linear.spares_emulation(pipe.dtype):
-        _lay_out(runner)
+    on_cpu, dtype = pipe.device.type == "cpu", pipe.dtype
+    if on_cpu and cpu_linear.packs(dtype) and cpu_linear.emulates(dtype):
+        cpu_linear.pack(pipe.model, free_bytes(pipe.device), runner.warm_up)
     return runner
 
 
@@ -58,14 +55,3 @@ def _warm_up_answer(pipe: Pipe, task: str) -> bytes:
     payload = PipelineInput(inputs, parameters)
     with DecodeBudget(1 << 20).lease() as lease:
         return to_json(pipe(InputReader(task, pipe).read(payload, pipe, lease), **parameters))
-
-
-def _lay_out(runner: PipelineRunner) -> None:
-    """Spare a CPU without bfloat16 its emulation, unless a layer's weights are looked at."""
-    model = runner.pipe.model
-    cpu_linear.pack(model, memory.free_bytes(runner.pipe.device))
-    try:
-        runner.warm_up()
-    except Exception as error:
-        cpu_linear.unpack(model)
-        log.warning("this CPU emulates bfloat16: DTYPE=float32 is faster here (%r)", error)

@@ -41,6 +41,27 @@ def split_rows(output: Any, size: int, counts: Sequence[int] | None) -> list[Any
     return [type(output)({key: pick(value, row) for key, value in kept}) for row in range(size)]
 
 
+def split_generated(output: Any, rows: Sequence[Any], eos: int | list[int] | None) -> list[Any]:
+    """Undo the padding of a batch of text generation: on the left the prompts', on the right
+    what follows each row's longest finished sequence. `generated_sequence` is [B, n, T]."""
+    ends = torch.tensor([] if eos is None else eos, dtype=torch.long)
+    width = output["input_ids"].shape[1]
+    split = []
+    for row, chunk in enumerate(rows):
+        prompt = chunk["input_ids"].shape[-1]
+        sequences = output["generated_sequence"][row, :, width - prompt :]  # [n, prompt + new]
+        is_end = torch.isin(sequences[:, prompt:], ends)
+        finished = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, is_end.shape[1])
+        split.append(
+            {
+                "generated_sequence": sequences[None, :, : prompt + int(finished.max())],
+                "input_ids": output["input_ids"][row : row + 1, width - prompt :],
+                "prompt_text": output["prompt_text"][row],
+            }
+        )
+    return split
+
+
 def spread_masks(output: Any, masks: Sequence[int]) -> Any:
     """Logits [1, M, V] back to [1, L, V], as the pipeline expects them; only the M are set."""
     rows = output["logits"]

@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from worker.model.self_check import CannotRun, set_attention
 
 ATTENTION = "onequeue_packed"
 HIDDEN = "hidden_states"  # what a layer calls its first argument, if it is named
@@ -26,18 +29,14 @@ HIDDEN = "hidden_states"  # what a layer calls its first argument, if it is name
 GROUP_SPREAD = 1.35
 
 
-class CannotPack(Exception):
-    """This model does not run packed; the message says why."""
-
-
 @dataclass(frozen=True, slots=True)
 class Group:
     """Sequences of similar length that share one attention call, padded to the longest."""
 
-    rows: torch.Tensor  # [b * l] positions in the packed row; padding points at token 0
-    real: torch.Tensor | None  # [b, 1, 1, l] bool, True where a key is real; None: no padding
-    inverse: torch.Tensor  # [t] which of the b * l places are real, in the order of `target`
-    target: torch.Tensor  # [t] where those go in the packed row
+    rows: Tensor  # [b * l] positions in the packed row; padding points at token 0
+    real: Tensor | None  # [b, 1, 1, l] bool, True where a key is real; None: no padding
+    inverse: Tensor  # [t] which of the b * l places are real, in the order of `target`
+    target: Tensor  # [t] where those go in the packed row
     shape: tuple[int, int]  # (b, l)
 
 
@@ -47,9 +46,9 @@ class Plan:
 
     batch: int
     length: int
-    tokens: torch.Tensor
+    tokens: Tensor
     groups: Sequence[Group]
-    keep: torch.Tensor | None  # [B, M] packed positions to hand on instead of all [B, L]
+    keep: Tensor | None  # [B, M] packed positions to hand on instead of all [B, L]
 
 
 def plan_batch(
@@ -71,12 +70,8 @@ def plan_batch(
     groups.append(_group(members, counts, starts, device))
     kept = None
     if keep is not None:
-        most = max(map(len, keep))
-        padded = ([*positions, *[0] * (most - len(positions))] for positions in keep)
-        kept = torch.tensor(
-            [[start + at for at in row] for start, row in zip(starts, padded, strict=False)],
-            device=device,
-        )
+        rows = [torch.tensor(each) + start for each, start in zip(keep, starts, strict=False)]
+        kept = pad_sequence(rows, batch_first=True).to(device)
     return Plan(len(counts), width, tokens.to(device), groups, kept)
 
 
@@ -90,14 +85,9 @@ def _group(
     real = column < sizes[:, None]  # [b, l]
     rows = torch.where(real, first[:, None] + column, 0).flatten()
     inverse = real.flatten().nonzero().squeeze(1)
-    mask = None if bool(real.all()) else real[:, None, None, :].to(device)
-    return Group(
-        rows=rows.to(device),
-        real=mask,
-        inverse=inverse.to(device),
-        target=rows[inverse].to(device),
-        shape=(len(members), width),
-    )
+    mask = None if real.all() else real[:, None, None, :].to(device)
+    shape = len(members), width
+    return Group(rows.to(device), mask, inverse.to(device), rows[inverse].to(device), shape)
 
 
 class Packing:
@@ -124,12 +114,7 @@ class Packing:
     def attach(self) -> Callable[[], None]:
         """Install attention and hooks; returns a function that takes them out again."""
         before = self.model.config._attn_implementation
-        try:
-            self.model.set_attn_implementation(ATTENTION)
-        except Exception as error:  # each model class refuses in its own way
-            raise CannotPack(f"it takes no attention function: {error}") from error
-        if self.model.config._attn_implementation != ATTENTION:  # some only log that they don't
-            raise CannotPack("it takes no attention function")
+        set_attention(self.model, ATTENTION)
         for module in self.model.modules():
             module.onequeue_packing = self  # type: ignore[assignment]  # nn.Module typing
         handles = [
@@ -158,7 +143,7 @@ class Packing:
         assert plan is not None
         if isinstance(value, tuple):
             return tuple(map(self._gather, value))
-        if not isinstance(value, torch.Tensor) or value.ndim < 2:
+        if not isinstance(value, Tensor) or value.ndim < 2:
             return value
         if value.shape[1] != plan.length or value.shape[0] not in (1, plan.batch):
             return value
@@ -171,7 +156,7 @@ class Packing:
             return (self._scatter(output[0]), *output[1:])
         return self._scatter(output)
 
-    def _scatter(self, packed: torch.Tensor) -> torch.Tensor:
+    def _scatter(self, packed: Tensor) -> Tensor:
         plan = self.plan
         assert plan is not None
         if plan.keep is not None:
@@ -181,17 +166,10 @@ class Packing:
 
 
 def packed_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, sliding_window: int | None = None,
+    is_causal: bool | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Attention over a packed row: query [1, heads, T, D] → [1, T, heads, D].
 
     Registered with transformers' AttentionInterface; the mask is ignored, the plan keeps
@@ -200,7 +178,7 @@ def packed_attention(
     packing: Packing = module.onequeue_packing  # type: ignore[assignment]  # set by attach
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
-            raise CannotPack(f"its attention uses {name}")
+            raise CannotRun(f"its attention uses {name}")
     plan = packing.plan
     assert plan is not None
     packing.calls += 1
@@ -214,29 +192,22 @@ def packed_attention(
         mask, is_masked_causal = group.real, causal and group.real is not None
         if is_masked_causal or (sliding_window is not None and width >= sliding_window):
             mask = _band(group, sliding_window, causal, q.device)
+        grouped = q.shape[1] != k.shape[1]  # several heads of queries to one of keys
         attended = scaled_dot_product_attention(
-            qg,
-            kg,
-            vg,
-            attn_mask=mask,
-            is_causal=causal and mask is None,
-            scale=scaling,
-            enable_gqa=q.shape[1] != k.shape[1],
+            qg, kg, vg, mask, is_causal=causal and mask is None, scale=scaling, enable_gqa=grouped
         )
         rows = attended.transpose(1, 2).reshape(b * width, *q.shape[1:])
         out.index_copy_(0, group.target, rows.index_select(0, group.inverse))
     return out.unsqueeze(0), None
 
 
-def _band(group: Group, window: int | None, causal: bool, device: torch.device) -> torch.Tensor:
+def _band(group: Group, window: int | None, causal: bool, device: torch.device) -> Tensor:
     """[b or 1, 1, l, l] bool: which keys each query of a group may see."""
     position = torch.arange(group.shape[1], device=device)
     distance = position[:, None] - position  # query minus key
-    seen = (
-        torch.ones_like(distance, dtype=torch.bool) if window is None else distance.abs() < window
-    )
+    seen = distance.abs() < (window or len(position))
     if causal:
-        seen = seen & (distance >= 0)
+        seen &= distance >= 0
     return seen[None, None] if group.real is None else seen[None, None] & group.real
 
 
@@ -247,14 +218,10 @@ AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
 def find_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
     """The stack of equal layers of a single-stack model, in order."""
     if getattr(model.config, "is_encoder_decoder", False):
-        raise CannotPack("it has an encoder and a decoder")
-    stacks = [
-        list(module)
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList) and len({type(layer) for layer in module}) == 1
-    ]
-    wanted = getattr(model.config, "num_hidden_layers", 0)
-    stacks = [stack for stack in stacks if len(stack) == wanted]
+        raise CannotRun("it has an encoder and a decoder")
+    lists = [list(each) for each in model.modules() if isinstance(each, nn.ModuleList)]
+    depth = getattr(model.config, "num_hidden_layers", 0)
+    stacks = [each for each in lists if len(each) == depth and len(set(map(type, each))) == 1]
     if len(stacks) != 1:
-        raise CannotPack("it has no single stack of layers")
+        raise CannotRun("it has no single stack of layers")
     return stacks[0]

@@ -23,13 +23,17 @@ from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from worker.decode_budget import DecodeBudget
 from worker.model.loading import Pipe
-from worker.pipeline.inputs import InputReader
-from worker.pipeline.limits import MAX_CHUNKS, vocabulary
+from worker.pipeline.inputs import InputReader, warm_up_input
+from worker.pipeline.limits import (
+    MAX_CHUNKS,
+    plan_generation,
+    reads_prompt,
+    settings_of,
+    vocabulary,
+)
 from worker.pipeline.media import FREE_VALUES_PER_PIXEL
-from worker.pipeline.outputs import split_rows, spread_masks, to_json
+from worker.pipeline.outputs import split_generated, split_rows, spread_masks, to_json
 from worker.pipeline.packed_attention import Packing
-from worker.pipeline.text_generation import plan_generation, reads_prompt, split_generated
-from worker.pipeline.warm_up import warm_up_input
 from worker.protocol import ModelInfo, PipelineInput
 from worker.tasks import TASKS
 
@@ -195,7 +199,7 @@ class PipelineRunner:
         batch = rows[0] if len(rows) == 1 else collate(self.pipe.tokenizer, None)(rows)
         if self.generates:
             output = self.pipe.forward(batch, **parameters)
-            return split_generated(output, rows, self.pipe.model.generation_config.eos_token_id)
+            return split_generated(output, rows, settings_of(self.pipe).eos_token_id)
         counts = [row["input_ids"].shape[-1] for row in rows]
         if self.packing is None:
             return split_rows(self.pipe.forward(batch, **parameters), len(rows), counts)

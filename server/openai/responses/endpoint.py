@@ -1,75 +1,85 @@
-"""`POST /v1/responses`: items in, items out, whole, in events, or in the background.
+"""`/v1/responses`: items in, items out, whole, in events, or in the background; `{id}`: once more.
 
     body → request, what it builds on (pool) → submit → deltas → response → store → answer
 
 The way of every generation request (openai/request.py), with a store. A response that runs in the
-background is read here, by nobody's connection, until it has ended; lookup.py finds it.
+background is read here, by nobody's connection, until it has ended.
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import sqlite3
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple, TypeVar
 
 import anyio.to_thread
+from starlette.requests import Request
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import ClientGone, InvalidInput
-from server.engine import Engine
+from batching.request_queue import WorkItem
 from server.http.body import Deadlines
 from server.http.errors import HttpError
-from server.http.json import Document, send_json
-from server.metrics import Metrics
-from server.openai.models import ModelNames
+from server.http.json import Document, JsonEndpoint, send_json
 from server.openai.params import decode
 from server.openai.request import GenerationEndpoint, events
 from server.openai.responses.events import ResponseReply
 from server.openai.responses.items import documents
 from server.openai.responses.request import ResponseRequest
-from server.openai.responses.store import NotStored, ResponseStore, TooLarge
-from server.settings import Settings
+from server.openai.responses.store import NotStored, ResponseStore, Stored, TooLarge
 from server.token_stream import TokenStream
 
 log = logging.getLogger("onequeue.responses")
 
+PATH = "/v1/responses/{id}"
+INPUT_PATH = PATH + "/input_items"
+CANCEL_PATH = PATH + "/cancel"
+MOST_ITEMS = 100
 MOST_UNSTORED = 1000
 MOST_UNSTORED_BYTES = 64_000_000
 
+T = TypeVar("T")
 
-@dataclass(slots=True)
-class Job:
+
+class Job(NamedTuple):
     """A response that runs in the background."""
 
     reply: ResponseReply
-    stream: TokenStream
+    items: list[WorkItem]
     task: "asyncio.Task[None]"
 
 
+@dataclass(eq=False)
 class Responses(GenerationEndpoint[ResponseReply]):
-    """`close` it once the engine has stopped."""
+    """Bodies are posted here; `routes` find responses, 404 for one that neither is stored nor runs
+    in the background. `close` it once the engine has stopped."""
 
     blocks = True  # what a request builds on is in the store
 
-    def __init__(
-        self,
-        settings: Settings,
-        engine: Engine,
-        metrics: Metrics,
-        models: ModelNames,
-        store: ResponseStore,
-    ) -> None:
-        super().__init__(settings, engine, metrics, models)
-        self.store = store
+    store: ResponseStore
+
+    def __post_init__(self) -> None:
         # Answers in the background that `store` could not take.
         self.unstored = ResponseStore(":memory:", MOST_UNSTORED, MOST_UNSTORED_BYTES)
         self.jobs: dict[str, Job] = {}
 
+    def routes(self) -> list[Route]:
+        return [
+            Route(PATH, JsonEndpoint(self.one), methods=["GET", "DELETE"]),
+            Route(INPUT_PATH, JsonEndpoint(self.input_items), methods=["GET"]),
+            Route(CANCEL_PATH, JsonEndpoint(self.cancelled), methods=["POST"]),
+        ]
+
+    # ── a new one ──
+
     def parse(self, body: bytes) -> ResponseReply:
-        request = decode(body, ResponseRequest, self.engine.generator.max_model_len)
-        model = self.models.require(request.model)
-        request.check()
+        most = self.engine.generator.max_model_len
+        request = decode(body, ResponseRequest, self.models.require, most)
         most_mb = self.settings.max_body_mb
         look_up = partial(self.store.items, most_bytes=most_mb * 1_000_000)
         try:
@@ -78,7 +88,7 @@ class Responses(GenerationEndpoint[ResponseReply]):
             large = f"the responses that its items are of exceed {most_mb:g} MB"
             raise InvalidInput.at("input", large) from None
         payload = request.generation_input(self._before(request.previous_response_id), items)
-        return ResponseReply(request, payload, items, model, self.engine.call_id)
+        return ResponseReply(request, payload, items, self.engine.call_id)
 
     def _before(self, id: str | None) -> list[Document]:
         """All items of the conversation that a response ended. As stored, it may be as large as
@@ -94,23 +104,18 @@ class Responses(GenerationEndpoint[ResponseReply]):
         except NotStored as error:
             if error.id in self.jobs:
                 raise InvalidInput.at(path, f"{id!r} has not ended") from None
-            raise not_found(error.id, path) from None
+            raise _not_found(error.id, path) from None
         return [item for turn in turns for item in (*turn.input, *turn.response["output"])]
 
     async def answer(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        reply: ResponseReply,
-        deadlines: Deadlines,
+        self, scope: Scope, receive: Receive, send: Send, reply: ResponseReply, deadlines: Deadlines
     ) -> None:
-        if not reply.background:
+        if not reply.payloads[0].background:
             return await super().answer(scope, receive, send, reply, deadlines)
-        # It begins when there is time for it.
-        stream = self.submit(reply, replace(deadlines, first=math.inf))
+        deadlines = replace(deadlines, first=math.inf)  # it begins when there is time for it
+        stream = TokenStream(self.engine, reply.payloads, deadlines, reply.usage)
         task = self.engine.loop.create_task(self._run(scope, reply, stream))
-        self.jobs[reply.id] = Job(reply, stream, task)
+        self.jobs[reply.id] = Job(reply, stream.items, task)
         await send_json(send, reply.document)
 
     async def _run(self, scope: Scope, reply: ResponseReply, stream: TokenStream) -> None:
@@ -119,13 +124,13 @@ class Responses(GenerationEndpoint[ResponseReply]):
             async for _ in events(reply, stream, await stream.read()):
                 pass
         except ClientGone:
-            reply.cancel()
+            reply.break_off("cancelled")
         except Exception as error:
             reply.fail(self.failed(error, scope))
         finally:
             stream.close()
         try:
-            if not await self.keep(reply):  # nobody has been given it
+            if not await self.keep(reply):  # the client has no other way to it
                 await anyio.to_thread.run_sync(self.unstored.put, reply.stored)
         finally:
             del self.jobs[reply.id]
@@ -138,17 +143,10 @@ class Responses(GenerationEndpoint[ResponseReply]):
             await anyio.to_thread.run_sync(self.store.put, reply.stored)
         except sqlite3.Error as error:
             log.error("response not stored id=%s error=%r", reply.id, error)
-            self.metrics.not_stored.inc()
+            self.engine.metrics.not_stored.inc()
             reply.document["store"] = False
             return False
         return True
-
-    async def cancel(self, id: str) -> None:
-        """End a response in the background, and wait until it has; nothing if there is none."""
-        if (job := self.jobs.get(id)) is not None:
-            for item in job.stream.items:
-                item.resolve(ClientGone("the response was cancelled"))
-            await asyncio.wait([job.task])
 
     async def close(self) -> None:
         self.engine.give_up()
@@ -157,6 +155,81 @@ class Responses(GenerationEndpoint[ResponseReply]):
         await anyio.to_thread.run_sync(self.store.close)
         self.unstored.close()
 
+    # ── one that there is ──
 
-def not_found(id: str, param: str) -> HttpError:
+    async def one(self, request: Request) -> Document:
+        id = _id(request, PATH)
+        if request.method == "DELETE":
+            await self._cancel(id)
+            await self._in_stores(ResponseStore.delete, id)
+            return {"id": id, "object": "response", "deleted": True}
+        if request.query_params.get("stream", "false") != "false":
+            raise InvalidInput.at("stream", "a stored response is answered whole")
+        return (await self._find(id)).response
+
+    async def input_items(self, request: Request) -> Document:
+        found = await self._find(_id(request, INPUT_PATH))
+        items, more = page(found.input, request.query_params)
+        return {
+            "object": "list",
+            "data": items,
+            "first_id": items[0]["id"] if items else None,
+            "last_id": items[-1]["id"] if items else None,
+            "has_more": more,
+        }
+
+    async def cancelled(self, request: Request) -> Document:
+        id = _id(request, CANCEL_PATH)
+        if not (await self._find(id)).response["background"]:
+            raise InvalidInput.at("id", "only a response with background: true can be cancelled")
+        await self._cancel(id)
+        return (await self._find(id)).response
+
+    async def _cancel(self, id: str) -> None:
+        """End a response in the background, and wait until it has; nothing if there is none."""
+        if (job := self.jobs.get(id)) is not None:
+            for item in job.items:
+                item.resolve(ClientGone("the response was cancelled"))
+            await asyncio.wait([job.task])
+
+    async def _find(self, id: str) -> Stored:
+        if (job := self.jobs.get(id)) is not None:
+            if job.reply.document["status"] in ("queued", "in_progress"):
+                return job.reply.stored
+            await asyncio.wait([job.task])  # it has ended, and is being stored
+        return await self._in_stores(ResponseStore.get, id)
+
+    async def _in_stores(self, work: Callable[[ResponseStore, str], T], id: str) -> T:
+        for store in (self.store, self.unstored):
+            with contextlib.suppress(NotStored):
+                return await anyio.to_thread.run_sync(work, store, id)
+        raise _not_found(id, "id")
+
+
+def page(items: list[Document], query: Mapping[str, str]) -> tuple[list[Document], bool]:
+    """Newest first unless asked otherwise, and whether there are more."""
+    order, limit = query.get("order", "desc"), query.get("limit", "20")
+    if order not in ("asc", "desc"):
+        raise InvalidInput.at("order", "must be asc or desc")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MOST_ITEMS):
+        raise InvalidInput.at("limit", f"must be a whole number from 1 to {MOST_ITEMS}")
+    if order == "desc":
+        items = items[::-1]
+    start = 0
+    if (after := query.get("after")) is not None:
+        ids = [item["id"] for item in items]
+        if after not in ids:
+            raise InvalidInput.at("after", f"there is no input item {after[:100]!r}")
+        start = ids.index(after) + 1
+    end = start + int(limit)
+    return items[start:end], end < len(items)
+
+
+def _id(request: Request, counted_as: str) -> str:
+    """The path's id; whatever it is, requests are counted by the path's template."""
+    request.scope["counted_as"] = counted_as
+    return str(request.path_params["id"])
+
+
+def _not_found(id: str, param: str) -> HttpError:
     return HttpError(404, f"there is no stored response {id[:100]!r}", param)

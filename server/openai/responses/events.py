@@ -23,7 +23,8 @@ from server.openai.request import Reply, logprob_documents
 from server.openai.responses.items import new_id
 from server.openai.responses.request import ResponseRequest
 from server.openai.responses.store import Stored
-from worker.deltas import Delta, Part, TokenLogprob
+from server.openai.structured import Format
+from worker.deltas import Delta, TokenLogprob
 from worker.protocol import Chat, GenerationInput
 
 Ending = Literal["completed", "incomplete"]
@@ -38,7 +39,7 @@ TEXT_EVENTS = {
 
 
 class ResponseReply(Reply):
-    """`items` are the request's own. One that failed has the error `invalid_prompt`, if the
+    """`items` are the request's input. One that failed has the error `invalid_prompt`, if the
     request was wrong, or `server_error`."""
 
     def __init__(
@@ -46,14 +47,12 @@ class ResponseReply(Reply):
         request: ResponseRequest,
         payload: GenerationInput,
         items: list[Document],
-        model: str,
         call_id: CallId,
     ) -> None:
         super().__init__([payload], bool(request.stream))
         assert isinstance(payload.prompt, Chat)
-        self.background = payload.background
         self.output = ResponseOutput(call_id, payload.prompt.calls)
-        self.document = _blank(request, model) | {"output": self.output.items}
+        self.document = _blank(request) | {"output": self.output.items}
         self.id = str(self.document["id"])
         self.stored = Stored(self.document, items)
         self._cut = False  # by max_output_tokens, or the end of the context
@@ -80,11 +79,8 @@ class ResponseReply(Reply):
         """What was open is closed without its last events."""
         code = "invalid_prompt" if error.code == "invalid_value" else "server_error"
         self.document["error"] = {"code": code, "message": str(error)}
-        self._break_off("failed")
+        self.break_off("failed")
         return iter(())
-
-    def cancel(self) -> None:
-        self._break_off("cancelled")
 
     def whole(self, deltas: Sequence[Delta]) -> Document:
         for delta in deltas:
@@ -103,7 +99,7 @@ class ResponseReply(Reply):
     def _event(self, name: str) -> Document:
         return {"type": f"response.{name}", "response": self.document}
 
-    def _break_off(self, status: str) -> None:
+    def break_off(self, status: Literal["failed", "cancelled"]) -> None:
         consume(self.output.end("incomplete"))
         self._end(status)
 
@@ -138,24 +134,20 @@ class ResponseOutput:
     def add(self, delta: Delta) -> Iterator[Document]:
         self._logprobs += delta.logprobs
         for part in delta.parts:
-            yield from self._add(part)
+            kind = ITEM_TYPES[part.kind]
+            if self._open is None or self._open["type"] != kind or part.name is not None:
+                yield from self._close("completed")
+                yield from self._begin(kind, part.name or "")
+            if part.text:
+                self._texts.append(part.text)
+                self._unscored += len(part.text)
+                yield self._delta(self.items[-1], part.text)
 
     def end(self, status: Ending) -> Iterator[Document]:
-        """Close what is open. What ended with nothing said is an empty message."""
+        """Close what is open. An answer without any text is an empty message."""
         if status == "completed" and not self.items:
             yield from self._begin("message")
         yield from self._close(status)
-
-    def _add(self, part: Part) -> Iterator[Document]:
-        kind = ITEM_TYPES[part.kind]
-        if self._open is None or self._open["type"] != kind or part.name is not None:
-            yield from self._close("completed")
-            yield from self._begin(kind, part.name or "")
-        if part.text:
-            self._texts.append(part.text)
-            self._unscored += len(part.text)
-            assert self._open is not None
-            yield self._delta(self._open, part.text)
 
     def _begin(self, kind: str, name: str = "") -> Iterator[Document]:
         item: Document = {"id": new_id(kind), "type": kind, "status": "in_progress"}
@@ -226,10 +218,11 @@ def consume(events: Iterator[Document]) -> None:
     deque(events, maxlen=0)
 
 
-def _blank(request: ResponseRequest, model: str) -> Document:
-    """All fields of the API, before anything was said. Unset sampling is the checkpoint's."""
+def _blank(request: ResponseRequest) -> Document:
+    """All fields of the API, before anything is generated. Unset sampling is the checkpoint's."""
     choice, reasoning, text = request.tool_choice, request.reasoning, request.text
-    format = text.format if text else None
+    format = text.format if text and text.format else Format("text")
+    described = format if format.type == "json_schema" else {"type": format.type}
     return {
         "id": "resp_" + secrets.token_hex(24),
         "object": "response",
@@ -242,7 +235,7 @@ def _blank(request: ResponseRequest, model: str) -> Document:
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
         "max_tool_calls": None,
-        "model": model,
+        "model": request.model,
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": request.previous_response_id,
@@ -253,10 +246,10 @@ def _blank(request: ResponseRequest, model: str) -> Document:
         },
         "safety_identifier": request.safety_identifier,
         "service_tier": "default",
-        "store": request.stored,
+        "store": request.store is not False,
         "temperature": request.temperature,
         "text": {
-            "format": format.document() if format else {"type": "text"},
+            "format": msgspec.to_builtins(described),
             "verbosity": text.verbosity if text else None,
         },
         "tool_choice": "auto" if choice is None else msgspec.to_builtins(choice),

@@ -2,12 +2,12 @@
 
     Item  --document-->  what is stored and listed  --messages-->  what the chat template reads
 
-An assistant's reasoning, text and calls are items of their own; a template wants them as one
+An assistant's reasoning, text and calls are separate items; a template takes them as one
 message. This model takes text only, so that other items and parts are refused by name.
 """
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 from batching.errors import InvalidInput
 from server.http.errors import HttpError
 from server.http.json import Document
-from server.openai.messages import CalledFunction, Message, Part, ToolCall, required
+from server.openai.messages import CalledFunction, Message, Part, ToolCall, any_of, one_of, required
 
 PREFIXES = {
     "message": "msg_",
@@ -34,20 +34,15 @@ ROLES = ("user", "assistant", "system", "developer")
 MESSAGE_PARTS = ("input_text", "output_text", "refusal")
 # For the OpenAPI document: what an item needs, beyond its fields' types. A type may be left out
 # where `Item.document` tells it from other fields.
-FULL_ITEM = Meta(
-    extra_json_schema={
-        "anyOf": [
-            {
-                "properties": {
-                    "type": {"enum": [kind, *untyped]},
-                    **{name: {"not": {"type": "null"}} for name in needs},
-                },
-                "required": [*needs, *([] if untyped else ["type"])],
-            }
-            for kind, needs in NEEDS.items()
-            for untyped in [[None] if kind in ("message", "item_reference") else []]
-        ]
-    }
+UNTYPED = ("message", "item_reference")
+THERE = {"not": {"type": "null"}}
+FULL_ITEM = any_of(
+    *(
+        ({"type": {"enum": [kind, None]}, **dict.fromkeys(needs, THERE)}, [*needs])
+        if kind in UNTYPED
+        else ({"type": {"enum": [kind]}, **dict.fromkeys(needs, THERE)}, [*needs, "type"])
+        for kind, needs in NEEDS.items()
+    )
 )
 
 
@@ -84,47 +79,40 @@ class Item(Struct):
                 unknown = f"{path}.id: there is no stored item {id[:100]!r}"
                 raise HttpError(404, unknown, f"{path}.id")
             return stored[id]
-        if kind not in PREFIXES:
-            known = f"must be one of {', '.join(NEEDS)}, not {kind[:50]!r}"
-            raise InvalidInput.at(f"{path}.type", known)
-        made = {
-            "message": self._message,
-            "reasoning": self._reasoning,
-            "function_call": self._call,
-            "function_call_output": self._output,
-        }[kind](path)
+        one_of([*NEEDS], kind, f"{path}.type")
+        made: Document = getattr(self, f"_{kind}")(path)
         return {"id": self.id or new_id(kind), "type": kind, "status": "completed", **made}
 
     def _message(self, path: str) -> Document:
         role = required(self.role, f"{path}.role")
-        if role not in ROLES:
-            known = f"must be one of {', '.join(ROLES)}, not {role[:50]!r}"
-            raise InvalidInput.at(f"{path}.role", known)
-        texts = _texts(self.content, f"{path}.content", MESSAGE_PARTS)
-        if not texts:
+        one_of(ROLES, role, f"{path}.role")
+        content = _parts(self.content, f"{path}.content", MESSAGE_PARTS)
+        if not content:
             raise InvalidInput.at(f"{path}.content", "must not be empty")
-        if role != "assistant":
-            return {"role": role, "content": _parts("input_text", texts)}
-        nothing: Document = {"annotations": [], "logprobs": []}
-        return {"role": role, "content": [each | nothing for each in _parts("output_text", texts)]}
+        if role == "assistant":
+            output: Document = {"type": "output_text", "annotations": [], "logprobs": []}
+            content = [part | output for part in content]
+        return {"role": role, "content": content}
 
     def _reasoning(self, path: str) -> Document:
-        summary = _texts(self.summary or "", f"{path}.summary", ("summary_text",))
-        content = _texts(self.content or "", f"{path}.content", ("reasoning_text",))
+        summary = _parts(self.summary or [], f"{path}.summary", ("summary_text",))
+        content = _parts(self.content or [], f"{path}.content", ("reasoning_text",))
         return {
-            "summary": _parts("summary_text", filter(None, summary)),
-            "content": _parts("reasoning_text", filter(None, content)),
+            "summary": [part for part in summary if part["text"]],
+            "content": [part for part in content if part["text"]],
         }
 
-    def _call(self, path: str) -> Document:
+    def _function_call(self, path: str) -> Document:
         names = NEEDS["function_call"]
         return {name: required(getattr(self, name), f"{path}.{name}") for name in names}
 
-    def _output(self, path: str) -> Document:
+    def _function_call_output(self, path: str) -> Document:
         call_id = required(self.call_id, f"{path}.call_id")
-        parts = _parts("input_text", _texts(self.output, f"{path}.output", ("input_text",)))
-        output = self.output if isinstance(self.output, str) else parts
-        return {"call_id": call_id, "output": output}
+        parts = _parts(self.output, f"{path}.output", ("input_text",))
+        return {
+            "call_id": call_id,
+            "output": self.output if isinstance(self.output, str) else parts,
+        }
 
 
 def documents(
@@ -145,7 +133,7 @@ def documents(
 
 
 def messages(before: Sequence[Document], items: Sequence[Document]) -> list[Message]:
-    """The conversation: what came before, then a request's own items."""
+    """The conversation: what came before, then a request's items."""
     made: list[Message] = []
     names: dict[str, str] = {}  # of the functions called, by call_id
     for n, item in enumerate((*before, *items), start=-len(before)):
@@ -163,7 +151,7 @@ def messages(before: Sequence[Document], items: Sequence[Document]) -> list[Mess
             turn.tool_calls = [*(turn.tool_calls or ()), ToolCall(called, item["call_id"])]
     for message in made:
         if message.content is None and not message.tool_calls:
-            message.content = ""  # thought, and cut off before a word was said
+            message.content = ""  # reasoning, cut off before any text
     return made
 
 
@@ -187,23 +175,20 @@ def _of_others(item: Document, names: dict[str, str], path: str) -> Message:
     call_id = item["call_id"]
     if call_id not in names:
         raise InvalidInput.at(path, "no function_call before it has this call_id")
-    output = item["output"]
-    text = output if isinstance(output, str) else _joined(output)
-    return Message("tool", text, name=names[call_id], tool_call_id=call_id)
+    return Message("tool", _joined(item["output"]), name=names[call_id], tool_call_id=call_id)
 
 
-def _joined(parts: list[Document]) -> str:
-    return "\n".join(part["text"] for part in parts)
+def _joined(parts: str | list[Document]) -> str:
+    return parts if isinstance(parts, str) else "\n".join(part["text"] for part in parts)
 
 
-def _parts(kind: str, texts: Iterable[str]) -> list[Document]:
-    return [{"type": kind, "text": text} for text in texts]
-
-
-def _texts(given: Parts | None, path: str, kinds: Sequence[str]) -> list[str]:
+def _parts(given: Parts | None, path: str, kinds: Sequence[str]) -> list[Document]:
+    """As the first of the kinds that they may be of."""
     if given is None:
         raise InvalidInput.at(path, "is required")
     if isinstance(given, str):
-        return [given]
-    prefix = f"must be {' or '.join(kinds)}: "
-    return [part.read(f"{path}[{n}]", kinds, prefix) for n, part in enumerate(given)]
+        texts = [given]
+    else:
+        prefix = f"must be {' or '.join(kinds)}: "
+        texts = [part.read(f"{path}[{n}]", kinds, prefix) for n, part in enumerate(given)]
+    return [{"type": kinds[0], "text": text} for text in texts]

@@ -7,7 +7,7 @@ from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
 from server.http.json import Document
-from server.openai.messages import FILLED, Message
+from server.openai.messages import FILLED, Message, one_of
 from server.openai.params import Count, Effort, Filled, GenerationRequest, TopLogprobs
 from server.openai.responses.items import FULL_ITEM, Item, messages
 from server.openai.structured import Format
@@ -35,12 +35,10 @@ class Reasoning(Struct):
     effort: Effort | None = None
     summary: Summary | None = None
     generate_summary: Summary | None = None
-    context: Any = None
-    mode: Any = None
 
 
 class ResponseRequest(GenerationRequest, kw_only=True):
-    unimplemented: ClassVar = GenerationRequest.unimplemented | {
+    unimplemented: ClassVar = {
         "access_programs": (),
         "context_management": (),
         "conversation": (),
@@ -56,7 +54,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         "truncation": ("disabled",),
         "reasoning.context": ("auto",),
         "reasoning.mode": ("standard",),
-    }
+    } | GenerationRequest.unimplemented
 
     input: Filled | Annotated[list[Annotated[Item, FULL_ITEM]], FILLED]
     instructions: str | None = None
@@ -84,10 +82,6 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         return "max_output_tokens", self.max_output_tokens
 
     @property
-    def stored(self) -> bool:
-        return self.store is not False
-
-    @property
     def logprobs(self) -> int | None:
         """Of how many likely tokens; None: not even of the chosen one."""
         return (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
@@ -96,15 +90,14 @@ class ResponseRequest(GenerationRequest, kw_only=True):
     def format(self) -> tuple[str, Format | None]:
         return "text.format", self.text.format if self.text else None
 
-    def check(self) -> None:
-        super().check()
+    def check(self, document: Document) -> None:
+        self.refuse_unimplemented(document)
+        super().check(document)
         for n, name in enumerate(self.include or ()):
-            if name not in INCLUDABLE:
-                known = f"must be one of {', '.join(INCLUDABLE)}, not {name[:50]!r}"
-                raise InvalidInput.at(f"include[{n}]", known)
+            one_of(INCLUDABLE, name, f"include[{n}]")
         if self.top_logprobs and self.logprobs is None:
             raise InvalidInput.at("top_logprobs", f"goes with {LOGPROBS} in include only")
-        if self.background and not self.stored:
+        if self.background and self.store is False:
             raise InvalidInput.at("background", "excludes store: false")
         if self.background and self.stream:
             raise InvalidInput.at("stream", "is not implemented with background: true")
@@ -112,7 +105,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
     def generation_input(
         self, before: Sequence[Document], items: Sequence[Document]
     ) -> GenerationInput:
-        """Of a checked request, what came before in its conversation, and its own items."""
+        """Of a checked request, what came before in its conversation, and its items."""
         conversation = messages(before, items)
         if self.instructions is not None:
             conversation.insert(0, Message("system", self.instructions))

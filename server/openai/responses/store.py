@@ -1,7 +1,7 @@
 """Stored responses, by id: what `GET /v1/responses/{id}` and `previous_response_id` look up.
 
 One sqlite database, in memory or in a file. It is bounded: what was stored or built upon longest
-ago goes first. A conversation is a chain of responses, each with its own input, so that a turn
+ago goes first. A conversation is a chain of responses, each with its input alone, so that a turn
 costs as much room as it adds. Methods block; call them in a pool thread.
 """
 
@@ -37,6 +37,8 @@ CREATE TABLE IF NOT EXISTS items (
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS items_response ON items (response_id);
 """
+
+NEXT_USE = "(SELECT coalesce(max(used), 0) + 1 FROM responses)"
 
 
 class NotStored(Exception):
@@ -74,11 +76,10 @@ class ResponseStore:
         run("PRAGMA journal_mode = WAL")
         run("PRAGMA synchronous = NORMAL")  # a power cut may cost the last ones, never the file
         self._database.executescript(SCHEMA)
-        totals = "SELECT count(*), coalesce(sum(size), 0), coalesce(max(used), 0) FROM responses"
         self.count: int
         self.bytes: int
-        self._clock: int  # of uses
-        self.count, self.bytes, self._clock = run(totals).fetchone()
+        totals = "SELECT count(*), coalesce(sum(size), 0) FROM responses"
+        self.count, self.bytes = run(totals).fetchone()
 
     def close(self) -> None:
         with self._lock:
@@ -90,13 +91,13 @@ class ResponseStore:
         id, size = stored.response["id"], len(response) + len(given)
         items = {(item["id"], id) for item in (*stored.input, *stored.response["output"])}
         with self._lock, self._changing():
-            run = self._database.execute
-            row = (id, self._tick(), size, response, given)
-            run("INSERT INTO responses VALUES (?, ?, ?, ?, ?)", row)
+            inserted = f"INSERT INTO responses VALUES (?, {NEXT_USE}, ?, ?, ?)"
+            self._database.execute(inserted, (id, size, response, given))
             self._database.executemany("INSERT INTO items VALUES (?, ?)", items)
             self.count, self.bytes = self.count + 1, self.bytes + size
-            while self._full and self._drop("SELECT id FROM responses ORDER BY used LIMIT 1"):
-                pass
+            while self.count > self.most_responses or self.bytes > self.most_bytes:
+                if not self._drop("SELECT id FROM responses ORDER BY used LIMIT 1"):
+                    break
 
     def get(self, id: str) -> Stored:
         with self._lock:
@@ -115,9 +116,8 @@ class ResponseStore:
                 found.append(stored)
                 following = stored.response["previous_response_id"]
             with contextlib.suppress(sqlite3.Error), self._changing():  # a full disk can be read
-                used = "UPDATE responses SET used = ? WHERE id = ?"
-                uses = [(self._tick(), each.response["id"]) for each in found]
-                self._database.executemany(used, uses)
+                used = f"UPDATE responses SET used = {NEXT_USE} WHERE id = ?"
+                self._database.executemany(used, [(each.response["id"],) for each in found])
         return found[::-1]
 
     def items(self, ids: Set[str], most_bytes: float = math.inf) -> dict[str, Document]:
@@ -158,10 +158,6 @@ class ResponseStore:
             self.count, self.bytes = totals
             raise
 
-    @property
-    def _full(self) -> bool:
-        return self.count > self.most_responses or self.bytes > self.most_bytes
-
     def _read(self, id: str) -> Stored:
         response, given = self._row("response, input", id)
         return Stored(orjson.loads(response), orjson.loads(given))
@@ -179,11 +175,6 @@ class ResponseStore:
     def _drop(self, which: str, *values: str) -> bool:
         dropped = f"DELETE FROM responses WHERE id = ({which}) RETURNING size"
         row = self._database.execute(dropped, values).fetchone()
-        if row is None:
-            return False
-        self.count, self.bytes = self.count - 1, self.bytes - row[0]
-        return True
-
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
+        if row is not None:
+            self.count, self.bytes = self.count - 1, self.bytes - row[0]
+        return row is not None
