@@ -4,9 +4,8 @@ import pytest
 
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.grammar.notation import calls_grammar
-from worker.text.call_form import PLAIN_CALLS, CallForm, call_form
+from worker.text.answer_form import PLAIN_CALLS, AnswerForm, CallForm, call_form
 from worker.text.chat_template import ChatTemplate
-from worker.text.response_template import AnswerForm
 
 TURN = "{% for m in messages %}{% if m.tool_calls %}CALLS{% else %}[INST]{{ m.content }}[/INST]"
 TURN += "{% endif %}{% endfor %}"

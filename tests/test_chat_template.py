@@ -59,8 +59,8 @@ def own_to_transformers() -> set[str]:
 
 def test_what_is_the_renderers_own_cannot_be_set() -> None:
     names = own_to_transformers()
-    assert {"conversations", "messages", "tokenize", "namespace", "tojson", "self"} <= names
-    for name in names | {"bos_token", "eos_token", "pad_token", "mask_token", "range"}:
+    assert {"conversations", "messages", "tokenize", "tojson", "self"} <= names
+    for name in names | {"bos_token", "eos_token", "pad_token", "mask_token", "range", "namespace"}:
         with pytest.raises(InvalidInput, match="not a variable") as caught:
             rendered(**{name: None})
         assert caught.value.param == f"chat_template_kwargs.{name}"

@@ -13,9 +13,9 @@ from worker.deltas import Delta, TokenLogprob
 from worker.generation.output import Prepared, SequenceOutput, make_choices
 from worker.model.logits_processors import SamplingParams
 from worker.model.sampler import SampledToken
+from worker.text.answer_form import PLAIN
 from worker.text.detokenizer import Piece, Share, Vocabulary
 from worker.text.parser import Parser
-from worker.text.response_template import PLAIN
 
 TOKENIZER = tiny_chat.tokenizer()
 TOKENIZER.add_tokens(["ok\n"])

@@ -12,9 +12,9 @@ import pytest
 from transformers.utils.chat_parsing import parse_response
 
 from worker.deltas import TokenLogprob
+from worker.text.answer_form import PLAIN, AnswerForm, answer_form, literal
 from worker.text.detokenizer import Piece, Share
 from worker.text.parser import Event, Parser
-from worker.text.response_template import PLAIN, AnswerForm, answer_form, literal
 
 WEATHER = {
     "type": "function",
@@ -304,6 +304,13 @@ def test_json_in_the_middle_of_a_text_is_no_call() -> None:
     text = 'Here: {"name": "Bob", "parameters": {}} done.'
     assert read(how, text) == {"content": text, "reasoning": "", "calls": []}
     assert read(how, text, list(range(len(text))))["content"] == text
+
+
+def test_plain_text_is_not_searched_for_marks() -> None:
+    parser = Parser(HERMES, "", True)
+    marks = [mark._replace(pattern=None) for mark in parser._marks_outside]
+    parser._marks_outside = marks
+    assert texts(feed(parser, "1 > 0")) == ["1 > 0"]
 
 
 def test_spaces_and_marks_that_never_end_take_no_time() -> None:

@@ -1,13 +1,14 @@
 """What the generation engine does in pool threads: from requests to token ids, sampling parameters,
 limits, and what answers are parsed and constrained by; and from ids to text.
 
-    payload → text (text/chat_template.py) → ids → Prepared, with a plan if it needs one (plan.py)
+    payload → text (text/chat_template.py) → ids → Prepared, for output.py
 
 The tokenizer never truncates or pads, so threads may share it; lengths are checked here. What a
 request leaves open comes from the checkpoint's generation_config.
 """
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +17,14 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from worker.generation.output import Prepared, make_choices
-from worker.generation.plan import called_tools, make_plan
-from worker.grammar.compiler import Grammars
+from worker.grammar.compiler import Grammar, Grammars
 from worker.grammar.guide import Plan
+from worker.grammar.notation import calls_grammar, either
 from worker.model.language_model import LanguageModel
 from worker.model.logits_processors import SamplingParams
-from worker.protocol import Chat, GenerationInput, ModelInfo, Sampling, Stopping
-from worker.text.chat_template import ChatTemplate
+from worker.protocol import Calls, Chat, GenerationInput, ModelInfo, Sampling, Stopping
+from worker.text.answer_form import CallForm
+from worker.text.chat_template import SWITCHES, ChatTemplate
 from worker.text.detokenizer import Vocabulary
 from worker.text.parser import Parser
 
@@ -96,20 +98,73 @@ class Frontend:
     def _answer(self, request: GenerationInput, text: str) -> tuple[Parser | None, Plan | None]:
         """What reads the answers to a prompt, and what holds them to what is asked."""
         chat, calls = request.prompt, request.calls
-        form, begun = None, ""
-        if isinstance(chat, Chat):
-            form, _ = self.template.forms(calls)
-            if chat.continue_final_message:
-                content = chat.messages[-1].get("content")
-                begun = content if isinstance(content, str) else ""
-            elif form and chat.add_generation_prompt:
-                begun = form.thoughts_in(text)
-        asked = request.constraint or calls or request.thinking_tokens is not None
-        plan = make_plan(request, begun, self.template, self.grammars) if asked else None
+        if not isinstance(chat, Chat):
+            return None, self._plan(request, "")
+        form, _ = self.template.forms(calls)
+        begun = ""
+        if chat.continue_final_message:
+            content = chat.messages[-1].get("content")
+            begun = content if isinstance(content, str) else ""
+        elif form and chat.add_generation_prompt:
+            begun = form.thoughts_in(text)
+        plan = self._plan(request, begun)
         if form is None or (form.only_calls and not calls):
             return None, plan
-        tools = called_tools(request) if calls else ()
-        return Parser(form, begun, bool(calls), tools, bool(plan and plan.document)), plan
+        document = plan is not None and plan.document
+        return Parser(form, begun, bool(calls), called_tools(request), document), plan
+
+    def _plan(self, request: GenerationInput, begun: str) -> Plan | None:
+        """`begun`: what the prompt has already written of the answer. InvalidInput with the reason;
+        Pending until the grammars that it takes are compiled."""
+        calls, constraint, budget = request.calls, request.constraint, request.thinking_tokens
+        form, call_form = self.template.forms(calls)
+        answer: Grammar | None = None  # holds the answer as a whole
+        call: Grammar | None = None  # holds a call that the model begins by itself
+        if calls and call_form:
+            unmarked = form is not None and form.unmarked
+            answer, call = self._grammars_of_calls(request, calls, call_form, unmarked)
+        elif constraint:
+            answer = self.grammars.matcher(constraint)
+        single = calls is not None and not calls.parallel
+        if not (answer or call or single or budget is not None):
+            return None
+        opens = answer and _shall_think(request) and not (form and form.ends_thoughts(begun))
+        return Plan(
+            tokenizer=self.grammars.tokenizer("tools") if answer or call else None,
+            answer=answer,
+            document=answer is not None and not (calls and calls.required),
+            call=call,
+            may_think=self.template.opens_thoughts if opens else None,
+            budget=budget,
+            close=self.template.end_of_thoughts(form) if budget is not None else (),
+            single_call=single,
+        )
+
+    def _grammars_of_calls(
+        self, request: GenerationInput, calls: Calls, form: CallForm, unmarked: bool
+    ) -> tuple[Grammar | None, Grammar | None]:
+        """Of the answer as a whole, or of a call that the model begins by itself."""
+        constraint, tools, grammars = request.constraint, called_tools(request), self.grammars
+        several = calls.parallel and (calls.required or form.several_in_mark or bool(constraint))
+        written = calls_grammar(form, tools, several, grammars.quoted)
+        try:
+            compiled = grammars.compiled(written, "tools")
+        except InvalidInput:
+            if not calls.required and not constraint:
+                return None, None  # what the model makes of it is not constrained
+            assert isinstance(request.prompt, Chat)
+            for tool in tools:  # which of them is it?
+                alone = calls_grammar(form, [tool], False, grammars.quoted)
+                grammars.check(alone, f"tools[{request.prompt.tools.index(tool)}]")
+            raise
+        if calls.required:
+            return compiled, None
+        if constraint is None:
+            return None, compiled
+        if unmarked:
+            both = "this model's calls cannot be told from JSON: leave out either this or tools"
+            raise InvalidInput(f"{constraint.param}: {both}", constraint.param)
+        return grammars.compiled(either(constraint, written), constraint.param), None
 
     def _prompt(self, request: GenerationInput) -> tuple[str, list[int]]:
         """The prompt's text, if it is one, and its tokens."""
@@ -188,3 +243,19 @@ def default_sampling(defaults: GenerationConfig) -> SamplingParams:
     if getattr(defaults, "do_sample", None) is False:
         given["temperature"] = 0.0
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+def called_tools(request: GenerationInput) -> list[Mapping[str, Any]]:
+    """Those of the request's tools that may be called."""
+    names = request.calls.names if request.calls else ()
+    tools = request.prompt.tools if isinstance(request.prompt, Chat) else ()
+    return [tool for tool in tools if tool["function"]["name"] in names]
+
+
+def _shall_think(request: GenerationInput) -> bool:
+    """Whether thinking is asked for: else an answer with a grammar begins with it."""
+    chat = request.prompt
+    if not isinstance(chat, Chat):
+        return False
+    switched = any(chat.template_kwargs.get(switch) for switch in SWITCHES)
+    return switched or chat.effort not in (None, "none") or request.thinking_tokens is not None

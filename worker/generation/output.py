@@ -3,9 +3,8 @@
     push(token) → detokenizer → parser (thoughts, calls, content) → stop strings → Delta
                    └▶ guide: what the next token may be
 
-A request's outputs are made in a pool thread, whatever its prompt
-takes to be read; from then on they belong to the worker's thread, where each token costs as much
-as it adds.
+A request's outputs are made in a pool thread, whatever its prompt takes to be read; from then on
+they belong to the worker's thread, where each token costs as much as it adds.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -80,15 +79,15 @@ class SequenceOutput:
         self._detokenizer = vocabulary.stream(prepared.ids[-CONTEXT:])
         self._parser = parser  # None: the text is nothing but content
         self._stopping = item.payload.stopping
-        self._stops = StopStrings(self._stopping.stop)
-        logprobs = prepared.params.logprobs is not None
-        self._logprobs = ContentLogprobs(vocabulary) if logprobs else None
+        self._stops = StopStrings(self._stopping.stop) if self._stopping.stop else None
+        asked = prepared.params.logprobs is not None
+        self._logprobs = ContentLogprobs(vocabulary) if asked else None
         self._echo = echo
         self._prompt: list[TokenLogprob] = []  # what is known of its tokens, if that is asked for
         if echo and echo.texts:
             first = SampledToken(prepared.ids[0], None, ())
             self._prompt.append(token_logprob(vocabulary, first, echo.texts[0]))
-        self._plain = parser is None and self._logprobs is None and not self._stopping.stop
+        self._plain = parser is None and self._logprobs is None and self._stops is None
         self._delta: Delta | None = None
 
     def row(self, drafted: tuple[int, ...] = ()) -> Draw:
@@ -144,8 +143,8 @@ class SequenceOutput:
         delta.reasoning_tokens += thinking or (parser is not None and parser.phase == "thinking")
         if guide:
             guide.follow()
-        if self._stops.matched is not None:
-            self._finish("stop", self._stops.matched, sampled)
+        if self._matched is not None:
+            self._finish("stop", self._matched, sampled)
         elif guide and guide.finished:
             self._finish("stop", None, sampled)
         elif last:
@@ -155,6 +154,11 @@ class SequenceOutput:
         """What has come since the last take."""
         delta, self._delta = self._delta, None
         return delta
+
+    @property
+    def _matched(self) -> str | None:
+        """The stop string that has come."""
+        return self._stops.matched if self._stops else None
 
     def _open(self) -> Delta:
         if self._delta is None:
@@ -172,18 +176,20 @@ class SequenceOutput:
         for kind, piece, name in events:
             if kind == "content":
                 self._content(piece)
-            elif self._stops.matched is None:
+            elif self._matched is None:
                 self._end_content()
                 self._open().add(kind, piece.text, name)
 
     def _content(self, piece: Piece) -> None:
         """Goes out as far as no stop string can come of it."""
-        free = not self._stopping.stop or self.count <= self._stopping.min_tokens
-        self._show(piece if free else self._stops.push(piece))
+        if self._stops and self.count > self._stopping.min_tokens:
+            piece = self._stops.push(piece)
+        self._show(piece)
 
     def _end_content(self) -> None:
-        """For now, or for good: no stop string comes of what was held back."""
-        self._show(self._stops.flush())
+        """For now, or for good: no stop string comes of what was pending."""
+        if self._stops:
+            self._show(self._stops.flush())
         if self._logprobs:
             self._open().logprobs += self._logprobs.close()
 
@@ -194,9 +200,9 @@ class SequenceOutput:
             delta.logprobs += self._logprobs.show(piece)
 
     def _finish(self, reason: FinishReason, stop: str | int | None, sampled: SampledToken) -> None:
-        """The text ends with `sampled`: unless by a stop string, what was held back for one, for
+        """The text ends with `sampled`: unless by a stop string, what was pending for one, for
         a mark or as half a character comes."""
-        if self._stops.matched is None:
+        if self._matched is None:
             if rest := self._detokenizer.flush():
                 self._parse(self._logprobs.rest(rest, sampled) if self._logprobs else Piece(rest))
             if self._parser:

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -74,8 +75,8 @@ class Masks:
     def put(self, pending: "PendingMask") -> None:
         if self._thread is None:
             todo: queue.SimpleQueue[PendingMask | None] = queue.SimpleQueue()
-            work = _work, (todo, LLExecutor(1))
-            thread = threading.Thread(target=work[0], args=work[1], name="masks", daemon=True)
+            work = todo, LLExecutor(1)
+            thread = threading.Thread(target=_work, args=work, name="masks", daemon=True)
             thread.start()  # or it raises, and is tried again with the next step
             self._thread, self._queue = thread, todo
             weakref.finalize(self, todo.put, None)
@@ -90,7 +91,7 @@ class Masks:
 
 @dataclass(slots=True, eq=False)
 class PendingMask:
-    """A step's masks on their way. What no matcher has said allows everything."""
+    """A step's masks on their way. Rows without a matcher allow everything."""
 
     masks: Masks
     requests: Sequence[tuple[int, MaskRequest]]
@@ -99,21 +100,16 @@ class PendingMask:
     at: int = 0  # the request that is being computed
     since: float | None = None  # its thread's CPU time when it was begun; None: it has not been
     thread: threading.Thread | None = None  # that computes; another's work does not count
-    mask: TokenMask | None = None
-    error: BaseException | None = None
-    done: threading.Event = field(default_factory=threading.Event)
+    outcome: Future[TokenMask] = field(default_factory=Future)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def result(self) -> TokenMask:
         """Waits for no mask longer than PATIENCE_S, also counted from before this call."""
         patience_s = PATIENCE_S
-        while not self.done.wait(max(0.01, patience_s - self._spent_s())):
+        while not wait([self.outcome], max(0.01, patience_s - self._spent_s())).done:
             if self._give_up(patience_s):
                 patience_s = max(LEAST_S, patience_s / 2)
-        if self.error is not None:
-            raise self.error
-        assert self.mask is not None
-        return self.mask
+        return self.outcome.result()
 
     def _spent_s(self) -> float:
         """On the mask that is being computed."""
@@ -121,22 +117,18 @@ class PendingMask:
         return 0.0 if since is None or thread is None else cpu_s(thread) - since
 
     def _give_up(self, patience_s: float) -> bool:
-        """If the current mask is late, the others are computed without it. Whoever follows its
-        grammar is told by its `slow`."""
+        """If the current mask is late, the others are computed without it. Its grammar's
+        `slow` fails whoever follows it."""
         with self.lock:
             late = self._spent_s() >= patience_s
-            if self.done.is_set() or self.at == len(self.requests) or not late:
+            if self.outcome.done() or self.at == len(self.requests) or not late:
                 return False
             if grammar := self.requests[self.at][1].grammar:
                 grammar.slow = True
-            self.thread = None
-            self._next()
+            self.thread, self.at, self.since = None, self.at + 1, None
         self.masks.leave_thread()
         self.masks.put(self)
         return True
-
-    def _next(self) -> None:
-        self.at, self.since = self.at + 1, None
 
     # ── in the thread ──
 
@@ -150,14 +142,13 @@ class PendingMask:
                 with self.lock:
                     if self.thread is not this:
                         return False
-                    self._next()
-            self.mask = self._edited()
-        except BaseException as error:  # told where it is waited for
+                    self.at, self.since = self.at + 1, None
+            self.outcome.set_result(self._edited())
+        except BaseException as error:  # raised where the mask is waited for
             with self.lock:
                 if self.thread is not this:
                     return False
-                self.error = error
-        self.done.set()
+                self.outcome.set_exception(error)
         return True
 
     def _compute_one(self, executor: LLExecutor) -> None:
@@ -177,25 +168,22 @@ class PendingMask:
         rows: list[int] = []
         for (row, request), start in zip(self.requests, self.starts, strict=False):
             rows += range(row, row + request.rows)
-            _edit(self.bits[start : start + request.rows], request, self.masks.ends)
-        bits, width = self.bits.view(np.uint8), self.masks.width
-        tokens = np.unpackbits(bits, axis=1, count=width, bitorder="little")
+            bits = self.bits[start : start + request.rows]
+            if request.only is not None:
+                bits[:] = 0
+            for token in (request.only, request.also):
+                if token is not None:
+                    bits[0, token // 32] |= BIT[token % 32]
+            for end in self.masks.ends if request.no_end else ():
+                bits[:, end // 32] &= ~BIT[end % 32]
+        flat, width = self.bits.view(np.uint8), self.masks.width
+        tokens = np.unpackbits(flat, axis=1, count=width, bitorder="little")
         return TokenMask(rows, torch.from_numpy(tokens.view(np.bool_)))
 
 
 def _work(todo: "queue.SimpleQueue[PendingMask | None]", executor: LLExecutor) -> None:
     while (pending := todo.get()) is not None and pending.compute(executor):
         del pending  # or the thread would keep alive whoever is to end it
-
-
-def _edit(bits: Bits, request: MaskRequest, ends: Sequence[int]) -> None:
-    if request.only is not None:
-        bits[:] = 0
-    for token in (request.only, request.also):
-        if token is not None:
-            bits[0, token // 32] |= BIT[token % 32]
-    for end in ends if request.no_end else ():
-        bits[:, end // 32] &= ~BIT[end % 32]
 
 
 def cpu_s(thread: threading.Thread) -> float:

@@ -1,7 +1,7 @@
-"""The grammars of llguidance that answers are held to.
+"""The grammars of llguidance that constrain answers.
 
-    a pool thread asks → a Grammar, a refusal, or Pending: ask again when told to
-    the grammar thread: tried in a child (trial.py) → compiled → kept → who waits is told
+    a pool thread asks → a Grammar, a refusal, or Pending: ask again when called back
+    the grammar thread: tried in a child (trial.py) → compiled → kept → who waits is called back
     a Grammar → a copy for each choice (guide.py) → what a step's rows allow (bitmask.py)
 
 One grammar is tried at a time, identical ones once; one that takes long is put behind those that
@@ -72,7 +72,7 @@ class _Task:
 
 
 class Grammars:
-    """The grammars of one tokenizer. `rows`: the width of the model's output. The library's own
+    """The grammars of one tokenizer. `rows`: the width of the model's output. The library's
     tokenizer takes a second for a large vocabulary, and is made with the first grammar."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, rows: int, ends: Sequence[int]) -> None:
@@ -96,7 +96,7 @@ class Grammars:
         return self.compiled(rule if foreign else f"start: {rule}", constraint.param, foreign)
 
     def compiled(self, grammar: str, param: str, foreign: bool = False) -> Grammar:
-        """`foreign`: in a client's own notation, perhaps GBNF; else in Lark's."""
+        """`foreign`: in a client's notation, perhaps GBNF; else in Lark's."""
         task = self._task(grammar, param, foreign, compiles=True)
         with self._lock:
             known = self._kept.pop(task.digest, None)

@@ -1,7 +1,7 @@
 """What one choice may say next: the grammar of its answer or of a call, and when to stop thinking.
 
-    thinking ──▶ answer, held to a grammar        (a constraint, or calls that must be made)
-    answer, free ──▶ call, held to its tool ──▶ answer    (calls that may be made)
+    thinking ──▶ answer, by a grammar             (a constraint, or calls that must be made)
+    answer, free ──▶ call, by its tool ──▶ answer    (calls that may be made)
 
 Follows the tokens as they are chosen; which phase the text is in, the parser tells. On the
 worker's thread.
@@ -50,7 +50,7 @@ class GrammarState:
         return self.grammar.matcher.deep_copy()
 
     def in_time(self, run: Callable[[LLMatcher], T]) -> T:
-        """On the worker's thread, where the library's own limits bound it. What takes long all the
+        """On the worker's thread, where the library's limits bound it. What takes long all the
         same is done once: the grammar is not followed any further, here or for another."""
         if self.grammar.slow:
             raise ItemFailed("the grammar of this answer takes too long to be followed")

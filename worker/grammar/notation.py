@@ -10,7 +10,7 @@ from typing import Any
 
 from batching.errors import InvalidInput
 from worker.protocol import Constraint
-from worker.text.call_form import CallForm
+from worker.text.answer_form import CallForm
 
 Quote = Callable[[str], str]  # a text in the notation
 Tool = Mapping[str, Any]
@@ -27,6 +27,8 @@ FORMATS = (
 )
 # Where a schema may declare properties besides.
 ELSEWHERE = ("allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "dependentSchemas")
+UNESCAPED = re.compile(r"(\\.)|/|\n")  # in a regex that is to stand between slashes
+ESCAPED = {"/": r"\/", "\n": r"\n"}
 POSITION = re.compile(r"^at \d+\(\d+\): ")
 QUOTED = re.compile(r"\s*(\d+ \||\^)")
 
@@ -41,7 +43,14 @@ def rule(constraint: Constraint) -> str:
     if kind == "choice" and len(value) > MOST_CHOICES:
         raise InvalidInput(f"{param}: takes at most {MOST_CHOICES} texts", param)
     try:
-        written = _written(kind, value)
+        if kind == "json_schema":
+            written = schema_rule(_without_unknown_formats(value), COMPACT)
+        elif kind == "regex":
+            written = f"/{re.sub(UNESCAPED, lambda m: m[1] or ESCAPED[m[0]], value)}/"
+        elif kind == "choice":
+            written = " | ".join(map(literal, value))
+        else:
+            written = str(value)
     except Exception as error:  # whatever makes it no schema, or no grammar
         raise unusable(str(error) or type(error).__name__, param) from None
     check_length(written, param, LONGEST_TEXT.get(kind, LONGEST))
@@ -118,19 +127,6 @@ def unusable(reason: str, param: str) -> InvalidInput:
     lines = [line for line in reason.splitlines() if not QUOTED.match(line)]
     reason = POSITION.sub("", " ".join(" ".join(lines).split()).rstrip(": "))
     return InvalidInput(f"{param}: cannot be used: {reason[:REASON]}", param)
-
-
-def _written(kind: str, value: Any) -> str:
-    if kind == "json_schema":
-        return schema_rule(_without_unknown_formats(value), COMPACT)
-    if kind == "regex":
-        escaped = re.sub(
-            r"(\\.)|/|\n", lambda m: m[1] or {"/": r"\/", "\n": r"\n"}[m[0]], str(value)
-        )
-        return f"/{escaped}/"
-    if kind == "choice":
-        return " | ".join(map(literal, value))
-    return str(value)
 
 
 def _without_unknown_formats(schema: Any) -> Any:

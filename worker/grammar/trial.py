@@ -1,4 +1,4 @@
-"""A stranger's grammar is tried here first, in a process of its own.
+"""A stranger's grammar is tried here first, in another process.
 
     compiler.py: Trials ═ pipe ═▶ main: a fork for each grammar, limited → its Verdict
 
@@ -56,7 +56,7 @@ class Verdict(NamedTuple):
 
 
 def to_lark(grammar: str, foreign: bool, forcing: bool) -> str:
-    """As it is compiled. `foreign`: in a client's own notation, GBNF perhaps. `forcing`: whether
+    """As it is compiled. `foreign`: in a client's notation, GBNF perhaps. `forcing`: whether
     the library may work out as text what must come."""
     lark: str = any_to_lark(grammar) if foreign else grammar
     return lark if forcing else f'%llguidance {{"no_forcing": true}}\n{lark}'
@@ -232,7 +232,7 @@ def _verdict(tokenizer: LLTokenizer, grammar: str, foreign: bool, forcing: bool)
 
 
 def _follow(matcher: LLMatcher) -> None:
-    """A few tokens that the grammar allows, as an answer would be held to it; else Unusable."""
+    """A few tokens that the grammar allows, as an answer would follow it; else Unusable."""
     chance = random.Random(0)
     for _ in range(STEPS):
         mask = _in_time(matcher.compute_bitmask)

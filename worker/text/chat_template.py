@@ -1,13 +1,12 @@
 """What is known of a model's templates, found out once at load; and a conversation as its text.
 
 A *template* is what a checkpoint carries: a chat template, perhaps a response template. A *form*
-is what is known from them: how answers are written (response_template.py), how calls are
-(call_form.py), and how calls and results are taken back (turns.py). Rendering runs in pool threads.
+is what is known from them: how answers and their calls are written (answer_form.py), and how calls
+and results are taken back (turns.py). Rendering runs in pool threads.
 """
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,9 +17,15 @@ from transformers.utils import chat_template_utils
 
 from batching.errors import InvalidInput
 from worker.protocol import Calls, Chat
-from worker.text.call_form import PLAIN_CALLS, CallForm, call_form
-from worker.text.response_template import PLAIN, AnswerForm, answer_form
-from worker.text.turns import Conversation, Message, TurnForm, turn_form
+from worker.text.answer_form import (
+    PLAIN,
+    PLAIN_CALLS,
+    AnswerForm,
+    CallForm,
+    answer_form,
+    call_form,
+)
+from worker.text.turns import Conversation, Message, TurnForm, turn_form, without_nulls
 
 # For templates that write calls only where there are tools; some want all of this of one.
 PROPERTIES = {"given": {"type": "string", "description": "any"}}
@@ -62,7 +67,7 @@ class ChatTemplate:
                 param = f"chat_template_kwargs.{name}"
                 raise InvalidInput(f"{param}: is not a variable of the template", param)
         variables = self._effort(chat) | dict(chat.template_kwargs)
-        messages: Sequence[Mapping[str, Any]] = chat.messages
+        messages = [without_nulls(message) for message in chat.messages]
         try:
             if any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
                 if self.turns is None:
@@ -70,7 +75,7 @@ class ChatTemplate:
                     raise InvalidInput(cannot, "messages")
                 messages = Conversation(self.turns).adapt(messages)
             return self._text(
-                [dict(message) for message in messages],
+                messages,
                 [dict(tool) for tool in chat.tools],
                 add_generation_prompt=chat.add_generation_prompt,
                 continue_final_message=chat.continue_final_message,
@@ -122,10 +127,8 @@ class ChatTemplate:
     def _opens_thoughts(self, source: str) -> int | None:
         """The token by which the model opens its thoughts, if it does so by itself."""
         reasoning = self.answers.reasoning if self.answers else None
-        if reasoning is None or not reasoning.open_literals:
-            return None
-        mark = reasoning.open_literals[0]
-        if self.answers is None or mark not in source:
+        mark = reasoning.open_literals[0] if reasoning and reasoning.open_literals else None
+        if self.answers is None or mark is None or mark not in source:
             return None
         prompt = self._tried([{"role": "user", "content": "?"}], enable_thinking=True)
         begun = self.answers.thoughts_in(prompt)

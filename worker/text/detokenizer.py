@@ -1,6 +1,6 @@
 """Token ids to text, token by token, and pieces of that text that know their tokens.
 
-A Vocabulary is made once per tokenizer. It gives each sequence a TextStream, which turns ids into
+A Vocabulary is made once per tokenizer. It gives each sequence a stream, which turns ids into
 text that will not change any more. Byte-level BPE is a table of bytes and a UTF-8 decoder; other
 tokenizers decode a short window of tokens. Nothing here encodes or sets truncation and padding,
 and of a fast tokenizer only table and decoder are kept, so that other threads may encode
@@ -15,30 +15,28 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from os.path import commonprefix
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from tokenizers import decoders
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from worker.deltas import TokenLogprob
 
 # The last prompt tokens that a stream looks at.
 CONTEXT = 8
-# Tokens held back for a character that does not end; then they are shown as they are.
+# Tokens pending for a character that does not end; then they are shown as they are.
 MAX_INCOMPLETE = 8
-# Tokens held back because they add no text yet, such as spaces that a decoder strips at the end.
+# Tokens pending because they add no text yet, such as spaces that a decoder strips at the end.
 MAX_SILENT = 64
 REPLACEMENT = "\ufffd"
 
 Join = Callable[[list[Any]], str]  # the text of pieces; a piece is what stands for a token
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-# GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes follow from U+0100 on.
-PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-OTHERS = [byte for byte in range(0x100) if byte not in PRINTABLE]
-BYTE_OF = {chr(byte): byte for byte in PRINTABLE}
-BYTE_OF |= {chr(0x100 + n): byte for n, byte in enumerate(OTHERS)}
+alphabet: Any = bytes_to_unicode  # of byte-level BPE; it has no types
+BYTE_OF: dict[str, int] = {letter: byte for byte, letter in alphabet().items()}
 
 
-# A token that has text, after those that have none of their own: part of its first character.
+# A token that has text, after those that have none: part of its first character.
 Tokens: TypeAlias = tuple[TokenLogprob, ...]
 
 
@@ -81,22 +79,6 @@ class Piece:
         return taken
 
 
-class TextStream(Protocol):
-    """One sequence's text. The joined pushes and the flush are what decoding the context and the
-    ids adds to decoding the context alone; ids outside the vocabulary add nothing.
-
-    Not so where a decoder rewrites what it gave before: what was shown stays. With byte fallback
-    (`<0xE5>`) a run of byte tokens that turns out to be invalid UTF-8 decodes to one U+FFFD per
-    token, its whole characters included; CTRL's "@@" vanishes once a word follows.
-    """
-
-    def push(self, token_id: int) -> str:
-        """The text that is certain now: "" while a character is incomplete."""
-
-    def flush(self) -> str:
-        """What was held back, at the end: incomplete bytes become U+FFFD."""
-
-
 class Vocabulary:
     """A tokenizer's ids as text, fast or slow; shared by all sequences and threads."""
 
@@ -121,7 +103,11 @@ class Vocabulary:
         self._hidden = {i for i, token in special.items() if not (marks and marks(token))}
         self._described: dict[int, tuple[str, bytes]] = {}
         if fast:
-            self._use(*_own_decoding(tokens, backend.decoder))
+            decoder = backend.decoder
+            if _is_byte_level(decoder):
+                self._use({i: _bytes(token) for i, token in tokens.items()}, _join_bytes)
+            else:
+                self._use(tokens, " ".join if decoder is None else decoder.decode)
         # some classes edit what their decoder gives, as CLIP and Whisper do: the vocabulary tells
         if not fast or self.text_of(ids, skip_special=False) != ask(ids):
             self._use({i: i for i in ids}, ask)
@@ -154,21 +140,23 @@ class Vocabulary:
         byte = BYTE_TOKEN.fullmatch(piece) if isinstance(piece, str) and piece != alone else None
         return text, bytes.fromhex(byte[1]) if byte else text.encode()
 
-    def stream(self, context: Sequence[int], skip_special: bool = True) -> TextStream:
+    def stream(
+        self, context: Sequence[int], skip_special: bool = True
+    ) -> "_ByteStream | _WindowStream":
         """The text of the ids to come. `context`: the prompt's last ids, or all of them; some
-        decoders write a token otherwise where no text precedes it."""
+        decoders write a token otherwise where no text precedes it.
+
+        The joined pushes and the flush are what decoding the context and the ids adds to decoding
+        the context alone; ids outside the vocabulary add nothing. Not so where a decoder rewrites
+        what it gave before: what was shown stays. With byte fallback (`<0xE5>`) a run of byte
+        tokens that turns out to be invalid UTF-8 decodes to one U+FFFD per token, its whole
+        characters included; CTRL's "@@" vanishes once a word follows.
+        """
         pieces = self._visible if skip_special else self._pieces
         before = [*islice((pieces[i] for i in reversed(context) if i in pieces), CONTEXT)][::-1]
         if self._join is _join_bytes:
             return _ByteStream(pieces, before)
         return _WindowStream(pieces, before, self._join)
-
-
-def _own_decoding(tokens: dict[int, str], decoder: Any) -> tuple[dict[int, Any], Join]:
-    """What a fast tokenizer's decoding is made of; pieces are bytes or token strings."""
-    if _is_byte_level(decoder):
-        return {i: _bytes(token) for i, token in tokens.items()}, _join_bytes
-    return dict(tokens), " ".join if decoder is None else decoder.decode
 
 
 def _is_byte_level(decoder: Any) -> bool:
@@ -199,9 +187,11 @@ class _ByteStream:
         self._replaced = self._decoder.getstate()[0].decode("utf-8", "replace")
 
     def push(self, token_id: int) -> str:
+        """The text that is certain now: "" while a character is incomplete."""
         return self._added(self._decoder.decode(self._pieces.get(token_id, b"")))
 
     def flush(self) -> str:
+        """What was pending, at the end: incomplete bytes become U+FFFD."""
         return self._added(self._decoder.decode(b"", final=True))
 
     def _added(self, text: str) -> str:
@@ -212,7 +202,7 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """Decodes the tokens shown last together with those held back, and takes off the text of the
+    """Decodes the tokens shown last together with the pending ones, and takes off the text of the
     former. Both are few, so that a token's cost does not grow with the text."""
 
     def __init__(self, pieces: Mapping[int, Any], before: list[Any], join: Join) -> None:
@@ -222,32 +212,32 @@ class _WindowStream:
         whole = (before[n:] for n in range(len(before)) if REPLACEMENT not in join(before[n:]))
         self._shown = next(whole, before)
         self._shown_text = join(self._shown)
-        self._held: list[Any] = []
+        self._pending: list[Any] = []
 
     def push(self, token_id: int) -> str:
         piece = self._pieces.get(token_id)
         if piece is None:
             return ""
-        self._held.append(piece)
+        self._pending.append(piece)
         new = self._new_text()
         most = MAX_INCOMPLETE if new else MAX_SILENT
-        if len(self._held) < most and (not new or new.endswith(REPLACEMENT)):
+        if len(self._pending) < most and (not new or new.endswith(REPLACEMENT)):
             return ""
         return self._show(new)
 
     def flush(self) -> str:
-        return self._show(self._new_text()) if self._held else ""
+        return self._show(self._new_text()) if self._pending else ""
 
     def _new_text(self) -> str:
-        text = self._join(self._shown + self._held)
+        text = self._join(self._shown + self._pending)
         if text.startswith(self._shown_text):
             return text[len(self._shown_text) :]
         if self._shown_text.endswith(REPLACEMENT):  # a character that is complete only now
             both = commonprefix([text, self._shown_text])  # noqa: RUF071  # no paths
             return text[len(both) :]
-        return self._join(self._held)  # an invalid run of bytes rewrote what was shown
+        return self._join(self._pending)  # an invalid run of bytes rewrote what was shown
 
     def _show(self, text: str) -> str:
-        self._shown, self._held = self._held, []
+        self._shown, self._pending = self._pending, []
         self._shown_text = self._join(self._shown)
         return text

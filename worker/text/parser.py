@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from worker.deltas import Kind
+from worker.text.answer_form import CALLS, CONTENT, REASONING, AnswerForm, Mark
 from worker.text.call_parser import CallParser, call_parser, whole_calls
 from worker.text.detokenizer import Piece
-from worker.text.response_template import CALLS, CONTENT, REASONING, AnswerForm, Mark
 
 Match: TypeAlias = Any  # of the regex package
 Phase: TypeAlias = Literal["answer", "thinking", "call"]
@@ -97,23 +97,20 @@ class Parser:
         where they should."""
         self._constrained = constrained
         if constrained and self._document:
-            self._begin_document()
+            self._document = self._has_content = self._after_mark = False
+            self._first_only = True
+            if not self._calls:
+                self._marks_outside = []
         self._buffer.append(piece)
         return self._parse(ended=False)
 
     def finish(self) -> list[Event]:
-        """What was held back, at the end."""
+        """What was pending, at the end."""
         events = self._parse(ended=True)
         self._emit_space(events)
         if self.phase == "call" and not self._cut_short:
             self._end_call(events)
         return events
-
-    def _begin_document(self) -> None:
-        self._document = self._has_content = self._after_mark = False
-        self._first_only = True
-        if not self._calls:
-            self._marks_outside = []
 
     @property
     def _cut_short(self) -> bool:
@@ -139,6 +136,8 @@ class Parser:
         best: tuple[Mark, Match] | None = None
         pending = len(text)
         for mark in self._marks():
+            if mark.first and mark.first.isdisjoint(text):
+                continue
             match = mark.pattern.search(text, partial=not ended)
             if match is None or not self._counts(match):
                 continue
@@ -154,7 +153,7 @@ class Parser:
         return None, pending if len(text) - pending < MAX_PENDING else len(text)
 
     def _counts(self, match: Match) -> bool:
-        """Some marks are marks only before everything else, lest they are seen in what is said."""
+        """Some marks are marks only before everything else, lest they are seen in the content."""
         if self._inside is not self._outside:
             return True
         if not (self._first_only or (self._empty_first and not match.group())):
@@ -162,9 +161,8 @@ class Parser:
         return not self._has_content and not self._buffer.text[: match.start()].strip()
 
     def _marks(self) -> list[Mark]:
-        if self._inside is self._outside:
+        if self._inside is self._outside or self._inside is None:
             return self._marks_outside
-        assert self._inside is not None
         end = self._form.closes.get(self._inside.name)
         return [end] if end else []
 

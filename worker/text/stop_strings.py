@@ -18,27 +18,26 @@ class StopStrings:
         self._stops = tuple(stops)
         self._first_chars = frozenset(stop[0] for stop in stops)
         self._longest = max(map(len, stops), default=0)
-        self._held = Piece("")
+        self._pending = Piece("")
 
     def push(self, piece: Piece) -> Piece:
-        """What may be shown now: what could become a stop is held back."""
+        """What may be shown now: what could become a stop is pending."""
         if self.matched is not None:
             return Piece("")
-        if not self._held.text and self._first_chars.isdisjoint(piece.text):
+        if not self._pending.text and self._first_chars.isdisjoint(piece.text):
             return piece
-        self._held.append(piece)
-        text = self._held.text
+        self._pending.append(piece)
+        text = self._pending.text
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             _, at, self.matched = min(found)
-            shown, self._held = self._held.take(at), Piece("")
+            shown, self._pending = self._pending.take(at), Piece("")
             return shown
         at = max(0, len(text) - self._longest + 1)
         while not any(stop.startswith(text[at:]) for stop in self._stops):
             at += 1
-        return self._held.take(at)
+        return self._pending.take(at)
 
     def flush(self) -> Piece:
-        """What was held back, when the content ends otherwise."""
-        held, self._held = self._held, Piece("")
-        return held
+        """What was pending, when the content ends otherwise."""
+        return self._pending.take(len(self._pending.text))

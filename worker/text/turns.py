@@ -2,7 +2,7 @@
 
     messages as the API has them  --adapt-->  messages as the template takes them
 
-Templates differ in what they want beside calls where nothing is said, in arguments, in ids, and
+Templates differ in what they want beside calls without content, in arguments, in ids, and
 in what they show at all. What a template takes is found out at load, by having it render a call
 and its result in every form there is. chat_template.py renders.
 """
@@ -12,33 +12,41 @@ import json
 import re
 import secrets
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal, get_args
 
 import orjson
 
-from worker.text.call_form import PLAIN_CALLS
+from worker.text.answer_form import PLAIN_CALLS, Render
 
 Message = dict[str, Any]
-Render = Callable[[list[Message]], str]  # a chat template; nothing where it raises
 Ids = Literal["any", "nine", "named"]
 Arguments = Literal["object", "text"]
-Content = Literal["absent", "null", "empty"]
+Content = Literal["absent", "null", "dumped", "empty"]
 
 NINE = re.compile("[A-Za-z0-9]{9}")
 
 
 class Null:
-    """None, for templates that ask whether content is none: transformers leaves out fields that
-    are None, but puts what `model_dump` returns in place of an object that has it."""
+    """None, for templates that ask whether content is none: newer versions of transformers leave
+    out fields that are None, but put what `model_dump` returns in place of an object that has it.
+    Older ones show the object, which reads as the None that no template should show."""
 
     def model_dump(self) -> None:
         return None
 
+    def __repr__(self) -> str:
+        return "None"
 
-CONTENTS: dict[Content, Any] = {"absent": None, "null": Null(), "empty": ""}
+
+CONTENTS: dict[Content, Message] = {
+    "absent": {},
+    "null": {"content": None},
+    "dumped": {"content": Null()},
+    "empty": {"content": ""},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +55,8 @@ class TurnForm:
 
     ids: Ids = "any"  # nine: letters or digits; named: functions.NAME:INDEX
     arguments: Arguments = "object"
-    content: Content = "absent"  # beside calls, where nothing is said
-    apart: bool = False  # what is said beside calls is a message of its own
+    content: Content = "absent"  # beside calls, where there is none
+    apart: bool = False  # content beside calls is a message of its own
     single: bool = False  # one call a message, each with its results
     written: bool = False  # it knows results, but no calls: they are part of the content
 
@@ -69,7 +77,7 @@ class Conversation:
         self._used: set[str] = set()
 
     def adapt(self, messages: Iterable[Mapping[str, Any]]) -> list[Message]:
-        left = deque(dict(message) for message in messages)
+        left = deque(map(without_nulls, messages))
         while left:
             message = left.popleft()
             if message["role"] == "tool":
@@ -87,15 +95,14 @@ class Conversation:
         """Results come in the order of their calls: many templates show no ids."""
         given = message.pop("tool_calls")
         answers, others = _matched(given, results)
-        if self.form.apart and message["content"]:
-            self._made.append({"role": "assistant", "content": message["content"]})
-            message["content"] = None
+        if self.form.apart and message.get("content"):
+            self._made.append({"role": "assistant", "content": message.pop("content")})
         size = 1 if self.form.single else len(given)
         for start in range(0, len(given), size):
             group = given[start : start + size]
             calls = [self._call(call, place) for place, call in enumerate(group)]
-            said = message if start == 0 else {"role": "assistant", "content": None}
-            self._made.append(self._calling(said, calls))
+            first = message if start == 0 else {"role": "assistant"}
+            self._made.append(self._calling(first, calls))
             for call, found in zip(calls, answers[start : start + size], strict=True):
                 for result in found:
                     self._result(result, call)
@@ -107,11 +114,12 @@ class Conversation:
             written = PLAIN_CALLS.text(
                 [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
             )
-            said = message["content"]
-            return {**message, "content": f"{said}\n{written}" if said else written}
+            content = message.get("content")
+            return {**message, "content": f"{content}\n{written}" if content else written}
         made = {**message, "tool_calls": calls}
-        if not message["content"]:
-            made["content"] = CONTENTS[self.form.content]
+        if not message.get("content"):
+            made.pop("content", None)
+            made |= CONTENTS[self.form.content]
         return made
 
     def _call(self, given: Mapping[str, Any], place: int) -> Message:
@@ -147,6 +155,11 @@ class Conversation:
         seed = f"{len(self._used)} {given}".encode(errors="replace")
         digits = hashlib.sha256(seed).hexdigest()
         return digits[:9] if self.form.ids == "nine" else "call_" + digits[:24]
+
+
+def without_nulls(message: Mapping[str, Any]) -> Message:
+    """As newer versions of transformers show it to a template; older ones show None."""
+    return {key: value for key, value in message.items() if value is not None}
 
 
 def _named(name: str, index: int) -> str:
@@ -189,7 +202,7 @@ def _arguments(given: str | dict[str, Any], form: TurnForm) -> str | dict[str, A
 NUMBERS = ("one", "two")  # of the calls that are tried
 IDS_TRIED = ("call_of_one", "callofone", "functions.name_one:0")
 QUESTION: Message = {"role": "user", "content": "?"}
-SAID = "said_before"
+CONTENT = "text_before"
 ALL_POINTS = 4
 
 
@@ -206,7 +219,7 @@ def turn_form(render: Render) -> TurnForm | None:
     if not most and not _points(render(_tried(best)), nones):
         return None
     apart, single = replace(best, apart=True), replace(best, single=True)
-    if not _shows(render, best, SAID, 1) and _shows(render, apart, SAID, 1):
+    if not _shows(render, best, CONTENT, 1) and _shows(render, apart, CONTENT, 1):
         best, single = apart, replace(apart, single=True)
     return single if not _shows(render, best, "", 2) and _shows(render, single, "", 2) else best
 
@@ -221,20 +234,20 @@ def _points(text: str, nones: int) -> int:
     return 1 + arguments + tied + (text.count("None") == nones)
 
 
-def _shows(render: Render, form: TurnForm, said: str, calls: int) -> bool:
-    """Whether all calls and what is said before them are shown, with an answer after them too."""
-    messages = _tried(form, said, calls)
+def _shows(render: Render, form: TurnForm, content: str, calls: int) -> bool:
+    """Whether all calls and the content before them are shown, with an answer after them too."""
+    messages = _tried(form, content, calls)
     text = render(messages)
     shown = all(
         f"name_{each}" in text and text.count(f"value_{each}") == text.count(f"result_{each}") == 1
         for each in NUMBERS[:calls]
     )
-    in_order = 0 <= text.find(said) < text.find("name_one")
+    in_order = 0 <= text.find(content) < text.find("name_one")
     messages += [{"role": "assistant", "content": "!"}, QUESTION]
     return shown and in_order and "name_one" in render(messages)
 
 
-def _tried(form: TurnForm, said: str = "", calls: int = 1) -> list[Message]:
+def _tried(form: TurnForm, content: str = "", calls: int = 1) -> list[Message]:
     """A conversation in a form: a question, calls, their results."""
     made, results = [], []
     for number in NUMBERS[:calls]:
@@ -243,7 +256,7 @@ def _tried(form: TurnForm, said: str = "", calls: int = 1) -> list[Message]:
         function = {"name": f"name_{number}", "arguments": arguments}
         made.append({"id": id, "type": "function", "function": function})
         results.append({"role": "tool", "tool_call_id": id, "content": f"result_{number}"})
-    turn: Message = {"role": "assistant", "content": said, "tool_calls": made}
-    if said:
+    turn: Message = {"role": "assistant", "content": content, "tool_calls": made}
+    if content:
         turn["reasoning_content"] = "thought"
     return Conversation(form).adapt([QUESTION, turn, *results])
