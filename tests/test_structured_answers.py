@@ -620,7 +620,7 @@ def test_a_model_that_does_not_think_is_not_asked_to() -> None:
     prepare(tiny_chat.plain_engine(), asking(max_tokens=9, effort="none"))
 
 
-def test_static_batches_hold_to_grammars_too() -> None:
+def test_cached_runner_batches_hold_to_grammars_too() -> None:
     language = load_language_model(tiny_chat.options())
     generator = cached_engine(CachedRunner(language), GeneratorOptions(""), "asked to")
     paged = [alone(item) for item in _both()]
