@@ -57,7 +57,7 @@ class EventStream:
         finally:
             self._writing = False
 
-    async def end(self, last: bytes = DONE) -> None:
+    async def end(self, last: bytes) -> None:
         await self.write(last)
         self.close()
         await self._send({"type": "http.response.body", "body": b""})
