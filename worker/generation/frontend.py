@@ -17,15 +17,18 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from worker.generation.output import Prepared, make_choices
+from worker.grammar.calls import accepts, calls_grammar
 from worker.grammar.compiler import Grammar, Grammars
 from worker.grammar.guide import Plan
-from worker.grammar.notation import calls_grammar, either
+from worker.grammar.notation import either
 from worker.model.language_model import LanguageModel
 from worker.model.logits_processors import SamplingParams
 from worker.protocol import Calls, Chat, GenerationInput, ModelInfo, Sampling, Stopping
-from worker.text.answer_form import CallForm
+from worker.text.answer_form import AnswerForm
+from worker.text.call_form import CallForm
 from worker.text.chat_template import SWITCHES, ChatTemplate
 from worker.text.detokenizer import Vocabulary
+from worker.text.learning import ARGUMENTS, TOOLS
 from worker.text.parser import Parser
 
 # What a request may leave open.
@@ -51,9 +54,8 @@ class Frontend:
         self.eos_ids = tuple(id_ for id_ in end_ids(defaults, tokenizer) if id_ < vocab_size)
         self.defaults = default_sampling(defaults)
         self.grammars = Grammars(tokenizer, vocab_size, self.eos_ids)
-        self.template = ChatTemplate(tokenizer)
-        form = self.template.answers
-        self.vocabulary = Vocabulary(tokenizer, form.marks if form else None)
+        self.template = proved(ChatTemplate(tokenizer))
+        self.vocabulary = Vocabulary(tokenizer, self.template.answers.shows)
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     def prepare(self, item: WorkItem) -> None:
@@ -105,10 +107,10 @@ class Frontend:
         if chat.continue_final_message:
             content = chat.messages[-1].get("content")
             begun = content if isinstance(content, str) else ""
-        elif form and chat.add_generation_prompt:
+        elif chat.add_generation_prompt:
             begun = form.thoughts_in(text)
         plan = self._plan(request, begun)
-        if form is None or (form.only_calls and not calls):
+        if form.only_calls and not calls:
             return None, plan
         document = plan is not None and plan.document
         return Parser(form, begun, bool(calls), called_tools(request), document), plan
@@ -121,32 +123,34 @@ class Frontend:
         answer: Grammar | None = None  # holds the answer as a whole
         call: Grammar | None = None  # holds a call that the model begins by itself
         if calls and call_form:
-            unmarked = form is not None and form.unmarked
-            answer, call = self._grammars_of_calls(request, calls, call_form, unmarked)
+            answer, call = self._grammars_of_calls(request, calls, form, call_form)
         elif constraint:
-            answer = self.grammars.matcher(constraint)
+            headers = content_headers(form) if isinstance(request.prompt, Chat) else ()
+            answer = self.grammars.matcher(constraint, headers)
         single = calls is not None and not calls.parallel
         if not (answer or call or single or budget is not None):
             return None
-        opens = answer and _shall_think(request) and not (form and form.ends_thoughts(begun))
+        opens = answer and _shall_think(request) and not form.ends_thoughts(begun)
         return Plan(
             tokenizer=self.grammars.tokenizer("tools") if answer or call else None,
             answer=answer,
             document=answer is not None and not (calls and calls.required),
             call=call,
-            may_think=self.template.opens_thoughts if opens else None,
+            may_think=self.template.opens_thoughts if opens else (),
             budget=budget,
             close=self.template.end_of_thoughts(form) if budget is not None else (),
             single_call=single,
         )
 
     def _grammars_of_calls(
-        self, request: GenerationInput, calls: Calls, form: CallForm, unmarked: bool
+        self, request: GenerationInput, calls: Calls, answers: AnswerForm, form: CallForm
     ) -> tuple[Grammar | None, Grammar | None]:
         """Of the answer as a whole, or of a call that the model begins by itself."""
         constraint, tools, grammars = request.constraint, called_tools(request), self.grammars
-        several = calls.parallel and (calls.required or form.several_in_mark or bool(constraint))
-        written = calls_grammar(form, tools, several, grammars.quoted)
+        begun = not (calls.required or constraint)
+        several = calls.parallel and (not begun or form.several_in_mark)
+        starts = [answers.start] if answers.start else []
+        written = calls_grammar(form, tools, several, grammars.quoted, starts, begun)
         try:
             compiled = grammars.compiled(written, "tools")
         except InvalidInput:
@@ -161,7 +165,7 @@ class Frontend:
             return compiled, None
         if constraint is None:
             return None, compiled
-        if unmarked:
+        if answers.unmarked:
             both = "this model's calls cannot be told from JSON: leave out either this or tools"
             raise InvalidInput(f"{constraint.param}: {both}", constraint.param)
         return grammars.compiled(either(constraint, written), constraint.param), None
@@ -228,6 +232,21 @@ class Frontend:
             end_ids=ends if stopping.min_tokens else (),
             **{name: value for name, value in chosen.items() if value is not None},
         )
+
+
+def proved(template: ChatTemplate) -> ChatTemplate:
+    """The grammar of its calls takes those that it writes; else their form is not used. Where it
+    writes Python without its quotes, there is nothing to compare."""
+    form = template.answers.calls
+    if form and (form.arguments.style != "python" or form.arguments.quotes):
+XX        if not all(taken):
+            template.refuse_calls("their grammar does not take what the template writes")
+    return template
+
+
+def content_headers(form: AnswerForm) -> tuple[str, ...]:
+    """What may stand before content."""
+    return tuple(filter(None, (form.start, form.content and form.content[0])))
 
 
 def end_ids(defaults: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -90,10 +90,14 @@ class Grammars:
 
     # ── in pool threads: all raise InvalidInput with the reason, or Pending ──
 
-    def matcher(self, constraint: Constraint) -> Grammar:
+    def matcher(self, constraint: Constraint, headers: Sequence[str] = ()) -> Grammar:
+        """`headers`: texts that may stand before the answer."""
         rule = notation.rule(constraint)
-        foreign = constraint.kind == "grammar"
-        return self.compiled(rule if foreign else f"start: {rule}", constraint.param, foreign)
+        if constraint.kind == "grammar":
+            return self.compiled(rule, constraint.param, foreign=True)
+        before = "".join(f"({self.quoted(text)})? " for text in headers)
+        written = f"start: {before}answer\nanswer: {rule}" if before else f"start: {rule}"
+        return self.compiled(written, constraint.param)
 
     def compiled(self, grammar: str, param: str, foreign: bool = False) -> Grammar:
         """`foreign`: in a client's notation, perhaps GBNF; else in Lark's."""

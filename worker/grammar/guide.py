@@ -32,7 +32,7 @@ class Plan:
     answer: Grammar | None = None  # what follows the reasoning, up to the end
     document: bool = False  # the answer is one: nothing in it is a mark
     call: Grammar | None = None  # a call that the model begins by itself; not beside `answer`
-    may_think: int | None = None  # a token that begins reasoning in place of the answer
+    may_think: tuple[int, ...] = ()  # the tokens that begin reasoning in place of the answer
     budget: int | None = None  # tokens of reasoning
     close: tuple[int, ...] = ()  # the tokens that end it
     single_call: bool = False
@@ -74,7 +74,7 @@ class Guide:
         self._state: GrammarState | None = None
         if plan.answer and not thinking:
             self._state = GrammarState(plan.answer)
-        self._may_think = None if thinking else plan.may_think
+        self._may_think = () if thinking else plan.may_think
         self._thought = 0
         self._forced: list[int] = []
         self._limit()
@@ -103,7 +103,8 @@ class Guide:
         if self._forced:
             return MaskRequest(only=self._forced[0])
         if state := self._state:
-            return MaskRequest(state.matcher, drafts, also=self._may_think, grammar=state.grammar)
+            also = self._may_think[0] if self._may_think else None
+            return MaskRequest(state.matcher, drafts, also=also, grammar=state.grammar)
         if self._plan.answer:  # not begun: these are thoughts
             return MaskRequest(None, drafts, no_end=True)
         return None
@@ -112,11 +113,12 @@ class Guide:
         """A token was chosen; its text has not been read yet."""
         if self._forced:
             self._forced.pop(0)
-        elif token == self._may_think:
+        elif self._may_think and token == self._may_think[0]:
             self._state, self.turned = None, True
+            self._forced = [*self._may_think[1:]]
         elif self._state and not self._state.in_time(lambda matcher: matcher.consume_token(token)):
             raise ItemFailed("the grammar of this answer is too complex to be followed any further")
-        self._may_think = None
+        self._may_think = ()
 
     def follow(self) -> None:
         """The token's text has been read."""

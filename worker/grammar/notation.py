@@ -5,15 +5,13 @@ Its size is bounded here; what it takes to compile, in trial.py.
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from batching.errors import InvalidInput
 from worker.protocol import Constraint
-from worker.text.answer_form import CallForm
 
 Quote = Callable[[str], str]  # a text in the notation
-Tool = Mapping[str, Any]
 
 COMPACT = {"whitespace_flexible": False, "coerce_one_of": True}
 LONGEST = 1_000_000  # characters of a grammar, tools and all
@@ -25,8 +23,6 @@ FORMATS = (
     *("date-time", "time", "date", "duration", "email", "hostname"),
     *("ipv4", "ipv6", "uuid", "uri"),
 )
-# Where a schema may declare properties besides.
-ELSEWHERE = ("allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "dependentSchemas")
 UNESCAPED = re.compile(r"(\\.)|/|\n")  # in a regex that is to stand between slashes
 ESCAPED = {"/": r"\/", "\n": r"\n"}
 POSITION = re.compile(r"^at \d+\(\d+\): ")
@@ -73,45 +69,6 @@ def schema_rule(schema: dict[str, Any], options: dict[str, Any]) -> str:
 
 def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def calls_grammar(form: CallForm, tools: Sequence[Tool], several: bool, quote: Quote) -> str:
-    """Nothing but calls of these tools; one if not `several`."""
-    more = f"({quote(form.between)} call)*" if several and form.between else ""
-    return "\n".join(
-        [
-            f"start: {quote(form.begin)} call {more} {quote(form.end)}",
-            "call: " + " | ".join(f"call_{n}" for n in range(len(tools))),
-            *(f"call_{n}: {_call(form, tool, quote)}" for n, tool in enumerate(tools)),
-        ]
-    )
-
-
-def _call(form: CallForm, tool: Tool, quote: Quote) -> str:
-    function = tool["function"]
-    options = {
-        "whitespace_flexible": False,
-        "item_separator": re.escape(form.comma),
-        "key_separator": re.escape(form.colon),
-        "lenient": True,  # schemas of tools come from everywhere
-    }
-    schema = schema_rule(_of_arguments(function.get("parameters")), options)
-    return f"{quote(function['name'] + form.middle)} {schema}"
-
-
-def _of_arguments(parameters: Any) -> dict[str, Any]:
-    """Arguments are an object of what is declared; a function that declares none takes none."""
-    if not parameters:
-        return {"type": "object", "properties": {}, "additionalProperties": False}
-    schema = dict(parameters)
-    if "$ref" not in schema:
-        schema["type"] = "object"
-    declared = schema.get("properties")
-    if isinstance(declared, dict) and not any(key in schema for key in ELSEWHERE):
-        required = schema.get("required")
-        if set(required if isinstance(required, list) else ()) <= set(declared):
-            schema.setdefault("additionalProperties", False)
-    return schema
 
 
 def check_length(grammar: str, param: str, longest: int = LONGEST) -> None:

@@ -1,273 +1,222 @@
-"""How a model writes its answers: reasoning, content and calls.
+"""How a model writes its answers: the marks between thoughts, calls and content.
 
-An AnswerForm tells how they are read (parser.py): by the tokenizer's response template or, where
-it has none, by its family's, which the marks in the chat template tell. A CallForm tells how calls
-are written, so that a grammar can hold a model to them (grammar/notation.py): the chat template is
-asked to write some, and what stands around names and arguments is the form. Where that is
-unknown (no tools in the template, arguments that are not JSON), calls that must be made are written
-in the plain form.
+A mark leads from one phase of an answer to another; parser.py follows them. What learning.py finds
+in a chat template becomes marks here, and a response template does in response_template.py.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_parsing.response_templates import (
-    ResponseTemplateField,
-    load_response_template,
-)
+import regex
 
-CALLS, CONTENT = "tool_calls", "content"
-REASONING = ("reasoning_content", "reasoning", "thinking")
+from worker.text.call_form import ID, INDEX, MARK, PLAIN_CALLS, VARIABLE, CallForm, Pair
+from worker.text.call_parser import BodyParser, CallParser, Tools
 
+Match: TypeAlias = Any  # of the regex package
+MakeReader = Callable[[Match, Tools], "CallParser | BodyParser"]
 
-def _function(name: str, arguments: str) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-CAPTURED = _function("{name}", "{content}")
-THOUGHTS = {"open": "<think>", "close": "</think>", "content": "text"}
-JSON_IN_TAGS = {
-    "open": "<tool_call>",
-    "close": "</tool_call>",
-    "repeats": True,
-    "content": "json",
-    "transform": {"type": "function", "function": "{content}"},
-}
-# Marks in a chat template, and how that family writes calls; the first whose marks are all there.
-FAMILIES: dict[tuple[str, ...], dict[str, Any]] = {
-    ("<tool_call>", "<function=", "<parameter="): {
-        "open_pattern": r"<tool_call>\s{0,8}<function=(?P<name>[^>\n]{1,128})>",
-        "close_pattern": r"</function>\s{0,8}</tool_call>",
-        "repeats": True,
-        "content": "xml-inline",
-        "content_args": {
-            "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
-        },
-        "transform": CAPTURED,
-    },
-    ("<tool_call>",): JSON_IN_TAGS,
-    ("[TOOL_CALLS]", "[ARGS]"): {
-        "open_pattern": r"\[TOOL_CALLS\](?P<name>[^\[{]{1,128})"
-        r"(?:\[CALL_ID\][^\[{]{0,64})?\[ARGS\]",
-        "close_pattern": r"(?=\[TOOL_CALLS\])",
-        "repeats": True,
-        "content": "json",
-        "transform": CAPTURED,
-    },
-    ("[TOOL_CALLS]",): {
-        "open": "[TOOL_CALLS]",
-        "content": "json",
-        "transform": _function("{name}", "{arguments}"),
-        "transform_each": True,
-    },
-    ("<|tool_call>call:",): {
-        "open_pattern": r"<\|tool_call>call:(?P<name>\w{1,128})",
-        "close": "<tool_call|>",
-        "repeats": True,
-        "content": "json",
-        "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
-        "transform": CAPTURED,
-    },
-    ('{"name": "', '"parameters": '): {
-        "open_pattern": r'(?:<\|python_tag\|>)?(?=\{"name": ?")',
-        "repeats": True,
-        "content": "json",
-        "transform": _function("{content.name}", "{content.parameters}"),
-    },
-}
+ANSWER, THINKING, CALL, NOBODY = "answer", "thinking", "call", "nobody"
+NAME = r"(?P<name>[^\s<>\[\]{}()\"'`,]{1,128}?)"
 
 
 class Mark(NamedTuple):
-    """What opens a field, or closes it."""
+    """What leads from a phase to another."""
 
-    field: ResponseTemplateField
+    within: frozenset[str]  # the phases it is looked for in
+    to: str
     pattern: Any  # of the regex package
-    grows: bool  # a match at the end of a text may become longer
-    first: frozenset[str]  # characters that begin it; none: they are not known
+    grows: bool = True  # a match at the end of a text may become longer
+    first: frozenset[str] = frozenset()  # characters that begin it; none: they are not known
+    reader: MakeReader | None = None  # of the calls that it opens
+    leads: bool = False  # it counts only before everything else
 
 
-def _mark(field: ResponseTemplateField, pattern: Any, literals: list[str] | None) -> Mark:
-    if literals is None and (alone := literal(pattern.pattern)):
-        literals = [alone]
-    if literals is None:
-        return Mark(field, pattern, True, frozenset())
-    grows = any(a != b and a.startswith(b) for a in literals for b in literals)
-    return Mark(field, pattern, grows, frozenset(text[0] for text in literals))
+def mark(within: Sequence[str], to: str, literal: str) -> Mark:
+    pattern = regex.compile(regex.escape(literal))
+    return Mark(frozenset(within), to, pattern, False, frozenset(literal[0]))
 
 
-def literal(pattern: str) -> str | None:
-    """The one text that a pattern stands for."""
-    if re.search(r"(?<!\\)(?:\\\\)*[.^$*+?{}\[\]|()]|\\[A-Za-z0-9]", pattern):
-        return None
-    return re.sub(r"\\(.)", r"\1", pattern)
+def opening(within: Sequence[str], to: str, text: str) -> Mark:
+    """A mark with a word after it, which may be left out: what follows then shows that."""
+    [bare] = MARK.findall(text)[:1]
+    word = text.removeprefix(bare)
+    if not word:
+        return mark(within, to, bare)
+    other = "|".join(f"(?={word[:n]}[^{letter}])" for n, letter in enumerate(word))
+    pattern = regex.compile(f"{regex.escape(bare)}(?:{word}|{other})")
+    return Mark(frozenset(within), to, pattern, False, frozenset(bare[0]))
 
 
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """Messages in an answer, each with a header that says what it is: where one starts, the mark
+    before its channel, the one that ends the header, and those that end the message."""
+
+    start: str
+    channel: str
+    body: str
+    ends: tuple[str, ...]
+    thinking: str  # the channel of thoughts
+    content: str
+    recipient: str  # what stands before a function's name
+
+
+@dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """A response template, `spec`, as the library has compiled it, and its marks by the names of
-    the fields that they open or close."""
+    """`thoughts`, `content`: what opens and closes them, content seldom. `calls` is None where it
+    is not known how they are written: then they are read, if `marks` tell them, but not held to
+    a grammar."""
 
-    def __init__(self, spec: Mapping[str, Any]) -> None:
-        self.spec = spec
-        raw = {name: dict(field) for name, field in spec["fields"].items()}
-        for field in raw.values():
-            # Space before a mark is nobody's in any case, and looking for it takes long.
-            for key in ("open_pattern", "close_pattern"):
-                if key in field:
-                    field[key] = field[key].removeprefix(r"\s*")
-        self.template = load_response_template({**spec, "fields": raw})
-        self.opens: dict[str, Mark] = {}
-        self.closes: dict[str, Mark] = {}
-        fields = self.template.fields
-        for name, each in fields.items():
-            for marks, pattern, literals in (
-                (self.opens, each.open_re, each.open_literals),
-                (self.closes, each.close_re, each.close_literals),
-            ):
-                if pattern is not None:
-                    marks[name] = _mark(each, pattern, literals)
-        self.calls = fields.get(CALLS)
-        self.reasoning = next((fields[name] for name in REASONING if name in fields), None)
-        # Without calls an answer is nothing but text.
-        self.only_calls = {*self.opens, *self.closes} <= {CALLS} and CONTENT in fields
-        # No mark stands before calls: they begin with their JSON.
-        mark = self.opens.get(CALLS)
-        found = mark.pattern.search('{"name": "x"') if mark else None
-        self.unmarked = found is not None and not found.group()
+    marks: tuple[Mark, ...]
+    call_marks: tuple[Mark, ...] = ()  # those that count where calls may be made
+    thoughts: Pair | None = None
+    content: Pair | None = None
+    calls: CallForm | None = None
+    unmarked: bool = False  # calls begin with their JSON or their name, before everything else
+    start: str = ""  # what may stand before content and calls, where thoughts are a message
+    may_close: bool = False  # thoughts that nothing has opened: a switch turns them on and off
+    begins: str = ANSWER  # the phase
+    texts: tuple[str, ...] = ()  # of the marks, and of what quotes arguments
+
+    @property
+    def reads_calls(self) -> bool:
+        return bool(self.call_marks)
+
+    @property
+    def only_calls(self) -> bool:
+        """Without calls an answer is nothing but text."""
+        return self.begins == ANSWER and not self.marks
 
     def thoughts_in(self, prompt: str) -> str:
-        """The marks of reasoning that a prompt ends with: it has begun, or is over."""
-        if self.reasoning is None or self.reasoning.open_re is None:
+        """The marks of thoughts that a prompt ends with: they have begun, or are over."""
+        if self.thoughts is None:
             return ""
-        begun = [match.start() for match in self.reasoning.open_re.finditer(prompt)]
-        rest = tail = prompt[begun[-1] :] if begun else ""
-        for mark in filter(None, (self.reasoning.open_re, self.reasoning.close_re)):
-            rest = mark.sub("", rest)
+        opens, closes = (text.strip() for text in self.thoughts)
+        start = prompt.rfind(opens)
+        tail = prompt[start:] if start >= 0 else ""
+        rest = tail.replace(closes, "").replace(opens, "")
         return "" if rest.strip() else tail
 
     def ends_thoughts(self, text: str) -> bool:
         """Whether the mark that does so is in it."""
-        close = self.reasoning.close_re if self.reasoning else None
-        return close is not None and close.search(text) is not None
+        return self.thoughts is not None and self.thoughts[1].strip() in text
 
-    def marks(self, token: str) -> bool:
-        """Whether a special token is part of what opens, closes or quotes reasoning and calls."""
-        fields = [field for field in (self.calls, self.reasoning) if field]
-        patterns = [each for field in fields for each in (field.open_re, field.close_re) if each]
-        texts = [pattern.pattern.replace("\\", "") for pattern in patterns]
-        for field in fields:
-            texts += [each for pair in field.content_args.get("string_delims", ()) for each in pair]
-        return len(token) > 2 and any(token in text for text in texts)
+    def shows(self, token: str) -> bool:
+        """Whether a special token is part of a mark, or quotes arguments."""
+        return len(token) > 2 and any(token in text for text in self.texts)
 
 
-def _of_fields(fields: dict[str, Any]) -> AnswerForm:
-    # The library wants to know where an answer begins in a prompt; we know that.
-    return AnswerForm({"start_anchor": "\n", "fields": {**fields, CONTENT: {"content": "text"}}})
+def learned(
+    thoughts: Pair | None, content: Pair | None, calls: CallForm | None, channels: Channels | None
+) -> AnswerForm:
+    """The form of what has been found in a chat template."""
+    marks: list[Mark] = []
+    call_marks: list[Mark] = []
+    pairs = [pair for pair in (thoughts, content) if pair]
+    texts = [text for pair in pairs for text in pair]
+    if channels:
+        marks, call_marks = _channel_marks(channels, calls)
+        thoughts = channels.channel + channels.thinking + channels.body, channels.ends[0]
+        content = channels.channel + channels.content + channels.body, channels.ends[0]
+        texts += [channels.start, channels.channel, channels.body, *channels.ends]
+    else:
+        if calls:
+            call_marks = _call_marks(calls)
+        for pair, to in ((thoughts, THINKING), (content, ANSWER)):
+            if pair:
+                marks.append(opening([ANSWER, to], to, pair[0]))
+                marks.append(mark([ANSWER, to], ANSWER, pair[1]))
+    if calls:
+        texts += [*calls.section, *calls.call, calls.middle, calls.separator or ""]
+        form = calls.arguments
+        texts += [form.open, form.middle, form.close, form.quotes]
+    unmarked = calls is not None and calls.unmarked and channels is None
+    return AnswerForm(
+        tuple(marks),
+        tuple(call_marks),
+        thoughts,
+        content,
+        calls,
+        unmarked,
+        start=channels.start if channels else "",
+        texts=tuple(filter(None, texts)),
+    )
+
+
+def _call_marks(form: CallForm) -> list[Mark]:
+    before, opens = form.opens
+    closes, after = form.closes
+    may_stand = "".join(rf"(?:{flexible(text)}\s*)?" for text in before)
+    if form.unmarked:
+        marker = rf"(?:{regex.escape(form.marker)}\s*)?" if form.marker else ""
+        begins = r"\[?\s*\{\s*\"" if form.keys else r"\[\s*[^\W\d][\w.-]*\("
+        pattern = rf"(?:<\|\w{{1,40}}\|>\s*)?{marker}(?={begins})"
+    elif form.is_list:
+        pattern = may_stand + flexible(opens)
+    else:
+        middle = flexible(form.middle.strip()) if form.middle.strip() else r"(?=[\s<])"
+        pattern = rf"{may_stand}{flexible(opens)}\s*{NAME}\s*{middle}"
+    first = frozenset(text[0] for text in (*before, opens) if text)
+    found = regex.compile(pattern, regex.DOTALL)
+    within = frozenset((ANSWER,) if form.unmarked else (ANSWER, THINKING))
+    made = [Mark(within, CALL, found, True, first, _reader(form), form.unmarked)]
+    if closes:
+        found = regex.compile(flexible(closes), regex.DOTALL)
+        made.append(Mark(frozenset((CALL,)), ANSWER, found, False, frozenset(closes[0])))
+    return made + [mark([ANSWER], ANSWER, text) for text in after]
+
+
+def _channel_marks(form: Channels, calls: CallForm | None) -> tuple[list[Mark], list[Mark]]:
+    """A header is one mark; the first that matches tells what its message is."""
+    start, channel, body = (regex.escape(each) for each in (form.start, form.channel, form.body))
+    header = rf"(?:(?!{body}).){{0,200}}?"
+    to = regex.escape(form.recipient.split("=")[0].strip() + "=")
+    function = rf"{regex.escape(form.recipient.strip())}(?P<name>[\w.-]{{1,128}}){header}{body}"
+    thoughts = rf"{channel}\s*{regex.escape(form.thinking)}(?:(?!{channel}|{body}).){{0,100}}{body}"
+    within = frozenset((ANSWER, THINKING, NOBODY))
+    firsts = frozenset((form.start[0], form.channel[0]))
+
+    def headed(phase: str, rest: str, reader: MakeReader | None = None) -> Mark:
+        begins = rf"(?:{start}|(?={channel})){header}"
+        pattern = regex.compile(begins + rest, regex.DOTALL)
+        return Mark(within, phase, pattern, False, firsts, reader)
+
+    others = headed(NOBODY, rf"{to}(?!assistant){header}{body}")
+    ends = regex.compile("|".join(map(regex.escape, form.ends)))
+    first = frozenset(end[0] for end in form.ends)
+    end = Mark(within | {CALL}, ANSWER, ends, False, first)
+    marks = [others, headed(THINKING, thoughts), headed(ANSWER, body), end]
+    if calls is None:
+        return marks, []
+    begun = regex.compile(rf"\s*{function}", regex.DOTALL)  # the prompt has the header's start
+    reader = _reader(calls)
+    call = headed(CALL, function, reader)
+    return marks, [call, Mark(frozenset((ANSWER,)), CALL, begun, False, frozenset(), reader, True)]
+
+
+def flexible(text: str) -> str:
+    """As a pattern, in which any space stands for the text's, and anything for an index or id."""
+    parts = re.split(rf"([{INDEX}{ID}]|\s+)", text)
+    return "".join(
+        VARIABLE[part] if part in VARIABLE else r"\s*" if part.isspace() else regex.escape(part)
+        for part in parts
+        if part
+    )
+
+
+def _reader(form: CallForm) -> MakeReader:
+    def make(match: Match, tools: Tools) -> CallParser | BodyParser:
+        name = match.groupdict().get("name")
+        if form.keys is not None:
+            return CallParser(*form.keys)
+        if form.arguments.style == "json":
+            return CallParser("", "", name)
+        return BodyParser(form, name, tools)
+
+    return make
 
 
 # What calls look like where a model must make some and its form is unknown.
-PLAIN = _of_fields({"reasoning_content": THOUGHTS, CALLS: JSON_IN_TAGS})
-
-
-def answer_form(tokenizer: PreTrainedTokenizerBase) -> AnswerForm | None:
-    """The tokenizer's response template, or its family's; None: answers are nothing but text."""
-    if template := getattr(tokenizer, "response_template", None):
-        return AnswerForm(template)
-    chat = tokenizer.chat_template
-    chat = "\n".join(chat.values()) if isinstance(chat, dict) else chat or ""
-    fields = {"reasoning_content": THOUGHTS} if "</think>" in chat else {}
-    for marks, calls in FAMILIES.items():
-        if all(mark in chat for mark in marks):
-            fields[CALLS] = calls
-            break
-    return _of_fields(fields) if fields else None
-
-
-# ── calls ──
-
-Render = Callable[[list[dict[str, Any]]], str]  # a chat template; nothing where it raises
-
-NAME = "name_of_it"
-ARGUMENTS = {"first_key": "its_text", "second_key": 12}
-WRITTEN = re.compile(
-    r'\{\s*"first_key"(?P<colon>\s*:\s*)"its_text"(?P<comma>\s*,\s*)"second_key"\s*:\s*12\s*\}'
-)
-
-
-@dataclass(frozen=True, slots=True)
-class CallForm:
-    """begin NAME middle ARGUMENTS (between NAME middle ARGUMENTS)* end"""
-
-    begin: str
-    middle: str
-    between: str | None  # None: one call is all there can be
-    end: str
-    colon: str = ": "
-    comma: str = ", "
-    several_in_mark: bool = False  # calls share one pair of marks
-
-    def text(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Calls as they are written, of names and arguments."""
-        between = self.between or self.end + self.begin
-        written = between.join(name + self.middle + arguments for name, arguments in calls)
-        return self.begin + written + self.end
-
-
-PLAIN_CALLS = CallForm(
-    begin='<tool_call>\n{"name": "',
-    middle='", "arguments": ',
-    between='}\n</tool_call>\n<tool_call>\n{"name": "',
-    end="}\n</tool_call>",
-)
-
-
-def call_form(answers: AnswerForm | None, render: Render) -> CallForm | None:
-    """What `render` makes of calls that `answers` reads; None if that is unknown."""
-    if answers is None or answers.calls is None or answers.calls.content != "json":
-        return None
-    one = _calls_written(answers, render, 1)
-    found = WRITTEN.search(one)
-    if found is None or one.count(NAME) != 1 or found.start() < one.index(NAME):
-        return None
-    begin, middle = one[: found.start()].split(NAME)
-    call = NAME + middle + found[0]
-    two, between = _calls_written(answers, render, 2), None
-    if two.startswith(begin + call) and call in (rest := two[len(begin + call) :]):
-        between = rest[: rest.index(call)]
-    close = answers.closes.get("tool_calls")
-    shared = between is not None and (close is None or not close.pattern.search(between))
-    end = one[found.end() :]
-    return CallForm(begin, middle, between, end, found["colon"], found["comma"], shared)
-
-
-def _calls_written(answers: AnswerForm, render: Render, count: int) -> str:
-    """From the mark that opens the first call to the one that closes the last; nothing where no
-    such call is shown."""
-    call = {"type": "function", "function": {"name": NAME, "arguments": ARGUMENTS}}
-    calls = [{**call, "id": f"call0000{n}"} for n in range(count)]
-    turn = {"role": "assistant", "content": "", "tool_calls": calls}
-    text = render([{"role": "user", "content": "?"}, turn])
-    try:
-        opens = answers.opens["tool_calls"].pattern.finditer(text)
-        first = text.index(NAME)  # before it may stand instructions on calls
-        start = [match.start() for match in opens if match.start() <= first][-1]
-        close = answers.closes.get("tool_calls")
-        ends = [match.end() for match in close.pattern.finditer(text)] if close else []
-        if ends and ends[-1] > text.rindex(NAME):
-            return text[start : ends[-1]]
-        return text[start : list(WRITTEN.finditer(text))[-1].end()] + _closing(text[start:first])
-    except (ValueError, LookupError):
-        return ""
-
-
-def _closing(text: str) -> str:
-    """The brackets that a text leaves open, closed."""
-    closing: list[str] = []
-    for bracket in re.findall(r"[\[\]{}]", text):
-        if bracket in "{[":
-            closing.insert(0, "}" if bracket == "{" else "]")
-        else:
-            closing.pop(0)
-    return "".join(closing)
+PLAIN = learned(("<think>", "</think>"), None, PLAIN_CALLS, None)

@@ -2,22 +2,26 @@
 
     {"name": "weather", "arguments": {"city": "Paris"}}  →  weather, {"city": "Paris"}
 
-The arguments are given as the model writes them, without the white space around them.
+JSON is given as the model writes it, without the white space around it; what is written in
+another way is read when the call is whole (arguments.py).
 """
 
 import copy
 import json
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import orjson
-from transformers.utils.chat_parsing import parse_response
-from transformers.utils.chat_parsing.response_templates import (
-    ResponseTemplate,
-    ResponseTemplateField,
-)
+from transformers.utils.chat_parsing.content_parsers import process_field
+from transformers.utils.chat_parsing.response_templates import ResponseTemplateField
+
+from worker.text.arguments import entries, properties, python_calls, value
+from worker.text.call_form import CallForm
 
 SPACE = " \t\r\n"
+ARGUMENTS = ("arguments", "parameters")  # models take one for the other
+
+Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # by their names
 
 
 class CallPart(NamedTuple):
@@ -28,16 +32,21 @@ class CallPart(NamedTuple):
 
 
 class CallParser:
-    """One call, or a list of them. The keys are what the model's format calls name and arguments;
-    `name` is given where the text is nothing but one call's arguments."""
+    """One call, or several of them. The keys are what the model's form calls name and arguments;
+    without a name's key, the name itself is the arguments' key. `name` is given where the text is
+    nothing but one call's arguments."""
 
     def __init__(self, name_key: str, arguments_key: str, name: str | None = None) -> None:
         self.begun = False  # a name is known
         self.quoted = False  # in the middle of a string
-        self._name_key, self._arguments_key = name_key, arguments_key
+        self.left = 0  # letters of the last text that are no call's any more
+        self.may_go_on = True  # it is a call as far as it goes
+        self._name_keys = (name_key, "name") if name_key else ()
+        self._arguments_keys = (arguments_key, *ARGUMENTS) if name_key else ()
         self._bare_name = name
         self._level = 1  # the depth of a call's members
         self._depth = 0
+        self._opened = False  # an object or a list
         self._escaped = False
         self._named = False  # the call that is being read
         self._key: str | None = None  # None: a key is being read
@@ -48,12 +57,17 @@ class CallParser:
         self._parts: list[tuple[str | None, list[str]]] = []
 
     def feed(self, text: str) -> list[CallPart]:
-        self._parts = []
+        self._parts, self.left = [], 0
         if self._bare_name is not None and not self.begun:
             self._begin(self._bare_name)
-        for letter in text:
+        follows = SPACE if self._bare_name is not None else SPACE + ",;{"
+        for place, letter in enumerate(text):
             depth, quoted = self._depth, self.quoted
+            if self._opened and depth == 0 and letter not in follows:
+                self.left = len(text) - place
+                break
             self._follow(letter)
+            self.may_go_on &= self._opened or letter in SPACE
             nested = quoted or max(depth, self._depth) > self._level
             if self._bare_name is not None:
                 self._argument(letter)
@@ -63,9 +77,15 @@ class CallParser:
                 self._member(letter)
             elif letter == ":":
                 self._key, self._text = _string(self._text), []
+                if self._key and not self._name_keys:
+                    self._begin(self._key)
             else:
                 self._key, self._text, self._space = None, [], None
         return [CallPart(name, "".join(letters)) for name, letters in self._parts]
+
+    def close(self, cut: bool) -> list[CallPart]:
+        """What the end of the call makes certain."""
+        return []
 
     def sibling(self) -> "CallParser":
         """Another call that begins as this one does, as far as it has been read."""
@@ -84,6 +104,7 @@ class CallParser:
             self._escaped = letter == "\\"
         elif letter in "{[":
             self._depth += 1
+            self._opened = True
         elif letter in "}]":
             self._depth -= 1
 
@@ -94,9 +115,9 @@ class CallParser:
             self._named, self._key, self._text, self._space = False, None, [], None
 
     def _member(self, letter: str) -> None:
-        if self._key == self._arguments_key:
+        if self._key in self._arguments_keys or (self._key and not self._name_keys):
             self._argument(letter)
-        elif self._key is None or self._key == self._name_key:
+        elif self._key is None or self._key in self._name_keys:
             self._text.append(letter)
             if self._key is not None and letter == '"' and not self.quoted:
                 name, self._key = _string(self._text), ""
@@ -126,30 +147,83 @@ class CallParser:
             self._parts.append((None, [*letters]))
 
 
-def call_parser(field: ResponseTemplateField, mark: Any) -> CallParser | None:
-    """For a call that `mark`, a match, has opened; None where the form lets calls be parsed only
-    as a whole."""
-    shape = field.transform.get("function") if isinstance(field.transform, dict) else None
-    if field.content != "json" or field.content_args:
-        return None
-    if shape == "{content}":
-        return CallParser("name", "arguments")
-    if not isinstance(shape, dict):
-        return None
-    name, arguments = str(shape.get("name")), str(shape.get("arguments"))
-    if arguments == "{content}":
-        return CallParser("", "", mark.groupdict().get(name.strip("{}")) or "")
-    return CallParser(*(key.strip("{}").removeprefix("content.") for key in (name, arguments)))
+class BodyParser:
+    """A call, or a list of them, that is read when it is whole."""
 
+    begun = quoted = False
+    may_go_on = True
+    left = 0
 
-def whole_calls(text: str, template: ResponseTemplate, tools: list[Any]) -> list[CallPart]:
-    """Names and arguments, as the library parses calls with their marks; none if it cannot."""
-    try:
-        message = parse_response(text, template, prefix="", tools=tools)
-        calls = [call["function"] for call in message["tool_calls"]]
-        return [CallPart(each["name"], orjson.dumps(each["arguments"]).decode()) for each in calls]
-    except (KeyError, TypeError, ValueError):
+    def __init__(self, form: CallForm, name: str | None, tools: Tools) -> None:
+        self._form, self._name, self._tools = form, name, tools
+        self._text: list[str] = []
+
+    def sibling(self) -> "BodyParser":
+        made = copy.copy(self)
+        made._text = [*self._text]
+        return made
+
+    def feed(self, text: str) -> list[CallPart]:
+        self._text.append(text)
         return []
+
+    def close(self, cut: bool) -> list[CallPart]:
+        """None where it makes no sense. Of a call that is cut short, the arguments so far."""
+        text, name, form = "".join(self._text), self._name, self._form.arguments
+        try:
+            if name is None:
+                calls = python_calls(text, self._tools)
+            else:
+                calls = [(name, entries(form, text, properties(self._tools.get(name))))]
+        except (ValueError, RecursionError):
+            calls = []
+        written = [(each, orjson.dumps(arguments).decode()) for each, arguments in calls]
+        ends = -1 if cut and name is not None else None
+        return [CallPart(each, text[:ends]) for each, text in written]
+
+
+class FieldParser(BodyParser):
+    """As the library reads what is in a response template's field."""
+
+    def __init__(
+        self, field: ResponseTemplateField, captured: dict[str, str], tools: Tools
+    ) -> None:
+        self._field, self._captured, self._tools = field, captured, tools
+        self._text: list[str] = []
+
+    def close(self, cut: bool) -> list[CallPart]:
+        try:
+            made = process_field("".join(self._text), self._field, self._captured)
+            calls = [each["function"] for each in (made if isinstance(made, list) else [made])]
+            return [CallPart(each["name"], self._arguments(**each)) for each in calls]
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return []
+
+    def _arguments(self, name: str, arguments: dict[str, Any]) -> str:
+        declared = properties(self._tools.get(name))
+        typed = {
+            key: value(each, declared[key]) if isinstance(each, str) and key in declared else each
+            for key, each in arguments.items()
+        }
+        return orjson.dumps(typed).decode()
+
+
+def field_calls(field: ResponseTemplateField) -> Callable[[Any, Tools], "CallParser | BodyParser"]:
+    """What reads the calls in a response template's field, for the match that opens it."""
+
+    def make(match: Any, tools: Tools) -> CallParser | BodyParser:
+        shape = field.transform.get("function") if isinstance(field.transform, dict) else None
+        if field.content == "json" and not field.content_args and shape == "{content}":
+            return CallParser("name", "arguments")
+        if field.content == "json" and not field.content_args and isinstance(shape, dict):
+            name, arguments = str(shape.get("name")), str(shape.get("arguments"))
+            if arguments == "{content}":
+                return CallParser("", "", match.groupdict().get(name.strip("{}")) or "")
+            keys = (key.strip("{}").removeprefix("content.") for key in (name, arguments))
+            return CallParser(*keys)
+        return FieldParser(field, match.groupdict(), tools)
+
+    return make
 
 
 def _string(text: Iterable[str]) -> str:

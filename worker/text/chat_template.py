@@ -1,62 +1,148 @@
 """What is known of a model's templates, found out once at load; and a conversation as its text.
 
 A *template* is what a checkpoint carries: a chat template, perhaps a response template. A *form*
-is what is known from them: how answers and their calls are written (answer_form.py), and how calls
-and results are taken back (turns.py). Rendering runs in pool threads.
+is what is known from them: how answers and their calls are written (learning.py, answer_form.py),
+and how calls and results are taken back (turns.py). What a template lacks is in `notes`. Rendering
+runs in pool threads.
 """
 
 import inspect
-import re
-from functools import partial
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jinja2 import Template, TemplateError
 from jinja2.filters import FILTERS
+from jinja2.meta import find_undeclared_variables
+from jinja2.sandbox import SandboxedEnvironment
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import chat_template_utils
 
 from batching.errors import InvalidInput
 from worker.protocol import Calls, Chat
-from worker.text.answer_form import (
-    PLAIN,
-    PLAIN_CALLS,
-    AnswerForm,
-    CallForm,
-    answer_form,
-    call_form,
-)
-from worker.text.turns import Conversation, Message, TurnForm, turn_form, without_nulls
+from worker.text import response_template
+from worker.text.answer_form import PLAIN, AnswerForm, learned
+from worker.text.call_form import PLAIN_CALLS, CallForm
+from worker.text.learning import NAMES, TOOLS, Learner
+from worker.text.proof import examples, reads_back
+from worker.text.turns import QUESTION, Conversation, Message, TurnForm, turn_form, without_nulls
 
-# For templates that write calls only where there are tools; some want all of this of one.
-PROPERTIES = {"given": {"type": "string", "description": "any"}}
-PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["given"]}
-FUNCTION = {"name": "any", "description": "any", "parameters": PARAMETERS}
-TOOL = {"type": "function", "function": FUNCTION}
+log = logging.getLogger("onequeue.template")
+
 SWITCHES = ("enable_thinking", "thinking")  # what templates call it
 EFFORT = "reasoning_effort"
+INSTRUCTIONS = """# Tools
+
+You may call functions. Each is described by a line of JSON between <tools> and </tools>:
+<tools>
+{tools}
+</tools>
+To call one, write its name and a value for each of its parameters just so:
+{example}"""
+SHOWN = {"nameone": "FUNCTION", "keyone": "PARAMETER", "keytwo": "OTHER", "valueone": "VALUE"}
+utils: Any = chat_template_utils
 
 
 class ChatTemplate:
-    """`answers`, `calls`: None where the templates do not tell, or there are none."""
+    """`answers`: how they are written. `turns`: how calls and results are taken; None: not at all.
+    `examples`: calls as the template writes them, with the names and arguments that went in."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        source = str(tokenizer.chat_template)
-        known = (EFFORT, *SWITCHES)
-        self._variables = [name for name in known if re.search(rf"\b{name}\b", source)]
+        self._source = _source(tokenizer)
+        self._variables = _variables(self._source)
         self._reserved = _reserved(tokenizer)
-        self.answers = answer_form(tokenizer)
-        self.calls = call_form(self.answers, partial(self._tried, add_generation_prompt=False))
-        self.turns = turn_form(self._tried)
-        self.opens_thoughts = self._opens_thoughts(source)
+        self.notes: list[str] = []
+        self.examples: list[tuple[str, list[tuple[str, Any]]]] = []
+        offered = TOOLS if self._tried([QUESTION], TOOLS) else ()
+        self.turns = turn_form(lambda messages: self._tried(messages, offered))
+        self.answers = self._learned()
+        self.shows_tools = self._shows(TOOLS)
+        self.takes_tools = self.shows_tools or self._shows((), self._instructed([QUESTION], TOOLS))
+        self._note_lacks()
+        self.opens_thoughts = self._opens_thoughts()
 
-    def forms(self, calls: Calls | None) -> tuple[AnswerForm | None, CallForm | None]:
-        """How answers and their calls are written: plainly, where calls are asked for and the
+    # ── at load ──
+
+    def _learned(self) -> AnswerForm:
+        """What the tokenizer's response template says; else, what the chat template shows."""
+        learner = Learner(self._tried, self._source, self.turns)
+        calls = learner.calls()
+        if calls is None and (self.turns is None or self.turns.written):
+            render = _lenient(self._tokenizer, self._source)
+            learner = Learner(render, self._source, turn_form(lambda messages: render(messages)))
+            calls = learner.calls()
+        if calls is not None:
+            calls = replace(calls, marker=learner.marker(calls))
+            self.examples = examples(learner, calls.separator is not None)
+        if self.turns and learner.thoughts_key:
+            self.turns = replace(self.turns, thoughts=learner.thoughts_key)
+        spec = getattr(self._tokenizer, "response_template", None)
+        if spec:
+            form = replace(response_template.answer_form(spec), calls=calls)
+            if form.call_marks and calls and not self._proved(form):
+                form = replace(form, calls=None)
+            return form
+        channels = learner.channels(calls)
+        form = learned(learner.thoughts, learner.content(), calls or PLAIN_CALLS, channels)
+        form = replace(form, may_close=bool(form.thoughts) and self._switches())
+        if calls is None:
+XX
+        elif not self._proved(form):
+            return self._plain(
+                form, "what the template writes is not read back as what it was made of"
+            )
+        return form
+
+    def _proved(self, form: AnswerForm) -> bool:
+        return all(reads_back(form, text, calls) for text, calls in self.examples)
+
+    def _plain(self, form: AnswerForm, why: str) -> AnswerForm:
+        self.notes.append(f"calls: {why}; taken as JSON in <tool_call>")
+        self.examples = []
+        return replace(
+            learned(form.thoughts, form.content, PLAIN_CALLS, None), may_close=form.may_close
+        )
+
+    def refuse_calls(self, why: str) -> None:
+        """The form of calls is not used: it does not prove itself elsewhere."""
+        self.answers = self._plain(self.answers, why)
+
+    def _shows(self, tools: Sequence[Any], messages: Sequence[Message] = (QUESTION,)) -> bool:
+        return all(name in self._tried(list(messages), tools) for name in (*NAMES, "keyone"))
+
+    def _switches(self) -> bool:
+        """Whether a variable turns thinking on and off."""
+        on, off = (dict.fromkeys(SWITCHES, each) for each in (True, False))
+        return self._tried([QUESTION], **on) != self._tried([QUESTION], **off)
+
+    def _note_lacks(self) -> None:
+        if not self.takes_tools:
+            self.notes.append(
+                "tools: the template shows neither tools nor a system message: refused"
+            )
+        elif not self.shows_tools:
+            self.notes.append("tools: the template does not show them; told in the system message")
+        if self.turns is None:
+            self.notes.append("turns: the template cannot show calls and their results: refused")
+        elif self.turns.written:
+            self.notes.append("turns: the template cannot show calls; told in the content")
+        if self.turns and self.turns.results == "told":
+            self.notes.append("turns: the template cannot show results; told in the user's words")
+        for note in self.notes:
+            log.info("chat template: %s", note)
+
+    # ── requests ──
+
+    def forms(self, calls: Calls | None) -> tuple[AnswerForm, CallForm | None]:
+        """How answers and their calls are written: plainly, where calls must be made and the
         model's form is not known."""
-        form, call = self.answers, self.calls
-        if calls and (form is None or form.calls is None or (calls.required and call is None)):
+        form = self.answers
+        if calls and (not form.call_marks or (calls.required and form.calls is None)):
             return PLAIN, PLAIN_CALLS
-        return form, call
+        return form, form.calls
 
     def render(self, chat: Chat) -> str:
         """The prompt's text; InvalidInput with the template's own reason, if it gives one."""
@@ -69,14 +155,20 @@ class ChatTemplate:
         variables = self._effort(chat) | dict(chat.template_kwargs)
         messages = [without_nulls(message) for message in chat.messages]
         try:
-            if any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
+            if any(_special(message) for message in messages):
                 if self.turns is None:
                     cannot = "the model's chat template cannot show calls and their results"
                     raise InvalidInput(cannot, "messages")
-                messages = Conversation(self.turns).adapt(messages)
+                messages = self._conversation(messages)
+            tools = [dict(tool) for tool in chat.tools]
+            if tools and not self.takes_tools:
+                cannot = "the model's chat template can show neither tools nor a system message"
+                raise InvalidInput(f"tools: {cannot}", "tools")
+            if tools and not self.shows_tools:
+                messages, tools = self._instructed(messages, tools), []
             return self._text(
                 messages,
-                [dict(tool) for tool in chat.tools],
+                tools,
                 add_generation_prompt=chat.add_generation_prompt,
                 continue_final_message=chat.continue_final_message,
                 **variables,
@@ -93,16 +185,49 @@ class ChatTemplate:
         """For a call that the model makes, its conversation's `index`-th."""
         return (self.turns or TurnForm()).call_id(name, index)
 
-    def _text(self, messages: list[Message], tools: list[Message], **variables: Any) -> str:
+    def _conversation(self, messages: list[Message]) -> list[Message]:
+        assert self.turns is not None
+        calls = self.answers.calls
+        written = calls if calls and calls.arguments.style == "json" else PLAIN_CALLS
+        return Conversation(self.turns, written).adapt(messages)
+
+    def _instructed(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[Message]:
+        """With the tools in the system's message, for a template that does not show them."""
+        listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        told = INSTRUCTIONS.format(tools=listed, example=self._example())
+        first, *others = messages
+        if first["role"] not in ("system", "developer"):
+            return [{"role": "system", "content": told}, *messages]
+        content = first["content"]
+        if isinstance(content, str):
+            return [{**first, "content": f"{content}\n\n{told}"}, *others]
+        return [{**first, "content": [*content, {"type": "text", "text": told}]}, *others]
+
+    def _example(self) -> str:
+        """Of a call, for the model to follow."""
+        if not self.examples:
+            return PLAIN_CALLS.text([("FUNCTION", '{"PARAMETER": "VALUE"}')])
+        written = self.examples[0][0].strip()
+        for name, shown in SHOWN.items():
+            written = written.replace(name, shown)
+        return written
+
+    def _text(self, messages: list[Message], tools: Sequence[Message], **variables: Any) -> str:
         render: Any = self._tokenizer.apply_chat_template
-        text = render(messages, tools=tools or None, tokenize=False, **variables)
+        given = {"tokenize": False, **variables}
+        try:
+            text = render(messages, tools=list(tools) or None, **given)
+        except TypeError:
+            if tools:
+                raise
+            text = render(messages, tools=[], **given)  # some take no None
         assert isinstance(text, str)
         return text
 
-    def _tried(self, messages: list[Message], **variables: Any) -> str:
+    def _tried(self, messages: list[Message], tools: Sequence[Any] = (), **variables: Any) -> str:
         """Nothing where the template raises."""
         try:
-            return self._text(messages, [TOOL], **{"add_generation_prompt": True, **variables})
+            return self._text(messages, tools, **{"add_generation_prompt": True, **variables})
         except Exception:  # whatever it is
             return ""
 
@@ -116,32 +241,75 @@ class ChatTemplate:
         switch = chat.effort != "none"
         return {name: chat.effort if name == EFFORT else switch for name in self._variables}
 
-    def end_of_thoughts(self, form: AnswerForm | None) -> tuple[int, ...]:
+    def end_of_thoughts(self, form: AnswerForm) -> tuple[int, ...]:
         """The tokens of the mark that ends them; InvalidInput if there is none."""
-        reasoning = form.reasoning if form else None
-        if reasoning is None or not reasoning.close_literals:
+        if form.thoughts is None:
             param = "thinking_token_budget"
             raise InvalidInput(f"{param}: it is not known how this model ends its thoughts", param)
-        return tuple(self._tokenizer.encode(reasoning.close_literals[0], add_special_tokens=False))
+        return self._tokens(form.thoughts[1])
 
-    def _opens_thoughts(self, source: str) -> int | None:
-        """The token by which the model opens its thoughts, if it does so by itself."""
-        reasoning = self.answers.reasoning if self.answers else None
-        mark = reasoning.open_literals[0] if reasoning and reasoning.open_literals else None
-        if self.answers is None or mark is None or mark not in source:
-            return None
-        prompt = self._tried([{"role": "user", "content": "?"}], enable_thinking=True)
+    def _opens_thoughts(self) -> tuple[int, ...]:
+        """The tokens by which the model opens its thoughts; none if the prompt does, or it has
+        none."""
+        if self.answers.thoughts is None:
+            return ()
+        prompt = self._tried([QUESTION], enable_thinking=True)
         begun = self.answers.thoughts_in(prompt)
         if not prompt or (begun and not self.answers.ends_thoughts(begun)):
-            return None  # the prompt does
-        ids = self._tokenizer.encode(mark, add_special_tokens=False)
-        return ids[0] if len(ids) == 1 else None
+            return ()
+        return self._tokens(self.answers.thoughts[0])
+
+    def _tokens(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _special(message: Mapping[str, Any]) -> bool:
+    """Whether a message is one that templates take in different ways."""
+    return message["role"] == "tool" or bool(
+        message.get("tool_calls") or message.get("reasoning_content")
+    )
+
+
+def _source(tokenizer: PreTrainedTokenizerBase) -> str:
+    source = tokenizer.chat_template or ""
+    if isinstance(source, dict):
+        source = source.get("tool_use") or source.get("default") or ""
+    return str(source)
+
+
+def _variables(source: str) -> list[str]:
+    """Those that say whether and how much to think."""
+    try:
+        found = find_undeclared_variables(
+            utils._compile_jinja_template("").environment.parse(source)
+        )
+    except TemplateError:
+        return []
+    return [name for name in (EFFORT, *SWITCHES) if name in found]
+
+
+def _lenient(tokenizer: PreTrainedTokenizerBase, source: str) -> Any:
+    """Renders what we have made up, in a sandbox where a template may add to its lists: the
+    library's forbids it, so that some templates cannot show calls."""
+    strict = utils._compile_jinja_template("").environment
+    extensions = [type(each) for each in strict.extensions.values()]
+    made = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    made.filters, made.globals = strict.filters, strict.globals
+
+    def render(messages: list[Message], tools: Sequence[Any] = (), **variables: Any) -> str:
+        known = {**tokenizer.special_tokens_map, "add_generation_prompt": True, **variables}
+        try:
+            template = made.from_string(source)
+            return template.render(messages=messages, tools=list(tools) or None, **known)
+        except Exception:  # whatever it is
+            return ""
+
+    return render
 
 
 def _reserved(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """Names that `chat_template_kwargs` may not set: arguments on the way to the template, which
     would be given twice or do something else, special tokens, and the functions it finds."""
-    utils: Any = chat_template_utils
     environment = utils._compile_jinja_template("").environment
     way = (
         type(tokenizer).apply_chat_template,

@@ -12,19 +12,22 @@ import json
 import re
 import secrets
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal, get_args
 
 import orjson
 
-from worker.text.answer_form import PLAIN_CALLS, Render
+from worker.text.call_form import PLAIN_CALLS, CallForm
 
 Message = dict[str, Any]
+BLOCKS = "blocks"
+Render = Callable[[list[Message]], str]  # a chat template; nothing where it raises
 Ids = Literal["any", "nine", "named"]
 Arguments = Literal["object", "text"]
 Content = Literal["absent", "null", "dumped", "empty"]
+Results = Literal["shown", "told"]
 
 NINE = re.compile("[A-Za-z0-9]{9}")
 
@@ -58,7 +61,9 @@ class TurnForm:
     content: Content = "absent"  # beside calls, where there is none
     apart: bool = False  # content beside calls is a message of its own
     single: bool = False  # one call a message, each with its results
-    written: bool = False  # it knows results, but no calls: they are part of the content
+    written: bool = False  # it knows no calls: they are part of the content
+    results: Results = "shown"  # or told in the user's words, where it knows none
+    thoughts: str = "reasoning_content"  # the key of a message's thoughts, or `blocks` of content
 
     def call_id(self, name: str, index: int) -> str:
         """For a call that the model makes, its conversation's `index`-th."""
@@ -70,14 +75,16 @@ class TurnForm:
 class Conversation:
     """Adapted message by message, so that calls and their results get the same ids."""
 
-    def __init__(self, form: TurnForm) -> None:
+    def __init__(self, form: TurnForm, written: CallForm = PLAIN_CALLS) -> None:
+        """`written`: how calls are that the template does not show."""
         self.form = form
+        self._written = written
         self._made: list[Message] = []
         self._known: dict[str | None, Message] = {}  # calls by the ids they came with
         self._used: set[str] = set()
 
     def adapt(self, messages: Iterable[Mapping[str, Any]]) -> list[Message]:
-        left = deque(map(without_nulls, messages))
+        left = deque(map(self._thinking, map(without_nulls, messages)))
         while left:
             message = left.popleft()
             if message["role"] == "tool":
@@ -90,6 +97,19 @@ class Conversation:
             else:
                 self._made.append(message)
         return self._made
+
+    def _thinking(self, message: Message) -> Message:
+        """A message with its thoughts where the template looks for them."""
+        key = self.form.thoughts
+        if key == "reasoning_content" or "reasoning_content" not in message:
+            return message
+        thought, content = message.pop("reasoning_content"), message.get("content") or ""
+        if key != BLOCKS:
+            return {**message, key: thought}
+        if not isinstance(content, str):
+            return message
+        blocks = [{"type": "thinking", "thinking": thought}, {"type": "text", "text": content}]
+        return {**message, "content": blocks if content else blocks[:1]}
 
     def _turn(self, message: Message, results: list[Message]) -> None:
         """Results come in the order of their calls: many templates show no ids."""
@@ -111,7 +131,7 @@ class Conversation:
 
     def _calling(self, message: Message, calls: list[Message]) -> Message:
         if self.form.written:
-            written = PLAIN_CALLS.text(
+            written = self._written.text(
                 [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
             )
             content = message.get("content")
@@ -137,7 +157,17 @@ class Conversation:
             message = {**message, "tool_call_id": call["id"], "name": call["function"]["name"]}
         elif (id := message.get("tool_call_id")) and not self._fits(id):
             message = {**message, "tool_call_id": self._fresh(id)}
-        self._made.append(message)
+        if self.form.results == "told":
+            self._tell(message["content"])
+        else:
+            self._made.append(message)
+
+    def _tell(self, result: str) -> None:
+        """As the user's words; those of one turn together, since many templates want turns."""
+        told = f"<tool_response>\n{result}\n</tool_response>"
+        if self._made and self._made[-1].get("told"):
+            told = f"{self._made.pop()['content']}\n{told}"
+        self._made.append({"role": "user", "content": told, "told": True})
 
     def _id(self, given: str | None, name: str, place: int) -> str:
         if self.form.ids == "named":
@@ -216,8 +246,9 @@ def turn_form(render: Render) -> TurnForm | None:
             best, most = form, points
         if most == ALL_POINTS:
             break
-    if not most and not _points(render(_tried(best)), nones):
-        return None
+    if not most:
+        told = replace(best, results="told")
+        return next((form for form in (best, told) if _points(render(_tried(form)), nones)), None)
     apart, single = replace(best, apart=True), replace(best, single=True)
     if not _shows(render, best, CONTENT, 1) and _shows(render, apart, CONTENT, 1):
         best, single = apart, replace(apart, single=True)

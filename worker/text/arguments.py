@@ -1,0 +1,282 @@
+"""Arguments that are not written as JSON, read from the text of a call: Python's, and entries.
+
+What is written does not always tell a text from a number; then the tool's schema does.
+"""
+
+import ast
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import orjson
+
+from worker.text.call_form import Arguments
+
+DEEPEST = 100
+PYTHON = re.compile(
+    r"""\s*(?:(?P<text>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')
+    |(?P<number>[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)
+    |(?P<name>[^\W\d][\w.-]*)
+    |(?P<sign>[\[\](){},:=]))""",
+    re.VERBOSE | re.DOTALL,
+)
+WORDS = {"True": True, "true": True, "False": False, "false": False}
+WORDS |= dict.fromkeys(("None", "null", "none"))
+BARE_KEY = re.compile(r"(?<=[{,])\s*([^\W\d][\w.-]*)\s*:")
+NONE, TRUE, FALSE = (re.compile(rf"\b{word}\b") for word in ("None", "True", "False"))
+
+Schema = Mapping[str, Any]
+
+
+def properties(tool: Schema | None) -> Schema:
+    """The schemas of a tool's parameters."""
+    function = tool.get("function") if tool else None
+    parameters = function.get("parameters") if isinstance(function, dict) else None
+    declared = parameters.get("properties") if isinstance(parameters, dict) else None
+    return declared if isinstance(declared, dict) else {}
+
+
+# ── entries ──
+
+
+def entries(form: Arguments, text: str, declared: Schema) -> dict[str, Any]:
+    """ValueError where it is none."""
+    if form.quotes:
+        return _typed(form, text)
+    found = {}
+    for match in entry_pattern(form).finditer(text):
+        key, is_text = match["key"].strip(), match["text"] is not None
+        found[key] = match["value"] if is_text else value(match["value"], declared.get(key))
+    if text.strip() and not found:
+        raise ValueError("no entries")
+    return found
+
+
+def entry_pattern(form: Arguments) -> re.Pattern[str]:
+    """One line feed on either side of a value is not part of it, where the form writes one."""
+    before = "\n?" if form.middle.endswith("\n") else ""
+    after = "\n?" if form.close.startswith("\n") else ""
+    opens, middle, texts, close = (
+        re.sub(r"(\\\n|\\ )+", r"\\s*", re.escape(each.strip()))
+        for each in (form.open, form.middle, form.text_middle, form.close)
+    )
+    text = f"(?P<text>{texts})|" if texts != middle else "(?P<text>(?!))|"
+    return re.compile(
+        rf"{opens}\s*(?P<key>[^<>\n]{{1,256}}?)\s*(?:{text}{middle}){before}(?P<value>.*?){after}{close}",
+        re.DOTALL,
+    )
+
+
+def _typed(form: Arguments, text: str) -> dict[str, Any]:
+    parts = text.split(form.quotes)
+    if len(parts) % 2 == 0:
+        raise ValueError("a text does not end")
+    for place, part in enumerate(parts):
+        if place % 2:
+            parts[place] = json.dumps(part)
+        else:
+            before = "{" if place == 0 else ""
+            part = BARE_KEY.sub(r'"\1":', before + part)
+            for pattern, word in ((NONE, "null"), (TRUE, "true"), (FALSE, "false")):
+                part = pattern.sub(word, part)
+            parts[place] = part
+    made = orjson.loads("".join(parts) + "}")
+    assert isinstance(made, dict)
+    return made
+
+
+def value(text: str, schema: Any) -> Any:
+    """Of a text that may be a text, or JSON, or what Python shows of it."""
+    types = types_of(schema)
+    if types == {"string"}:
+        return text
+    stripped = text.strip()
+    for read in (orjson.loads, _python_value):
+        try:
+            made = read(stripped)
+        except (ValueError, RecursionError):
+            continue
+        if made is None and types and "null" not in types:
+            continue
+        if not types or kind(made) in types or ("number" in types and kind(made) == "integer"):
+            return made
+        if "integer" in types and isinstance(made, float) and made.is_integer():
+            return int(made)
+    return text
+
+
+def types_of(schema: Any, depth: int = 0) -> set[str]:
+    """The types that a schema allows; none where it does not say."""
+    if not isinstance(schema, dict) or depth > DEEPEST:
+        return set()
+    named = schema.get("type")
+    types = {named} if isinstance(named, str) else {*named} if isinstance(named, list) else set()
+    options = schema.get("enum", [schema["const"]] if "const" in schema else ())
+    if not types and isinstance(options, list):
+        types = {kind(option) for option in options}
+    for several in ("anyOf", "oneOf"):
+        for each in schema.get(several) or ():
+            types |= types_of(each, depth + 1)
+    if schema.get("nullable"):
+        types.add("null")
+    return {each for each in types if isinstance(each, str)}
+
+
+def kind(made: Any) -> str:
+    if made is None:
+        return "null"
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
+    return names.get(type(made), "object")
+
+
+# ── Python ──
+
+
+def _python_value(text: str) -> Any:
+    reader = _Python(text)
+    made = reader.value()
+    reader.end()
+    return made
+
+
+def python_calls(text: str, tools: Mapping[str, Schema]) -> list[tuple[str, dict[str, Any]]]:
+    """Of `[name(key=value, …), …]`; ValueError where it is none."""
+    reader = _Python(text)
+    made = reader.calls(tools)
+    reader.end()
+    return made
+
+
+class _Python:
+    """Literals of Python, and those of JSON, which models mix; words without quotes are texts."""
+
+    def __init__(self, text: str) -> None:
+        self._tokens = self._split(text)
+        self._depth = 0
+        self._next()
+
+    @staticmethod
+    def _split(text: str) -> Iterator[tuple[str, str]]:
+        text, at = text.rstrip(), 0
+        while at < len(text):
+            match = PYTHON.match(text, at)
+            if match is None or match.lastgroup is None:
+                raise ValueError(f"at {at}")
+            yield match.lastgroup, match[match.lastgroup]
+            at = match.end()
+        yield "end", ""
+
+    def _next(self) -> tuple[str, str]:
+        taken = getattr(self, "_token", ("", ""))
+        self._token = next(self._tokens, ("end", ""))
+        return taken
+
+    def _takes(self, sign: str) -> bool:
+        if self._token == ("sign", sign):
+            self._next()
+            return True
+        return False
+
+    def _must(self, sign: str) -> None:
+        if not self._takes(sign):
+            raise ValueError(f"no {sign}")
+
+    def end(self) -> None:
+        if self._token[0] != "end":
+            raise ValueError("more follows")
+
+    def calls(self, tools: Mapping[str, Schema]) -> list[tuple[str, dict[str, Any]]]:
+        listed, made = self._takes("["), []
+        while not made or self._takes(",") or self._token[0] == "name":
+            kind, name = self._next()
+            if kind != "name":
+                raise ValueError("no name")
+            self._must("(")
+            made.append((name, self._arguments(properties(tools.get(name)))))
+        if listed:
+            self._must("]")
+        return made
+
+    def _arguments(self, declared: Schema) -> dict[str, Any]:
+        """Those without a key are the parameters in their order."""
+        made: dict[str, Any] = {}
+        keys = list(declared)
+        while not self._takes(")"):
+            if made and not self._takes(",") and self._token[0] != "name":
+                raise ValueError("no comma")
+            if self._takes(")"):
+                break
+            word = self._next() if self._token[0] == "name" else None
+            if word and self._takes("="):
+                made[word[1]] = self._typed(declared.get(word[1]))
+            elif len(made) < len(keys):
+                made[keys[len(made)]] = WORDS.get(word[1], word[1]) if word else self.value()
+            else:
+                raise ValueError("an argument without a key")
+        return made
+
+    def _typed(self, schema: Any) -> Any:
+        """Some models quote all values, some none."""
+        kind, _ = self._token
+        if kind == "number" and types_of(schema) == {"string"}:
+            return self._next()[1]
+        made = self.value()
+        return value(made, schema) if kind == "text" and schema else made
+
+    def value(self) -> Any:
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise ValueError("too deep")
+        made = self._value()
+        self._depth -= 1
+        return made
+
+    def _value(self) -> Any:
+        kind, text = self._next()
+        if kind == "text":
+            return _text(text)
+        if kind == "number":
+            number = float(text) if {*text.lower()} & {*".e"} else int(text)
+            if not math.isfinite(number):
+                raise ValueError("no number of JSON")
+            return number
+        if kind == "name":
+            return WORDS.get(text, text)
+        if text in ("[", "("):
+            return self._items("]" if text == "[" else ")")
+        if text == "{":
+            return self._members()
+        raise ValueError(f"no value: {text}")
+
+    def _items(self, close: str) -> list[Any]:
+        made: list[Any] = []
+        while not self._takes(close):
+            if made:
+                self._must(",")
+                if self._takes(close):
+                    break
+            made.append(self.value())
+        return made
+
+    def _members(self) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        while not self._takes("}"):
+            if made:
+                self._must(",")
+                if self._takes("}"):
+                    break
+            key = self.value()
+            self._must(":")
+            made[str(key)] = self.value()
+        return made
+
+
+def _text(literal: str) -> str:
+    """It may have several lines."""
+    quotes = literal[0] * 2
+    try:
+        return str(ast.literal_eval(quotes + literal + quotes))
+    except (SyntaxError, ValueError):
+        return literal[1:-1]

@@ -1,0 +1,87 @@
+"""A response template, which a tokenizer may carry, as the form of answers that it tells.
+
+Its fields are phases of an answer, which open and close. The library compiles it, and reads what
+is in a call's field; where fields begin and end is followed by parser.py, which needs no whole
+answer for that.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from transformers.utils.chat_parsing.response_templates import (
+    ResponseTemplateField,
+    load_response_template,
+)
+
+from worker.text.answer_form import ANSWER, CALL, NOBODY, THINKING, AnswerForm, Mark
+from worker.text.call_form import Pair
+from worker.text.call_parser import field_calls
+
+CALLS, CONTENT = "tool_calls", "content"
+REASONING = ("reasoning_content", "reasoning", "thinking")
+PHASES = {CALLS: CALL, CONTENT: ANSWER, **dict.fromkeys(REASONING, THINKING)}
+
+
+def answer_form(spec: Mapping[str, Any]) -> AnswerForm:
+    """ValueError or TypeError where it is none."""
+    raw = {name: dict(each) for name, each in spec["fields"].items()}
+    for each in raw.values():
+        # Space before a mark is nobody's in any case, and looking for it takes long.
+        for key in ("open_pattern", "close_pattern"):
+            if key in each:
+                each[key] = each[key].removeprefix(r"\s*")
+    template = load_response_template({**spec, "fields": raw})
+    begins = _phase(template.implicit) if template.implicit else NOBODY
+    marks: list[Mark] = []
+    call_marks: list[Mark] = []
+    texts: list[str] = []
+    thoughts: Pair | None = None
+    for name, field in template.fields.items():
+        made = _marks(field, begins, _phase(name))
+        (call_marks if name == CALLS else marks).extend(made)
+        texts += [mark.pattern.pattern.replace("\\", "") for mark in made]
+        texts += [text for pair in field.content_args.get("string_delims", ()) for text in pair]
+        if _phase(name) == THINKING and field.open_literals and field.close_literals:
+            thoughts = field.open_literals[0], field.close_literals[0]
+    return AnswerForm(
+        tuple(marks),
+        tuple(call_marks),
+        thoughts,
+        unmarked=any(mark.leads for mark in call_marks),
+        begins=begins,
+        texts=tuple(texts),
+    )
+
+
+def _phase(field: str) -> str:
+    return PHASES.get(field, f"{NOBODY} {field}")
+
+
+def _marks(field: ResponseTemplateField, outside: str, phase: str) -> list[Mark]:
+    """What opens a field, and what closes it."""
+    made = []
+    for pattern, literals, within, to in (
+        (field.open_re, field.open_literals, outside, phase),
+        (field.close_re, field.close_literals, phase, outside),
+    ):
+        if pattern is None:
+            continue
+        if literals is None and (alone := literal(pattern.pattern)):
+            literals = [alone]
+        grows = literals is None or any(
+            one != other and one.startswith(other) for one in literals for other in literals
+        )
+        first = frozenset(text[0] for text in literals or ())
+        reader = field_calls(field) if phase == to == CALL else None
+        # No mark stands before calls: they begin with their JSON.
+        leads = bool(reader and (m := pattern.search('{"name": "x"')) and not m.group())
+        made.append(Mark(frozenset((within,)), to, pattern, grows, first, reader, leads))
+    return made
+
+
+def literal(pattern: str) -> str | None:
+    """The one text that a pattern stands for."""
+    if re.search(r"(?<!\\)(?:\\\\)*[.^$*+?{}\[\]|()]|\\[A-Za-z0-9]", pattern):
+        return None
+    return re.sub(r"\\(.)", r"\1", pattern)
