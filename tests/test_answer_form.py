@@ -1,15 +1,18 @@
 """How calls are written is found out by having a chat template write some."""
 
+import json
+
 import pytest
 
 from tests.tiny_tokenizers import llama_tokenizer
-from worker.grammar.notation import calls_grammar
-from worker.text.answer_form import PLAIN_CALLS, AnswerForm, CallForm, call_form
+from worker.grammar.calls import calls_grammar
+from worker.text.call_form import ID, INDEX, PLAIN_CALLS, Arguments, CallForm
 from worker.text.chat_template import ChatTemplate
 
 TURN = "{% for m in messages %}{% if m.tool_calls %}CALLS{% else %}[INST]{{ m.content }}[/INST]"
 TURN += "{% endif %}{% endfor %}"
 EACH = "{% for c in m.tool_calls %}EACH{% endfor %}"
+NOTHING = ("", "")
 TEMPLATES: dict[str, tuple[str, CallForm | None]] = {
     "qwen": (
         EACH.replace(
@@ -24,49 +27,87 @@ TEMPLATES: dict[str, tuple[str, CallForm | None]] = {
         "{% if m.tool_calls | length > 1 %}{{ raise_exception('one') }}{% endif %}"
         '{"name": "{{ m.tool_calls[0].function.name }}", "parameters": '
         "{{ m.tool_calls[0].function.arguments | tojson }}}<|eot_id|>",
-        CallForm('{"name": "', '", "parameters": ', None, "}"),
+        CallForm(
+            NOTHING,
+            ("", "<|eot_id|>"),
+            '", "parameters": ',
+            None,
+            braces=('{"name": "', "}"),
+            keys=("name", "parameters"),
+        ),
     ),
     "mistral": (
         EACH.replace(
             "EACH", "[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}"
         )
         + "</s>",
-        CallForm("[TOOL_CALLS]", "[ARGS]", "[TOOL_CALLS]", ""),
+        CallForm(("", "</s>"), ("[TOOL_CALLS]", ""), "[ARGS]", ""),
     ),
     "list": (
         "[TOOL_CALLS] ["
         + EACH.replace(
             "EACH",
-            '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
-            '{{ ", " if not loop.last }}',
+            '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, '
+            '"id": "{{ c.id }}"}{{ ", " if not loop.last }}',
         )
         + "]</s>",
         CallForm(
-            '[TOOL_CALLS] [{"name": "',
+            ("[TOOL_CALLS] [", "]</s>"),
+            NOTHING,
             '", "arguments": ',
-            '}, {"name": "',
-            "}]",
-            several_in_mark=True,
+            ", ",
+            braces=('{"name": "', f', "id": "{ID}"}}'),
+            keys=("name", "arguments"),
         ),
     ),
-    "tags": ("<tool_call><function=x><parameter=y>1</parameter></function></tool_call>", None),
+    "numbered": (
+        "<calls>"
+        + EACH.replace(
+            "EACH",
+            "<call>functions.{{ c.function.name }}:{{ loop.index0 }}<args>"
+            "{{ c.function.arguments | tojson }}</call>",
+        )
+        + "</calls>",
+        CallForm(("<calls>", "</calls>"), ("<call>functions.", "</call>"), f":{INDEX}<args>", ""),
+    ),
+    "tags": (
+        EACH.replace(
+            "EACH",
+            "<call name={{ c.function.name }}>{% for key, value in c.function.arguments.items() %}"
+            "<{{ key }}>{{ value }}</>{% endfor %}</call>",
+        ),
+        CallForm(
+            NOTHING,
+            ("<call name=", "</call>"),
+            ">",
+            "",
+            Arguments("entries", open="<", middle=">", text_middle=">", close="</>", comma=""),
+        ),
+    ),
+    "no calls": ("<tool_call><function=x><parameter=y>1</parameter></function></tool_call>", None),
     "refuses": ("<tool_call>{{ raise_exception('no') }}", None),
     "ignores": ("<tool_call>", None),
+    "not read back": (  # what is written in capitals is not what went in
+        EACH.replace(
+            "EACH",
+            '<tool_call>{"name": "{{ c.function.name }}", "arguments": '
+            '{{ c.function.arguments | tojson }}, "name": "x"}</tool_call>',
+        ),
+        None,
+    ),
 }
 
 
-def found(template: str) -> CallForm | None:
-    return ChatTemplate(llama_tokenizer(TURN.replace("CALLS", template))).calls
+def learned(template: str) -> ChatTemplate:
+    return ChatTemplate(llama_tokenizer(TURN.replace("CALLS", template)))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_form_is_the_templates_own(name: str) -> None:
-    template, expected = TEMPLATES[name]
-    assert found(template) == expected
-
-
-def test_a_model_without_marks_has_no_form() -> None:
-    assert call_form(None, lambda messages: "") is None
+def test_the_form_is_the_templates(name: str) -> None:
+    source, expected = TEMPLATES[name]
+    template = learned(source)
+    assert template.answers.calls == (expected or PLAIN_CALLS)
+    assert any(note.startswith("calls:") for note in template.notes) == (expected is None)
 
 
 def test_a_grammar_names_the_tools_and_their_parameters() -> None:
@@ -74,15 +115,9 @@ def test_a_grammar_names_the_tools_and_their_parameters() -> None:
         {"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}},
         {"type": "function", "function": {"name": "b"}},
     ]
-    one = calls_grammar(PLAIN_CALLS, tools, False, repr)
-    more = calls_grammar(PLAIN_CALLS, tools, True, repr)
+    one = calls_grammar(PLAIN_CALLS, tools, False, json.dumps)
+    more = calls_grammar(PLAIN_CALLS, tools, True, json.dumps)
     assert "call_0 | call_1" in one
     assert '"additionalProperties": false' in one.splitlines()[3]
     assert ")*" not in one
     assert ")*" in more
-
-
-def test_a_response_template_whose_calls_have_no_mark_has_no_form() -> None:
-    form = AnswerForm({"start_anchor": "\n", "fields": {"tool_calls": {"content": "json"}}})
-    assert call_form(form, lambda messages: TURN) is None
-    assert call_form(form, lambda messages: '{"name_of_it"') is None

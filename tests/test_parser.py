@@ -5,6 +5,7 @@ import copy
 import json
 import random
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 from transformers.utils.chat_parsing import parse_response
 
 from worker.deltas import TokenLogprob
-from worker.text.answer_form import PLAIN, AnswerForm, answer_form, literal
+from worker.text.answer_form import PLAIN, AnswerForm, Channels, learned
+from worker.text.call_form import ID, PLAIN_CALLS, Arguments, CallForm
 from worker.text.detokenizer import Piece, Share
 from worker.text.parser import Event, Parser
+from worker.text.response_template import answer_form, literal
 
 WEATHER = {
     "type": "function",
@@ -27,28 +30,105 @@ CALL = '<tool_call>\n{"name": "w", "arguments": {"city": "P <b"}}\n</tool_call>'
 WHOLE = f"<think>\nhm,  ok\n</think>\n\nHello  there. \n{CALL}\n{CALL}"
 
 
-class Carrier:
-    """As much of a tokenizer as a form is told by."""
+HERMES = PLAIN
+THOUGHTS = ("<think>", "</think>")
+NOTHING = ("", "")
+FORMS = {
+    "coder": CallForm(
+        NOTHING,
+        ("<tool_call>\n<function=", "</function>\n</tool_call>"),
+        ">\n",
+        "\n",
+        Arguments(
+            "entries",
+            open="<parameter=",
+            middle=">\n",
+            text_middle=">\n",
+            close="\n</parameter>\n",
+        ),
+    ),
+    "pairs": CallForm(
+        NOTHING,
+        ("<tool_call>", "</tool_call>"),
+        "\n",
+        "\n",
+        Arguments(
+            "entries",
+            open="<arg_key>",
+            middle="</arg_key>\n<arg_value>",
+            text_middle="</arg_key>\n<arg_value>",
+            close="</arg_value>\n",
+        ),
+    ),
+    "typed": CallForm(
+        NOTHING,
+        ("<|tool_call>call:", "}<tool_call|>"),
+        "{",
+        "",
+        Arguments("entries", comma=",", middle=":", text_middle=":", quotes='<|"|>'),
+    ),
+    "python": CallForm(
+        ("<|calls|>[", "]<|end_calls|>"),
+        NOTHING,
+        "(",
+        ", ",
+        Arguments("python", quotes='"'),
+        ("", ")"),
+    ),
+    "bare python": CallForm(("[", "]"), NOTHING, "(", ", ", Arguments("python"), ("", ")")),
+    "args": CallForm(NOTHING, ("[TOOL_CALLS]", ""), f"[CALL_ID]{ID}[ARGS]", ""),
+    "list": CallForm(
+        ("[TOOL_CALLS] [", "]"),
+        NOTHING,
+        '", "arguments": ',
+        ", ",
+        braces=('{"name": "', "}"),
+        keys=("name", "arguments"),
+    ),
+    "key": CallForm(
+        ("<|prefix|>[", "]<|suffix|>"), NOTHING, '": ', ", ", braces=('{"', "}"), keys=("", "")
+    ),
+    "llama": CallForm(
+        NOTHING,
+        NOTHING,
+        '", "parameters": ',
+        None,
+        braces=('{"name": "', "}"),
+        keys=("name", "parameters"),
+    ),
+    "section": CallForm(("<calls>", "</calls>"), ("<call>functions.", "</call>"), ":\0<args>", ""),
+}
+HARMONY = learned(
+    None,
+    None,
+    CallForm(
+        NOTHING, (" to=functions.", "<|call|>"), "<|channel|>commentary json<|message|>", None
+    ),
+    Channels(
+        "<|start|>assistant",
+        "<|channel|>",
+        "<|message|>",
+        ("<|end|>", "<|return|>", "<|call|>"),
+        "analysis",
+        "final",
+        " to=functions.",
+    ),
+)
 
-    def __init__(self, chat: str = "", template: dict[str, Any] | None = None) -> None:
-        self.chat_template = chat
-        self.response_template = template
 
-
-def form(chat: str) -> AnswerForm:
-    tokenizer: Any = Carrier(chat)
-    found = answer_form(tokenizer)
-    assert found is not None
-    return found
-
-
-HERMES = form("<tool_call> </think>")
+def form(name: str) -> AnswerForm:
+    return HARMONY if name == "channels" else learned(THOUGHTS, None, FORMS[name], None)
 
 
 def read(
-    how: AnswerForm, text: str, cuts: list[int] | None = None, begun: str = "", calls: bool = True
+    how: AnswerForm,
+    text: str,
+    cuts: list[int] | None = None,
+    begun: str = "",
+    calls: bool = True,
+    tools: Sequence[Any] = (WEATHER,),
 ) -> dict[str, Any]:
-    parser = Parser(how, begun, calls, [WEATHER])
+    parser = Parser(how, begun, calls, tools)
     bounds = [0, *(cuts or []), len(text)]
     events = []
     for start, end in pairwise(bounds):
@@ -106,54 +186,219 @@ def test_an_answer_falls_into_its_parts() -> None:
     }
 
 
-LLAMA = '{"name": "x", "parameters": '
-FAMILIES = [
-    ("<tool_call> </think>", WHOLE),
+TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
     (
-        "<tool_call><function=<parameter=</think>",
+        "coder",
         "<think>x</think>so\n<tool_call>\n<function=get>\n<parameter=n>\n7\n</parameter>\n"
         "<parameter=s>\n7\nx\n</parameter>\n</function>\n</tool_call>",
+        ("so", "x", [("get", {"n": 7, "s": "7\nx"})]),
     ),
-    ("[TOOL_CALLS][ARGS]", '[TOOL_CALLS]get[ARGS]{"n": 1}[TOOL_CALLS]put[ARGS]{}'),
-    ("[TOOL_CALLS]", 'Well. [TOOL_CALLS] [{"name": "get", "arguments": {"n": 1}, "id": "a"}]'),
+    (  # the first mark is missing
+        "coder",
+        "So\n<function=get>\n<parameter=n>1</parameter></function>\n</tool_call>",
+        ("So", "", [("get", {"n": 1})]),
+    ),
     (
-        "[TOOL_CALLS]",
-        '[TOOL_CALLS] [{"name": "get", "arguments": {"n": 1}}, {"name": "put", "arguments": {}}]',
+        "pairs",
+        "<tool_call>get\n<arg_key>s</arg_key>\n<arg_value>1</arg_value>\n</tool_call>\n"
+        "<tool_call>put</tool_call> so",
+        ("so", "", [("get", {"s": "1"}), ("put", {})]),
     ),
-    ("<|tool_call>call:", '<|tool_call>call:get{s:<|"|>x "y"<|"|>,n:2}<tool_call|>'),
-    (LLAMA, '{"name": "get", "parameters": {"s": "b"}}'),
-    (LLAMA, '<|python_tag|>{"name": "get", "parameters": {"s": "b"}}'),
-    ("</think>", "<think>\na\n</think>\n\nThe <b>answer</b> </think"),
+    (
+        "typed",
+        'a<|tool_call>call:get{s:<|"|>x "y", z:<|"|>,n:2,o:{a:[true,<|"|>b<|"|>]}}<tool_call|>',
+        ("a", "", [("get", {"s": 'x "y", z:', "n": 2, "o": {"a": [True, "b"]}})]),
+    ),
+    (
+        "python",
+        "Well. <|calls|>[get(s='it\\'s', n=-1.5e3, from=[None, {'a': True}]), a.b()]<|end_calls|>",
+        (
+            "Well.",
+            "",
+            [("get", {"s": "it's", "n": -1500.0, "from": [None, {"a": True}]}), ("a.b", {})],
+        ),
+    ),
+    ("bare python", '[get(s="b")]', ("", "", [("get", {"s": "b"})])),
+    ("bare python", "[see(this)] or not", ("[see(this)] or not", "", [])),
+    (
+        "args",
+        '[TOOL_CALLS]get[CALL_ID]a1[ARGS]{"n": 1}[TOOL_CALLS]put[CALL_ID]b[ARGS]{}',
+        ("", "", [("get", {"n": 1}), ("put", {})]),
+    ),
+    (
+        "list",
+        'Well. [TOOL_CALLS] [{"name": "get", "arguments": {"n": 1}, "id": "a"},\n {"name": "put", '
+        '"parameters": {}}]',
+        ("Well.", "", [("get", {"n": 1}), ("put", {})]),
+    ),
+    (
+        "key",
+        '<|prefix|>[{"get": {"n": 1}}, {"put": {}}]<|suffix|>',
+        ("", "", [("get", {"n": 1}), ("put", {})]),
+    ),
+    ("llama", '{"name": "get", "parameters": {"s": "b"}}', ("", "", [("get", {"s": "b"})])),
+    (
+        "llama",
+        '<|python_tag|>{"name": "get", "parameters": {"s": "b"}}',
+        ("", "", [("get", {"s": "b"})]),
+    ),
+    (
+        "section",
+        '<calls><call>functions.get:0<args>{"n": 1}</call>'
+        "<call>functions.put:1<args>{}</call></calls>",
+        ("", "", [("get", {"n": 1}), ("put", {})]),
+    ),
+    (
+        "channels",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.get <|constrain|>json<|message|>{"n": 1}<|call|>',
+        ("", "Hm.", [("get", {"n": 1})]),
+    ),
+    (
+        "channels",
+        " to=functions.get<|channel|>commentary json<|message|>{}",
+        ("", "", [("get", {})]),
+    ),
+    (
+        "channels",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>to=me",
+        ("to=me", "Hm.", []),
+    ),
+    (
+        "coder",
+        "<think>\na\n</think>\n\nThe <b>answer</b> </think",
+        ("The <b>answer</b> </think", "a", []),
+    ),
+    # A call in open thoughts is one if they are never closed.
+    (
+        "section",
+        "<think>a <calls><call>functions.get:0<args>{}</call></calls> b</think>c",
+        ("c", "a <calls><call>functions.get:0<args>{}</call></calls> b", []),
+    ),
+    (
+        "section",
+        "<think>a <calls><call>functions.get:0<args>{}</call></calls>",
+        ("", "a", [("get", {})]),
+    ),
+    ("coder", "Before\n<think>x</think>\nafter", ("Before\n\nafter", "x", [])),
 ]
 
 
-@pytest.mark.parametrize(("chat", "text"), FAMILIES)
-def test_cuts_make_no_difference(chat: str, text: str) -> None:
-    how = form(chat)
-    expected = read(how, text)
-    assert read(how, text, list(range(len(text)))) == expected
+@pytest.mark.parametrize(("name", "text", "expected"), TEXTS)
+def test_each_form_is_read_however_it_is_cut(
+    name: str, text: str, expected: tuple[str, str, list[tuple[str, Any]]]
+) -> None:
     chance = random.Random(0)
-    for _ in range(100):
-        cuts = sorted(chance.choices(range(len(text)), k=chance.randrange(12)))
-        assert read(how, text, cuts) == expected, cuts
+    cuts: list[list[int]] = [[], list(range(len(text)))]
+    cuts += [sorted(chance.choices(range(len(text)), k=chance.randrange(12))) for _ in range(100)]
+    for each in cuts:
+        made = read(form(name), text, each, tools=[WEATHER, {"function": {"name": "put"}}])
+        calls = [(called, json.loads(arguments)) for called, arguments in made["calls"]]
+        assert (made["content"].strip(), made["reasoning"].strip(), calls) == expected, each
 
 
-@pytest.mark.parametrize(("chat", "text"), FAMILIES)
-def test_the_library_reads_the_same(chat: str, text: str) -> None:
-    how = form(chat)
-    spec = copy.deepcopy(dict(how.spec))
-    if spec["fields"].get("tool_calls", {}).get("open") == "<tool_call>":
-        # left to itself, the library takes the space between two calls for content
-        spec["fields"]["tool_calls"]["open_pattern"] = r"\s*<tool_call>"
-        del spec["fields"]["tool_calls"]["open"]
-    theirs = parse_response(text, spec, prefix="", tools=[WEATHER])
-    ours = read(how, text)
-    assert ours["content"].strip() == theirs.get("content", "")
-    assert ours["reasoning"] == theirs.get("reasoning_content", "")
+# Fields of response templates, and texts.
+CAPTURED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+THINK = {"open": "<think>", "close": "</think>", "content": "text"}
+TEMPLATES: list[tuple[dict[str, Any], str]] = [
+    (
+        {
+            "reasoning_content": THINK,
+            "tool_calls": {
+                "open_pattern": r"\s*<tool_call>",
+                "close": "</tool_call>",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+        },
+        WHOLE,
+    ),
+    (
+        {
+            "tool_calls": {
+                "open_pattern": r"<tool_call>\s{0,8}<function=(?P<name>[^>\n]{1,128})>",
+                "close_pattern": r"</function>\s{0,8}</tool_call>",
+                "repeats": True,
+                "content": "xml-inline",
+                "content_args": {
+                    "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
+                },
+                "transform": CAPTURED,
+            }
+        },
+        "so\n<tool_call>\n<function=get>\n<parameter=n>\n7\n</parameter>\n"
+        "<parameter=s>\n7\nx\n</parameter>\n</function>\n</tool_call>",
+    ),
+    (
+        {
+            "tool_calls": {
+                "open_pattern": r"\[TOOL_CALLS\](?P<name>[^\[{]{1,128})\[ARGS\]",
+                "close_pattern": r"(?=\[TOOL_CALLS\])",
+                "repeats": True,
+                "content": "json",
+                "transform": CAPTURED,
+            }
+        },
+        '[TOOL_CALLS]get[ARGS]{"n": 1}[TOOL_CALLS]put[ARGS]{}',
+    ),
+    (
+        {
+            "tool_calls": {
+                "open": "[TOOL_CALLS]",
+                "content": "json",
+                "transform": {
+                    "type": "function",
+                    "function": {"name": "{name}", "arguments": "{arguments}"},
+                },
+                "transform_each": True,
+            }
+        },
+        'Well. [TOOL_CALLS] [{"name": "get", "arguments": {"n": 1}}, '
+        '{"name": "put", "arguments": {}}]',
+    ),
+    (
+        {
+            "tool_calls": {
+                "open_pattern": r"<\|tool_call>call:(?P<name>\w{1,128})",
+                "close": "<tool_call|>",
+                "repeats": True,
+                "content": "json",
+                "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+                "transform": CAPTURED,
+            }
+        },
+        '<|tool_call>call:get{s:<|"|>x "y"<|"|>,n:2}<tool_call|>',
+    ),
+    (
+        {
+            "tool_calls": {
+                "open_pattern": r'(?=\{"name": ?")',
+                "repeats": True,
+                "content": "json",
+                "transform": {
+                    "type": "function",
+                    "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
+                },
+            }
+        },
+        '{"name": "get", "parameters": {"s": "b"}}',
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "text"), TEMPLATES)
+def test_the_library_reads_a_response_template_the_same(fields: dict[str, Any], text: str) -> None:
+    spec = {"start_anchor": "\n", "fields": {**fields, "content": {"content": "text"}}}
+    theirs = parse_response(text, copy.deepcopy(spec), prefix="", tools=[WEATHER])
     calls = theirs.get("tool_calls", [])
     calls = [call for each in calls for call in (each if isinstance(each, list) else [each])]
     expected = [(c["function"]["name"], c["function"]["arguments"]) for c in calls]
-    assert [(name, json.loads(arguments)) for name, arguments in ours["calls"]] == expected
+    for cuts in ([], list(range(len(text)))):
+        ours = read(answer_form(spec), text, cuts)
+        assert ours["content"].strip() == theirs.get("content", "")
+        assert ours["reasoning"] == theirs.get("reasoning_content", "")
+        assert [(name, json.loads(arguments)) for name, arguments in ours["calls"]] == expected
 
 
 def test_arguments_come_while_they_are_written() -> None:
@@ -219,7 +464,7 @@ def test_without_tools_calls_are_text() -> None:
 def test_a_call_that_makes_no_sense_is_text(body: str) -> None:
     text = f"So: <tool_call>{body}</tool_call> yes"
     made = read(HERMES, text)
-    assert made["content"] == f"So:<tool_call>{body}</tool_call> yes"
+    assert made["content"] == text
     assert made["calls"] == []
 
 
@@ -237,16 +482,6 @@ def test_a_call_without_a_name_yet_is_not_shown(cut: str) -> None:
     assert parser.calls_begun == 0
 
 
-def test_a_tokenizers_own_template_is_the_one() -> None:
-    own = {"start_anchor": "A", "fields": {"content": {"content": "text"}}}
-    tokenizer: Any = Carrier("<tool_call>", own)
-    found = answer_form(tokenizer)
-    assert found is not None
-    assert found.calls is None
-    tokenizer = Carrier("{{ messages }}")
-    assert answer_form(tokenizer) is None
-
-
 @pytest.mark.parametrize(
     ("prompt", "begun"),
     [
@@ -260,7 +495,7 @@ def test_a_tokenizers_own_template_is_the_one() -> None:
 )
 def test_what_a_prompt_has_begun(prompt: str, begun: str) -> None:
     assert PLAIN.thoughts_in(prompt) == begun
-    assert form("[TOOL_CALLS]").thoughts_in(prompt) == ""
+    assert learned(None, None, PLAIN_CALLS, None).thoughts_in(prompt) == ""
 
 
 def test_what_is_held_to_a_document_has_no_marks() -> None:
@@ -300,7 +535,7 @@ def test_a_mark_within_a_string_ends_no_call_that_is_held_to_json() -> None:
 
 
 def test_json_in_the_middle_of_a_text_is_no_call() -> None:
-    how = form(LLAMA)
+    how = form("llama")
     text = 'Here: {"name": "Bob", "parameters": {}} done.'
     assert read(how, text) == {"content": text, "reasoning": "", "calls": []}
     assert read(how, text, list(range(len(text))))["content"] == text
@@ -308,16 +543,17 @@ def test_json_in_the_middle_of_a_text_is_no_call() -> None:
 
 def test_plain_text_is_not_searched_for_marks() -> None:
     parser = Parser(HERMES, "", True)
-    marks = [mark._replace(pattern=None) for mark in parser._marks_outside]
-    parser._marks_outside = marks
+    parser._watched = [mark._replace(pattern=None) for mark in parser._watched]
     assert texts(feed(parser, "1 > 0")) == ["1 > 0"]
 
 
 def test_spaces_and_marks_that_never_end_take_no_time() -> None:
     for how, text in (
         (HERMES, (" " * 4000 + "x") * 20),
-        (form("[TOOL_CALLS][ARGS]"), "[TOOL_CALLS]" * 8000),
-        (form("<tool_call><function=<parameter="), "<tool_call> <function" * 4000),
+        (form("args"), "[TOOL_CALLS]" * 8000),
+        (form("coder"), "<tool_call> <function" * 4000),
+        (form("channels"), "<|channel|>" * 8000),
+        (form("section"), "<think>" + "<calls><call>functions.get:0<args>{}</call>" * 2000),
     ):
         parser = Parser(how, "", True)
         started = time.process_time()
@@ -326,7 +562,7 @@ def test_spaces_and_marks_that_never_end_take_no_time() -> None:
             events += parser.feed(piece(text[at : at + 16], at))
         events += parser.finish()
         assert time.process_time() - started < 3
-        assert "".join(texts(events)).strip() == text.strip()
+        assert "".join(texts(events)).strip() == text.removeprefix("<think>").strip()
 
 
 @pytest.mark.parametrize(

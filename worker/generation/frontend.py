@@ -26,8 +26,9 @@ from worker.model.logits_processors import SamplingParams
 from worker.protocol import Calls, Chat, GenerationInput, ModelInfo, Sampling, Stopping
 from worker.text.answer_form import AnswerForm
 from worker.text.call_form import CallForm
-from worker.text.chat_template import SWITCHES, ChatTemplate
+from worker.text.chat_template import ChatTemplate
 from worker.text.detokenizer import Vocabulary
+from worker.text.jinja import SWITCHES
 from worker.text.learning import ARGUMENTS, TOOLS
 from worker.text.parser import Parser
 
@@ -239,7 +240,8 @@ def proved(template: ChatTemplate) -> ChatTemplate:
     writes Python without its quotes, there is nothing to compare."""
     form = template.answers.calls
     if form and (form.arguments.style != "python" or form.arguments.quotes):
-XX        if not all(taken):
+        written = [text for text, calls in template.examples if calls[0][1] == ARGUMENTS]
+        if not all(accepts(form, TOOLS, text) for text in written):
             template.refuse_calls("their grammar does not take what the template writes")
     return template
 

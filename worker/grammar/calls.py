@@ -44,12 +44,10 @@ def calls_grammar(
     section, end = form.section
     before = " ".join(f"({rules.frame(text)})?" for text in begins)
     # The first one's space before it is nobody's.
-    opens = (
-        rules.frame(section.lstrip()),
-        rules.frame(form.call[0] if section.strip() else form.call[0].lstrip()),
-    )
-    if started and form.call[0].strip() and opens[0]:
-        opens = f"({opens[0]})?", opens[1]
+    begin = form.call[0] if section.strip() else form.call[0].lstrip()
+    opens = rules.frame(section.lstrip())
+    if started and begin.strip() and opens:
+        opens = f"({opens})?"
     between = rules.frame((form.separator or "") + form.call[0])
     more = f"({between} call)*" if several and form.separator is not None else ""
     ends = rules.frame(end.rstrip())
@@ -62,7 +60,7 @@ def calls_grammar(
     ]
     return "\n".join(
         [
-            f"start: {before} {opens} {rules.frame(call)} call {more} {ends}",
+            f"start: {before} {opens} {rules.frame(begin)} call {more} {ends}",
             "call: " + " | ".join(f"call_{n}" for n in range(len(tools))),
             *(f"call_{n}: {call}" for n, call in enumerate(calls)),
             *rules.made,

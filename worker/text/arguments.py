@@ -22,7 +22,7 @@ PYTHON = re.compile(
     |(?P<sign>[\[\](){},:=]))""",
     re.VERBOSE | re.DOTALL,
 )
-WORDS = {"True": True, "true": True, "False": False, "false": False}
+WORDS: dict[str, bool | None] = {"True": True, "true": True, "False": False, "false": False}
 WORDS |= dict.fromkeys(("None", "null", "none"))
 BARE_KEY = re.compile(r"(?<=[{,])\s*([^\W\d][\w.-]*)\s*:")
 NONE, TRUE, FALSE = (re.compile(rf"\b{word}\b") for word in ("None", "True", "False"))
@@ -188,7 +188,8 @@ class _Python:
             raise ValueError("more follows")
 
     def calls(self, tools: Mapping[str, Schema]) -> list[tuple[str, dict[str, Any]]]:
-        listed, made = self._takes("["), []
+        listed = self._takes("[")
+        made: list[tuple[str, dict[str, Any]]] = []
         while not made or self._takes(",") or self._token[0] == "name":
             kind, name = self._next()
             if kind != "name":

@@ -6,33 +6,27 @@ and how calls and results are taken back (turns.py). What a template lacks is in
 runs in pool threads.
 """
 
-import inspect
 import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jinja2 import Template, TemplateError
-from jinja2.filters import FILTERS
-from jinja2.meta import find_undeclared_variables
-from jinja2.sandbox import SandboxedEnvironment
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
-from transformers.utils import chat_template_utils
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput
 from worker.protocol import Calls, Chat
 from worker.text import response_template
 from worker.text.answer_form import PLAIN, AnswerForm, learned
 from worker.text.call_form import PLAIN_CALLS, CallForm
+from worker.text.jinja import EFFORT, SWITCHES, lenient, reserved, source_of, variables_of
 from worker.text.learning import NAMES, TOOLS, Learner
 from worker.text.proof import examples, reads_back
 from worker.text.turns import QUESTION, Conversation, Message, TurnForm, turn_form, without_nulls
 
 log = logging.getLogger("onequeue.template")
 
-SWITCHES = ("enable_thinking", "thinking")  # what templates call it
-EFFORT = "reasoning_effort"
 INSTRUCTIONS = """# Tools
 
 You may call functions. Each is described by a line of JSON between <tools> and </tools>:
@@ -42,7 +36,6 @@ You may call functions. Each is described by a line of JSON between <tools> and 
 To call one, write its name and a value for each of its parameters just so:
 {example}"""
 SHOWN = {"nameone": "FUNCTION", "keyone": "PARAMETER", "keytwo": "OTHER", "valueone": "VALUE"}
-utils: Any = chat_template_utils
 
 
 class ChatTemplate:
@@ -51,9 +44,9 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._source = _source(tokenizer)
-        self._variables = _variables(self._source)
-        self._reserved = _reserved(tokenizer)
+        self._source = source_of(tokenizer)
+        self._variables = variables_of(self._source)
+        self._reserved = reserved(tokenizer)
         self.notes: list[str] = []
         self.examples: list[tuple[str, list[tuple[str, Any]]]] = []
         offered = TOOLS if self._tried([QUESTION], TOOLS) else ()
@@ -71,7 +64,7 @@ class ChatTemplate:
         learner = Learner(self._tried, self._source, self.turns)
         calls = learner.calls()
         if calls is None and (self.turns is None or self.turns.written):
-            render = _lenient(self._tokenizer, self._source)
+            render = lenient(self._tokenizer, self._source)
             learner = Learner(render, self._source, turn_form(lambda messages: render(messages)))
             calls = learner.calls()
         if calls is not None:
@@ -89,11 +82,9 @@ class ChatTemplate:
         form = learned(learner.thoughts, learner.content(), calls or PLAIN_CALLS, channels)
         form = replace(form, may_close=bool(form.thoughts) and self._switches())
         if calls is None:
-XX
-        elif not self._proved(form):
-            return self._plain(
-                form, "what the template writes is not read back as what it was made of"
-            )
+            return self._plain(form, "the template writes none that are understood")
+        if not self._proved(form):
+            return self._plain(form, "those that the template writes are not read back")
         return form
 
     def _proved(self, form: AnswerForm) -> bool:
@@ -115,7 +106,8 @@ XX
 
     def _switches(self) -> bool:
         """Whether a variable turns thinking on and off."""
-        on, off = (dict.fromkeys(SWITCHES, each) for each in (True, False))
+        on: dict[str, Any] = dict.fromkeys(SWITCHES, True)
+        off: dict[str, Any] = dict.fromkeys(SWITCHES, False)
         return self._tried([QUESTION], **on) != self._tried([QUESTION], **off)
 
     def _note_lacks(self) -> None:
@@ -268,60 +260,3 @@ def _special(message: Mapping[str, Any]) -> bool:
     return message["role"] == "tool" or bool(
         message.get("tool_calls") or message.get("reasoning_content")
     )
-
-
-def _source(tokenizer: PreTrainedTokenizerBase) -> str:
-    source = tokenizer.chat_template or ""
-    if isinstance(source, dict):
-        source = source.get("tool_use") or source.get("default") or ""
-    return str(source)
-
-
-def _variables(source: str) -> list[str]:
-    """Those that say whether and how much to think."""
-    try:
-        found = find_undeclared_variables(
-            utils._compile_jinja_template("").environment.parse(source)
-        )
-    except TemplateError:
-        return []
-    return [name for name in (EFFORT, *SWITCHES) if name in found]
-
-
-def _lenient(tokenizer: PreTrainedTokenizerBase, source: str) -> Any:
-    """Renders what we have made up, in a sandbox where a template may add to its lists: the
-    library's forbids it, so that some templates cannot show calls."""
-    strict = utils._compile_jinja_template("").environment
-    extensions = [type(each) for each in strict.extensions.values()]
-    made = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    made.filters, made.globals = strict.filters, strict.globals
-
-    def render(messages: list[Message], tools: Sequence[Any] = (), **variables: Any) -> str:
-        known = {**tokenizer.special_tokens_map, "add_generation_prompt": True, **variables}
-        try:
-            template = made.from_string(source)
-            return template.render(messages=messages, tools=list(tools) or None, **known)
-        except Exception:  # whatever it is
-            return ""
-
-    return render
-
-
-def _reserved(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """Names that `chat_template_kwargs` may not set: arguments on the way to the template, which
-    would be given twice or do something else, special tokens, and the functions it finds."""
-    environment = utils._compile_jinja_template("").environment
-    way = (
-        type(tokenizer).apply_chat_template,
-        ProcessorMixin.apply_chat_template,
-        utils.render_jinja_template,
-        Template.render,
-    )
-    return {
-        "messages",  # what the renderer calls a conversation
-        *(name for function in way for name in inspect.signature(function).parameters),
-        *tokenizer.SPECIAL_TOKENS_ATTRIBUTES,
-        *tokenizer.special_tokens_map,
-        *environment.globals,
-        *(name for name, _ in environment.filters.items() - FILTERS.items()),
-    }

@@ -207,12 +207,18 @@ class Parser:
             if self._after_mark and not (kind == "content" and self._has_content):
                 shown.take(len(shown.text) - len(shown.text.lstrip()))
             if kind == "content":
-                shown, self._between = _joined(self._between, shown), Piece("")
-                self._has_content = True
+                self._go_on(events)
             events.append(Event(kind, shown))
             self._after_mark = False
         else:
             self._space.append(piece)
+
+    def _go_on(self, events: list[Event]) -> None:
+        """With content, and the white space that a mark has kept from it."""
+        if self._between.text:
+            events.append(Event("content", self._between))
+            self._between = Piece("")
+        self._has_content = True
 
     def _emit_space(self, events: list[Event]) -> None:
         """The end of the text is not between anything."""
@@ -258,13 +264,6 @@ class Parser:
         if calls or (call.begun and not nonsense):
             self.calls_ended += 1
         elif not (cut and call.may_go_on and not self._form.unmarked):
-            events.append(Event("content", _joined(self._between, whole)))
-            self._between = Piece("")
-            self._has_content, self._after_mark = True, False
-
-
-def _joined(before: Piece, piece: Piece) -> Piece:
-    if not before.text:
-        return piece
-    before.append(piece)
-    return before
+            self._go_on(events)
+            events.append(Event("content", whole))
+            self._after_mark = False
