@@ -6,42 +6,28 @@ import pytest
 
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.grammar.calls import calls_grammar
-from worker.text.call_form import ID, INDEX, PLAIN_CALLS, Arguments, CallForm
+from worker.text.call_form import ID, PLAIN_CALLS
 from worker.text.chat_template import ChatTemplate
 
 TURN = "{% for m in messages %}{% if m.tool_calls %}CALLS{% else %}[INST]{{ m.content }}[/INST]"
 TURN += "{% endif %}{% endfor %}"
 EACH = "{% for c in m.tool_calls %}EACH{% endfor %}"
-NOTHING = ("", "")
-TEMPLATES: dict[str, tuple[str, CallForm | None]] = {
+# A template's calls, and how two of them are written in the form that is learned from it.
+TEMPLATES: dict[str, tuple[str, str | None]] = {
     "qwen": (
         EACH.replace(
             "EACH",
             '{{ "\n" }}<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
             "{{ c.function.arguments | tojson }}}\n</tool_call>",
-        )
-        + "<|im_end|>",
-        PLAIN_CALLS,
-    ),
-    "llama": (
-        "{% if m.tool_calls | length > 1 %}{{ raise_exception('one') }}{% endif %}"
-        '{"name": "{{ m.tool_calls[0].function.name }}", "parameters": '
-        "{{ m.tool_calls[0].function.arguments | tojson }}}<|eot_id|>",
-        CallForm(
-            NOTHING,
-            ("", "<|eot_id|>"),
-            '", "parameters": ',
-            None,
-            braces=('{"name": "', "}"),
-            keys=("name", "parameters"),
         ),
+        '\n<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>'
+        '\n<tool_call>\n{"name": "b", "arguments": {}}\n</tool_call>',
     ),
     "mistral": (
         EACH.replace(
             "EACH", "[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}"
-        )
-        + "</s>",
-        CallForm(("", "</s>"), ("[TOOL_CALLS]", ""), "[ARGS]", ""),
+        ),
+        "[TOOL_CALLS]a[ARGS]{}[TOOL_CALLS]b[ARGS]{}",
     ),
     "list": (
         "[TOOL_CALLS] ["
@@ -50,15 +36,9 @@ TEMPLATES: dict[str, tuple[str, CallForm | None]] = {
             '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, '
             '"id": "{{ c.id }}"}{{ ", " if not loop.last }}',
         )
-        + "]</s>",
-        CallForm(
-            ("[TOOL_CALLS] [", "]</s>"),
-            NOTHING,
-            '", "arguments": ',
-            ", ",
-            braces=('{"name": "', f', "id": "{ID}"}}'),
-            keys=("name", "arguments"),
-        ),
+        + "]",
+        f'[TOOL_CALLS] [{{"name": "a", "arguments": {{}}, "id": "{ID}"}}, '
+        f'{{"name": "b", "arguments": {{}}, "id": "{ID}"}}]',
     ),
     "numbered": (
         "<calls>"
@@ -68,7 +48,7 @@ TEMPLATES: dict[str, tuple[str, CallForm | None]] = {
             "{{ c.function.arguments | tojson }}</call>",
         )
         + "</calls>",
-        CallForm(("<calls>", "</calls>"), ("<call>functions.", "</call>"), f":{INDEX}<args>", ""),
+        "<calls><call>functions.a:0<args>{}</call><call>functions.b:1<args>{}</call></calls>",
     ),
     "tags": (
         EACH.replace(
@@ -76,22 +56,27 @@ TEMPLATES: dict[str, tuple[str, CallForm | None]] = {
             "<call name={{ c.function.name }}>{% for key, value in c.function.arguments.items() %}"
             "<{{ key }}>{{ value }}</>{% endfor %}</call>",
         ),
-        CallForm(
-            NOTHING,
-            ("<call name=", "</call>"),
-            ">",
-            "",
-            Arguments("entries", open="<", middle=">", text_middle=">", close="</>", comma=""),
-        ),
+        "<call name=a>{}</call><call name=b>{}</call>",
+    ),
+    "python": (
+        "["
+        + EACH.replace(
+            "EACH",
+            "{{ c.function.name }}({% for key, value in c.function.arguments.items() %}"
+            "{{ key }}={{ value | tojson }}{{ ', ' if not loop.last }}{% endfor %})"
+            "{{ ', ' if not loop.last }}",
+        )
+        + "]",
+        "[a({}), b({})]",
     ),
     "no calls": ("<tool_call><function=x><parameter=y>1</parameter></function></tool_call>", None),
     "refuses": ("<tool_call>{{ raise_exception('no') }}", None),
     "ignores": ("<tool_call>", None),
-    "not read back": (  # what is written in capitals is not what went in
+    "not read back": (
         EACH.replace(
             "EACH",
             '<tool_call>{"name": "{{ c.function.name }}", "arguments": '
-            '{{ c.function.arguments | tojson }}, "name": "x"}</tool_call>',
+            "{{ c.function.arguments | tojson | replace('1.5', '2.5') }}}</tool_call>",
         ),
         None,
     ),
@@ -106,7 +91,12 @@ def learned(template: str) -> ChatTemplate:
 def test_the_form_is_the_templates(name: str) -> None:
     source, expected = TEMPLATES[name]
     template = learned(source)
-    assert template.answers.calls == (expected or PLAIN_CALLS)
+    calls = template.answers.calls
+    assert calls is not None
+    if expected is None:
+        assert calls == PLAIN_CALLS
+    else:
+        assert calls.text([("a", "{}"), ("b", "{}")]) == expected
     assert any(note.startswith("calls:") for note in template.notes) == (expected is None)
 
 

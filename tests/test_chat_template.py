@@ -110,7 +110,7 @@ def test_a_plain_chat_needs_no_plan_and_is_read_only_where_there_may_be_marks() 
     for source, fields, reads, plans in (
         (CALLS, {}, False, False),
         (THOUGHTS, {}, True, False),
-        (CALLS, {"calls": calls}, True, False),  # it shows none, so that they cannot be held to
+        (CALLS, {"calls": calls}, True, True),
         (CALLS, {"calls": Calls(("clock",), required=True)}, True, True),
         (THOUGHTS, {"thinking_tokens": 3}, True, True),
     ):

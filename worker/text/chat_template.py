@@ -54,6 +54,8 @@ class ChatTemplate:
         self.answers = self._learned()
         self.shows_tools = self._shows(TOOLS)
         self.takes_tools = self.shows_tools or self._shows((), self._instructed([QUESTION], TOOLS))
+        if not self._tried([QUESTION]):
+            self.takes_tools = True  # it takes nothing, and says so itself
         self._note_lacks()
         self.opens_thoughts = self._opens_thoughts()
 

@@ -237,18 +237,23 @@ ALL_POINTS = 4
 
 
 def turn_form(render: Render) -> TurnForm | None:
-    """The form in which a template shows calls best; None if it cannot show any results."""
+    """The form in which a template shows calls and results best; None if it can show none."""
     nones = render([QUESTION]).count("None")
-    best, most = TurnForm(written=True), 0
-    for ids, arguments, content in product(get_args(Ids), get_args(Arguments), CONTENTS):
-        form = TurnForm(ids, arguments, content)
-        if (points := _points(render(_tried(form)), nones)) > most:
-            best, most = form, points
-        if most == ALL_POINTS:
-            break
-    if not most:
-        told = replace(best, results="told")
-        return next((form for form in (best, told) if _points(render(_tried(form)), nones)), None)
+    for results in get_args(Results):
+        best, most = TurnForm(written=True, results=results), 0
+        for ids, arguments, content in product(get_args(Ids), get_args(Arguments), CONTENTS):
+            form = TurnForm(ids, arguments, content, results=results)
+            if (points := _points(render(_tried(form)), nones)) > most:
+                best, most = form, points
+            if most == ALL_POINTS:
+                break
+        if most or _points(render(_tried(best)), nones):
+            return _arranged(render, best)
+    return None
+
+
+def _arranged(render: Render, best: TurnForm) -> TurnForm:
+    """In messages of their own, where the template does not show all that is in one."""
     apart, single = replace(best, apart=True), replace(best, single=True)
     if not _shows(render, best, CONTENT, 1) and _shows(render, apart, CONTENT, 1):
         best, single = apart, replace(apart, single=True)
