@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from batching.request_queue import WorkItem
+from worker.deltas import Delta
 from worker.generation.frontend import called_tools
 from worker.generation.output import Prepared, make_choices
 from worker.model.logits_processors import SamplingParams
@@ -36,7 +37,7 @@ class AnswerReader:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int]) -> None:
         self.template = ChatTemplate(tokenizer)
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._ends = dict.fromkeys((*end_ids, END))
         form = self.template.answers
         self._vocabulary = Vocabulary(tokenizer, form.marks if form else None)
@@ -64,22 +65,27 @@ class AnswerReader:
                 answer.push(SampledToken(id, None, ()))
         delta = answer.take()
         assert delta is not None
-        made: dict[str, str] = {"content": "", "reasoning": ""}
-        calls: list[tuple[str, str]] = []
-        for part in delta.parts:
-            if part.kind != "call":
-                made[part.kind] += part.text
-            elif part.name is not None:
-                calls.append((part.name, part.text))
-            else:
-                name, arguments = calls[-1]
-                calls[-1] = name, arguments + part.text
-        return ReadAnswer(made["content"], made["reasoning"], calls)
+        return told(delta)
 
     def _encoded(self, text: str) -> list[int]:
-        encode: Any = self._tokenizer
+        encode: Any = self.tokenizer
         ids: list[int] = encode(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
+
+
+def told(delta: Delta) -> ReadAnswer:
+    """A whole answer's parts."""
+    texts: dict[str, str] = {"content": "", "reasoning": ""}
+    calls: list[tuple[str, str]] = []
+    for part in delta.parts:
+        if part.kind != "call":
+            texts[part.kind] += part.text
+        elif part.name is not None:
+            calls.append((part.name, part.text))
+        else:
+            name, arguments = calls[-1]
+            calls[-1] = name, arguments + part.text
+    return ReadAnswer(texts["content"], texts["reasoning"], calls)
 
 
 def asking(tools: Sequence[dict[str, Any]], thinking: bool | None) -> GenerationInput:

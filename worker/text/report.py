@@ -107,17 +107,22 @@ def _shows_tools(template: ChatTemplate, lacks: list[str]) -> bool:
 def end_of_turn(template: ChatTemplate) -> str | None:
     """What stands after an assistant's last message."""
     turns = (QUESTION, {"role": "assistant", "content": ANSWER})
-    try:
-        text = template.render(Chat(turns, add_generation_prompt=False))
-    except InvalidInput:
-        return None
-    return text.rpartition(ANSWER)[2].strip() or None
+    text = _rendered(template, turns, (), add_generation_prompt=False)
+    text = text or _rendered(template, turns, (TOOL,), add_generation_prompt=False)
+    _, shown, rest = text.rpartition(ANSWER)
+    return (rest.strip() or None) if shown else None
 
 
 def _prompt(template: ChatTemplate, tools: tuple[Any, ...], **variables: Any) -> str:
+    return _rendered(template, (QUESTION,), tools, template_kwargs=variables)
+
+
+def _rendered(
+    template: ChatTemplate, messages: tuple[Any, ...], tools: tuple[Any, ...], **fields: Any
+) -> str:
     """Nothing where the template refuses."""
     try:
-        return template.render(Chat((QUESTION,), tools, variables))
+        return template.render(Chat(messages, tools, **fields))
     except InvalidInput:
         return ""
 
