@@ -98,11 +98,7 @@ def compared(made: ReadAnswer, case: dict[str, Any]) -> tuple[dict[str, Any], di
     meant = [[name, arguments and parsed(arguments)] for name, arguments in case["calls"]]
     return (
         {"content": made.content.strip(), "reasoning": made.reasoning.strip(), "calls": calls},
-        {
-            "content": case["content"].strip(),
-            "reasoning": case["reasoning"].strip(),
-            "calls": meant,
-        },
+        {key: case[key].strip() for key in ("content", "reasoning")} | {"calls": meant},
     )
 
 
@@ -162,11 +158,7 @@ LOOKUP = {
                 "times": {"type": "integer", "description": "How often"},
                 "ratio": {"type": "number", "description": "How much"},
                 "exact": {"type": "boolean", "description": "Whether"},
-                "names": {
-                    "type": "array",
-                    "items": {"type": "string"},
-                    "description": "Who",
-                },
+                "names": {"type": "array", "items": {"type": "string"}, "description": "Who"},
                 "place": {
                     "type": "object",
                     "properties": {"city": {"type": "string"}, "floor": {"type": "integer"}},
