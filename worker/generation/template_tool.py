@@ -8,6 +8,7 @@ It is what to run before a bug in the reading of calls or thoughts is filed.
 import argparse
 import contextlib
 import json
+import signal
 import sys
 from io import BytesIO
 from pathlib import Path
@@ -137,4 +138,5 @@ def refuse(why: str) -> NoReturn:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     main()
