@@ -1,0 +1,104 @@
+"""Reads what a model has written as the server reads it while it is written.
+
+    text → tokens → SequenceOutput (detokenizer, parser) → content, reasoning, calls
+
+For scripts/template and its tests: no model runs, and nothing is held to a grammar.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from batching.request_queue import WorkItem
+from worker.deltas import Delta
+from worker.generation.frontend import called_tools
+from worker.generation.output import Prepared, make_choices
+from worker.model.logits_processors import SamplingParams
+from worker.model.sampler import SampledToken
+from worker.protocol import Calls, Chat, GenerationInput
+from worker.text.chat_template import ChatTemplate
+from worker.text.detokenizer import Vocabulary
+from worker.text.parser import Parser
+
+END = -1  # stands for the token that ends an answer, which its text does not show
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAnswer:
+    content: str
+    reasoning: str
+    calls: list[tuple[str, str]]  # names and arguments
+
+
+class AnswerReader:
+    """`end_ids`: tokens that end an answer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int]) -> None:
+        self.template = ChatTemplate(tokenizer)
+        self.tokenizer = tokenizer
+        self._ends = dict.fromkeys((*end_ids, END))
+        form = self.template.answers
+        self._vocabulary = Vocabulary(tokenizer, form.marks if form else None)
+
+    def read(
+        self, output: str, tools: Sequence[dict[str, Any]] = (), thinking: bool | None = None
+    ) -> ReadAnswer:
+        """An answer to "?"; InvalidInput where the template refuses that. `tools`: functions
+        offered, as in the API. `thinking`: `enable_thinking`, unless None."""
+        request = asking(tools, thinking)
+        assert isinstance(request.prompt, Chat)
+        prompt = self.template.render(request.prompt)
+        ids = self._encoded(output)
+        prepared = Prepared(
+            self._encoded(prompt),
+            SamplingParams(),
+            len(ids) + 1,
+            self._ends,
+            parser=answer_parser(self.template, request, prompt),
+        )
+        item = WorkItem(request, float("inf"), 0.0)
+        [answer] = make_choices(item, prepared, self._vocabulary)
+        for id in (*ids, END):
+            if not answer.ended:
+                answer.push(SampledToken(id, None, ()))
+        delta = answer.take()
+        assert delta is not None
+        return told(delta)
+
+    def _encoded(self, text: str) -> list[int]:
+        encode: Any = self.tokenizer
+        ids: list[int] = encode(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+
+def told(delta: Delta) -> ReadAnswer:
+    """A whole answer's parts."""
+    texts: dict[str, str] = {"content": "", "reasoning": ""}
+    calls: list[tuple[str, str]] = []
+    for part in delta.parts:
+        if part.kind != "call":
+            texts[part.kind] += part.text
+        elif part.name is not None:
+            calls.append((part.name, part.text))
+        else:
+            name, arguments = calls[-1]
+            calls[-1] = name, arguments + part.text
+    return ReadAnswer(texts["content"], texts["reasoning"], calls)
+
+
+def asking(tools: Sequence[dict[str, Any]], thinking: bool | None) -> GenerationInput:
+    """The request that an answer is read for: it may call all tools that are offered."""
+    variables = {} if thinking is None else {"enable_thinking": thinking}
+    chat = Chat(({"role": "user", "content": "?"},), tuple(tools), variables)
+    names = tuple(tool["function"]["name"] for tool in tools)
+    return GenerationInput(chat, calls=Calls(names) if names else None)
+
+
+def answer_parser(template: ChatTemplate, request: GenerationInput, prompt: str) -> Parser | None:
+    """What reads the answers to a prompt; None: they are nothing but text."""
+    form, _ = template.forms(request.calls)
+    if form is None or (form.only_calls and not request.calls):
+        return None
+    return Parser(form, form.thoughts_in(prompt), bool(request.calls), called_tools(request))
