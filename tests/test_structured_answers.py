@@ -413,11 +413,13 @@ def test_calls_that_must_be_made_are_made() -> None:
             tools=TOOLS,
             calls=Calls(NAMES, required=True),
         )
-        for seed in range(10)
+        for seed in range(30)
     ]
     served, _ = serve(engine(), items, seed=1)
     counted: Counter[int] = Counter()
     for each in served:
+        if each.choices[0].finish_reason == "length":
+            continue
         calls = calls_in(each)
         assert_of_tools(calls)
         counted[len(calls)] += 1
@@ -451,7 +453,9 @@ def opening_call(seed: int) -> Sampling:
 
 def test_a_call_that_the_model_begins_is_held_to_its_tool() -> None:
     made = 0
-    for seed in range(12):
+    for seed in range(40):
+        if made > 2:
+            break
         item = asking(sampling=opening_call(seed), tools=TOOLS, calls=Calls(NAMES), max_tokens=400)
         served = alone(item)
         if served.choices[0].finish_reason == "length":
@@ -482,7 +486,9 @@ def test_without_tools_a_call_is_text() -> None:
 
 def test_an_answer_in_a_form_may_be_a_call_instead() -> None:
     kinds = set()
-    for seed in range(12):
+    for seed in range(60):
+        if len(kinds) == 2:
+            break
         item = asking(
             sampling=Sampling(temperature=2.0, seed=seed),
             tools=TOOLS,
@@ -580,7 +586,7 @@ def test_a_model_that_opens_its_thoughts_itself_may_do_so_first() -> None:
     sampling = Sampling(temperature=1.0, seed=1, logit_bias={opens: 20.0})
     asked = asking(sampling=sampling, constraint=schema("flat"), effort="high", thinking_tokens=5)
     [choice] = alone(asked).choices
-    assert [part.kind for part in choice.parts] == ["reasoning", "content"]
+    assert choice.reasoning_tokens == 6  # and the token that ends them
     assert jsonschema_rs.is_valid(SCHEMAS["flat"], json.loads(choice.text))
     for effort in ("none", None):
         off = asking(sampling=sampling, constraint=schema("flat"), effort=effort)

@@ -21,6 +21,10 @@ from worker.protocol import Chat, GenerationInput, Sampling, Stopping
 ORDINARY = Sampling(temperature=1.0, seed=1)
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 TEMPLATE = """
+{%- for tool in (tools or [])[:2] -%}
+    {{- tool.function.name[:8] -}}
+    {{- (tool.function.parameters or {}).get("properties", {}) | list | join(" ") | truncate(8) -}}
+{%- endfor -%}
 {%- for message in messages -%}
     {{- "<|" ~ message.role ~ "|>" -}}
     {%- if message.reasoning_content -%}

@@ -43,6 +43,7 @@ class Delta:
     stop_reason: str | int | None = None  # the stop string or token id that ended it
     prompt_tokens: int = 0  # of the choice's prompt; once per prompt
     cached_tokens: int = 0  # of them, taken from the prefix cache
+    ends_thoughts: bool = False  # that nothing had opened
     reasoning_tokens: int = 0  # of `tokens`, those that were not for the reader
 
     @property
@@ -56,7 +57,17 @@ class Delta:
         elif text or name is not None:
             self.parts.append(Part(kind, text, name))
 
+    def end_thoughts(self) -> None:
+        """What has been said so far were thoughts, which nothing had opened: as far as nobody has
+        been told otherwise, which is all of it where an answer is told as a whole."""
+        self.ends_thoughts = True
+        parts, self.parts, self.logprobs = self.parts, [], []
+        for part in parts:
+            self.add("reasoning" if part.kind == "content" else part.kind, part.text, part.name)
+
     def merge(self, later: "Delta") -> None:
+        if later.ends_thoughts:
+            self.end_thoughts()
         for part in later.parts:
             self.add(part.kind, part.text, part.name)
         self.tokens += later.tokens

@@ -13,14 +13,13 @@ from transformers import PreTrainedTokenizerBase
 
 from batching.request_queue import WorkItem
 from worker.deltas import Delta
-from worker.generation.frontend import called_tools
+from worker.generation.frontend import answer_parser, begun_answer, proved
 from worker.generation.output import Prepared, make_choices
 from worker.model.logits_processors import SamplingParams
 from worker.model.sampler import SampledToken
 from worker.protocol import Calls, Chat, GenerationInput
 from worker.text.chat_template import ChatTemplate
 from worker.text.detokenizer import Vocabulary
-from worker.text.parser import Parser
 
 END = -1  # stands for the token that ends an answer, which its text does not show
 
@@ -36,11 +35,10 @@ class AnswerReader:
     """`end_ids`: tokens that end an answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int]) -> None:
-        self.template = ChatTemplate(tokenizer)
+        self.template = proved(ChatTemplate(tokenizer))
         self.tokenizer = tokenizer
         self._ends = dict.fromkeys((*end_ids, END))
-        form = self.template.answers
-        self._vocabulary = Vocabulary(tokenizer, form.marks if form else None)
+        self._vocabulary = Vocabulary(tokenizer, self.template.answers.shows)
 
     def read(
         self, output: str, tools: Sequence[dict[str, Any]] = (), thinking: bool | None = None
@@ -51,12 +49,13 @@ class AnswerReader:
         assert isinstance(request.prompt, Chat)
         prompt = self.template.render(request.prompt)
         ids = self._encoded(output)
+        begun = begun_answer(self.template, request, prompt)
         prepared = Prepared(
             self._encoded(prompt),
             SamplingParams(),
             len(ids) + 1,
             self._ends,
-            parser=answer_parser(self.template, request, prompt),
+            parser=answer_parser(self.template, request, begun),
         )
         item = WorkItem(request, float("inf"), 0.0)
         [answer] = make_choices(item, prepared, self._vocabulary)
@@ -94,11 +93,3 @@ def asking(tools: Sequence[dict[str, Any]], thinking: bool | None) -> Generation
     chat = Chat(({"role": "user", "content": "?"},), tuple(tools), variables)
     names = tuple(tool["function"]["name"] for tool in tools)
     return GenerationInput(chat, calls=Calls(names) if names else None)
-
-
-def answer_parser(template: ChatTemplate, request: GenerationInput, prompt: str) -> Parser | None:
-    """What reads the answers to a prompt; None: they are nothing but text."""
-    form, _ = template.forms(request.calls)
-    if form is None or (form.only_calls and not request.calls):
-        return None
-    return Parser(form, form.thoughts_in(prompt), bool(request.calls), called_tools(request))

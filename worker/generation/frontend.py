@@ -100,21 +100,12 @@ class Frontend:
 
     def _answer(self, request: GenerationInput, text: str) -> tuple[Parser | None, Plan | None]:
         """What reads the answers to a prompt, and what holds them to what is asked."""
-        chat, calls = request.prompt, request.calls
-        if not isinstance(chat, Chat):
+        if not isinstance(request.prompt, Chat):
             return None, self._plan(request, "")
-        form, _ = self.template.forms(calls)
-        begun = ""
-        if chat.continue_final_message:
-            content = chat.messages[-1].get("content")
-            begun = content if isinstance(content, str) else ""
-        elif chat.add_generation_prompt:
-            begun = form.thoughts_in(text)
+        begun = begun_answer(self.template, request, text)
         plan = self._plan(request, begun)
-        if form.only_calls and not calls:
-            return None, plan
         document = plan is not None and plan.document
-        return Parser(form, begun, bool(calls), called_tools(request), document), plan
+        return answer_parser(self.template, request, begun, document), plan
 
     def _plan(self, request: GenerationInput, begun: str) -> Plan | None:
         """`begun`: what the prompt has already written of the answer. InvalidInput with the reason;
@@ -244,6 +235,26 @@ def proved(template: ChatTemplate) -> ChatTemplate:
         if not all(accepts(form, TOOLS, text) for text in written):
             template.refuse_calls("their grammar does not take what the template writes")
     return template
+
+
+def begun_answer(template: ChatTemplate, request: GenerationInput, text: str) -> str:
+    """What a chat's prompt has already written of the answer."""
+    chat = request.prompt
+    assert isinstance(chat, Chat)
+    if chat.continue_final_message:
+        content = chat.messages[-1].get("content")
+        return content if isinstance(content, str) else ""
+    return template.forms(request.calls)[0].thoughts_in(text) if chat.add_generation_prompt else ""
+
+
+def answer_parser(
+    template: ChatTemplate, request: GenerationInput, begun: str, document: bool = False
+) -> Parser | None:
+    """What reads the answers to a chat; None: they are nothing but text."""
+    form, _ = template.forms(request.calls)
+    if form.only_calls and not request.calls:
+        return None
+    return Parser(form, begun, bool(request.calls), called_tools(request), document)
 
 
 def content_headers(form: AnswerForm) -> tuple[str, ...]:

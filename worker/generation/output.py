@@ -178,7 +178,10 @@ class SequenceOutput:
                 self._content(piece)
             elif self._matched is None:
                 self._end_content()
-                self._open().add(kind, piece.text, name)
+                if kind == "end of thoughts":
+                    self._open().end_thoughts()
+                else:
+                    self._open().add(kind, piece.text, name)
 
     def _content(self, piece: Piece) -> None:
         """Goes out as far as no stop string can come of it."""

@@ -161,7 +161,7 @@ def _call_marks(form: CallForm) -> list[Mark]:
     first = frozenset(text[0] for text in (*before, opens) if text)
     found = regex.compile(pattern, regex.DOTALL)
     within = frozenset((ANSWER,) if form.unmarked else (ANSWER, THINKING))
-    made = [Mark(within, CALL, found, True, first, _reader(form), form.unmarked)]
+    made = [Mark(within, CALL, found, False, first, _reader(form), form.unmarked)]
     if closes:
         found = regex.compile(flexible(closes), regex.DOTALL)
         made.append(Mark(frozenset((CALL,)), ANSWER, found, False, frozenset(closes[0])))

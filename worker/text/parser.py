@@ -27,7 +27,7 @@ MAX_DOUBTFUL = 32_768  # from a call in open thoughts on
 
 
 class Event(NamedTuple):
-    kind: Kind
+    kind: Kind | Literal["end of thoughts"]  # that nothing had opened
     piece: Piece
     name: str | None = None  # of a call that begins
 
@@ -56,6 +56,7 @@ class Parser:
         self._constrained = False
         self._first_only = False  # a mark counts only where nothing stands before it
         self._has_content = False
+        self._may_close = form.may_close  # thoughts that nothing has opened
         self._after_mark = False  # white space is nobody's
         self._since_mark = ""  # what came with the last mark, after it
         self._buffer = Piece("")  # may be the beginning of a mark
@@ -70,7 +71,7 @@ class Parser:
                 names = [n for n, event in enumerate(events) if event.name is not None]
                 self._retold = events[names[-1] :]
             self.calls_begun, self.calls_ended = int(bool(self._retold)), 0
-            self._space = Piece("")
+            self._space, self._may_close = Piece(""), form.may_close
 
     def sibling(self) -> "Parser":
         """Another answer to the same prompt, as far as this one has been read."""
@@ -178,6 +179,10 @@ class Parser:
             self._end_call(events)
         elif self._inside == ANSWER and self._has_content:
             self._between.append(self._space)
+            if self._may_close and THINKING in mark.within and mark.to == ANSWER:
+                events.append(Event("end of thoughts", Piece("")))
+                self._has_content, self._between = False, Piece("")
+        self._may_close = False
         self._space = Piece("")
         self._since_mark = self._buffer.text
         self._after_mark = True

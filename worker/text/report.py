@@ -9,6 +9,7 @@ from typing import Any
 
 from batching.errors import InvalidInput
 from worker.protocol import Calls, Chat
+from worker.text.call_form import ID
 from worker.text.chat_template import ChatTemplate
 from worker.text.turns import TurnForm
 
@@ -26,17 +27,16 @@ TOOL = {
 SHOWN_CALL = ("NAME", '{"key": "value"}')
 CONTENTS = {"absent": "left out", "null": "null", "dumped": "null", "empty": "an empty text"}
 IDS = {"any": "any", "nine": "nine letters or digits", "named": "functions.NAME:INDEX"}
-FALLBACK = "the plain form, JSON in <tool_call> tags, stands in"
 
 
 def report(template: ChatTemplate, end_tokens: tuple[str, ...]) -> dict[str, Any]:
     """`end_tokens`: the checkpoint's; what ends a turn in the template is told beside them."""
-    lacks: list[str] = []
+    lacks = [*template.notes]
     made = {
-        "calls": _calls(template, lacks),
+        "calls": _calls(template),
         "thoughts": _thoughts(template, lacks),
         "history": _history(template, lacks),
-        "tools_shown": _shows_tools(template, lacks),
+        "tools_shown": template.shows_tools,
         "end_tokens": list(end_tokens),
         "end_of_turn": end_of_turn(template),
     }
@@ -45,33 +45,31 @@ def report(template: ChatTemplate, end_tokens: tuple[str, ...]) -> dict[str, Any
     return {**made, "lacks": lacks}
 
 
-def _calls(template: ChatTemplate, lacks: list[str]) -> dict[str, Any]:
-    """How they are written where they may be made (`held`: and held to a grammar), and whether
-    that was learned."""
-    known = template.answers is not None and template.answers.calls is not None
-    held = template.calls is not None
-    if not known:
-        lacks.append(f"no form of calls was found: {FALLBACK}")
-    elif not held:
-        lacks.append(f"calls are read, but cannot be held to a grammar: {FALLBACK} if required")
+def _calls(template: ChatTemplate) -> dict[str, Any]:
+    """How they are written where they may be made, and whether that was learned."""
     _, form = template.forms(Calls((TOOL_NAME,), required=True))
     assert form is not None
-    several = form.text([SHOWN_CALL] * 2) if form.between else None
-    return {"learned": known, "held": held, "one": form.text([SHOWN_CALL]), "two": several}
+    several = form.text([SHOWN_CALL] * 2) if form.separator is not None else None
+    made = {"learned": bool(template.examples), "arguments": form.arguments.style}
+    return {**made, "one": _named(form.text([SHOWN_CALL])), "two": several and _named(several)}
+
+
+def _named(text: str) -> str:
+    return text.replace(ID, "ID")
 
 
 def _thoughts(template: ChatTemplate, lacks: list[str]) -> dict[str, Any] | None:
     """The marks, and what the prompt has written of them with each value of `enable_thinking`."""
     form = template.answers
-    if form is None or form.reasoning is None:
-        lacks.append("no marks of thoughts were found: an answer has none")
+    if form.thoughts is None:
+        lacks.append("thoughts: no marks of them were found: an answer has none")
         return None
     switches: dict[str, dict[str, Any]] = {"default": {}}
     switches |= {str(way).lower(): {"enable_thinking": way} for way in (True, False)}
     prompts = {name: _prompt(template, (), **given) for name, given in switches.items()}
     return {
-        "open": next(iter(form.reasoning.open_literals or ()), None),
-        "close": next(iter(form.reasoning.close_literals or ()), None),
+        "open": form.thoughts[0],
+        "close": form.thoughts[1],
         "in_prompt": {name: form.thoughts_in(text) for name, text in prompts.items()},
     }
 
@@ -80,14 +78,15 @@ def _history(template: ChatTemplate, lacks: list[str]) -> dict[str, Any] | None:
     """What the template takes of calls that were made before."""
     turns: TurnForm | None = template.turns
     if turns is None:
-        lacks.append("the template cannot show a call and its result")
         return None
-    if turns.written:
-        lacks.append("the template shows results, but no calls: they are written into the content")
     if turns.single:
-        lacks.append("the template shows one call a message: several become several messages")
+        lacks.append(
+            "turns: the template shows one call a message: several become several messages"
+        )
     if turns.apart:
-        lacks.append("the template shows no text beside a call: it becomes a message of its own")
+        lacks.append(
+            "turns: the template shows no text beside a call: it becomes a message of its own"
+        )
     return {
         "content_of_null": CONTENTS[turns.content],
         "arguments": turns.arguments,
@@ -95,13 +94,6 @@ def _history(template: ChatTemplate, lacks: list[str]) -> dict[str, Any] | None:
         "text_and_calls": "two messages" if turns.apart else "one message",
         "calls_in_a_message": "one" if turns.single else "several",
     }
-
-
-def _shows_tools(template: ChatTemplate, lacks: list[str]) -> bool:
-    shown = TOOL_NAME in _prompt(template, (TOOL,))
-    if not shown:
-        lacks.append("the template does not show the tools that are offered")
-    return shown
 
 
 def end_of_turn(template: ChatTemplate) -> str | None:
@@ -137,7 +129,7 @@ def as_text(made: Mapping[str, Any]) -> str:
         ("calls", "learned" if calls["learned"] else "not learned"),
         ("  one", _shown(calls["one"])),
         ("  two", _shown(calls["two"])),
-        ("  held to it", _yes(calls["held"])),
+        ("  arguments", calls["arguments"]),
     ]
     if thoughts:
         lines.append(("thoughts", f"{_shown(thoughts['open'])} … {_shown(thoughts['close'])}"))
