@@ -41,6 +41,7 @@ FORMS = {
         "\n",
         Arguments(
             "entries",
+            comma="",
             open="<parameter=",
             middle=">\n",
             text_middle=">\n",
@@ -54,6 +55,7 @@ FORMS = {
         "\n",
         Arguments(
             "entries",
+            comma="",
             open="<arg_key>",
             middle="</arg_key>\n<arg_value>",
             text_middle="</arg_key>\n<arg_value>",

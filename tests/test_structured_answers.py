@@ -485,7 +485,7 @@ def test_without_tools_a_call_is_text() -> None:
 
 
 def test_an_answer_in_a_form_may_be_a_call_instead() -> None:
-    kinds = set()
+    kinds: set[str] = set()
     for seed in range(60):
         if len(kinds) == 2:
             break

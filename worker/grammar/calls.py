@@ -43,10 +43,9 @@ def calls_grammar(
     rules = _Rules(form.arguments, quote)
     section, end = form.section
     before = " ".join(f"({rules.frame(text)})?" for text in begins)
-    # The first one's space before it is nobody's.
-    begin = form.call[0] if section.strip() else form.call[0].lstrip()
-    opens = rules.frame(section.lstrip())
-    if started and begin.strip() and opens:
+    begin = rules.first(form.call[0]) if not section.strip() else rules.frame(form.call[0])
+    opens = rules.first(section)
+    if started and form.call[0].strip() and opens:
         opens = f"({opens})?"
     between = rules.frame((form.separator or "") + form.call[0])
     more = f"({between} call)*" if several and form.separator is not None else ""
@@ -60,7 +59,7 @@ def calls_grammar(
     ]
     return "\n".join(
         [
-            f"start: {before} {opens} {rules.frame(begin)} call {more} {ends}",
+            f"start: {before} {opens} {begin} call {more} {ends}",
             "call: " + " | ".join(f"call_{n}" for n in range(len(tools))),
             *(f"call_{n}: {call}" for n, call in enumerate(calls)),
             *rules.made,
@@ -92,6 +91,12 @@ class _Rules:
             for part in parts
             if part
         )
+
+    def first(self, text: str) -> str:
+        """The space before the first text may be left out."""
+        bare = text.lstrip()
+        space = self.frame(text[: len(text) - len(bare)])
+        return f"({space})? {self.frame(bare)}" if space else self.frame(bare)
 
     def arguments(self, parameters: Any) -> str:
         form = self._form
@@ -172,7 +177,7 @@ class _Rules:
         schema = schema if isinstance(schema, dict) and depth < DEEPEST else {}
         options = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(options, list) and options and all(isinstance(o, str) for o in options):
-            return self._rule(" | ".join(self._quoted(option) for option in options))
+            return self._rule(" | ".join(map(self._quoted, options)))
         types = sorted(types_of(schema))
         if not types or schema.get("$ref"):
             return self._any()

@@ -35,7 +35,8 @@ You may call functions. Each is described by a line of JSON between <tools> and 
 </tools>
 To call one, write its name and a value for each of its parameters just so:
 {example}"""
-SHOWN = {"nameone": "FUNCTION", "keyone": "PARAMETER", "keytwo": "OTHER", "valueone": "VALUE"}
+SHOWN = {"nameone": "FUNCTION", "nametwo": "OTHER_FUNCTION", "valueone": "VALUE"}
+SHOWN |= {"keyone": "PARAMETER", "keytwo": "OTHER", "callidone": "ID", "callidtwo": "OTHER_ID"}
 
 
 class ChatTemplate:
@@ -188,7 +189,7 @@ class ChatTemplate:
     def _instructed(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[Message]:
         """With the tools in the system's message, for a template that does not show them."""
         listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-        told = INSTRUCTIONS.format(tools=listed, example=self._example())
+        told = INSTRUCTIONS.format(tools=listed, example=self.example())
         first, *others = messages
         if first["role"] not in ("system", "developer"):
             return [{"role": "system", "content": told}, *messages]
@@ -197,11 +198,12 @@ class ChatTemplate:
             return [{**first, "content": f"{content}\n\n{told}"}, *others]
         return [{**first, "content": [*content, {"type": "text", "text": told}]}, *others]
 
-    def _example(self) -> str:
-        """Of a call, for the model to follow."""
-        if not self.examples:
-            return PLAIN_CALLS.text([("FUNCTION", '{"PARAMETER": "VALUE"}')])
-        written = self.examples[0][0].strip()
+    def example(self, several: bool = False) -> str:
+        """Of a call or two, as they are written."""
+        count = 2 if several else 1
+        made = (text for text, calls in self.examples if len(calls) == count)
+        if not (written := next(made, "").strip()):
+            return PLAIN_CALLS.text([("FUNCTION", '{"PARAMETER": "VALUE"}')] * count)
         for name, shown in SHOWN.items():
             written = written.replace(name, shown)
         return written

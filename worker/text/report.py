@@ -9,7 +9,6 @@ from typing import Any
 
 from batching.errors import InvalidInput
 from worker.protocol import Calls, Chat
-from worker.text.call_form import ID
 from worker.text.chat_template import ChatTemplate
 from worker.text.turns import TurnForm
 
@@ -24,7 +23,6 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
     },
 }
-SHOWN_CALL = ("NAME", '{"key": "value"}')
 CONTENTS = {"absent": "left out", "null": "null", "dumped": "null", "empty": "an empty text"}
 IDS = {"any": "any", "nine": "nine letters or digits", "named": "functions.NAME:INDEX"}
 
@@ -49,13 +47,9 @@ def _calls(template: ChatTemplate) -> dict[str, Any]:
     """How they are written where they may be made, and whether that was learned."""
     _, form = template.forms(Calls((TOOL_NAME,), required=True))
     assert form is not None
-    several = form.text([SHOWN_CALL] * 2) if form.separator is not None else None
+    several = template.example(several=True) if form.separator is not None else None
     made = {"learned": bool(template.examples), "arguments": form.arguments.style}
-    return {**made, "one": _named(form.text([SHOWN_CALL])), "two": several and _named(several)}
-
-
-def _named(text: str) -> str:
-    return text.replace(ID, "ID")
+    return {**made, "one": template.example(), "two": several}
 
 
 def _thoughts(template: ChatTemplate, lacks: list[str]) -> dict[str, Any] | None:

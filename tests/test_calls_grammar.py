@@ -1,0 +1,164 @@
+"""Calls of every form are held to their tools: names, keys, types, choices, what is required."""
+
+import json
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from tests.test_parser import FORMS, HARMONY
+from worker.grammar.calls import calls_grammar
+from worker.text.answer_form import PLAIN
+from worker.text.call_form import CallForm
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "s": {"type": "string"},
+                "n": {"type": "integer"},
+                "c": {"type": "string", "enum": ["red", "green"]},
+                "b": {"type": "boolean"},
+                "l": {"type": "array", "items": {"type": "string"}},
+                "o": {"type": "object", "properties": {"k": {"type": "number"}}, "required": ["k"]},
+            },
+            "required": ["s"],
+        },
+    },
+}
+TOOLS = [TOOL, {"type": "function", "function": {"name": "put"}}]
+JSON = [
+    ('{"s": "x", "n": 2, "c": "red", "b": true, "l": ["y"], "o": {"k": 1.5}}', True),
+    ('{"s": "x"}', True),
+    ('{"n": 2}', False),
+    ('{"s": "x", "n": "2"}', False),
+    ('{"s": "x", "c": "blue"}', False),
+    ('{"s": "x", "z": 1}', False),
+]
+PYTHON = [
+    ('s="x", n=2, c=\'red\', b=True, l=["y"], o={"k": 1.5}', True),
+    ("s='it\\'s'", True),
+    ("n=2", False),
+    ('s="x", n="2"', False),
+    ('s="x", c="blue"', False),
+    ('s="x", z=1', False),
+]
+TAGS = [
+    ([("s", "x <b>"), ("n", "2"), ("c", "red"), ("b", "true"), ("l", '["y"]')], True),
+    ([("s", 'a\nb "c"')], True),
+    ([("n", "2")], False),
+    ([("s", "x"), ("n", "two")], False),
+    ([("s", "x"), ("c", "blue")], False),
+    ([("s", "x"), ("z", "1")], False),
+]
+Q = '<|"|>'
+TYPED = [
+    (f"s:{Q}x, y{Q},n:2,c:{Q}red{Q},b:true,l:[{Q}y{Q}],o:{{k:1.5}}", True),
+    (f"b:true,s:{Q}x{Q}", True),  # by their names
+    ("n:2", False),
+    (f"s:{Q}x{Q},n:{Q}2{Q}", False),
+    (f"s:{Q}x{Q},c:{Q}blue{Q}", False),
+    (f"s:{Q}x{Q},z:1", False),
+]
+
+
+def takes(form: CallForm, text: str, several: bool = True, started: bool = False) -> bool:
+    """Whether a whole answer may be just this."""
+    tokenizer = LLTokenizer("byte")
+    grammar = calls_grammar(form, TOOLS, several, json.dumps, started=started)
+    matcher = LLMatcher(tokenizer, grammar)
+    assert not matcher.get_error()
+    tokens = tokenizer.tokenize_str(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def written(form: CallForm, entries: list[tuple[str, str]]) -> str:
+    arguments = form.arguments
+    return "".join(
+        arguments.open + key + arguments.middle + value + arguments.close for key, value in entries
+    )
+
+
+CASES = [
+    *(
+        (name, text, good)
+        for name in ("args", "list", "key", "llama", "section")
+        for text, good in JSON
+    ),
+    *((name, text, good) for name in ("python", "bare python") for text, good in PYTHON),
+    *(
+        (name, written(FORMS[name], entries), good)
+        for name in ("coder", "pairs")
+        for entries, good in TAGS
+    ),
+    *(("typed", text, good) for text, good in TYPED),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "good"), CASES)
+def test_arguments_are_held_to_their_schema(name: str, arguments: str, good: bool) -> None:
+    form = FORMS[name]
+    text = form.text([("get", arguments)]).replace("\1", "id1").lstrip()
+    assert takes(form, text) == good
+    assert not takes(form, text.replace("get", "set", 1))
+
+
+FORMS_OF_SEVERAL = [name for name in FORMS if FORMS[name].separator is not None]
+
+
+@pytest.mark.parametrize("name", FORMS_OF_SEVERAL)
+def test_several_calls_where_they_may_be(name: str) -> None:
+    form = FORMS[name]
+    empty = "{}" if form.arguments.style == "json" else ""
+    two = form.text([("put", empty), ("put", empty)]).replace("\1", "id1").lstrip()
+    assert takes(form, two)
+    assert not takes(form, two, several=False)
+
+
+def test_a_call_within_a_section_is_held_as_well() -> None:
+    form = FORMS["section"]
+    within = "<call>functions.put:1<args>{}</call>"
+    assert takes(form, f"<calls>{within}</calls>", started=True)
+    assert takes(form, f"{within}</calls>", started=True)
+    assert not takes(form, f"{within}</calls>")
+
+
+def test_what_stands_before_a_call_in_a_message_may_come() -> None:
+    form = HARMONY.calls
+    assert form is not None
+    tokenizer = LLTokenizer("byte")
+    grammar = calls_grammar(form, TOOLS, False, json.dumps, ["<|start|>assistant"])
+    text = " to=functions.put<|channel|>commentary json<|message|>{}<|call|>"
+    for begins in ("<|start|>assistant", ""):
+        matcher = LLMatcher(tokenizer, grammar)
+        tokens = tokenizer.tokenize_str((begins + text) if begins else text.lstrip())
+        assert matcher.try_consume_tokens(tokens) == len(tokens)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "null"}]}}},
+        {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"type": "string"}}},
+        {"properties": {"a": {}, "b": {"enum": [1, "x"]}, "c": {"type": ["integer", "null"]}}},
+        {"properties": {"a": {"type": "object"}, "b": {"type": "array"}}},
+        {"properties": {'a "b"': {"type": "string"}, "</x>": {"type": "array", "items": {}}}},
+        {"properties": 3, "required": "a"},
+        {"properties": {"a": 7}, "required": ["a", "b", 1]},
+        [],
+        None,
+    ],
+)
+@pytest.mark.parametrize("name", [*FORMS, "plain"])
+def test_any_schema_makes_a_grammar(name: str, schema: object) -> None:
+    form = PLAIN.calls if name == "plain" else FORMS[name]
+    assert form is not None
+    tool = {"type": "function", "function": {"name": "get", "parameters": schema}}
+    if name not in ("coder", "pairs", "typed", "python", "bare python") and (
+        not isinstance(schema, dict) or schema.get("properties") in (3, {"a": 7})
+    ):
+        pytest.skip("llguidance says what it thinks of those")
+    matcher = LLMatcher(LLTokenizer("byte"), calls_grammar(form, [tool], True, json.dumps))
+    assert not matcher.get_error()
