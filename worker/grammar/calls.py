@@ -208,9 +208,9 @@ class _Rules:
         return f'"{{" {self._sequence(entries, ",")} "}}"'
 
     def _quoted(self, text: str) -> str:
-        return self._quote(
-            json.dumps(text) if self._python else f"{self._form.quotes}{text}{self._form.quotes}"
-        )
+        if self._python:
+            return f"{self._quote(json.dumps(text))} | {self._quote(repr(text))}"
+        return self._quote(self._form.quotes + text + self._form.quotes)
 
     def _string(self) -> str:
         return f"{self.frame(self._form.quotes)} {self._text(self._form.quotes)}"
