@@ -6,6 +6,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -297,6 +298,45 @@ def test_each_form_is_read_however_it_is_cut(
         made = read(form(name), text, each, tools=[WEATHER, {"function": {"name": "put"}}])
         calls = [(called, json.loads(arguments)) for called, arguments in made["calls"]]
         assert (made["content"].strip(), made["reasoning"].strip(), calls) == expected, each
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "begun"),
+    [
+        (
+            "channels",
+            "<|channel|>commentary to=functions.get <|constrain|>json<|message|>{",
+            " to=functions.get<|channel|>commentary json<|message|>{",
+        ),
+        ("coder", "<function=get>\n<para", "<tool_call>\n<function=get>\n<para"),
+        ("args", "[TOOL_CALLS]get[CALL_ID]x1[ARGS]", "[TOOL_CALLS]get[CALL_ID]id[ARGS]"),
+        ("list", "[TOOL_CALLS] [", "[TOOL_CALLS] ["),
+    ],
+)
+def test_a_call_that_has_begun_is_told_in_its_form(name: str, text: str, begun: str) -> None:
+    parser = Parser(form(name), "", True, [WEATHER])
+    feed(parser, text)
+    assert parser.phase == "call"
+    assert parser.begun.split() == begun.split()
+
+
+@pytest.mark.parametrize("cut", range(1, 10))
+def test_of_a_call_that_is_cut_short_no_mark_is_shown(cut: int) -> None:
+    text = "So <tool_call>\n<function=get>\n<parameter=n>\n7\n</parameter>\n<parameter=s>\nab"
+    made = read(form("coder"), text[: len(text) * cut // 10], tools=[WEATHER])
+    assert made["content"].strip() == "So"
+    assert [name for name, _ in made["calls"]] in ([], ["get"])
+
+
+def test_thoughts_that_nothing_has_opened_are_told_where_they_end() -> None:
+    open_ended = replace(PLAIN, may_close=True)
+    for text, kinds in (
+        ("a</think>b", ["content", "end of thoughts", "content"]),
+        ("<think>a</think>b</think>c", ["reasoning", "content", "content"]),
+        ("</think>b", ["content"]),
+    ):
+        parser = Parser(open_ended, "", False)
+        assert [event.kind for event in feed(parser, text) + parser.finish()] == kinds
 
 
 # Fields of response templates, and texts.

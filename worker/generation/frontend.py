@@ -29,8 +29,8 @@ from worker.text.call_form import CallForm
 from worker.text.chat_template import ChatTemplate
 from worker.text.detokenizer import Vocabulary
 from worker.text.jinja import SWITCHES
-from worker.text.learning import ARGUMENTS, TOOLS
 from worker.text.parser import Parser
+from worker.text.probes import ARGUMENTS, TOOLS
 
 # What a request may leave open.
 LEFT_OPEN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

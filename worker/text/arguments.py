@@ -7,12 +7,12 @@ import ast
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
 
-from worker.text.call_form import Arguments
+from worker.text.call_form import Arguments, common_start
 
 DEEPEST = 100
 PYTHON = re.compile(
@@ -46,27 +46,48 @@ def entries(form: Arguments, text: str, declared: Schema) -> dict[str, Any]:
     if form.quotes:
         return _typed(form, text)
     found = {}
-    for match in entry_pattern(form).finditer(text):
-        key, is_text = match["key"].strip(), match["text"] is not None
-        found[key] = match["value"] if is_text else value(match["value"], declared.get(key))
+    for key, written, is_text in _split(form, text):
+        found[key] = written if is_text else value(written, declared.get(key))
     if text.strip() and not found:
         raise ValueError("no entries")
     return found
 
 
-def entry_pattern(form: Arguments) -> re.Pattern[str]:
-    """One line feed on either side of a value is not part of it, where the form writes one."""
-    before = "\n?" if form.middle.endswith("\n") else ""
-    after = "\n?" if form.close.startswith("\n") else ""
-    opens, middle, texts, close = (
-        re.sub(r"(\\\n|\\ )+", r"\\s*", re.escape(each.strip()))
-        for each in (form.open, form.middle, form.text_middle, form.close)
-    )
-    text = f"(?P<text>{texts})|" if texts != middle else "(?P<text>(?!))|"
-    return re.compile(
-        rf"{opens}\s*(?P<key>[^<>\n]{{1,256}}?)\s*(?:{text}{middle}){before}(?P<value>.*?){after}{close}",
-        re.DOTALL,
-    )
+def _split(form: Arguments, text: str) -> Iterator[tuple[str, str, bool]]:
+    """Keys and what is written for them, up to what does not go on; whether that is sure to be a
+    text. One line feed on either side is not part of it, where the form writes one."""
+    opens, close = form.open.strip(), form.close.strip()
+    before, *middles = form.middle.split() or [form.middle]
+    text_middles = form.text_middle.split()
+    at = 0
+    while (start := text.find(opens, at)) >= 0:
+        key_start = start + len(opens)
+        shared = common_start(before, text_middles[0]) if text_middles else before
+        end = text.find(shared, key_start)
+        key = text[key_start:end].strip()
+        as_text = _after(text, end, text_middles) if form.text_middle != form.middle else -1
+        begin = max(as_text, _after(text, end, [before, *middles]))
+        stop = text.find(close, begin)
+        if not key or end < 0 or begin < 0 or stop < 0:
+            return
+        written = text[begin:stop]
+        if form.middle.endswith("\n"):
+            written = written.removeprefix("\n")
+        if form.close.startswith("\n"):
+            written = written.removesuffix("\n")
+        yield key, written, as_text >= 0
+        at = stop + len(close)
+
+
+def _after(text: str, at: int, parts: Sequence[str]) -> int:
+    """Where these parts end that stand at a place, with any space between them; -1: they do not."""
+    for part in parts:
+        while at < len(text) and text[at].isspace():
+            at += 1
+        if not text.startswith(part, at):
+            return -1
+        at += len(part)
+    return at
 
 
 def _typed(form: Arguments, text: str) -> dict[str, Any]:

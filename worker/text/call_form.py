@@ -61,6 +61,10 @@ class CallForm:
         ]
         return self.section[0] + (self.separator or "").join(each) + self.section[1]
 
+    def begun(self, name: str) -> str:
+        """What stands before a call's arguments."""
+        return (self.call[0] + name + self.middle).replace(INDEX, "0").replace(ID, "id")
+
     @property
     def is_list(self) -> bool:
         """What stands between the marks is read as a whole: objects of JSON, or Python's calls."""

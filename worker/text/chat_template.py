@@ -21,7 +21,8 @@ from worker.text import response_template
 from worker.text.answer_form import PLAIN, AnswerForm, learned
 from worker.text.call_form import PLAIN_CALLS, CallForm
 from worker.text.jinja import EFFORT, SWITCHES, lenient, reserved, source_of, variables_of
-from worker.text.learning import NAMES, TOOLS, Learner
+from worker.text.learning import Learner
+from worker.text.probes import NAMES, TOOLS
 from worker.text.proof import examples, reads_back
 from worker.text.turns import QUESTION, Conversation, Message, TurnForm, turn_form, without_nulls
 

@@ -24,55 +24,30 @@ from worker.text.call_form import (
     common_start,
     split,
 )
+from worker.text.probes import (
+    ARGUMENTS,
+    CONTENT,
+    IDS,
+    NAMES,
+    NUMBER,
+    TEXT,
+    THOUGHT,
+    TOOLS,
+    assistant,
+)
 from worker.text.turns import BLOCKS, QUESTION, Conversation, Message, TurnForm
 
 # A chat template, with variables; nothing where it raises.
 Render = Callable[..., str]
 
-CONTENT, THOUGHT = "qcontentq", "qthoughtq"
-NAMES, IDS = ("nameone", "nametwo"), ("callidone", "callidtwo")
-TEXT, NUMBER = "valueone", 12
-ARGUMENTS = {"keyone": TEXT, "keytwo": NUMBER}
 OBJECT = re.compile(
     r'\{\s*"keyone"(?P<colon>\s*:\s*)"valueone"(?P<comma>\s*,\s*)"keytwo"\s*:\s*12\s*\}'
 )
-REASONING = ("reasoning_content", "reasoning", "thinking")
 SHOWN = re.compile(r"([^\s<>\[\]{}\"'`(]{3,40})\[\s*\{\s*\"name\"")
 DUMPED = re.compile(rf"\W(?:type|thinking)\W\s*:\s*\W(?:thinking|{THOUGHT})")
+THOUGHTS_KEYS = ("reasoning_content", "reasoning", "thinking", BLOCKS)
 LAST_MARK = re.compile(rf"(?:{MARK.pattern})\w*\s*$")
 OPENED = re.compile(r"(<([\w:]+)>|\[([A-Z]+)\])\s*(?:</\2>|\[/\3\])?\s*$")
-
-
-def assistant(
-    *calls: dict[str, Any], content: str = "", thought: str = "", key: str = ""
-) -> Message:
-    """A turn, in the API's form, with calls of these arguments."""
-    turn: Message = {"role": "assistant", "content": content}
-    if thought and key == BLOCKS:
-        blocks = [{"type": "thinking", "thinking": thought}, {"type": "text", "text": content}]
-        turn["content"] = blocks
-    elif thought:
-        turn[key] = thought
-    if calls:
-        turn["tool_calls"] = [call(n, arguments) for n, arguments in enumerate(calls)]
-    return turn
-
-
-def call(n: int, arguments: dict[str, Any]) -> Message:
-    function = {"name": NAMES[n], "arguments": json.dumps(arguments)}
-    return {"id": IDS[n], "type": "function", "function": function}
-
-
-def tool(name: str, properties: dict[str, Any]) -> dict[str, Any]:
-    described = {key: {"description": "any", **each} for key, each in properties.items()}
-    parameters = {"type": "object", "properties": described, "required": []}
-    function = {"name": name, "description": "any", "parameters": parameters}
-    return {"type": "function", "function": function}
-
-
-TOOLS = [
-    tool(name, {"keyone": {"type": "string"}, "keytwo": {"type": "integer"}}) for name in NAMES
-]
 
 
 class Learner:
@@ -193,7 +168,7 @@ class Learner:
 
     def _thoughts_key(self) -> str | None:
         """Where a message has its thoughts for the template to show them."""
-        return next((key for key in (*REASONING, BLOCKS) if self._thinking(key)), None)
+        return next((key for key in THOUGHTS_KEYS if self._thinking(key)), None)
 
     def _thinking(self, key: str) -> str:
         """A turn with thoughts and content, or a call if only that shows them; nothing where none

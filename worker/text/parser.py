@@ -23,7 +23,8 @@ from worker.text.detokenizer import Piece
 
 Phase: TypeAlias = Literal["answer", "thinking", "call"]
 MAX_PENDING = 4096  # characters that may become a mark; then they are what they are
-MAX_DOUBTFUL = 32_768  # from a call in open thoughts on
+LEAST_OF_MARK = 3  # characters of one, which are not shown if no more come
+MAX_DOUBTFUL = 8192  # from a call in open thoughts on
 
 
 class Event(NamedTuple):
@@ -64,6 +65,7 @@ class Parser:
         self._between = Piece("")  # white space of the content that a mark has interrupted
         self._call: CallParser | BodyParser | None = None
         self._call_text = Piece("")  # of the call that is open, with its marks
+        self._opening = 0, ""  # how much of it is its mark, and how the form has that
         self._retold: list[Event] = []  # of a call that the prompt has begun
         if begun:
             events = self.feed(Piece(begun))
@@ -89,9 +91,11 @@ class Parser:
 
     @property
     def begun(self) -> str:
-        """Of the phase that has just begun: what has come of it, a call with its mark."""
+        """Of the phase that has just begun: what has come of it, a call with its mark as the form
+        has it, however the model has written that."""
         if self._inside == CALL:
-            return self._call_text.text + self._buffer.text
+            written, shown = self._opening
+            return shown + (self._call_text.text + self._buffer.text)[written:]
         return self._since_mark
 
     def feed(self, piece: Piece, constrained: bool = False) -> list[Event]:
@@ -107,7 +111,8 @@ class Parser:
         return self._parse(ended=False)
 
     def finish(self) -> list[Event]:
-        """What was pending, at the end."""
+        """What was pending, at the end; but not the beginning of a call's mark."""
+        self._buffer = self._buffer.take(self._cut_mark())
         events = self._parse(ended=True)
         self._emit_space(events)
         if self._call is not None:
@@ -161,6 +166,16 @@ class Parser:
             pending, longest = min(pending, doubtful[1].start()), MAX_DOUBTFUL
         return None, pending if len(text) - pending < longest else len(text)
 
+    def _cut_mark(self) -> int:
+        """Where the text ends in what must have become the mark of a call."""
+        text = self._buffer.text
+        for mark in self._watched:
+            if mark.to == CALL and not mark.leads:
+                match = mark.pattern.search(text, partial=True)
+                if match and match.partial and len(match.group()) >= LEAST_OF_MARK:
+                    return int(match.start())
+        return len(text)
+
     def _counts(self, mark: Mark, match: Match) -> bool:
         """Some marks are marks only before everything else, lest they are seen in the content."""
         if self._inside != self._form.begins or not (self._first_only or mark.leads):
@@ -189,6 +204,11 @@ class Parser:
         self._enter(mark.to)
         if mark.reader is not None:
             self._call, self._call_text = mark.reader(match, self._tools), taken
+            name = match.groupdict().get("name")
+            if name and self._form.calls:
+                self._opening = len(taken.text), self._form.calls.begun(name)
+            else:
+                self._opening = 0, ""
             self._emit_call(Piece(""), events)
 
     def _enter(self, phase: str) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 from worker.text.answer_form import AnswerForm
 from worker.text.detokenizer import Piece
-from worker.text.learning import ARGUMENTS, NAMES, Learner, tool
+from worker.text.learning import Learner
 from worker.text.parser import Event, Parser
+from worker.text.probes import ARGUMENTS, NAMES, tool
 
 # One of each type of JSON.
 TYPED = {
