@@ -10,8 +10,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import orjson
-
 from worker.text.call_form import Arguments, common_start
 
 DEEPEST = 100
@@ -103,7 +101,7 @@ def _typed(form: Arguments, text: str) -> dict[str, Any]:
             for pattern, word in ((NONE, "null"), (TRUE, "true"), (FALSE, "false")):
                 part = pattern.sub(word, part)
             parts[place] = part
-    made = orjson.loads("".join(parts) + "}")
+    made = _json("".join(parts) + "}")
     assert isinstance(made, dict)
     return made
 
@@ -114,7 +112,7 @@ def value(text: str, schema: Any) -> Any:
     if types == {"string"}:
         return text
     stripped = text.strip()
-    for read in (orjson.loads, _python_value):
+    for read in (_json, _python_value):
         try:
             made = read(stripped)
         except (ValueError, RecursionError):
@@ -126,6 +124,15 @@ def value(text: str, schema: Any) -> Any:
         if "integer" in types and isinstance(made, float) and made.is_integer():
             return int(made)
     return text
+
+
+def _json(text: str) -> Any:
+    """With integers of any size."""
+    return json.loads(text, parse_constant=_refuse)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not of JSON")
 
 
 def types_of(schema: Any, depth: int = 0) -> set[str]:

@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-import orjson
 from transformers.utils.chat_parsing.content_parsers import process_field
 from transformers.utils.chat_parsing.response_templates import ResponseTemplateField
 
@@ -177,7 +176,7 @@ class BodyParser:
                 calls = [(name, entries(form, text, properties(self._tools.get(name))))]
         except (ValueError, RecursionError):
             calls = []
-        written = [(each, orjson.dumps(arguments).decode()) for each, arguments in calls]
+        written = [(each, written_json(arguments)) for each, arguments in calls]
         ends = -1 if cut and name is not None else None
         return [CallPart(each, text[:ends]) for each, text in written]
 
@@ -205,7 +204,7 @@ class FieldParser(BodyParser):
             key: value(each, declared[key]) if isinstance(each, str) and key in declared else each
             for key, each in arguments.items()
         }
-        return orjson.dumps(typed).decode()
+        return written_json(typed)
 
 
 def field_calls(field: ResponseTemplateField) -> Callable[[Any, Tools], "CallParser | BodyParser"]:
@@ -224,6 +223,11 @@ def field_calls(field: ResponseTemplateField) -> Callable[[Any, Tools], "CallPar
         return FieldParser(field, match.groupdict(), tools)
 
     return make
+
+
+def written_json(arguments: dict[str, Any]) -> str:
+    """Integers of any size, which faster libraries refuse."""
+    return json.dumps(arguments, ensure_ascii=False)
 
 
 def _string(text: Iterable[str]) -> str:

@@ -162,7 +162,7 @@ class ChatTemplate:
                 raise InvalidInput(f"tools: {cannot}", "tools")
             if tools and not self.shows_tools:
                 messages, tools = self._instructed(messages, tools), []
-            return self._text(
+            return self._shown(
                 messages,
                 tools,
                 add_generation_prompt=chat.add_generation_prompt,
@@ -208,6 +208,16 @@ class ChatTemplate:
         for name, shown in SHOWN.items():
             written = written.replace(name, shown)
         return written
+
+    def _shown(self, messages: list[Message], tools: list[Message], **variables: Any) -> str:
+        """Some templates fail where a tool or a parameter is not described."""
+        try:
+            return self._text(messages, tools, **variables)
+        except Exception:
+            described = [_described(tool) for tool in tools]
+            if described == tools:
+                raise
+            return self._text(messages, described, **variables)
 
     def _text(self, messages: list[Message], tools: Sequence[Message], **variables: Any) -> str:
         render: Any = self._tokenizer.apply_chat_template
@@ -258,6 +268,19 @@ class ChatTemplate:
 
     def _tokens(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _described(tool: Message) -> Message:
+    function = {"description": "", "parameters": {}, **tool["function"]}
+    parameters = function["parameters"] or {"type": "object", "properties": {}}
+    properties = parameters.get("properties")
+    if isinstance(properties, dict):
+        described = {
+            key: {"description": "", **each} if isinstance(each, dict) else each
+            for key, each in properties.items()
+        }
+        parameters = {**parameters, "properties": described}
+    return {**tool, "function": {**function, "parameters": parameters}}
 
 
 def _special(message: Mapping[str, Any]) -> bool:
