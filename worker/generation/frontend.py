@@ -19,7 +19,7 @@ from batching.request_queue import WorkItem
 from worker.generation.output import Prepared, make_choices
 from worker.grammar.compiler import Grammar, Grammars
 from worker.grammar.guide import Plan
-from worker.grammar.notation import calls_grammar, either
+from worker.grammar.notation import calls_grammar, either, unusable
 from worker.model.language_model import LanguageModel
 from worker.model.logits_processors import SamplingParams
 from worker.protocol import Calls, Chat, GenerationInput, ModelInfo, Sampling, Stopping
@@ -146,16 +146,20 @@ class Frontend:
         """Of the answer as a whole, or of a call that the model begins by itself."""
         constraint, tools, grammars = request.constraint, called_tools(request), self.grammars
         several = calls.parallel and (calls.required or form.several_in_mark or bool(constraint))
-        written = calls_grammar(form, tools, several, grammars.quoted)
         try:
+            written = calls_grammar(form, tools, several, grammars.quoted)
             compiled = grammars.compiled(written, "tools")
         except InvalidInput:
             if not calls.required and not constraint:
                 return None, None  # what the model makes of it is not constrained
             assert isinstance(request.prompt, Chat)
             for tool in tools:  # which of them is it?
-                alone = calls_grammar(form, [tool], False, grammars.quoted)
-                grammars.check(alone, f"tools[{request.prompt.tools.index(tool)}]")
+                param = f"tools[{request.prompt.tools.index(tool)}]"
+                try:
+                    alone = calls_grammar(form, [tool], False, grammars.quoted)
+                except InvalidInput as error:
+                    raise unusable(str(error), param) from None
+                grammars.check(alone, param)
             raise
         if calls.required:
             return compiled, None
