@@ -36,7 +36,8 @@ class AnswerMessage(Struct):
     role: Literal["assistant"]
     content: str | None
     refusal: str | None
-    reasoning_content: str | UnsetType | None = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: Annotated[str | UnsetType, Meta(description="The same as reasoning")] = UNSET
     tool_calls: list[dict[str, Any]] | UnsetType = UNSET
 
 
@@ -85,6 +86,11 @@ class ResponseUsage(Struct):
     total_tokens: int
 
 
+class ResponseText(Struct):
+    format: dict[str, Any]
+    verbosity: Literal["low", "medium", "high"]
+
+
 class Response(Struct):
     id: str
     object: Literal["response"]
@@ -98,6 +104,11 @@ class Response(Struct):
     metadata: dict[str, str]
     model: str
     output: list[dict[str, Any]]
+    temperature: float
+    top_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    text: ResponseText
     parallel_tool_calls: bool
     previous_response_id: str | None
     store: bool

@@ -30,9 +30,16 @@ from worker.protocol import (
 )
 
 INFO = ModelInfo("text-generation", "fake", "cpu", "float32", 0, "continuous")
+
 WORDS = ["Hello", " there", ",", " wörld", "!"]
 VOCABULARY = 1000
 BIG = 60
+
+
+@dataclass(frozen=True)
+class Defaults:
+    temperature: float = 0.7
+    top_p: float = 0.8
 
 
 @dataclass
@@ -54,6 +61,7 @@ class FakeGenerator:
     info = INFO
     max_model_len = 4096
     compile_state: Literal["running", "done", "off"] = "off"
+    defaults = Defaults()
 
     def __init__(self) -> None:
         self.gate = threading.Event()

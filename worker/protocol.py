@@ -61,6 +61,16 @@ class Sampling:
     logprobs: int | None = None  # None: none; 0: of the chosen token; k: of the best k as well
 
 
+class SamplingDefaults(Protocol):
+    """What a request that leaves these open gets."""
+
+    @property
+    def temperature(self) -> float: ...
+
+    @property
+    def top_p(self) -> float: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Stopping:
     """When a choice ends, besides the model's own end-of-sequence tokens."""
@@ -214,6 +224,9 @@ class Generator(LoadedModel, Protocol):
     """
 
     max_model_len: int  # tokens of prompt and output together
+
+    @property
+    def defaults(self) -> SamplingDefaults: ...
 
     @property
     def compile_state(self) -> Literal["running", "done", "off"]: ...

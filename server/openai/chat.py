@@ -104,7 +104,7 @@ class ChatReply(ChoicesReply):
                 for call in self._call(index, part):
                     yield _choice(index, {"tool_calls": [call]})
             elif part.kind == "reasoning":
-                yield _choice(index, {"reasoning_content": part.text})
+                yield _choice(index, _thoughts(part.text))
             else:
                 yield _choice(index, {"content": part.text}, logprobs)
                 logprobs = []
@@ -141,7 +141,7 @@ class ChatReply(ChoicesReply):
                 calls[-1]["function"]["arguments"] += part.text
         message: Document = {"role": "assistant", "content": delta.text, "refusal": None}
         if reasoning:
-            message["reasoning_content"] = reasoning
+            message |= _thoughts(reasoning)
         if calls:
             message["content"] = delta.text or None
             message["tool_calls"] = calls
@@ -159,6 +159,11 @@ class ChatCompletions(GenerationEndpoint[ChatReply]):
         most = self.engine.generator.max_model_len
         request = decode(body, ChatRequest, self.models.require, most)
         return ChatReply(request, self.engine.generator.call_id)
+
+
+def _thoughts(text: str) -> Document:
+    """By both of the names that clients look for."""
+    return {"reasoning": text, "reasoning_content": text}
 
 
 def _choice(

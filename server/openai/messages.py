@@ -73,6 +73,7 @@ class Message(Struct):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, as vLLM names it
 
     def rendered(self, path: str) -> Document:
         """What the template gets; `path` is what errors call this message."""
@@ -86,9 +87,16 @@ class Message(Struct):
         elif content is None and not (self.role == "assistant" and self.tool_calls):
             raise InvalidInput.at(f"{path}.content", "is required")
         role = "system" if self.role == "developer" else self.role
+        thoughts = self.reasoning_content or self.reasoning or self.reasoning_content
+        if self.reasoning and self.reasoning != thoughts:
+            raise InvalidInput.at(f"{path}.reasoning", "differs from reasoning_content")
         made: Document = {"role": role, "content": content}
-        for key in ("name", "tool_call_id", "reasoning_content"):
-            if (value := getattr(self, key)) is not None:
+        for key, value in (
+            ("name", self.name),
+            ("tool_call_id", self.tool_call_id),
+            ("reasoning_content", thoughts),
+        ):
+            if value is not None:
                 made[key] = value
         if self.tool_calls:
             made["tool_calls"] = [to_builtins(call) for call in self.tool_calls]

@@ -29,12 +29,17 @@ class JsonSchema(Struct):
 class ResponseFormat(Struct):
     type: FormatType
     json_schema: JsonSchema | None = None
-    value: dict[str, Any] | None = None  # huggingface_hub's name for a schema
+    # Schemas beside json_object: llama.cpp's name for them, and huggingface_hub's.
+    schema: dict[str, Any] | None = None
+    value: dict[str, Any] | None = None
 
     def schema_asked(self) -> tuple[str, Document | None]:
         """Where in it the schema stands that the answer is to have, and the schema."""
         if self.type == "json_object":
-            return ".value", self.value or ANY_OBJECT
+            if self.schema and self.value:
+                raise InvalidInput.at("response_format.value", "excludes schema")
+            below = ".schema" if self.schema else ".value"
+            return below, self.schema or self.value or ANY_OBJECT
         return ".json_schema.schema", self.json_schema.schema if self.json_schema else None
 
 
@@ -46,11 +51,11 @@ class Format(Struct):
     strict: bool | None = None
 
     def schema_asked(self) -> tuple[str, Document | None]:
+        check_depth(self.schema, "text.format.schema")
         if self.type == "json_object":
-            return "", ANY_OBJECT
+            return (".schema", self.schema) if self.schema else ("", ANY_OBJECT)
         if self.name is None:
             raise InvalidInput.at("text.format.name", "is required")
-        check_depth(self.schema, "text.format.schema")
         return ".schema", self.schema
 
 

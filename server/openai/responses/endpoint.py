@@ -88,7 +88,7 @@ class Responses(GenerationEndpoint[ResponseReply]):
             large = f"the responses that its items are of exceed {most_mb:g} MB"
             raise InvalidInput.at("input", large) from None
         payload = request.generation_input(self._before(request.previous_response_id), items)
-        return ResponseReply(request, payload, items, self.engine.generator.call_id)
+        return ResponseReply(request, payload, items, self.engine.generator)
 
     def _before(self, id: str | None) -> list[Document]:
         """All items of the conversation that a response ended. As stored, it may be as large as

@@ -29,6 +29,7 @@ NEEDS = {
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
     "item_reference": ("id",),
+    "input_text": ("text",),  # a part of a message, without one: the user's
 }
 ROLES = ("user", "assistant", "system", "developer")
 MESSAGE_PARTS = ("input_text", "output_text", "refusal")
@@ -63,6 +64,7 @@ class Item(Struct):
     name: str | None = None
     arguments: str | None = None
     output: Parts | None = None
+    text: str | None = None
 
     @property
     def kind(self) -> str:
@@ -79,6 +81,9 @@ class Item(Struct):
                 unknown = f"{path}.id: there is no stored item {id[:100]!r}"
                 raise HttpError(404, unknown, f"{path}.id")
             return stored[id]
+        if kind == "input_text":
+            text = required(self.text, f"{path}.text")
+            return Item(role=self.role or "user", content=text).document(path, stored)
         one_of([*NEEDS], kind, f"{path}.type")
         made: Document = getattr(self, f"_{kind}")(path)
         return {"id": self.id or new_id(kind), "type": kind, "status": "completed", **made}
