@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.response_events import events, post
+from tests.event_streams import post
+from tests.response_events import events
 from tests.serving import Server, serving
 
 NONE = type(None)

@@ -41,7 +41,7 @@ def completion(**fields: Any) -> Reply:
 
 
 def choices(reply: Reply) -> list[dict[str, Any]]:
-    made = [*reply.begin(), *(event for each in TOKENS for event in reply.add(each))]
+    made = [*reply.begin([]), *(event for each in TOKENS for event in reply.add(each))]
     return [event["choices"][0] for event in made]
 
 

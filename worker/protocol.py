@@ -109,7 +109,10 @@ class GenerationInput:
 
     A prompt is a conversation, text, or token ids. Choices are numbered from `first_choice` on,
     so that the prompts of a list share a stream. `echo`: the prompt's text, and log-probabilities
-    if asked for, come first. The item's future resolves to None when all choices have ended.
+    if asked for, come first. `prompt_logprobs`: those of the prompt's tokens, with so many of the
+    likeliest others (as many as `sampling.logprobs` where that is echoed), and `token_ids`, of the
+    prompt and the output, come in deltas of their own fields. The item's future resolves to None
+    when all choices have ended.
     """
 
     prompt: Chat | str | tuple[int, ...]
@@ -118,6 +121,8 @@ class GenerationInput:
     n: int = 1
     first_choice: int = 0
     echo: bool = False
+    prompt_logprobs: int | None = None
+    token_ids: bool = False
     constraint: Constraint | None = None
     calls: Calls | None = None  # None: what looks like a call is text
     thinking_tokens: int | None = None  # reasoning is ended after so many; None: never

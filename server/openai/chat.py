@@ -93,9 +93,14 @@ class ChatReply(ChoicesReply):
         self._called_before = payload.prompt.calls
         self._call_id = call_id
 
-    def begin(self) -> Iterator[Document]:
+    def begin(self, first: Sequence[Delta]) -> Iterator[Document]:
+        told = self.of_prompt(first[0]) if first else {}
         for index in range(self.payloads[0].n):
-            yield self.chunk(_choice(index, {"role": "assistant"}))
+            choice = _choice(index, {"role": "assistant"})
+            if self.payloads[0].token_ids:
+                choice["token_ids"] = []
+            yield self.chunk(choice) | told
+            told = {}
 
     def choices(self, delta: Delta, logprobs: list[TokenLogprob]) -> Iterator[Document]:
         index = delta.choice
@@ -111,7 +116,10 @@ class ChatReply(ChoicesReply):
         if delta.finish_reason is not None:
             yield _choice(index, {}, logprobs, delta.finish_reason)
         elif logprobs:
-            self.unsent.setdefault(index, []).extend(logprobs)
+            self.hold(Delta(index, logprobs=logprobs))
+
+    def whole(self, deltas: Sequence[Delta]) -> Document:
+        return super().whole(deltas) | self.of_prompt(deltas[0])
 
     def _call(self, choice: int, part: Part) -> Iterator[Document]:
         """A call's name comes whole and first, what follows are its arguments."""

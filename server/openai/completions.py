@@ -44,6 +44,9 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         self.refuse_unimplemented(document)
         if self.max_tokens == 0 and not self.echo:
             raise InvalidInput.at("max_tokens", "must be at least 1, or 0 with echo")
+        scored = self.logprobs if self.echo else None
+        if scored is not None and self.prompt_logprobs not in (None, scored):
+            raise InvalidInput.at("prompt_logprobs", "must be as many as logprobs with echo")
 
     def generation_inputs(self, most: int) -> list[GenerationInput]:
         """One a prompt. A list makes at most `most` choices in all."""
@@ -97,7 +100,7 @@ class CompletionReply(ChoicesReply):
         scored = self.payloads[0].sampling.logprobs is not None
         offset, text = self._offsets[delta.choice], delta.text
         self._offsets[delta.choice] += len(text)
-        return {
+        return self.of_prompt(delta) | {
             "index": delta.choice,
             "text": text,
             "logprobs": _logprobs(logprobs, offset) if scored else None,

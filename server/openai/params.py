@@ -73,6 +73,8 @@ class GenerationRequest(Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    return_token_ids: bool | None = None
+    prompt_logprobs: TopLogprobs | None = None
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -88,6 +90,8 @@ class GenerationRequest(Struct, kw_only=True):
         """Raise InvalidInput for what no field's type says; `document` is the body."""
         if self.stream_options is not None and not self.stream:
             raise InvalidInput.at("stream_options", "goes with stream: true only")
+        if self.prompt_logprobs is not None and (self.stream or (self.n or 1) > 1):
+            raise InvalidInput.at("prompt_logprobs", "goes with n: 1 and without stream only")
         most = self.default_tokens if self.limit[1] is None else self.limit[1]
         if self.min_tokens and most is not None and self.min_tokens > most:
             more = f"{self.min_tokens} is more than max_tokens, {most}"
@@ -133,7 +137,14 @@ class GenerationRequest(Struct, kw_only=True):
         if format is not None or self.structured_outputs is not None:
             constraint = constraint_of(path, format, self.structured_outputs)
         return GenerationInput(
-            prompt, sampling, stopping, self.n or 1, constraint=constraint, **fields
+            prompt,
+            sampling,
+            stopping,
+            self.n or 1,
+            constraint=constraint,
+            prompt_logprobs=self.prompt_logprobs,
+            token_ids=bool(self.return_token_ids),
+            **fields,
         )
 
 

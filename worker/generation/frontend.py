@@ -86,12 +86,13 @@ class Frontend:
         self._check_ids(request.stopping.stop_token_ids, "stop_token_ids")
         if not request.stopping.ignore_eos:
             ends |= dict.fromkeys(self.eos_ids)
+        echoed = request.sampling.logprobs if request.echo else None
         return Prepared(
             ids,
             self._params(request.sampling, request.stopping, tuple(ends)),
             self._max_tokens(len(ids), request),
             ends,
-            request.echo and request.sampling.logprobs is not None,
+            echoed if request.prompt_logprobs is None else request.prompt_logprobs,
             *self._answer(request, text),
         )
 

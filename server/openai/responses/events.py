@@ -58,7 +58,7 @@ class ResponseReply(Reply):
         self._cut = False  # by max_output_tokens, or the end of the context
         self._events = 0
 
-    def begin(self) -> Iterator[Document]:
+    def begin(self, first: Sequence[Delta]) -> Iterator[Document]:
         self.document["status"] = "in_progress"
         for name in ("created", "in_progress"):
             yield self._event(name)
