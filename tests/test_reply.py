@@ -1,5 +1,6 @@
 """From deltas to events, one delta at a time, where a real stream may have merged some."""
 
+import copy
 import math
 from typing import Any
 
@@ -41,7 +42,8 @@ def completion(**fields: Any) -> Reply:
 
 
 def choices(reply: Reply) -> list[dict[str, Any]]:
-    made = [*reply.begin([]), *(event for each in TOKENS for event in reply.add(each))]
+    deltas = copy.deepcopy(TOKENS)  # they are the reply's, once they are added
+    made = [*reply.begin([]), *(event for each in deltas for event in reply.add(each))]
     return [event["choices"][0] for event in made]
 
 
