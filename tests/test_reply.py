@@ -8,7 +8,7 @@ import orjson
 
 from server.openai.chat import ChatReply, ChatRequest
 from server.openai.completions import CompletionReply, CompletionRequest
-from server.openai.params import decode
+from server.openai.params import Names, decode
 from server.openai.request import Reply
 from tests.fake_generator import FakeGenerator
 from worker.deltas import Delta, Part, TokenLogprob
@@ -32,13 +32,13 @@ TOKENS = [
 
 def chat(**fields: Any) -> Reply:
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True, **fields}
-    request = decode(orjson.dumps(body), ChatRequest, str)
+    request = decode(orjson.dumps(body), ChatRequest, Names("demo"))
     return ChatReply(request, FakeGenerator().call_id)
 
 
 def completion(**fields: Any) -> Reply:
     body = {"prompt": "x", "stream": True, **fields}
-    return CompletionReply(decode(orjson.dumps(body), CompletionRequest, str), 10)
+    return CompletionReply(decode(orjson.dumps(body), CompletionRequest, Names("demo")), 10)
 
 
 def choices(reply: Reply) -> list[dict[str, Any]]:

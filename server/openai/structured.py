@@ -10,7 +10,6 @@ from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
 from server.http.json import Document
-from server.openai.messages import one_of
 from worker.protocol import Constraint
 
 ANY_OBJECT = {"type": "object"}
@@ -74,7 +73,9 @@ def constraint_of(
     errors call the format."""
     first = second = None
     if format is not None and format.type != "text":
-        one_of(FORMATS, format.type, f"{path}.type")
+        if format.type not in FORMATS:
+            must = f"must be one of {', '.join(FORMATS)}, not {format.type[:50]!r}"
+            raise InvalidInput.at(f"{path}.type", must)
         below, schema = format.schema_asked()
         first = _json(schema, path + below)
     if structured is not None:

@@ -15,7 +15,8 @@ from msgspec import Meta, Struct
 from batching.errors import InvalidInput
 from server.http.errors import HttpError
 from server.http.json import Document
-from server.openai.messages import CalledFunction, Message, Part, ToolCall, any_of, one_of, required
+from server.openai.chat import CalledFunction, Message, ToolCall
+from server.openai.params import TextPart, any_of, one_of, required
 
 PREFIXES = {
     "message": "msg_",
@@ -51,7 +52,7 @@ def new_id(kind: str) -> str:
     return PREFIXES[kind] + secrets.token_hex(24)
 
 
-Parts = str | list[Part]
+Parts = str | list[TextPart]
 
 
 class Item(Struct):
@@ -59,7 +60,7 @@ class Item(Struct):
     id: str | None = None
     role: Annotated[str, Meta(extra_json_schema={"enum": ROLES})] | None = None
     content: Parts | None = None
-    summary: list[Part] | None = None
+    summary: list[TextPart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None

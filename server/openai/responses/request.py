@@ -7,8 +7,16 @@ from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
 from server.http.json import Document
-from server.openai.messages import FILLED, Message, one_of
-from server.openai.params import Count, Effort, Filled, GenerationRequest, TopLogprobs
+from server.openai.chat import Message
+from server.openai.params import (
+    FILLED,
+    Count,
+    Effort,
+    Filled,
+    GenerationRequest,
+    TopLogprobs,
+    one_of,
+)
 from server.openai.responses.items import FULL_ITEM, Item, messages
 from server.openai.structured import Format
 from server.openai.tools import MOST_TOOLS, Tool, ToolChoice, flat_calls
