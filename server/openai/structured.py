@@ -42,12 +42,8 @@ class ResponseFormat(Struct):
         return ".json_schema.schema", self.json_schema.schema if self.json_schema else None
 
 
-class Format(Struct):
+class Format(JsonSchema, kw_only=True):
     type: FormatType
-    name: str | None = None
-    schema: dict[str, Any] | None = None
-    description: str | None = None
-    strict: bool | None = None
 
     def schema_asked(self) -> tuple[str, Document | None]:
         check_depth(self.schema, "text.format.schema")

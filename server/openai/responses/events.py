@@ -29,6 +29,12 @@ from worker.protocol import Chat, GenerationInput, Generator, SamplingDefaults
 
 Ending = Literal["completed", "incomplete"]
 
+# Fields of a request that its response tells as they are.
+ECHOED = (
+    *("instructions", "max_output_tokens", "model", "previous_response_id"),
+    *("prompt_cache_key", "safety_identifier", "user"),
+)
+
 # A delta's kinds as items, and what items' events are called and about.
 ITEM_TYPES = {"content": "message", "reasoning": "reasoning", "call": "function_call"}
 TEXT_EVENTS = {
@@ -221,12 +227,10 @@ def consume(events: Iterator[Document]) -> None:
 def _blank(request: ResponseRequest, defaults: SamplingDefaults) -> Document:
     """All fields of the API, before anything is generated."""
     choice, reasoning, text = request.tool_choice, request.reasoning, request.text
-    format = text.format if text and text.format else Format("text")
-    described: Format | Document = format
-    if format.type != "json_schema":
-        described = {"type": format.type}
-        if format.type == "json_object" and format.schema:
-            described["schema"] = format.schema
+    format = text.format if text and text.format else Format(type="text")
+    described: Format | Document = format if format.type == "json_schema" else {"type": format.type}
+    if format.type == "json_object" and format.schema:
+        described = {"type": format.type, "schema": format.schema}
     return {
         "id": "resp_" + secrets.token_hex(24),
         "object": "response",
@@ -237,20 +241,14 @@ def _blank(request: ResponseRequest, defaults: SamplingDefaults) -> Document:
         "error": None,
         "frequency_penalty": request.frequency_penalty or 0.0,
         "incomplete_details": None,
-        "instructions": request.instructions,
-        "max_output_tokens": request.max_output_tokens,
         "max_tool_calls": None,
-        "model": request.model,
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "presence_penalty": request.presence_penalty or 0.0,
-        "previous_response_id": request.previous_response_id,
-        "prompt_cache_key": request.prompt_cache_key,
         "reasoning": {
             "effort": reasoning.effort if reasoning else None,
             "summary": reasoning.summary if reasoning else None,
         },
-        "safety_identifier": request.safety_identifier,
         "service_tier": "default",
         "store": request.store is not False,
         "temperature": defaults.temperature if request.temperature is None else request.temperature,
@@ -264,6 +262,6 @@ def _blank(request: ResponseRequest, defaults: SamplingDefaults) -> Document:
         "top_p": defaults.top_p if request.top_p is None else request.top_p,
         "truncation": "disabled",
         "usage": None,
-        "user": request.user,
         "metadata": request.metadata or {},
+        **{name: getattr(request, name) for name in ECHOED},
     }
