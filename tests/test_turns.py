@@ -54,7 +54,7 @@ def answered(chat_template: ChatTemplate, messages: list[Any], *parts: Part) -> 
     """The message of an answer to a conversation."""
     request, _ = chat(messages)
     reply = ChatReply(request, chat_template.call_id)
-    message = reply.choice(Delta(0, list(parts), finish_reason="tool_calls"), [])["message"]
+    message = reply.choice(Delta(0, list(parts), finish_reason="tool_calls"))["message"]
     assert isinstance(message, dict)
     return message
 

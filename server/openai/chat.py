@@ -195,8 +195,8 @@ class ChatReply(ChoicesReply):
             told = self.of_prompt(first[0]) if first and index == 0 else {}
             yield self.chunk(_choice(index, {"role": "assistant"})) | told
 
-    def choices(self, delta: Delta, logprobs: list[TokenLogprob]) -> Iterator[Document]:
-        index = delta.choice
+    def choices(self, delta: Delta) -> Iterator[Document]:
+        index, logprobs = delta.choice, delta.logprobs
         for part in delta.parts:
             if part.kind == "call":
                 for call in self._call(index, part):
@@ -209,7 +209,7 @@ class ChatReply(ChoicesReply):
         if delta.finish_reason is not None:
             yield _choice(index, {}, logprobs, delta.finish_reason)
         elif logprobs:
-            self.hold(Delta(index, logprobs=logprobs))
+            self.held[index] = Delta(index, logprobs=logprobs)
 
     def whole(self, deltas: Sequence[Delta]) -> Document:
         return super().whole(deltas) | self.of_prompt(deltas[0])
@@ -223,12 +223,11 @@ class ChatReply(ChoicesReply):
             function = {"arguments": part.text}
             yield {"index": self.called[choice] - 1, "function": function}
 
-    def choice(self, delta: Delta, logprobs: list[TokenLogprob]) -> Document:
-        scored = self.payloads[0].sampling.logprobs is not None
+    def choice(self, delta: Delta) -> Document:
         return {
             "index": delta.choice,
             "message": self._message(delta),
-            "logprobs": _logprobs(logprobs) if scored else None,
+            "logprobs": _logprobs(delta.logprobs) if self.scored else None,
             "finish_reason": delta.finish_reason,
         }
 

@@ -96,14 +96,13 @@ class CompletionReply(ChoicesReply):
         super().__init__(request, request.generation_inputs(most))
         self._offsets: Counter[int] = Counter()  # characters a choice has so far
 
-    def choice(self, delta: Delta, logprobs: list[TokenLogprob]) -> Document:
-        scored = self.payloads[0].sampling.logprobs is not None
+    def choice(self, delta: Delta) -> Document:
         offset, text = self._offsets[delta.choice], delta.text
         self._offsets[delta.choice] += len(text)
         return self.of_prompt(delta) | {
             "index": delta.choice,
             "text": text,
-            "logprobs": _logprobs(logprobs, offset) if scored else None,
+            "logprobs": _logprobs(delta.logprobs, offset) if self.scored else None,
             "finish_reason": delta.finish_reason,
         }
 

@@ -189,11 +189,17 @@ class ChoicesReply(Reply):
             "model": request.model,
             "system_fingerprint": None,
         }
-        self._held: dict[int, Delta] = {}  # by choice: what goes with text that is still to come
+        self.scored = payloads[0].sampling.logprobs is not None
+        self.tells_ids = payloads[0].token_ids
+        self.held: dict[int, Delta] = {}  # by choice: what goes with text that is still to come
 
     @abstractmethod
-    def choice(self, delta: Delta, logprobs: list[TokenLogprob]) -> Document:
+    def choice(self, delta: Delta) -> Document:
         """A choice as a whole, or what a delta adds to it."""
+
+    def choices(self, delta: Delta) -> Iterator[Document]:
+        """Choices, one a chunk, that say what a delta adds."""
+        yield self.choice(delta)
 
     def of_prompt(self, delta: Delta) -> Document:
         """What was asked for about a prompt's tokens, of the first delta; as vLLM has it."""
@@ -204,24 +210,17 @@ class ChoicesReply(Reply):
             told["prompt_logprobs"] = list(map(_scored, delta.prompt_logprobs))
         return told
 
-    def hold(self, delta: Delta) -> None:
-        self._held[delta.choice] = delta
-
-    def choices(self, delta: Delta, logprobs: list[TokenLogprob]) -> Iterator[Document]:
-        """Choices, one a chunk, that say what a delta adds."""
-        yield self.choice(delta, logprobs)
-
     def add(self, delta: Delta) -> Iterator[Document]:
         """None as long as there is no text to show; what goes with it waits."""
-        if (held := self._held.pop(delta.choice, None)) is not None:
+        if (held := self.held.pop(delta.choice, None)) is not None:
             held.merge(delta)
             delta = held
         if not delta.parts and delta.finish_reason is None:
-            self.hold(delta)
+            self.held[delta.choice] = delta
             return
         ids = delta.token_ids
-        for choice in self.choices(delta, delta.logprobs):
-            if self.payloads[0].token_ids:
+        for choice in self.choices(delta):
+            if self.tells_ids:
                 choice["token_ids"], ids = ids, []
             yield self.chunk(choice)
 
@@ -233,10 +232,9 @@ class ChoicesReply(Reply):
         yield error.document
 
     def whole(self, deltas: Sequence[Delta]) -> Document:
-        choices = [self.choice(delta, delta.logprobs) for delta in deltas]
-        if self.payloads[0].token_ids:
-            for choice, delta in zip(choices, deltas, strict=True):
-                choice["token_ids"] = delta.token_ids
+        choices = [self.choice(delta) for delta in deltas]
+        for choice, delta in zip(choices, deltas if self.tells_ids else (), strict=False):
+            choice["token_ids"] = delta.token_ids
         return self.head | {"choices": choices, "usage": self._usage()}
 
     def chunk(self, choice: Document) -> Document:
