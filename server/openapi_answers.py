@@ -36,22 +36,42 @@ class AnswerMessage(Struct):
     role: Literal["assistant"]
     content: str | None
     refusal: str | None
-    reasoning_content: str | UnsetType | None = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: Annotated[str | UnsetType, Meta(description="The same as reasoning")] = UNSET
     tool_calls: list[dict[str, Any]] | UnsetType = UNSET
 
 
-class Choice(Struct):
+TOKEN_IDS = Meta(description="With return_token_ids")
+TokenIds = Annotated[list[int] | UnsetType, TOKEN_IDS]
+
+
+class PromptLogprob(Struct):
+    logprob: float
+    rank: Annotated[int | None, Meta(description="null for a token beyond prompt_logprobs")]
+    decoded_token: str
+
+
+PromptLogprobs = Annotated[
+    list[dict[str, PromptLogprob] | None] | UnsetType,
+    Meta(description="With prompt_logprobs: of each token, by the ids of it and the likeliest"),
+]
+
+
+class Choice(Struct, kw_only=True):
     index: int
     logprobs: dict[str, Any] | None
     finish_reason: Literal["stop", "length", "tool_calls"]
+    token_ids: TokenIds = UNSET
 
 
-class ChatChoice(Choice):
+class ChatChoice(Choice, kw_only=True):
     message: AnswerMessage
 
 
-class CompletionChoice(Choice):
+class CompletionChoice(Choice, kw_only=True):
     text: str
+    prompt_token_ids: TokenIds = UNSET
+    prompt_logprobs: PromptLogprobs = UNSET
 
 
 class Generated(Struct):
@@ -65,6 +85,8 @@ class Generated(Struct):
 class ChatCompletion(Generated):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_token_ids: TokenIds = UNSET
+    prompt_logprobs: PromptLogprobs = UNSET
 
 
 class Completion(Generated):
@@ -85,6 +107,11 @@ class ResponseUsage(Struct):
     total_tokens: int
 
 
+class ResponseText(Struct):
+    format: dict[str, Any]
+    verbosity: Literal["low", "medium", "high"]
+
+
 class Response(Struct):
     id: str
     object: Literal["response"]
@@ -98,6 +125,11 @@ class Response(Struct):
     metadata: dict[str, str]
     model: str
     output: list[dict[str, Any]]
+    temperature: float
+    top_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    text: ResponseText
     parallel_tool_calls: bool
     previous_response_id: str | None
     store: bool

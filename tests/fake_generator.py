@@ -30,9 +30,16 @@ from worker.protocol import (
 )
 
 INFO = ModelInfo("text-generation", "fake", "cpu", "float32", 0, "continuous")
+
 WORDS = ["Hello", " there", ",", " wörld", "!"]
 VOCABULARY = 1000
 BIG = 60
+
+
+@dataclass(frozen=True)
+class Defaults:
+    temperature: float = 0.7
+    top_p: float = 0.8
 
 
 @dataclass
@@ -54,6 +61,7 @@ class FakeGenerator:
     info = INFO
     max_model_len = 4096
     compile_state: Literal["running", "done", "off"] = "off"
+    defaults = Defaults()
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -189,6 +197,13 @@ def say(payload: GenerationInput, each: Running, number: int, choice: Choice) ->
     if choice.said == 0:
         if number == 0:
             delta.prompt_tokens, delta.cached_tokens = len(each.prompt), 2
+        if payload.token_ids:
+            delta.prompt_ids = [ord(letter) for letter in each.prompt]
+        if payload.prompt_logprobs is not None:
+            top = payload.prompt_logprobs
+            delta.prompt_logprobs = [
+                logprob(letter, top, first=n == 0) for n, letter in enumerate(each.prompt)
+            ]
         if payload.echo:
             delta.add("content", each.prompt)
             if payload.sampling.logprobs is not None:
@@ -211,6 +226,8 @@ def say(payload: GenerationInput, each: Running, number: int, choice: Choice) ->
         finish = "length"
     speak(delta, word)
     delta.tokens = 1
+    if payload.token_ids:
+        delta.token_ids.append(choice.said)
     if payload.sampling.logprobs is not None:
         if "ö" in word:  # two bytes, two tokens: the first has no text of its own
             delta.logprobs.append(TokenLogprob(7, "", "ö".encode()[:1], -0.5))

@@ -1,6 +1,8 @@
 """Calls of every form are held to their tools: names, keys, types, choices, what is required."""
 
 import json
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -64,10 +66,16 @@ TYPED = [
 ]
 
 
-def takes(form: CallForm, text: str, several: bool = True, started: bool = False) -> bool:
+def takes(
+    form: CallForm,
+    text: str,
+    several: bool = True,
+    started: bool = False,
+    tools: Sequence[Any] = TOOLS,
+) -> bool:
     """Whether a whole answer may be just this."""
     tokenizer = LLTokenizer("byte")
-    grammar = calls_grammar(form, TOOLS, several, json.dumps, started=started)
+    grammar = calls_grammar(form, tools, several, json.dumps, started=started)
     matcher = LLMatcher(tokenizer, grammar)
     assert not matcher.get_error()
     tokens = tokenizer.tokenize_str(text)
@@ -103,6 +111,30 @@ def test_arguments_are_held_to_their_schema(name: str, arguments: str, good: boo
     text = form.text([("get", arguments)]).replace("\1", "id1").lstrip()
     assert takes(form, text) == good
     assert not takes(form, text.replace("get", "set", 1))
+
+
+REFERS = {
+    "properties": {"n": {"$ref": "#/$defs/count"}, "l": {"items": {"$ref": "#/$defs/count"}}},
+    "required": ["n"],
+    "$defs": {"count": {"type": "integer", "minimum": 3, "maximum": 5}},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "good"),
+    [
+        ("python", "n=4", True),
+        ("python", "n=7", False),
+        ("typed", "n:4", True),
+        ("typed", 'n:<|"|>4<|"|>', False),
+        ("coder", written(FORMS["coder"], [("n", "4")]), True),
+        ("coder", written(FORMS["coder"], [("n", "four")]), False),
+    ],
+)
+def test_what_a_schema_refers_to_is_held_to(name: str, arguments: str, good: bool) -> None:
+    form = FORMS[name]
+    tool = {"type": "function", "function": {"name": "get", "parameters": REFERS}}
+    assert takes(form, form.text([("get", arguments)]), tools=[tool]) == good
 
 
 FORMS_OF_SEVERAL = [name for name in FORMS if FORMS[name].separator is not None]

@@ -227,6 +227,26 @@ def test_messages_reach_the_template_as_it_reads_them(
     )
 
 
+@pytest.mark.parametrize(
+    "thoughts",
+    [
+        {"reasoning": "hm"},
+        {"reasoning_content": "hm"},
+        {"reasoning": "hm", "reasoning_content": "hm"},
+        {"reasoning": "hm", "reasoning_content": ""},
+        {"reasoning": None, "reasoning_content": "hm"},
+    ],
+)
+def test_thoughts_are_taken_by_either_name(
+    server: Server, generator: FakeGenerator, thoughts: dict[str, Any]
+) -> None:
+    said = {"role": "assistant", "content": "yes"}
+    messages = [said | thoughts, {"role": "user", "content": "hi"}]
+    prompt = asked(generator, server, messages=messages).prompt
+    assert isinstance(prompt, Chat)
+    assert prompt.messages[0] == said | {"reasoning_content": "hm"}
+
+
 def test_template_arguments_arrive(server: Server, generator: FakeGenerator) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     kwargs = {"enable_thinking": False}
@@ -268,6 +288,9 @@ def test_what_asks_for_nothing_is_accepted(server: Server, body: dict[str, Any])
 
 
 # ── refusals ──
+
+
+MESSAGE = {"role": "assistant", "content": "yes"}
 
 
 @pytest.mark.parametrize(
@@ -361,6 +384,22 @@ def test_what_asks_for_nothing_is_accepted(server: Server, body: dict[str, Any])
             "response_format.json_schema.schema",
             "expected object",
         ),
+        (
+            {"response_format": {"type": "json_object", "schema": {"a": 1}, "value": {"a": 1}}},
+            "response_format.value",
+            "excludes schema",
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": "{}"}},
+            "response_format.schema",
+            "expected object",
+        ),
+        (
+            {"messages": [{**MESSAGE, "reasoning": "a", "reasoning_content": "b"}]},
+            "messages[0].reasoning",
+            "differs from reasoning_content",
+        ),
+        ({"messages": [{**MESSAGE, "reasoning": []}]}, "messages[0].reasoning", "expected str"),
         ({"structured_outputs": {}}, "structured_outputs", "needs one of"),
         (
             {"structured_outputs": {"regex": "a", "choice": ["a"]}},

@@ -45,7 +45,7 @@ def test_a_message_has_its_reasoning_and_its_calls(server: Server) -> None:
     [choice] = answer["choices"]
     assert choice["finish_reason"] == "tool_calls"
     message = choice["message"]
-    assert message["reasoning_content"] == "hm "
+    assert message["reasoning"] == message["reasoning_content"] == "hm "
     assert message["content"] == " Well"
     first, second = message["tool_calls"]
     assert first["function"] == {"name": "get_weather", "arguments": '{"city":"Oslo"}'}
@@ -58,13 +58,14 @@ def test_a_message_has_its_reasoning_and_its_calls(server: Server) -> None:
 def test_content_is_null_beside_calls(server: Server) -> None:
     [choice] = chat(server, "say !clock ={}", tools=TOOLS).json()["choices"]
     assert choice["message"]["content"] is None
-    assert "reasoning_content" not in choice["message"]
+    assert {"reasoning", "reasoning_content"}.isdisjoint(choice["message"])
 
 
 def test_a_call_streams_its_name_first_and_then_its_arguments(server: Server) -> None:
     said = [c["choices"][0] for c in chunks(chat(server, ASKED, tools=TOOLS, stream=True))]
     deltas = [choice["delta"] for choice in said]
-    assert deltas[:3] == [{"role": "assistant"}, {"reasoning_content": "hm "}, {"content": " Well"}]
+    thought = {"reasoning": "hm ", "reasoning_content": "hm "}
+    assert deltas[:3] == [{"role": "assistant"}, thought, {"content": " Well"}]
     calls = [delta["tool_calls"][0] for delta in deltas[3:-1]]
     begun = [call for call in calls if "id" in call]
     assert [(call["index"], call["function"]["name"]) for call in begun] == [
@@ -167,6 +168,14 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         (
             {"response_format": {"type": "json_object", "value": SCHEMA}},
             Constraint("json_schema", SCHEMA, "response_format.value"),
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": SCHEMA}},
+            Constraint("json_schema", SCHEMA, "response_format.schema"),
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": {}, "value": None}},
+            Constraint("json_schema", {"type": "object"}, "response_format.value"),
         ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},

@@ -1,5 +1,6 @@
 """From deltas to events, one delta at a time, where a real stream may have merged some."""
 
+import copy
 import math
 from typing import Any
 
@@ -7,7 +8,7 @@ import orjson
 
 from server.openai.chat import ChatReply, ChatRequest
 from server.openai.completions import CompletionReply, CompletionRequest
-from server.openai.params import decode
+from server.openai.params import Names, decode
 from server.openai.request import Reply
 from tests.fake_generator import FakeGenerator
 from worker.deltas import Delta, Part, TokenLogprob
@@ -31,17 +32,18 @@ TOKENS = [
 
 def chat(**fields: Any) -> Reply:
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True, **fields}
-    request = decode(orjson.dumps(body), ChatRequest, str)
+    request = decode(orjson.dumps(body), ChatRequest, Names("demo"))
     return ChatReply(request, FakeGenerator().call_id)
 
 
 def completion(**fields: Any) -> Reply:
     body = {"prompt": "x", "stream": True, **fields}
-    return CompletionReply(decode(orjson.dumps(body), CompletionRequest, str), 10)
+    return CompletionReply(decode(orjson.dumps(body), CompletionRequest, Names("demo")), 10)
 
 
 def choices(reply: Reply) -> list[dict[str, Any]]:
-    made = [*reply.begin(), *(event for each in TOKENS for event in reply.add(each))]
+    deltas = copy.deepcopy(TOKENS)  # they are the reply's, once they are added
+    made = [*reply.begin([]), *(event for each in deltas for event in reply.add(each))]
     return [event["choices"][0] for event in made]
 
 

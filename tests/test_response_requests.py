@@ -118,6 +118,14 @@ def test_messages_reach_the_template_as_it_reads_them(asked: Any) -> None:
     ]
 
 
+def test_a_bare_part_is_the_users_message(asked: Any) -> None:
+    part = {"type": "input_text", "text": "hi"}
+    assert messages(asked([part])) == [USER]
+    said = {"role": "assistant", "content": "yes"}
+    assert messages(asked([part, said, part])) == [USER, said, USER]
+    assert messages(asked([{**part, "role": "system"}, USER])) == [{**USER, "role": "system"}, USER]
+
+
 def test_an_assistants_items_become_one_message(asked: Any) -> None:
     thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [
         {"type": "reasoning_text", "text": "hm"}]}  # fmt: skip
@@ -219,6 +227,9 @@ def test_a_format_constrains_the_text(asked: Any) -> None:
     assert constraint == Constraint("json_schema", SCHEMA, "text.format.schema")
     constraint = asked(text={"format": {"type": "json_object"}}).constraint
     assert constraint == Constraint("json_schema", {"type": "object"}, "text.format")
+    schema = {"type": "json_object", "schema": SCHEMA}
+    constraint = asked(text={"format": schema}).constraint
+    assert constraint == Constraint("json_schema", SCHEMA, "text.format.schema")
     constraint = asked(structured_outputs={"regex": "a+"}).constraint
     assert constraint == Constraint("regex", "a+", "structured_outputs.regex")
     assert asked(text={"format": {"type": "text"}, "verbosity": "low"}).constraint is None
@@ -281,6 +292,10 @@ ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}
         ({"input": [{"content": "hi"}]}, "input[0].role", "is required"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "'tool'"),
         ({"input": [{"role": "user"}]}, "input[0].content", "is required"),
+        ({"input": [{"type": "input_text"}]}, "input[0].text", "is required"),
+        ({"input": [{"type": "input_text", "text": 3}]}, "input[0].text", "expected str"),
+        ({"input": [{"type": "input_text", "text": "a", "role": "x"}]}, "input[0].role", "'x'"),
+        ({"input": [{"type": "input_image", "text": "a"}]}, "input[0].type", "'input_image'"),
         ({"input": [{"role": "user", "content": 3}]}, "input[0].content", "got int"),
         ({"input": [{"role": "user", "content": []}]}, "input[0].content", "empty"),
         (

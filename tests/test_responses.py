@@ -78,12 +78,14 @@ def test_an_answer_has_every_field_of_the_api(server: Server) -> None:
         "safety_identifier": None,
         "service_tier": "default",
         "store": True,
-        "temperature": None,
-        "text": {"format": {"type": "text"}, "verbosity": None},
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "temperature": 0.7,
+        "text": {"format": {"type": "text"}, "verbosity": "medium"},
         "tool_choice": "auto",
         "tools": [],
         "top_logprobs": 0,
-        "top_p": None,
+        "top_p": 0.8,
         "truncation": "disabled",
         "usage": {
             "input_tokens": 2,
@@ -107,8 +109,13 @@ def test_what_was_asked_is_told_again(server: Server) -> None:
         "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"},
                             "strict": True, "description": None}, "verbosity": "low"},
     }  # fmt: skip
+    fields |= {"presence_penalty": 0.5, "frequency_penalty": -0.5}
     answer = answered(respond(server, **fields))
     assert {name: answer[name] for name in fields} == fields
+    fields = {"temperature": 0, "text": {"format": {"type": "json_object", "schema": {"a": 1}}}}
+    answer = answered(respond(server, **fields))
+    assert answer["temperature"] == 0
+    assert answer["text"] == {**fields["text"], "verbosity": "medium"}
 
 
 def test_reasoning_text_and_calls_are_items_in_order(server: Server) -> None:

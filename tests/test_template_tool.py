@@ -57,7 +57,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.jinja"
-    path.write_text(tiny_chat.TEMPLATE)
+    path.write_text(tiny_chat.TEMPLATE.partition("{%- endfor -%}")[2])  # without tools
     return path
 
 
@@ -74,8 +74,8 @@ def test_what_was_learned_is_told_in_a_few_lines(run: Any) -> None:
 def test_the_same_comes_as_json(run: Any) -> None:
     made = json.loads(run("demo", "--json").out)
     assert made["calls"]["learned"]
-    assert made["calls"]["held"]
-    assert made["calls"]["two"].count("NAME") == 2
+    assert made["calls"]["arguments"] == "json"
+    assert made["calls"]["two"].count("FUNCTION") == 2
     assert made["thoughts"] == {
         "open": "<think>",
         "close": "</think>",
@@ -129,8 +129,10 @@ def test_a_bad_line_is_named(run: Any, bad: str) -> None:
 
 def test_a_line_that_the_template_refuses_is_named(run: Any, tmp_path: Path) -> None:
     path = tmp_path / "no.jinja"
-    path.write_text("{{ raise_exception('No tools!') if tools }}{{ messages[0].content }}")
-    line = json.dumps({"output": "", "tools": [WEATHER]})
+    path.write_text(
+        "{{ raise_exception('No tools!') if enable_thinking }}{{ messages[0].content }}"
+    )
+    line = json.dumps({"output": "", "thinking": True})
     ran = run(path, "--read", "-", stdin=line)
     assert (ran.status, ran.out) == (2, "")
     assert "line 1: " in ran.err

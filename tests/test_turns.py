@@ -13,7 +13,7 @@ import pytest
 
 from batching.errors import InvalidInput
 from server.openai.chat import ChatReply, ChatRequest
-from server.openai.params import decode
+from server.openai.params import Names, decode
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.deltas import Delta, Part
 from worker.protocol import Chat
@@ -44,7 +44,7 @@ def template_of(source: str) -> ChatTemplate:
 
 def chat(messages: list[Any], **fields: Any) -> tuple[ChatRequest, Chat]:
     body = {"messages": messages, "tools": TOOLS, **fields}
-    request = decode(orjson.dumps(body), ChatRequest, str)
+    request = decode(orjson.dumps(body), ChatRequest, Names("demo"))
     prompt = request.generation_input().prompt
     assert isinstance(prompt, Chat)
     return request, prompt
@@ -54,7 +54,7 @@ def answered(chat_template: ChatTemplate, messages: list[Any], *parts: Part) -> 
     """The message of an answer to a conversation."""
     request, _ = chat(messages)
     reply = ChatReply(request, chat_template.call_id)
-    message = reply.choice(Delta(0, list(parts), finish_reason="tool_calls"), [])["message"]
+    message = reply.choice(Delta(0, list(parts), finish_reason="tool_calls"))["message"]
     assert isinstance(message, dict)
     return message
 

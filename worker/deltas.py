@@ -1,5 +1,6 @@
 """What a generation step adds to a choice: made by the worker, sent by the loop."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -45,6 +46,10 @@ class Delta:
     cached_tokens: int = 0  # of them, taken from the prefix cache
     ends_thoughts: bool = False  # that nothing had opened
     reasoning_tokens: int = 0  # of `tokens`, those that were not for the reader
+    token_ids: list[int] = field(default_factory=list)  # of `tokens`, if they are asked for
+    # Of the prompt, in a choice's first delta, if they are asked for.
+    prompt_ids: Sequence[int] = ()
+    prompt_logprobs: Sequence[TokenLogprob] = ()
 
     @property
     def text(self) -> str:
@@ -77,3 +82,4 @@ class Delta:
         self.stop_reason = later.stop_reason
         self.prompt_tokens += later.prompt_tokens
         self.cached_tokens += later.cached_tokens
+        self.token_ids += later.token_ids

@@ -61,6 +61,16 @@ class Sampling:
     logprobs: int | None = None  # None: none; 0: of the chosen token; k: of the best k as well
 
 
+class SamplingDefaults(Protocol):
+    """What a request that leaves these open gets."""
+
+    @property
+    def temperature(self) -> float: ...
+
+    @property
+    def top_p(self) -> float: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Stopping:
     """When a choice ends, besides the model's own end-of-sequence tokens."""
@@ -99,7 +109,10 @@ class GenerationInput:
 
     A prompt is a conversation, text, or token ids. Choices are numbered from `first_choice` on,
     so that the prompts of a list share a stream. `echo`: the prompt's text, and log-probabilities
-    if asked for, come first. The item's future resolves to None when all choices have ended.
+    if asked for, come first. `prompt_logprobs`: those of the prompt's tokens, with so many of the
+    likeliest others (as many as `sampling.logprobs` where that is echoed), and `token_ids`, of the
+    prompt and the output, come in deltas of their own fields. The item's future resolves to None
+    when all choices have ended.
     """
 
     prompt: Chat | str | tuple[int, ...]
@@ -108,6 +121,8 @@ class GenerationInput:
     n: int = 1
     first_choice: int = 0
     echo: bool = False
+    prompt_logprobs: int | None = None
+    token_ids: bool = False
     constraint: Constraint | None = None
     calls: Calls | None = None  # None: what looks like a call is text
     thinking_tokens: int | None = None  # reasoning is ended after so many; None: never
@@ -214,6 +229,9 @@ class Generator(LoadedModel, Protocol):
     """
 
     max_model_len: int  # tokens of prompt and output together
+
+    @property
+    def defaults(self) -> SamplingDefaults: ...
 
     @property
     def compile_state(self) -> Literal["running", "done", "off"]: ...

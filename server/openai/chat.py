@@ -1,21 +1,124 @@
-"""`POST /v1/chat/completions`: a conversation in, the next message out, whole or in chunks."""
+"""`POST /v1/chat/completions`: a conversation in, the next message out, whole or in chunks.
+
+Messages become what chat templates read, also those that the Responses API's items make. Parts of
+text are joined with line breaks, as vLLM does for templates that take strings.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Protocol
 
-from msgspec import Meta
+from msgspec import Meta, Struct, to_builtins
 
 from batching.errors import InvalidInput
 from server.http.json import Document
-from server.openai.messages import FILLED, Messages, conversation
-from server.openai.params import Count, Effort, GenerationRequest, TopLogprobs, decode
+from server.openai.params import (
+    FILLED,
+    Count,
+    Effort,
+    GenerationRequest,
+    TextPart,
+    TopLogprobs,
+    any_of,
+    decode,
+    one_of,
+)
 from server.openai.request import ChoicesReply, GenerationEndpoint, logprob_documents
 from server.openai.tools import TOOL_CHOICE, Tools, chat_calls
 from worker.deltas import Delta, Part, TokenLogprob
 from worker.protocol import Chat, GenerationInput
 
 CallId = Callable[[str, int], str]  # for a call of this function, its conversation's n-th
+ROLES = ("system", "developer", "user", "assistant", "tool")
+PARTS = ("text", "refusal")
+# For the OpenAPI document.
+FULL_PART = any_of(
+    *(({"type": {"const": kind}, kind: {"type": "string"}}, [kind]) for kind in PARTS)
+)
+CALLING = {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}}
+FULL_MESSAGE = any_of(
+    ({"content": {"type": ["string", "array"]}}, ["content"]), (CALLING, ["tool_calls"])
+)
+
+
+class ContentPart(TextPart):
+    type: Annotated[str, Meta(extra_json_schema={"enum": PARTS})]
+
+
+class CalledFunction(Struct):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(Struct):
+    function: CalledFunction
+    id: str | None = None
+    type: str = "function"
+
+
+class Message(Struct):
+    role: Annotated[str, Meta(extra_json_schema={"enum": ROLES})]
+    content: str | Annotated[list[Annotated[ContentPart, FULL_PART]], FILLED] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, as vLLM names it
+
+    def rendered(self, path: str) -> Document:
+        """What the template gets; `path` is what errors call this message."""
+        one_of(ROLES, self.role, f"{path}.role")
+        content = self.content
+        if isinstance(content, list):
+            if not content:
+                raise InvalidInput.at(f"{path}.content", "must not be empty")
+            parts = enumerate(content)
+            content = "\n".join(part.read(f"{path}.content[{n}]", PARTS) for n, part in parts)
+        elif content is None and not (self.role == "assistant" and self.tool_calls):
+            raise InvalidInput.at(f"{path}.content", "is required")
+        role = "system" if self.role == "developer" else self.role
+        thoughts = self.reasoning_content or self.reasoning or self.reasoning_content
+        if self.reasoning and self.reasoning != thoughts:
+            raise InvalidInput.at(f"{path}.reasoning", "differs from reasoning_content")
+        made: Document = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": thoughts,
+        }
+        made = {key: value for key, value in made.items() if value is not None}
+        if self.tool_calls:
+            made["tool_calls"] = [to_builtins(call) for call in self.tool_calls]
+        return {"role": role, "content": content, **made}
+
+
+Messages = Annotated[list[Annotated[Message, FULL_MESSAGE]], FILLED]
+
+
+class Conversing(Protocol):
+    """What a request says about how its conversation is rendered."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template_kwargs: dict[str, Any] | None
+
+
+def conversation(
+    asked: Conversing,
+    messages: list[Message],
+    tools: Sequence[Document] | None,
+    effort: str | None = None,
+) -> Chat:
+    if not messages:
+        raise InvalidInput.at("messages", "must not be empty")
+    prompted = asked.add_generation_prompt
+    return Chat(
+        tuple([each.rendered(f"messages[{n}]") for n, each in enumerate(messages)]),
+        tuple(tools or ()),
+        asked.chat_template_kwargs or {},
+        not asked.continue_final_message if prompted is None else prompted,
+        bool(asked.continue_final_message),
+        effort,
+    )
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -67,14 +170,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
         calls = None
         if self.tools is not None or self.tool_choice is not None:
             calls = chat_calls(self.tools, self.tool_choice, self.parallel_tool_calls)
-        prompt = conversation(
-            self.messages,
-            self.tools if calls else None,  # what may not be called is not offered
-            self.chat_template_kwargs,
-            self.add_generation_prompt,
-            self.continue_final_message,
-            self.reasoning_effort,
-        )
+        offered = self.tools if calls else None  # not what may not be called
+        prompt = conversation(self, self.messages, offered, self.reasoning_effort)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self._input(
             prompt, logprobs, calls=calls, thinking_tokens=self.thinking_token_budget
@@ -93,25 +190,29 @@ class ChatReply(ChoicesReply):
         self._called_before = payload.prompt.calls
         self._call_id = call_id
 
-    def begin(self) -> Iterator[Document]:
+    def begin(self, first: Sequence[Delta]) -> Iterator[Document]:
         for index in range(self.payloads[0].n):
-            yield self.chunk(_choice(index, {"role": "assistant"}))
+            told = self.of_prompt(first[0]) if first and index == 0 else {}
+            yield self.chunk(_choice(index, {"role": "assistant"})) | told
 
-    def choices(self, delta: Delta, logprobs: list[TokenLogprob]) -> Iterator[Document]:
-        index = delta.choice
+    def choices(self, delta: Delta) -> Iterator[Document]:
+        index, logprobs = delta.choice, delta.logprobs
         for part in delta.parts:
             if part.kind == "call":
                 for call in self._call(index, part):
                     yield _choice(index, {"tool_calls": [call]})
             elif part.kind == "reasoning":
-                yield _choice(index, {"reasoning_content": part.text})
+                yield _choice(index, _thoughts(part.text))
             else:
                 yield _choice(index, {"content": part.text}, logprobs)
                 logprobs = []
         if delta.finish_reason is not None:
             yield _choice(index, {}, logprobs, delta.finish_reason)
         elif logprobs:
-            self.unsent.setdefault(index, []).extend(logprobs)
+            self.held[index] = Delta(index, logprobs=logprobs)
+
+    def whole(self, deltas: Sequence[Delta]) -> Document:
+        return super().whole(deltas) | self.of_prompt(deltas[0])
 
     def _call(self, choice: int, part: Part) -> Iterator[Document]:
         """A call's name comes whole and first, what follows are its arguments."""
@@ -122,12 +223,11 @@ class ChatReply(ChoicesReply):
             function = {"arguments": part.text}
             yield {"index": self.called[choice] - 1, "function": function}
 
-    def choice(self, delta: Delta, logprobs: list[TokenLogprob]) -> Document:
-        scored = self.payloads[0].sampling.logprobs is not None
+    def choice(self, delta: Delta) -> Document:
         return {
             "index": delta.choice,
             "message": self._message(delta),
-            "logprobs": _logprobs(logprobs) if scored else None,
+            "logprobs": _logprobs(delta.logprobs) if self.scored else None,
             "finish_reason": delta.finish_reason,
         }
 
@@ -141,7 +241,7 @@ class ChatReply(ChoicesReply):
                 calls[-1]["function"]["arguments"] += part.text
         message: Document = {"role": "assistant", "content": delta.text, "refusal": None}
         if reasoning:
-            message["reasoning_content"] = reasoning
+            message |= _thoughts(reasoning)
         if calls:
             message["content"] = delta.text or None
             message["tool_calls"] = calls
@@ -157,8 +257,13 @@ class ChatReply(ChoicesReply):
 class ChatCompletions(GenerationEndpoint[ChatReply]):
     def parse(self, body: bytes) -> ChatReply:
         most = self.engine.generator.max_model_len
-        request = decode(body, ChatRequest, self.models.require, most)
+        request = decode(body, ChatRequest, self.models.names, most)
         return ChatReply(request, self.engine.generator.call_id)
+
+
+def _thoughts(text: str) -> Document:
+    """By both of the names that clients look for."""
+    return {"reasoning": text, "reasoning_content": text}
 
 
 def _choice(

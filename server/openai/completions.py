@@ -44,6 +44,9 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         self.refuse_unimplemented(document)
         if self.max_tokens == 0 and not self.echo:
             raise InvalidInput.at("max_tokens", "must be at least 1, or 0 with echo")
+        scored = self.logprobs if self.echo else None
+        if scored is not None and self.prompt_logprobs not in (None, scored):
+            raise InvalidInput.at("prompt_logprobs", "must be as many as logprobs with echo")
 
     def generation_inputs(self, most: int) -> list[GenerationInput]:
         """One a prompt. A list makes at most `most` choices in all."""
@@ -93,14 +96,13 @@ class CompletionReply(ChoicesReply):
         super().__init__(request, request.generation_inputs(most))
         self._offsets: Counter[int] = Counter()  # characters a choice has so far
 
-    def choice(self, delta: Delta, logprobs: list[TokenLogprob]) -> Document:
-        scored = self.payloads[0].sampling.logprobs is not None
+    def choice(self, delta: Delta) -> Document:
         offset, text = self._offsets[delta.choice], delta.text
         self._offsets[delta.choice] += len(text)
-        return {
+        return self.of_prompt(delta) | {
             "index": delta.choice,
             "text": text,
-            "logprobs": _logprobs(logprobs, offset) if scored else None,
+            "logprobs": _logprobs(delta.logprobs, offset) if self.scored else None,
             "finish_reason": delta.finish_reason,
         }
 
@@ -109,7 +111,7 @@ class Completions(GenerationEndpoint[CompletionReply]):
     def parse(self, body: bytes) -> CompletionReply:
         places = self.settings.max_queue_size
         most = max(places, self.engine.generator.max_model_len)  # prompts, or tokens of one
-        request = decode(body, CompletionRequest, self.models.require, most)
+        request = decode(body, CompletionRequest, self.models.names, most)
         return CompletionReply(request, places)
 
 

@@ -12,9 +12,8 @@ from starlette.routing import Route
 
 from server.engine import Engine
 from server.http.body import Parsing, read_request, require_json
-from server.http.errors import HttpError
 from server.http.json import JsonEndpoint, to_json
-from server.openai.params import decode
+from server.openai.params import Names, decode
 from server.settings import Settings
 
 PATH = "/v1/models"
@@ -50,7 +49,7 @@ class ModelNames:
         self.id = setting = settings.chat_model
         if setting.startswith(("/", ".", "~")) or (setting != "demo" and Path(setting).is_dir()):
             self.id = Path(setting).expanduser().resolve().name or setting
-        self.names = {setting, self.id, *ANY_MODEL}
+        self.names = Names(self.id, {setting, *ANY_MODEL})
         self.parsing = Parsing()
 
     def routes(self) -> list[Route]:
@@ -60,19 +59,12 @@ class ModelNames:
             Route("/load_model", self.load, methods=["POST"]),
         ]
 
-    def require(self, name: str | None) -> str:
-        """The listed id; 404 for a model that is not here."""
-        if name is not None and name not in self.names:
-            unknown = f"there is no model {name[:200]!r} here, only {self.id!r}"
-            raise HttpError(404, unknown, "model", code="model_not_found")
-        return self.id
-
     async def list(self, request: Request) -> ModelList:
         return ModelList("list", [self._described()])
 
     async def one(self, request: Request) -> Model:
         request.scope["counted_as"] = PATH + "/{id}"
-        self.require(request.path_params["id"])
+        self.names.of(request.path_params["id"])
         return self._described()
 
     async def load(self, request: Request) -> Response:
@@ -82,7 +74,7 @@ class ModelNames:
             request.scope, request.receive, self.settings, self.engine
         )
         require_json(headers)
-        read = partial(decode, kind=LoadRequest, named=self.require)
+        read = partial(decode, kind=LoadRequest, names=self.names)
         model = (await self.parsing.run(read, body, deadlines.first)).model
         if (refusal := self.engine.refusal("generation")) is not None:
             raise refusal

@@ -8,13 +8,15 @@ documented default. What needs the model (token ids, lengths) is checked in `Gen
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
+from server.http.errors import HttpError
 from server.http.json import Document, parse_json
 from server.openai.structured import Format, ResponseFormat, StructuredOutputs, constraint_of
 from worker.protocol import Chat, GenerationInput, Sampling, Stopping
@@ -37,7 +39,31 @@ Biases = Annotated[
     Meta(max_length=MOST_BIASES, extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}),
 ]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
+FILLED = Meta(extra_json_schema={"minItems": 1})
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def any_of(*needs: tuple[Document, list[str]]) -> Meta:
+    """For the OpenAPI document: properties and which of them are required, beyond their types."""
+    each = [{"properties": properties, "required": names} for properties, names in needs]
+    return Meta(extra_json_schema={"anyOf": each})
+
+
+class TextPart(Struct):
+    """Of a message, in either API. This model takes text only: others are refused by name."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+    def read(self, path: str, kinds: Sequence[str], prefix: str = "") -> str:
+        """Its text, if it is of one of the kinds; `prefix` begins the error otherwise."""
+        if self.type not in kinds:
+            only = f"{prefix}this model takes text, not {self.type[:50]!r}"
+            raise InvalidInput.at(f"{path}.type", only)
+        if self.type == "refusal":
+            return required(self.refusal, f"{path}.refusal")
+        return required(self.text, f"{path}.text")
 
 
 class StreamOptions(Struct):
@@ -73,6 +99,8 @@ class GenerationRequest(Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    return_token_ids: bool | None = None
+    prompt_logprobs: TopLogprobs | None = None
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -88,6 +116,8 @@ class GenerationRequest(Struct, kw_only=True):
         """Raise InvalidInput for what no field's type says; `document` is the body."""
         if self.stream_options is not None and not self.stream:
             raise InvalidInput.at("stream_options", "goes with stream: true only")
+        if self.prompt_logprobs is not None and (self.stream or (self.n or 1) > 1):
+            raise InvalidInput.at("prompt_logprobs", "goes with n: 1 and without stream only")
         most = self.default_tokens if self.limit[1] is None else self.limit[1]
         if self.min_tokens and most is not None and self.min_tokens > most:
             more = f"{self.min_tokens} is more than max_tokens, {most}"
@@ -133,7 +163,14 @@ class GenerationRequest(Struct, kw_only=True):
         if format is not None or self.structured_outputs is not None:
             constraint = constraint_of(path, format, self.structured_outputs)
         return GenerationInput(
-            prompt, sampling, stopping, self.n or 1, constraint=constraint, **fields
+            prompt,
+            sampling,
+            stopping,
+            self.n or 1,
+            constraint=constraint,
+            prompt_logprobs=self.prompt_logprobs,
+            token_ids=bool(self.return_token_ids),
+            **fields,
         )
 
 
@@ -145,13 +182,27 @@ class Body(Protocol):
 
 
 B = TypeVar("B", bound=Body)
+T = TypeVar("T")
 
 
-def decode(
-    body: bytes, kind: type[B], named: Callable[[str | None], str], most: int | None = None
-) -> B:
-    """A checked request; InvalidInput names the first field that does not fit. Its `model` is what
-    `named` makes of it.
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What requests may call the one model."""
+
+    id: str  # that it is listed by
+    others: Set[str] = frozenset()
+
+    def of(self, given: str | None) -> str:
+        """The listed id; 404 for a model that is not here."""
+        if given is not None and given != self.id and given not in self.others:
+            unknown = f"there is no model {given[:200]!r} here, only {self.id!r}"
+            raise HttpError(404, unknown, "model", code="model_not_found")
+        return self.id
+
+
+def decode(body: bytes, kind: type[B], names: Names, most: int | None = None) -> B:
+    """A checked request, its `model` by the listed id; InvalidInput names the first field that does
+    not fit.
 
     `most` entries its lists may have, and the lists in those: what is to become tokens is not
     looked at one by one if it cannot fit into the context."""
@@ -165,10 +216,22 @@ def decode(
     except msgspec.ValidationError as error:
         message, param = _explain(str(error))
         raise InvalidInput.at(param, message) from None
-    request.model = named(request.model)
+    request.model = names.of(request.model)
     if isinstance(request, GenerationRequest):
         request.check(document)
     return request
+
+
+def one_of(known: Sequence[str], value: str, path: str) -> None:
+    if value not in known:
+        must = f"must be one of {', '.join(known)}, not {value[:50]!r}"
+        raise InvalidInput.at(path, must)
+
+
+def required(value: T | None, path: str) -> T:
+    if value is None:
+        raise InvalidInput.at(path, "is required")
+    return value
 
 
 def _lengths(document: Document, fields: Iterable[str]) -> Iterator[tuple[str, int]]:

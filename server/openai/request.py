@@ -47,8 +47,8 @@ class Reply(ABC):
         self.streams = streams
         self.usage = Usage()
 
-    def begin(self) -> Iterator[Document]:
-        """The events before the first delta's."""
+    def begin(self, first: Sequence[Delta]) -> Iterator[Document]:
+        """The events before those of the first deltas."""
         return iter(())
 
     @abstractmethod
@@ -156,7 +156,7 @@ async def events(
     reply: Reply, stream: TokenStream, deltas: list[Delta]
 ) -> AsyncIterator[Document | None]:
     """The events of an answer, from the first deltas on; None if the reader was woken."""
-    for event in reply.begin():
+    for event in reply.begin(deltas):
         yield event
     while True:
         for delta in deltas:
@@ -189,26 +189,39 @@ class ChoicesReply(Reply):
             "model": request.model,
             "system_fingerprint": None,
         }
-        self.unsent: dict[int, list[TokenLogprob]] = {}  # of text that is still to come
+        self.scored = payloads[0].sampling.logprobs is not None
+        self.tells_ids = payloads[0].token_ids
+        self.held: dict[int, Delta] = {}  # by choice: what goes with text that is still to come
 
     @abstractmethod
-    def choice(self, delta: Delta, logprobs: list[TokenLogprob]) -> Document:
+    def choice(self, delta: Delta) -> Document:
         """A choice as a whole, or what a delta adds to it."""
 
-    def choices(self, delta: Delta, logprobs: list[TokenLogprob]) -> Iterator[Document]:
+    def choices(self, delta: Delta) -> Iterator[Document]:
         """Choices, one a chunk, that say what a delta adds."""
-        yield self.choice(delta, logprobs)
+        yield self.choice(delta)
+
+    def of_prompt(self, delta: Delta) -> Document:
+        """What was asked for about a prompt's tokens, of the first delta; as vLLM has it."""
+        told: Document = {}
+        if delta.prompt_ids:
+            told["prompt_token_ids"] = delta.prompt_ids
+        if delta.prompt_logprobs:
+            told["prompt_logprobs"] = list(map(_scored, delta.prompt_logprobs))
+        return told
 
     def add(self, delta: Delta) -> Iterator[Document]:
-        """None as long as there is no text to show; log-probabilities wait for theirs."""
-        logprobs = delta.logprobs
+        """None as long as there is no text to show; what goes with it waits."""
+        if (held := self.held.pop(delta.choice, None)) is not None:
+            held.merge(delta)
+            delta = held
         if not delta.parts and delta.finish_reason is None:
-            if logprobs:
-                self.unsent.setdefault(delta.choice, []).extend(logprobs)
+            self.held[delta.choice] = delta
             return
-        if self.unsent:
-            logprobs = self.unsent.pop(delta.choice, []) + logprobs
-        for choice in self.choices(delta, logprobs):
+        ids = delta.token_ids
+        for choice in self.choices(delta):
+            if self.tells_ids:
+                choice["token_ids"], ids = ids, []
             yield self.chunk(choice)
 
     def finish(self) -> Iterator[Document]:
@@ -219,7 +232,9 @@ class ChoicesReply(Reply):
         yield error.document
 
     def whole(self, deltas: Sequence[Delta]) -> Document:
-        choices = [self.choice(delta, delta.logprobs) for delta in deltas]
+        choices = [self.choice(delta) for delta in deltas]
+        for choice, delta in zip(choices, deltas if self.tells_ids else (), strict=False):
+            choice["token_ids"] = delta.token_ids
         return self.head | {"choices": choices, "usage": self._usage()}
 
     def chunk(self, choice: Document) -> Document:
@@ -237,6 +252,19 @@ class ChoicesReply(Reply):
             "prompt_tokens_details": {"cached_tokens": usage.cached},
             "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
         }
+
+
+def _scored(chosen: TokenLogprob) -> Document | None:
+    """A prompt's token and the likeliest in its place, by their ids. The rank of one that is not
+    among these is not known."""
+    if chosen.logprob is None:
+        return None
+    ranked = [*enumerate(chosen.top, start=1), (None, chosen)]
+    told: Document = {}
+    for rank, each in ranked:
+        scored = {"logprob": finite(each.logprob), "rank": rank, "decoded_token": each.text}
+        told.setdefault(str(each.token_id), scored)
+    return told
 
 
 def logprob_documents(logprobs: Sequence[TokenLogprob]) -> list[Document]:

@@ -10,7 +10,6 @@ from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
 from server.http.json import Document
-from server.openai.messages import one_of
 from worker.protocol import Constraint
 
 ANY_OBJECT = {"type": "object"}
@@ -29,28 +28,29 @@ class JsonSchema(Struct):
 class ResponseFormat(Struct):
     type: FormatType
     json_schema: JsonSchema | None = None
-    value: dict[str, Any] | None = None  # huggingface_hub's name for a schema
+    # Schemas beside json_object: llama.cpp's name for them, and huggingface_hub's.
+    schema: dict[str, Any] | None = None
+    value: dict[str, Any] | None = None
 
     def schema_asked(self) -> tuple[str, Document | None]:
         """Where in it the schema stands that the answer is to have, and the schema."""
         if self.type == "json_object":
-            return ".value", self.value or ANY_OBJECT
+            if self.schema and self.value:
+                raise InvalidInput.at("response_format.value", "excludes schema")
+            below = ".schema" if self.schema else ".value"
+            return below, self.schema or self.value or ANY_OBJECT
         return ".json_schema.schema", self.json_schema.schema if self.json_schema else None
 
 
-class Format(Struct):
+class Format(JsonSchema, kw_only=True):
     type: FormatType
-    name: str | None = None
-    schema: dict[str, Any] | None = None
-    description: str | None = None
-    strict: bool | None = None
 
     def schema_asked(self) -> tuple[str, Document | None]:
+        check_depth(self.schema, "text.format.schema")
         if self.type == "json_object":
-            return "", ANY_OBJECT
+            return (".schema", self.schema) if self.schema else ("", ANY_OBJECT)
         if self.name is None:
             raise InvalidInput.at("text.format.name", "is required")
-        check_depth(self.schema, "text.format.schema")
         return ".schema", self.schema
 
 
@@ -69,7 +69,9 @@ def constraint_of(
     errors call the format."""
     first = second = None
     if format is not None and format.type != "text":
-        one_of(FORMATS, format.type, f"{path}.type")
+        if format.type not in FORMATS:
+            must = f"must be one of {', '.join(FORMATS)}, not {format.type[:50]!r}"
+            raise InvalidInput.at(f"{path}.type", must)
         below, schema = format.schema_asked()
         first = _json(schema, path + below)
     if structured is not None:

@@ -15,7 +15,7 @@ from batching.errors import InvalidInput
 from server.engine import Engine
 from server.http.body import in_thread, read_json_request
 from server.http.json import send_json
-from server.openai.messages import Messages, conversation
+from server.openai.chat import Messages, conversation
 from server.openai.models import ModelNames
 from server.openai.params import TokenId, decode
 from server.openai.tools import Tools
@@ -52,13 +52,7 @@ class TokenizeRequest(Struct):
             raise InvalidInput.at("prompt", "needs either this or messages")
         if self.messages is None:
             return self.prompt or ""
-        return conversation(
-            self.messages,
-            self.tools,
-            self.chat_template_kwargs,
-            self.add_generation_prompt,
-            self.continue_final_message,
-        )
+        return conversation(self, self.messages, self.tools)
 
     def answer(self, generator: Generator) -> Tokens:
         special = True if self.add_special_tokens is None else self.add_special_tokens
@@ -114,7 +108,7 @@ class TokenizerEndpoint:
     def _answer(self, body: bytes) -> Tokens | Prompt:
         generator = self.engine.generator
         try:
-            request = decode(body, self.kind, self.models.require, generator.max_model_len)
+            request = decode(body, self.kind, self.models.names, generator.max_model_len)
             return request.answer(generator)
         except Exception:
             raise

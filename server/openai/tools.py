@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
 from server.http.json import Document
-from server.openai.messages import required
+from server.openai.params import required
 from server.openai.structured import check_depth
 from worker.protocol import Calls
 

@@ -89,7 +89,7 @@ class GenerationEngine(Frontend):
                 output.prepared.ids,
                 output,
                 max_tokens=output.prepared.max_tokens,
-                scores_prompt=output.prepared.scores_prompt,
+                scores_prompt=output.prepared.prompt_logprobs is not None,
                 background=item.payload.background,
                 drafter=NgramDrafter() if self.speculates else None,
             )
@@ -193,7 +193,7 @@ class GenerationEngine(Frontend):
         for chunk in batch.chunks if batch.scored else ():
             sequence, positions = chunk.sequence, chunk.to_score
             targets = sequence.tokens[positions.start + 1 : positions.stop + 1]
-            top = sequence.output.prepared.params.logprobs or 0
+            top = sequence.output.prepared.prompt_logprobs or 0
             scores[sequence] = prompt_logprobs(logits[row : row + len(targets)], targets, top)
             row += len(targets)
         return scores

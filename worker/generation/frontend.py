@@ -20,7 +20,7 @@ from worker.generation.output import Prepared, make_choices
 from worker.grammar.calls import accepts, calls_grammar
 from worker.grammar.compiler import Grammar, Grammars
 from worker.grammar.guide import Plan
-from worker.grammar.notation import either
+from worker.grammar.notation import either, unusable
 from worker.model.language_model import LanguageModel
 from worker.model.logits_processors import SamplingParams
 from worker.protocol import Calls, Chat, GenerationInput, ModelInfo, Sampling, Stopping
@@ -89,12 +89,13 @@ class Frontend:
         self._check_ids(request.stopping.stop_token_ids, "stop_token_ids")
         if not request.stopping.ignore_eos:
             ends |= dict.fromkeys(self.eos_ids)
+        echoed = request.sampling.logprobs if request.echo else None
         return Prepared(
             ids,
             self._params(request.sampling, request.stopping, tuple(ends)),
             self._max_tokens(len(ids), request),
             ends,
-            request.echo and request.sampling.logprobs is not None,
+            echoed if request.prompt_logprobs is None else request.prompt_logprobs,
             *self._answer(request, text),
         )
 
@@ -142,16 +143,20 @@ class Frontend:
         begun = not (calls.required or constraint)
         several = calls.parallel and (not begun or form.several_in_mark)
         starts = [answers.start] if answers.start else []
-        written = calls_grammar(form, tools, several, grammars.quoted, starts, begun)
         try:
+            written = calls_grammar(form, tools, several, grammars.quoted, starts, begun)
             compiled = grammars.compiled(written, "tools")
         except InvalidInput:
             if not calls.required and not constraint:
                 return None, None  # what the model makes of it is not constrained
             assert isinstance(request.prompt, Chat)
             for tool in tools:  # which of them is it?
-                alone = calls_grammar(form, [tool], False, grammars.quoted)
-                grammars.check(alone, f"tools[{request.prompt.tools.index(tool)}]")
+                param = f"tools[{request.prompt.tools.index(tool)}]"
+                try:
+                    alone = calls_grammar(form, [tool], False, grammars.quoted)
+                except InvalidInput as error:
+                    raise unusable(str(error), param) from None
+                grammars.check(alone, param)
             raise
         if calls.required:
             return compiled, None

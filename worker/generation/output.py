@@ -29,13 +29,14 @@ class Prepared:
     params: SamplingParams
     max_tokens: int
     ends: dict[int, int | None]  # ids that end a choice, and what is told as its stop reason
-    scores_prompt: bool = False  # log-probabilities of its tokens are wanted
+    # Log-probabilities of its tokens are wanted, with so many of the likeliest others.
+    prompt_logprobs: int | None = None
     parser: Parser | None = None  # at the answer's beginning; None: an answer is nothing but text
     plan: Plan | None = None  # None: it may be anything
 
 
 class Echo(NamedTuple):
-    """The prompt's text; of its tokens one by one, if their log-probabilities are asked for."""
+    """The prompt's text, and that of its tokens one by one, where these are asked for."""
 
     text: str
     texts: list[str]
@@ -46,8 +47,10 @@ def make_choices(
 ) -> list["SequenceOutput"]:
     """All of a request's; what they share is made once."""
     sampling = SamplingState(prepared.params, 0, prepared.ids)
-    echo = Echo(vocabulary.text_of(prepared.ids), []) if item.payload.echo else None
-    if echo and prepared.scores_prompt:
+    echo: Echo | None = None
+    if item.payload.echo or prepared.prompt_logprobs is not None:
+        echo = Echo(vocabulary.text_of(prepared.ids) if item.payload.echo else "", [])
+    if echo and prepared.prompt_logprobs is not None:
         stream = vocabulary.stream([])
         echo.texts.extend(stream.push(token) for token in prepared.ids)
         echo.texts[-1] += stream.flush()
@@ -87,6 +90,7 @@ class SequenceOutput:
         if echo and echo.texts:
             first = SampledToken(prepared.ids[0], None, ())
             self._prompt.append(token_logprob(vocabulary, first, echo.texts[0]))
+        self._tells_ids = item.payload.token_ids
         self._plain = parser is None and self._logprobs is None and self._stops is None
         self._delta: Delta | None = None
 
@@ -110,9 +114,16 @@ class SequenceOutput:
         if self.sampling.choice == 0:
             delta.prompt_tokens = len(self.prepared.ids)
             delta.cached_tokens = cached
-        if self._echo is not None:
+        payload = self.item.payload
+        if payload.token_ids:
+            delta.prompt_ids = self.prepared.ids
+        if payload.prompt_logprobs is not None:
+            delta.prompt_logprobs = self._prompt
+        if payload.echo and self._echo is not None:
             delta.add("content", self._echo.text)
-            delta.logprobs, self._prompt = self._prompt, []
+            if payload.sampling.logprobs is not None:
+                delta.logprobs = list(self._prompt)
+        self._prompt = []
         if self.prepared.max_tokens == 0:
             self._end("length", None)
 
@@ -124,6 +135,8 @@ class SequenceOutput:
         self.count += 1
         delta = self._open()
         delta.tokens += 1
+        if self._tells_ids:
+            delta.token_ids.append(token)
         thinking = parser is not None and parser.phase == "thinking"
         if guide:
             guide.accept(token)

@@ -20,6 +20,7 @@ Tool = Mapping[str, Any]
 # Where a schema may declare properties besides.
 ELSEWHERE = ("allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "dependentSchemas")
 DEEPEST = 8  # of rules for what is inside an argument; further in, it may be anything
+DEFINITIONS = ("$defs", "definitions")
 SCALARS = {"integer", "number"}
 ESCAPED = {"/": r"\/", "\n": r"\n", "\t": r"\t"}
 # A JSON value, in the ways that templates write it.
@@ -82,6 +83,7 @@ class _Rules:
         self.made: list[str] = []
         self._form, self._quote = form, quote
         self._python = form.style == "python"
+        self._definitions: dict[str, Any] = {}  # that a tool's schemas refer to
 
     def frame(self, text: str) -> str:
         """A text of a form, with indices and ids."""
@@ -113,12 +115,31 @@ class _Rules:
         declared = declared if isinstance(declared, dict) else {}
         required = schema.get("required")
         required = required if isinstance(required, list) else []
-        entries = {key: (self._entry(key, each), key in required) for key, each in declared.items()}
+        self._definitions = {key: schema[key] for key in DEFINITIONS if key in schema}
+        entries = {
+            key: (self._entry(key, self._resolved(each)), key in required)
+            for key, each in declared.items()
+        }
         written = self._sequence(list(entries.values()), form.comma)
         if form.quotes and not self._python and sorted(entries) != list(entries):  # some sort them
             by_key = self._sequence([entries[key] for key in sorted(entries)], form.comma)
             written = f"({written} | {by_key})"
         return written
+
+    def _json(self, schema: Any) -> str:
+        known = schema if isinstance(schema, dict) else {}
+        return schema_rule({**known, **self._definitions}, LOOSE)
+
+    def _resolved(self, schema: Any) -> Any:
+        """What a reference into the tool's definitions stands for."""
+        for _ in range(DEEPEST):
+            ref = schema.get("$ref") if isinstance(schema, dict) else None
+            parts = ref.split("/") if isinstance(ref, str) else []
+            if len(parts) != 3 or parts[0] != "#":
+                return schema
+            group = self._definitions.get(parts[1])
+            schema = group.get(parts[2]) if isinstance(group, dict) else None
+        return {}
 
     def _rule(self, body: str) -> str:
         name = f"rule_{len(self.made)}"
@@ -149,11 +170,7 @@ class _Rules:
             return f"{before} {self._value(schema, 0)} {self.frame(form.close)}"
         types = types_of(schema)
         if types and "string" not in types:
-            words = (
-                "/[Tt]rue|[Ff]alse/"
-                if types == {"boolean"}
-                else f"%json {json.dumps(_plain(schema))}"
-            )
+            words = "/[Tt]rue|[Ff]alse/" if types == {"boolean"} else self._json(schema)
             return f"{self._quote(form.open + key + form.middle)} {words} {self.frame(form.close)}"
         before = self._quote(form.open + key + form.text_middle)
         options = schema.get("enum") if isinstance(schema, dict) else None
@@ -174,6 +191,7 @@ class _Rules:
 
     def _value(self, schema: Any, depth: int) -> str:
         """Python's, or one whose texts are quoted in a way of their own."""
+        schema = self._resolved(schema)
         schema = schema if isinstance(schema, dict) and depth < DEEPEST else {}
         options = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(options, list) and options and all(isinstance(o, str) for o in options):
@@ -188,9 +206,9 @@ class _Rules:
         if type_ in words:
             return words[type_]
         if type_ == "string" and self._python and not {"pattern", "format"} & {*schema}:
-            return f"%json {json.dumps({**_plain(schema), 'type': type_})} | {SINGLE}"
+            return f"{self._json({**schema, 'type': type_})} | {SINGLE}"
         if type_ in SCALARS or self._python:
-            return f"%json {json.dumps({**_plain(schema), 'type': type_})}"
+            return self._json({**schema, "type": type_})
         if type_ == "string":
             return self._string()
         if type_ == "array":
@@ -217,7 +235,7 @@ class _Rules:
 
     def _any(self) -> str:
         if self._python:
-            return f"%json {json.dumps(_plain({}))} | {SINGLE} | /True|False|None/"
+            return f"{self._json({})} | {SINGLE} | /True|False|None/"
         if not any(rule.startswith("any:") for rule in self.made):
             self.made += [
                 "any: any_text | any_list | any_object | %json "
@@ -228,10 +246,6 @@ class _Rules:
             ]
             self.made.append(f"any_text: {self._string()}")
         return "any"
-
-
-def _plain(schema: Any) -> dict[str, Any]:
-    return {**(schema if isinstance(schema, dict) else {}), "x-guidance": LOOSE}
 
 
 def _of_arguments(parameters: Any) -> dict[str, Any]:

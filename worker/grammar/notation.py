@@ -9,11 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 from batching.errors import InvalidInput
+from worker.grammar.one_of import exclusive
 from worker.protocol import Constraint
 
 Quote = Callable[[str], str]  # a text in the notation
 
-COMPACT = {"whitespace_flexible": False, "coerce_one_of": True}
+COMPACT = {"whitespace_flexible": False}
 LONGEST = 1_000_000  # characters of a grammar, tools and all
 LONGEST_TEXT = {"regex": 50_000, "choice": 100_000, "grammar": 100_000}
 MOST_CHOICES = 2_000
@@ -63,8 +64,12 @@ def either(constraint: Constraint, calls: str) -> str:
 
 
 def schema_rule(schema: dict[str, Any], options: dict[str, Any]) -> str:
-    """A JSON schema; `options` replace what a client says to llguidance itself."""
-    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+    """A JSON schema; `options` replace what a client says to llguidance itself. InvalidInput with
+    the reason for one with a `oneOf` that cannot be held to."""
+    written = json.dumps({**schema, "x-guidance": options})
+    if '"oneOf"' in written:
+        written = json.dumps({**exclusive(schema), "x-guidance": options})
+    return f"%json {written}"
 
 
 def literal(text: str) -> str:

@@ -3,25 +3,14 @@
 What is written does not always tell a text from a number; then the tool's schema does.
 """
 
-import ast
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from worker.text.call_form import Arguments, common_start
+from worker.text.python_literals import DEEPEST, WORDS, Literals, literal
 
-DEEPEST = 100
-PYTHON = re.compile(
-    r"""\s*(?:(?P<text>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')
-    |(?P<number>[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)
-    |(?P<name>[^\W\d][\w.-]*)
-    |(?P<sign>[\[\](){},:=]))""",
-    re.VERBOSE | re.DOTALL,
-)
-WORDS: dict[str, bool | None] = {"True": True, "true": True, "False": False, "false": False}
-WORDS |= dict.fromkeys(("None", "null", "none"))
 BARE_KEY = re.compile(r"(?<=[{,])\s*([^\W\d][\w.-]*)\s*:")
 NONE, TRUE, FALSE = (re.compile(rf"\b{word}\b") for word in ("None", "True", "False"))
 
@@ -112,7 +101,7 @@ def value(text: str, schema: Any) -> Any:
     if types == {"string"}:
         return text
     stripped = text.strip()
-    for read in (_json, _python_value):
+    for read in (_json, literal):
         try:
             made = read(stripped)
         except (ValueError, RecursionError):
@@ -162,83 +151,39 @@ def kind(made: Any) -> str:
 # ── Python ──
 
 
-def _python_value(text: str) -> Any:
-    reader = _Python(text)
-    made = reader.value()
-    reader.end()
-    return made
-
-
 def python_calls(text: str, tools: Mapping[str, Schema]) -> list[tuple[str, dict[str, Any]]]:
     """Of `[name(key=value, …), …]`; ValueError where it is none."""
-    reader = _Python(text)
+    reader = _Calls(text)
     made = reader.calls(tools)
     reader.end()
     return made
 
 
-class _Python:
-    """Literals of Python, and those of JSON, which models mix; words without quotes are texts."""
-
-    def __init__(self, text: str) -> None:
-        self._tokens = self._split(text)
-        self._depth = 0
-        self._next()
-
-    @staticmethod
-    def _split(text: str) -> Iterator[tuple[str, str]]:
-        text, at = text.rstrip(), 0
-        while at < len(text):
-            match = PYTHON.match(text, at)
-            if match is None or match.lastgroup is None:
-                raise ValueError(f"at {at}")
-            yield match.lastgroup, match[match.lastgroup]
-            at = match.end()
-        yield "end", ""
-
-    def _next(self) -> tuple[str, str]:
-        taken = getattr(self, "_token", ("", ""))
-        self._token = next(self._tokens, ("end", ""))
-        return taken
-
-    def _takes(self, sign: str) -> bool:
-        if self._token == ("sign", sign):
-            self._next()
-            return True
-        return False
-
-    def _must(self, sign: str) -> None:
-        if not self._takes(sign):
-            raise ValueError(f"no {sign}")
-
-    def end(self) -> None:
-        if self._token[0] != "end":
-            raise ValueError("more follows")
-
+class _Calls(Literals):
     def calls(self, tools: Mapping[str, Schema]) -> list[tuple[str, dict[str, Any]]]:
-        listed = self._takes("[")
+        listed = self.takes("[")
         made: list[tuple[str, dict[str, Any]]] = []
-        while not made or self._takes(",") or self._token[0] == "name":
-            kind, name = self._next()
+        while not made or self.takes(",") or self.token[0] == "name":
+            kind, name = self.next()
             if kind != "name":
                 raise ValueError("no name")
-            self._must("(")
+            self.must("(")
             made.append((name, self._arguments(properties(tools.get(name)))))
         if listed:
-            self._must("]")
+            self.must("]")
         return made
 
     def _arguments(self, declared: Schema) -> dict[str, Any]:
         """Those without a key are the parameters in their order."""
         made: dict[str, Any] = {}
         keys = list(declared)
-        while not self._takes(")"):
-            if made and not self._takes(",") and self._token[0] != "name":
+        while not self.takes(")"):
+            if made and not self.takes(",") and self.token[0] != "name":
                 raise ValueError("no comma")
-            if self._takes(")"):
+            if self.takes(")"):
                 break
-            word = self._next() if self._token[0] == "name" else None
-            if word and self._takes("="):
+            word = self.next() if self.token[0] == "name" else None
+            if word and self.takes("="):
                 made[word[1]] = self._typed(declared.get(word[1]))
             elif len(made) < len(keys):
                 made[keys[len(made)]] = WORDS.get(word[1], word[1]) if word else self.value()
@@ -248,64 +193,8 @@ class _Python:
 
     def _typed(self, schema: Any) -> Any:
         """Some models quote all values, some none."""
-        kind, _ = self._token
+        kind, _ = self.token
         if kind == "number" and types_of(schema) == {"string"}:
-            return self._next()[1]
+            return self.next()[1]
         made = self.value()
         return value(made, schema) if kind == "text" and schema else made
-
-    def value(self) -> Any:
-        self._depth += 1
-        if self._depth > DEEPEST:
-            raise ValueError("too deep")
-        made = self._value()
-        self._depth -= 1
-        return made
-
-    def _value(self) -> Any:
-        kind, text = self._next()
-        if kind == "text":
-            return _text(text)
-        if kind == "number":
-            number = float(text) if {*text.lower()} & {*".e"} else int(text)
-            if not math.isfinite(number):
-                raise ValueError("no number of JSON")
-            return number
-        if kind == "name":
-            return WORDS.get(text, text)
-        if text in ("[", "("):
-            return self._items("]" if text == "[" else ")")
-        if text == "{":
-            return self._members()
-        raise ValueError(f"no value: {text}")
-
-    def _items(self, close: str) -> list[Any]:
-        made: list[Any] = []
-        while not self._takes(close):
-            if made:
-                self._must(",")
-                if self._takes(close):
-                    break
-            made.append(self.value())
-        return made
-
-    def _members(self) -> dict[str, Any]:
-        made: dict[str, Any] = {}
-        while not self._takes("}"):
-            if made:
-                self._must(",")
-                if self._takes("}"):
-                    break
-            key = self.value()
-            self._must(":")
-            made[str(key)] = self.value()
-        return made
-
-
-def _text(literal: str) -> str:
-    """It may have several lines."""
-    quotes = literal[0] * 2
-    try:
-        return str(ast.literal_eval(quotes + literal + quotes))
-    except (SyntaxError, ValueError):
-        return literal[1:-1]

@@ -79,7 +79,7 @@ class Responses(GenerationEndpoint[ResponseReply]):
 
     def parse(self, body: bytes) -> ResponseReply:
         most = self.engine.generator.max_model_len
-        request = decode(body, ResponseRequest, self.models.require, most)
+        request = decode(body, ResponseRequest, self.models.names, most)
         most_mb = self.settings.max_body_mb
         look_up = partial(self.store.items, most_bytes=most_mb * 1_000_000)
         try:
@@ -88,7 +88,7 @@ class Responses(GenerationEndpoint[ResponseReply]):
             large = f"the responses that its items are of exceed {most_mb:g} MB"
             raise InvalidInput.at("input", large) from None
         payload = request.generation_input(self._before(request.previous_response_id), items)
-        return ResponseReply(request, payload, items, self.engine.generator.call_id)
+        return ResponseReply(request, payload, items, self.engine.generator)
 
     def _before(self, id: str | None) -> list[Document]:
         """All items of the conversation that a response ended. As stored, it may be as large as

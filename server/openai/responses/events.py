@@ -25,9 +25,15 @@ from server.openai.responses.request import ResponseRequest
 from server.openai.responses.store import Stored
 from server.openai.structured import Format
 from worker.deltas import Delta, TokenLogprob
-from worker.protocol import Chat, GenerationInput
+from worker.protocol import Chat, GenerationInput, Generator, SamplingDefaults
 
 Ending = Literal["completed", "incomplete"]
+
+# Fields of a request that its response tells as they are.
+ECHOED = (
+    *("instructions", "max_output_tokens", "model", "previous_response_id"),
+    *("prompt_cache_key", "safety_identifier", "user"),
+)
 
 # A delta's kinds as items, and what items' events are called and about.
 ITEM_TYPES = {"content": "message", "reasoning": "reasoning", "call": "function_call"}
@@ -47,18 +53,18 @@ class ResponseReply(Reply):
         request: ResponseRequest,
         payload: GenerationInput,
         items: list[Document],
-        call_id: CallId,
+        generator: Generator,
     ) -> None:
         super().__init__([payload], bool(request.stream))
         assert isinstance(payload.prompt, Chat)
-        self.output = ResponseOutput(call_id, payload.prompt.calls)
-        self.document = _blank(request) | {"output": self.output.items}
+        self.output = ResponseOutput(generator.call_id, payload.prompt.calls)
+        self.document = _blank(request, generator.defaults) | {"output": self.output.items}
         self.id = str(self.document["id"])
         self.stored = Stored(self.document, items)
         self._cut = False  # by max_output_tokens, or the end of the context
         self._events = 0
 
-    def begin(self) -> Iterator[Document]:
+    def begin(self, first: Sequence[Delta]) -> Iterator[Document]:
         self.document["status"] = "in_progress"
         for name in ("created", "in_progress"):
             yield self._event(name)
@@ -218,11 +224,13 @@ def consume(events: Iterator[Document]) -> None:
     deque(events, maxlen=0)
 
 
-def _blank(request: ResponseRequest) -> Document:
-    """All fields of the API, before anything is generated. Unset sampling is the checkpoint's."""
+def _blank(request: ResponseRequest, defaults: SamplingDefaults) -> Document:
+    """All fields of the API, before anything is generated."""
     choice, reasoning, text = request.tool_choice, request.reasoning, request.text
-    format = text.format if text and text.format else Format("text")
-    described = format if format.type == "json_schema" else {"type": format.type}
+    format = text.format if text and text.format else Format(type="text")
+    described: Format | Document = format if format.type == "json_schema" else {"type": format.type}
+    if format.type == "json_object" and format.schema:
+        described = {"type": format.type, "schema": format.schema}
     return {
         "id": "resp_" + secrets.token_hex(24),
         "object": "response",
@@ -231,33 +239,29 @@ def _blank(request: ResponseRequest) -> Document:
         "status": "queued",
         "background": bool(request.background),
         "error": None,
+        "frequency_penalty": request.frequency_penalty or 0.0,
         "incomplete_details": None,
-        "instructions": request.instructions,
-        "max_output_tokens": request.max_output_tokens,
         "max_tool_calls": None,
-        "model": request.model,
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "previous_response_id": request.previous_response_id,
-        "prompt_cache_key": request.prompt_cache_key,
+        "presence_penalty": request.presence_penalty or 0.0,
         "reasoning": {
             "effort": reasoning.effort if reasoning else None,
             "summary": reasoning.summary if reasoning else None,
         },
-        "safety_identifier": request.safety_identifier,
         "service_tier": "default",
         "store": request.store is not False,
-        "temperature": request.temperature,
+        "temperature": defaults.temperature if request.temperature is None else request.temperature,
         "text": {
             "format": msgspec.to_builtins(described),
-            "verbosity": text.verbosity if text else None,
+            "verbosity": (text and text.verbosity) or "medium",
         },
         "tool_choice": "auto" if choice is None else msgspec.to_builtins(choice),
         "tools": msgspec.to_builtins(request.tools or ()),
         "top_logprobs": request.top_logprobs or 0,
-        "top_p": request.top_p,
+        "top_p": defaults.top_p if request.top_p is None else request.top_p,
         "truncation": "disabled",
         "usage": None,
-        "user": request.user,
         "metadata": request.metadata or {},
+        **{name: getattr(request, name) for name in ECHOED},
     }

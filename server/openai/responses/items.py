@@ -15,7 +15,8 @@ from msgspec import Meta, Struct
 from batching.errors import InvalidInput
 from server.http.errors import HttpError
 from server.http.json import Document
-from server.openai.messages import CalledFunction, Message, Part, ToolCall, any_of, one_of, required
+from server.openai.chat import CalledFunction, Message, ToolCall
+from server.openai.params import TextPart, any_of, one_of, required
 
 PREFIXES = {
     "message": "msg_",
@@ -29,6 +30,7 @@ NEEDS = {
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
     "item_reference": ("id",),
+    "input_text": ("text",),  # a part of a message, without one: the user's
 }
 ROLES = ("user", "assistant", "system", "developer")
 MESSAGE_PARTS = ("input_text", "output_text", "refusal")
@@ -50,7 +52,7 @@ def new_id(kind: str) -> str:
     return PREFIXES[kind] + secrets.token_hex(24)
 
 
-Parts = str | list[Part]
+Parts = str | list[TextPart]
 
 
 class Item(Struct):
@@ -58,11 +60,12 @@ class Item(Struct):
     id: str | None = None
     role: Annotated[str, Meta(extra_json_schema={"enum": ROLES})] | None = None
     content: Parts | None = None
-    summary: list[Part] | None = None
+    summary: list[TextPart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
     output: Parts | None = None
+    text: str | None = None
 
     @property
     def kind(self) -> str:
@@ -79,6 +82,9 @@ class Item(Struct):
                 unknown = f"{path}.id: there is no stored item {id[:100]!r}"
                 raise HttpError(404, unknown, f"{path}.id")
             return stored[id]
+        if kind == "input_text":
+            text = required(self.text, f"{path}.text")
+            return Item(role=self.role or "user", content=text).document(path, stored)
         one_of([*NEEDS], kind, f"{path}.type")
         made: Document = getattr(self, f"_{kind}")(path)
         return {"id": self.id or new_id(kind), "type": kind, "status": "completed", **made}

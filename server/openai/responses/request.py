@@ -7,8 +7,16 @@ from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
 from server.http.json import Document
-from server.openai.messages import FILLED, Message, one_of
-from server.openai.params import Count, Effort, Filled, GenerationRequest, TopLogprobs
+from server.openai.chat import Message
+from server.openai.params import (
+    FILLED,
+    Count,
+    Effort,
+    Filled,
+    GenerationRequest,
+    TopLogprobs,
+    one_of,
+)
 from server.openai.responses.items import FULL_ITEM, Item, messages
 from server.openai.structured import Format
 from server.openai.tools import MOST_TOOLS, Tool, ToolChoice, flat_calls
@@ -48,9 +56,11 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         "moderation": (),
         "n": (1,),
         "prompt": (),
+        "prompt_logprobs": (),
         "prompt_cache_options": (),
         "prompt_cache_retention": ("in_memory", "in-memory"),
         "response_format": (),
+        "return_token_ids": (False,),
         "truncation": ("disabled",),
         "reasoning.context": ("auto",),
         "reasoning.mode": ("standard",),

@@ -1,0 +1,223 @@
+"""`return_token_ids` and `prompt_logprobs`: the tokens themselves, named as vLLM names them."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests import sdk, tiny_chat
+from tests.event_streams import chunks, post
+from tests.serving import Server, serving
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "What is the weather in Paris?"}]
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": MESSAGES, "max_tokens": 24, "seed": 1},
+    COMPLETIONS: {"prompt": "Hello ä 🐱", "max_tokens": 24, "seed": 1},
+}
+NAMES = {"token_ids", "prompt_token_ids", "prompt_logprobs"}
+
+
+@pytest.fixture(scope="module", params=["demo", "tiny"])
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    settings: dict[str, Any] = {"chat_model": "demo"}
+    if request.param == "tiny":
+        settings = {"chat_model": str(tiny_chat.folder()), "dtype": "float32"}
+    with serving(compile="off", kv_cache_gb=0.05, **settings) as made:
+        yield made
+
+
+def answered(server: Server, path: str, **fields: Any) -> dict[str, Any]:
+    answer = post(server, path, {**BODIES[path], "return_token_ids": True, **fields})
+    assert answer.status_code == 200, answer.text
+    document: dict[str, Any] = answer.json()
+    return document
+
+
+def streamed(server: Server, path: str, **fields: Any) -> list[dict[str, Any]]:
+    body = {**BODIES[path], "return_token_ids": True, "stream": True, **fields}
+    return chunks(post(server, path, body))
+
+
+def text_of(server: Server, ids: list[int]) -> str:
+    text: str = post(server, "/detokenize", {"tokens": ids}).json()["prompt"]
+    return text
+
+
+def ids_of(server: Server, **prompt: Any) -> list[int]:
+    ids: list[int] = post(server, "/tokenize", prompt).json()["tokens"]
+    return ids
+
+
+def test_a_message_has_its_tokens_and_those_of_the_prompt(server: Server) -> None:
+    for fields in ({}, {"n": 3}, {"stop": ["e"]}, {"tools": [sdk.WEATHER]}):
+        answer = answered(server, CHAT, **fields)
+        prompt = {"messages": MESSAGES, "tools": fields.get("tools")}
+        assert answer["prompt_token_ids"] == ids_of(server, **prompt)
+        assert len(answer["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
+        tokens = [choice["token_ids"] for choice in answer["choices"]]
+        assert sum(map(len, tokens)) == answer["usage"]["completion_tokens"] > 0
+        for choice in answer["choices"]:
+            said = text_of(server, choice["token_ids"])
+            assert (choice["message"]["content"] or "").strip() in said
+            for call in choice["message"].get("tool_calls", ()):
+                assert call["function"]["name"] in said
+
+
+def test_a_completion_has_them_in_each_choice(server: Server) -> None:
+    prompts = ["Hello", [*ids_of(server, prompt="What is ä?")]]
+    for prompt in prompts:
+        answer = answered(server, COMPLETIONS, prompt=prompt, n=2)
+        given = ids_of(server, prompt=prompt) if isinstance(prompt, str) else prompt
+        for choice in answer["choices"]:
+            assert choice["prompt_token_ids"] == given
+            assert choice["text"] in text_of(server, choice["token_ids"])
+    answer = answered(server, COMPLETIONS, prompt=["one", "two"], echo=True, logprobs=1)
+    for choice, prompt in zip(answer["choices"], ["one", "two"], strict=True):
+        assert choice["prompt_token_ids"] == ids_of(server, prompt=prompt)
+        tokens = choice["logprobs"]["tokens"]
+        assert len(choice["prompt_token_ids"]) + len(choice["token_ids"]) >= len(tokens)
+    alone = answered(server, COMPLETIONS, echo=True, max_tokens=0)["choices"][0]
+    assert alone["token_ids"] == []
+    assert alone["prompt_token_ids"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"n": 3},
+        {"logprobs": 1},
+        {"stop": ["e"]},
+        {"stream_options": {"include_usage": True}},
+        {"ignore_eos": True, "max_tokens": 60},
+        {"response_format": {"type": "json_object"}},
+    ],
+)
+def test_a_stream_joins_to_the_whole_answer(
+    server: Server, path: str, fields: dict[str, Any]
+) -> None:
+    if path == CHAT and "logprobs" in fields:
+        fields = {"logprobs": True}
+    stream_only = {name: fields[name] for name in fields if name == "stream_options"}
+    fields = {name: fields[name] for name in fields if name not in stream_only}
+    whole = answered(server, path, **fields)
+    said = streamed(server, path, **fields, **stream_only)
+    joined: dict[int, list[int]] = defaultdict(list)
+    prompts: dict[int, list[list[int]]] = defaultdict(list)
+    for chunk in said:
+        for choice in chunk["choices"]:
+            joined[choice["index"]] += choice.get("token_ids", ())  # none with a role
+            if "prompt_token_ids" in choice:
+                prompts[choice["index"]].append(choice["prompt_token_ids"])
+    for choice in whole["choices"]:
+        assert joined[choice["index"]] == choice["token_ids"]
+        if path == COMPLETIONS:
+            assert prompts[choice["index"]] == [choice["prompt_token_ids"]]
+    if path == CHAT:  # in the first chunk alone
+        assert said[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+        assert not any("prompt_token_ids" in chunk for chunk in said[1:])
+
+
+def test_thoughts_are_tokens_too() -> None:
+    with sdk.tiny() as tiny:
+        fields: dict[str, Any] = {"model": tiny.model, "messages": MESSAGES, "max_tokens": 40}
+        extra = {**sdk.THINK, "thinking_token_budget": 8, "return_token_ids": True}
+        answer = tiny.client.chat.completions.create(**fields, **sdk.SAMPLED, extra_body=extra)
+        choice: Any = answer.choices[0]
+        assert answer.usage is not None
+        assert len(choice.token_ids) == answer.usage.completion_tokens
+        stream = tiny.client.chat.completions.create(
+            **fields, **sdk.SAMPLED, extra_body=extra, stream=True
+        )
+        told: list[Any] = [chunk.choices[0] for chunk in stream]
+        assert [id for each in told for id in getattr(each, "token_ids", ())] == choice.token_ids
+        thoughts = [each.delta.reasoning for each in told if hasattr(each.delta, "reasoning")]
+        assert "".join(thoughts) == choice.message.reasoning == choice.message.reasoning_content
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("value", [None, False])
+def test_nothing_is_told_unasked(server: Server, path: str, value: bool | None) -> None:
+    answer = answered(server, path, return_token_ids=value, prompt_logprobs=None)
+    for told in (answer, *answer["choices"]):
+        assert NAMES.isdisjoint(told)
+    for chunk in streamed(server, path, return_token_ids=value):
+        assert NAMES.isdisjoint({*chunk, *chunk["choices"][0]})
+
+
+# ── the prompt's log-probabilities ──
+
+
+def test_a_prompt_is_scored_as_where_it_is_echoed(server: Server) -> None:
+    fields = {"logprobs": 3, "echo": True, "max_tokens": 0}
+    echoed = answered(server, COMPLETIONS, **fields)["choices"][0]["logprobs"]
+    for more in ({"prompt_logprobs": 3}, {"prompt_logprobs": 3, **fields}):
+        choice = answered(server, COMPLETIONS, **more)["choices"][0]
+        first, *scores = choice["prompt_logprobs"]
+        assert first is None
+        assert len(scores) == len(choice["prompt_token_ids"]) - 1
+        for n, (score, token) in enumerate(
+            zip(scores, choice["prompt_token_ids"][1:], strict=True), start=1
+        ):
+            assert score[str(token)]["logprob"] == pytest.approx(echoed["token_logprobs"][n])
+            assert 3 <= len(score) <= 4
+            ranks = [each["rank"] for each in score.values()]
+            assert ranks[:3] == [1, 2, 3]
+            best = sorted((each["logprob"] for each in score.values()), reverse=True)
+            assert best[0] == score[next(iter(score))]["logprob"]
+            assert {type(each["decoded_token"]) for each in score.values()} == {str}
+
+
+def test_scores_of_a_conversation_come_beside_its_answer(server: Server) -> None:
+    plain = answered(server, CHAT, logprobs=True)
+    answer = answered(server, CHAT, prompt_logprobs=0, logprobs=True, top_logprobs=2)
+    scores = answer["prompt_logprobs"]
+    assert [None if each is None else [*each] for each in scores] == [
+        None,
+        *([str(token)] for token in answer["prompt_token_ids"][1:]),
+    ]
+    assert all(each is None or len(each) == 1 for each in scores)
+    choice = answer["choices"][0]
+    assert choice["token_ids"] == plain["choices"][0]["token_ids"]
+    assert all(len(each["top_logprobs"]) == 2 for each in choice["logprobs"]["content"])
+    without = answered(server, CHAT, prompt_logprobs=1, return_token_ids=None)
+    assert without["choices"][0]["logprobs"] is None
+    assert len(without["prompt_logprobs"]) == len(scores)
+    assert "prompt_token_ids" not in without
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "n": 2}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": True}, "prompt_logprobs"),
+        ({"return_token_ids": 1}, "return_token_ids"),
+        ({"return_token_ids": "yes"}, "return_token_ids"),
+    ],
+)
+def test_what_cannot_be_told_is_refused_by_name(
+    server: Server, path: str, fields: dict[str, Any], param: str
+) -> None:
+    answer = post(server, path, BODIES[path] | fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_other_numbers_beside_an_echo_are_refused(server: Server) -> None:
+    fields = {"echo": True, "logprobs": 2, "prompt_logprobs": 1}
+    answer = post(server, COMPLETIONS, BODIES[COMPLETIONS] | fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_logprobs")
+
+
+@pytest.mark.parametrize("fields", [{"return_token_ids": True}, {"prompt_logprobs": 0}])
+def test_responses_refuse_them(server: Server, fields: dict[str, Any]) -> None:
+    answer = post(server, "/v1/responses", {"input": "hi", **fields})
+    [param] = fields
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert post(server, "/v1/responses", {"input": "hi", "return_token_ids": False}).is_success
