@@ -18,10 +18,9 @@ from batching.request_queue import RequestQueue
 from server import openapi
 from server.engine import Engine
 from server.health import health, ready
-from server.http.json import JsonEndpoint
+from server.http.request import JsonEndpoint, Middleware
 from server.lifespan import lifespan
 from server.metrics import Metrics, metrics
-from server.middleware import Middleware
 from server.openai.chat import ChatCompletions
 from server.openai.completions import Completions
 from server.openai.models import ModelNames
@@ -67,7 +66,7 @@ def create_app(
             Route("/v1/responses", responses, methods=["POST"]),
             *responses.routes(),
             *names.routes(),
-            *tokenizer_routes(settings, engine, names),
+            *tokenizer_routes(engine, names),
         ]
     routes.append(openapi.route(settings, routes))
     router = Router(routes, lifespan=partial(lifespan, responses=responses))

@@ -40,7 +40,7 @@ async def ready(request: Request) -> Ready:
     engine: Engine = request.app.engine
     if engine.failure is not None:
         raise unavailable(str(engine.failure), "worker_down")
-    if (down := engine.down()) is not None:
+    if (down := engine.refusal()) is not None:
         raise unavailable(str(down))
     failing = [name for name in engine.models if engine.refusal(name)]
     if len(failing) == len(engine.models):

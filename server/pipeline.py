@@ -14,9 +14,9 @@ from starlette.types import Receive, Scope, Send
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from server.engine import Engine
-from server.http.body import Parsing, abort_on_disconnect, media_type, read_request
 from server.http.errors import HttpError
-from server.http.json import Document, Header, parse_json, send_json
+from server.http.json import INLINE_BYTES, Document, Header, Parsing, parse_json
+from server.http.request import abort_on_disconnect, expire, media_type, read_request, send_json
 from server.settings import Settings
 from worker.decode_budget import RequestBudget
 from worker.protocol import PipelineInput
@@ -38,10 +38,10 @@ class Root:
         self.parsing = Parsing()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers, body, deadlines = await read_request(scope, receive, self.settings, self.engine)
+        headers, body, deadlines = await read_request(scope, receive)
         media = media_type(headers)
         self.check_media(media)
-        if self.task.kind == "text" or may_be_json(body, media):
+        if len(body) > INLINE_BYTES and (self.task.kind == "text" or may_be_json(body, media)):
             parse = partial(self.parse, media=media)
             inputs, is_list = await self.parsing.run(parse, body, deadlines.first)
         else:  # bytes stay as they are
@@ -62,7 +62,7 @@ class Root:
     async def run(self, receive: Receive, items: list[WorkItem], is_list: bool) -> list[bytes]:
         """Wait for the items' answers, their deadline or the client's leaving."""
         loop, left_s = self.engine.loop, items[0].deadline - time.monotonic()
-        timer = loop.call_later(left_s, self.engine.expire, items)
+        timer = loop.call_later(left_s, expire, items)
         loop.create_task(abort_on_disconnect(receive, items))  # its receive() keeps hold of it
         answers: list[bytes] = []
         try:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from batching.errors import ClientGone, ItemFailed
 from server.engine import Engine
-from server.http.body import Deadlines
+from server.http.request import Deadlines, expire
 from worker.deltas import Delta
 from worker.protocol import GenerationInput
 
@@ -114,7 +114,7 @@ class TokenStream:
             self._timer.cancel()
         if deadline < math.inf:
             left_s = deadline - time.monotonic()
-            self._timer = self.engine.loop.call_later(left_s, self.engine.expire, self.items)
+            self._timer = self.engine.loop.call_later(left_s, expire, self.items)
 
     def _on_done(self, future: "asyncio.Future[None]") -> None:
         """The worker is done with an item: no more deltas will come."""
