@@ -87,11 +87,9 @@ def served_models(
 ) -> list[Model]:
     """What the settings name, to be loaded on the worker's thread: torch takes seconds."""
     models: list[Model] = []
-    places = settings.max_queue_size
+    places, wait_s = settings.max_queue_size, settings.max_batch_wait_ms / 1000
     if settings.pipeline_model != "none":
-        batcher = DynamicBatcher(
-            settings.max_batch_size, settings.max_batch_tokens, settings.max_batch_wait_ms / 1000
-        )
+        batcher = DynamicBatcher(settings.max_batch_size, settings.max_batch_tokens, wait_s)
         load = load or partial(_load_pipeline, settings)
         models.append(PipelineModel("pipeline", load, places, batcher))
     if settings.chat_model != "none":

@@ -47,35 +47,26 @@ class Root:
         else:  # bytes stay as they are
             inputs, is_list = self.parse(body, media)
         items = self.engine.submit("pipeline", inputs, deadlines.first)
+        timer = self.engine.loop.call_later(deadlines.first - time.monotonic(), expire, items)
+        self.engine.loop.create_task(abort_on_disconnect(receive, items))  # receive() holds it
+        answers: list[bytes] = []
         try:
-            answers = await self.run(receive, items, is_list)
+            for item in items:
+                answers.append(await item.future)  # noqa: PERF401  # its length says which failed
         except InvalidInput as error:
+            if is_list and error.param and error.param.startswith("inputs"):
+                error.param = f"inputs[{len(answers)}]" + error.param.removeprefix("inputs")
             if media == FORM and isinstance(inputs[0].inputs, bytes):
                 raise InvalidInput(f"{error}; {CURL}", error.param) from error
             raise
+        finally:
+            timer.cancel()
+            self.engine.queue.forget(items)
         if not is_list or (self.task.unwraps_single and len(answers) == 1):
             content = answers[0]
         else:
             content = b"[" + b",".join(answers) + b"]"
         await send_json(send, content, headers=timing_headers(items))
-
-    async def run(self, receive: Receive, items: list[WorkItem], is_list: bool) -> list[bytes]:
-        """Wait for the items' answers, their deadline or the client's leaving."""
-        loop, left_s = self.engine.loop, items[0].deadline - time.monotonic()
-        timer = loop.call_later(left_s, expire, items)
-        loop.create_task(abort_on_disconnect(receive, items))  # its receive() keeps hold of it
-        answers: list[bytes] = []
-        try:
-            for item in items:
-                answers.append(await item.future)  # noqa: PERF401  # its length says which failed
-            return answers
-        except InvalidInput as error:
-            if is_list and error.param and error.param.startswith("inputs"):
-                error.param = f"inputs[{len(answers)}]" + error.param.removeprefix("inputs")
-            raise
-        finally:
-            timer.cancel()
-            self.engine.queue.forget(items)
 
     def check_media(self, media: str) -> None:
         """415 for a content type that the task does not take. curl's form type counts as raw."""

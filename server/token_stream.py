@@ -65,10 +65,7 @@ class TokenStream:
             item.future.add_done_callback(self._on_done)
 
     def push(self, delta: Delta) -> None:
-        if (unread := self._unread.get(delta.choice)) is None:
-            self._unread[delta.choice] = delta
-        else:
-            unread.merge(delta)
+        merge(self._unread, delta)
         self.arrival.set()
 
     async def read(self) -> list[Delta]:
@@ -94,10 +91,7 @@ class TokenStream:
         whole: dict[int, Delta] = {}
         while self.unfinished:
             for delta in await self.read():
-                if delta.choice in whole:
-                    whole[delta.choice].merge(delta)
-                else:
-                    whole[delta.choice] = delta
+                merge(whole, delta)
             if self.unfinished:  # the stream merges the rest; nobody looks at it step by step
                 futures = [item.future for item in self.items]
                 await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
@@ -126,3 +120,8 @@ class TokenStream:
             self._error = ItemFailed("the model ended without a finish_reason")
         if self._error is not None:
             self.arrival.set()
+
+
+def merge(choices: dict[int, Delta], delta: Delta) -> None:
+    if (earlier := choices.setdefault(delta.choice, delta)) is not delta:
+        earlier.merge(delta)

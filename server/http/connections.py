@@ -35,6 +35,7 @@ class Bounded(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self.middleware: Middleware = self.app_state[APP]
+        self.limit_s = self.middleware.settings.body_timeout_s
         self.begun = False  # something of the next request is there
         self.refused = False
         self.timer: asyncio.TimerHandle | None = None
@@ -93,14 +94,13 @@ class Bounded(asyncio.Protocol):
             self.begun = False
             self._stop_timer()
         elif self.timer is None:
-            limit_s = self.middleware.settings.body_timeout_s
-            self.timer = self.loop.call_later(limit_s, self._header_is_late, limit_s)
+            self.timer = self.loop.call_later(self.limit_s, self._header_is_late)
 
-    def _header_is_late(self, limit_s: float) -> None:
+    def _header_is_late(self) -> None:
         if self.transport.get_protocol() is not self:
             return  # it has become a websocket
         if self.begun:
-            late = f"the header did not arrive within {limit_s:g} s"
+            late = f"the header did not arrive within {self.limit_s:g} s"
             self.refuse(HttpError(408, late, code="header_timeout"))
         else:
             self.transport.close()

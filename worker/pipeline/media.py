@@ -54,9 +54,8 @@ def to_bytes(value: Any, param: str) -> bytes:
     try:
         return base64.b64decode("".join(encoded.split()), validate=True)
     except ValueError:  # also what is not ASCII
-        raise InvalidInput(
-            "must be a base64 string or a data: URL; paths and links are not opened", param
-        ) from None
+        unopened = "must be a base64 string or a data: URL; paths and links are not opened"
+        raise InvalidInput(unopened, param) from None
 
 
 def to_images(
@@ -70,14 +69,10 @@ def to_images(
     pixels = sum(image.width * image.height for image in opened)
     most = size * FREE_VALUES_PER_PIXEL // max(FREE_VALUES_PER_PIXEL, values_per_pixel)
     if pixels > most:
-        image, param = opened[0], values[0][1]
+        large = f"the image has {opened[0].width} x {opened[0].height} pixels"
         many = f", {pixels} together with the others" if len(opened) > 1 else ""
         why = f" where each gets {values_per_pixel} values (labels, masks)" if most < size else ""
-        raise InvalidInput(
-            f"the image has {image.width} x {image.height} pixels{many}; at most {most} in all "
-            f"are taken{why}",
-            param,
-        )
+        raise InvalidInput(f"{large}{many}; at most {most} in all are taken{why}", values[0][1])
     lease.take(pixels)
     for image, (_, param) in zip(opened, values, strict=True):
         try:
@@ -146,9 +141,8 @@ def to_audio(
             lease.take(int(seconds * sampling_rate))
             samples = _read_mono(file, sampling_rate)
     except (soundfile.LibsndfileError, TypeError):
-        raise InvalidInput(
-            "this is not a sound file that can be read (WAV, FLAC, OGG, MP3)", param
-        ) from None
+        unreadable = "this is not a sound file that can be read (WAV, FLAC, OGG, MP3)"
+        raise InvalidInput(unreadable, param) from None
     if len(samples) < MIN_AUDIO_S * sampling_rate:
         raise InvalidInput(f"sound must last at least {MIN_AUDIO_S} seconds", param)
     if not np.isfinite(samples).all():
@@ -160,16 +154,13 @@ def _check_header(file: Any, param: str) -> float:
     """The sound's seconds, if it is not too long for what its header says."""
     rate, channels = file.samplerate, file.channels
     if not MIN_RATE <= rate <= MAX_RATE:
-        raise InvalidInput(
-            f"the sound has {rate} samples a second; {MIN_RATE} to {MAX_RATE} are taken", param
-        )
+        odd = f"the sound has {rate} samples a second; {MIN_RATE} to {MAX_RATE} are taken"
+        raise InvalidInput(odd, param)
     seconds: float = file.frames / rate
     if seconds > MAX_AUDIO_S or file.frames * channels > MAX_SAMPLES:
-        raise InvalidInput(
-            f"the sound lasts {seconds:.0f} seconds in {channels} channels; at most "
-            f"{MAX_AUDIO_S} seconds and {MAX_SAMPLES} samples are taken",
-            param,
-        )
+        long = f"the sound lasts {seconds:.0f} seconds in {channels} channels"
+        most = f"at most {MAX_AUDIO_S} seconds and {MAX_SAMPLES} samples are taken"
+        raise InvalidInput(f"{long}; {most}", param)
     return seconds
 
 
