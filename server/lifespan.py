@@ -11,7 +11,6 @@ import signal
 import sys
 import traceback
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -117,7 +116,6 @@ def drain_on_signal(engine: Engine, grace_s: float) -> Callable[[], None]:
     model. A second signal ends the wait at once. Returns a function that undoes it.
     """
     before: dict[int, Any] = {}
-    drains: list[Future[None]] = []
 
     def restore() -> None:
         for number, handler in before.items():
@@ -137,8 +135,9 @@ def drain_on_signal(engine: Engine, grace_s: float) -> Callable[[], None]:
         if engine.draining:
             engine.loop.call_soon_threadsafe(engine.give_up)
             hand_on(number, frame)
-        elif not drains:
-            drains.append(asyncio.run_coroutine_threadsafe(drain_first(number, frame), engine.loop))
+        else:
+            engine.draining = True
+            asyncio.run_coroutine_threadsafe(drain_first(number, frame), engine.loop)
 
     with contextlib.suppress(ValueError):  # off the main thread, whoever embeds us has signals
         for number in (signal.SIGTERM, signal.SIGINT):

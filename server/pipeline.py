@@ -6,6 +6,7 @@ The answer is what `pipeline(...)` returns for that input; those of a list are a
 """
 
 import time
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,13 +28,15 @@ FORM = "application/x-www-form-urlencoded"  # what curl -d sends, whatever it is
 CURL = "with curl, post a file by --data-binary @FILE: -d leaves out its line breaks"
 
 
+@dataclass(eq=False)
 class Root:
     """The endpoint, as a bare ASGI app: this is the hot path."""
 
-    def __init__(self, settings: Settings, engine: Engine) -> None:
-        self.settings = settings
-        self.engine = engine
-        self.task_name = settings.pipeline_task
+    settings: Settings
+    engine: Engine
+
+    def __post_init__(self) -> None:
+        self.task_name = self.settings.pipeline_task
         self.task = TASKS[self.task_name]
         self.parsing = Parsing()
 

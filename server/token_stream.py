@@ -36,31 +36,29 @@ class Usage:
         self.reasoning += delta.reasoning_tokens
 
 
+@dataclass(eq=False)
 class TokenStream:
     """One request's deltas, all choices of all its prompts, counted in `usage` when they are read.
 
     Submits the request, or raises a Refused. `close` it in the end, however it ends.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        payloads: Sequence[GenerationInput],
-        deadlines: Deadlines,
-        usage: Usage,
-    ) -> None:
-        self.engine = engine
-        self.deadlines = deadlines
-        self.usage = usage
-        self.unfinished = sum(payload.n for payload in payloads)  # choices
+    engine: Engine
+    payloads: Sequence[GenerationInput]
+    deadlines: Deadlines
+    usage: Usage
+
+    def __post_init__(self) -> None:
+        self.unfinished = sum(payload.n for payload in self.payloads)  # choices
         self._unread: dict[int, Delta] = {}
         self._error: BaseException | None = None  # what ends the stream after what is unread
         self.arrival = asyncio.Event()  # set it to wake the reader
         self._timer: asyncio.TimerHandle | None = None
         self._begun = False
-        self.items = engine.submit("generation", payloads, deadlines.first, self)
+        first = self.deadlines.first
+        self.items = self.engine.submit("generation", self.payloads, first, self)
         self._running = len(self.items)
-        self._expire_at(min(deadlines.first, deadlines.whole))
+        self._expire_at(min(first, self.deadlines.whole))
         for item in self.items:
             item.future.add_done_callback(self._on_done)
 

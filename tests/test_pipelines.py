@@ -19,9 +19,9 @@ from tests import tiny
 from tests.parity import assert_parity, item, mixed, oracle, runner, serve, text
 from worker.model import cpu_linear
 from worker.model.loading import LoadOptions
-from worker.pipeline.limits import settings_of
 from worker.pipeline.load import load_runner
 from worker.pipeline.runner import PipelineRunner
+from worker.pipeline.text_generation import settings_of
 
 TEXTS = [text(n, 7 * n) for n in (1, 3, 12, 2, 25, 5, 1, 18)]
 

@@ -45,17 +45,17 @@ _COUNT = itertools.count(1)
 Headers = Mapping[bytes, bytes]  # names in lower case, as ASGI gives them
 
 
+@dataclass(eq=False)
 class Middleware:
     """`routes` answers or raises. Starlette, too, wants to find the app in the scope."""
 
-    def __init__(
-        self, routes: ASGIApp, paths: set[str], settings: Settings, engine: Engine
-    ) -> None:
-        self.routes = routes
-        self.paths = paths  # requests elsewhere are counted together
-        self.settings = settings
-        self.engine = engine
-        self.metrics = engine.metrics
+    routes: ASGIApp
+    paths: set[str]  # requests elsewhere are counted together
+    settings: Settings
+    engine: Engine
+
+    def __post_init__(self) -> None:
+        settings, self.metrics = self.settings, self.engine.metrics
         self.keys = [key.encode() for key in settings.api_keys]
         self.max_body = int(settings.max_body_mb * 1_000_000)
         self.body_bytes = 0  # of all requests that are not answered

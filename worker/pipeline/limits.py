@@ -16,7 +16,6 @@ from worker.model.loading import Pipe
 ENDLESS = 1 << 24  # tokenizers say 10^30 where nobody set a limit
 # A token is rarely longer: a text with more characters per token of context is refused unread.
 MAX_CHARS_PER_TOKEN = 256
-DEFAULT_NEW_TOKENS = 256  # the text-generation pipeline's own default
 MAX_CHUNKS = 1024  # forward rows of one input
 MAX_UNCHUNKED_S = 300.0  # sound in one row: its cost grows with the square
 
@@ -70,54 +69,6 @@ def check_strings(pipe: Pipe, inputs: Any, parameters: Mapping[str, Any], limit:
         check_characters(len(text), limit)
         if (count := len(pipe.tokenizer(text)["input_ids"])) > limit:
             raise InvalidInput(f"the text has {count} tokens; the model takes {limit}", "inputs")
-
-
-def plan_generation(pipe: Pipe, forward: dict[str, Any], prompt_tokens: int, limit: int) -> int:
-    """Settle how many tokens are generated, in `forward`; returns the rows a prompt becomes.
-
-    A number that was asked for is refused where it does not fit; a default is cut.
-    """
-    config = settings_of(pipe)
-    settings = {**config.to_diff_dict(), **forward}
-    settings.pop("tokenizer", None)
-    if add_defaults := getattr(pipe, "_prepare_generate_kwargs", None):
-        settings = add_defaults(settings)
-    try:
-        effective = type(config)(**settings)
-        effective.validate()
-    except ValueError as error:
-        raise InvalidInput(str(error), "parameters") from error
-    left = limit - prompt_tokens
-    asked = forward.get("max_new_tokens")
-    if left < max(1, asked or 1):
-        prompt = f"the text has {prompt_tokens} tokens and max_new_tokens is {asked or 1}"
-        many = f"{prompt}; the model's context is {limit}"
-        raise InvalidInput(many, "parameters.max_new_tokens")
-    if asked is None:
-        default = config.max_new_tokens or DEFAULT_NEW_TOKENS
-        if config.max_length and not config.max_new_tokens:  # counts the prompt
-            default = max(1, config.max_length - prompt_tokens)
-        asked = forward["max_new_tokens"] = min(left, default)
-    if (forward.get("min_new_tokens") or 0) > asked:
-        above = f"min_new_tokens is above max_new_tokens, which is {asked}"
-        raise InvalidInput(above, "parameters.min_new_tokens")
-    return max(effective.num_beams or 1, effective.num_return_sequences or 1)
-
-
-def settings_of(pipe: Pipe) -> Any:
-    """The GenerationConfig before a request's parameters: the model's, or, in transformers 5.17,
-    the pipeline's, which has the pipeline's defaults merged in."""
-    return getattr(pipe, "generation_config", None) or pipe.model.generation_config
-
-
-def reads_prompt(pipe: Pipe, forward: Mapping[str, Any]) -> bool:
-    """Whether generation looks back at the prompt's tokens, so that padding would be seen."""
-    settings = {**settings_of(pipe).to_diff_dict(), **forward}
-    return bool(
-        (settings.get("repetition_penalty") or 1.0) != 1.0
-        or settings.get("no_repeat_ngram_size")
-        or settings.get("min_length")
-    )
 
 
 def check_strides(parameters: Mapping[str, Any], limit: int) -> None:

@@ -28,7 +28,7 @@ from worker.model.self_check import (
 )
 from worker.pipeline.inputs import InputReader, warm_up_input
 from worker.pipeline.limits import context_limit, vocabulary
-from worker.pipeline.outputs import to_json
+from worker.pipeline.media import to_json
 from worker.pipeline.packed_attention import Packing
 from worker.pipeline.runner import PipelineRunner, split_rows
 from worker.protocol import ModelInfo, PipelineInput

@@ -1,4 +1,4 @@
-"""Images and sound from bytes, base64 or data URLs; runs in pool threads.
+"""Images and sound from bytes, base64 or data URLs, and images in answers; runs in pool threads.
 
 Strings are decoded here and never handed on: pipelines open strings as local paths or URLs.
 Sizes are read from headers and checked before anything is decoded, against files that unpack
@@ -9,9 +9,11 @@ this process are read (PostScript would start a program).
 import base64
 import io
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
+import orjson
 from PIL import Image
 
 from batching.errors import InvalidInput
@@ -179,3 +181,21 @@ def _read_mono(file: Any, sampling_rate: int) -> np.ndarray:
     if resampler is not None:
         parts.append(resampler.resample_chunk(np.zeros(0, np.float32), last=True))
     return np.concatenate(parts)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Image.Image):
+        buffer = io.BytesIO()
+        value.save(buffer, format="PNG")
+        return base64.b64encode(buffer.getvalue()).decode()
+    if hasattr(value, "tolist"):  # tensors, arrays that are not contiguous, exotic scalars
+        return value.tolist()
+    if hasattr(value, "items"):  # ModelOutput and other mappings
+        return dict(value.items())
+    raise TypeError(f"no JSON form for {type(value).__name__}")
+
+
+# Tensors and arrays become nested lists, images base64 PNG, NaN and infinities null.
+to_json: Callable[[Any], bytes] = partial(
+    orjson.dumps, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+)

@@ -23,10 +23,9 @@ from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from worker.decode_budget import DecodeBudget
 from worker.model.loading import Pipe
-from worker.pipeline import limits
+from worker.pipeline import limits, text_generation
 from worker.pipeline.inputs import InputReader, warm_up_input
-from worker.pipeline.media import FREE_VALUES_PER_PIXEL
-from worker.pipeline.outputs import split_generated, to_json
+from worker.pipeline.media import FREE_VALUES_PER_PIXEL, to_json
 from worker.pipeline.packed_attention import Packing, spread
 from worker.protocol import ModelInfo, PipelineInput
 from worker.tasks import TASKS
@@ -50,23 +49,19 @@ class Prepared:
     pixels: int = 0  # of the image, where the answer is as large
 
 
+@dataclass(eq=False)
 class PipelineRunner:
     """Implements worker.protocol.Runner for one pipeline."""
 
-    def __init__(
-        self,
-        pipe: Pipe,
-        info: ModelInfo,
-        packing: Packing | None,
-        budget: DecodeBudget,
-        max_rows: int,
-    ) -> None:
-        self.pipe = pipe
-        self.info = info
+    pipe: Pipe
+    info: ModelInfo
+    packing: Packing | None
+    budget: DecodeBudget
+    max_rows: int
+
+    def __post_init__(self) -> None:
+        pipe, info = self.pipe, self.info
         self.task = TASKS[info.task]
-        self.packing = packing
-        self.budget = budget
-        self.max_rows = 1 if info.batching == "single" else max_rows
         self.reader = InputReader(info.task, pipe)
         self.limit, self.vocabulary = self.reader.limit, limits.vocabulary(pipe)
         self.generates = info.task == "text-generation"
@@ -130,7 +125,7 @@ class PipelineRunner:
         prepared = Prepared(chunks, during, after)
         prepared.tokens = check_tokens(chunks, self.limit, self.vocabulary)
         if self.generates:
-            prepared.sequences = limits.plan_generation(pipe, during, prepared.tokens, self.limit)
+            prepared.sequences = text_generation.plan(pipe, during, prepared.tokens, self.limit)
             if "tokenizer" in during:  # there with stop strings; the replica's stays in the pool
                 during["tokenizer"] = self.pipe.tokenizer
         if self.fills_masks:
@@ -161,7 +156,7 @@ class PipelineRunner:
         first = prepared.chunks[0]
         if self.task.kind != "text":
             return shared, shape(first)
-        unpadded = self.generates and limits.reads_prompt(self.pipe, prepared.forward)
+        unpadded = self.generates and text_generation.reads_prompt(self.pipe, prepared.forward)
         return shared, frozenset(first), prepared.tokens if unpadded else 0
 
     # ── the worker thread: forward ──
@@ -181,9 +176,10 @@ class PipelineRunner:
     def _parts(self, rows: list[Chunk]) -> Iterator[slice]:
         """Rows that run together: at most `max_rows`, and sounds of one length only."""
         alike = self.task.kind == "text"
+        most = 1 if self.info.batching == "single" else self.max_rows
         start = 0
         for end in range(1, len(rows) + 1):
-            full = end - start == self.max_rows or end == len(rows)
+            full = end - start == most or end == len(rows)
             if full or not (alike or shape(rows[start]) == shape(rows[end])):
                 yield slice(start, end)
                 start = end
@@ -199,7 +195,7 @@ class PipelineRunner:
         batch = rows[0] if len(rows) == 1 else collate(self.pipe.tokenizer, None)(rows)
         if self.generates:
             output = self.pipe.forward(batch, **parameters)
-            return split_generated(output, rows, limits.settings_of(self.pipe).eos_token_id)
+            return text_generation.split(output, rows, self.pipe)
         counts = [row["input_ids"].shape[-1] for row in rows]
         if self.packing is None:
             return split_rows(self.pipe.forward(batch, **parameters), len(rows), counts)
