@@ -8,6 +8,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -102,34 +103,24 @@ def _load_pipeline(settings: Settings) -> Runner:
     from worker.model.loading import LoadOptions
     from worker.pipeline.load import load_runner
 
-    options = LoadOptions(
-        settings.pipeline_task,
-        settings.pipeline_model,
-        settings.device,
-        settings.dtype,
-        settings.attn_implementation,
-        settings.max_image_mp,
+    task, model = settings.pipeline_task, settings.pipeline_model
+    return load_runner(
+        _chosen(LoadOptions, settings, task=task, model=model), settings.max_batch_size
     )
-    return load_runner(options, settings.max_batch_size)
 
 
 def _load_chat(settings: Settings) -> Generator:
     from worker.generation.loading import load_generator
     from worker.model.language_model import GeneratorOptions
 
-    options = GeneratorOptions(
-        settings.chat_model,
-        settings.device,
-        settings.dtype,
-        settings.attn_implementation,
-        settings.quantization,
-        settings.compile,
-        settings.speculation,
-        settings.max_model_len,
-        settings.kv_cache_gb,
-        settings.max_running,
-    )
-    return load_generator(options)
+    return load_generator(_chosen(GeneratorOptions, settings, model=settings.chat_model))
+
+
+def _chosen(options: Any, settings: Settings, **chosen: str) -> Any:
+    """A loader's options: what is not chosen here is a setting of the same name."""
+    chosen["attention"] = settings.attn_implementation
+    names = {each.name for each in fields(options)} - set(chosen)
+    return options(**chosen, **{name: getattr(settings, name) for name in names})
 
 
 def __getattr__(name: str) -> Any:

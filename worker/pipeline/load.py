@@ -101,8 +101,8 @@ def choose_batching(task: str, pipe: Pipe) -> tuple[Batching, str, Packing | Non
         packing = Packing(model)
         packing.attach()
         return "packed", "", packing
-    padded = partial(check_rows, model, tokenizer, limit, lambda rows: model(**rows.batch))
-    if why_not_padded := _refusal(padded):
+    rows = partial(rows_beyond_windows, model, tokenizer, limit)
+    if why_not_padded := _refusal(lambda: check_rows(rows(), model, model)):
         return "single", f"packed: {why}; padded: {why_not_padded}", None
     return "padded", why, None
 
@@ -149,40 +149,31 @@ def random_rows(
     return Rows(batch, alone, counts)
 
 
+def rows_beyond_windows(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, limit: int
+) -> Rows:
+    """Two near in length, which share an attention call when packed, and a short one. They exceed
+    the attention window, as far as `limit` and time allow."""
+    longest = length_beyond_windows(model.config, limit)
+    counts = [min(3, longest), longest, longest - longest // 8]
+    return random_rows(model, tokenizer, counts, left=False)
+
+
 def check_packing(packing: Packing, tokenizer: PreTrainedTokenizerBase, limit: int) -> None:
     """Raises CannotRun unless packed rows equal the model's forward of each."""
+    rows = rows_beyond_windows(packing.model, tokenizer, limit)
 
-    def forward_packed(rows: Rows) -> Any:
+    def packed(**batch: Tensor) -> Any:
         detach = packing.attach()
         try:
             with packing.batch(rows.counts, max(rows.counts)):
-                return packing.model(**rows.batch)
+                return packing.model(**batch)
         finally:
             detach()
 
-    check_rows(packing.model, tokenizer, limit, forward_packed)
+    check_rows(rows, packing.model, packed)
     if packing.calls != len(packing.layers):
         raise CannotRun("its layers do not call a registered attention function")
-
-
-@torch.no_grad()
-def check_rows(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    limit: int,
-    forward: Callable[[Rows], Any],
-) -> None:
-    """Raises CannotRun unless the rows that `forward` runs give what they give alone: two near in
-    length, which share an attention call when packed, and a short one. They exceed the attention
-    window, as far as `limit` and time allow."""
-    longest = length_beyond_windows(model.config, limit)
-    counts = [min(3, longest), longest, longest - longest // 8]
-    rows = random_rows(model, tokenizer, counts, left=False)
-    reference = [
-        split_rows(model(**alone), 1, [count])[0]
-        for alone, count in zip(rows.alone, counts, strict=True)
-    ]
-    compare_rows(reference, split_rows(forward(rows), len(counts), counts), counts)
 
 
 def check_left_padding(
@@ -193,20 +184,25 @@ def check_left_padding(
     options = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "max_new_tokens": 1}
     options |= {"return_dict_in_generate": True, "output_logits": True}
     generate: Any = model.generate  # mypy takes it for a parameter of the module
-    together = generate(**rows.batch, **options).logits[0]
-    reference = [{"logits": generate(**alone, **options).logits[0]} for alone in rows.alone]
-    compare_rows(reference, [{"logits": row[None]} for row in together], rows.counts)
+
+    def first_logits(**batch: Tensor) -> Any:
+        return {"logits": generate(**batch, **options).logits[0]}
+
+    check_rows(rows, first_logits, first_logits)
 
 
-def compare_rows(reference: Sequence[Any], together: Sequence[Any], counts: Sequence[int]) -> None:
-    """Every score the model gives must be equal but for rounding."""
-    for alone, batched, count in zip(reference, together, counts, strict=True):
-        for name, expected in alone.items():
+@torch.no_grad()
+def check_rows(rows: Rows, alone: Callable[..., Any], together: Callable[..., Any]) -> None:
+    """Raises CannotRun unless every score of the rows in a batch is what it is alone, but for
+    rounding."""
+    counts = rows.counts
+    batched = split_rows(together(**rows.batch), len(counts), counts)
+    for row, got, count in zip(rows.alone, batched, counts, strict=True):
+        for name, expected in split_rows(alone(**row), 1, [count])[0].items():
             if not isinstance(expected, Tensor) or not expected.is_floating_point():
                 continue
             if expected.ndim > 2 and expected.shape[1] != count:
                 raise CannotRun(f"its {name} are not one for each token")
-            got = batched[name]
-            if got.shape != expected.shape:
+            if got[name].shape != expected.shape:
                 raise CannotRun(f"its {name} have another shape in a batch")
-            compare(got, expected, TOLERANCE[expected.dtype], f"its {name} differ in a batch")
+            compare(got[name], expected, TOLERANCE[expected.dtype], f"its {name} differ in a batch")
