@@ -8,6 +8,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -18,10 +19,9 @@ from batching.request_queue import RequestQueue
 from server import openapi
 from server.engine import Engine
 from server.health import health, ready
-from server.http.json import JsonEndpoint
+from server.http.request import JsonEndpoint, Middleware
 from server.lifespan import lifespan
 from server.metrics import Metrics, metrics
-from server.middleware import Middleware
 from server.openai.chat import ChatCompletions
 from server.openai.completions import Completions
 from server.openai.models import ModelNames
@@ -67,7 +67,7 @@ def create_app(
             Route("/v1/responses", responses, methods=["POST"]),
             *responses.routes(),
             *names.routes(),
-            *tokenizer_routes(settings, engine, names),
+            *tokenizer_routes(engine, names),
         ]
     routes.append(openapi.route(settings, routes))
     router = Router(routes, lifespan=partial(lifespan, responses=responses))
@@ -88,11 +88,9 @@ def served_models(
 ) -> list[Model]:
     """What the settings name, to be loaded on the worker's thread: torch takes seconds."""
     models: list[Model] = []
-    places = settings.max_queue_size
+    places, wait_s = settings.max_queue_size, settings.max_batch_wait_ms / 1000
     if settings.pipeline_model != "none":
-        batcher = DynamicBatcher(
-            settings.max_batch_size, settings.max_batch_tokens, settings.max_batch_wait_ms / 1000
-        )
+        batcher = DynamicBatcher(settings.max_batch_size, settings.max_batch_tokens, wait_s)
         load = load or partial(_load_pipeline, settings)
         models.append(PipelineModel("pipeline", load, places, batcher))
     if settings.chat_model != "none":
@@ -105,34 +103,24 @@ def _load_pipeline(settings: Settings) -> Runner:
     from worker.model.loading import LoadOptions
     from worker.pipeline.load import load_runner
 
-    options = LoadOptions(
-        settings.pipeline_task,
-        settings.pipeline_model,
-        settings.device,
-        settings.dtype,
-        settings.attn_implementation,
-        settings.max_image_mp,
+    task, model = settings.pipeline_task, settings.pipeline_model
+    return load_runner(
+        _chosen(LoadOptions, settings, task=task, model=model), settings.max_batch_size
     )
-    return load_runner(options, settings.max_batch_size)
 
 
 def _load_chat(settings: Settings) -> Generator:
     from worker.generation.loading import load_generator
     from worker.model.language_model import GeneratorOptions
 
-    options = GeneratorOptions(
-        settings.chat_model,
-        settings.device,
-        settings.dtype,
-        settings.attn_implementation,
-        settings.quantization,
-        settings.compile,
-        settings.speculation,
-        settings.max_model_len,
-        settings.kv_cache_gb,
-        settings.max_running,
-    )
-    return load_generator(options)
+    return load_generator(_chosen(GeneratorOptions, settings, model=settings.chat_model))
+
+
+def _chosen(options: Any, settings: Settings, **chosen: str) -> Any:
+    """A loader's options: what is not chosen here is a setting of the same name."""
+    chosen["attention"] = settings.attn_implementation
+    names = {each.name for each in fields(options)} - set(chosen)
+    return options(**chosen, **{name: getattr(settings, name) for name in names})
 
 
 def __getattr__(name: str) -> Any:

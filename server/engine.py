@@ -3,8 +3,8 @@
     submit → drain task → prepare (pool) → worker: batch, forward → finish (pool) → future
                                          → worker: step, step, … → stream, at the end the future
 
-An item knows its model from its submission on. The loop is not asked in between: the pool
-hands items to the worker, the worker hands outputs to the pool, and each group of answers, or
+An item knows its model from its submission on. The loop is not asked in between: a pool hands
+items to the worker, the worker hands outputs to the other, and each group of answers, or
 generation step, is one call into the loop. Every item is resolved here, once.
 Whether anything is accepted is not stored but asked: `refusal` looks at the worker as it is.
 """
@@ -12,52 +12,86 @@ Whether anything is accepted is not stored but asked: `refusal` looks at the wor
 import asyncio
 import contextlib
 import logging
+import queue
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import InitVar, dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
 
 from batching import errors
 from batching.request_queue import RequestQueue, Stream, WorkItem
-from server.metrics import Metrics
-from server.pool import Pool, Stage
+from server.metrics import Metrics, Recorders
 from worker.models import GenerationModel, Outcome, PipelineModel
-from worker.protocol import BatchReport, Generator, Pending, State, StepOutcome
+from worker.protocol import BatchReport, Generator, Pending, State, StepOutcome, StepReport
 from worker.worker import Model, Worker
 
 log = logging.getLogger("onequeue.engine")
 
+# How long one call of a pool should take: well above a thread hop, well below a forward pass.
+CALL_S = 0.004
+MAX_GROUP = 32
 
+
+class Pool:
+    """A few daemon threads that do one thing: a stuck call blocks no exit, and what is done leaves
+    however much is to be begun. Several items make one call, as on short texts a hop between
+    threads costs more than the work; images spread over the threads."""
+
+    def __init__(self, name: str, threads: int, work: Callable[[list[Any]], None]) -> None:
+        self.work = work
+        self.item_s = CALL_S / 4  # measured
+        self._groups: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
+        names = (f"pool-{name}-{n}" for n in range(threads))
+        self.threads = [threading.Thread(target=self._run, name=n, daemon=True) for n in names]
+
+    def put(self, items: list[Any]) -> None:
+        """From any thread."""
+        size = max(1, min(MAX_GROUP, round(CALL_S / self.item_s)))
+        for first in range(0, len(items), size):
+            self._groups.put(items[first : first + size])
+
+    def stop(self) -> None:
+        for _ in self.threads:
+            self._groups.put(None)
+
+    def _run(self) -> None:
+        while (group := self._groups.get()) is not None:
+            started = time.perf_counter()
+            try:
+                self.work(group)
+            except BaseException:  # a panic in a tokenizer is none of Exception's
+                log.exception("bug in a pool items=%d", len(group))
+            item_s = (time.perf_counter() - started) / len(group)
+            self.item_s += 0.2 * (item_s - self.item_s)
+
+
+@dataclass(eq=False)
 class Engine:
-    def __init__(
-        self,
-        worker: Worker,
-        queue: RequestQueue,
-        metrics: Metrics,
-        pool_threads: int,
-        stuck_after_s: float,
-    ) -> None:
-        self.worker = worker
-        self.models = worker.models
-        self.queue = queue
-        self.metrics = metrics
-        self.stuck_after_s = stuck_after_s
+    worker: Worker
+    queue: RequestQueue
+    metrics: Metrics
+    pool_threads: InitVar[int]
+    stuck_after_s: float
+
+    def __post_init__(self, pool_threads: int) -> None:
         self.failure: Exception | None = None  # why the worker is dead
         self.draining = False
-        self.pool = Pool(pool_threads)
-        self._prepare, self._finish = Stage(self._prepare_items), Stage(self._finish_items)
-        self.loaded: asyncio.Future[None]  # made by `start`; has failed if there is no model
-        self._drain_task: asyncio.Task[None] | None = None
+        self.models = self.worker.models
+        self.prepare = Pool("prepare", pool_threads, self._prepare_items)
+        self.finish = Pool("finish", pool_threads, self._finish_items)
         self._watchdog: asyncio.TimerHandle | None = None
 
     # ── life ──
 
     def start(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.loaded = self.loop.create_future()
+        self.loaded: asyncio.Future[None] = self.loop.create_future()  # fails if there is no model
         self._drain_task = self.loop.create_task(self._drain_queue())
-        self.pool.start()
+        for thread in (*self.prepare.threads, *self.finish.threads):
+            thread.start()
         self.worker.start(self, self._post)
 
     def _post(self, function: Callable[..., None], *args: Any) -> None:
@@ -65,32 +99,21 @@ class Engine:
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function, *args)
 
-    async def drain(self, grace_s: float) -> None:
-        """Refuse what is new, wait for what was accepted, answer 503 to what is left."""
-        self.draining = True
-        try:
-            async with asyncio.timeout(grace_s):
-                await self.queue.settled.wait()
-        except TimeoutError:
-            log.warning("drain incomplete unanswered=%d", self.queue.pending)
-        self.give_up()
-
     def give_up(self) -> None:
         """Answer everything that still waits, wherever it is."""
-        for item in self.queue.waiting:
-            item.resolve(errors.Draining("the server has stopped", 5))
+        fail(self.queue.waiting, errors.Draining("the server has stopped", 5))
 
-    async def stop(self) -> None:
-        if not self.draining:
-            await self.drain(0)
+    def stop(self) -> None:
+        self.draining = True
+        self.give_up()
         self.worker.stop()
         for model in self.models.values():
             model.close()
         if self._watchdog:
             self._watchdog.cancel()
-        self.pool.stop()
-        if self._drain_task:
-            self._drain_task.cancel()
+        self.prepare.stop()
+        self.finish.stop()
+        self._drain_task.cancel()
 
     # ── health ──
 
@@ -103,17 +126,8 @@ class Engine:
         since = self.worker.busy_since
         return 0.0 if since is None else time.monotonic() - since
 
-    def refusal(self, name: str) -> errors.Refused | None:
-        """Why nothing is accepted for a model now."""
-        if (refusal := self.down()) is not None:
-            return refusal
-        if (probe_at := self.models[name].breaker.probe_at) is not None:
-            wait_s = max(1.0, probe_at - time.monotonic())
-            return errors.BreakerOpen("the model keeps failing; it is tried again shortly", wait_s)
-        return None
-
-    def down(self) -> errors.Refused | None:
-        """Why nothing is accepted at all."""
+    def refusal(self, name: str | None = None) -> errors.Refused | None:
+        """Why nothing is accepted now, for any model or for one."""
         if self.draining:
             return errors.Draining("the server is stopping", 5)
         if (state := self.worker.state) == "dead":
@@ -122,6 +136,9 @@ class Engine:
             return errors.WorkerDown("the worker is stuck in a forward pass", 60)
         if state != "ready":
             return errors.NotReady(f"the model is {state}", 5)
+        if name and (probe_at := self.models[name].breaker.probe_at) is not None:
+            wait_s = max(1.0, probe_at - time.monotonic())
+            return errors.BreakerOpen("the model keeps failing; it is tried again shortly", wait_s)
         return None
 
     # ── one item ──
@@ -146,16 +163,9 @@ class Engine:
         assert isinstance(model, GenerationModel)
         return model.loaded
 
-    def expire(self, items: list[WorkItem]) -> None:
-        """The items' deadline has passed, wherever they are."""
-        for item in items:
-            item.resolve(
-                errors.DeadlineExceeded("the request did not finish within its time limit")
-            )
-
     async def _drain_queue(self) -> None:
         while True:
-            self.pool.put(self._prepare, await self.queue.take())
+            self.prepare.put(await self.queue.take())
 
     def _prepare_items(self, items: list[WorkItem]) -> None:
         """In a pool thread: prepare items and send them on to the worker."""
@@ -164,19 +174,18 @@ class Engine:
         for item in items:
             if not self._waits(item):
                 continue  # its client has left, or its timer answers
-            model = item.model.loaded
             try:
-                model.prepare(item)
+                item.model.loaded.prepare(item)
             except Pending as pending:
-                again = partial(self.pool.put, self._prepare, [item], urgent=True)
-                pending.then(partial(self._waits, item), again)
+                pending.then(partial(self._waits, item), partial(self.prepare.put, [item]))
             except errors.OnequeueError as error:
                 failed.append((item, error))
             except MemoryError:
                 failed.append((item, errors.OutOfMemory("this input does not fit into memory")))
             except BaseException as error:  # a panic in a tokenizer is no Exception
                 log.info("input refused error=%r", error)
-                unfit = errors.InvalidInput(f"the input does not fit the task {model.info.task}")
+                task = item.model.loaded.info.task
+                unfit = errors.InvalidInput(f"the input does not fit the task {task}")
                 unfit.__cause__ = error
                 failed.append((item, unfit))
             else:
@@ -208,7 +217,7 @@ class Engine:
     # ── the worker's side: `outputs` on its thread, the rest on the loop ──
 
     def outputs(self, outcomes: list[Outcome]) -> None:
-        self.pool.put(self._finish, outcomes, urgent=True)
+        self.finish.put(outcomes)
 
     def resolve(self, outcomes: list[Outcome]) -> None:
         for item, outcome in outcomes:
@@ -217,44 +226,46 @@ class Engine:
     def on_batch(self, model: PipelineModel, report: BatchReport, failed: list[Outcome]) -> None:
         if report.saturated:
             model.lane.record(report.size, report.tokens, report.total_s)
-        self.metrics.batch(report)
+        self._record(self.metrics.of_batch, report)
         self.resolve(failed)
 
     def on_step(self, model: GenerationModel, outcome: StepOutcome) -> None:
-        now = self.queue.clock()
-        self.metrics.step(outcome.report)
+        now, report = self.queue.clock(), outcome.report
+        self._record(self.metrics.of_step, report)
+        if tokens := report.prefill_tokens + report.decode_tokens:
+            self.metrics.step_tokens.observe(tokens)
+            self.metrics.step_s.observe(report.total_s)
         for item, _ in chain(outcome.deltas, outcome.done):
             if not item.begun:  # those that failed have had their turn too
                 model.lane_for(item.payload).begin(item)
         for item, delta in outcome.deltas:
             if item.open and item.stream:
                 item.stream.push(delta)
-        waits = (model.lane, outcome.report.starved), (model.background, model.background.ahead > 0)
+        waits = (model.lane, report.starved), (model.background, model.background.ahead > 0)
         for lane, starved in waits:
             if lane.begun or starved != (lane.starved_since is not None):
                 lane.stepped(now, starved)
         self.resolve(outcome.done)
 
+    def _record(self, recorders: Recorders, report: BatchReport | StepReport) -> None:
+        for name, record in recorders.items():
+            record(getattr(report, name))
+        for wait_s in report.waits_s:
+            self.metrics.wait.observe(wait_s)
+
     def on_rejected(self, items: list[WorkItem]) -> None:
-        for item in items:
-            refusal = self.refusal(item.model.name)
-            item.resolve(refusal or errors.BreakerOpen("the model keeps failing", 1))
+        refusal = self.refusal(items[0].model.name)
+        fail(items, refusal or errors.BreakerOpen("the model keeps failing", 1))
 
     def on_breaker(self, model: Model, is_open: bool) -> None:
-        self.metrics.breaker(model.name, is_open)
+        self.metrics.breaker_open.labels(model.name).set(is_open)
         level = logging.ERROR if is_open else logging.INFO
         log.log(level, "breaker serves=%s open=%s", model.name, is_open)
 
     def on_state(self, state: State, error: Exception | None) -> None:
         if state == "warming":
             for model in self.models.values():
-                info = model.loaded.info
-                self.metrics.loaded(model.name, info)
-                log.info(
-                    "model loaded task=%s model=%s device=%s dtype=%s parameters=%d batching=%s%s",
-                    info.task, info.model, info.device, info.dtype, info.parameters,
-                    info.batching, f" because={info.why!r}" if info.why else "",
-                )  # fmt: skip
+                self.metrics.loaded(model.name, model.loaded.info)
         elif state == "ready":
             log.info("ready")
             self.loaded.set_result(None)
@@ -266,9 +277,7 @@ class Engine:
 
     def _abandon(self, reason: str) -> None:
         """Answer what the worker would still have to run; what has run is being finished."""
-        for item in self.queue.waiting:
-            if not item.ran:
-                item.resolve(errors.WorkerDown(reason, 60))
+        fail([i for i in self.queue.waiting if not i.ran], errors.WorkerDown(reason, 60))
 
     def _watch(self, delay_s: float) -> None:
         """Look again in `delay_s`, as long as somebody waits; a stuck worker's clients get 503."""
@@ -282,3 +291,9 @@ class Engine:
                 self._watch(self.stuck_after_s - self._busy_s + 0.01)
 
         self._watchdog = self.loop.call_later(delay_s, look)
+
+
+def fail(items: Iterable[WorkItem], error: errors.OnequeueError) -> None:
+    """Answer what is not answered yet."""
+    for item in items:
+        item.resolve(error)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from server.engine import Engine
 from server.http.errors import HttpError
-from worker.models import GenerationModel, PipelineModel
+from worker.models import GenerationModel
 
 
 class Health(Struct):
@@ -40,18 +40,18 @@ async def ready(request: Request) -> Ready:
     engine: Engine = request.app.engine
     if engine.failure is not None:
         raise unavailable(str(engine.failure), "worker_down")
-    if (down := engine.down()) is not None:
+    if (down := engine.refusal()) is not None:
         raise unavailable(str(down))
     failing = [name for name in engine.models if engine.refusal(name)]
     if len(failing) == len(engine.models):
         raise unavailable("the models keep failing; they are tried again shortly")
     answer = Ready("ready", "off", failing=failing or UNSET)
     for model in engine.models.values():
+        info = model.loaded.info
         if isinstance(model, GenerationModel):
-            answer.chat_model = model.loaded.info.model
-            answer.compile = model.loaded.compile_state
-        elif isinstance(model, PipelineModel):
-            answer.task, answer.model = model.loaded.info.task, model.loaded.info.model
+            answer.chat_model, answer.compile = info.model, model.loaded.compile_state
+        else:
+            answer.task, answer.model = info.task, info.model
     return answer
 
 

@@ -11,7 +11,6 @@ import signal
 import sys
 import traceback
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -20,7 +19,7 @@ import uvicorn
 
 from server.engine import Engine
 from server.http.connections import APP, bound_connections
-from server.middleware import Middleware
+from server.http.request import Middleware
 from server.openai.responses.endpoint import Responses
 
 log = logging.getLogger("onequeue.lifespan")
@@ -50,8 +49,8 @@ async def lifespan(
     finally:
         restore_signals()
         if not engine.draining:
-            await engine.drain(grace_s)
-        await engine.stop()
+            await drain(engine, grace_s)
+        engine.stop()
         if responses:
             await responses.close()
         log.info("stopped")
@@ -99,6 +98,17 @@ def end_unloaded(
         server.should_exit = True
 
 
+async def drain(engine: Engine, grace_s: float) -> None:
+    """Refuse what is new, wait for what was accepted, answer 503 to what is left."""
+    engine.draining = True
+    try:
+        async with asyncio.timeout(grace_s):
+            await engine.queue.settled.wait()
+    except TimeoutError:
+        log.warning("drain incomplete unanswered=%d", engine.queue.pending)
+    engine.give_up()
+
+
 def drain_on_signal(engine: Engine, grace_s: float) -> Callable[[], None]:
     """On SIGTERM or SIGINT drain first, then hand on to the handler that was there.
 
@@ -106,7 +116,6 @@ def drain_on_signal(engine: Engine, grace_s: float) -> Callable[[], None]:
     model. A second signal ends the wait at once. Returns a function that undoes it.
     """
     before: dict[int, Any] = {}
-    drains: list[Future[None]] = []
 
     def restore() -> None:
         for number, handler in before.items():
@@ -116,9 +125,9 @@ def drain_on_signal(engine: Engine, grace_s: float) -> Callable[[], None]:
         restore()  # from here on uvicorn handles signals
         before[number](number, frame)
 
-    async def drain(number: int, frame: FrameType | None) -> None:
+    async def drain_first(number: int, frame: FrameType | None) -> None:
         log.info("draining unanswered=%d grace_s=%g", engine.queue.pending, grace_s)
-        await engine.drain(grace_s)
+        await drain(engine, grace_s)
         if signal.getsignal(number) is on_signal:
             hand_on(number, frame)
 
@@ -126,8 +135,9 @@ def drain_on_signal(engine: Engine, grace_s: float) -> Callable[[], None]:
         if engine.draining:
             engine.loop.call_soon_threadsafe(engine.give_up)
             hand_on(number, frame)
-        elif not drains:
-            drains.append(asyncio.run_coroutine_threadsafe(drain(number, frame), engine.loop))
+        else:
+            engine.draining = True
+            asyncio.run_coroutine_threadsafe(drain_first(number, frame), engine.loop)
 
     with contextlib.suppress(ValueError):  # off the main thread, whoever embeds us has signals
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,8 +1,11 @@
-"""Prometheus metrics, one registry per app: turns the worker's reports into numbers."""
+"""Prometheus metrics, one registry per app: the instruments, used where something happens.
+
+Requests and errors are counted in http/request.py, what the worker reports in engine.py.
+"""
 
 import importlib.metadata
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
@@ -11,33 +14,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server import __version__
-from worker.protocol import BatchReport, ModelInfo, StepReport
+from worker.protocol import ModelInfo
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 TOKENS = (16, 64, 256, 1024, 4096, 16384, 65536)
 
+Recorders = Mapping[str, Callable[[float], None]]  # by the field of a report that they record
+
 
 class Metrics:
-    """Told by engine.py what happens; `request` and `refused` are for the HTTP side."""
-
     def __init__(self, queue_depth: Callable[[], float], batch_cap: int) -> None:
         self.registry = CollectorRegistry()
-        self._children: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         ours: dict[str, Any] = {"namespace": "onequeue", "registry": self.registry}
         in_seconds, in_tokens = ours | {"buckets": SECONDS}, ours | {"buckets": TOKENS}
         self.requests = Counter("requests", "Requests answered", ["endpoint", "status"], **ours)
         self.latency = Histogram("request_seconds", "Request to answer", ["endpoint"], **in_seconds)
         Gauge("queue_depth", "Inputs accepted and unanswered", **ours).set_function(queue_depth)
         self.wait = Histogram("queue_wait_seconds", "Acceptance to forward", **in_seconds)
-        self.batch_size = Histogram("batch_size", "Items a batch", **ours, buckets=SIZES)
-        self.batch_tokens = Histogram("batch_tokens", "Tokens a batch, unpadded", **in_tokens)
-        self.padding = Gauge("padding_share", "Padding in the last batch, 0 to 1", **ours)
-        self.forward = Histogram("forward_seconds", "Forward pass of a batch", **in_seconds)
         self.errors = Counter("errors", "Requests not served, by kind", ["kind"], **ours)
-        self.out_of_memory = Counter("out_of_memory", "Forwards that ran out of memory", **ours)
-        self.cap = Gauge("batch_cap", "Rows a batch may have now", **ours)
-        self.cap.set(batch_cap)
         refused = "Responses that the store did not take"
         self.not_stored = Counter("responses_not_stored", refused, **ours)
         failing = "1 while the model keeps failing"
@@ -47,68 +42,39 @@ class Metrics:
         versions |= {"version": __version__, "python": platform.python_version()}
         Info("build", "Versions", **ours).info(versions)
         self.model = Info("model", "A loaded model", ["serves"], **ours)
-        # of generation
-        self.tokens = Counter("tokens", "Tokens processed", ["kind"], **ours)
-        self.running = Gauge("running_sequences", "Sequences being generated", **ours)
-        self.waiting = Gauge("waiting_sequences", "Sequences that wait for room", **ours)
-        self.blocks = Gauge("kv_blocks_used", "Blocks of the key-value cache in use", **ours)
-        self.blocks_total = Gauge("kv_blocks", "Blocks of the key-value cache", **ours)
-        self.preempted = Counter("preemptions", "Sequences put back to make room", **ours)
+
+        out_of_memory = Counter("out_of_memory", "Forwards that ran out of memory", **ours)
+        cap = Gauge("batch_cap", "Rows a batch may have now", **ours)
+        cap.set(batch_cap)
+        padding = Gauge("padding_share", "Padding in the last batch, 0 to 1", **ours)
+        self.of_batch: Recorders = {
+            "size": Histogram("batch_size", "Items a batch", **ours, buckets=SIZES).observe,
+            "tokens": Histogram("batch_tokens", "Tokens a batch, unpadded", **in_tokens).observe,
+            "forward_s": Histogram("forward_seconds", "A batch's forward", **in_seconds).observe,
+            "padding": padding.set,
+            "out_of_memory": out_of_memory.inc,
+            "cap": cap.set,
+        }
+
+        tokens = Counter("tokens", "Tokens processed", ["kind"], **ours)
         self.step_s = Histogram("step_seconds", "A generation step", **in_seconds)
         self.step_tokens = Histogram("step_tokens", "Tokens run in a step", **in_tokens)
         self.first_token = Histogram("time_to_first_token_seconds", "To its text", **in_seconds)
-
-    def request(self, endpoint: str, status: int, seconds: float) -> None:
-        children = self._children.get((endpoint, status))
-        if children is None:  # labels() takes longer than counting
-            children = self.requests.labels(endpoint, str(status)), self.latency.labels(endpoint)
-            self._children[endpoint, status] = children
-        children[0].inc()
-        children[1].observe(seconds)
-
-    def refused(self, status: int) -> None:
-        """A request that never got as far as to be one."""
-        self.requests.labels("other", str(status)).inc()
-
-    def batch(self, report: BatchReport) -> None:
-        self.batch_size.observe(report.size)
-        self.batch_tokens.observe(report.tokens)
-        self.forward.observe(report.forward_s)
-        self.padding.set(report.padded_tokens / (report.tokens + report.padded_tokens or 1))
-        self.cap.set(report.cap)
-        self.out_of_memory.inc(report.out_of_memory)
-        for wait_s in report.waits_s:
-            self.wait.observe(wait_s)
-
-    def step(self, report: StepReport) -> None:
-        self.running.set(report.running)
-        self.waiting.set(report.waiting)
-        self.blocks.set(report.blocks_used)
-        self.blocks_total.set(report.blocks_total)
-        self.preempted.inc(report.preempted)
-        for kind, count in (
-            ("prompt", report.prefill_tokens),
-            ("cached", report.cached_tokens),
-            ("output", report.decode_tokens),
-            ("drafted", report.drafted),
-            ("accepted", report.accepted),
-        ):
-            if count:
-                self.tokens.labels(kind).inc(count)
-        if report.prefill_tokens or report.decode_tokens:
-            self.step_s.observe(report.total_s)
-            self.step_tokens.observe(report.prefill_tokens + report.decode_tokens)
-        for wait_s in report.waits_s:
-            self.wait.observe(wait_s)
-
-    def failed(self, kind: str) -> None:
-        self.errors.labels(kind).inc()
-
-    def breaker(self, name: str, is_open: bool) -> None:
-        self.breaker_open.labels(name).set(is_open)
+        self.of_step: Recorders = {
+            "prefill_tokens": tokens.labels("prompt").inc,
+            "cached_tokens": tokens.labels("cached").inc,
+            "decode_tokens": tokens.labels("output").inc,
+            "drafted": tokens.labels("drafted").inc,
+            "accepted": tokens.labels("accepted").inc,
+            "preempted": Counter("preemptions", "Sequences put back to make room", **ours).inc,
+            "running": Gauge("running_sequences", "Sequences being generated", **ours).set,
+            "waiting": Gauge("waiting_sequences", "Sequences that wait for room", **ours).set,
+            "blocks_used": Gauge("kv_blocks_used", "Key-value cache blocks in use", **ours).set,
+            "blocks_total": Gauge("kv_blocks", "Blocks of the key-value cache", **ours).set,
+        }
 
     def loaded(self, name: str, info: ModelInfo) -> None:
-        self.breaker(name, is_open=False)
+        self.breaker_open.labels(name).set(0)
         labels = ("task", "model", "device", "dtype", "batching")
         self.model.labels(name).info({each: getattr(info, each) for each in labels})
 

@@ -19,8 +19,8 @@ from starlette.routing import Route
 from server import __version__
 from server import openapi_answers as answers
 from server.health import Health, Ready
-from server.http.json import JsonEndpoint, to_json
-from server.middleware import OPEN_PATHS
+from server.http.json import to_json
+from server.http.request import OPEN_PATHS, JsonEndpoint
 from server.openai.chat import ChatRequest
 from server.openai.completions import CompletionRequest
 from server.openai.models import LoadRequest, Model, ModelList

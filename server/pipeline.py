@@ -6,6 +6,7 @@ The answer is what `pipeline(...)` returns for that input; those of a list are a
 """
 
 import time
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,9 @@ from starlette.types import Receive, Scope, Send
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from server.engine import Engine
-from server.http.body import Parsing, abort_on_disconnect, media_type, read_request
 from server.http.errors import HttpError
-from server.http.json import Document, Header, parse_json, send_json
+from server.http.json import INLINE_BYTES, Document, Header, Parsing, parse_json
+from server.http.request import abort_on_disconnect, expire, media_type, read_request, send_json
 from server.settings import Settings
 from worker.decode_budget import RequestBudget
 from worker.protocol import PipelineInput
@@ -27,55 +28,48 @@ FORM = "application/x-www-form-urlencoded"  # what curl -d sends, whatever it is
 CURL = "with curl, post a file by --data-binary @FILE: -d leaves out its line breaks"
 
 
+@dataclass(eq=False)
 class Root:
     """The endpoint, as a bare ASGI app: this is the hot path."""
 
-    def __init__(self, settings: Settings, engine: Engine) -> None:
-        self.settings = settings
-        self.engine = engine
-        self.task_name = settings.pipeline_task
+    settings: Settings
+    engine: Engine
+
+    def __post_init__(self) -> None:
+        self.task_name = self.settings.pipeline_task
         self.task = TASKS[self.task_name]
         self.parsing = Parsing()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers, body, deadlines = await read_request(scope, receive, self.settings, self.engine)
+        headers, body, deadlines = await read_request(scope, receive)
         media = media_type(headers)
         self.check_media(media)
-        if self.task.kind == "text" or may_be_json(body, media):
+        if len(body) > INLINE_BYTES and (self.task.kind == "text" or may_be_json(body, media)):
             parse = partial(self.parse, media=media)
             inputs, is_list = await self.parsing.run(parse, body, deadlines.first)
         else:  # bytes stay as they are
             inputs, is_list = self.parse(body, media)
         items = self.engine.submit("pipeline", inputs, deadlines.first)
+        timer = self.engine.loop.call_later(deadlines.first - time.monotonic(), expire, items)
+        self.engine.loop.create_task(abort_on_disconnect(receive, items))  # receive() holds it
+        answers: list[bytes] = []
         try:
-            answers = await self.run(receive, items, is_list)
+            for item in items:
+                answers.append(await item.future)  # noqa: PERF401  # its length says which failed
         except InvalidInput as error:
+            if is_list and error.param and error.param.startswith("inputs"):
+                error.param = f"inputs[{len(answers)}]" + error.param.removeprefix("inputs")
             if media == FORM and isinstance(inputs[0].inputs, bytes):
                 raise InvalidInput(f"{error}; {CURL}", error.param) from error
             raise
+        finally:
+            timer.cancel()
+            self.engine.queue.forget(items)
         if not is_list or (self.task.unwraps_single and len(answers) == 1):
             content = answers[0]
         else:
             content = b"[" + b",".join(answers) + b"]"
         await send_json(send, content, headers=timing_headers(items))
-
-    async def run(self, receive: Receive, items: list[WorkItem], is_list: bool) -> list[bytes]:
-        """Wait for the items' answers, their deadline or the client's leaving."""
-        loop, left_s = self.engine.loop, items[0].deadline - time.monotonic()
-        timer = loop.call_later(left_s, self.engine.expire, items)
-        loop.create_task(abort_on_disconnect(receive, items))  # its receive() keeps hold of it
-        answers: list[bytes] = []
-        try:
-            for item in items:
-                answers.append(await item.future)  # noqa: PERF401  # its length says which failed
-            return answers
-        except InvalidInput as error:
-            if is_list and error.param and error.param.startswith("inputs"):
-                error.param = f"inputs[{len(answers)}]" + error.param.removeprefix("inputs")
-            raise
-        finally:
-            timer.cancel()
-            self.engine.queue.forget(items)
 
     def check_media(self, media: str) -> None:
         """415 for a content type that the task does not take. curl's form type counts as raw."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from batching.errors import ClientGone, ItemFailed
 from server.engine import Engine
-from server.http.body import Deadlines
+from server.http.request import Deadlines, expire
 from worker.deltas import Delta
 from worker.protocol import GenerationInput
 
@@ -36,39 +36,34 @@ class Usage:
         self.reasoning += delta.reasoning_tokens
 
 
+@dataclass(eq=False)
 class TokenStream:
     """One request's deltas, all choices of all its prompts, counted in `usage` when they are read.
 
     Submits the request, or raises a Refused. `close` it in the end, however it ends.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        payloads: Sequence[GenerationInput],
-        deadlines: Deadlines,
-        usage: Usage,
-    ) -> None:
-        self.engine = engine
-        self.deadlines = deadlines
-        self.usage = usage
-        self.unfinished = sum(payload.n for payload in payloads)  # choices
+    engine: Engine
+    payloads: Sequence[GenerationInput]
+    deadlines: Deadlines
+    usage: Usage
+
+    def __post_init__(self) -> None:
+        self.unfinished = sum(payload.n for payload in self.payloads)  # choices
         self._unread: dict[int, Delta] = {}
         self._error: BaseException | None = None  # what ends the stream after what is unread
         self.arrival = asyncio.Event()  # set it to wake the reader
         self._timer: asyncio.TimerHandle | None = None
         self._begun = False
-        self.items = engine.submit("generation", payloads, deadlines.first, self)
+        first = self.deadlines.first
+        self.items = self.engine.submit("generation", self.payloads, first, self)
         self._running = len(self.items)
-        self._expire_at(min(deadlines.first, deadlines.whole))
+        self._expire_at(min(first, self.deadlines.whole))
         for item in self.items:
             item.future.add_done_callback(self._on_done)
 
     def push(self, delta: Delta) -> None:
-        if (unread := self._unread.get(delta.choice)) is None:
-            self._unread[delta.choice] = delta
-        else:
-            unread.merge(delta)
+        merge(self._unread, delta)
         self.arrival.set()
 
     async def read(self) -> list[Delta]:
@@ -94,10 +89,7 @@ class TokenStream:
         whole: dict[int, Delta] = {}
         while self.unfinished:
             for delta in await self.read():
-                if delta.choice in whole:
-                    whole[delta.choice].merge(delta)
-                else:
-                    whole[delta.choice] = delta
+                merge(whole, delta)
             if self.unfinished:  # the stream merges the rest; nobody looks at it step by step
                 futures = [item.future for item in self.items]
                 await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
@@ -114,7 +106,7 @@ class TokenStream:
             self._timer.cancel()
         if deadline < math.inf:
             left_s = deadline - time.monotonic()
-            self._timer = self.engine.loop.call_later(left_s, self.engine.expire, self.items)
+            self._timer = self.engine.loop.call_later(left_s, expire, self.items)
 
     def _on_done(self, future: "asyncio.Future[None]") -> None:
         """The worker is done with an item: no more deltas will come."""
@@ -126,3 +118,8 @@ class TokenStream:
             self._error = ItemFailed("the model ended without a finish_reason")
         if self._error is not None:
             self.arrival.set()
+
+
+def merge(choices: dict[int, Delta], delta: Delta) -> None:
+    if (earlier := choices.setdefault(delta.choice, delta)) is not delta:
+        earlier.merge(delta)

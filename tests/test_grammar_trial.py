@@ -289,7 +289,7 @@ def test_who_waits_for_a_grammar_holds_no_thread_of_the_pool() -> None:
         return httpx.post(server.url + "/v1/chat/completions", json=body, timeout=60).status_code
 
     with serving(load_chat=lambda: generator, chat_model="x") as server:
-        threads = 3 * len(server.engine.pool.threads)
+        threads = 3 * len(server.engine.prepare.threads)
         with ThreadPoolExecutor(threads) as clients:
             waiting = [clients.submit(post, server, "wait") for _ in range(threads)]
             wait_until(lambda: len(generator.again) == threads)

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 from batching.errors import DeadlineExceeded, InvalidInput
 from server.http import json
-from server.http.body import INLINE_BYTES, Parsing
-from server.http.json import MOST_VALUES, check_values, parse_json
-from server.middleware import BODIES
+from server.http.json import INLINE_BYTES, MOST_VALUES, Parsing, check_values, parse_json
+from server.http.request import BODIES
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
 from tests.serving import Server, serving, wait_until

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from batching.errors import InvalidInput
 from server import openapi
-from server.middleware import OPEN_PATHS
+from server.http.request import OPEN_PATHS
 from server.openai.chat import ChatRequest
 from server.openai.completions import CompletionRequest
 from server.openai.params import GenerationRequest, Names, decode

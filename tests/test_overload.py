@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from batching.request_queue import WorkItem
 from tests.event_streams import chat, open_stream, read_until
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
@@ -58,6 +59,38 @@ def test_hopeless_deadline_is_refused_before_it_costs_anything() -> None:
         runner.gate.set()
         assert waiting.result().status_code == 200
         assert not any("late" in batch for batch in runner.batches)
+
+
+class Slow(FakeRunner):
+    """Takes its time to prepare texts that say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.preparing = threading.Semaphore(0)
+        self.go_on = threading.Event()
+
+    def prepare(self, item: WorkItem) -> None:
+        if item.payload.inputs == "slow":
+            self.preparing.release()
+            assert self.go_on.wait(60)
+        super().prepare(item)
+
+
+def test_what_has_run_is_answered_while_others_are_being_prepared() -> None:
+    runner = Slow()
+    with serving(lambda: runner) as server, ThreadPoolExecutor(32) as pool:
+        runner.gate.clear()
+        first = pool.submit(post, server.url, "first")
+        assert runner.entered.acquire(timeout=60)
+        slow = []
+        for _ in server.engine.prepare.threads:  # one that is busy takes no more with it
+            slow.append(pool.submit(post, server.url, "slow"))
+            assert runner.preparing.acquire(timeout=60)
+        runner.gate.set()
+        assert first.result(60).status_code == 200
+        assert not any(answer.done() for answer in slow)
+        runner.go_on.set()
+        assert all(answer.result().status_code == 200 for answer in slow)
 
 
 def test_a_deadline_that_passes_gets_504_in_the_queue_and_while_running() -> None:

@@ -15,10 +15,9 @@ from tests.parity import item, runner, same, serve
 from tests.tiny_tokenizers import SENTENCES
 from worker.model.self_check import TOLERANCE, CannotRun
 from worker.pipeline import packed_attention as packing_module
-from worker.pipeline.batch_check import Rows, check_packing, random_rows
-from worker.pipeline.outputs import split_rows
+from worker.pipeline.load import Rows, check_packing, random_rows
 from worker.pipeline.packed_attention import Packing, plan_batch
-from worker.pipeline.runner import PipelineRunner
+from worker.pipeline.runner import PipelineRunner, split_rows
 
 PACKED = [
     "bert-base",

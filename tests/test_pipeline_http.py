@@ -148,7 +148,7 @@ def test_bad_use_gets_an_envelope_that_says_what_to_do(
     says: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("server.http.body.LINGER_S", 3600)  # no answer waits for it
+    monkeypatch.setattr("server.http.request.LINGER_S", 3600)  # no answer waits for it
     started = time.process_time()  # ours alone: the machine may have more to do
     response = httpx.post(server.url, content=body, headers={"content-type": media})
     assert time.process_time() - started < 1
@@ -189,7 +189,7 @@ class Slow:
                 slow.waiting.release()
 
         patched = SimpleNamespace(**vars(asyncio) | {"timeout": Watched})
-        monkeypatch.setattr("server.http.body.asyncio", patched)
+        monkeypatch.setattr("server.http.request.asyncio", patched)
         self.client = socket.create_connection(("127.0.0.1", server.port))
         self.client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nh")
         for _ in range(2):  # for the letter, and for what is to come after it

@@ -19,9 +19,9 @@ from tests import tiny
 from tests.parity import assert_parity, item, mixed, oracle, runner, serve, text
 from worker.model import cpu_linear
 from worker.model.loading import LoadOptions
-from worker.pipeline.limits import settings_of
 from worker.pipeline.load import load_runner
 from worker.pipeline.runner import PipelineRunner
+from worker.pipeline.text_generation import settings_of
 
 TEXTS = [text(n, 7 * n) for n in (1, 3, 12, 2, 25, 5, 1, 18)]
 
@@ -256,7 +256,7 @@ def test_forward_of_an_item_can_be_repeated() -> None:
         assert answers[0] == answers[1]
 
 
-def test_a_short_text_passes_three_files_of_the_worker() -> None:
+def test_a_short_text_passes_two_files_of_the_worker() -> None:
     run, entered = runner("fill-mask", "bert-mlm"), set()
 
     def note(frame: FrameType, event: str, argument: object) -> None:
@@ -271,7 +271,7 @@ def test_a_short_text_passes_three_files_of_the_worker() -> None:
         answer = run.finish(one, run.forward([one.prepared])[0])
     finally:
         sys.setprofile(None)
-    assert entered == {"runner.py", "packed_attention.py", "outputs.py"}
+    assert entered == {"runner.py", "packed_attention.py"}
     read = item("the capital of [MASK] is paris", top_k=5)  # its parameters are looked at
     assert [json.loads(answer)] == serve(run, [read])
 

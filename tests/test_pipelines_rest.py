@@ -15,7 +15,7 @@ from tests import tiny_vision as tiny_vision  # adds its models to the list
 from tests.parity import item, oracle, refusal, runner, same, serve, text
 from tests.test_pipelines_media import noise, png, wav
 from worker.pipeline.limits import values_per_pixel
-from worker.pipeline.outputs import to_json
+from worker.pipeline.media import to_json
 
 PICTURES = [
     png(1, (40, 30)),

@@ -106,7 +106,7 @@ async def serving() -> AsyncIterator[House]:
         for runner in house.runners.values():
             runner.gate.set()
         house.writer.release()
-        await house.engine.stop()
+        house.engine.stop()
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -36,13 +36,13 @@ class DecodeBudget:
         return Lease(self, request)
 
 
+@dataclass(slots=True, eq=False)
 class Lease:
     """One input's part of the budget, given back at the end."""
 
-    def __init__(self, budget: DecodeBudget, request: RequestBudget | None) -> None:
-        self.budget = budget
-        self.request = request
-        self.taken = 0
+    budget: DecodeBudget
+    request: RequestBudget | None
+    taken: int = 0
 
     def __enter__(self) -> Self:
         return self
@@ -57,11 +57,10 @@ class Lease:
         """Wait, first come first served, for so much; call it once, as two that wait for each
         other's would wait forever. What exceeds the budget waits until it has all of it."""
         assert not self.taken
-        budget = self.budget
+        budget, most = self.budget, TIMES_PER_REQUEST * self.budget.size
         with budget.changed:
             if self.request:
                 self.request.taken += count
-                most = TIMES_PER_REQUEST * budget.size
                 if self.request.taken > most:
                     much = f"the inputs have more than {most} pixels or samples in all: send fewer"
                     raise InvalidInput(much, "inputs")

@@ -65,7 +65,12 @@ class ServedModel(Generic[M]):
 
     def load(self) -> None:
         self.loaded = self._load()
-        self.state = "warming"
+        self.state, info = "warming", self.loaded.info
+        log.info(
+            "model loaded task=%s model=%s device=%s dtype=%s parameters=%d batching=%s%s",
+            info.task, info.model, info.device, info.dtype, info.parameters,
+            info.batching, f" because={info.why!r}" if info.why else "",
+        )  # fmt: skip
 
     def close(self) -> None:
         """Nothing is prepared any longer. On the event loop."""
@@ -181,11 +186,11 @@ class PipelineModel(ServedModel[Runner]):
         batch, cap = self.batch, self.batcher.cap
         tokens = sum(item.tokens for item in batch)
         rows = sum(item.rows for item in batch)
-        padded = 0 if self.batcher.packs else rows * max(item.width for item in batch)
+        run_tokens = tokens if self.batcher.packs else rows * max(item.width for item in batch)
         return BatchReport(
             size=len(batch),
             tokens=tokens,
-            padded_tokens=max(0, padded - tokens),
+            padding=max(0, run_tokens - tokens) / (run_tokens or 1),
             forward_s=run.forward_s,
             total_s=batch[0].finished_at - batch[0].started_at,
             waits_s=tuple(item.started_at - item.accepted_at for item in batch),

@@ -136,7 +136,7 @@ class BatchReport:
 
     size: int
     tokens: int
-    padded_tokens: int
+    padding: float  # the share of what was run that was padding
     forward_s: float
     total_s: float
     waits_s: tuple[float, ...]

@@ -235,18 +235,14 @@ def check_parameters(task_name: str, parameters: dict[str, Any]) -> None:
         check = task.parameters.get(name)
         if check is None:
             known = ", ".join(sorted(task.parameters)) or "none"
-            raise InvalidInput(
-                f"{task_name} does not take the parameter {name[:100]!r}; it takes: {known}",
-                f"parameters.{name[:100]}",
-            )
+            unknown = f"{task_name} does not take the parameter {name[:100]!r}; it takes: {known}"
+            raise InvalidInput(unknown, f"parameters.{name[:100]}")
         if wrong := check(value):
             raise InvalidInput(f"{name} {wrong}", f"parameters.{name}")
         if type(value) is int and check(float(value)) is None:
             parameters[name] = float(value)
     for name in task.required:
         if name not in parameters:
-            raise InvalidInput(
-                f"{task_name} needs the parameter {name}: post "
-                f'{{"inputs": …, "parameters": {{"{name}": …}}}} as application/json',
-                f"parameters.{name}",
-            )
+            example = f'{{"inputs": …, "parameters": {{"{name}": …}}}}'
+            needed = f"{task_name} needs the parameter {name}: post {example} as application/json"
+            raise InvalidInput(needed, f"parameters.{name}")

@@ -3,7 +3,7 @@
 uvicorn's parsers wait for the end of a header as long as it takes, and httptools keeps all of it.
 Here a header, and what stands between the chunks of a body, is bounded in bytes and a header in
 time too, and whatever is refused gets the envelope. uvicorn may have chosen its protocol classes
-before it imports the app, so those classes are made to give ours. Bodies are read in body.py.
+before it imports the app, so those classes are made to give ours. Bodies are read in request.py.
 """
 
 import asyncio
@@ -13,10 +13,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from server.http.body import LINGER_S
 from server.http.errors import HttpError
-from server.http.json import json_headers, to_json
-from server.middleware import Middleware
+from server.http.json import to_json
+from server.http.request import LINGER_S, Middleware, json_headers
 
 MAX_HEAD = 64_000  # bytes of a header with its request line, or between two pieces of a body
 MOST_AHEAD = 100  # requests of a connection that wait behind another
@@ -36,6 +35,7 @@ class Bounded(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self.middleware: Middleware = self.app_state[APP]
+        self.limit_s = self.middleware.settings.body_timeout_s
         self.begun = False  # something of the next request is there
         self.refused = False
         self.timer: asyncio.TimerHandle | None = None
@@ -81,7 +81,7 @@ class Bounded(asyncio.Protocol):
             self.cycle.waiting_for_100_continue = False
             self.cycle.message_event.set()
         else:
-            self.middleware.metrics.refused(error.status)
+            self.middleware.metrics.requests.labels("other", error.status).inc()
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.timer = self.loop.call_later(LINGER_S, self.transport.close)
@@ -94,14 +94,13 @@ class Bounded(asyncio.Protocol):
             self.begun = False
             self._stop_timer()
         elif self.timer is None:
-            limit_s = self.middleware.settings.body_timeout_s
-            self.timer = self.loop.call_later(limit_s, self._header_is_late, limit_s)
+            self.timer = self.loop.call_later(self.limit_s, self._header_is_late)
 
-    def _header_is_late(self, limit_s: float) -> None:
+    def _header_is_late(self) -> None:
         if self.transport.get_protocol() is not self:
             return  # it has become a websocket
         if self.begun:
-            late = f"the header did not arrive within {limit_s:g} s"
+            late = f"the header did not arrive within {self.limit_s:g} s"
             self.refuse(HttpError(408, late, code="header_timeout"))
         else:
             self.transport.close()

@@ -88,19 +88,16 @@ def as_http_error(error: Exception, scope: Scope, debug: bool) -> HttpError:
     Internals (the chained cause) are shown in debug mode only."""
     if isinstance(error, HttpError):
         return error
-    if isinstance(error, errors.OnequeueError):
-        return _of_stage(error, scope, debug)
     if isinstance(error, HTTPException):
         return _of_routing(error, scope)
-    log.error("bug id=%s path=%r", scope["request_id"].decode(), scope["path"], exc_info=error)
-    return HttpError(500, "the server made a mistake")
-
-
-def _of_stage(error: errors.OnequeueError, scope: Scope, debug: bool) -> HttpError:
+    request_id, cause = scope["request_id"].decode(), error.__cause__
+    if not isinstance(error, errors.OnequeueError):
+        log.error("bug id=%s path=%r", request_id, scope["path"], exc_info=error)
+        return HttpError(500, "the server made a mistake")
     status, type_, code = next(TABLE[each] for each in type(error).__mro__ if each in TABLE)
-    cause, message, headers = error.__cause__, str(error), []
+    message, headers = str(error), []
     if status == 500:
-        log.error("request failed id=%s error=%r", scope["request_id"].decode(), cause)
+        log.error("request failed id=%s error=%r", request_id, cause)
     if debug and cause is not None:
         message += f" ({cause!r})"
     if error.retry_after_s is not None:

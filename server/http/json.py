@@ -1,4 +1,4 @@
-"""JSON, in and out: bodies read within bounds, answers sent in one way.
+"""JSON: bodies parsed within bounds, off the loop what is large; documents written.
 
     bytes → how many values? → JSON → lists no longer than they may be (openai/params.py)
 
@@ -8,16 +8,18 @@ counted without building any.
 
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
+import anyio
+import anyio.to_thread
 import msgspec
 import orjson
-from starlette.requests import Request
-from starlette.types import Receive, Scope, Send
 
-from batching.errors import InvalidInput
+from batching.errors import DeadlineExceeded, InvalidInput
 
+INLINE_BYTES = 1 << 16  # larger JSON is parsed off the event loop
 MOST_VALUES = 1_000_000  # keys and values of one body
 _MARKS = b",", b":", b"[", b"{"  # each value and key but the first follows one
 _PIECE = 1 << 16  # bytes counted in one go
@@ -25,6 +27,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 Document = dict[str, Any]  # a JSON object
 Header = tuple[bytes, bytes]  # the name in lower case
+T = TypeVar("T")
 
 
 def to_json(document: object) -> bytes:
@@ -32,29 +35,31 @@ def to_json(document: object) -> bytes:
     return orjson.dumps(document, default=msgspec.to_builtins)
 
 
-def json_headers(content: bytes) -> list[Header]:
-    return [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
+class Parsing:
+    """How an endpoint makes requests of bodies: larger ones wait for each other, so that many at
+    once take no more memory, and no more from other endpoints, than one does."""
+
+    def __init__(self) -> None:
+        self._turn = anyio.CapacityLimiter(1)
+
+    async def run(
+        self, parse: Callable[[bytes], T], body: bytes, deadline: float, blocks: bool = False
+    ) -> T:
+        """`blocks`: whether even a small one would hold up the loop."""
+        large = len(body) > INLINE_BYTES
+        if not (large or blocks):
+            return parse(body)
+        return await in_thread(parse, body, deadline, self._turn if large else None)
 
 
-async def send_json(
-    send: Send, document: object | bytes, status: int = 200, headers: Sequence[Header] = ()
-) -> None:
-    """A whole answer: `document`, or bytes that are JSON already, as they are. `headers` come after
-    the content's own."""
-    content = document if isinstance(document, bytes) else to_json(document)
-    fields = [*json_headers(content), *headers]
-    await send({"type": "http.response.start", "status": status, "headers": fields})
-    await send({"type": "http.response.body", "body": content})
-
-
-class JsonEndpoint:
-    """A bare ASGI app that sends what `answer` makes of a request."""
-
-    def __init__(self, answer: Callable[[Request], Awaitable[object]]) -> None:
-        self.answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, await self.answer(Request(scope, receive)))
+async def in_thread(
+    work: Callable[[bytes], T], body: bytes, deadline: float, turn: anyio.CapacityLimiter | None
+) -> T:
+    try:
+        with anyio.fail_after(deadline - time.monotonic()):
+            return await anyio.to_thread.run_sync(work, body, limiter=turn)
+    except TimeoutError:
+        raise DeadlineExceeded("the body was not read within the time limit") from None
 
 
 def parse_json(body: bytes) -> Document:

@@ -11,8 +11,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from server.engine import Engine
-from server.http.body import Parsing, read_request, require_json
-from server.http.json import JsonEndpoint, to_json
+from server.http.json import Parsing, to_json
+from server.http.request import JsonEndpoint, read_json_request
 from server.openai.params import Names, decode
 from server.settings import Settings
 
@@ -43,7 +43,6 @@ class ModelNames:
     """The one language model, by the names that requests may call it."""
 
     def __init__(self, settings: Settings, engine: Engine) -> None:
-        self.settings = settings
         self.engine = engine
         self.created = int(time.time())
         self.id = setting = settings.chat_model
@@ -70,14 +69,9 @@ class ModelNames:
     async def load(self, request: Request) -> Response:
         """What `transformers chat` asks before its first message. It waits for an event that says
         `ready`: the model is loaded from the start, so that this is the only one."""
-        headers, body, deadlines = await read_request(
-            request.scope, request.receive, self.settings, self.engine
-        )
-        require_json(headers)
+        body, deadlines = await read_json_request(request.scope, request.receive, "generation")
         read = partial(decode, kind=LoadRequest, names=self.names)
         model = (await self.parsing.run(read, body, deadlines.first)).model
-        if (refusal := self.engine.refusal("generation")) is not None:
-            raise refusal
         event = to_json({"status": "ready", "model": model, "cached": True})
         return Response(b"data: %b\n\n" % event, media_type="text/event-stream")
 

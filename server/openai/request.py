@@ -19,9 +19,9 @@ from starlette.types import Receive, Scope, Send
 
 from batching.errors import ClientGone
 from server.engine import Engine
-from server.http.body import Deadlines, Parsing, abort_on_disconnect, read_json_request
 from server.http.errors import HttpError, as_http_error
-from server.http.json import Document, send_json
+from server.http.json import Document, Parsing
+from server.http.request import Deadlines, abort_on_disconnect, read_json_request, send_json
 from server.http.sse import DONE, EventStream
 from server.openai.models import ModelNames
 from server.openai.params import GenerationRequest
@@ -99,9 +99,7 @@ class GenerationEndpoint(ABC, Generic[R]):
         return False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, deadlines = await read_json_request(
-            scope, receive, self.settings, self.engine, "generation"
-        )
+        body, deadlines = await read_json_request(scope, receive, "generation")
         reply = await self.parsing.run(self.parse, body, deadlines.first, self.blocks)
         await self.answer(scope, receive, send, reply, deadlines)
 
@@ -123,7 +121,7 @@ class GenerationEndpoint(ABC, Generic[R]):
     def failed(self, error: Exception, scope: Scope) -> HttpError:
         """Counts a failure; its envelope."""
         envelope = as_http_error(error, scope, self.settings.debug)
-        self.engine.metrics.failed(envelope.kind)
+        self.engine.metrics.errors.labels(envelope.kind).inc()
         return envelope
 
     async def _stream(
@@ -146,7 +144,7 @@ class GenerationEndpoint(ABC, Generic[R]):
             await self.keep(reply)
             await connection.end(reply.last_frame())
         except ClientGone as error:
-            self.engine.metrics.failed("client_gone")
+            self.engine.metrics.errors.labels("client_gone").inc()
             log.info("stream ended id=%s because=%r", scope["request_id"].decode(), str(error))
         finally:
             connection.close()

@@ -13,13 +13,12 @@ from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
 from server.engine import Engine
-from server.http.body import in_thread, read_json_request
-from server.http.json import send_json
+from server.http.json import in_thread
+from server.http.request import read_json_request, send_json
 from server.openai.chat import Messages, conversation
 from server.openai.models import ModelNames
 from server.openai.params import TokenId, decode
 from server.openai.tools import Tools
-from server.settings import Settings
 from worker.protocol import Chat, Generator
 
 THREADS = 2  # a long text delays other texts here, not what is being generated
@@ -76,13 +75,13 @@ class DetokenizeRequest(Struct):
         return Prompt(generator.decode(self.tokens))
 
 
-def tokenizer_routes(settings: Settings, engine: Engine, models: ModelNames) -> list[Route]:
+def tokenizer_routes(engine: Engine, models: ModelNames) -> list[Route]:
     kinds: dict[str, type[TokenizeRequest | DetokenizeRequest]] = {
         "/tokenize": TokenizeRequest,
         "/detokenize": DetokenizeRequest,
     }
     return [
-        Route(path, TokenizerEndpoint(kind, settings, engine, models), methods=["POST"])
+        Route(path, TokenizerEndpoint(kind, engine, models), methods=["POST"])
         for path, kind in kinds.items()
     ]
 
@@ -92,7 +91,6 @@ class TokenizerEndpoint:
     """A bare ASGI app, for one of the requests above."""
 
     kind: type[TokenizeRequest | DetokenizeRequest]
-    settings: Settings
     engine: Engine
     models: ModelNames
 
@@ -100,9 +98,7 @@ class TokenizerEndpoint:
         self.threads = anyio.CapacityLimiter(THREADS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, deadlines = await read_json_request(
-            scope, receive, self.settings, self.engine, "generation"
-        )
+        body, deadlines = await read_json_request(scope, receive, "generation")
         await send_json(send, await in_thread(self._answer, body, deadlines.first, self.threads))
 
     def _answer(self, body: bytes) -> Tokens | Prompt:

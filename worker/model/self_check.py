@@ -1,7 +1,7 @@
 """The check at load: random prompts, run in two ways, must give the same but for rounding.
 
 What is run is the caller's: paging.py, paged_runner.py and cuda_graphs.py, cached_runner.py, and
-pipeline/batch_check.py.
+pipeline/load.py.
 """
 
 import itertools

@@ -72,19 +72,16 @@ class InputReader:
             raise InvalidInput("the text is too long for so many labels", "inputs")
         limits.check_characters(len(inputs), self.limit)
         if self.name == "fill-mask" and (mask := pipe.tokenizer.mask_token) not in inputs:
-            raise InvalidInput(
-                f"there is no {mask} in the text: write it where a word is to be filled in",
-                "inputs",
-            )
+            lacking = f"there is no {mask} in the text: write it where a word is to be filled in"
+            raise InvalidInput(lacking, "inputs")
         return inputs
 
 
 def read_pair(inputs: dict[str, Any], limit: int) -> dict[str, str]:
     fine = "text" in inputs and set(inputs) <= {"text", "text_pair"}
     if not fine or not all(isinstance(v, str) and v.strip() for v in inputs.values()):
-        raise InvalidInput(
-            'a pair is {"text": …, "text_pair": …}, both strings, not empty', "inputs"
-        )
+        pair = 'a pair is {"text": …, "text_pair": …}, both strings, not empty'
+        raise InvalidInput(pair, "inputs")
     limits.check_characters(sum(map(len, inputs.values())), limit)
     return inputs
 
@@ -102,10 +99,8 @@ def read_chat(messages: list[Any], pipe: Pipe, limit: int) -> Chat:
             if not isinstance(message.get(key), str):
                 raise InvalidInput("must be a string", f"inputs[{index}].{key}")
         if extra := set(message) - {"role", "content"}:
-            name = min(map(str, extra))[:100]
-            raise InvalidInput(
-                f"a message has a role and a content, no {name!r}", f"inputs[{index}]"
-            )
+            no = f"a message has a role and a content, no {min(map(str, extra))[:100]!r}"
+            raise InvalidInput(no, f"inputs[{index}]")
     limits.check_characters(sum(len(message["content"]) for message in messages), limit)
     return Chat(messages)  # type: ignore[arg-type]  # annotated as a dict, used as a list
 

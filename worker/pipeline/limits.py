@@ -16,7 +16,6 @@ from worker.model.loading import Pipe
 ENDLESS = 1 << 24  # tokenizers say 10^30 where nobody set a limit
 # A token is rarely longer: a text with more characters per token of context is refused unread.
 MAX_CHARS_PER_TOKEN = 256
-DEFAULT_NEW_TOKENS = 256  # the text-generation pipeline's own default
 MAX_CHUNKS = 1024  # forward rows of one input
 MAX_UNCHUNKED_S = 300.0  # sound in one row: its cost grows with the square
 
@@ -57,9 +56,8 @@ def check_decision(pipe: Pipe, request: Mapping[str, Any], limit: int) -> None:
         raise InvalidInput(str(error)[:1000], "inputs.questions") from None
     longest = max(inputs["input_ids"].shape[-1] for inputs, _ in prompts)
     if longest > limit:
-        raise InvalidInput(
-            f"a question makes {longest} tokens with the state; the model takes {limit}", "inputs"
-        )
+        long = f"a question makes {longest} tokens with the state; the model takes {limit}"
+        raise InvalidInput(long, "inputs")
 
 
 def check_strings(pipe: Pipe, inputs: Any, parameters: Mapping[str, Any], limit: int) -> None:
@@ -73,91 +71,31 @@ def check_strings(pipe: Pipe, inputs: Any, parameters: Mapping[str, Any], limit:
             raise InvalidInput(f"the text has {count} tokens; the model takes {limit}", "inputs")
 
 
-def plan_generation(pipe: Pipe, forward: dict[str, Any], prompt_tokens: int, limit: int) -> int:
-    """Settle how many tokens are generated, in `forward`; returns the rows a prompt becomes.
-
-    A number that was asked for is refused where it does not fit; a default is cut.
-    """
-    config = settings_of(pipe)
-    settings = {**config.to_diff_dict(), **forward}
-    settings.pop("tokenizer", None)
-    if add_defaults := getattr(pipe, "_prepare_generate_kwargs", None):
-        settings = add_defaults(settings)
-    try:
-        effective = type(config)(**settings)
-        effective.validate()
-    except ValueError as error:
-        raise InvalidInput(str(error), "parameters") from error
-    left = limit - prompt_tokens
-    asked = forward.get("max_new_tokens")
-    if left < max(1, asked or 1):
-        raise InvalidInput(
-            f"the text has {prompt_tokens} tokens and max_new_tokens is {asked or 1}; "
-            f"the model's context is {limit}",
-            "parameters.max_new_tokens",
-        )
-    if asked is None:
-        default = config.max_new_tokens or DEFAULT_NEW_TOKENS
-        if config.max_length and not config.max_new_tokens:  # counts the prompt
-            default = max(1, config.max_length - prompt_tokens)
-        asked = forward["max_new_tokens"] = min(left, default)
-    if (forward.get("min_new_tokens") or 0) > asked:
-        raise InvalidInput(
-            f"min_new_tokens is above max_new_tokens, which is {asked}", "parameters.min_new_tokens"
-        )
-    return max(effective.num_beams or 1, effective.num_return_sequences or 1)
-
-
-def settings_of(pipe: Pipe) -> Any:
-    """The GenerationConfig before a request's parameters: the model's, or, in transformers 5.17,
-    the pipeline's, which has the pipeline's defaults merged in."""
-    return getattr(pipe, "generation_config", None) or pipe.model.generation_config
-
-
-def reads_prompt(pipe: Pipe, forward: Mapping[str, Any]) -> bool:
-    """Whether generation looks back at the prompt's tokens, so that padding would be seen."""
-    settings = {**settings_of(pipe).to_diff_dict(), **forward}
-    return bool(
-        (settings.get("repetition_penalty") or 1.0) != 1.0
-        or settings.get("no_repeat_ngram_size")
-        or settings.get("min_length")
-    )
-
-
 def check_strides(parameters: Mapping[str, Any], limit: int) -> None:
     """Overlaps that leave each piece of a text hardly anything new."""
-    width = min(limit, parameters.get("max_seq_len") or limit)
+    width = parameters.get("max_seq_len") or limit
+    if width > limit:
+        long = f"max_seq_len is {width}; the model takes {limit} tokens"
+        raise InvalidInput(long, "parameters.max_seq_len")
     for name in ("stride", "doc_stride"):
         if (parameters.get(name) or 0) > width // 2:
-            raise InvalidInput(
-                f"{name} must be at most {width // 2}, half the length of a piece",
-                f"parameters.{name}",
-            )
-    if (parameters.get("max_seq_len") or 0) > limit:
-        raise InvalidInput(
-            f"max_seq_len is {parameters['max_seq_len']}; the model takes {limit} tokens",
-            "parameters.max_seq_len",
-        )
+            most = f"{name} must be at most {width // 2}, half the length of a piece"
+            raise InvalidInput(most, f"parameters.{name}")
 
 
 def check_sound(seconds: float, parameters: Mapping[str, Any], any_length: bool) -> None:
     """`any_length`: the model cuts sound to its own pieces."""
-    chunk_s = parameters.get("chunk_length_s") or 0.0
-    if not chunk_s:
-        if seconds > MAX_UNCHUNKED_S and not any_length:
-            raise InvalidInput(
-                f"the sound lasts {seconds:.0f} seconds; this model takes {MAX_UNCHUNKED_S:.0f} "
-                "at a time (speech recognition can cut it into pieces: set chunk_length_s)",
-                "inputs",
-            )
-        return
-    step_s = chunk_s - 2 * parameters.get("stride_length_s", chunk_s / 6)
-    if step_s <= 0 or seconds / step_s > MAX_CHUNKS:
-        raise InvalidInput(
-            f"each piece must bring something new (chunk_length_s - 2 x stride_length_s is "
-            f"{step_s:g} seconds), and there may be at most {MAX_CHUNKS} pieces",
-            "parameters.chunk_length_s",
-        )
+    if chunk_s := parameters.get("chunk_length_s") or 0.0:
+        step_s = chunk_s - 2 * parameters.get("stride_length_s", chunk_s / 6)
+        if step_s <= 0 or seconds / step_s > MAX_CHUNKS:
+            new = f"(chunk_length_s - 2 x stride_length_s is {step_s:g} seconds)"
+            most = f"and there may be at most {MAX_CHUNKS} pieces"
+            each = f"each piece must bring something new {new}, {most}"
+            raise InvalidInput(each, "parameters.chunk_length_s")
+    elif seconds > MAX_UNCHUNKED_S and not any_length:
+        long = f"the sound lasts {seconds:.0f} seconds; this model takes {MAX_UNCHUNKED_S:.0f}"
+        cut = "speech recognition can cut it into pieces: set chunk_length_s"
+        raise InvalidInput(f"{long} at a time ({cut})", "inputs")
 
 
 def values_per_pixel(task: str, pipe: Pipe) -> int:

@@ -1,19 +1,40 @@
 """From settings to a runner, on the worker thread: the pipeline, whether it has the weights that
-its answers depend on, how it batches. From then on runner.py does the work.
+its answers depend on, and whether a batch gives what each of its rows gives alone.
+
+Three ways to batch are tried on random rows, by running the model: packed, padded on the right, and
+padded on the left before generation. What differs is not used; the reason is logged with the model.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from worker.architectures import advice, made_for
 from worker.decode_budget import DecodeBudget
 from worker.model import cpu_linear, missing_weights
 from worker.model.loading import LoadingFailed, LoadOptions, Pipe, free_bytes, load_pipeline
-from worker.pipeline.batch_check import choose_batching
+from worker.model.self_check import (
+    TOLERANCE,
+    CannotRun,
+    compare,
+    length_beyond_windows,
+    random_prompts,
+)
 from worker.pipeline.inputs import InputReader, warm_up_input
-from worker.pipeline.outputs import to_json
-from worker.pipeline.runner import PipelineRunner
+from worker.pipeline.limits import context_limit, vocabulary
+from worker.pipeline.media import to_json
+from worker.pipeline.packed_attention import Packing
+from worker.pipeline.runner import PipelineRunner, split_rows
 from worker.protocol import ModelInfo, PipelineInput
 from worker.tasks import TASKS, resolve_task
+
+Batching = Literal["packed", "padded", "same shape", "single"]
 
 
 def load_runner(options: LoadOptions, max_rows: int) -> PipelineRunner:
@@ -55,3 +76,133 @@ def _warm_up_answer(pipe: Pipe, task: str) -> bytes:
     payload = PipelineInput(inputs, parameters)
     with DecodeBudget(1 << 20).lease() as lease:
         return to_json(pipe(InputReader(task, pipe).read(payload, pipe, lease), **parameters))
+
+
+# ── how it batches ──
+
+
+def choose_batching(task: str, pipe: Pipe) -> tuple[Batching, str, Packing | None]:
+    """The best way to batch that gives the model's own output; why none better; the packing, in
+    place, if it is that."""
+    if not TASKS[task].stages or not TASKS[task].batches:
+        return "single", "", None
+    if TASKS[task].kind != "text":
+        return "same shape", "", None
+    model, tokenizer, limit = pipe.model, pipe.tokenizer, context_limit(pipe)
+    if tokenizer is None or tokenizer.pad_token_id is None:
+        return "single", "its tokenizer has no padding token", None
+    if tokenizer.pad_token_id >= vocabulary(pipe):
+        return "single", "it does not know its tokenizer's padding token", None
+    if task == "text-generation":
+        why = _refusal(partial(check_left_padding, model, tokenizer, limit))
+        return ("single" if why else "padded"), why, None
+    why = _refusal(lambda: check_packing(Packing(model), tokenizer, limit))
+    if not why:
+        packing = Packing(model)
+        packing.attach()
+        return "packed", "", packing
+    rows = partial(rows_beyond_windows, model, tokenizer, limit)
+    if why_not_padded := _refusal(lambda: check_rows(rows(), model, model)):
+        return "single", f"packed: {why}; padded: {why_not_padded}", None
+    return "padded", why, None
+
+
+def _refusal(check: Callable[[], None]) -> str:
+    """Why a way of batching is not used; "" if the check passes."""
+    try:
+        check()
+    except CannotRun as error:
+        return str(error)
+    except Exception as error:  # each model class refuses in its own way
+        return f"the forward raised {repr(error)[:200]}"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Random rows, as the arguments that the tokenizer makes of texts."""
+
+    batch: dict[str, Tensor]  # [B, L] each, padded
+    alone: Sequence[dict[str, Tensor]]  # the same of each row, [1, tokens]
+    counts: Sequence[int]  # tokens of each
+
+
+def random_rows(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, counts: Sequence[int], left: bool
+) -> Rows:
+    """Tokens are ordinary ones; each row ends in the token that ends texts, as some models
+    look for it."""
+    texts = [torch.tensor(prompt) for prompt in random_prompts(model, tokenizer, counts)]
+    last = tokenizer.eos_token_id if tokenizer.sep_token_id is None else tokenizer.sep_token_id
+    if isinstance(last, int) and not left:
+        for text in texts:
+            text[-1] = last
+    pad: Any = tokenizer.pad_token_id
+    side = "left" if left else "right"
+    ids = pad_sequence(texts, True, pad, side).to(model.device)
+    mask = pad_sequence([torch.ones_like(text) for text in texts], True, 0, side).to(model.device)
+    batch = {"input_ids": ids}
+    if "attention_mask" in tokenizer.model_input_names:
+        batch["attention_mask"] = mask
+    real = enumerate(mask.bool())
+    alone = [{name: value[row, at][None] for name, value in batch.items()} for row, at in real]
+    return Rows(batch, alone, counts)
+
+
+def rows_beyond_windows(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, limit: int
+) -> Rows:
+    """Two near in length, which share an attention call when packed, and a short one. They exceed
+    the attention window, as far as `limit` and time allow."""
+    longest = length_beyond_windows(model.config, limit)
+    counts = [min(3, longest), longest, longest - longest // 8]
+    return random_rows(model, tokenizer, counts, left=False)
+
+
+def check_packing(packing: Packing, tokenizer: PreTrainedTokenizerBase, limit: int) -> None:
+    """Raises CannotRun unless packed rows equal the model's forward of each."""
+    rows = rows_beyond_windows(packing.model, tokenizer, limit)
+
+    def packed(**batch: Tensor) -> Any:
+        detach = packing.attach()
+        try:
+            with packing.batch(rows.counts, max(rows.counts)):
+                return packing.model(**batch)
+        finally:
+            detach()
+
+    check_rows(rows, packing.model, packed)
+    if packing.calls != len(packing.layers):
+        raise CannotRun("its layers do not call a registered attention function")
+
+
+def check_left_padding(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, limit: int
+) -> None:
+    """Raises CannotRun unless the first generated token's logits survive padding on the left."""
+    rows = random_rows(model, tokenizer, [min(3, limit - 1), min(11, limit - 1)], left=True)
+    options = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "max_new_tokens": 1}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    generate: Any = model.generate  # mypy takes it for a parameter of the module
+
+    def first_logits(**batch: Tensor) -> Any:
+        return {"logits": generate(**batch, **options).logits[0]}
+
+    check_rows(rows, first_logits, first_logits)
+
+
+@torch.no_grad()
+def check_rows(rows: Rows, alone: Callable[..., Any], together: Callable[..., Any]) -> None:
+    """Raises CannotRun unless every score of the rows in a batch is what it is alone, but for
+    rounding."""
+    counts = rows.counts
+    batched = split_rows(together(**rows.batch), len(counts), counts)
+    for row, got, count in zip(rows.alone, batched, counts, strict=True):
+        for name, expected in split_rows(alone(**row), 1, [count])[0].items():
+            if not isinstance(expected, Tensor) or not expected.is_floating_point():
+                continue
+            if expected.ndim > 2 and expected.shape[1] != count:
+                raise CannotRun(f"its {name} are not one for each token")
+            if got[name].shape != expected.shape:
+                raise CannotRun(f"its {name} have another shape in a batch")
+            compare(got[name], expected, TOLERANCE[expected.dtype], f"its {name} differ in a batch")

@@ -1,4 +1,4 @@
-"""Images and sound from bytes, base64 or data URLs; runs in pool threads.
+"""Images and sound from bytes, base64 or data URLs, and images in answers; runs in pool threads.
 
 Strings are decoded here and never handed on: pipelines open strings as local paths or URLs.
 Sizes are read from headers and checked before anything is decoded, against files that unpack
@@ -9,9 +9,11 @@ this process are read (PostScript would start a program).
 import base64
 import io
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
+import orjson
 from PIL import Image
 
 from batching.errors import InvalidInput
@@ -54,9 +56,8 @@ def to_bytes(value: Any, param: str) -> bytes:
     try:
         return base64.b64decode("".join(encoded.split()), validate=True)
     except ValueError:  # also what is not ASCII
-        raise InvalidInput(
-            "must be a base64 string or a data: URL; paths and links are not opened", param
-        ) from None
+        unopened = "must be a base64 string or a data: URL; paths and links are not opened"
+        raise InvalidInput(unopened, param) from None
 
 
 def to_images(
@@ -70,14 +71,10 @@ def to_images(
     pixels = sum(image.width * image.height for image in opened)
     most = size * FREE_VALUES_PER_PIXEL // max(FREE_VALUES_PER_PIXEL, values_per_pixel)
     if pixels > most:
-        image, param = opened[0], values[0][1]
+        large = f"the image has {opened[0].width} x {opened[0].height} pixels"
         many = f", {pixels} together with the others" if len(opened) > 1 else ""
         why = f" where each gets {values_per_pixel} values (labels, masks)" if most < size else ""
-        raise InvalidInput(
-            f"the image has {image.width} x {image.height} pixels{many}; at most {most} in all "
-            f"are taken{why}",
-            param,
-        )
+        raise InvalidInput(f"{large}{many}; at most {most} in all are taken{why}", values[0][1])
     lease.take(pixels)
     for image, (_, param) in zip(opened, values, strict=True):
         try:
@@ -146,9 +143,8 @@ def to_audio(
             lease.take(int(seconds * sampling_rate))
             samples = _read_mono(file, sampling_rate)
     except (soundfile.LibsndfileError, TypeError):
-        raise InvalidInput(
-            "this is not a sound file that can be read (WAV, FLAC, OGG, MP3)", param
-        ) from None
+        unreadable = "this is not a sound file that can be read (WAV, FLAC, OGG, MP3)"
+        raise InvalidInput(unreadable, param) from None
     if len(samples) < MIN_AUDIO_S * sampling_rate:
         raise InvalidInput(f"sound must last at least {MIN_AUDIO_S} seconds", param)
     if not np.isfinite(samples).all():
@@ -160,16 +156,13 @@ def _check_header(file: Any, param: str) -> float:
     """The sound's seconds, if it is not too long for what its header says."""
     rate, channels = file.samplerate, file.channels
     if not MIN_RATE <= rate <= MAX_RATE:
-        raise InvalidInput(
-            f"the sound has {rate} samples a second; {MIN_RATE} to {MAX_RATE} are taken", param
-        )
+        odd = f"the sound has {rate} samples a second; {MIN_RATE} to {MAX_RATE} are taken"
+        raise InvalidInput(odd, param)
     seconds: float = file.frames / rate
     if seconds > MAX_AUDIO_S or file.frames * channels > MAX_SAMPLES:
-        raise InvalidInput(
-            f"the sound lasts {seconds:.0f} seconds in {channels} channels; at most "
-            f"{MAX_AUDIO_S} seconds and {MAX_SAMPLES} samples are taken",
-            param,
-        )
+        long = f"the sound lasts {seconds:.0f} seconds in {channels} channels"
+        most = f"at most {MAX_AUDIO_S} seconds and {MAX_SAMPLES} samples are taken"
+        raise InvalidInput(f"{long}; {most}", param)
     return seconds
 
 
@@ -188,3 +181,21 @@ def _read_mono(file: Any, sampling_rate: int) -> np.ndarray:
     if resampler is not None:
         parts.append(resampler.resample_chunk(np.zeros(0, np.float32), last=True))
     return np.concatenate(parts)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Image.Image):
+        buffer = io.BytesIO()
+        value.save(buffer, format="PNG")
+        return base64.b64encode(buffer.getvalue()).decode()
+    if hasattr(value, "tolist"):  # tensors, arrays that are not contiguous, exotic scalars
+        return value.tolist()
+    if hasattr(value, "items"):  # ModelOutput and other mappings
+        return dict(value.items())
+    raise TypeError(f"no JSON form for {type(value).__name__}")
+
+
+# Tensors and arrays become nested lists, images base64 PNG, NaN and infinities null.
+to_json: Callable[[Any], bytes] = partial(
+    orjson.dumps, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+)

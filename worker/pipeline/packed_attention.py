@@ -4,7 +4,7 @@ A batch [B, L] goes through the embeddings as it is; before the first layer its 
 are gathered into one row [1, T, H], after the last layer they are scattered back to
 [B, L, H], so that poolers and heads see what they always see. In between, an attention
 function registered with transformers keeps the sequences apart. Whether a model can do this
-is found out by running it (batch_check.py), not by a list of names.
+is found out by running it (load.py), not by a list of names.
 
 Not here: which requests share a batch (batching/batcher.py), decoding (the generation engine).
 """
@@ -163,6 +163,15 @@ class Packing:
             return packed[0][plan.keep]
         flat = packed.new_zeros(plan.batch * plan.length, packed.shape[-1])
         return flat.index_copy_(0, plan.tokens, packed[0]).view(plan.batch, plan.length, -1)
+
+
+def spread(output: Any, keep: Sequence[int]) -> Any:
+    """Logits [1, M, V] of a row of which only the positions `keep` were handed on, as [1, L, V];
+    the others are not set."""
+    rows = output["logits"]
+    logits = rows.new_empty(1, output["input_ids"].shape[1], rows.shape[2])
+    logits[0, list(keep)] = rows[0, : len(keep)]
+    return {"logits": logits, "input_ids": output["input_ids"]}
 
 
 def packed_attention(

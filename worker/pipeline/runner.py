@@ -23,19 +23,15 @@ from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from worker.decode_budget import DecodeBudget
 from worker.model.loading import Pipe
+from worker.pipeline import limits, text_generation
 from worker.pipeline.inputs import InputReader, warm_up_input
-from worker.pipeline.limits import (
-    MAX_CHUNKS,
-    plan_generation,
-    reads_prompt,
-    settings_of,
-    vocabulary,
-)
-from worker.pipeline.media import FREE_VALUES_PER_PIXEL
-from worker.pipeline.outputs import split_generated, split_rows, spread_masks, to_json
-from worker.pipeline.packed_attention import Packing
+from worker.pipeline.media import FREE_VALUES_PER_PIXEL, to_json
+from worker.pipeline.packed_attention import Packing, spread
 from worker.protocol import ModelInfo, PipelineInput
 from worker.tasks import TASKS
+
+# Per-layer extras that no pipeline's postprocessing reads.
+SKIPPED = {"past_key_values", "hidden_states", "attentions"}
 
 Chunk = dict[str, Any]  # what `preprocess` makes of an input, or of a part of it: a row of a batch
 
@@ -53,25 +49,21 @@ class Prepared:
     pixels: int = 0  # of the image, where the answer is as large
 
 
+@dataclass(eq=False)
 class PipelineRunner:
     """Implements worker.protocol.Runner for one pipeline."""
 
-    def __init__(
-        self,
-        pipe: Pipe,
-        info: ModelInfo,
-        packing: Packing | None,
-        budget: DecodeBudget,
-        max_rows: int,
-    ) -> None:
-        self.pipe = pipe
-        self.info = info
+    pipe: Pipe
+    info: ModelInfo
+    packing: Packing | None
+    budget: DecodeBudget
+    max_rows: int
+
+    def __post_init__(self) -> None:
+        pipe, info = self.pipe, self.info
         self.task = TASKS[info.task]
-        self.packing = packing
-        self.budget = budget
-        self.max_rows = 1 if info.batching == "single" else max_rows
         self.reader = InputReader(info.task, pipe)
-        self.limit, self.vocabulary = self.reader.limit, vocabulary(pipe)
+        self.limit, self.vocabulary = self.reader.limit, limits.vocabulary(pipe)
         self.generates = info.task == "text-generation"
         self.fills_masks = info.task == "fill-mask"
         self.reads_tokens = self.task.kind == "text" and self.task.stages
@@ -124,13 +116,16 @@ class PipelineRunner:
     def _chunks(self, pipe: Pipe, inputs: Any, parameters: Mapping[str, Any]) -> Prepared:
         if not self.task.stages:
             return Prepared([inputs], dict(parameters), {})
-        before, during, after = stage_parameters(pipe, parameters)
+        # of the three stages, as the pipeline's own call would have them
+        defaults = (pipe._preprocess_params, pipe._forward_params, pipe._postprocess_params)
+        given = zip(defaults, pipe._sanitize_parameters(**parameters), strict=True)
+        before, during, after = ({**default, **more} for default, more in given)
         made = pipe.preprocess(inputs, **before)
         chunks = list(self._share_equal(made)) if isinstance(pipe, ChunkPipeline) else [made]
         prepared = Prepared(chunks, during, after)
         prepared.tokens = check_tokens(chunks, self.limit, self.vocabulary)
         if self.generates:
-            prepared.sequences = plan_generation(pipe, during, prepared.tokens, self.limit)
+            prepared.sequences = text_generation.plan(pipe, during, prepared.tokens, self.limit)
             if "tokenizer" in during:  # there with stop strings; the replica's stays in the pool
                 during["tokenizer"] = self.pipe.tokenizer
         if self.fills_masks:
@@ -161,7 +156,7 @@ class PipelineRunner:
         first = prepared.chunks[0]
         if self.task.kind != "text":
             return shared, shape(first)
-        unpadded = self.generates and reads_prompt(self.pipe, prepared.forward)
+        unpadded = self.generates and text_generation.reads_prompt(self.pipe, prepared.forward)
         return shared, frozenset(first), prepared.tokens if unpadded else 0
 
     # ── the worker thread: forward ──
@@ -181,9 +176,10 @@ class PipelineRunner:
     def _parts(self, rows: list[Chunk]) -> Iterator[slice]:
         """Rows that run together: at most `max_rows`, and sounds of one length only."""
         alike = self.task.kind == "text"
+        most = 1 if self.info.batching == "single" else self.max_rows
         start = 0
         for end in range(1, len(rows) + 1):
-            full = end - start == self.max_rows or end == len(rows)
+            full = end - start == most or end == len(rows)
             if full or not (alike or shape(rows[start]) == shape(rows[end])):
                 yield slice(start, end)
                 start = end
@@ -199,7 +195,7 @@ class PipelineRunner:
         batch = rows[0] if len(rows) == 1 else collate(self.pipe.tokenizer, None)(rows)
         if self.generates:
             output = self.pipe.forward(batch, **parameters)
-            return split_generated(output, rows, settings_of(self.pipe).eos_token_id)
+            return text_generation.split(output, rows, self.pipe)
         counts = [row["input_ids"].shape[-1] for row in rows]
         if self.packing is None:
             return split_rows(self.pipe.forward(batch, **parameters), len(rows), counts)
@@ -224,7 +220,7 @@ class PipelineRunner:
 
     def _postprocess(self, payload: PipelineInput, prepared: Prepared, raw: Any) -> bytes:
         if prepared.masks is not None:
-            raw = [spread_masks(*each) for each in zip(raw, prepared.masks, strict=True)]
+            raw = [spread(*each) for each in zip(raw, prepared.masks, strict=True)]
         with self._replica() as pipe:
             outputs = raw if isinstance(pipe, ChunkPipeline) else raw[0]
             answer = pipe.postprocess(outputs, **prepared.postprocess)
@@ -247,19 +243,11 @@ def copy_pipeline(pipe: Pipe) -> Pipe:
     return copy.deepcopy(pipe, {id(pipe.model): pipe.model})
 
 
-def stage_parameters(pipe: Pipe, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The parameters of the three stages, as the pipeline's own call would have them."""
-    defaults = (pipe._preprocess_params, pipe._forward_params, pipe._postprocess_params)
-    given = pipe._sanitize_parameters(**parameters)
-    return [{**default, **more} for default, more in zip(defaults, given, strict=True)]
-
-
 def check_tokens(chunks: Sequence[Mapping[str, Any]], limit: int, known: int) -> int:
     """The longest chunk's token count, after checking all of them; `known`: the vocabulary."""
-    if len(chunks) > MAX_CHUNKS:
-        raise InvalidInput(
-            f"the input makes {len(chunks)} pieces; at most {MAX_CHUNKS} are taken", "inputs"
-        )
+    if len(chunks) > (most := limits.MAX_CHUNKS):
+        many = f"the input makes {len(chunks)} pieces; at most {most} are taken"
+        raise InvalidInput(many, "inputs")
     ids = [chunk["input_ids"] for chunk in chunks if "input_ids" in chunk]
     counts: list[int] = [each.shape[-1] for each in ids] or [1]
     if max(counts) > limit:
@@ -271,6 +259,31 @@ def check_tokens(chunks: Sequence[Mapping[str, Any]], limit: int, known: int) ->
     return max(counts)
 
 
+def split_rows(output: Any, size: int, counts: Sequence[int] | None) -> list[Any]:
+    """One output of the same type for each of `size` rows, as `postprocess` would have got it
+    without the batch; `counts` are their token counts, if they have any. What goes by token is
+    trimmed: whole numbers [B, L] and anything [B, L, …], but no scores [B, labels], which may
+    happen to be as wide as the batch."""
+    width = max(counts) if counts else None
+
+    def pick(value: Any, row: int) -> Any:
+        if isinstance(value, (list, tuple)) and len(value) == size:
+            one = value[row]  # tensors of unequal sizes stay in a list: it is their batch
+            return [one] if isinstance(one, torch.Tensor) else one
+        if not isinstance(value, torch.Tensor) or value.ndim == 0 or value.shape[0] != size:
+            return value
+        value = value[row : row + 1]
+        per_token = value.ndim > 2 or (value.ndim == 2 and not value.is_floating_point())
+        if counts and per_token and value.shape[1] == width:
+            value = value[:, : counts[row]]
+        return value
+
+    if isinstance(output, torch.Tensor):
+        return [pick(output, row) for row in range(size)]
+    kept = [(key, value) for key, value in output.items() if key not in SKIPPED]
+    return [type(output)({key: pick(value, row) for key, value in kept}) for row in range(size)]
+
+
 def shape(chunk: Chunk) -> Hashable:
     """Equal for rows that can be stacked: the same keys, and tensors of the same shape."""
     return tuple((k, getattr(v, "shape", (1,))[1:]) for k, v in sorted(chunk.items()))
@@ -278,10 +291,5 @@ def shape(chunk: Chunk) -> Hashable:
 
 def stack(rows: Sequence[Chunk]) -> Chunk:
     """Rows of equal shapes as one batch."""
-    first = rows[0]
-    return {
-        key: torch.cat([row[key] for row in rows])
-        if isinstance(first[key], torch.Tensor)
-        else [row[key] for row in rows]
-        for key in first
-    }
+    columns = {key: [row[key] for row in rows] for key in rows[0]}
+    return {k: torch.cat(v) if isinstance(v[0], torch.Tensor) else v for k, v in columns.items()}

@@ -23,9 +23,9 @@ from starlette.types import Receive, Scope, Send
 
 from batching.errors import ClientGone, InvalidInput
 from batching.request_queue import WorkItem
-from server.http.body import Deadlines
 from server.http.errors import HttpError
-from server.http.json import Document, JsonEndpoint, send_json
+from server.http.json import Document
+from server.http.request import Deadlines, JsonEndpoint, send_json
 from server.openai.params import decode
 from server.openai.request import GenerationEndpoint, events
 from server.openai.responses.events import ResponseReply

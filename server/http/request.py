@@ -1,0 +1,280 @@
+"""A request's way in and out, whatever its endpoint: the app itself, around the routes.
+
+    id → API key → route → time limits → body, within bounds → … → JSON, or the envelope of what
+    was raised → counted
+
+One pure ASGI layer in the place of Starlette's application and its middleware: a short request
+pays for each of them. What a header may cost is bounded in connections.py, what JSON may in
+json.py.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import itertools
+import math
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from prometheus_client import Counter, Histogram
+from starlette.datastructures import Headers as AnyHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from batching.errors import ClientGone, DeadlineExceeded, Draining, InvalidInput, QueueFull
+from batching.request_queue import WorkItem
+from server.engine import Engine, fail
+from server.http.errors import HttpError, as_http_error
+from server.http.json import Header, to_json
+from server.settings import Settings
+
+BODIES = 16  # of MAX_BODY_MB each may be there at a time
+# A refused body is still read, and dropped, for so long, so that clients get to the answer.
+LINGER_S = 5.0
+OPEN_PATHS = {"/health", "/ready", "/metrics"}  # need no key, like a load balancer's probes
+CLOSE = [(b"connection", b"close")]
+_PLAIN_ID = re.compile(rb"[!-~]{1,128}")
+_PROCESS = secrets.token_hex(4).encode()
+_COUNT = itertools.count(1)
+
+Headers = Mapping[bytes, bytes]  # names in lower case, as ASGI gives them
+
+
+@dataclass(eq=False)
+class Middleware:
+    """`routes` answers or raises. Starlette, too, wants to find the app in the scope."""
+
+    routes: ASGIApp
+    paths: set[str]  # requests elsewhere are counted together
+    settings: Settings
+    engine: Engine
+
+    def __post_init__(self) -> None:
+        settings, self.metrics = self.settings, self.engine.metrics
+        self.keys = [key.encode() for key in settings.api_keys]
+        self.max_body = int(settings.max_body_mb * 1_000_000)
+        self.body_bytes = 0  # of all requests that are not answered
+        self._counters: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
+        self.answer: ASGIApp = self._answer
+        if settings.cors_origins:
+            self.answer = Cors(
+                self._answer,
+                allow_origins=settings.cors_origins,
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=["X-Request-Id", "X-Batch-Size", "Server-Timing", "Retry-After"],
+            )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self
+        if scope["type"] != "http":
+            await self.routes(scope, receive, send)
+            return
+        started = time.monotonic()
+        status = scope["body_bytes"] = 0
+        scope["request_id"] = request_id = _request_id(scope)
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                scope["begun"] = True
+            try:
+                await send(message)
+            except (OSError, RuntimeError) as error:
+                # uvloop's closed transports raise a RuntimeError
+                if isinstance(error, RuntimeError) and "closed=True" not in str(error):
+                    raise
+                raise ClientGone("the client has gone") from error
+
+        try:
+            await self.answer(scope, receive, send_with_id)
+        finally:
+            self.body_bytes -= scope["body_bytes"]
+            endpoint = scope.get("counted_as", scope["path"])  # of paths with a name in them
+            self._count(endpoint if endpoint in self.paths else "other", status, started)
+
+    def _count(self, endpoint: str, status: int, started: float) -> None:
+        if (counters := self._counters.get((endpoint, status))) is None:
+            metrics = self.metrics  # whose labels() take longer than counting
+            counters = metrics.requests.labels(endpoint, status), metrics.latency.labels(endpoint)
+            self._counters[endpoint, status] = counters
+        requests, latency = counters
+        requests.inc()
+        latency.observe(time.monotonic() - started)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A route's answer, or the envelope of what it raised."""
+        try:
+            if self.keys and not self._may_pass(scope):
+                needed = "a valid API key is needed: Authorization: Bearer KEY"
+                raise HttpError(401, needed, headers=[(b"www-authenticate", b"Bearer")])
+            await self.routes(scope, receive, send)
+        except Exception as error:
+            answer = as_http_error(error, scope, self.settings.debug)
+            if answer.kind:
+                self.metrics.errors.labels(answer.kind).inc()
+            if "begun" not in scope:
+                with contextlib.suppress(ClientGone):
+                    await send_json(send, answer.document, answer.status, answer.headers)
+            elif not isinstance(error, ClientGone):
+                raise  # half an answer must not look like a whole one
+
+    def _may_pass(self, scope: Scope) -> bool:
+        if scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
+            return True
+        given = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
+        scheme, _, key = given.partition(b" ")
+        matches = [hmac.compare_digest(key.strip(), known) for known in self.keys]
+        return bool(scheme.lower() == b"bearer" and any(matches))
+
+
+class Cors(CORSMiddleware):
+    """Starlette's, with our envelope for a preflight that is refused."""
+
+    def preflight_response(self, request_headers: AnyHeaders) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code < 400:
+            return response
+        refused = HttpError(400, bytes(response.body).decode())
+        return Response(to_json(refused.document), 400, media_type="application/json")
+
+
+def _request_id(scope: Scope) -> bytes:
+    """The client's own id if it is plain, else a new one. For logs only, never a key."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _PLAIN_ID.fullmatch(value):
+            return bytes(value)
+    return b"%s-%x" % (_PROCESS, next(_COUNT))
+
+
+# ── in ──
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Monotonic seconds, infinite where there is no limit. For work that answers all at once,
+    `first` is all there is."""
+
+    first: float  # until an answer begins
+    whole: float  # until it has ended
+
+
+async def read_request(scope: Scope, receive: Receive) -> tuple[Headers, bytes, Deadlines]:
+    """How every POST begins: its headers by name, its whole body, its time limits.
+
+    The header X-Request-Timeout-Ms may only shorten the setting. Raises InvalidInput (400) where
+    it is no time, Draining (503) before the body is read, and what `read_body` raises."""
+    app: Middleware = scope["app"]
+    headers, now = dict(scope["headers"]), time.monotonic()
+    whole = math.inf
+    if (given := headers.get(b"x-request-timeout-ms")) is not None:
+        if not given.isdigit() or len(given) > 10 or not int(given):
+            raise InvalidInput("must be a positive whole number", "X-Request-Timeout-Ms")
+        whole = now + int(given) / 1000
+    deadlines = Deadlines(min(now + app.settings.request_timeout_s, whole), whole)
+    if app.engine.draining:
+        raise Draining("the server is stopping", 5)
+    return headers, await read_body(scope, receive, headers, deadlines.first), deadlines
+
+
+async def read_json_request(scope: Scope, receive: Receive, model: str) -> tuple[bytes, Deadlines]:
+    """The body, not parsed yet, and the time limits of a request in JSON to a model by its name in
+    the registry.
+
+    Beyond what `read_request` raises: HttpError (415) for a media type that cannot be JSON,
+    and a Refused (503) if the model takes nothing now."""
+    headers, body, deadlines = await read_request(scope, receive)
+    media = media_type(headers)  # curl's form type can be: it is what `curl -d '{…}'` sends
+    if media.partition("/")[0] in ("multipart", "image", "audio", "video"):
+        raise HttpError(415, f"this takes application/json, not {media[:100]!r}")
+    if (refusal := scope["app"].engine.refusal(model)) is not None:
+        raise refusal
+    return body, deadlines
+
+
+async def read_body(scope: Scope, receive: Receive, headers: Headers, deadline: float) -> bytes:
+    """The whole body; HttpError (413), QueueFull where those of all requests take too much memory,
+    ClientGone, or HttpError (408) once nothing has arrived for BODY_TIMEOUT_S, or at the
+    deadline."""
+    app: Middleware = scope["app"]
+    limit, declared = app.max_body, headers.get(b"content-length", b"")
+    announced = int(declared[:20]) if declared.isdigit() else 0
+    loop, chunks, size = asyncio.get_running_loop(), [], 0
+    try:
+        async with asyncio.timeout(None) as timer:
+            while max(announced, size) <= limit:
+                left_s = min(app.settings.body_timeout_s, deadline - time.monotonic())
+                timer.reschedule(loop.time() + left_s)
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone("the client has gone")
+                chunks.append(message.get("body", b""))
+                more = len(chunks[-1])
+                if app.body_bytes + more > BODIES * limit:
+                    raise QueueFull("the bodies of the requests take all memory there is for them")
+                app.body_bytes += more  # until there is an answer
+                size = scope["body_bytes"] = size + more
+                if size <= limit and not message.get("more_body", False):
+                    return b"".join(chunks)
+    except TimeoutError:
+        late = "the body stopped arriving, or came too slowly for the request's time limit"
+        raise HttpError(408, late, headers=CLOSE) from None
+    if size or headers.get(b"expect", b"").lower() != b"100-continue":  # else it will not be sent
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while (await receive()).get("more_body", False):
+                    pass
+    raise HttpError(413, f"the body is larger than {limit / 1_000_000:g} MB", headers=CLOSE)
+
+
+def media_type(headers: Headers) -> str:
+    """In lower case, without its parameters; empty if there is none."""
+    return headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
+
+
+async def abort_on_disconnect(receive: Receive, items: Sequence[WorkItem]) -> None:
+    """Resolve the items once the client leaves; after the answer, when that is reported too, this
+    does nothing."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    fail(items, ClientGone("the client has gone"))
+
+
+def expire(items: Sequence[WorkItem]) -> None:
+    """The items' deadline has passed, wherever they are."""
+    fail(items, DeadlineExceeded("the request did not finish within its time limit"))
+
+
+# ── out ──
+
+
+def json_headers(content: bytes) -> list[Header]:
+    return [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
+
+
+async def send_json(
+    send: Send, document: object | bytes, status: int = 200, headers: Sequence[Header] = ()
+) -> None:
+    """A whole answer: `document`, or bytes that are JSON already, as they are. `headers` come after
+    the content's own."""
+    content = document if isinstance(document, bytes) else to_json(document)
+    fields = [*json_headers(content), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": fields})
+    await send({"type": "http.response.body", "body": content})
+
+
+class JsonEndpoint:
+    """A bare ASGI app that sends what `answer` makes of a request."""
+
+    def __init__(self, answer: Callable[[Request], Awaitable[object]]) -> None:
+        self.answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, await self.answer(Request(scope, receive)))
