@@ -31,6 +31,7 @@ class Mark(NamedTuple):
     first: frozenset[str] = frozenset()  # characters that begin it; none: they are not known
     reader: MakeReader | None = None  # of the calls that it opens
     leads: bool = False  # it counts only before everything else
+    trigger: Any = None  # a pattern: with this, no matter what follows, a call has begun
 
 
 def mark(within: Sequence[str], to: str, literal: str) -> Mark:
@@ -161,7 +162,9 @@ def _call_marks(form: CallForm) -> list[Mark]:
     first = frozenset(text[0] for text in (*before, opens) if text)
     found = regex.compile(pattern, regex.DOTALL)
     within = frozenset((ANSWER,) if form.unmarked else (ANSWER, THINKING))
-    made = [Mark(within, CALL, found, False, first, _reader(form), form.unmarked)]
+    trigger = None if form.is_list else regex.compile(flexible(form.trigger.strip()))
+    reader = _reader(form)
+    made = [Mark(within, CALL, found, False, first, reader, form.unmarked, trigger)]
     if closes:
         found = regex.compile(flexible(closes), regex.DOTALL)
         made.append(Mark(frozenset((CALL,)), ANSWER, found, False, frozenset(closes[0])))

@@ -66,6 +66,12 @@ class CallForm:
         return (self.call[0] + name + self.middle).replace(INDEX, "0").replace(ID, "id")
 
     @property
+    def trigger(self) -> str:
+        """The beginning of a call by which it is sure to be one: its first mark, if it has any."""
+        mark = MARK.search(self.call[0])
+        return self.call[0][: mark.end()] if mark else self.call[0]
+
+    @property
     def is_list(self) -> bool:
         """What stands between the marks is read as a whole: objects of JSON, or Python's calls."""
         return self.keys is not None or self.arguments.style == "python"

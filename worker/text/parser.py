@@ -6,10 +6,9 @@ Follows an AnswerForm's marks from phase to phase, and gives each stretch of tex
 certain what it belongs to. White space around reasoning and calls belongs to nobody, but for that
 between two stretches of content. A call that makes no sense is content.
 
-The library has a parser of streams as well, chat_parsing.ResponseParser. It follows response
-templates alone, gives a call when it is whole, raises where it is none, and does not tell which
-tokens its events are made of: so this one reads all forms, and leaves what is in a response
-template's fields to the library.
+The library's chat_parsing.ResponseParser follows response templates alone, gives a call when it is
+whole, raises where it is none, and does not tell an event's tokens: so this one reads all forms,
+and leaves what is in a response template's fields to the library.
 """
 
 import copy
@@ -51,8 +50,8 @@ class Parser:
         self._tools = {tool["function"]["name"]: dict(tool) for tool in tools}
         self._calls = calls
         self._marks = [*form.call_marks, *form.marks] if calls else [*form.marks]
-        self._inside = form.begins
-        self._watched = self._marks_within(form.begins)
+        self._watched: list[Mark] = []
+        self._enter(form.begins)
         self._document = document
         self._constrained = False
         self._first_only = False  # a mark counts only where nothing stands before it
@@ -65,7 +64,8 @@ class Parser:
         self._between = Piece("")  # white space of the content that a mark has interrupted
         self._call: CallParser | BodyParser | None = None
         self._call_text = Piece("")  # of the call that is open, with its marks
-        self._opening = 0, ""  # how much of it is its mark, and how the form has that
+        self._opening = 0, ""  # the length of its first mark, and how the form has that
+        self._triggered: str | None = None  # a mark is not whole, but sure to begin a call
         self._retold: list[Event] = []  # of a call that the prompt has begun
         if begun:
             events = self.feed(Piece(begun))
@@ -86,16 +86,18 @@ class Parser:
 
     @property
     def phase(self) -> Phase:
-        inside = self._inside
-        return "thinking" if inside == THINKING else "call" if inside == CALL else "answer"
+        calling = self._inside == CALL or self._triggered is not None
+        return "call" if calling else "thinking" if self._inside == THINKING else "answer"
 
     @property
     def begun(self) -> str:
         """Of the phase that has just begun: what has come of it, a call with its mark as the form
         has it, however the model has written that."""
+        written, shown = self._opening
         if self._inside == CALL:
-            written, shown = self._opening
             return shown + (self._call_text.text + self._buffer.text)[written:]
+        if self._triggered is not None and self._form.calls:
+            return self._form.calls.trigger + self._triggered
         return self._since_mark
 
     def feed(self, piece: Piece, constrained: bool = False) -> list[Event]:
@@ -108,7 +110,9 @@ class Parser:
             if not self._calls and not self._form.content:
                 self._watched = self._marks = []
         self._buffer.append(piece)
-        return self._parse(ended=False)
+        events = self._parse(ended=False)
+        self._triggered = self._begun_in_mark() if self._buffer.text else None
+        return events
 
     def finish(self) -> list[Event]:
         """What was pending, at the end; but not the beginning of a call's mark."""
@@ -130,9 +134,6 @@ class Parser:
                 return events
 
     # ── marks ──
-
-    def _marks_within(self, phase: str) -> list[Mark]:
-        return [mark for mark in self._marks if phase in mark.within]
 
     def _next_mark(self, ended: bool) -> tuple[tuple[Mark, Match] | None, int]:
         """The first mark that is certain, and how much of the buffer stands before it or before
@@ -166,15 +167,20 @@ class Parser:
             pending, longest = min(pending, doubtful[1].start()), MAX_DOUBTFUL
         return None, pending if len(text) - pending < longest else len(text)
 
+    def _begun_in_mark(self) -> str | None:
+        """What follows the part of a mark by which it is clear that a call begins."""
+        for mark in self._watched if self._inside == ANSWER else ():
+            if mark.trigger and (match := mark.trigger.search(self._buffer.text)):
+                return self._buffer.text[match.end() :]
+        return None
+
     def _cut_mark(self) -> int:
         """Where the text ends in what must have become the mark of a call."""
-        text = self._buffer.text
-        for mark in self._watched:
-            if mark.to == CALL and not mark.leads:
-                match = mark.pattern.search(text, partial=True)
-                if match and match.partial and len(match.group()) >= LEAST_OF_MARK:
-                    return int(match.start())
-        return len(text)
+        for mark in (mark for mark in self._watched if mark.to == CALL and not mark.leads):
+            match = mark.pattern.search(self._buffer.text, partial=True)
+            if match and match.partial and len(match.group()) >= LEAST_OF_MARK:
+                return int(match.start())
+        return len(self._buffer.text)
 
     def _counts(self, mark: Mark, match: Match) -> bool:
         """Some marks are marks only before everything else, lest they are seen in the content."""
@@ -204,16 +210,14 @@ class Parser:
         self._enter(mark.to)
         if mark.reader is not None:
             self._call, self._call_text = mark.reader(match, self._tools), taken
-            name = match.groupdict().get("name")
-            if name and self._form.calls:
-                self._opening = len(taken.text), self._form.calls.begun(name)
-            else:
-                self._opening = 0, ""
+            name, calls = match.groupdict().get("name"), self._form.calls
+            shown = calls.begun(name) if name and calls else ""
+            self._opening = (len(taken.text) if shown else 0), shown
             self._emit_call(Piece(""), events)
 
     def _enter(self, phase: str) -> None:
         self._inside = phase
-        self._watched = self._marks_within(phase)
+        self._watched = [mark for mark in self._marks if phase in mark.within]
 
     # ── events ──
 
