@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from batching import scheduler
 from batching.errors import ItemFailed, OutOfMemory
 from batching.request_queue import WorkItem
 from tests import generating, tiny_decoders
 from tests.generating import GREEDY, ORDINARY, Driver, Served, request
 from tests.tiny_decoders import decoder
-from worker.generation import prefill_budget
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import cached_engine, load_generator
 from worker.model.cached_runner import CachedRunner, Group
@@ -349,7 +349,7 @@ def test_no_more_rows_run_than_allowed() -> None:
 
 
 def test_a_step_takes_no_more_than_one_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_budget, "MOST_WHOLE", {"cpu": 60})
+    monkeypatch.setattr(scheduler, "MOST_WHOLE", {"cpu": 60})
     driver = Driver(fresh())
     for length in (20, 20, 100, 20):
         driver.add(request(prompts(10, [length])[0], max_tokens=2))

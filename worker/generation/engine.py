@@ -19,14 +19,13 @@ from torch import Tensor
 from batching.block_pool import BlockPool
 from batching.errors import DeviceLost, ItemFailed, OnequeueError, OutOfMemory
 from batching.request_queue import WorkItem
-from batching.scheduler import ContinuousScheduler
+from batching.scheduler import ContinuousScheduler, PrefillBudget
 from batching.sequence import Batch, Chunk, Sequence
 from worker.deltas import Delta
 from worker.failures import failure_of, rerun_in_halves
 from worker.generation.frontend import Frontend
 from worker.generation.ngram_drafter import NgramDrafter
 from worker.generation.output import SequenceOutput
-from worker.generation.prefill_budget import PrefillBudget
 from worker.grammar.bitmask import MaskRequest, Masks
 from worker.model.cached_runner import CachedRunner
 from worker.model.logits_processors import Draw
@@ -119,7 +118,7 @@ class GenerationEngine(Frontend):
                 logits = self.runner.forward(Batch.of([Chunk(sequence, start, count)]))
                 if not bool(logits.isfinite().all()):
                     raise ItemFailed("the model's output is no number")
-                sequence.tokens.output.append(0)
+                sequence.tokens.append(0)
         finally:
             self.pool.close(sequence.table)
 
@@ -148,7 +147,7 @@ class GenerationEngine(Frontend):
         if sequence.drafter is None or share < 1:
             return ()
         output: SequenceOutput = sequence.output
-        most = min(share, sequence.max_tokens - len(sequence.tokens.output) - 1)
+        most = min(share, sequence.max_tokens - output.count - 1)
         try:
             drafts: tuple[int, ...] = sequence.drafter.draft(sequence.tokens, most)
             return output.guide.draft(drafts, most) if output.guide else drafts
