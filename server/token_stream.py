@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from batching.errors import ClientGone, ItemFailed
 from server.engine import Engine
 from server.http.body import Deadlines
-from worker.deltas import Delta
-from worker.protocol import GenerationInput
+from worker.protocol import Delta, GenerationInput
 
 
 @dataclass(slots=True)

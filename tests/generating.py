@@ -16,13 +16,20 @@ from transformers import AutoModelForCausalLM
 from batching.request_queue import WorkItem
 from batching.sequence import Chunk, Sequence
 from tests import tiny_decoders
-from worker.deltas import Delta
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import load_generator, paged_engine
 from worker.model.kv_cache import BLOCK
 from worker.model.language_model import GeneratorOptions
 from worker.model.paged_runner import PagedRunner
-from worker.protocol import GenerationInput, Generator, Pending, Sampling, StepReport, Stopping
+from worker.protocol import (
+    Delta,
+    GenerationInput,
+    Generator,
+    Pending,
+    Sampling,
+    StepReport,
+    Stopping,
+)
 
 torch.set_num_threads(1)
 logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -24,8 +24,7 @@ from tests.generating import (
     serve,
 )
 from tests.tiny_tokenizers import llama_tokenizer
-from worker.deltas import Delta, TokenLogprob
-from worker.protocol import Sampling
+from worker.protocol import Delta, Sampling, TokenLogprob
 
 # the token of a byte that begins a character
 HALF = llama_tokenizer().convert_tokens_to_ids("Ã")

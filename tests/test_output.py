@@ -9,10 +9,10 @@ import pytest
 
 from tests import tiny_chat
 from tests.generating import GREEDY, request
-from worker.deltas import Delta, TokenLogprob
 from worker.generation.output import Prepared, SequenceOutput, make_choices
 from worker.model.logits_processors import SamplingParams
 from worker.model.sampler import SampledToken
+from worker.protocol import Delta, TokenLogprob
 from worker.text.answer_form import PLAIN
 from worker.text.detokenizer import Piece, Share, Vocabulary
 from worker.text.parser import Parser

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_parsing import parse_response
 
-from worker.deltas import TokenLogprob
+from worker.protocol import TokenLogprob
 from worker.text.answer_form import PLAIN, AnswerForm, answer_form, literal
 from worker.text.detokenizer import Piece, Share
 from worker.text.parser import Event, Parser

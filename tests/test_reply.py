@@ -10,7 +10,7 @@ from server.openai.completions import CompletionReply, CompletionRequest
 from server.openai.params import decode
 from server.openai.request import Reply
 from tests.fake_generator import FakeGenerator
-from worker.deltas import Delta, Part, TokenLogprob
+from worker.protocol import Delta, Part, TokenLogprob
 
 
 def delta(text: str, tokens: int, logprobs: list[TokenLogprob] | None = None, **ends: Any) -> Delta:

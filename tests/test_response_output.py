@@ -3,7 +3,7 @@
 from server.http.json import Document
 from server.openai.responses.events import ResponseOutput
 from tests.fake_generator import FakeGenerator
-from worker.deltas import Delta, Kind, Part, TokenLogprob
+from worker.protocol import Delta, Kind, Part, TokenLogprob
 
 
 def empty() -> ResponseOutput:

@@ -15,8 +15,7 @@ from batching.errors import InvalidInput
 from server.openai.chat import ChatReply, ChatRequest
 from server.openai.params import decode
 from tests.tiny_tokenizers import llama_tokenizer
-from worker.deltas import Delta, Part
-from worker.protocol import Chat
+from worker.protocol import Chat, Delta, Part
 from worker.text.chat_template import ChatTemplate
 from worker.text.turns import Content, Conversation, TurnForm
 

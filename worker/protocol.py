@@ -6,18 +6,17 @@ from typing import Any, Literal, Protocol
 
 from batching.request_queue import WorkItem
 from worker.decode_budget import RequestBudget
-from worker.deltas import Delta
 
 State = Literal["loading", "warming", "ready", "dead"]
+FinishReason = Literal["stop", "length", "tool_calls"]
+Kind = Literal["content", "reasoning", "call"]
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineInput:
-    """One input of a pipeline task as the client sent it, and its call's parameters.
-
-    `inputs` is text, raw bytes (an image or a sound file), or a JSON value. Inputs of a list share
-    a `budget` of what is decoded.
-    """
+    """One input of a pipeline task as the client sent it, and its call's parameters. `inputs` is
+    text, raw bytes (an image or a sound file), or a JSON value. Inputs of a list share a `budget`
+    of what is decoded."""
 
     inputs: Any
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -26,10 +25,8 @@ class PipelineInput:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation, to be rendered by the model's chat template.
-
-    Messages have `role` and `content` (text or None), or whatever else the template reads.
-    """
+    """A conversation, to be rendered by the model's chat template. Messages have `role` and
+    `content` (text or None), or whatever else the template reads."""
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -63,7 +60,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """When a choice ends, besides the model's own end-of-sequence tokens."""
+    """When a choice ends, besides the model's end-of-sequence tokens."""
 
     max_tokens: int | None = None  # None: `default_tokens`, or fewer if the context is full
     min_tokens: int = 0
@@ -113,6 +110,62 @@ class GenerationInput:
     thinking_tokens: int | None = None  # reasoning is ended after so many; None: never
     param: str = "messages"  # the field of the request that errors about the prompt name
     background: bool = False  # nobody waits for it: it comes after all that somebody waits for
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token of the output, or of an echoed prompt, and how likely the model found it. `text` is
+    what it added to the text, so that joined texts are the whole; `top` has the most likely tokens,
+    best first. The first token of a prompt has no `logprob`."""
+
+    token_id: int
+    text: str
+    raw: bytes
+    logprob: float | None
+    top: tuple["TokenLogprob", ...] = ()
+
+
+@dataclass(slots=True)
+class Part:
+    """A stretch of an answer. A call's text is its arguments, as JSON, whole when joined."""
+
+    kind: Kind
+    text: str
+    name: str | None = None  # a call of this function begins; None: what came before goes on
+
+
+@dataclass(slots=True)
+class Delta:
+    """What generation steps added to a choice since the last delta."""
+
+    choice: int
+    parts: list[Part] = field(default_factory=list)  # in order; neighbours differ
+    tokens: int = 0  # output tokens, those without text included
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None  # set in a choice's last delta
+    stop_reason: str | int | None = None  # the stop string or token id that ended it
+    prompt_tokens: int = 0  # of the choice's prompt; once per prompt
+    cached_tokens: int = 0  # of them, taken from the prefix cache
+    reasoning_tokens: int = 0  # of `tokens`, those that were not for the reader
+
+    @property
+    def text(self) -> str:
+        """The content alone."""
+        return "".join(part.text for part in self.parts if part.kind == "content")
+
+    def merge(self, later: "Delta") -> None:
+        for part in later.parts:
+            if self.parts and part.name is None and part.kind == self.parts[-1].kind:
+                self.parts[-1].text += part.text
+            else:
+                self.parts.append(part)
+        self.tokens += later.tokens
+        self.reasoning_tokens += later.reasoning_tokens
+        self.logprobs += later.logprobs
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
+        self.prompt_tokens += later.prompt_tokens
+        self.cached_tokens += later.cached_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,11 +260,8 @@ class Runner(LoadedModel, Protocol):
 
 
 class Generator(LoadedModel, Protocol):
-    """A loaded causal language model.
-
-    `encode`, `decode` and `token` run in pool threads, several at once; `add`, `step` and `clear`
-    on the worker's.
-    """
+    """A loaded causal language model. `encode`, `decode` and `token` run in pool threads, several
+    at once; `add`, `step` and `clear` on the worker's."""
 
     max_model_len: int  # tokens of prompt and output together
 
@@ -224,7 +274,7 @@ class Generator(LoadedModel, Protocol):
     def decode(self, ids: list[int]) -> str: ...
 
     def token(self, token_id: int) -> str:
-        """One token's own text; InvalidInput if there is no such id."""
+        """The text of one token; InvalidInput if there is no such id."""
 
     def call_id(self, name: str, index: int) -> str:
         """For a call that an answer makes, its conversation's `index`-th: an id that the chat

@@ -12,8 +12,7 @@ from server.openai.messages import FILLED, Messages, conversation
 from server.openai.params import Count, Effort, GenerationRequest, TopLogprobs, decode
 from server.openai.request import ChoicesReply, GenerationEndpoint, logprob_documents
 from server.openai.tools import TOOL_CHOICE, Tools, chat_calls
-from worker.deltas import Delta, Part, TokenLogprob
-from worker.protocol import Chat, GenerationInput
+from worker.protocol import Chat, Delta, GenerationInput, Part, TokenLogprob
 
 CallId = Callable[[str, int], str]  # for a call of this function, its conversation's n-th
 

@@ -10,8 +10,7 @@ from batching.errors import InvalidInput
 from server.http.json import Document
 from server.openai.params import Filled, GenerationRequest, TopLogprobs, decode
 from server.openai.request import ChoicesReply, GenerationEndpoint, finite
-from worker.deltas import Delta, TokenLogprob
-from worker.protocol import GenerationInput
+from worker.protocol import Delta, GenerationInput, TokenLogprob
 
 IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 OF_ONE_KIND = Meta(

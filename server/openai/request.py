@@ -27,8 +27,7 @@ from server.openai.models import ModelNames
 from server.openai.params import GenerationRequest
 from server.settings import Settings
 from server.token_stream import TokenStream, Usage
-from worker.deltas import Delta, TokenLogprob
-from worker.protocol import GenerationInput
+from worker.protocol import Delta, GenerationInput, TokenLogprob
 
 log = logging.getLogger("onequeue.generation")
 

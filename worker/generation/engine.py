@@ -21,7 +21,6 @@ from batching.errors import DeviceLost, ItemFailed, OnequeueError, OutOfMemory
 from batching.request_queue import WorkItem
 from batching.scheduler import ContinuousScheduler, PrefillBudget
 from batching.sequence import Batch, Chunk, Sequence
-from worker.deltas import Delta
 from worker.failures import failure_of, rerun_in_halves
 from worker.generation.frontend import Frontend
 from worker.generation.ngram_drafter import NgramDrafter
@@ -31,7 +30,7 @@ from worker.model.cached_runner import CachedRunner
 from worker.model.logits_processors import Draw
 from worker.model.paged_runner import PagedRunner
 from worker.model.sampler import SampledToken, prompt_logprobs, sample
-from worker.protocol import StepOutcome, StepReport
+from worker.protocol import Delta, StepOutcome, StepReport
 
 log = logging.getLogger("onequeue.generation")
 
@@ -204,7 +203,8 @@ class GenerationEngine(Frontend):
             raise ItemFailed("the model's output for this input is no number")
         if chunk.start < sequence.prompt_len or chunk.count > 1:
             counts["prefill_tokens"] += chunk.count
-        output.score_prompt(scores)
+        if scores:
+            output.score_prompt(scores)
         if not chunk.reaches_end:
             self.scheduler.advance(chunk)
             return
@@ -220,8 +220,7 @@ class GenerationEngine(Frontend):
         self.scheduler.advance(chunk, tokens)
         if output.ended:
             self.scheduler.remove(sequence)
-        if delta := output.take():
-            self._deltas.append((output.item, delta))
+        self._deltas.append((output.item, output.take()))
 
     def _push(self, chunk: Chunk, drawn: list[SampledToken]) -> list[int]:
         """Drafts that the model agrees with, and one token after them, join the output."""

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from batching.request_queue import WorkItem
-from worker.deltas import Delta, FinishReason, TokenLogprob
 from worker.grammar.guide import Guide, Plan
 from worker.model.logits_processors import Draw, SamplingParams, SamplingState
 from worker.model.sampler import SampledToken
+from worker.protocol import Delta, FinishReason, Kind, Part, TokenLogprob
 from worker.text.detokenizer import CONTEXT, Piece, Share, Tokens, Vocabulary
 from worker.text.parser import Event, Parser
 from worker.text.stop_strings import StopStrings
@@ -87,8 +87,7 @@ class SequenceOutput:
         if echo and echo.texts:
             first = SampledToken(prepared.ids[0], None, ())
             self._prompt.append(token_logprob(vocabulary, first, echo.texts[0]))
-        self._plain = parser is None and self._logprobs is None and self._stops is None
-        self._delta: Delta | None = None
+        self._delta = Delta(self.number)
 
     def row(self, drafted: tuple[int, ...] = ()) -> Draw:
         return Draw(self.sampling, self.count + len(drafted), drafted)
@@ -97,22 +96,20 @@ class SequenceOutput:
 
     def score_prompt(self, scores: Sequence[SampledToken]) -> None:
         """How likely the prompt's next tokens are."""
-        if scores:
-            assert self._echo is not None
-            texts = self._echo.texts[len(self._prompt) : len(self._prompt) + len(scores)]
-            for score, text in zip(scores, texts, strict=True):
-                self._prompt.append(token_logprob(self.vocabulary, score, text))
+        assert self._echo is not None
+        texts = self._echo.texts[len(self._prompt) : len(self._prompt) + len(scores)]
+        for score, text in zip(scores, texts, strict=True):
+            self._prompt.append(token_logprob(self.vocabulary, score, text))
 
     def begin(self, cached: int) -> None:
         """The prompt has been run, `cached` of its tokens were known."""
         self.begun = True
-        delta = self._open()
         if self.sampling.choice == 0:
-            delta.prompt_tokens = len(self.prepared.ids)
-            delta.cached_tokens = cached
+            self._delta.prompt_tokens = len(self.prepared.ids)
+            self._delta.cached_tokens = cached
         if self._echo is not None:
-            delta.add("content", self._echo.text)
-            delta.logprobs, self._prompt = self._prompt, []
+            self._add("content", self._echo.text)
+            self._delta.logprobs, self._prompt = self._prompt, []
         if self.prepared.max_tokens == 0:
             self._end("length", None)
 
@@ -122,8 +119,7 @@ class SequenceOutput:
         """The next token of the output."""
         token, parser, guide = sampled.token, self._parser, self.guide
         self.count += 1
-        delta = self._open()
-        delta.tokens += 1
+        self._delta.tokens += 1
         thinking = parser is not None and parser.phase == "thinking"
         if guide:
             guide.accept(token)
@@ -136,11 +132,9 @@ class SequenceOutput:
         last = self.count >= self.prepared.max_tokens
         if last:
             text += self._detokenizer.flush()
-        if self._plain:
-            delta.add("content", text)
-        else:
-            self._parse(self._logprobs.piece(text, sampled) if self._logprobs else Piece(text))
-        delta.reasoning_tokens += thinking or (parser is not None and parser.phase == "thinking")
+        self._parse(self._logprobs.piece(text, sampled) if self._logprobs else Piece(text))
+        if parser:
+            self._delta.reasoning_tokens += thinking or parser.phase == "thinking"
         if guide:
             guide.follow()
         if self._matched is not None:
@@ -150,20 +144,15 @@ class SequenceOutput:
         elif last:
             self._finish("length", None, sampled)
 
-    def take(self) -> Delta | None:
+    def take(self) -> Delta:
         """What has come since the last take."""
-        delta, self._delta = self._delta, None
+        delta, self._delta = self._delta, Delta(self.number)
         return delta
 
     @property
     def _matched(self) -> str | None:
         """The stop string that has come."""
         return self._stops.matched if self._stops else None
-
-    def _open(self) -> Delta:
-        if self._delta is None:
-            self._delta = Delta(self.number)
-        return self._delta
 
     def _parse(self, piece: Piece) -> None:
         if self._parser is None:
@@ -178,7 +167,7 @@ class SequenceOutput:
                 self._content(piece)
             elif self._matched is None:
                 self._end_content()
-                self._open().add(kind, piece.text, name)
+                self._add(kind, piece.text, name)
 
     def _content(self, piece: Piece) -> None:
         """Goes out as far as no stop string can come of it."""
@@ -191,13 +180,19 @@ class SequenceOutput:
         if self._stops:
             self._show(self._stops.flush())
         if self._logprobs:
-            self._open().logprobs += self._logprobs.close()
+            self._delta.logprobs += self._logprobs.close()
 
     def _show(self, piece: Piece) -> None:
-        delta = self._open()
-        delta.add("content", piece.text)
+        self._add("content", piece.text)
         if self._logprobs:
-            delta.logprobs += self._logprobs.show(piece)
+            self._delta.logprobs += self._logprobs.show(piece)
+
+    def _add(self, kind: Kind, text: str, name: str | None = None) -> None:
+        parts = self._delta.parts
+        if parts and name is None and parts[-1].kind == kind:
+            parts[-1].text += text
+        elif text or name is not None:
+            parts.append(Part(kind, text, name))
 
     def _finish(self, reason: FinishReason, stop: str | int | None, sampled: SampledToken) -> None:
         """The text ends with `sampled`: unless by a stop string, what was pending for one, for
@@ -209,11 +204,11 @@ class SequenceOutput:
                 self._emit(self._parser.finish())
         self._end_content()
         if self._logprobs:
-            self._open().logprobs += self._logprobs.finish()
+            self._delta.logprobs += self._logprobs.finish()
         self._end(reason, stop)
 
     def _end(self, reason: FinishReason, stop: str | int | None) -> None:
-        delta = self._open()
+        delta = self._delta
         called = reason == "stop" and self._parser is not None and self._parser.calls_begun
         delta.finish_reason = "tool_calls" if called else reason
         delta.stop_reason = stop

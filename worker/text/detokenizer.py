@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 from tokenizers import decoders
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from worker.deltas import TokenLogprob
+from worker.protocol import TokenLogprob
 
 # The last prompt tokens that a stream looks at.
 CONTEXT = 8

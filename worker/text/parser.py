@@ -11,7 +11,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from worker.deltas import Kind
+from worker.protocol import Kind
 from worker.text.answer_form import CALLS, CONTENT, REASONING, AnswerForm, Mark
 from worker.text.call_parser import CallParser, call_parser, whole_calls
 from worker.text.detokenizer import Piece

@@ -24,8 +24,7 @@ from server.openai.responses.items import new_id
 from server.openai.responses.request import ResponseRequest
 from server.openai.responses.store import Stored
 from server.openai.structured import Format
-from worker.deltas import Delta, TokenLogprob
-from worker.protocol import Chat, GenerationInput
+from worker.protocol import Chat, Delta, GenerationInput, TokenLogprob
 
 Ending = Literal["completed", "incomplete"]
 
