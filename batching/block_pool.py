@@ -2,7 +2,7 @@
 
 Memory is cut into blocks of `size` token positions; a sequence's table lists its blocks in order.
 A full block is registered under its tokens and the block before it, so that the chain of blocks
-identifies the whole prefix, exactly and without hashes of our own. A later sequence that begins
+identifies the whole prefix, exactly and without any hash. A later sequence that begins
 with the same tokens takes those blocks instead of computing them. Blocks that nobody uses stay
 registered until the room is needed, least recently used first, tails before heads.
 
@@ -16,18 +16,20 @@ Only numbers live here; the tensors are in worker/model/paged_attention.py.
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 ROOT = 0  # the node before any first block
 Key = tuple[int, tuple[int, ...]]  # the node before, and the block's tokens
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False, slots=True)
 class BlockTable:
     """One sequence's blocks, and how far they have been registered."""
 
     blocks: list[int]
     registered: int  # leading blocks whose tokens are computed and registered
     node: int  # of the last of them
+    kept: Any = None  # of the sequence, by a model runner that has no use for blocks
 
 
 class BlockPool:
@@ -64,24 +66,17 @@ class BlockPool:
         computing the next one, the key of the last that will be there then. The last token is
         never matched: its output is wanted."""
         blocks: list[int] = []
-        node = ROOT
+        node, awaited = ROOT, None
         for end in range(self.size, len(tokens), self.size):
             key = (node, tuple(tokens[end - self.size : end]))
-            block = self._block_of.get(key)
-            if block is None:
-                return blocks, self._promised(key, tokens, end)
-            blocks.append(block)
+            if awaited is None and (block := self._block_of.get(key)) is not None:
+                blocks.append(block)
+            elif (block := self.computing.get(key)) is not None:
+                awaited = key
+            else:
+                break
             node = self._node_of[block]
-        return blocks, None
-
-    def _promised(self, key: Key, tokens: Sequence[int], end: int) -> Key | None:
-        """The last of the blocks that are being computed, from the one on that ends at `end`."""
-        last = None
-        while end < len(tokens) and (block := self.computing.get(key)) is not None:
-            last = key
-            end += self.size
-            key = self._node_of[block], tuple(tokens[end - self.size : end])
-        return last
+        return blocks, awaited
 
     def unused(self, blocks: Sequence[int]) -> int:
         """How many of these nobody uses: taking them makes the free ones fewer."""

@@ -89,10 +89,6 @@ class Lane:
         self.taken = 0  # accepted and unanswered
         self.ahead = 0  # of them, those whose answer has not begun
 
-    def enter(self, count: int) -> None:
-        self.taken += count
-        self.ahead += count
-
     def leave(self, item: WorkItem) -> None:
         """It is answered, or nobody waits for it any more."""
         self.taken -= 1
@@ -243,7 +239,8 @@ class RequestQueue:
             item.future, item.model, item.lane = loop.create_future(), model, lane
             self._accepted.put_nowait(item)
         self.waiting.update(items)
-        lane.enter(len(items))
+        lane.taken += len(items)
+        lane.ahead += len(items)
         self.settled.clear()
         return items
 

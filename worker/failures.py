@@ -16,7 +16,7 @@ T = TypeVar("T")
 OUT_OF_MEMORY = (
     "can't allocate memory",  # what torch's CPU allocator says
     "not enough memory",
-    "CUDA error: out of memory",  # an allocation outside torch's own allocator
+    "CUDA error: out of memory",  # an allocation outside torch's allocator
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
 

@@ -107,7 +107,7 @@ class GenerationEngine(Frontend):
         return items
 
     def warm_up(self) -> None:
-        """Two steps of a sequence, in a block of its own if one is free."""
+        """Two steps of a sequence, in a free block if there is one."""
         sequence = Sequence([0, 0])
         sequence.table = self.pool.open(sequence.tokens, [])
         if sequence.table is None:

@@ -1,7 +1,7 @@
 """Prompt lookup: what followed the last words before may follow them again.
 
-Drafts come from the request's own text (prompt and output), cost nothing, and are verified in the
-same step by sampling each drafted position with its own draw: the output is the same without.
+Drafts are copied from the request's text (prompt and output), cost nothing, and are verified in the
+same step by drawing each position's token as without them: the output is the same.
 """
 
 from collections.abc import Sequence

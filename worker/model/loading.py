@@ -112,7 +112,7 @@ def has_bfloat16() -> bool:
 
 
 def choose_dtype(name: str, model: str, device: torch.device) -> torch.dtype | str:
-    """The checkpoint's own dtype for `auto`, but bfloat16 where a CPU would run float16."""
+    """The checkpoint's dtype for `auto`, but bfloat16 where a CPU would run float16."""
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]  # checked by the settings
     stored = getattr(AutoConfig.from_pretrained(model, trust_remote_code=False), "dtype", None)
@@ -123,7 +123,7 @@ def choose_dtype(name: str, model: str, device: torch.device) -> torch.dtype | s
 
 
 def free_bytes(device: torch.device) -> int:
-    """What may still be allocated: on a GPU its own, else the container's or the machine's."""
+    """What may still be allocated: on a GPU its memory, else the container's or the machine's."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
