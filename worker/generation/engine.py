@@ -181,7 +181,8 @@ class GenerationEngine(Frontend):
                 output: SequenceOutput = chunk.sequence.output
                 if output.guide and (mask := output.guide.mask(chunk.drafts)):
                     masks.append((len(rows), mask))
-                rows += [output.row(chunk.drafts[:n]) for n in range(count)]
+                first, drafts = output.count, chunk.drafts
+                rows += [Draw(output.sampling, first + n, drafts[:n]) for n in range(count)]
         return rows, masks
 
     def _score(self, batch: Batch, logits: Tensor) -> dict[Sequence, list[SampledToken]]:

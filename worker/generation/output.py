@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from batching.request_queue import WorkItem
 from worker.grammar.guide import Guide, Plan
-from worker.model.logits_processors import Draw, SamplingParams, SamplingState
+from worker.model.logits_processors import SamplingParams, SamplingState
 from worker.model.sampler import SampledToken
 from worker.protocol import Delta, FinishReason, Kind, Part, TokenLogprob
 from worker.text.detokenizer import CONTEXT, Piece, Share, Tokens, Vocabulary
@@ -88,9 +88,6 @@ class SequenceOutput:
             first = SampledToken(prepared.ids[0], None, ())
             self._prompt.append(token_logprob(vocabulary, first, echo.texts[0]))
         self._delta = Delta(self.number)
-
-    def row(self, drafted: tuple[int, ...] = ()) -> Draw:
-        return Draw(self.sampling, self.count + len(drafted), drafted)
 
     # ── the prompt ──
 

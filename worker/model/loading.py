@@ -181,8 +181,7 @@ def _sizes(folder: Path, dtype: str) -> Iterator[int]:
         with safe_open(file, framework="pt") as checkpoint:
             for name in checkpoint.keys():  # noqa: SIM118
                 tensor = checkpoint.get_slice(name)
-                stored = STORED.get(tensor.get_dtype(), 1)
-                wanted = (
-                    stored if stored == 1 or dtype == "auto" else getattr(torch, dtype).itemsize
-                )
-                yield math.prod(tensor.get_shape()) * wanted
+                size = STORED.get(tensor.get_dtype(), 1)
+                if size > 1 and dtype != "auto":
+                    size = getattr(torch, dtype).itemsize
+                yield math.prod(tensor.get_shape()) * size

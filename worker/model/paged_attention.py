@@ -159,11 +159,8 @@ class AttentionMetadata:
         if window or chunk:
             seen &= keys[:, None, :] >= self._first_seen(position, window, chunk)
         mask = torch.zeros(seen.shape, dtype=self.cache.dtype)
-        return (
-            mask.masked_fill_(torch.from_numpy(~seen), -torch.inf)
-            .unsqueeze(1)
-            .to(self.cache.device)
-        )
+        mask.masked_fill_(torch.from_numpy(~seen), -torch.inf)
+        return mask.unsqueeze(1).to(self.cache.device)
 
     def _tensor(self, values: Any) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.cache.device)

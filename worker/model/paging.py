@@ -126,18 +126,14 @@ class PagingCheck:
         found: dict[int, tuple[LayerShape, int]] = {}
         AttentionInterface.register(PROBE, functools.partial(_record, found))
         set_attention(self.model, PROBE)
-        device = self.model.device
-        ids = torch.zeros(1, 2, dtype=torch.long, device=device)
-        self.model(
-            input_ids=ids, position_ids=torch.arange(2, device=device)[None], use_cache=False
-        )
+        positions = torch.arange(2, device=self.model.device)[None]
+        self.model(input_ids=positions * 0, position_ids=positions, use_cache=False)
         config = self.language.config
         if sorted(found) != list(range(config.num_hidden_layers)):
             raise CannotRun("not every layer calls a registered attention function")
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(found)
         for layer in range(len(found)):
-            shape, window = found[layer]
-            kind = kinds[layer]
+            (shape, window), kind = found[layer], kinds[layer]
             if kind == "chunked_attention":
                 shape = replace(shape, chunk=int(config.attention_chunk_size))
             elif kind not in ("full_attention", "sliding_attention"):
