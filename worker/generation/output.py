@@ -267,9 +267,6 @@ class ContentLogprobs:
 
 
 def token_logprob(vocabulary: Vocabulary, sampled: SampledToken, text: str) -> TokenLogprob:
-    _, raw = vocabulary.token(sampled.token)
-    top = []
-    for token_id, logprob in sampled.top:
-        shown, bytes_ = vocabulary.token(token_id)
-        top.append(TokenLogprob(token_id, shown, bytes_, logprob))
+    raw = vocabulary.token(sampled.token)[1]
+    top = (TokenLogprob(id_, *vocabulary.token(id_), logprob) for id_, logprob in sampled.top)
     return TokenLogprob(sampled.token, text, raw, sampled.logprob, tuple(top))

@@ -47,6 +47,7 @@ STEPS = 4
 CACHED, BATCHED = 0.1, 1e-3
 
 Texts = abc.Sequence[abc.Sequence[int]]
+Steps = abc.Sequence[abc.Sequence[Tensor]]  # of each text, the logits after each step
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +89,6 @@ class CachedRunner:
         self.takes = frozenset(inspect.signature(self.model.forward).parameters)
         pad = language.tokenizer.pad_token_id
         self.pad = pad if isinstance(pad, int) else 0
-        self._no_rows = torch.empty(
-            0, language.vocab_size, dtype=language.dtype, device=self.device
-        )
         self.caches = False
         self.batching: Literal["padded", "same length", "single"] = "single"
         self._choose()
@@ -104,7 +102,8 @@ class CachedRunner:
         sequences = [chunk.sequence for chunk in batch.chunks if chunk.to_sample]
         for group, members in self._to_run(sequences):
             self._run(group, members)
-        return torch.cat([*scored, *map(self._logits, sequences), self._no_rows])
+        logits = [*scored, *map(self._logits, sequences)]
+        return torch.cat(logits) if logits else torch.empty(0, self.language.vocab_size)
 
     def _to_run(self, sequences: list[Sequence]) -> list[tuple[Group | None, list[Sequence]]]:
         """Who runs together: groups go on, and those that have none, or lost it, form some."""
@@ -256,11 +255,7 @@ def _table(sequence: Sequence) -> BlockTable:
     return sequence.table
 
 
-def _compare(
-    got: abc.Sequence[abc.Sequence[Tensor]],
-    reference: abc.Sequence[abc.Sequence[Tensor]],
-    tolerance: float,
-) -> None:
+def _compare(got: Steps, reference: Steps, tolerance: float) -> None:
     for some, expected in zip(got, reference, strict=True):
         for logits, right in zip(some, expected, strict=False):
             compare(logits, right, tolerance)
