@@ -47,10 +47,11 @@ class PackedLinear(nn.Module):
         self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        given = x if x.dtype == self.inside else x.to(self.inside)
         made: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x.to(self.inside), self.packed, self.bias, "none", [], ""
+            given, self.packed, self.bias, "none", [], ""
         )
-        return made.to(x.dtype)
+        return made if given is x else made.to(x.dtype)
 
     def unpacked(self) -> nn.Linear:
         bias = None if self.bias is None else self.bias.to(self.dtype)
