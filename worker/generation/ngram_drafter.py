@@ -41,9 +41,6 @@ class NgramDrafter:
 
     def verified(self, drafted: int, accepted: int) -> None:
         """How a draft fared: a model that keeps disagreeing is left in peace for a while."""
-        if 2 * accepted >= drafted:
-            self._misses = 0
-            return
-        self._misses += 1
+        self._misses = 0 if 2 * accepted >= drafted else self._misses + 1
         if self._misses >= PATIENCE:
             self._pause = min(LONGEST_PAUSE, 2 ** (self._misses - PATIENCE + 2))

@@ -4,6 +4,7 @@ language models (language_model.py) have in common, and the loading of pipelines
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -127,18 +128,14 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    return int(min(_machine_free(), _cgroup_free()))
+    known = [line.split() for line in _lines("/proc/meminfo")]
+    machine = [int(words[1]) * 1024 for words in known if words[0] == "MemAvailable:"]
+    return min([*machine, _cgroup_free()])
 
 
-def _machine_free() -> float:
-    for line in _lines("/proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return math.inf
-
-
-def _cgroup_free() -> float:
-    """The limit less what is used and could not be dropped, by cgroup version 2 or 1."""
+def _cgroup_free() -> int:
+    """The limit less what is used and could not be dropped, by cgroup version 2 or 1; if there is
+    none, more than any machine has."""
     one = "memory/memory."
     for limit, used, stat, idle in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),
@@ -149,7 +146,7 @@ def _cgroup_free() -> float:
         if most and now and most[0].isdigit():
             droppable = [x.split()[1] for x in _lines(root + stat) if x.startswith(idle + " ")]
             return int(most[0]) - int(now[0]) + int(droppable[0] if droppable else 0)
-    return math.inf
+    return sys.maxsize
 
 
 def _lines(path: str) -> list[str]:
