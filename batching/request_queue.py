@@ -79,9 +79,7 @@ class WorkItem:
 
 class Lane:
     """One model's work of one kind. Lanes share the queue's places; of them it may take `places`.
-
-    `name` is what a client reads when those are taken.
-    """
+    `name` is what a client reads when those are taken."""
 
     def __init__(self, name: str, places: int) -> None:
         self.name = name

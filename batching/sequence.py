@@ -13,11 +13,9 @@ from batching.block_pool import BlockTable, Key
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A continuation of a prompt: its tokens so far, and what of them is in the cache.
-
-    `output` is its text side (worker/generation/output.py) and `drafter` proposes its next tokens:
-    neither is looked at here.
-    """
+    """A continuation of a prompt: its tokens so far, and what of them is in the cache. `output` is
+    its text side (worker/generation/output.py) and `drafter` proposes its next tokens: neither is
+    looked at here."""
 
     tokens: list[int]  # the prompt's, shared by a request's choices until each is admitted
     output: Any = None
@@ -94,10 +92,8 @@ class Span(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Batch:
-    """What a step runs: T tokens in one row, span after span. Built once, for whoever reads it.
-
-    A model runner is asked for `forward(batch)`: logits [R, vocabulary] of the R `rows`.
-    """
+    """What a step runs: T tokens in one row, span after span. Built once, for whoever reads it. A
+    model runner is asked for `forward(batch)`: logits [R, vocabulary] of the R `rows`."""
 
     spans: abc.Sequence[Span]
     ids: abc.Sequence[int]  # [T], drafted ones behind their chunk's

@@ -42,9 +42,7 @@ MaskedRow = tuple[int, MaskRequest]  # the first row that it is for
 
 class GenerationEngine(Frontend):
     """`prepare`, `encode`, `decode` and `token` run in pool threads, the rest on the worker's.
-
-    `new_scheduler` makes one with nothing in it; `why`: why the model is not paged.
-    """
+    `new_scheduler` makes one with nothing in it; `why`: why the model is not paged."""
 
     def __init__(
         self,

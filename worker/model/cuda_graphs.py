@@ -42,9 +42,7 @@ PROGRAMS = 4
 
 class RowsMetadata:
     """The attention metadata of a captured step: each row is a token with a table of blocks.
-
-    `table`: the most blocks that a sequence has.
-    """
+    `table`: the most blocks that a sequence has."""
 
     def __init__(self, cache: KVCache, rows: int, table: int) -> None:
         self.cache = cache
