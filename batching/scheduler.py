@@ -51,7 +51,7 @@ class ContinuousScheduler:
         self.pool = pool
         self._most_running = self.max_running = max_running
         self.whole_prompts = whole_prompts
-        self.waiting: list[Sequence] = []  # by rank
+        self.waiting: list[Sequence] = []  # who comes first in front
         self.running: list[Sequence] = []  # likewise
         self.preempted = 0  # since the last step
         self.admitted: list[Sequence] = []  # for the first time, in the last step
