@@ -95,11 +95,8 @@ class ContinuousScheduler:
         self._promote()
         limit = self._background_limit()
         resting = set(self.running[limit:])  # background sequences that have no part in this step
-        decoding = [
-            each
-            for each in list(self.running)
-            if each.left <= 1 and each not in resting and self._make_room(each)
-        ]
+        begun = [each for each in self.running[:limit] if each.left <= 1]
+        decoding = [each for each in begun if self._make_room(each)]
         prefix_awaited = self._admit_waiting(limit)
         decoding = [each for each in decoding if each.table]
         if prefix_awaited:  # a background sequence may be computing it
