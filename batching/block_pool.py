@@ -2,7 +2,7 @@
 
 Memory is cut into blocks of `size` token positions; a sequence's table lists its blocks in order.
 A full block is registered under its tokens and the block before it, so that the chain of blocks
-identifies the whole prefix, exactly and without hashes of our own. A later sequence that begins
+identifies the whole prefix, exactly and without any hash. A later sequence that begins
 with the same tokens takes those blocks instead of computing them. Blocks that nobody uses stay
 registered until the room is needed, least recently used first, tails before heads.
 
@@ -16,18 +16,20 @@ Only numbers live here; the tensors are in worker/model/paged_attention.py.
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 ROOT = 0  # the node before any first block
 Key = tuple[int, tuple[int, ...]]  # the node before, and the block's tokens
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False, slots=True)
 class BlockTable:
     """One sequence's blocks, and how far they have been registered."""
 
     blocks: list[int]
     registered: int  # leading blocks whose tokens are computed and registered
     node: int  # of the last of them
+    kept: Any = None  # of the sequence, by a model runner that has no use for blocks
 
 
 class BlockPool:
@@ -36,6 +38,7 @@ class BlockPool:
     def __init__(self, count: int, size: int, share: float = 1.0) -> None:
         self.count = count
         self.size = size
+        self.used = 0
         self._refs = [0] * count
         # what may be given out: used ones with nothing in them, the last one first; registered
         # ones in this order; and all from `_touched` on, which have never been used
@@ -44,18 +47,14 @@ class BlockPool:
         self._touched = 0
         self._enough = int(share * count)
         self._block_of: dict[Key, int] = {}  # computed, in use or not
-        self._computing: dict[Key, int] = {}  # promised by a sequence that is being computed
+        self.computing: dict[Key, int] = {}  # promised by a sequence that is being computed
         self._key_of: list[Key | None] = [None] * count
         self._node_of = [ROOT] * count
         self._last_node = ROOT
 
     @property
     def free(self) -> int:
-        return len(self._idle) + len(self._cached) + self.count - self._touched
-
-    @property
-    def used(self) -> int:
-        return self.count - self.free
+        return self.count - self.used
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.size)
@@ -67,27 +66,17 @@ class BlockPool:
         computing the next one, the key of the last that will be there then. The last token is
         never matched: its output is wanted."""
         blocks: list[int] = []
-        node = ROOT
+        node, awaited = ROOT, None
         for end in range(self.size, len(tokens), self.size):
             key = (node, tuple(tokens[end - self.size : end]))
-            block = self._block_of.get(key)
-            if block is None:
-                return blocks, self._promised(key, tokens, end)
-            blocks.append(block)
+            if awaited is None and (block := self._block_of.get(key)) is not None:
+                blocks.append(block)
+            elif (block := self.computing.get(key)) is not None:
+                awaited = key
+            else:
+                break
             node = self._node_of[block]
-        return blocks, None
-
-    def _promised(self, key: Key, tokens: Sequence[int], end: int) -> Key | None:
-        """The last of the blocks that are being computed, from the one on that ends at `end`."""
-        last = None
-        while end < len(tokens) and (block := self._computing.get(key)) is not None:
-            last = key
-            end += self.size
-            key = self._node_of[block], tuple(tokens[end - self.size : end])
-        return last
-
-    def computing(self, key: Key) -> bool:
-        return key in self._computing
+        return blocks, awaited
 
     def unused(self, blocks: Sequence[int]) -> int:
         """How many of these nobody uses: taking them makes the free ones fewer."""
@@ -95,13 +84,17 @@ class BlockPool:
 
     # ── a sequence's table ──
 
-    def open(self, tokens: Sequence[int], matched: Sequence[int]) -> BlockTable | None:
-        """A table with room for all `tokens`, beginning with the `matched` blocks; None if there
-        is not enough. The prompt's other full blocks are promised to whoever comes next."""
-        wanted = self.blocks_for(len(tokens)) - len(matched)
-        if wanted > self.free - self.unused(matched):
+    def open(
+        self, tokens: Sequence[int], matched: Sequence[int], reserve: int = 0
+    ) -> BlockTable | None:
+        """A table with room for all `tokens`, beginning with the `matched` blocks; None if that
+        leaves less than `reserve`. The prompt's other full blocks are promised to whoever comes
+        next."""
+        wanted = self.blocks_for(len(tokens)) - len(matched) + self.unused(matched)
+        if wanted + reserve > self.free:
             return None
         for block in matched:
+            self.used += not self._refs[block]
             self._refs[block] += 1
             self._cached.pop(block, None)
         node = self._node_of[matched[-1]] if matched else ROOT
@@ -114,10 +107,10 @@ class BlockPool:
         node = table.node
         for i in range(table.registered, len(tokens) // self.size):
             key = (node, tuple(tokens[i * self.size : (i + 1) * self.size]))
-            if key in self._block_of or key in self._computing:
+            if key in self._block_of or key in self.computing:
                 return  # a sequence that takes no prefix: what follows hangs on another's block
             block = table.blocks[i]
-            self._computing[key] = block
+            self.computing[key] = block
             node = self._name(block, key)
 
     def grow(self, table: BlockTable, tokens: int) -> bool:
@@ -127,6 +120,7 @@ class BlockPool:
             return False
         for _ in range(wanted):
             block = self._take()
+            self.used += 1
             self._refs[block] = 1
             table.blocks.append(block)
         return True
@@ -149,10 +143,10 @@ class BlockPool:
         while (end := (table.registered + 1) * self.size) <= computed:
             block = table.blocks[table.registered]
             key = (table.node, tuple(tokens[end - self.size : end]))
-            if self._computing.get(key) == block:
-                del self._computing[key]
+            if self.computing.get(key) == block:
+                del self.computing[key]
                 self._block_of[key] = block
-            elif (other := self._block_of.get(key, self._computing.get(key))) is not None:
+            elif (other := self._block_of.get(key, self.computing.get(key))) is not None:
                 block = other  # it has the same tokens: go on from that one
             else:
                 self._name(block, key)
@@ -164,6 +158,7 @@ class BlockPool:
         """Give back what `grow` took beyond `tokens`: the next to be given out again."""
         while len(table.blocks) > self.blocks_for(tokens):
             block = table.blocks.pop()
+            self.used -= 1
             self._refs[block] = 0
             self._idle.append(block)
 
@@ -181,9 +176,10 @@ class BlockPool:
             self._refs[block] -= 1
             if self._refs[block]:
                 continue
+            self.used -= 1
             key = self._key_of[block]
-            if key is not None and self._computing.get(key) == block:
-                del self._computing[key]
+            if key is not None and self.computing.get(key) == block:
+                del self.computing[key]
                 self._key_of[block] = key = None
             if key is None:
                 self._idle.append(block)

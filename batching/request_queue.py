@@ -79,19 +79,13 @@ class WorkItem:
 
 class Lane:
     """One model's work of one kind. Lanes share the queue's places; of them it may take `places`.
-
-    `name` is what a client reads when those are taken.
-    """
+    `name` is what a client reads when those are taken."""
 
     def __init__(self, name: str, places: int) -> None:
         self.name = name
         self.places = places
         self.taken = 0  # accepted and unanswered
         self.ahead = 0  # of them, those whose answer has not begun
-
-    def enter(self, count: int) -> None:
-        self.taken += count
-        self.ahead += count
 
     def leave(self, item: WorkItem) -> None:
         """It is answered, or nobody waits for it any more."""
@@ -243,7 +237,8 @@ class RequestQueue:
             item.future, item.model, item.lane = loop.create_future(), model, lane
             self._accepted.put_nowait(item)
         self.waiting.update(items)
-        lane.enter(len(items))
+        lane.taken += len(items)
+        lane.ahead += len(items)
         self.settled.clear()
         return items
 

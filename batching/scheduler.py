@@ -34,6 +34,12 @@ PROJECTED_WHOLE = 512
 # Beside others, so many background sequences as there are others, or up to so many in all, are in a
 # step: that many take a model hardly longer than one.
 SMALL_STEP = 8
+# Prompt tokens of a step while nobody streams; where prompts run whole, with their padding.
+MOST = {"cpu": 512, "cuda": 8192}
+MOST_WHOLE = {"cpu": 4096, "cuda": 32768}
+# While somebody streams: at least so many, and no more than make a step so much longer.
+LEAST, LONGER_S = 32, 0.3
+NEW_SHARE = 0.3  # of the latest step in what was learned of their times
 
 Draft = abc.Callable[[Sequence], tuple[int, ...]]
 
@@ -45,7 +51,7 @@ class ContinuousScheduler:
         self.pool = pool
         self._most_running = self.max_running = max_running
         self.whole_prompts = whole_prompts
-        self.waiting: list[Sequence] = []  # by rank
+        self.waiting: list[Sequence] = []  # who comes first in front
         self.running: list[Sequence] = []  # likewise
         self.preempted = 0  # since the last step
         self.admitted: list[Sequence] = []  # for the first time, in the last step
@@ -57,12 +63,12 @@ class ContinuousScheduler:
     def add(self, sequence: Sequence) -> None:
         """Its tokens must fit into the pool, however long it gets; the caller sees to that."""
         sequence.number = next(self._numbers)
-        _insert(self.waiting, sequence)
+        bisect.insort(self.waiting, sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """It has finished, or nobody waits for it any more."""
         line = self.waiting if sequence.table is None else self.running
-        at = bisect.bisect_left(line, sequence.rank, key=lambda each: each.rank)
+        at = bisect.bisect_left(line, sequence)
         if line[at : at + 1] != [sequence]:
             raise ValueError("this sequence is not scheduled")
         del line[at]
@@ -82,19 +88,15 @@ class ContinuousScheduler:
 
     def schedule(self, budget: int, draft: Draft = lambda sequence: ()) -> list[Chunk]:
         """The next step's chunks. `budget` is how many prompt tokens it may have."""
-        self.preempted = 0
-        self.admitted = []
+        self.preempted, self.admitted = 0, []
         if self._ended:  # there is more memory than when it was short
             self.max_running = min(self._most_running, 2 * self.max_running)
             self._ended = False
         self._promote()
         limit = self._background_limit()
         resting = set(self.running[limit:])  # background sequences that have no part in this step
-        decoding = [
-            each
-            for each in list(self.running)
-            if each.left <= 1 and each not in resting and self._make_room(each)
-        ]
+        begun = [each for each in self.running[:limit] if each.left <= 1]
+        decoding = [each for each in begun if self._make_room(each)]
         prefix_awaited = self._admit_waiting(limit)
         decoding = [each for each in decoding if each.table]
         if prefix_awaited:  # a background sequence may be computing it
@@ -117,7 +119,7 @@ class ContinuousScheduler:
             line = self.running if oldest.table else self.waiting
             line.remove(oldest)
             oldest.background = False
-            _insert(line, oldest)
+            bisect.insort(line, oldest)
 
     def _background_limit(self) -> int:
         """How many sequences a step may have if the last of them is a background one."""
@@ -130,22 +132,24 @@ class ContinuousScheduler:
         """Drafts come last and have their room for this step only: nobody goes without for them.
         Drafting may remove sequences."""
         drafts, table = draft(sequence), sequence.table
-        if not table or not self.pool.grow(table, len(sequence.tokens) + len(drafts)):
+        if drafts and not (table and self.pool.grow(table, len(sequence.tokens) + len(drafts))):
             drafts = ()
         return Chunk(sequence, sequence.computed, 1, drafts)
 
     def _make_room(self, sequence: Sequence) -> bool:
         """For one more token; False if it waits now, for that of an older one or as the youngest
         itself."""
-        while sequence.table and not self.pool.grow(sequence.table, len(sequence.tokens)):
-            self._preempt(self.running[-1])
-        return sequence.table is not None
+        tokens, size = len(sequence.tokens), self.pool.size
+        while (table := sequence.table) and tokens > len(table.blocks) * size:
+            if not self.pool.grow(table, tokens):
+                self._preempt(self.running[-1])
+        return table is not None
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._close(sequence)
         self.preempted += 1
-        _insert(self.waiting, sequence)
+        bisect.insort(self.waiting, sequence)
 
     # ── who is admitted ──
 
@@ -178,7 +182,7 @@ class ContinuousScheduler:
         remembered: to find it again takes as long as the prefix is."""
         if sequence.scores_prompt:
             return []
-        if sequence.awaited is None or not self.pool.computing(sequence.awaited):
+        if sequence.awaited not in self.pool.computing:
             matched, sequence.awaited = self.pool.match(sequence.tokens)
             if sequence.awaited is None:
                 return matched
@@ -193,17 +197,16 @@ class ContinuousScheduler:
         return True
 
     def _admit(self, sequence: Sequence, matched: list[int]) -> bool:
-        pool = self.pool
-        reserve = min(len(self.running), pool.count // RESERVE)
-        wanted = pool.blocks_for(len(sequence.tokens)) - len(matched) + pool.unused(matched)
-        if wanted + reserve > pool.free:
+        reserve = min(len(self.running), self.pool.count // RESERVE)
+        sequence.table = self.pool.open(sequence.tokens, matched, reserve)
+        if sequence.table is None:
             return False
-        sequence.table = pool.open(sequence.tokens, matched)
-        sequence.computed = len(matched) * pool.size
+        sequence.computed = len(matched) * self.pool.size
         if sequence.cached is None:
             sequence.cached = sequence.computed
+            sequence.tokens = [*sequence.tokens]  # from here on it adds to them
             self.admitted.append(sequence)
-        _insert(self.running, sequence)
+        bisect.insort(self.running, sequence)
         return True
 
     # ── which of their prompts' tokens ──
@@ -214,17 +217,22 @@ class ContinuousScheduler:
         if not prompts or budget <= 0:
             return []
         ranked = sorted(prompts, key=lambda each: each.number) if prefix_awaited else prompts
-        if self.whole_prompts:
-            return _whole_chunks(ranked, budget)
-        first = ranked[0]
-        most = {e: min(e.left, PROJECTED) if e.scores_prompt else e.left for e in prompts}
+        most_scored = PROJECTED_WHOLE if self.whole_prompts else PROJECTED
+        most = {e: min(e.left, most_scored) if e.scores_prompt else e.left for e in prompts}
         shares = dict.fromkeys(prompts, 0)
-        shares[first] = min(most[first], -(-budget // 2))
-        budget -= shares[first]
-        for each in sorted(prompts, key=lambda e: (e.background and not prefix_awaited, e.left)):
-            more = min(most[each] - shares[each], budget)
-            shares[each] += more
-            budget -= more
+        if self.whole_prompts:  # one at least; more as long as all, padded to the longest, fit
+            longest = itertools.accumulate((len(each.tokens) for each in ranked), max)
+            fitting = sum(n * tokens <= budget for n, tokens in enumerate(longest, 1))
+            shares |= {each: most[each] for each in ranked[: max(1, fitting)]}
+        else:
+            shares[ranked[0]] = min(most[ranked[0]], -(-budget // 2))
+            budget -= shares[ranked[0]]
+            for each in sorted(
+                prompts, key=lambda e: (e.background and not prefix_awaited, e.left)
+            ):
+                more = min(most[each] - shares[each], budget)
+                shares[each] += more
+                budget -= more
         return [Chunk(each, each.computed, share) for each, share in shares.items() if share]
 
     # ── after the step ──
@@ -234,11 +242,14 @@ class ContinuousScheduler:
         one token more; nothing if the chunk ends before the sequence does."""
         sequence = chunk.sequence
         assert sequence.table is not None
-        sequence.scored = max(sequence.scored, chunk.to_score.stop)
+        if sequence.scores_prompt:
+            sequence.scored = max(sequence.scored, chunk.to_score.stop)
         sequence.computed = chunk.start + chunk.count + max(0, len(sampled) - 1)
-        sequence.tokens.output += sampled
-        self.pool.trim(sequence.table, len(sequence.tokens))
-        self.pool.register(sequence.table, sequence.tokens, sequence.computed)
+        sequence.tokens += sampled
+        if chunk.drafts:
+            self.pool.trim(sequence.table, len(sequence.tokens))
+        if sequence.computed // self.pool.size > sequence.table.registered:
+            self.pool.register(sequence.table, sequence.tokens, sequence.computed)
 
     def give_way(self) -> bool:
         """Memory is short: the younger half of those that run waits, and no more run until one has
@@ -251,23 +262,35 @@ class ContinuousScheduler:
         return True
 
 
-def _whole_chunks(prompts: list[Sequence], budget: int) -> list[Chunk]:
-    """In order, one at least; more as long as all, padded to the longest, fit into the budget."""
-    chunks: list[Chunk] = []
-    longest = 0
-    for each in prompts:
-        longest = max(longest, len(each.tokens))
-        if chunks and longest * (len(chunks) + 1) > budget:
-            break
-        count = min(each.left, PROJECTED_WHOLE) if each.scores_prompt else each.left
-        chunks.append(Chunk(each, each.computed, count))
-    return chunks
-
-
-def _insert(line: list[Sequence], sequence: Sequence) -> None:
-    bisect.insort(line, sequence, key=lambda each: each.rank)
-
-
 def _foreground(line: list[Sequence]) -> int:
     """How many in a line are not in the background."""
     return bisect.bisect_left(line, True, key=lambda each: each.background)
+
+
+class PrefillBudget:
+    """How many prompt tokens a step takes, learned from the steps' times: many while nobody
+    streams, few enough not to stall streams. What a prompt token adds is what counts, not its share
+    of the whole: a small step is mostly the weights being read, and must not shrink for that."""
+
+    def __init__(self, device_type: str, whole_prompts: bool = False) -> None:
+        self._most = (MOST_WHOLE if whole_prompts else MOST)[device_type]
+        self._decode_s = 0.0  # a step without prompts
+        self._token_s = 0.0  # what a prompt token adds
+
+    def prompt_tokens(self, streaming: bool) -> int:
+        """For the next step."""
+        if not streaming or not self._token_s:
+            return self._most
+        return max(LEAST, min(self._most, int(LONGER_S / self._token_s)))
+
+    def learn(self, prompt: int, others: int, seconds: float) -> None:
+        """A step of so many prompt tokens and other rows took so long."""
+        if not prompt:
+            self._decode_s = _mean(self._decode_s, seconds)
+        elif prompt >= LEAST:
+            more_s = max(0.0, seconds - self._decode_s) if others else seconds
+            self._token_s = _mean(self._token_s, more_s / prompt)
+
+
+def _mean(known: float, new: float) -> float:
+    return known + (NEW_SHARE if known else 1.0) * (new - known)

@@ -5,51 +5,19 @@ model runner and the sampler. No tensors here.
 """
 
 from collections import abc
-from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import Any, NamedTuple, overload
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, NamedTuple
 
 from batching.block_pool import BlockTable, Key
 
 
-class Tokens(abc.Sequence[int]):
-    """A prompt, which all choices of a request share and nobody copies, and an output. Reads like
-    one list."""
-
-    __slots__ = ("output", "prompt")
-
-    def __init__(self, prompt: abc.Sequence[int]) -> None:
-        self.prompt = prompt
-        self.output: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self.prompt) + len(self.output)
-
-    @overload
-    def __getitem__(self, at: int) -> int: ...
-    @overload
-    def __getitem__(self, at: slice) -> abc.Sequence[int]: ...
-    def __getitem__(self, at: int | slice) -> int | abc.Sequence[int]:
-        border = len(self.prompt)
-        if isinstance(at, int):
-            at += len(self) if at < 0 else 0
-            return self.prompt[at] if at < border else self.output[at - border]
-        start, stop, _ = at.indices(len(self))
-        if stop <= border:
-            return self.prompt[start:stop]
-        if start >= border:
-            return self.output[start - border : stop - border]
-        return [*self.prompt[start:], *self.output[: stop - border]]
-
-
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A continuation of a prompt: its tokens so far, and what of them is in the cache.
+    """A continuation of a prompt: its tokens so far, and what of them is in the cache. `output` is
+    its text side (worker/generation/output.py) and `drafter` proposes its next tokens: neither is
+    looked at here."""
 
-    `output` is its text side (worker/generation/output.py) and `drafter` proposes its next tokens:
-    neither is looked at here.
-    """
-
-    prompt: InitVar[abc.Sequence[int]]
+    tokens: list[int]  # the prompt's, shared by a request's choices until each is admitted
     output: Any = None
     _: KW_ONLY
     max_tokens: int = 1  # of the output; 0: only the prompt is run
@@ -57,7 +25,6 @@ class Sequence:
     scores_prompt: bool = False
     background: bool = False  # comes after all that are not
     drafter: Any = None
-    tokens: Tokens = field(init=False)
     prompt_len: int = field(init=False)
     scored: int = 0  # leading tokens whose successor has been scored
     number: int = -1  # order of arrival; -1: not scheduled
@@ -66,19 +33,17 @@ class Sequence:
     cached: int | None = None  # prompt tokens found in the cache at first admission
     awaited: Key | None = None  # the block of its prefix that somebody is computing
 
-    def __post_init__(self, prompt: abc.Sequence[int]) -> None:
-        self.tokens = Tokens(prompt)
-        self.prompt_len = len(prompt)
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.tokens)
 
     @property
     def left(self) -> int:
         """Tokens that have not been through the model."""
         return len(self.tokens) - self.computed
 
-    @property
-    def rank(self) -> tuple[bool, int]:
-        """Who comes first has the lower one."""
-        return self.background, self.number
+    def __lt__(self, other: "Sequence") -> bool:
+        """Whether it comes first, in the line and in a step."""
+        return (self.background, self.number) < (other.background, other.number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +92,8 @@ class Span(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Batch:
-    """What a step runs: T tokens in one row, span after span. Built once, for whoever reads it.
-
-    A model runner is asked for `forward(batch)`: logits [R, vocabulary] of the R `rows`.
-    """
+    """What a step runs: T tokens in one row, span after span. Built once, for whoever reads it. A
+    model runner is asked for `forward(batch)`: logits [R, vocabulary] of the R `rows`."""
 
     spans: abc.Sequence[Span]
     ids: abc.Sequence[int]  # [T], drafted ones behind their chunk's

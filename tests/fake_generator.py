@@ -20,14 +20,8 @@ from typing import Any, Literal
 
 from batching.errors import ClientGone, InvalidInput, ItemFailed
 from batching.request_queue import WorkItem
-from worker.deltas import Delta, FinishReason, TokenLogprob
-from worker.protocol import (
-    Chat,
-    GenerationInput,
-    ModelInfo,
-    StepOutcome,
-    StepReport,
-)
+from worker.deltas import Delta, FinishReason, Kind, Part, TokenLogprob
+from worker.protocol import Chat, GenerationInput, ModelInfo, StepOutcome, StepReport
 
 INFO = ModelInfo("text-generation", "fake", "cpu", "float32", 0, "continuous")
 
@@ -205,7 +199,7 @@ def say(payload: GenerationInput, each: Running, number: int, choice: Choice) ->
                 logprob(letter, top, first=n == 0) for n, letter in enumerate(each.prompt)
             ]
         if payload.echo:
-            delta.add("content", each.prompt)
+            add(delta, "content", each.prompt)
             if payload.sampling.logprobs is not None:
                 delta.logprobs = [
                     logprob(letter, payload.sampling.logprobs, first=n == 0)
@@ -242,17 +236,22 @@ def calls(word: str) -> bool:
     return word.lstrip()[:1] == "!" and len(word.lstrip()) > 1
 
 
+def add(delta: Delta, kind: Kind, text: str, name: str | None = None) -> None:
+    if text or name is not None:
+        delta.merge(Delta(delta.choice, [Part(kind, text, name)]))
+
+
 def speak(delta: Delta, word: str) -> None:
     mark, rest = word.lstrip()[:1], word.lstrip()[1:]
     if mark == "*":
-        delta.add("reasoning", rest + " ")
+        add(delta, "reasoning", rest + " ")
         delta.reasoning_tokens = 1
     elif calls(word):
-        delta.add("call", "", rest)
+        add(delta, "call", "", rest)
     elif mark == "=":
-        delta.add("call", rest)
+        add(delta, "call", rest)
     else:
-        delta.add("content", word)
+        add(delta, "content", word)
 
 
 def logprob(text: str, top: int, first: bool = False) -> TokenLogprob:

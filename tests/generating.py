@@ -82,7 +82,7 @@ class Served:
     @property
     def ids(self) -> list[list[int]]:
         """Output tokens of each choice, the one that ended it included."""
-        return [sequence.tokens.output for sequence in self.sequences]
+        return [sequence.tokens[sequence.prompt_len :] for sequence in self.sequences]
 
 
 def request(

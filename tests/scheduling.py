@@ -30,9 +30,9 @@ def assert_sound(pool: BlockPool, tables: Collection[BlockTable]) -> None:
     assert len(idle) == pool.free
     assert pool.used + pool.free == pool.count
     named = {block: key for block, key in enumerate(pool._key_of) if key is not None}
-    assert {**pool._block_of, **pool._computing} == {key: block for block, key in named.items()}
-    assert not pool._block_of.keys() & pool._computing.keys()
-    assert all(users[block] for block in pool._computing.values())  # whoever promises is there
+    assert {**pool._block_of, **pool.computing} == {key: block for block, key in named.items()}
+    assert not pool._block_of.keys() & pool.computing.keys()
+    assert all(users[block] for block in pool.computing.values())  # whoever promises is there
 
 
 def following(tokens: abc.Sequence[int]) -> int:
@@ -80,7 +80,7 @@ class FakeModel:
 class Job:
     """A request for `most` tokens, and what it must get."""
 
-    def __init__(self, prompt: abc.Sequence[int], most: int, reuse: bool, background: bool) -> None:
+    def __init__(self, prompt: list[int], most: int, reuse: bool, background: bool) -> None:
         self.sequence = Sequence(prompt, self, scores_prompt=not reuse, background=background)
         self.most = most
         self.expected = list(prompt)
@@ -270,7 +270,7 @@ class Before:
         waiting, running = self.scheduler.waiting, self.scheduler.running
         assert sorted(waiting + running, key=lambda s: s.number) == live  # nobody is lost
         for line in (waiting, running):
-            assert line == sorted(line, key=lambda s: s.rank)
+            assert line == sorted(line)
         behind = [s for s in live if s.background]
         ahead = [s for s in live if s is self.scheduler._promoted]
         assert all(ahead[0].number < s.number for s in behind)  # the oldest counts as none of them
@@ -339,7 +339,7 @@ class Before:
         if first.background and (scheduler.preempted or len(scheduler.running) >= self.most):
             return
         if not scheduler.preempted:
-            assert all(s.rank < first.rank for s in admitted)
+            assert all(s < first for s in admitted)
         places = scheduler.max_running - len(scheduler.running) - passed
         matched = [] if first.scores_prompt else pool.match(first.tokens)[0]
         wanted = pool.blocks_for(len(first.tokens)) - len(matched) + pool.unused(matched)

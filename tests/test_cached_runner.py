@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from batching import scheduler
 from batching.errors import ItemFailed, OutOfMemory
 from batching.request_queue import WorkItem
 from tests import generating, tiny_decoders
 from tests.generating import GREEDY, ORDINARY, Driver, Served, request
 from tests.tiny_decoders import decoder
-from worker.generation import prefill_budget
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import cached_engine, load_generator
 from worker.model.cached_runner import CachedRunner, Group
@@ -98,9 +98,7 @@ def checked(name: str) -> CachedRunner:
 def fresh(name: str = "bloom", max_running: int = 256) -> GenerationEngine:
     """Of a model that was checked once."""
     options = GeneratorOptions(name, max_running=max_running)
-    runner = copy.copy(checked(name))
-    runner.groups = weakref.WeakKeyDictionary()
-    return cached_engine(runner, options, "it is asked for")
+    return cached_engine(copy.copy(checked(name)), options, "it is asked for")
 
 
 def prompts(seed: int, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
@@ -336,9 +334,8 @@ def test_what_a_group_kept_goes_with_the_last_of_it() -> None:
 
 
 def groups(driver: Driver) -> list[Group]:
-    runner = driver.generator.runner
-    assert isinstance(runner, CachedRunner)
-    return list(runner.groups.values())
+    tables = [sequence.table for sequence in driver.generator.scheduler.running]
+    return [table.kept.group for table in tables if table and table.kept]
 
 
 def test_no_more_rows_run_than_allowed() -> None:
@@ -349,7 +346,7 @@ def test_no_more_rows_run_than_allowed() -> None:
 
 
 def test_a_step_takes_no_more_than_one_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_budget, "MOST_WHOLE", {"cpu": 60})
+    monkeypatch.setattr(scheduler, "MOST_WHOLE", {"cpu": 60})
     driver = Driver(fresh())
     for length in (20, 20, 100, 20):
         driver.add(request(prompts(10, [length])[0], max_tokens=2))
@@ -367,9 +364,11 @@ def test_clear_and_warm_up_leave_things_as_they_should() -> None:
     assert served.ids == [oracle("mamba", given[0], 5)]
     left = [driver.add(request(prompt)).item for prompt in given]
     driver.step()
+    kept = set(map(weakref.ref, groups(driver)))
     assert driver.generator.clear() == left
     assert not driver.generator.busy
-    assert not groups(driver)
+    assert kept
+    assert all(group() is None for group in kept)
 
 
 # ── failing small ──

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from batching import scheduler
 from batching.block_pool import BlockPool
 from tests.generating import assert_greedy, engine, greedy, prompts, request, serve
 from tests.tiny_decoders import ARCHITECTURES
-from worker.generation import prefill_budget
 from worker.generation.ngram_drafter import NgramDrafter
 
 LENGTHS = (1, 2, 7, 16, 17, 33, 48, 60)
@@ -44,8 +44,8 @@ def check_parity(
     """32 prompts at random times; what is switched on must have happened, what is off not."""
     given = prompts(seed, LENGTHS)
     most = MOST if "chunked prefill" in features else 512
-    monkeypatch.setattr(prefill_budget, "MOST", {"cpu": most})
-    monkeypatch.setattr(prefill_budget, "LEAST", most)  # whatever it has learned of the time
+    monkeypatch.setattr(scheduler, "MOST", {"cpu": most})
+    monkeypatch.setattr(scheduler, "LEAST", most)  # whatever it has learned of the time
     if "prefix cache" not in features:
         monkeypatch.setattr(BlockPool, "match", lambda pool, tokens: ([], None))
     if "speculation" in features:

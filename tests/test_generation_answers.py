@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from batching import scheduler
 from batching.scheduler import PROJECTED
 from tests.generating import (
     GREEDY,
@@ -24,7 +25,6 @@ from tests.generating import (
 )
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.deltas import Delta, TokenLogprob
-from worker.generation import prefill_budget
 from worker.protocol import Sampling
 
 # the token of a byte that begins a character
@@ -104,8 +104,8 @@ def test_an_echoed_prompt_is_scored_whole_and_takes_nothing_from_the_cache(lengt
 def test_an_echoed_prompt_is_scored_once_though_it_is_put_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prefill_budget, "MOST", {"cpu": 24})
-    monkeypatch.setattr(prefill_budget, "LEAST", 24)
+    monkeypatch.setattr(scheduler, "MOST", {"cpu": 24})
+    monkeypatch.setattr(scheduler, "LEAST", 24)
     older, younger = request(prompt_of(14), BUSY, 20), request(prompt_of(110, 1), BUSY, echo=True)
     # the older needs its second block while the younger is in its prompt
     served, driver = serve(engine("llama", blocks=8), [older, younger])

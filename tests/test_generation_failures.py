@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from batching import scheduler
 from batching.errors import InvalidInput, ItemFailed, OutOfMemory
 from tests.generating import (
     Driver,
@@ -17,7 +18,6 @@ from tests.generating import (
     request,
     serve,
 )
-from worker.generation import prefill_budget
 from worker.generation.engine import GenerationEngine
 from worker.protocol import Sampling
 
@@ -28,8 +28,8 @@ NEW = 8
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_budget, "MOST", {"cpu": 40})
-    monkeypatch.setattr(prefill_budget, "LEAST", 40)
+    monkeypatch.setattr(scheduler, "MOST", {"cpu": 40})
+    monkeypatch.setattr(scheduler, "LEAST", 40)
 
 
 @contextmanager

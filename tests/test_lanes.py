@@ -14,7 +14,8 @@ def entering(lane: Lane, *tokens: int) -> list[WorkItem]:
     made = []
     for count in tokens:
         item: WorkItem = WorkItem(None, math.inf, 0.0)
-        lane.enter(1)
+        lane.taken += 1
+        lane.ahead += 1
         if count:
             item.tokens = count
             lane.prepared(item)

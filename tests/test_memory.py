@@ -32,6 +32,11 @@ def test_a_checkpoint_needs_its_weights_and_the_largest_once_more(
         loading.check_fits(checkpoint(tmp_path), dtype, CPU)
 
 
+def test_where_the_system_does_not_tell_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_lines", lambda path: [])
+    assert loading.free_bytes(CPU) > 1 << 60
+
+
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no /proc")
 def test_a_cache_takes_no_memory_before_it_is_used() -> None:
     def resident() -> int:

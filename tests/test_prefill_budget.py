@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from worker.generation.prefill_budget import LEAST, LONGER_S, MOST, PrefillBudget
+from batching.scheduler import LEAST, LONGER_S, MOST, PrefillBudget
 
 DECODE_S = 0.1
 ROWS = 16

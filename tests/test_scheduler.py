@@ -42,7 +42,7 @@ def scheduler_of(blocks: int, size: int = 4, max_running: int = 64) -> Continuou
 def arriving(
     scheduler: ContinuousScheduler, *prompts: abc.Sequence[int], reuse: bool = True
 ) -> list[Sequence]:
-    made = [Sequence(prompt, scores_prompt=not reuse) for prompt in prompts]
+    made = [Sequence([*prompt], scores_prompt=not reuse) for prompt in prompts]
     for sequence in made:
         scheduler.add(sequence)
     return made
@@ -226,7 +226,7 @@ def test_of_equal_prompts_the_oldest_comes_first() -> None:
 
 
 def in_background(scheduler: ContinuousScheduler, *prompts: abc.Sequence[int]) -> list[Sequence]:
-    made = [Sequence(prompt, background=True) for prompt in prompts]
+    made = [Sequence([*prompt], background=True) for prompt in prompts]
     for sequence in made:
         scheduler.add(sequence)
     return made

@@ -1,30 +1,24 @@
-"""Tokens read like the one list that they are not."""
+"""A sequence and those that share its prompt."""
 
 from collections import Counter
 from typing import Any
 
 from batching.block_pool import BlockPool, Key
 from batching.scheduler import ContinuousScheduler
-from batching.sequence import Sequence, Tokens
+from batching.sequence import Sequence
 
 
-def test_prompt_and_output_read_like_one_list() -> None:
-    tokens = Tokens((1, 2, 3))
-    tokens.output += [4, 5]
-    assert [*tokens] == [1, 2, 3, 4, 5]
-    assert [tokens[at] for at in range(-5, 5)] == [1, 2, 3, 4, 5] * 2
-    bounds = [None, *range(-7, 8)]
-    for start in bounds:
-        for stop in bounds:
-            assert [*tokens[start:stop]] == [1, 2, 3, 4, 5][start:stop], (start, stop)
-
-
-def test_choices_of_a_request_share_their_prompt() -> None:
+def test_choices_of_a_request_share_their_prompt_until_they_run() -> None:
     prompt = [1, 2, 3]
+    scheduler = ContinuousScheduler(BlockPool(8, 4), 1)
     one, other = Sequence(prompt), Sequence(prompt)
-    one.tokens.output.append(9)
-    assert one.tokens.prompt is other.tokens.prompt is prompt
-    assert [*other.tokens] == [1, 2, 3]
+    scheduler.add(one)
+    scheduler.add(other)
+    (chunk,) = scheduler.schedule(8)
+    scheduler.advance(chunk, [9])
+    assert one.tokens == [1, 2, 3, 9]
+    assert other.tokens is prompt
+    assert prompt == [1, 2, 3]
 
 
 def test_while_a_prefix_is_computed_it_is_looked_up_once_by_each_who_waits_for_it() -> None:

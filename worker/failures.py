@@ -16,7 +16,7 @@ T = TypeVar("T")
 OUT_OF_MEMORY = (
     "can't allocate memory",  # what torch's CPU allocator says
     "not enough memory",
-    "CUDA error: out of memory",  # an allocation outside torch's own allocator
+    "CUDA error: out of memory",  # an allocation outside torch's allocator
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
 
@@ -32,10 +32,8 @@ def failure_of(error: BaseException) -> OnequeueError:
         return error
     names = {each.__name__ for each in type(error).__mro__}
     message = str(error) if isinstance(error, RuntimeError) else ""
-    if (
-        names & {"MemoryError", "OutOfMemoryError"}
-        or any(words in message for words in OUT_OF_MEMORY)
-    ):  # fmt: skip
+    too_much = any(words in message for words in OUT_OF_MEMORY)
+    if too_much or names & {"MemoryError", "OutOfMemoryError"}:
         if (torch := sys.modules.get("torch")) and torch.cuda.is_available():
             torch.cuda.empty_cache()
         failure: OnequeueError = OutOfMemory("this input does not fit into memory")

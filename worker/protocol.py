@@ -13,11 +13,9 @@ State = Literal["loading", "warming", "ready", "dead"]
 
 @dataclass(frozen=True, slots=True)
 class PipelineInput:
-    """One input of a pipeline task as the client sent it, and its call's parameters.
-
-    `inputs` is text, raw bytes (an image or a sound file), or a JSON value. Inputs of a list share
-    a `budget` of what is decoded.
-    """
+    """One input of a pipeline task as the client sent it, and its call's parameters. `inputs` is
+    text, raw bytes (an image or a sound file), or a JSON value. Inputs of a list share a `budget`
+    of what is decoded."""
 
     inputs: Any
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -26,10 +24,8 @@ class PipelineInput:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation, to be rendered by the model's chat template.
-
-    Messages have `role` and `content` (text or None), or whatever else the template reads.
-    """
+    """A conversation, to be rendered by the model's chat template. Messages have `role` and
+    `content` (text or None), or whatever else the template reads."""
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -73,7 +69,7 @@ class SamplingDefaults(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """When a choice ends, besides the model's own end-of-sequence tokens."""
+    """When a choice ends, besides the model's end-of-sequence tokens."""
 
     max_tokens: int | None = None  # None: `default_tokens`, or fewer if the context is full
     min_tokens: int = 0
@@ -222,11 +218,8 @@ class Runner(LoadedModel, Protocol):
 
 
 class Generator(LoadedModel, Protocol):
-    """A loaded causal language model.
-
-    `encode`, `decode` and `token` run in pool threads, several at once; `add`, `step` and `clear`
-    on the worker's.
-    """
+    """A loaded causal language model. `encode`, `decode` and `token` run in pool threads, several
+    at once; `add`, `step` and `clear` on the worker's."""
 
     max_model_len: int  # tokens of prompt and output together
 
@@ -242,7 +235,7 @@ class Generator(LoadedModel, Protocol):
     def decode(self, ids: list[int]) -> str: ...
 
     def token(self, token_id: int) -> str:
-        """One token's own text; InvalidInput if there is no such id."""
+        """The text of one token; InvalidInput if there is no such id."""
 
     def call_id(self, name: str, index: int) -> str:
         """For a call that an answer makes, its conversation's `index`-th: an id that the chat

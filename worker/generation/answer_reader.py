@@ -63,7 +63,6 @@ class AnswerReader:
             if not answer.ended:
                 answer.push(SampledToken(id, None, ()))
         delta = answer.take()
-        assert delta is not None
         return told(delta)
 
     def _encoded(self, text: str) -> list[int]:

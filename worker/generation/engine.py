@@ -19,14 +19,13 @@ from torch import Tensor
 from batching.block_pool import BlockPool
 from batching.errors import DeviceLost, ItemFailed, OnequeueError, OutOfMemory
 from batching.request_queue import WorkItem
-from batching.scheduler import ContinuousScheduler
+from batching.scheduler import ContinuousScheduler, PrefillBudget
 from batching.sequence import Batch, Chunk, Sequence
 from worker.deltas import Delta
 from worker.failures import failure_of, rerun_in_halves
 from worker.generation.frontend import Frontend
 from worker.generation.ngram_drafter import NgramDrafter
 from worker.generation.output import SequenceOutput
-from worker.generation.prefill_budget import PrefillBudget
 from worker.grammar.bitmask import MaskRequest, Masks
 from worker.model.cached_runner import CachedRunner
 from worker.model.logits_processors import Draw
@@ -44,9 +43,7 @@ MaskedRow = tuple[int, MaskRequest]  # the first row that it is for
 
 class GenerationEngine(Frontend):
     """`prepare`, `encode`, `decode` and `token` run in pool threads, the rest on the worker's.
-
-    `new_scheduler` makes one with nothing in it; `why`: why the model is not paged.
-    """
+    `new_scheduler` makes one with nothing in it; `why`: why the model is not paged."""
 
     def __init__(
         self,
@@ -109,7 +106,7 @@ class GenerationEngine(Frontend):
         return items
 
     def warm_up(self) -> None:
-        """Two steps of a sequence, in a block of its own if one is free."""
+        """Two steps of a sequence, in a free block if there is one."""
         sequence = Sequence([0, 0])
         sequence.table = self.pool.open(sequence.tokens, [])
         if sequence.table is None:
@@ -119,7 +116,7 @@ class GenerationEngine(Frontend):
                 logits = self.runner.forward(Batch.of([Chunk(sequence, start, count)]))
                 if not bool(logits.isfinite().all()):
                     raise ItemFailed("the model's output is no number")
-                sequence.tokens.output.append(0)
+                sequence.tokens.append(0)
         finally:
             self.pool.close(sequence.table)
 
@@ -148,7 +145,7 @@ class GenerationEngine(Frontend):
         if sequence.drafter is None or share < 1:
             return ()
         output: SequenceOutput = sequence.output
-        most = min(share, sequence.max_tokens - len(sequence.tokens.output) - 1)
+        most = min(share, sequence.max_tokens - output.count - 1)
         try:
             drafts: tuple[int, ...] = sequence.drafter.draft(sequence.tokens, most)
             return output.guide.draft(drafts, most) if output.guide else drafts
@@ -183,7 +180,8 @@ class GenerationEngine(Frontend):
                 output: SequenceOutput = chunk.sequence.output
                 if output.guide and (mask := output.guide.mask(chunk.drafts)):
                     masks.append((len(rows), mask))
-                rows += [output.row(chunk.drafts[:n]) for n in range(count)]
+                first, drafts = output.count, chunk.drafts
+                rows += [Draw(output.sampling, first + n, drafts[:n]) for n in range(count)]
         return rows, masks
 
     def _score(self, batch: Batch, logits: Tensor) -> dict[Sequence, list[SampledToken]]:
@@ -205,7 +203,8 @@ class GenerationEngine(Frontend):
             raise ItemFailed("the model's output for this input is no number")
         if chunk.start < sequence.prompt_len or chunk.count > 1:
             counts["prefill_tokens"] += chunk.count
-        output.score_prompt(scores)
+        if scores:
+            output.score_prompt(scores)
         if not chunk.reaches_end:
             self.scheduler.advance(chunk)
             return
@@ -221,8 +220,7 @@ class GenerationEngine(Frontend):
         self.scheduler.advance(chunk, tokens)
         if output.ended:
             self.scheduler.remove(sequence)
-        if delta := output.take():
-            self._deltas.append((output.item, delta))
+        self._deltas.append((output.item, output.take()))
 
     def _push(self, chunk: Chunk, drawn: list[SampledToken]) -> list[int]:
         """Drafts that the model agrees with, and one token after them, join the output."""

@@ -1,5 +1,5 @@
-"""From settings to a generation engine with its model: on paged memory, or with the model's own
-cache where that does not fit it. On the worker's thread.
+"""From settings to a generation engine with its model: on paged memory, or with the cache
+that transformers gives it where that does not fit. On the worker's thread.
 """
 
 import logging
@@ -8,7 +8,7 @@ from batching.block_pool import BlockPool
 from batching.scheduler import ContinuousScheduler
 from worker.generation.engine import GenerationEngine
 from worker.model.cached_runner import CachedRunner
-from worker.model.kv_cache import BLOCK, prefix_share
+from worker.model.kv_cache import BLOCK
 from worker.model.language_model import GeneratorOptions, load_language_model
 from worker.model.paged_runner import PagedRunner
 from worker.model.paging import load_paged_runner
@@ -18,6 +18,9 @@ log = logging.getLogger("onequeue.generation")
 
 # Sequences that run at most where each has a cache of the model's, for which no room is reserved.
 MOST_CACHED = 64
+# How much of the cache is touched for the sake of prefixes, unless it was given, or is set aside
+# anyway, as on a GPU. Running sequences may fill all of it.
+PREFIX_SHARE = 0.25
 
 
 def load_generator(options: GeneratorOptions) -> GenerationEngine:
@@ -33,7 +36,8 @@ def load_generator(options: GeneratorOptions) -> GenerationEngine:
 
 
 def paged_engine(runner: PagedRunner, options: GeneratorOptions) -> GenerationEngine:
-    share = prefix_share(runner.language.device, options.kv_cache_gb)
+    set_aside = options.kv_cache_gb is not None or runner.language.device.type == "cuda"
+    share = 1.0 if set_aside else PREFIX_SHARE
     return GenerationEngine(
         runner,
         lambda: ContinuousScheduler(BlockPool(runner.blocks, BLOCK, share), options.max_running),

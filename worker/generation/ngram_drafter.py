@@ -1,7 +1,7 @@
 """Prompt lookup: what followed the last words before may follow them again.
 
-Drafts come from the request's own text (prompt and output), cost nothing, and are verified in the
-same step by sampling each drafted position with its own draw: the output is the same without.
+Drafts are copied from the request's text (prompt and output), cost nothing, and are verified in the
+same step by drawing each position's token as without them: the output is the same.
 """
 
 from collections.abc import Sequence
@@ -41,9 +41,6 @@ class NgramDrafter:
 
     def verified(self, drafted: int, accepted: int) -> None:
         """How a draft fared: a model that keeps disagreeing is left in peace for a while."""
-        if 2 * accepted >= drafted:
-            self._misses = 0
-            return
-        self._misses += 1
+        self._misses = 0 if 2 * accepted >= drafted else self._misses + 1
         if self._misses >= PATIENCE:
             self._pause = min(LONGEST_PAUSE, 2 ** (self._misses - PATIENCE + 2))

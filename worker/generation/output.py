@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from batching.request_queue import WorkItem
-from worker.deltas import Delta, FinishReason, TokenLogprob
+from worker.deltas import Delta, FinishReason, Kind, Part, TokenLogprob
 from worker.grammar.guide import Guide, Plan
-from worker.model.logits_processors import Draw, SamplingParams, SamplingState
+from worker.model.logits_processors import SamplingParams, SamplingState
 from worker.model.sampler import SampledToken
 from worker.text.detokenizer import CONTEXT, Piece, Share, Tokens, Vocabulary
 from worker.text.parser import Event, Parser
@@ -91,38 +91,32 @@ class SequenceOutput:
             first = SampledToken(prepared.ids[0], None, ())
             self._prompt.append(token_logprob(vocabulary, first, echo.texts[0]))
         self._tells_ids = item.payload.token_ids
-        self._plain = parser is None and self._logprobs is None and self._stops is None
-        self._delta: Delta | None = None
-
-    def row(self, drafted: tuple[int, ...] = ()) -> Draw:
-        return Draw(self.sampling, self.count + len(drafted), drafted)
+        self._delta = Delta(self.number)
 
     # ── the prompt ──
 
     def score_prompt(self, scores: Sequence[SampledToken]) -> None:
         """How likely the prompt's next tokens are."""
-        if scores:
-            assert self._echo is not None
-            texts = self._echo.texts[len(self._prompt) : len(self._prompt) + len(scores)]
-            for score, text in zip(scores, texts, strict=True):
-                self._prompt.append(token_logprob(self.vocabulary, score, text))
+        assert self._echo is not None
+        texts = self._echo.texts[len(self._prompt) : len(self._prompt) + len(scores)]
+        for score, text in zip(scores, texts, strict=True):
+            self._prompt.append(token_logprob(self.vocabulary, score, text))
 
     def begin(self, cached: int) -> None:
         """The prompt has been run, `cached` of its tokens were known."""
         self.begun = True
-        delta = self._open()
         if self.sampling.choice == 0:
-            delta.prompt_tokens = len(self.prepared.ids)
-            delta.cached_tokens = cached
+            self._delta.prompt_tokens = len(self.prepared.ids)
+            self._delta.cached_tokens = cached
         payload = self.item.payload
         if payload.token_ids:
-            delta.prompt_ids = self.prepared.ids
+            self._delta.prompt_ids = self.prepared.ids
         if payload.prompt_logprobs is not None:
-            delta.prompt_logprobs = self._prompt
+            self._delta.prompt_logprobs = self._prompt
         if payload.echo and self._echo is not None:
-            delta.add("content", self._echo.text)
+            self._add("content", self._echo.text)
             if payload.sampling.logprobs is not None:
-                delta.logprobs = list(self._prompt)
+                self._delta.logprobs = list(self._prompt)
         self._prompt = []
         if self.prepared.max_tokens == 0:
             self._end("length", None)
@@ -133,10 +127,9 @@ class SequenceOutput:
         """The next token of the output."""
         token, parser, guide = sampled.token, self._parser, self.guide
         self.count += 1
-        delta = self._open()
-        delta.tokens += 1
+        self._delta.tokens += 1
         if self._tells_ids:
-            delta.token_ids.append(token)
+            self._delta.token_ids.append(token)
         thinking = parser is not None and parser.phase == "thinking"
         if guide:
             guide.accept(token)
@@ -149,11 +142,9 @@ class SequenceOutput:
         last = self.count >= self.prepared.max_tokens
         if last:
             text += self._detokenizer.flush()
-        if self._plain:
-            delta.add("content", text)
-        else:
-            self._parse(self._logprobs.piece(text, sampled) if self._logprobs else Piece(text))
-        delta.reasoning_tokens += thinking or (parser is not None and parser.phase == "thinking")
+        self._parse(self._logprobs.piece(text, sampled) if self._logprobs else Piece(text))
+        if parser:
+            self._delta.reasoning_tokens += thinking or parser.phase == "thinking"
         if guide:
             guide.follow()
         if self._matched is not None:
@@ -163,20 +154,15 @@ class SequenceOutput:
         elif last:
             self._finish("length", None, sampled)
 
-    def take(self) -> Delta | None:
+    def take(self) -> Delta:
         """What has come since the last take."""
-        delta, self._delta = self._delta, None
+        delta, self._delta = self._delta, Delta(self.number)
         return delta
 
     @property
     def _matched(self) -> str | None:
         """The stop string that has come."""
         return self._stops.matched if self._stops else None
-
-    def _open(self) -> Delta:
-        if self._delta is None:
-            self._delta = Delta(self.number)
-        return self._delta
 
     def _parse(self, piece: Piece) -> None:
         if self._parser is None:
@@ -192,9 +178,9 @@ class SequenceOutput:
             elif self._matched is None:
                 self._end_content()
                 if kind == "end of thoughts":
-                    self._open().end_thoughts()
+                    self._delta.end_thoughts()
                 else:
-                    self._open().add(kind, piece.text, name)
+                    self._add(kind, piece.text, name)
 
     def _content(self, piece: Piece) -> None:
         """Goes out as far as no stop string can come of it."""
@@ -207,13 +193,19 @@ class SequenceOutput:
         if self._stops:
             self._show(self._stops.flush())
         if self._logprobs:
-            self._open().logprobs += self._logprobs.close()
+            self._delta.logprobs += self._logprobs.close()
 
     def _show(self, piece: Piece) -> None:
-        delta = self._open()
-        delta.add("content", piece.text)
+        self._add("content", piece.text)
         if self._logprobs:
-            delta.logprobs += self._logprobs.show(piece)
+            self._delta.logprobs += self._logprobs.show(piece)
+
+    def _add(self, kind: Kind, text: str, name: str | None = None) -> None:
+        parts = self._delta.parts
+        if parts and name is None and parts[-1].kind == kind:
+            parts[-1].text += text
+        elif text or name is not None:
+            parts.append(Part(kind, text, name))
 
     def _finish(self, reason: FinishReason, stop: str | int | None, sampled: SampledToken) -> None:
         """The text ends with `sampled`: unless by a stop string, what was pending for one, for
@@ -225,11 +217,11 @@ class SequenceOutput:
                 self._emit(self._parser.finish())
         self._end_content()
         if self._logprobs:
-            self._open().logprobs += self._logprobs.finish()
+            self._delta.logprobs += self._logprobs.finish()
         self._end(reason, stop)
 
     def _end(self, reason: FinishReason, stop: str | int | None) -> None:
-        delta = self._open()
+        delta = self._delta
         called = reason == "stop" and self._parser is not None and self._parser.calls_begun
         delta.finish_reason = "tool_calls" if called else reason
         delta.stop_reason = stop
@@ -291,9 +283,6 @@ class ContentLogprobs:
 
 
 def token_logprob(vocabulary: Vocabulary, sampled: SampledToken, text: str) -> TokenLogprob:
-    _, raw = vocabulary.token(sampled.token)
-    top = []
-    for token_id, logprob in sampled.top:
-        shown, bytes_ = vocabulary.token(token_id)
-        top.append(TokenLogprob(token_id, shown, bytes_, logprob))
+    raw = vocabulary.token(sampled.token)[1]
+    top = (TokenLogprob(id_, *vocabulary.token(id_), logprob) for id_, logprob in sampled.top)
     return TokenLogprob(sampled.token, text, raw, sampled.logprob, tuple(top))

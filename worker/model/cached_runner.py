@@ -1,4 +1,4 @@
-"""The model runner for what is not paged: the model's own forward and cache.
+"""The model runner for what is not paged: the forward and the cache that transformers gives it.
 
 Sequences that begin together share a forward from then on, as a group, if the model is found at
 load to run them so: padded on the left, of one length only, or not at all. Whether what it keeps
@@ -10,8 +10,7 @@ import inspect
 import logging
 from collections import abc
 from dataclasses import dataclass
-from typing import Any, Literal
-from weakref import WeakKeyDictionary, ref
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,7 +47,7 @@ STEPS = 4
 CACHED, BATCHED = 0.1, 1e-3
 
 Texts = abc.Sequence[abc.Sequence[int]]
-Row = ref[BlockTable]  # which a sequence has while it runs; when it is gone, nothing is kept
+Steps = abc.Sequence[abc.Sequence[Tensor]]  # of each text, the logits after each step
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +63,18 @@ class Past:
 class Group:
     """Sequences that share a forward, and what came of the last."""
 
-    lengths: dict[Row, int]  # how many of its tokens each has run, in the order of the rows
-    logits: Tensor  # [B, V] after the last of them
+    rows: int
+    size: int  # tokens, padding included
+    logits: Tensor  # [rows, V] after the last of them
     past: Past | None  # None: they are run anew
 
-    @property
-    def size(self) -> int:
-        """Tokens, padding included."""
-        return len(self.lengths) * max(self.lengths.values())
+
+class Place(NamedTuple):
+    """Of a sequence in its group: kept with its table, so it goes when that does."""
+
+    group: Group
+    row: int
+    tokens: int  # of the sequence, that have run
 
 
 class CachedRunner:
@@ -86,10 +89,6 @@ class CachedRunner:
         self.takes = frozenset(inspect.signature(self.model.forward).parameters)
         pad = language.tokenizer.pad_token_id
         self.pad = pad if isinstance(pad, int) else 0
-        self.groups: WeakKeyDictionary[BlockTable, Group] = WeakKeyDictionary()
-        self._no_rows = torch.empty(
-            0, language.vocab_size, dtype=language.dtype, device=self.device
-        )
         self.caches = False
         self.batching: Literal["padded", "same length", "single"] = "single"
         self._choose()
@@ -103,17 +102,18 @@ class CachedRunner:
         sequences = [chunk.sequence for chunk in batch.chunks if chunk.to_sample]
         for group, members in self._to_run(sequences):
             self._run(group, members)
-        return torch.cat([*scored, *map(self._logits, sequences), self._no_rows])
+        logits = [*scored, *map(self._logits, sequences)]
+        return torch.cat(logits) if logits else torch.empty(0, self.language.vocab_size)
 
     def _to_run(self, sequences: list[Sequence]) -> list[tuple[Group | None, list[Sequence]]]:
         """Who runs together: groups go on, and those that have none, or lost it, form some."""
         ongoing: dict[Group, list[Sequence]] = {}
         fresh: list[Sequence] = []
         for sequence in sequences:
-            group = self.groups.get(_table(sequence))
-            missing = len(sequence.tokens) - group.lengths[_row(sequence)] if group else -1
-            if group and group.past and missing == 1:
-                ongoing.setdefault(group, []).append(sequence)
+            place: Place | None = _table(sequence).kept
+            missing = len(sequence.tokens) - place.tokens if place else -1
+            if place and place.group.past and missing == 1:
+                ongoing.setdefault(place.group, []).append(sequence)
             elif missing:
                 fresh.append(sequence)
         self._rejoin(ongoing, fresh)
@@ -138,25 +138,24 @@ class CachedRunner:
         past = None
         if group:
             past, group.past = group.past, None  # in doubt until all went well
-            before = list(group.lengths)
-            after = [_row(each) for each in members]
-            if past and before != after:
-                past = self.keep(past, [before.index(row) for row in after])
-        logits, past = self.run([each.tokens for each in members], past)
-        made = Group({_row(each): len(each.tokens) for each in members}, logits, past)
-        for each in members:
-            self.groups[_table(each)] = made
+            rows = [_table(each).kept.row for each in members]
+            if past and rows != list(range(group.rows)):
+                past = self.keep(past, rows)
+        texts = [each.tokens for each in members]
+        logits, past = self.run(texts, past)
+        made = Group(len(texts), len(texts) * max(map(len, texts)), logits, past)
+        for row, each in enumerate(members):
+            _table(each).kept = Place(made, row, len(each.tokens))
 
     def _logits(self, sequence: Sequence) -> Tensor:
         """[1, V] after its last token."""
-        group = self.groups[_table(sequence)]
-        row = list(group.lengths).index(_row(sequence))
-        return group.logits[row : row + 1]
+        place: Place = _table(sequence).kept
+        return place.group.logits[place.row : place.row + 1]
 
     def _scored(self, chunk: Chunk) -> Tensor:
         """Logits [P, V] of the chunk's positions to score, by a run of the prompt up to there."""
         positions = chunk.to_score
-        ids = torch.tensor([[*chunk.sequence.tokens[: positions.stop]]], device=self.device)
+        ids = torch.tensor([chunk.sequence.tokens[: positions.stop]], device=self.device)
         rows = torch.arange(positions.start, positions.stop, device=self.device)
         logits: Tensor = self._call({"input_ids": ids}, False, rows).logits[0]
         return logits[-len(positions) :]  # a model may give them all
@@ -212,8 +211,8 @@ class CachedRunner:
     def _choose(self) -> None:
         longest = max(length_beyond_windows(self.model.config, self.language.context), LENGTH)
         longest = min(self.language.context, longest)
-        lengths = [min(longest, STEPS + 2), longest, longest]
-        texts = random_prompts(self.model, self.language.tokenizer, lengths)
+        widths = [min(longest, STEPS + 2), longest, longest]
+        texts = random_prompts(self.model, self.language.tokenizer, widths)
         alone = [self._stepped([text])[0] for text in texts]
         self.caches = True
         try:
@@ -256,15 +255,7 @@ def _table(sequence: Sequence) -> BlockTable:
     return sequence.table
 
 
-def _row(sequence: Sequence) -> Row:
-    return ref(_table(sequence))
-
-
-def _compare(
-    got: abc.Sequence[abc.Sequence[Tensor]],
-    reference: abc.Sequence[abc.Sequence[Tensor]],
-    tolerance: float,
-) -> None:
+def _compare(got: Steps, reference: Steps, tolerance: float) -> None:
     for some, expected in zip(got, reference, strict=True):
         for logits, right in zip(some, expected, strict=False):
             compare(logits, right, tolerance)

@@ -1,10 +1,10 @@
 """Linear layers for a CPU: weights laid out as its matrix kernels want them, or as int8.
 
-oneDNN's own layout makes products with few rows, which is what decoding is, several times faster
+oneDNN's layout makes products with few rows, which is what decoding is, several times faster
 than the plain one, and a compiled graph uses the same weights. A CPU that has no bfloat16 would
 emulate it at a sixth of the speed: there the weights of a bfloat16 model are laid out as float32,
-if there is memory for that. Products are then what bfloat16's own are: of the same numbers, summed
-in float32, rounded to bfloat16. int8 weights carry one scale an output and are multiplied by
+if there is memory for that. Products are then as bfloat16 kernels make them: of the same numbers,
+summed in float32, rounded to bfloat16. int8 weights carry one scale an output and are multiplied by
 bfloat16 inputs; more rows than those kernels are good at go through a copy of the dequantised
 values, if there is memory for one, so that both say the same. Layers are converted one by one, and
 each original goes as it is replaced, unless an embedding shares it.
@@ -47,10 +47,11 @@ class PackedLinear(nn.Module):
         self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        given = x if x.dtype == self.inside else x.to(self.inside)
         made: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x.to(self.inside), self.packed, self.bias, "none", [], ""
+            given, self.packed, self.bias, "none", [], ""
         )
-        return made.to(x.dtype)
+        return made if given is x else made.to(x.dtype)
 
     def unpacked(self) -> nn.Linear:
         bias = None if self.bias is None else self.bias.to(self.dtype)

@@ -3,7 +3,7 @@
 Launching a model's some thousand kernels takes longer than running them for a few tokens. So a
 step is captured once for each size of batch and replayed: its inputs are buffers that are filled
 anew, and what a smaller batch leaves empty is padded with rows of a block that no sequence has.
-Each row has its own table of blocks (triton_decode.py), whatever its sequence's length.
+Each row has a table of blocks (triton_decode.py), whatever its sequence's length.
 """
 
 import copy
@@ -41,10 +41,8 @@ PROGRAMS = 4
 
 
 class RowsMetadata:
-    """The attention metadata of a captured step: each row is a token with its own table of blocks.
-
-    `table`: the most blocks that a sequence has.
-    """
+    """The attention metadata of a captured step: each row is a token with a table of blocks.
+    `table`: the most blocks that a sequence has."""
 
     def __init__(self, cache: KVCache, rows: int, table: int) -> None:
         self.cache = cache

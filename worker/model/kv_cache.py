@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 BLOCK = 16  # token positions in a block
-# How much of it holds prefixes for reuse; running sequences may fill all of it.
-PREFIX_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +19,7 @@ class LayerShape:
     heads: int  # of keys and values
     key_size: int
     value_size: int
-    chunk: int = 0  # tokens see their own chunk of so many only (Llama 4); 0: no such limit
+    chunk: int = 0  # tokens see only the chunk of so many that they are in (Llama 4); 0: all
     # Llama 4's temperature tuning, floor_scale and attn_scale: queries grow with their position
     temperature: tuple[float, float] | None = None
 
@@ -46,9 +44,3 @@ class KVCache:
 
         self.keys = [reserved(layer.heads, layer.key_size) for layer in layers]
         self.values = [reserved(layer.heads, layer.value_size) for layer in layers]
-
-
-def prefix_share(device: torch.device, given_gb: float | None) -> float:
-    """How much of the cache is touched for the sake of prefixes: all of what was given, or of what
-    a GPU has set aside anyway."""
-    return PREFIX_SHARE if given_gb is None and device.type == "cpu" else 1.0

@@ -4,6 +4,7 @@ language models (language_model.py) have in common, and the loading of pipelines
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -112,7 +113,7 @@ def has_bfloat16() -> bool:
 
 
 def choose_dtype(name: str, model: str, device: torch.device) -> torch.dtype | str:
-    """The checkpoint's own dtype for `auto`, but bfloat16 where a CPU would run float16."""
+    """The checkpoint's dtype for `auto`, but bfloat16 where a CPU would run float16."""
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]  # checked by the settings
     stored = getattr(AutoConfig.from_pretrained(model, trust_remote_code=False), "dtype", None)
@@ -123,22 +124,18 @@ def choose_dtype(name: str, model: str, device: torch.device) -> torch.dtype | s
 
 
 def free_bytes(device: torch.device) -> int:
-    """What may still be allocated: on a GPU its own, else the container's or the machine's."""
+    """What may still be allocated: on a GPU its memory, else the container's or the machine's."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    return int(min(_machine_free(), _cgroup_free()))
+    known = [line.split() for line in _lines("/proc/meminfo")]
+    machine = [int(words[1]) * 1024 for words in known if words[0] == "MemAvailable:"]
+    return min([*machine, _cgroup_free()])
 
 
-def _machine_free() -> float:
-    for line in _lines("/proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return math.inf
-
-
-def _cgroup_free() -> float:
-    """The limit less what is used and could not be dropped, by cgroup version 2 or 1."""
+def _cgroup_free() -> int:
+    """The limit less what is used and could not be dropped, by cgroup version 2 or 1; if there is
+    none, more than any machine has."""
     one = "memory/memory."
     for limit, used, stat, idle in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),
@@ -149,7 +146,7 @@ def _cgroup_free() -> float:
         if most and now and most[0].isdigit():
             droppable = [x.split()[1] for x in _lines(root + stat) if x.startswith(idle + " ")]
             return int(most[0]) - int(now[0]) + int(droppable[0] if droppable else 0)
-    return math.inf
+    return sys.maxsize
 
 
 def _lines(path: str) -> list[str]:
@@ -181,8 +178,7 @@ def _sizes(folder: Path, dtype: str) -> Iterator[int]:
         with safe_open(file, framework="pt") as checkpoint:
             for name in checkpoint.keys():  # noqa: SIM118
                 tensor = checkpoint.get_slice(name)
-                stored = STORED.get(tensor.get_dtype(), 1)
-                wanted = (
-                    stored if stored == 1 or dtype == "auto" else getattr(torch, dtype).itemsize
-                )
-                yield math.prod(tensor.get_shape()) * wanted
+                size = STORED.get(tensor.get_dtype(), 1)
+                if size > 1 and dtype != "auto":
+                    size = getattr(torch, dtype).itemsize
+                yield math.prod(tensor.get_shape()) * size

@@ -103,9 +103,8 @@ def processed(
             counts = state.counts + Counter(draw.drafted) if draw.drafted else state.counts
             output = np.fromiter(counts, np.int64, len(counts))
             if state.repeats:
-                repeated += [
-                    (row, ids, params.repetition_penalty) for ids in (state.prompt, output)
-                ]
+                penalty = params.repetition_penalty
+                repeated += [(row, ids, penalty) for ids in (state.prompt, output)]
             if state.counted:
                 often = np.fromiter(counts.values(), np.float32, len(counts))
                 less = -params.presence_penalty - params.frequency_penalty * often
@@ -121,9 +120,9 @@ def processed(
     if added:
         flat.index_add_(0, *_places(added, size, flat.device))
     if repeated:
-        index, penalty = _places(repeated, size, flat.device)
+        index, factor = _places(repeated, size, flat.device)
         was = flat[index]  # a token seen twice is read and written twice, and changed once
-        flat[index] = torch.where(was < 0, was * penalty, was / penalty)
+        flat[index] = torch.where(was < 0, was * factor, was / factor)
     if counted:
         flat.index_add_(0, *_places(counted, size, flat.device))
     return scores

@@ -18,9 +18,7 @@ SHOWN = 3
 @contextmanager
 def recorded() -> Iterator[dict[int, dict[str, str]]]:
     """While inside, every `from_pretrained` notes what it did not find, by the model's id.
-
-    `pipeline` chooses classes and loads them, but does not hand on what they report.
-    """
+    `pipeline` chooses classes and loads them, but does not hand on what they report."""
     found: dict[int, dict[str, str]] = {}
     with _recording:
         original = vars(PreTrainedModel)["from_pretrained"]

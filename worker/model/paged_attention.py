@@ -2,7 +2,7 @@
 
 A batch is one row of tokens, span after span, each some tokens of one sequence. A layer's keys and
 values go into the blocks that the scheduler gave the sequence (batching/block_pool.py), then each
-token sees its own sequence only. Spans of similar reach share a call: their blocks are gathered
+token sees its sequence only. Spans of similar reach share a call: their blocks are gathered
 side by side, what is not theirs is masked. Full, sliding-window and chunked attention, grouped
 queries, soft-capping and attention sinks, on any device. Few rows on a GPU: cuda_graphs.py.
 """
@@ -159,11 +159,8 @@ class AttentionMetadata:
         if window or chunk:
             seen &= keys[:, None, :] >= self._first_seen(position, window, chunk)
         mask = torch.zeros(seen.shape, dtype=self.cache.dtype)
-        return (
-            mask.masked_fill_(torch.from_numpy(~seen), -torch.inf)
-            .unsqueeze(1)
-            .to(self.cache.device)
-        )
+        mask.masked_fill_(torch.from_numpy(~seen), -torch.inf)
+        return mask.unsqueeze(1).to(self.cache.device)
 
     def _tensor(self, values: Any) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.cache.device)
@@ -270,7 +267,7 @@ def _rescaled(query: Tensor, positions: Tensor, floor_scale: float, attn_scale: 
 
 
 # The same, opaque to the compiler: its graph depends on the number of tokens only. The cache is
-# found through the thread, not passed, and each layer writes its own part alone.
+# found through the thread, not passed, and each layer writes its part alone.
 _attend_op = torch.library.custom_op("onequeue::paged_attention", attend, mutates_args=())
 
 

@@ -66,7 +66,7 @@ class PagedRunner:
     # ── compiling ──
 
     def compile(self) -> None:
-        """Begin, in a thread of its own; `compile_state` tells when it is done."""
+        """Begin, in a separate thread; `compile_state` tells when it is done."""
         self.compile_state = "running"
         threading.Thread(target=self._compile, name="compile", daemon=True).start()
 
@@ -109,7 +109,7 @@ def compiled(model: Any, check: Callable[[Any], None]) -> Any:
     """
     from torch._inductor import config as inductor  # seconds to import
 
-    torch.set_num_threads(torch.get_num_threads())  # this thread's own count
+    torch.set_num_threads(torch.get_num_threads())  # each thread has such a count
     with inductor.patch(freezing=model.device.type == "cpu"):
         body = copy.copy(model.base_model)
         body.forward = torch.compile(model.base_model.forward, dynamic=True)

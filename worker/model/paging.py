@@ -1,10 +1,10 @@
 """Whether a language model runs on a paged KV cache, which is asked of the model itself at load.
 
 No list of names says which do: a few random prompts go through the paged runner's step, in chunks,
-and through the model's own forward; where logits differ, or a layer refuses, the model keeps its
-own cache (cached_runner.py) and the reason is logged. A sliding window that is longer than the
-prompts is made narrow in the configuration, on both ways: layers that their model masks, but that
-are not told the window, are found whatever its size.
+and through transformers' forward; where logits differ, or a layer refuses, the model keeps the
+cache that it came with (cached_runner.py) and the reason is logged. A sliding window that is longer
+than the prompts is made narrow in the configuration, on both ways: layers that their model masks,
+but that are not told the window, are found whatever its size.
 """
 
 import functools
@@ -38,7 +38,7 @@ PROBE = "onequeue_probe"
 # How far ahead in the context the other sequence of the check is at most: so many positions are
 # gathered quickly.
 FAR = 1 << 17
-# A window that the shortest prompts of the check exceed, whatever the model's own.
+# A window that the shortest prompts of the check exceed, whatever the configured one.
 NARROW = 5
 # Of what is free once the weights are there, the part that keys and values may take.
 CACHE_SHARE = {"cpu": 0.5, "cuda": 0.85}
@@ -91,15 +91,15 @@ class NarrowMetadata(AttentionMetadata):
 
 
 class PagingCheck:
-    """Random prompts, and what the model's own forward says of them: its logits [L, V] of each."""
+    """Random prompts, and the reference: transformers' logits [L, V] of each."""
 
     def __init__(self, language: LanguageModel) -> None:
         self.language = language
         self.model = language.model
         limit = language.context - 2
         longest = length_beyond_windows(language.config, limit, SHORTEST + BLOCK)
-        lengths = [min(3, longest), longest, longest - longest // 4]
-        self.prompts = random_prompts(self.model, language.tokenizer, lengths)
+        widths = [min(3, longest), longest, longest - longest // 4]
+        self.prompts = random_prompts(self.model, language.tokenizer, widths)
         self.reference = [self._reference(prompt) for prompt in self.prompts]
         self.narrow_reference = self._narrow_reference()
 
@@ -126,18 +126,14 @@ class PagingCheck:
         found: dict[int, tuple[LayerShape, int]] = {}
         AttentionInterface.register(PROBE, functools.partial(_record, found))
         set_attention(self.model, PROBE)
-        device = self.model.device
-        ids = torch.zeros(1, 2, dtype=torch.long, device=device)
-        self.model(
-            input_ids=ids, position_ids=torch.arange(2, device=device)[None], use_cache=False
-        )
+        positions = torch.arange(2, device=self.model.device)[None]
+        self.model(input_ids=positions * 0, position_ids=positions, use_cache=False)
         config = self.language.config
         if sorted(found) != list(range(config.num_hidden_layers)):
             raise CannotRun("not every layer calls a registered attention function")
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(found)
         for layer in range(len(found)):
-            shape, window = found[layer]
-            kind = kinds[layer]
+            (shape, window), kind = found[layer], kinds[layer]
             if kind == "chunked_attention":
                 shape = replace(shape, chunk=int(config.attention_chunk_size))
             elif kind not in ("full_attention", "sliding_attention"):
@@ -147,7 +143,7 @@ class PagingCheck:
             self.language.layers.append(shape)
             self.language.windows.append(window)
 
-    # ── what the model's own forward says ──
+    # ── the reference ──
 
     @torch.inference_mode()
     def _reference(self, prompt: Sequence[int]) -> Tensor:
@@ -232,7 +228,7 @@ def _record(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """In place of attention: a layer's shape and window are noted, its output is nothing."""
     if position_bias is not None:
-        raise CannotRun("its attention adds a bias of its own")
+        raise CannotRun("its attention adds a bias")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not causal or not hasattr(module, "layer_idx"):
         raise CannotRun("its attention is not causal, or does not know its layer")

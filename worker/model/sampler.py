@@ -73,10 +73,8 @@ def sample(
 
 @torch.inference_mode()
 def prompt_logprobs(logits: Tensor, targets: Sequence[int], top: int) -> list[SampledToken]:
-    """Row i of logits [P, V] scored for token targets[i], with its `top` best; -1 as above.
-
-    Takes two float32 copies of the logits: long prompts come in slices.
-    """
+    """Row i of logits [P, V] scored for token targets[i], with its `top` best; -1 as above. Takes
+    two float32 copies of the logits: long prompts come in slices."""
     if not targets:
         return []
     raw = _blocked(logits)
@@ -163,10 +161,8 @@ def _sum(weights: Tensor) -> Tensor:
 def _drawn_from_top(
     blocks: Tensor, peak: Tensor, numbers: Tensor, mass: Tensor | None, width: int
 ) -> Tensor:
-    """Looks at the `width` largest logits, and for the rows that need it at more.
-
-    top_p is a part of `mass` [R], or else of what min_p and top_k keep.
-    """
+    """Looks at the `width` largest logits, and for the rows that need it at more. top_p is a part
+    of `mass` [R], or else of what min_p and top_k keep."""
     temperature, top_p, top_k, min_p, number = numbers[..., None]
     values, ids = _top(blocks, width)  # each filter keeps a beginning of this order
     weights = ((values.double() - peak[:, None]) / temperature).exp()

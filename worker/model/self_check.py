@@ -29,7 +29,7 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
     """Have the layers call a registered attention function; CannotRun if they don't."""
     try:
         model.set_attn_implementation(name)
-    except Exception as error:  # each model class refuses in its own way
+    except Exception as error:  # model classes refuse in different ways
         raise CannotRun(f"it takes no attention function: {error}") from error
     if model.config._attn_implementation != name:  # some only log that
         raise CannotRun("it takes no attention function")
@@ -51,12 +51,12 @@ def length_beyond_windows(config: Any, limit: int, otherwise: int = SHORTEST) ->
 
 
 def random_prompts(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int]
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, widths: Sequence[int]
 ) -> list[list[int]]:
     """The same each time, of tokens that are no special ones."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = range(model.config.get_text_config().vocab_size)
     ordinary = sorted(set(vocabulary) - set(tokenizer.all_special_ids))
-    picks = torch.randint(len(ordinary), (sum(lengths),), generator=generator).tolist()
+    picks = torch.randint(len(ordinary), (sum(widths),), generator=generator).tolist()
     tokens = (ordinary[pick] for pick in picks)
-    return [list(itertools.islice(tokens, length)) for length in lengths]
+    return [list(itertools.islice(tokens, width)) for width in widths]

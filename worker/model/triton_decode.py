@@ -1,6 +1,6 @@
 """Attention of single tokens over paged keys and values, in Triton: for steps of few rows on a GPU.
 
-Every row has its own table of blocks and its own position, read from memory: a captured graph of a
+Every row has a table of blocks and a position, read from memory: a captured graph of a
 step serves any lengths. Few rows leave a GPU idle, so a row's keys are split among programs and the
 parts put together by a second kernel, as in Dao et al., "Flash-Decoding" (2023).
 """
