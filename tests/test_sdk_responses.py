@@ -113,7 +113,9 @@ def test_a_tool_is_called_as_the_choice_says(asked: Sdk) -> None:
     [required] = calls_of(call("required"))
     assert isinstance(required, GetWeather | Clock)
     none = call("none")
-    assert [item.type for item in none.output] == ["message"]
+    # Random weights may think by chance.
+    assert "message" in [item.type for item in none.output]
+    assert not calls_of(none)
 
 
 def test_one_call_at_a_time_if_so_asked(tiny: Sdk) -> None:
