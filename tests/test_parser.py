@@ -16,6 +16,7 @@ from transformers.utils.chat_parsing import parse_response
 from worker.deltas import TokenLogprob
 from worker.text.answer_form import PLAIN, AnswerForm, Channels, learned
 from worker.text.call_form import ID, PLAIN_CALLS, Arguments, CallForm
+from worker.text.chat_template import thoughts_in
 from worker.text.detokenizer import Piece, Share
 from worker.text.parser import Event, Parser
 from worker.text.response_template import answer_form, literal
@@ -538,8 +539,8 @@ def test_a_call_without_a_name_yet_is_not_shown(cut: str) -> None:
     ],
 )
 def test_what_a_prompt_has_begun(prompt: str, begun: str) -> None:
-    assert PLAIN.thoughts_in(prompt) == begun
-    assert learned(None, None, PLAIN_CALLS, None).thoughts_in(prompt) == ""
+    assert thoughts_in(PLAIN, prompt) == begun
+    assert thoughts_in(learned(None, None, PLAIN_CALLS, None), prompt) == ""
 
 
 def test_what_is_held_to_a_document_has_no_marks() -> None:

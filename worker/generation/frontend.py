@@ -24,9 +24,9 @@ from worker.grammar.notation import either, unusable
 from worker.model.language_model import LanguageModel
 from worker.model.logits_processors import SamplingParams
 from worker.protocol import Calls, Chat, GenerationInput, ModelInfo, Sampling, Stopping
-from worker.text.answer_form import AnswerForm
+from worker.text.answer_form import ANSWER, AnswerForm
 from worker.text.call_form import CallForm
-from worker.text.chat_template import ChatTemplate
+from worker.text.chat_template import ChatTemplate, thoughts_in
 from worker.text.detokenizer import Vocabulary
 from worker.text.jinja import SWITCHES
 from worker.text.parser import Parser
@@ -249,7 +249,8 @@ def begun_answer(template: ChatTemplate, request: GenerationInput, text: str) ->
     if chat.continue_final_message:
         content = chat.messages[-1].get("content")
         return content if isinstance(content, str) else ""
-    return template.forms(request.calls)[0].thoughts_in(text) if chat.add_generation_prompt else ""
+    form, _ = template.forms(request.calls)
+    return thoughts_in(form, text) if chat.add_generation_prompt else ""
 
 
 def answer_parser(
@@ -257,7 +258,7 @@ def answer_parser(
 ) -> Parser | None:
     """What reads the answers to a chat; None: they are nothing but text."""
     form, _ = template.forms(request.calls)
-    if form.only_calls and not request.calls:
+    if form.begins == ANSWER and not form.marks and not request.calls:
         return None
     return Parser(form, begun, bool(request.calls), called_tools(request), document)
 

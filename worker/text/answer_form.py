@@ -81,25 +81,6 @@ class AnswerForm:
     begins: str = ANSWER  # the phase
     texts: tuple[str, ...] = ()  # of the marks, and of what quotes arguments
 
-    @property
-    def reads_calls(self) -> bool:
-        return bool(self.call_marks)
-
-    @property
-    def only_calls(self) -> bool:
-        """Without calls an answer is nothing but text."""
-        return self.begins == ANSWER and not self.marks
-
-    def thoughts_in(self, prompt: str) -> str:
-        """The marks of thoughts that a prompt ends with: they have begun, or are over."""
-        if self.thoughts is None:
-            return ""
-        opens, closes = (text.strip() for text in self.thoughts)
-        start = prompt.rfind(opens)
-        tail = prompt[start:] if start >= 0 else ""
-        rest = tail.replace(closes, "").replace(opens, "")
-        return "" if rest.strip() else tail
-
     def ends_thoughts(self, text: str) -> bool:
         """Whether the mark that does so is in it."""
         return self.thoughts is not None and self.thoughts[1].strip() in text

@@ -2,7 +2,7 @@
 
     section[0]  call[0] NAME middle ARGUMENTS call[1]  (separator, the next call)*  section[1]
 
-learning.py finds it in a chat template. From it come the marks by which calls are read
+learned_calls.py finds it in a chat template's text. From it come the marks by which calls are read
 (answer_form.py) and the grammar that holds a model to them (grammar/calls.py). Where a call's index
 or id stands in these texts, INDEX or ID does.
 """
@@ -116,22 +116,9 @@ PLAIN_CALLS = CallForm(
 )
 
 
-def split(before: str, between: str | None, after: str) -> tuple[Pair, Pair, str | None]:
-    """Section, call and separator of what stands before, between and after two calls."""
-    if between is None:
-        return ("", ""), (before, after), None
-    opens = common_end(before, between)
-    between = between[: len(between) - len(opens)]
-    closes = common_start(between, after)
-    section = before[: len(before) - len(opens)], after[len(closes) :]
-    return section, (opens, closes), between[len(closes) :]
-
-
 def common_start(one: str, other: str) -> str:
     """Of two texts; no mark is cut in two."""
-    length = 0
-    while length < min(len(one), len(other)) and one[length] == other[length]:
-        length += 1
+    length = _alike(one, other)
     for mark in [*MARK.finditer(one), *MARK.finditer(other)]:
         if mark.start() < length < mark.end():
             length = mark.start()
@@ -139,11 +126,15 @@ def common_start(one: str, other: str) -> str:
 
 
 def common_end(one: str, other: str) -> str:
-    length = 0
-    while length < min(len(one), len(other)) and one[-1 - length] == other[-1 - length]:
-        length += 1
+    length = _alike(one[::-1], other[::-1])
     for text in (one, other):
         for mark in MARK.finditer(text):
             if mark.start() < len(text) - length < mark.end():
                 length = len(text) - mark.end()
     return one[len(one) - length :]
+
+
+def _alike(one: str, other: str) -> int:
+    """How many of their first letters."""
+    letters = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in letters if a != b), min(len(one), len(other)))

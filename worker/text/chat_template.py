@@ -22,9 +22,9 @@ from worker.text.answer_form import PLAIN, AnswerForm, learned
 from worker.text.call_form import PLAIN_CALLS, CallForm
 from worker.text.jinja import EFFORT, SWITCHES, lenient, reserved, source_of, variables_of
 from worker.text.learning import Learner
-from worker.text.probes import NAMES, TOOLS
-from worker.text.proof import examples, reads_back
-from worker.text.turns import QUESTION, Conversation, Message, TurnForm, turn_form, without_nulls
+from worker.text.probes import NAMES, QUESTION, TOOLS
+from worker.text.proof import Example, examples, reads_back
+from worker.text.turns import Conversation, Message, TurnForm
 
 log = logging.getLogger("onequeue.template")
 
@@ -42,7 +42,8 @@ SHOWN |= {"keyone": "PARAMETER", "keytwo": "OTHER", "callidone": "ID", "callidtw
 
 class ChatTemplate:
     """`answers`: how they are written. `turns`: how calls and results are taken; None: not at all.
-    `examples`: calls as the template writes them, with the names and arguments that went in."""
+    `examples`: calls as the template writes them, with the names and arguments that went in.
+    `notes`: what the template lacks, and what is done instead."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -50,36 +51,28 @@ class ChatTemplate:
         self._variables = variables_of(self._source)
         self._reserved = reserved(tokenizer)
         self.notes: list[str] = []
-        self.examples: list[tuple[str, list[tuple[str, Any]]]] = []
-        offered = TOOLS if self._tried([QUESTION], TOOLS) else ()
-        self.turns = turn_form(lambda messages: self._tried(messages, offered))
-        self.answers = self._learned()
-        self.shows_tools = self._shows(TOOLS)
-        self.takes_tools = self.shows_tools or self._shows((), self._instructed([QUESTION], TOOLS))
-        if not self._tried([QUESTION]):
-            self.takes_tools = True  # it takes nothing, and says so itself
+        self.examples: list[Example] = []
+        learner = Learner(self.tried, self._source)
+        self.turns = learner.turns
+        self.shows_tools = _names_tools(learner.asked)
+        self.answers = self._learned(learner)
+        self.takes_tools = self.shows_tools or self._takes_instructions()
         self._note_lacks()
         self.opens_thoughts = self._opens_thoughts()
 
     # ── at load ──
 
-    def _learned(self) -> AnswerForm:
+    def _learned(self, learner: Learner) -> AnswerForm:
         """What the tokenizer's response template says; else, what the chat template shows."""
-        learner = Learner(self._tried, self._source, self.turns)
         calls = learner.calls()
         if calls is None and (self.turns is None or self.turns.written):
-            render = lenient(self._tokenizer, self._source)
-            learner = Learner(render, self._source, turn_form(lambda messages: render(messages)))
+            learner = Learner(lenient(self._tokenizer, self._source), self._source)
             calls = learner.calls()
-        if calls is not None:
-            calls = replace(calls, marker=learner.marker(calls))
+        if calls:
             self.examples = examples(learner, calls.separator is not None)
-        if self.turns and learner.thoughts_key:
-            self.turns = replace(self.turns, thoughts=learner.thoughts_key)
-        spec = getattr(self._tokenizer, "response_template", None)
-        if spec:
+        if spec := getattr(self._tokenizer, "response_template", None):
             form = replace(response_template.answer_form(spec), calls=calls)
-            if form.call_marks and calls and not self._proved(form):
+            if form.call_marks and calls and not reads_back(form, self.examples):
                 form = replace(form, calls=None)
             return form
         channels = learner.channels(calls)
@@ -87,48 +80,60 @@ class ChatTemplate:
         form = replace(form, may_close=bool(form.thoughts) and self._switches())
         if calls is None:
             return self._plain(form, "the template writes none that are understood")
-        if not self._proved(form):
+        if not reads_back(form, self.examples):
             return self._plain(form, "those that the template writes are not read back")
         return form
 
-    def _proved(self, form: AnswerForm) -> bool:
-        return all(reads_back(form, text, calls) for text, calls in self.examples)
-
     def _plain(self, form: AnswerForm, why: str) -> AnswerForm:
-        self.notes.append(f"calls: {why}; taken as JSON in <tool_call>")
+        self._note(f"calls: {why}; taken as JSON in <tool_call>")
         self.examples = []
-        return replace(
-            learned(form.thoughts, form.content, PLAIN_CALLS, None), may_close=form.may_close
-        )
+        plain = learned(form.thoughts, form.content, PLAIN_CALLS, None)
+        return replace(plain, may_close=form.may_close)
 
     def refuse_calls(self, why: str) -> None:
         """The form of calls is not used: it does not prove itself elsewhere."""
         self.answers = self._plain(self.answers, why)
 
-    def _shows(self, tools: Sequence[Any], messages: Sequence[Message] = (QUESTION,)) -> bool:
-        return all(name in self._tried(list(messages), tools) for name in (*NAMES, "keyone"))
+    def _takes_instructions(self) -> bool:
+        """Tools in a system message. A template that takes nothing says so itself."""
+        instructed = self._instructed([QUESTION], TOOLS)
+        return _names_tools(self.tried(instructed)) or not self.tried([QUESTION])
 
     def _switches(self) -> bool:
         """Whether a variable turns thinking on and off."""
         on: dict[str, Any] = dict.fromkeys(SWITCHES, True)
         off: dict[str, Any] = dict.fromkeys(SWITCHES, False)
-        return self._tried([QUESTION], **on) != self._tried([QUESTION], **off)
+        return self.tried([QUESTION], **on) != self.tried([QUESTION], **off)
+
+    def _opens_thoughts(self) -> tuple[int, ...]:
+        """The tokens by which the model opens its thoughts; none if the prompt does, or it has
+        none."""
+        form = self.answers
+        if form.thoughts is None:
+            return ()
+        prompt = self.tried([QUESTION], enable_thinking=True)
+        begun = thoughts_in(form, prompt)
+        if not prompt or (begun and not form.ends_thoughts(begun)):
+            return ()
+        return self._tokens(form.thoughts[0])
 
     def _note_lacks(self) -> None:
         if not self.takes_tools:
-            self.notes.append(
-                "tools: the template shows neither tools nor a system message: refused"
-            )
+            self._note("tools: the template shows neither tools nor a system message; refused")
         elif not self.shows_tools:
-            self.notes.append("tools: the template does not show them; told in the system message")
+            self._note("tools: the template does not show them; told in the system message")
         if self.turns is None:
-            self.notes.append("turns: the template cannot show calls and their results: refused")
+            self._note("turns: the template cannot show calls and their results; refused")
         elif self.turns.written:
-            self.notes.append("turns: the template cannot show calls; told in the content")
+            self._note("turns: the template cannot show calls; told in the content")
         if self.turns and self.turns.results == "told":
-            self.notes.append("turns: the template cannot show results; told in the user's words")
-        for note in self.notes:
-            log.info("chat template: %s", note)
+            self._note("turns: the template cannot show results; told in the user's words")
+
+    def _note(self, lack: str) -> None:
+        """A checkpoint without a template lacks nothing: it takes no chats."""
+        if self._source:
+            self.notes.append(lack)
+            log.warning("chat template: %s", lack)
 
     # ── requests ──
 
@@ -149,7 +154,11 @@ class ChatTemplate:
                 param = f"chat_template_kwargs.{name}"
                 raise InvalidInput(f"{param}: is not a variable of the template", param)
         variables = self._effort(chat) | dict(chat.template_kwargs)
-        messages = [without_nulls(message) for message in chat.messages]
+        # Newer versions of transformers show a template no None; older ones do.
+        messages = [
+            {key: value for key, value in message.items() if value is not None}
+            for message in chat.messages
+        ]
         try:
             if any(_special(message) for message in messages):
                 if self.turns is None:
@@ -231,8 +240,8 @@ class ChatTemplate:
         assert isinstance(text, str)
         return text
 
-    def _tried(self, messages: list[Message], tools: Sequence[Any] = (), **variables: Any) -> str:
-        """Nothing where the template raises."""
+    def tried(self, messages: list[Message], tools: Sequence[Any] = (), **variables: Any) -> str:
+        """What we have made up as text; nothing where the template raises."""
         try:
             return self._text(messages, tools, **{"add_generation_prompt": True, **variables})
         except Exception:  # whatever it is
@@ -255,17 +264,6 @@ class ChatTemplate:
             raise InvalidInput(f"{param}: it is not known how this model ends its thoughts", param)
         return self._tokens(form.thoughts[1])
 
-    def _opens_thoughts(self) -> tuple[int, ...]:
-        """The tokens by which the model opens its thoughts; none if the prompt does, or it has
-        none."""
-        if self.answers.thoughts is None:
-            return ()
-        prompt = self._tried([QUESTION], enable_thinking=True)
-        begun = self.answers.thoughts_in(prompt)
-        if not prompt or (begun and not self.answers.ends_thoughts(begun)):
-            return ()
-        return self._tokens(self.answers.thoughts[0])
-
     def _tokens(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
@@ -281,6 +279,21 @@ def _described(tool: Message) -> Message:
         }
         parameters = {**parameters, "properties": described}
     return {**tool, "function": {**function, "parameters": parameters}}
+
+
+def _names_tools(text: str) -> bool:
+    return all(name in text for name in (*NAMES, "keyone"))
+
+
+def thoughts_in(form: AnswerForm, prompt: str) -> str:
+    """The marks of thoughts that a prompt ends with: they have begun, or are over."""
+    if form.thoughts is None:
+        return ""
+    opens, closes = (text.strip() for text in form.thoughts)
+    start = prompt.rfind(opens)
+    tail = prompt[start:] if start >= 0 else ""
+    rest = tail.replace(closes, "").replace(opens, "")
+    return "" if rest.strip() else tail
 
 
 def _special(message: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Turns and tools that are made up to see what a chat template makes of them (learning.py).
+"""Turns and tools that are made up to see what a chat template makes of them.
 
 Their names and values occur nowhere else, so that they are found again in what it writes.
 """
@@ -6,41 +6,48 @@ Their names and values occur nowhere else, so that they are found again in what 
 import json
 from typing import Any
 
-from worker.text.turns import BLOCKS, Message
+from worker.text.turns import Message
 
+QUESTION: Message = {"role": "user", "content": "?"}
 CONTENT, THOUGHT = "qcontentq", "qthoughtq"
 NAMES, IDS = ("nameone", "nametwo"), ("callidone", "callidtwo")
 TEXT, NUMBER = "valueone", 12
 ARGUMENTS = {"keyone": TEXT, "keytwo": NUMBER}
+# One of each type of JSON, and a text that looks like a number.
+TYPED = {
+    "keyone": "value-1.b",
+    "keytwo": 12,
+    "keythree": 1.5,
+    "keyfour": True,
+    "keyfive": ["ab", 2],
+    "keysix": {"inner": "c"},
+    "keyseven": "7",
+}
+TYPES = ("string", "integer", "number", "boolean", "array", "object", "string")
 
 
-def assistant(
-    *calls: dict[str, Any], content: str = "", thought: str = "", key: str = ""
-) -> Message:
+def assistant(*calls: dict[str, Any], content: str = "", thought: str = "") -> Message:
     """A turn, in the API's form, with calls of these arguments."""
     turn: Message = {"role": "assistant", "content": content}
-    if thought and key == BLOCKS:
-        blocks = [{"type": "thinking", "thinking": thought}, {"type": "text", "text": content}]
-        turn["content"] = blocks
-    elif thought:
-        turn[key] = thought
+    if thought:
+        turn["reasoning_content"] = thought
     if calls:
-        turn["tool_calls"] = [call(n, arguments) for n, arguments in enumerate(calls)]
+        made = zip(IDS, NAMES, calls, strict=False)
+        turn["tool_calls"] = [call(id, name, arguments) for id, name, arguments in made]
     return turn
 
 
-def call(n: int, arguments: dict[str, Any]) -> Message:
-    function = {"name": NAMES[n], "arguments": json.dumps(arguments)}
-    return {"id": IDS[n], "type": "function", "function": function}
+def call(id: str, name: str, arguments: dict[str, Any]) -> Message:
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    return {"id": id, "type": "function", "function": function}
 
 
-def tool(name: str, properties: dict[str, Any]) -> dict[str, Any]:
-    described = {key: {"description": "any", **each} for key, each in properties.items()}
-    parameters = {"type": "object", "properties": described, "required": []}
+def _tool(name: str) -> dict[str, Any]:
+    pairs = zip(TYPED, TYPES, strict=True)
+    properties = {key: {"description": "any", "type": type_} for key, type_ in pairs}
+    parameters = {"type": "object", "properties": properties, "required": []}
     function = {"name": name, "description": "any", "parameters": parameters}
     return {"type": "function", "function": function}
 
 
-TOOLS = [
-    tool(name, {"keyone": {"type": "string"}, "keytwo": {"type": "integer"}}) for name in NAMES
-]
+TOOLS = [_tool(name) for name in NAMES]

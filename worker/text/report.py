@@ -9,7 +9,7 @@ from typing import Any
 
 from batching.errors import InvalidInput
 from worker.protocol import Calls, Chat
-from worker.text.chat_template import ChatTemplate
+from worker.text.chat_template import ChatTemplate, thoughts_in
 from worker.text.turns import TurnForm
 
 QUESTION = {"role": "user", "content": "?"}
@@ -64,7 +64,7 @@ def _thoughts(template: ChatTemplate, lacks: list[str]) -> dict[str, Any] | None
     return {
         "open": form.thoughts[0],
         "close": form.thoughts[1],
-        "in_prompt": {name: form.thoughts_in(text) for name, text in prompts.items()},
+        "in_prompt": {name: thoughts_in(form, text) for name, text in prompts.items()},
     }
 
 

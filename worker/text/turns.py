@@ -12,10 +12,9 @@ import json
 import re
 import secrets
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
-from typing import Any, Literal, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import orjson
 
@@ -23,9 +22,8 @@ from worker.text.call_form import PLAIN_CALLS, CallForm
 
 Message = dict[str, Any]
 BLOCKS = "blocks"
-Render = Callable[[list[Message]], str]  # a chat template; nothing where it raises
 Ids = Literal["any", "nine", "named"]
-Arguments = Literal["object", "text"]
+ArgumentsTaken = Literal["object", "text"]
 Content = Literal["absent", "null", "dumped", "empty"]
 Results = Literal["shown", "told"]
 
@@ -57,7 +55,7 @@ class TurnForm:
     """What a template takes."""
 
     ids: Ids = "any"  # nine: letters or digits; named: functions.NAME:INDEX
-    arguments: Arguments = "object"
+    arguments: ArgumentsTaken = "object"
     content: Content = "absent"  # beside calls, where there is none
     apart: bool = False  # content beside calls is a message of its own
     single: bool = False  # one call a message, each with its results
@@ -84,7 +82,7 @@ class Conversation:
         self._used: set[str] = set()
 
     def adapt(self, messages: Iterable[Mapping[str, Any]]) -> list[Message]:
-        left = deque(map(self._thinking, map(without_nulls, messages)))
+        left = deque(map(self._thinking, map(dict, messages)))
         while left:
             message = left.popleft()
             if message["role"] == "tool":
@@ -187,11 +185,6 @@ class Conversation:
         return digits[:9] if self.form.ids == "nine" else "call_" + digits[:24]
 
 
-def without_nulls(message: Mapping[str, Any]) -> Message:
-    """As newer versions of transformers show it to a template; older ones show None."""
-    return {key: value for key, value in message.items() if value is not None}
-
-
 def _named(name: str, index: int) -> str:
     return f"functions.{name}:{index}"
 
@@ -227,72 +220,3 @@ def _arguments(given: str | dict[str, Any], form: TurnForm) -> str | dict[str, A
     except orjson.JSONDecodeError:
         return given
     return parsed if isinstance(parsed, dict) else given
-
-
-NUMBERS = ("one", "two")  # of the calls that are tried
-IDS_TRIED = ("call_of_one", "callofone", "functions.name_one:0")
-QUESTION: Message = {"role": "user", "content": "?"}
-CONTENT = "text_before"
-ALL_POINTS = 4
-
-
-def turn_form(render: Render) -> TurnForm | None:
-    """The form in which a template shows calls and results best; None if it can show none."""
-    nones = render([QUESTION]).count("None")
-    for results in get_args(Results):
-        best, most = TurnForm(written=True, results=results), 0
-        for ids, arguments, content in product(get_args(Ids), get_args(Arguments), CONTENTS):
-            form = TurnForm(ids, arguments, content, results=results)
-            if (points := _points(render(_tried(form)), nones)) > most:
-                best, most = form, points
-            if most == ALL_POINTS:
-                break
-        if most or _points(render(_tried(best)), nones):
-            return _arranged(render, best)
-    return None
-
-
-def _arranged(render: Render, best: TurnForm) -> TurnForm:
-    """In messages of their own, where the template does not show all that is in one."""
-    apart, single = replace(best, apart=True), replace(best, single=True)
-    if not _shows(render, best, CONTENT, 1) and _shows(render, apart, CONTENT, 1):
-        best, single = apart, replace(apart, single=True)
-    return single if not _shows(render, best, "", 2) and _shows(render, single, "", 2) else best
-
-
-def _points(text: str, nones: int) -> int:
-    """How well a call and its result are shown; 0: not both of them."""
-    if "name_one" not in text or "result_one" not in text:
-        return 0
-    misquoted = "'key_one'" in text or '\\"key_one' in text
-    arguments = "key_one" in text and text.count("value_one") == 1 and not misquoted
-    tied = all(text.count(id) != 1 for id in IDS_TRIED)  # as often with the call as its result
-    return 1 + arguments + tied + (text.count("None") == nones)
-
-
-def _shows(render: Render, form: TurnForm, content: str, calls: int) -> bool:
-    """Whether all calls and the content before them are shown, with an answer after them too."""
-    messages = _tried(form, content, calls)
-    text = render(messages)
-    shown = all(
-        f"name_{each}" in text and text.count(f"value_{each}") == text.count(f"result_{each}") == 1
-        for each in NUMBERS[:calls]
-    )
-    in_order = 0 <= text.find(content) < text.find("name_one")
-    messages += [{"role": "assistant", "content": "!"}, QUESTION]
-    return shown and in_order and "name_one" in render(messages)
-
-
-def _tried(form: TurnForm, content: str = "", calls: int = 1) -> list[Message]:
-    """A conversation in a form: a question, calls, their results."""
-    made, results = [], []
-    for number in NUMBERS[:calls]:
-        id = f"call_of_{number}" if form.ids == "any" else f"callof{number}"
-        arguments = json.dumps({f"key_{number}": f"value_{number}"})
-        function = {"name": f"name_{number}", "arguments": arguments}
-        made.append({"id": id, "type": "function", "function": function})
-        results.append({"role": "tool", "tool_call_id": id, "content": f"result_{number}"})
-    turn: Message = {"role": "assistant", "content": content, "tool_calls": made}
-    if content:
-        turn["reasoning_content"] = "thought"
-    return Conversation(form).adapt([QUESTION, turn, *results])
