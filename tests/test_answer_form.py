@@ -100,6 +100,17 @@ def test_the_form_is_the_templates(name: str) -> None:
     assert any(note.startswith("calls:") for note in template.notes) == (expected is None)
 
 
+def test_what_a_template_lacks_is_a_warning_each(caplog: pytest.LogCaptureFixture) -> None:
+    template = learned("<tool_call>")
+    template.refuse_calls("of a test")
+    ChatTemplate(llama_tokenizer(None))  # takes no chats
+    told = [record for record in caplog.records if record.name == "onequeue.template"]
+    assert [record.levelname for record in told] == ["WARNING"] * len(template.notes)
+    assert [f"chat template: {note}" for note in template.notes] == [r.message for r in told]
+    assert template.notes[-1] == "calls: of a test; taken as JSON in <tool_call>"
+    assert all(note.count("; ") == 1 for note in template.notes)
+
+
 def test_a_grammar_names_the_tools_and_their_parameters() -> None:
     tools = [
         {"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}},

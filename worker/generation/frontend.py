@@ -28,9 +28,9 @@ from worker.text.answer_form import ANSWER, AnswerForm
 from worker.text.call_form import CallForm
 from worker.text.chat_template import ChatTemplate, thoughts_in
 from worker.text.detokenizer import Vocabulary
-from worker.text.jinja import SWITCHES
 from worker.text.parser import Parser
 from worker.text.probes import ARGUMENTS, TOOLS
+from worker.text.renderer import SWITCHES
 
 # What a request may leave open.
 LEFT_OPEN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -8,6 +8,7 @@ It is what to run before a bug in the reading of calls or thoughts is filed.
 import argparse
 import contextlib
 import json
+import logging
 import signal
 import sys
 from io import BytesIO
@@ -138,5 +139,6 @@ def refuse(why: str) -> NoReturn:
 
 
 if __name__ == "__main__":
+    logging.disable(logging.WARNING)  # the report tells what is lacking
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     main()

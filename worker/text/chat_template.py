@@ -20,10 +20,10 @@ from worker.protocol import Calls, Chat
 from worker.text import response_template
 from worker.text.answer_form import PLAIN, AnswerForm, learned
 from worker.text.call_form import PLAIN_CALLS, CallForm
-from worker.text.jinja import EFFORT, SWITCHES, lenient, reserved, source_of, variables_of
 from worker.text.learning import Learner
 from worker.text.probes import NAMES, QUESTION, TOOLS
 from worker.text.proof import Example, examples, reads_back
+from worker.text.renderer import EFFORT, SWITCHES, Renderer
 from worker.text.turns import Conversation, Message, TurnForm
 
 log = logging.getLogger("onequeue.template")
@@ -47,12 +47,11 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._source = source_of(tokenizer)
-        self._variables = variables_of(self._source)
-        self._reserved = reserved(tokenizer)
+        self._renderer = Renderer(tokenizer)
+        self.tried = self._renderer.tried
         self.notes: list[str] = []
         self.examples: list[Example] = []
-        learner = Learner(self.tried, self._source)
+        learner = Learner(self.tried, self._renderer.source)
         self.turns = learner.turns
         self.shows_tools = _names_tools(learner.asked)
         self.answers = self._learned(learner)
@@ -66,7 +65,7 @@ class ChatTemplate:
         """What the tokenizer's response template says; else, what the chat template shows."""
         calls = learner.calls()
         if calls is None and (self.turns is None or self.turns.written):
-            learner = Learner(lenient(self._tokenizer, self._source), self._source)
+            learner = Learner(self._renderer.lenient(), self._renderer.source)
             calls = learner.calls()
         if calls:
             self.examples = examples(learner, calls.separator is not None)
@@ -131,7 +130,7 @@ class ChatTemplate:
 
     def _note(self, lack: str) -> None:
         """A checkpoint without a template lacks nothing: it takes no chats."""
-        if self._source:
+        if self._renderer.source:
             self.notes.append(lack)
             log.warning("chat template: %s", lack)
 
@@ -150,7 +149,7 @@ class ChatTemplate:
         if not self._tokenizer.chat_template:
             raise InvalidInput("this model has no chat template: use /v1/completions", "messages")
         for name in chat.template_kwargs:
-            if name in self._reserved:
+            if name in self._renderer.reserved:
                 param = f"chat_template_kwargs.{name}"
                 raise InvalidInput(f"{param}: is not a variable of the template", param)
         variables = self._effort(chat) | dict(chat.template_kwargs)
@@ -171,7 +170,7 @@ class ChatTemplate:
                 raise InvalidInput(f"tools: {cannot}", "tools")
             if tools and not self.shows_tools:
                 messages, tools = self._instructed(messages, tools), []
-            return self._shown(
+            return self._renderer.text(
                 messages,
                 tools,
                 add_generation_prompt=chat.add_generation_prompt,
@@ -218,44 +217,15 @@ class ChatTemplate:
             written = written.replace(name, shown)
         return written
 
-    def _shown(self, messages: list[Message], tools: list[Message], **variables: Any) -> str:
-        """Some templates fail where a tool or a parameter is not described."""
-        try:
-            return self._text(messages, tools, **variables)
-        except Exception:
-            described = [_described(tool) for tool in tools]
-            if described == tools:
-                raise
-            return self._text(messages, described, **variables)
-
-    def _text(self, messages: list[Message], tools: Sequence[Message], **variables: Any) -> str:
-        render: Any = self._tokenizer.apply_chat_template
-        given = {"tokenize": False, **variables}
-        try:
-            text = render(messages, tools=list(tools) or None, **given)
-        except TypeError:
-            if tools:
-                raise
-            text = render(messages, tools=[], **given)  # some take no None
-        assert isinstance(text, str)
-        return text
-
-    def tried(self, messages: list[Message], tools: Sequence[Any] = (), **variables: Any) -> str:
-        """What we have made up as text; nothing where the template raises."""
-        try:
-            return self._text(messages, tools, **{"add_generation_prompt": True, **variables})
-        except Exception:  # whatever it is
-            return ""
-
     def _effort(self, chat: Chat) -> dict[str, Any]:
         """The template's variables that say how much to think."""
         if chat.effort is None:
             return {}
-        if not self._variables and chat.effort != "none":
+        if not self._renderer.thinking and chat.effort != "none":
             why = f"{chat.effort_param}: this model's template knows no thinking"
             raise InvalidInput(why, chat.effort_param)
         switch = chat.effort != "none"
-        return {name: chat.effort if name == EFFORT else switch for name in self._variables}
+        return {name: chat.effort if name == EFFORT else switch for name in self._renderer.thinking}
 
     def end_of_thoughts(self, form: AnswerForm) -> tuple[int, ...]:
         """The tokens of the mark that ends them; InvalidInput if there is none."""
@@ -266,19 +236,6 @@ class ChatTemplate:
 
     def _tokens(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
-
-
-def _described(tool: Message) -> Message:
-    function = {"description": "", "parameters": {}, **tool["function"]}
-    parameters = function["parameters"] or {"type": "object", "properties": {}}
-    properties = parameters.get("properties")
-    if isinstance(properties, dict):
-        described = {
-            key: {"description": "", **each} if isinstance(each, dict) else each
-            for key, each in properties.items()
-        }
-        parameters = {**parameters, "properties": described}
-    return {**tool, "function": {**function, "parameters": parameters}}
 
 
 def _names_tools(text: str) -> bool:

@@ -11,15 +11,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from worker.text.call_form import (
-    ID,
-    INDEX,
-    Arguments,
-    CallForm,
-    Pair,
-    common_end,
-    common_start,
-)
+from worker.text.call_form import ID, INDEX, Arguments, CallForm, Pair, common_end, common_start
 from worker.text.probes import ARGUMENTS, NAMES, NUMBER, TEXT
 
 OBJECT = re.compile(
@@ -33,24 +25,14 @@ ENTRIES = re.compile(rf"{NAMES[0]}(.*?)keyone(.*?){TEXT}(.*?)keytwo(.*?){NUMBER}
 
 
 class Found(NamedTuple):
-    """Arguments in a text, as they are `written` there. `before` its name and `after` its arguments
-    a call has so many letters that are part of its JSON or its Python."""
+    """Arguments as they are written in a text. So many letters `before` a call's name and `after`
+    its arguments are part of its JSON or its Python."""
 
     written: str
     arguments: Arguments
     before: int = 0
     after: int = 0
     keys: Pair | None = None
-
-
-class Cut(NamedTuple):
-    """A call in a text: where it is, and what stands before its name, after it, and at its end."""
-
-    start: int
-    head: str
-    middle: str
-    tail: str
-    end: int
 
 
 def call_form(one: str, two: str) -> CallForm | None:
@@ -133,46 +115,33 @@ def _entries(text: str) -> Found | None:
     between = between[len(close) :]
     opens = common_end(first, between)
     comma = between[: len(between) - len(opens)]
-    arguments = Arguments(
-        "entries",
-        comma=comma,
-        open=opens,
-        middle=to_number,
-        text_middle=to_text,
-        close=close,
-        quotes=quotes,
-    )
+    texts = {"open": opens, "middle": to_number, "text_middle": to_text, "close": close}
+    arguments = Arguments("entries", comma=comma, quotes=quotes, **texts)
     start = found.start(1) + len(first) - len(opens)
     return Found(text[start : found.start(5) + len(close)], arguments)
 
 
 def _form(one: str, two: str, found: Found) -> CallForm | None:
     """What stands around the call, and between two of them."""
-    only, first, second = _cut(one, 0, found), _cut(two, 0, found), _cut(two, 1, found)
-    if only is None:
+    before, _, rest = one.partition(NAMES[0])
+    middle, written, after = rest.partition(found.written)
+    if not written:
         return None
-    head, middle, between = only.head, only.middle, None
-    if first and second:
-        between = two[first.end : second.start]
-        heads, middles = _counted(head, second.head), _counted(middle, second.middle)
+    start = len(before) - found.before
+    head, tail = before[start:], after[: found.after]
+    between = None
+    rest = two.partition(NAMES[0])[2].partition(found.written)[2]
+    second_before, _, rest = rest.partition(NAMES[1])
+    second_middle, written, _ = rest.partition(found.written)
+    if written:
+        second = len(second_before) - found.before
+        between = second_before[found.after : second]
+        heads, middles = _counted(head, second_before[second:]), _counted(middle, second_middle)
         if heads is None or middles is None:
             return None
         head, middle = heads, middles
-    section, each, separator = split(one[: only.start], between, one[only.end :])
-    braces = head, only.tail
-    return CallForm(section, each, middle, separator, found.arguments, braces, found.keys)
-
-
-def _cut(text: str, n: int, found: Found) -> Cut | None:
-    """The n-th call."""
-    name = text.find(NAMES[n])
-    start = text.find(found.written, name)
-    if not 0 <= name < start:
-        return None
-    end, last = start + len(found.written), start + len(found.written) + found.after
-    begins = name - found.before
-    middle = text[name + len(NAMES[n]) : start]
-    return Cut(begins, text[begins:name], middle, text[end:last], last)
+    section, each, separator = split(before[:start], between, after[found.after :])
+    return CallForm(section, each, middle, separator, found.arguments, (head, tail), found.keys)
 
 
 def _counted(one: str, other: str) -> str | None:
