@@ -69,8 +69,11 @@ class ChatTemplate:
         calls = learner.calls()
         if calls is None and (self.turns is None or self.turns.written):
             render = lenient(self._tokenizer, self._source)
-            learner = Learner(render, self._source, turn_form(lambda messages: render(messages)))
+            turns = turn_form(lambda messages: render(messages))
+            learner = Learner(render, self._source, turns)
             calls = learner.calls()
+            if self.turns and turns and calls:
+                self.turns = replace(self.turns, ids=turns.ids)
         if calls is not None:
             calls = replace(calls, marker=learner.marker(calls))
             self.examples = examples(learner, calls.separator is not None)

@@ -233,7 +233,7 @@ NUMBERS = ("one", "two")  # of the calls that are tried
 IDS_TRIED = ("call_of_one", "callofone", "functions.name_one:0")
 QUESTION: Message = {"role": "user", "content": "?"}
 CONTENT = "text_before"
-ALL_POINTS = 4
+ALL_POINTS = 5
 
 
 def turn_form(render: Render) -> TurnForm | None:
@@ -267,7 +267,8 @@ def _points(text: str, nones: int) -> int:
     misquoted = "'key_one'" in text or '\\"key_one' in text
     arguments = "key_one" in text and text.count("value_one") == 1 and not misquoted
     tied = all(text.count(id) != 1 for id in IDS_TRIED)  # as often with the call as its result
-    return 1 + arguments + tied + (text.count("None") == nones)
+    named = text.index("name_one") < text.find("value_one")  # the call is, not its result alone
+    return 1 + named + arguments + tied + (text.count("None") == nones)
 
 
 def _shows(render: Render, form: TurnForm, content: str, calls: int) -> bool:
