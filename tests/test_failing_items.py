@@ -26,7 +26,6 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 
 
 # Places that belong to a request's choices, and how to get to the object whose method it is.
 OF_A_CHOICE: dict[str, Callable[[Any], Any]] = {
-    "row": lambda choice: choice,
     "begin": lambda choice: choice,
     "push": lambda choice: choice,
     "take": lambda choice: choice,

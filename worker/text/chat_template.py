@@ -67,6 +67,8 @@ class ChatTemplate:
         if calls is None and (self.turns is None or self.turns.written):
             learner = Learner(self._renderer.lenient(), self._renderer.source)
             calls = learner.calls()
+            if self.turns and learner.turns and calls:
+                self.turns = replace(self.turns, ids=learner.turns.ids)
         if calls:
             self.examples = examples(learner, calls.separator is not None)
         if spec := getattr(self._tokenizer, "response_template", None):

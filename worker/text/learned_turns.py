@@ -25,7 +25,7 @@ Render = Callable[[list[Message]], str]  # nothing where the template raises
 NUMBERS = ("one", "two")
 IDS_TRIED = ("call_of_one", "callofone", "functions.name_one:0")
 BEFORE = "text_before"
-ALL_POINTS = 4
+ALL_POINTS = 5
 
 
 def turn_form(render: Render, nones: int) -> TurnForm | None:
@@ -51,7 +51,8 @@ def _points(text: str, nones: int) -> int:
     misquoted = "'key_one'" in text or '\\"key_one' in text
     arguments = "key_one" in text and text.count("value_one") == 1 and not misquoted
     tied = all(text.count(id) != 1 for id in IDS_TRIED)  # as often with the call as its result
-    return 1 + arguments + tied + (text.count("None") == nones)
+    named = text.index("name_one") < text.find("value_one")  # the call is, not its result alone
+    return 1 + named + arguments + tied + (text.count("None") == nones)
 
 
 def _arranged(render: Render, best: TurnForm) -> TurnForm:
