@@ -5,8 +5,8 @@ in a chat template becomes marks here, and a response template does in response_
 """
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import regex
@@ -27,27 +27,11 @@ class Mark(NamedTuple):
     within: frozenset[str]  # the phases it is looked for in
     to: str
     pattern: Any  # of the regex package
-    grows: bool = True  # a match at the end of a text may become longer
+    grows: bool = False  # a match at the end of a text may become longer
     first: frozenset[str] = frozenset()  # characters that begin it; none: they are not known
     reader: MakeReader | None = None  # of the calls that it opens
     leads: bool = False  # it counts only before everything else
     trigger: Any = None  # a pattern: with this, no matter what follows, a call has begun
-
-
-def mark(within: Sequence[str], to: str, literal: str) -> Mark:
-    pattern = regex.compile(regex.escape(literal))
-    return Mark(frozenset(within), to, pattern, False, frozenset(literal[0]))
-
-
-def opening(within: Sequence[str], to: str, text: str) -> Mark:
-    """A mark with a word after it, which may be left out: what follows then shows that."""
-    [bare] = MARK.findall(text)[:1]
-    word = text.removeprefix(bare)
-    if not word:
-        return mark(within, to, bare)
-    other = "|".join(f"(?={word[:n]}[^{letter}])" for n, letter in enumerate(word))
-    pattern = regex.compile(f"{regex.escape(bare)}(?:{word}|{other})")
-    return Mark(frozenset(within), to, pattern, False, frozenset(bare[0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,93 +78,107 @@ def learned(
     thoughts: Pair | None, content: Pair | None, calls: CallForm | None, channels: Channels | None
 ) -> AnswerForm:
     """The form of what has been found in a chat template."""
-    marks: list[Mark] = []
-    call_marks: list[Mark] = []
-    pairs = [pair for pair in (thoughts, content) if pair]
-    texts = [text for pair in pairs for text in pair]
     if channels:
-        marks, call_marks = _channel_marks(channels, calls)
-        thoughts = channels.channel + channels.thinking + channels.body, channels.ends[0]
-        content = channels.channel + channels.content + channels.body, channels.ends[0]
-        texts += [channels.start, channels.channel, channels.body, *channels.ends]
+        form = _in_channels(channels, calls)
     else:
-        if calls:
-            call_marks = _call_marks(calls)
+        marks: list[Mark] = []
         for pair, to in ((thoughts, THINKING), (content, ANSWER)):
             if pair:
-                marks.append(opening([ANSWER, to], to, pair[0]))
-                marks.append(mark([ANSWER, to], ANSWER, pair[1]))
+                marks += [_opening(to, pair[0]), _mark((ANSWER, to), ANSWER, pair[1])]
+        call_marks = _call_marks(calls) if calls else []
+        unmarked = calls is not None and calls.unmarked
+        form = AnswerForm(tuple(marks), tuple(call_marks), thoughts, content, calls, unmarked)
+    texts = [*form.texts, *(thoughts or ()), *(content or ())]
     if calls:
+        entry = calls.arguments
         texts += [*calls.section, *calls.call, calls.middle, calls.separator or ""]
-        form = calls.arguments
-        texts += [form.open, form.middle, form.close, form.quotes]
-    unmarked = calls is not None and calls.unmarked and channels is None
-    return AnswerForm(
-        tuple(marks),
-        tuple(call_marks),
-        thoughts,
-        content,
-        calls,
-        unmarked,
-        start=channels.start if channels else "",
-        texts=tuple(filter(None, texts)),
-    )
+        texts += [entry.open, entry.middle, entry.close, entry.quotes]
+    return replace(form, texts=tuple(filter(None, texts)))
+
+
+def _mark(within: Iterable[str], to: str, text: str) -> Mark:
+    return Mark(frozenset(within), to, regex.compile(regex.escape(text)), first=frozenset(text[0]))
+
+
+def _opening(to: str, text: str) -> Mark:
+    """A mark with a word after it, as in <|channel>thought: the word may be left out, where what
+    follows shows that."""
+    [bare] = MARK.findall(text)[:1]
+    word = text.removeprefix(bare)
+    if not word:
+        return _mark((ANSWER, to), to, bare)
+    other = "|".join(f"(?={word[:n]}[^{letter}])" for n, letter in enumerate(word))
+    pattern = regex.compile(f"{regex.escape(bare)}(?:{word}|{other})")
+    return Mark(frozenset((ANSWER, to)), to, pattern, first=frozenset(bare[0]))
 
 
 def _call_marks(form: CallForm) -> list[Mark]:
+    """What opens a call, with its name if that comes next; what closes it; marks that follow."""
     before, opens = form.opens
     closes, after = form.closes
-    may_stand = "".join(rf"(?:{flexible(text)}\s*)?" for text in before)
+    may_stand = "".join(rf"(?:{_flexible(text)}\s*)?" for text in before)
     if form.unmarked:
         marker = rf"(?:{regex.escape(form.marker)}\s*)?" if form.marker else ""
         begins = r"\[?\s*\{\s*\"" if form.keys else r"\[\s*[^\W\d][\w.-]*\("
         pattern = rf"(?:<\|\w{{1,40}}\|>\s*)?{marker}(?={begins})"
     elif form.is_list:
-        pattern = may_stand + flexible(opens)
+        pattern = may_stand + _flexible(opens)
     else:
-        middle = flexible(form.middle.strip()) if form.middle.strip() else r"(?=[\s<])"
-        pattern = rf"{may_stand}{flexible(opens)}\s*{NAME}\s*{middle}"
-    first = frozenset(text[0] for text in (*before, opens) if text)
-    found = regex.compile(pattern, regex.DOTALL)
-    within = frozenset((ANSWER,) if form.unmarked else (ANSWER, THINKING))
-    trigger = None if form.is_list else regex.compile(flexible(form.trigger.strip()))
-    reader = _reader(form)
-    made = [Mark(within, CALL, found, False, first, reader, form.unmarked, trigger)]
+        middle = _flexible(form.middle.strip()) or r"(?=[\s<])"
+        pattern = rf"{may_stand}{_flexible(opens)}\s*{NAME}\s*{middle}"
+    opening = Mark(
+        frozenset((ANSWER,) if form.unmarked else (ANSWER, THINKING)),
+        CALL,
+        regex.compile(pattern, regex.DOTALL),
+        first=frozenset(text[0] for text in (*before, opens) if text),
+        reader=_reader(form),
+        leads=form.unmarked,
+        trigger=None if form.is_list else regex.compile(_flexible(form.trigger.strip())),
+    )
+    made = [opening]
     if closes:
-        found = regex.compile(flexible(closes), regex.DOTALL)
-        made.append(Mark(frozenset((CALL,)), ANSWER, found, False, frozenset(closes[0])))
-    return made + [mark([ANSWER], ANSWER, text) for text in after]
+        closing = regex.compile(_flexible(closes), regex.DOTALL)
+        made.append(Mark(frozenset((CALL,)), ANSWER, closing, first=frozenset(closes[0])))
+    return made + [_mark((ANSWER,), ANSWER, text) for text in after]
 
 
-def _channel_marks(form: Channels, calls: CallForm | None) -> tuple[list[Mark], list[Mark]]:
+def _in_channels(form: Channels, calls: CallForm | None) -> AnswerForm:
     """A header is one mark; the first that matches tells what its message is."""
     start, channel, body = (regex.escape(each) for each in (form.start, form.channel, form.body))
     header = rf"(?:(?!{body}).){{0,200}}?"
     to = regex.escape(form.recipient.split("=")[0].strip() + "=")
-    function = rf"{regex.escape(form.recipient.strip())}(?P<name>[\w.-]{{1,128}}){header}{body}"
     thoughts = rf"{channel}\s*{regex.escape(form.thinking)}(?:(?!{channel}|{body}).){{0,100}}{body}"
     within = frozenset((ANSWER, THINKING, NOBODY))
     firsts = frozenset((form.start[0], form.channel[0]))
 
     def headed(phase: str, rest: str, reader: MakeReader | None = None) -> Mark:
-        begins = rf"(?:{start}|(?={channel})){header}"
-        pattern = regex.compile(begins + rest, regex.DOTALL)
-        return Mark(within, phase, pattern, False, firsts, reader)
+        pattern = regex.compile(rf"(?:{start}|(?={channel})){header}{rest}", regex.DOTALL)
+        return Mark(within, phase, pattern, first=firsts, reader=reader)
 
     others = headed(NOBODY, rf"{to}(?!assistant){header}{body}")
     ends = regex.compile("|".join(map(regex.escape, form.ends)))
     first = frozenset(end[0] for end in form.ends)
-    end = Mark(within | {CALL}, ANSWER, ends, False, first)
-    marks = [others, headed(THINKING, thoughts), headed(ANSWER, body), end]
-    if calls is None:
-        return marks, []
-    begun = regex.compile(rf"\s*{function}", regex.DOTALL)  # the prompt has the header's start
-    reader = _reader(calls)
-    call = headed(CALL, function, reader)
-    return marks, [call, Mark(frozenset((ANSWER,)), CALL, begun, False, frozenset(), reader, True)]
+    end = Mark(within | {CALL}, ANSWER, ends, first=first)
+    call_marks: list[Mark] = []
+    if calls:
+        recipient = regex.escape(form.recipient.strip())
+        function = rf"{recipient}(?P<name>[\w.-]{{1,128}}){header}{body}"
+        begun = regex.compile(rf"\s*{function}", regex.DOTALL)  # the prompt has the header's start
+        reader = _reader(calls)
+        call_marks = [headed(CALL, function, reader)]
+        call_marks += [Mark(frozenset((ANSWER,)), CALL, begun, reader=reader, leads=True)]
+    return AnswerForm(
+        (others, headed(THINKING, thoughts), headed(ANSWER, body), end),
+        tuple(call_marks),
+        (form.channel + form.thinking + form.body, form.ends[0]),
+        (form.channel + form.content + form.body, form.ends[0]),
+        calls,
+        start=form.start,
+        texts=(form.start, form.channel, form.body, *form.ends),
+    )
 
 
-def flexible(text: str) -> str:
+def _flexible(text: str) -> str:
     """As a pattern, in which any space stands for the text's, and anything for an index or id."""
     parts = re.split(rf"([{INDEX}{ID}]|\s+)", text)
     return "".join(
