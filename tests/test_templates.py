@@ -241,7 +241,7 @@ def written(name: str, message: dict[str, Any]) -> tuple[str, str]:
     begun, text = (
         tokenizer.convert_tokens_to_string(tokens) for tokens in (after[:same], after[same:])
     )
-    for end in (ENDS.get(name), end_of_turn(reader(name).template)):
+    for end in (ENDS.get(name), end_of_turn(reader(name).template.tried)):
         text = text.partition(end)[0] if end else text
     return begun, text
 

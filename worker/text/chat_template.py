@@ -1,9 +1,11 @@
 """What is known of a model's templates, found out once at load; and a conversation as its text.
 
+    at load:     templates  --learning.py-->  forms  --proof.py-->  forms that are used
+    a request:   messages  --turns.py-->  messages as the template takes them  --renderer.py-->  text
+
 A *template* is what a checkpoint carries: a chat template, perhaps a response template. A *form*
-is what is known from them: how answers and their calls are written (learning.py, answer_form.py),
-and how calls and results are taken back (turns.py). What a template lacks is in `notes`. Rendering
-runs in pool threads.
+is what is known from them: how answers and their calls are written (answer_form.py, call_form.py),
+and how calls and results are taken back (turns.py). Rendering runs in pool threads.
 """
 
 import json

@@ -1,14 +1,16 @@
 """What a chat template takes of calls and results, found by having it render some in every form.
 
-[question, call, result] in a form  --render-->  text: are name, key, value and result there?
+    question, call, result  --render-->  text: are name, key, value and result in it?
+
+The form with the most of that is taken; then it is tried with text before the call, and two calls.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import get_args
 
 from worker.text.probes import QUESTION, call
+from worker.text.renderer import Render
 from worker.text.turns import (
     CONTENTS,
     ArgumentsTaken,
@@ -18,8 +20,6 @@ from worker.text.turns import (
     Results,
     TurnForm,
 )
-
-Render = Callable[[list[Message]], str]  # nothing where the template raises
 
 # Other names than those of the tools that are offered, which are in the text in any case.
 NUMBERS = ("one", "two")

@@ -12,7 +12,6 @@ found is proved (proof.py) before it is used.
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,10 +29,8 @@ from worker.text.probes import (
     TOOLS,
     assistant,
 )
+from worker.text.renderer import Render
 from worker.text.turns import BLOCKS, Conversation, Message, TurnForm
-
-# A chat template, with tools and variables; nothing where it raises.
-Render = Callable[..., str]
 
 SHOWN = re.compile(r"([^\s<>\[\]{}\"'`(]{3,40})\[\s*\{\s*\"name\"")
 DUMPED = re.compile(rf"\W(?:type|thinking)\W\s*:\s*\W(?:thinking|{THOUGHT})")

@@ -20,6 +20,9 @@ SWITCHES = ("enable_thinking", "thinking")  # what templates call it
 EFFORT = "reasoning_effort"
 utils: Any = chat_template_utils
 
+# Messages, tools and variables as the template's text; nothing where it raises.
+Render = Callable[..., str]
+
 
 class Renderer:
     """`source`: of the template; nothing if there is none. `thinking`: its variables that say
@@ -57,7 +60,7 @@ class Renderer:
         except Exception:  # whatever it is
             return ""
 
-    def lenient(self) -> Callable[..., str]:
+    def lenient(self) -> Render:
         """As `tried`, in a sandbox where a template may add to its lists: the library's forbids it,
         so that some templates cannot show calls. For messages that we have made up."""
         strict = self._environment

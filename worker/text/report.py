@@ -10,6 +10,7 @@ from typing import Any
 from worker.protocol import Calls
 from worker.text.chat_template import ChatTemplate, thoughts_in
 from worker.text.probes import CONTENT, QUESTION, TOOLS, assistant
+from worker.text.renderer import Render
 
 CONTENTS = {"absent": "left out", "null": "null", "dumped": "null", "empty": "an empty text"}
 IDS = {"any": "any", "nine": "nine letters or digits", "named": "functions.NAME:INDEX"}
@@ -23,7 +24,7 @@ def report(template: ChatTemplate, end_tokens: tuple[str, ...]) -> dict[str, Any
         "history": _history(template),
         "tools_shown": template.shows_tools,
         "end_tokens": list(end_tokens),
-        "end_of_turn": end_of_turn(template),
+        "end_of_turn": end_of_turn(template.tried),
     }
     lacks = [*template.notes]
     turns = template.turns
@@ -73,11 +74,11 @@ def _history(template: ChatTemplate) -> dict[str, Any] | None:
     }
 
 
-def end_of_turn(template: ChatTemplate) -> str | None:
-    """What stands after an assistant's last message."""
+def end_of_turn(render: Render) -> str | None:
+    """What a template writes after an assistant's last message."""
     turns = [QUESTION, assistant(content=CONTENT)]
-    text = template.tried(turns, add_generation_prompt=False)
-    text = text or template.tried(turns, TOOLS, add_generation_prompt=False)
+    text = render(turns, add_generation_prompt=False)
+    text = text or render(turns, TOOLS, add_generation_prompt=False)
     _, shown, rest = text.rpartition(CONTENT)
     return (rest.strip() or None) if shown else None
 

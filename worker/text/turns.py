@@ -3,8 +3,7 @@
     messages as the API has them  --adapt-->  messages as the template takes them
 
 Templates differ in what they want beside calls without content, in arguments, in ids, and
-in what they show at all. What a template takes is found out at load, by having it render a call
-and its result in every form there is. chat_template.py renders.
+in what they show at all. What a template takes is found out at load (learned_turns.py).
 """
 
 import hashlib
