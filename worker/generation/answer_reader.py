@@ -62,8 +62,7 @@ class AnswerReader:
         for id in (*ids, END):
             if not answer.ended:
                 answer.push(SampledToken(id, None, ()))
-        delta = answer.take()
-        return told(delta)
+        return told(answer.take())
 
     def _encoded(self, text: str) -> list[int]:
         encode: Any = self.tokenizer

@@ -1,7 +1,7 @@
 """What is known of a model's templates, found out once at load; and a conversation as its text.
 
-    at load:     templates  --learning.py-->  forms  --proof.py-->  forms that are used
-    a request:   messages  --turns.py-->  messages as the template takes them  --renderer.py-->  text
+    at load:    templates  --learning.py-->  forms  --proof.py-->  forms that are used
+    a request:  messages  --turns.py-->  messages in the template's form  --renderer.py-->  text
 
 A *template* is what a checkpoint carries: a chat template, perhaps a response template. A *form*
 is what is known from them: how answers and their calls are written (answer_form.py, call_form.py),
@@ -38,8 +38,13 @@ You may call functions. Each is described by a line of JSON between <tools> and 
 </tools>
 To call one, write its name and a value for each of its parameters just so:
 {example}"""
-SHOWN = {"nameone": "FUNCTION", "nametwo": "OTHER_FUNCTION", "valueone": "VALUE"}
-SHOWN |= {"keyone": "PARAMETER", "keytwo": "OTHER", "callidone": "ID", "callidtwo": "OTHER_ID"}
+PLACEHOLDERS = {"nameone": "FUNCTION", "nametwo": "OTHER_FUNCTION", "valueone": "VALUE"}
+PLACEHOLDERS |= {
+    "keyone": "PARAMETER",
+    "keytwo": "OTHER",
+    "callidone": "ID",
+    "callidtwo": "OTHER_ID",
+}
 
 
 class ChatTemplate:
@@ -217,7 +222,7 @@ class ChatTemplate:
         made = (text for text, calls in self.examples if len(calls) == count)
         if not (written := next(made, "").strip()):
             return PLAIN_CALLS.text([("FUNCTION", '{"PARAMETER": "VALUE"}')] * count)
-        for name, shown in SHOWN.items():
+        for name, shown in PLACEHOLDERS.items():
             written = written.replace(name, shown)
         return written
 

@@ -11,15 +11,7 @@ from typing import get_args
 
 from worker.text.probes import QUESTION, call
 from worker.text.renderer import Render
-from worker.text.turns import (
-    CONTENTS,
-    ArgumentsTaken,
-    Conversation,
-    Ids,
-    Message,
-    Results,
-    TurnForm,
-)
+from worker.text.turns import CONTENTS, ArgumentsAs, Conversation, Ids, Message, Results, TurnForm
 
 # Other names than those of the tools that are offered, which are in the text in any case.
 NUMBERS = ("one", "two")
@@ -33,7 +25,7 @@ def turn_form(render: Render, nones: int) -> TurnForm | None:
     `nones`: how often it writes None where no message has any."""
     for results in get_args(Results):
         best, most = TurnForm(written=True, results=results), 0
-        for ids, arguments, content in product(get_args(Ids), get_args(ArgumentsTaken), CONTENTS):
+        for ids, arguments, content in product(get_args(Ids), get_args(ArgumentsAs), CONTENTS):
             form = TurnForm(ids, arguments, content, results=results)
             if (points := _points(render(_conversation(form)), nones)) > most:
                 best, most = form, points

@@ -19,23 +19,18 @@ from worker.text.answer_form import Channels
 from worker.text.call_form import ID, MARK, CallForm, Pair, common_end, common_start
 from worker.text.learned_calls import call_form
 from worker.text.learned_turns import turn_form
-from worker.text.probes import (
-    ARGUMENTS,
-    CONTENT,
-    IDS,
-    NAMES,
-    QUESTION,
-    THOUGHT,
-    TOOLS,
-    assistant,
-)
+from worker.text.probes import ARGUMENTS, CONTENT, IDS, NAMES, QUESTION, THOUGHT, TOOLS, assistant
 from worker.text.renderer import Render
 from worker.text.turns import BLOCKS, Conversation, Message, TurnForm
 
-SHOWN = re.compile(r"([^\s<>\[\]{}\"'`(]{3,40})\[\s*\{\s*\"name\"")
-DUMPED = re.compile(rf"\W(?:type|thinking)\W\s*:\s*\W(?:thinking|{THOUGHT})")
 THOUGHTS_KEYS = ("reasoning_content", "reasoning", "thinking", BLOCKS)
+# A word before a list of calls, as in functools[{"name": …
+WORD = re.compile(r"([^\s<>\[\]{}\"'`(]{3,40})\[\s*\{\s*\"name\"")
+# Thoughts that are shown as the list of blocks that was given: {'type': 'thinking', …
+DUMPED = re.compile(rf"\W(?:type|thinking)\W\s*:\s*\W(?:thinking|{THOUGHT})")
+# At the end of a text: a mark and perhaps a word, as in <|channel>thought
 LAST_MARK = re.compile(rf"(?:{MARK.pattern})\w*\s*$")
+# At the end of a prompt: <think> or <think></think>, [THINK] or [THINK][/THINK]
 OPENED = re.compile(r"(<([\w:]+)>|\[([A-Z]+)\])\s*(?:</\2>|\[/\3\])?\s*$")
 
 
@@ -77,7 +72,7 @@ class Learner:
         if NAMES[1] not in two or two.find(NAMES[1]) < two.find(NAMES[0]):
             two = ""
         form = call_form(one, two)
-        if form and form.unmarked and form.keys and (word := SHOWN.search(self.asked)):
+        if form and form.unmarked and form.keys and (word := WORD.search(self.asked)):
             return replace(form, marker=word[1])  # as in the prompt's example of a call
         return form
 
@@ -108,7 +103,7 @@ class Learner:
         return next(shown, "").replace(NAMES[0], CONTENT)
 
     def _thoughts(self, source: str) -> Pair | None:
-        """What stands around them, or at the end of a prompt: <think> or <think></think>."""
+        """What stands around them; else, what a prompt ends with."""
         before, _, after = self._thinking.partition(THOUGHT)
         opens, closes = LAST_MARK.search(before), MARK.search(after.partition(CONTENT)[0])
         if opens and closes:

@@ -22,7 +22,7 @@ from worker.text.call_form import PLAIN_CALLS, CallForm
 Message = dict[str, Any]
 BLOCKS = "blocks"
 Ids = Literal["any", "nine", "named"]
-ArgumentsTaken = Literal["object", "text"]
+ArgumentsAs = Literal["object", "text"]
 Content = Literal["absent", "null", "dumped", "empty"]
 Results = Literal["shown", "told"]
 
@@ -54,7 +54,7 @@ class TurnForm:
     """What a template takes."""
 
     ids: Ids = "any"  # nine: letters or digits; named: functions.NAME:INDEX
-    arguments: ArgumentsTaken = "object"
+    arguments: ArgumentsAs = "object"
     content: Content = "absent"  # beside calls, where there is none
     apart: bool = False  # content beside calls is a message of its own
     single: bool = False  # one call a message, each with its results
