@@ -38,12 +38,9 @@ You may call functions. Each is described by a line of JSON between <tools> and 
 </tools>
 To call one, write its name and a value for each of its parameters just so:
 {example}"""
-PLACEHOLDERS = {"nameone": "FUNCTION", "nametwo": "OTHER_FUNCTION", "valueone": "VALUE"}
-PLACEHOLDERS |= {
-    "keyone": "PARAMETER",
-    "keytwo": "OTHER",
-    "callidone": "ID",
-    "callidtwo": "OTHER_ID",
+PLACEHOLDERS = {  # of what was made up, in an example that is shown
+    **{"nameone": "FUNCTION", "nametwo": "OTHER_FUNCTION", "callidone": "ID"},
+    **{"keyone": "PARAMETER", "keytwo": "OTHER", "valueone": "VALUE", "callidtwo": "OTHER_ID"},
 }
 
 
