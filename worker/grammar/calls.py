@@ -21,6 +21,7 @@ Tool = Mapping[str, Any]
 ELSEWHERE = ("allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "dependentSchemas")
 DEEPEST = 8  # of rules for what is inside an argument; further in, it may be anything
 DEFINITIONS = ("$defs", "definitions")
+HELD_TEXTS = {"pattern", "format", "minLength", "maxLength", "enum", "const"}  # by llguidance
 SCALARS = {"integer", "number"}
 ESCAPED = {"/": r"\/", "\n": r"\n", "\t": r"\t"}
 # A JSON value, in the ways that templates write it.
@@ -152,12 +153,14 @@ class _Rules:
         if not between:
             return " ".join(entry if must else f"({entry})?" for entry, must in entries)
         first, rest = "", ""  # of what follows, where nothing or something stands before it
+        needed = False  # one of them
         for entry, must in reversed(entries):
+            needed |= must
             entry = self._rule(entry)
             following = f"{between} {entry}" if must else f"({between} {entry})?"
             alone = f"{entry} {rest}"
             first = self._rule(alone if must or not first else f"{alone} | {first}")
-            first = first if must else f"({first})?"
+            first = first if needed else f"({first})?"
             rest = self._rule(f"{following} {rest}")
         return first
 
@@ -170,12 +173,13 @@ class _Rules:
             return f"{before} {self._value(schema, 0)} {self.frame(form.close)}"
         types = types_of(schema)
         if types and "string" not in types:
-            words = "/[Tt]rue|[Ff]alse/" if types == {"boolean"} else self._json(schema)
+            free = types == {"boolean"} and not _choices(schema)
+            words = "/[Tt]rue|[Ff]alse/" if free else self._json(schema)
             return f"{self._quote(form.open + key + form.middle)} {words} {self.frame(form.close)}"
         before = self._quote(form.open + key + form.text_middle)
-        options = schema.get("enum") if isinstance(schema, dict) else None
-        if isinstance(options, list) and all(isinstance(each, str) for each in options):
-            choices = self._rule(" | ".join(map(self._quote, options)))
+        if options := _choices(schema):
+            written = [each if isinstance(each, str) else json.dumps(each) for each in options]
+            choices = self._rule(" | ".join(map(self._quote, written)))
             return f"{before} {choices} {self.frame(form.close)}"
         return f"{before} {self._text(form.close)}"
 
@@ -193,8 +197,8 @@ class _Rules:
         """Python's, or one whose texts are quoted in a way of their own."""
         schema = self._resolved(schema)
         schema = schema if isinstance(schema, dict) and depth < DEEPEST else {}
-        options = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        if isinstance(options, list) and options and all(isinstance(o, str) for o in options):
+        options = _choices(schema)
+        if options and not any(isinstance(each, dict | list) for each in options):
             return self._rule(" | ".join(map(self._quoted, options)))
         types = sorted(types_of(schema))
         if not types or schema.get("$ref"):
@@ -205,7 +209,7 @@ class _Rules:
         words = PYTHON_WORDS if self._python else WORDS
         if type_ in words:
             return words[type_]
-        if type_ == "string" and self._python and not {"pattern", "format"} & {*schema}:
+        if type_ == "string" and self._python and not HELD_TEXTS & {*schema}:
             return f"{self._json({**schema, 'type': type_})} | {SINGLE}"
         if type_ in SCALARS or self._python:
             return self._json({**schema, "type": type_})
@@ -218,24 +222,27 @@ class _Rules:
         if type_ != "object" or not isinstance(declared, dict) or not declared:
             self._any()
             return "any_object" if type_ == "object" else "any"
-        required = schema.get("required") or []
+        required = schema.get("required")
+        required = required if isinstance(required, list) else []
         entries = [
             (f"{self._quote(key + ':')} {self._value(each, depth + 1)}", key in required)
             for key, each in declared.items()
         ]
         return f'"{{" {self._sequence(entries, ",")} "}}"'
 
-    def _quoted(self, text: str) -> str:
+    def _quoted(self, choice: Any) -> str:
         if self._python:
-            return f"{self._quote(json.dumps(text))} | {self._quote(repr(text))}"
-        return self._quote(self._form.quotes + text + self._form.quotes)
+            return f"{self._quote(json.dumps(choice))} | {self._quote(repr(choice))}"
+        quotes = self._form.quotes
+        written = quotes + choice + quotes if isinstance(choice, str) else json.dumps(choice)
+        return self._quote(written)
 
     def _string(self) -> str:
         return f"{self.frame(self._form.quotes)} {self._text(self._form.quotes)}"
 
     def _any(self) -> str:
         if self._python:
-            return f"{self._json({})} | {SINGLE} | /True|False|None/"
+            return self._rule(f"{self._json({})} | {SINGLE} | /True|False|None/")
         if not any(rule.startswith("any:") for rule in self.made):
             self.made += [
                 "any: any_text | any_list | any_object | %json "
@@ -248,6 +255,14 @@ class _Rules:
         return "any"
 
 
+def _choices(schema: Any) -> list[Any]:
+    """The values that it lists; none where it does not."""
+    if not isinstance(schema, dict):
+        return []
+    options = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    return options if isinstance(options, list) else []
+
+
 def _of_arguments(parameters: Any) -> dict[str, Any]:
     """Arguments are an object of what is declared; a function that declares none takes none."""
     if not parameters:
@@ -258,6 +273,6 @@ def _of_arguments(parameters: Any) -> dict[str, Any]:
     declared = schema.get("properties")
     if isinstance(declared, dict) and not any(key in schema for key in ELSEWHERE):
         required = schema.get("required")
-        if set(required if isinstance(required, list) else ()) <= set(declared):
+        if all(key in [*declared] for key in (required if isinstance(required, list) else ())):
             schema.setdefault("additionalProperties", False)
     return schema
