@@ -600,6 +600,18 @@ def test_plain_text_is_not_searched_for_marks() -> None:
     assert texts(feed(parser, "1 > 0")) == ["1 > 0"]
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "last"),
+    [("section", '{"n": 1}', "</call>"), ("coder", "", "</function>")],
+)
+def test_the_end_of_calls_cut_short_is_no_content(name: str, arguments: str, last: str) -> None:
+    text = FORMS[name].text([("get", arguments)])
+    for cut in range(text.index(last) + len(last), len(text)):
+        made = read(form(name), text[:cut])
+        assert made["content"] == "", text[:cut]
+        assert [call for call, _ in made["calls"]] == ["get"]
+
+
 def test_spaces_and_marks_that_never_end_take_no_time() -> None:
     for how, text in (
         (HERMES, (" " * 4000 + "x") * 20),

@@ -167,12 +167,17 @@ class Parser:
         return None, pending if len(text) - pending < longest else len(text)
 
     def _cut_mark(self) -> int:
-        """Where the text ends in what must have become the mark of a call."""
+        """Where the text ends in what must have become the mark of a call, or after calls the
+        end of them."""
         text = self._buffer.text
+        follows = self._after_mark and self.calls_ended > 0
         for mark in self._watched:
-            if mark.to == CALL and not mark.leads:
+            if (mark.to == CALL and not mark.leads) or follows:
                 match = mark.pattern.search(text, partial=True)
-                if match and match.partial and len(match.group()) >= LEAST_OF_MARK:
+                if match is None or not match.partial:
+                    continue
+                least = 1 if follows and not text[: match.start()].strip() else LEAST_OF_MARK
+                if len(match.group()) >= least:
                     return int(match.start())
         return len(text)
 
