@@ -262,6 +262,16 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         "<call>functions.put:1<args>{}</call></calls>",
         ("", "", [("get", {"n": 1}), ("put", {})]),
     ),
+    (  # no arguments at all
+        "section",
+        "<calls><call>functions.get:0<args></call></calls>",
+        ("", "", [("get", {})]),
+    ),
+    (
+        "list",
+        '[TOOL_CALLS] [{"name": "get"}, {"name": "put", "arguments": {}}]',
+        ("", "", [("get", {}), ("put", {})]),
+    ),
     (
         "channels",
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "

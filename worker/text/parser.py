@@ -289,8 +289,9 @@ class Parser:
         self._enter(ANSWER)
         calls = [] if nonsense else call.close(cut)
         for name, arguments in calls:
-            self.calls_begun += 1
-            events += [Event("call", Piece(""), name), Event("call", Piece(arguments))]
+            self.calls_begun += name is not None
+            events += [Event("call", Piece(""), name)] if name is not None else []
+            events.append(Event("call", Piece(arguments)))
         if calls or (call.begun and not nonsense):
             self.calls_ended += 1
         elif not (cut and call.may_go_on and not self._form.unmarked):
