@@ -151,13 +151,16 @@ def _call_marks(form: CallForm) -> list[Mark]:
     closes, after = form.closes
     may_stand = "".join(rf"(?:{flexible(text)}\s*)?" for text in before)
     if form.unmarked:
-        marker = rf"(?:{regex.escape(form.marker)}\s*)?" if form.marker else ""
-        begins = r"\[?\s*\{\s*\"" if form.keys else r"\[\s*[^\W\d][\w.-]*\("
-        pattern = rf"(?:<\|\w{{1,40}}\|>\s*)?{marker}(?={begins})"
+        marker = rf"(?:{regex.escape(form.marker)}\s*+)?" if form.marker else ""
+        # None begins with space: a long run of it would be looked through from each of its places.
+        begins = r"(?:\[\s*+)?\{\s*+\"" if form.keys else r"\[\s*+[^\W\d][\w.-]*+\("
+        pattern = rf"(?:<\|\w{{1,40}}\|>\s*+)?{marker}(?={begins})"
     elif form.is_list:
         pattern = may_stand + flexible(opens)
     else:
-        middle = flexible(form.middle.strip()) if form.middle.strip() else r"(?=[\s<])"
+        before_id, id_, after_id = form.middle.strip().rpartition(ID)
+        may_come = f"(?:{flexible(before_id + id_)})?" if id_ and after_id else ""
+        middle = may_come + flexible(after_id) or r"(?=[\s<])"
         pattern = rf"{may_stand}{flexible(opens)}\s*{NAME}\s*{middle}"
     first = frozenset(text[0] for text in (*before, opens) if text)
     found = regex.compile(pattern, regex.DOTALL)
@@ -193,7 +196,7 @@ def _channel_marks(form: Channels, calls: CallForm | None) -> tuple[list[Mark], 
     marks = [others, headed(THINKING, thoughts), headed(ANSWER, body), end]
     if calls is None:
         return marks, []
-    begun = regex.compile(rf"\s*{function}", regex.DOTALL)  # the prompt has the header's start
+    begun = regex.compile(function, regex.DOTALL)  # the prompt has the header's start
     reader = _reader(calls)
     call = headed(CALL, function, reader)
     return marks, [call, Mark(frozenset((ANSWER,)), CALL, begun, False, frozenset(), reader, True)]

@@ -1,5 +1,6 @@
 """What is asked of Jinja and of the library that renders chat templates, beside rendering."""
 
+import copy
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +32,7 @@ def variables_of(source: str) -> list[str]:
         found = find_undeclared_variables(
             utils._compile_jinja_template("").environment.parse(source)
         )
-    except TemplateError:
+    except (TemplateError, RecursionError):
         return []
     return [name for name in (EFFORT, *SWITCHES) if name in found]
 
@@ -48,7 +49,8 @@ def lenient(tokenizer: PreTrainedTokenizerBase, source: str) -> Any:
         known = {**tokenizer.special_tokens_map, "add_generation_prompt": True, **variables}
         try:
             template = made.from_string(source)
-            return template.render(messages=messages, tools=list(tools) or None, **known)
+            messages, tools = copy.deepcopy((messages, list(tools)))  # it may change them
+            return template.render(messages=messages, tools=tools or None, **known)
         except Exception:  # whatever it is
             return ""
 

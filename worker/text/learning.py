@@ -47,7 +47,7 @@ SHOWN = re.compile(r"([^\s<>\[\]{}\"'`(]{3,40})\[\s*\{\s*\"name\"")
 DUMPED = re.compile(rf"\W(?:type|thinking)\W\s*:\s*\W(?:thinking|{THOUGHT})")
 THOUGHTS_KEYS = ("reasoning_content", "reasoning", "thinking", BLOCKS)
 LAST_MARK = re.compile(rf"(?:{MARK.pattern})\w*\s*$")
-OPENED = re.compile(r"(<([\w:]+)>|\[([A-Z]+)\])\s*(?:</\2>|\[/\3\])?\s*$")
+OPENED = re.compile(r"(<([\w:]{1,40})>|\[([A-Z]{2,40})\])\s*(?:</\2>|\[/\3\])?\s*$")
 
 
 class Learner:

@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal, get_args
 
-import orjson
-
 from worker.text.call_form import PLAIN_CALLS, CallForm
 
 Message = dict[str, Any]
@@ -223,8 +221,8 @@ def _arguments(given: str | dict[str, Any], form: TurnForm) -> str | dict[str, A
     if isinstance(given, dict):
         return given
     try:
-        parsed = orjson.loads(given or "{}")
-    except orjson.JSONDecodeError:
+        parsed = json.loads(given or "{}")  # integers of any size
+    except (ValueError, RecursionError):
         return given
     return parsed if isinstance(parsed, dict) else given
 
