@@ -10,6 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tests.test_parser import FORMS, HARMONY
 from worker.grammar.calls import calls_grammar
 from worker.text.answer_form import PLAIN
+from worker.text.arguments import value
 from worker.text.call_form import CallForm
 
 TOOL = {
@@ -113,6 +114,31 @@ def test_arguments_are_held_to_their_schema(name: str, arguments: str, good: boo
     assert not takes(form, text.replace("get", "set", 1))
 
 
+BOUND = {
+    "properties": {
+        "s": {"type": "string", "minLength": 2, "maxLength": 4},
+        "p": {"type": "string", "pattern": "^[a-c]+/[0-9]{2}$"},
+    },
+    "required": ["s"],
+}
+
+
+@pytest.mark.parametrize("name", ["coder", "pairs", "typed", "python"])
+@pytest.mark.parametrize(
+    ("s", "p", "good"),
+    [("abc", "ab/12", True), ("a", "ab/12", False), ("abcde", "ab/12", False), ("abc", "x", False)],
+)
+def test_texts_have_their_length_and_pattern(name: str, s: str, p: str, good: bool) -> None:
+    form = FORMS[name]
+    shown = {
+        "typed": f"p:{Q}{p}{Q},s:{Q}{s}{Q}",
+        "python": f's="{s}", p="{p}"',
+    }
+    arguments = shown.get(name) or written(form, [("s", s), ("p", p)])
+    tool = {"type": "function", "function": {"name": "get", "parameters": BOUND}}
+    assert takes(form, form.text([("get", arguments)]), tools=[tool]) == good
+
+
 REFERS = {
     "properties": {"n": {"$ref": "#/$defs/count"}, "l": {"items": {"$ref": "#/$defs/count"}}},
     "required": ["n"],
@@ -194,3 +220,71 @@ def test_any_schema_makes_a_grammar(name: str, schema: object) -> None:
         pytest.skip("llguidance says what it thinks of those")
     matcher = LLMatcher(LLTokenizer("byte"), calls_grammar(form, [tool], True, json.dumps))
     assert not matcher.get_error()
+
+
+HELD = {
+    "properties": {
+        "a": {"type": "string"},
+        "b": {"type": "boolean", "enum": [True]},
+        "c": {"enum": [1, "x"]},
+        "d": {"const": "only"},
+        "e": {},
+        "z": {"type": "integer"},
+    },
+    "required": ["z"],
+}
+
+
+def entry(name: str, key: str, value: object) -> str:
+    """An argument as a form has it; in Python's texts in single quotes."""
+    form = FORMS[name].arguments
+    if form.style == "python":
+        return f"{key}={value!r}"
+    text = f"{form.quotes}{value}{form.quotes}" if isinstance(value, str) else json.dumps(value)
+    return form.open + key + form.middle + text + form.close
+
+
+@pytest.mark.parametrize("name", ["coder", "pairs", "typed", "python", "bare python"])
+@pytest.mark.parametrize(
+    ("arguments", "good"),
+    [
+        ({"z": 1}, True),
+        ({"a": "x", "z": 1}, True),
+        ({"b": True, "c": 1, "d": "only", "e": 2, "z": 1}, True),
+        ({}, False),  # what is required comes after what is not
+        ({"a": "x"}, False),
+        ({"b": False, "z": 1}, False),
+        ({"c": 2, "z": 1}, False),
+        ({"c": "y", "z": 1}, False),
+        ({"d": "other", "z": 1}, False),
+    ],
+)
+def test_what_is_required_and_chosen(name: str, arguments: dict[str, Any], good: bool) -> None:
+    form = FORMS[name]
+    written = form.arguments.comma.join(entry(name, *each) for each in arguments.items())
+    tool = {"type": "function", "function": {"name": "get", "parameters": HELD}}
+    assert takes(form, form.text([("get", written)]), tools=[tool]) == good
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": ["string", 3, {}]},
+        {"anyOf": 3},
+        {"type": "object", "properties": {"k": {}}, "required": True},
+    ],
+)
+@pytest.mark.parametrize("name", [*FORMS, "plain"])
+def test_nonsense_in_a_schema_is_no_bug_of_ours(name: str, schema: dict[str, Any]) -> None:
+    form = PLAIN.calls if name == "plain" else FORMS[name]
+    assert form is not None
+    parameters = {"properties": {"a": schema}, "required": [["a"], {}]}
+    function = {"name": "get", "parameters": parameters}
+    assert calls_grammar(form, [{"function": function}], True, json.dumps)
+    assert value("1", schema) is not None
+
+
+def test_a_value_of_any_type_has_its_key_in_python() -> None:
+    tool = {"type": "function", "function": {"name": "get", "parameters": HELD}}
+    assert takes(FORMS["python"], "<|calls|>[get(e='x', z=1)]<|end_calls|>", tools=[tool])
+    assert not takes(FORMS["python"], "<|calls|>[get('x', z=1)]<|end_calls|>", tools=[tool])

@@ -2,6 +2,7 @@
 template's forms mean for a plain chat."""
 
 import ast
+import copy
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from worker.generation.frontend import Frontend
 from worker.generation.output import Prepared
 from worker.model.language_model import LanguageModel
 from worker.protocol import Calls, Chat
+from worker.text.chat_template import ChatTemplate
+from worker.text.probes import TOOLS
+from worker.text.turns import QUESTION
 
 HI: tuple[dict[str, Any], ...] = ({"role": "user", "content": "hi"},)
 
@@ -116,3 +120,28 @@ def test_a_plain_chat_needs_no_plan_and_is_read_only_where_there_may_be_marks() 
     ):
         made = prepared(source, **fields)
         assert (made.parser is not None, made.plan is not None) == (reads, plans)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages if m.role == 'user' %}[U]{{ m.content }}{% endfor %}[A]",
+        f"{{{{ messages[0].content }}}}<{'a' * 80}>",
+        "{" * 3000,
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ 1 / 0 }}",
+        "{% if %}",
+    ],
+)
+def test_a_template_that_is_odd_is_loaded(template: str) -> None:
+    made = ChatTemplate(llama_tokenizer(template))
+    assert made.examples == []
+    assert made.notes
+
+
+def test_a_template_that_changes_its_input_changes_nothing_of_ours() -> None:
+    before = copy.deepcopy((QUESTION, TOOLS))
+    ChatTemplate(
+        llama_tokenizer("{% set _ = messages[0].pop('content') %}{% set _ = tools.pop() %}")
+    )
+    assert before == (QUESTION, TOOLS)

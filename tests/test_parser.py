@@ -213,6 +213,17 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         'a<|tool_call>call:get{s:<|"|>x "y", z:<|"|>,n:2,o:{a:[true,<|"|>b<|"|>]}}<tool_call|>',
         ("a", "", [("get", {"s": 'x "y", z:', "n": 2, "o": {"a": [True, "b"]}})]),
     ),
+    (  # keys that are no names
+        "typed",
+        '<|tool_call>call:get{$a/b:1, my key:<|"|>x<|"|>,o:{a\\b:[1,2]}}<tool_call|>',
+        ("", "", [("get", {"$a/b": 1, "my key": "x", "o": {"a\\b": [1, 2]}})]),
+    ),
+    ("python", "<|calls|>[get($a/b=1)]<|end_calls|>", ("", "", [("get", {"$a/b": 1})])),
+    (  # a number that no JSON shows
+        "pairs",
+        "<tool_call>get<arg_key>f</arg_key><arg_value>1e999</arg_value></tool_call>",
+        ("", "", [("get", {"f": "1e999"})]),
+    ),
     (
         "python",
         "Well. <|calls|>[get(s='it\\'s', n=-1.5e3, from=[None, {'a': True}]), a.b()]<|end_calls|>",
@@ -251,6 +262,16 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         '<calls><call>functions.get:0<args>{"n": 1}</call>'
         "<call>functions.put:1<args>{}</call></calls>",
         ("", "", [("get", {"n": 1}), ("put", {})]),
+    ),
+    (  # no arguments at all
+        "section",
+        "<calls><call>functions.get:0<args></call></calls>",
+        ("", "", [("get", {})]),
+    ),
+    (
+        "list",
+        '[TOOL_CALLS] [{"name": "get"}, {"name": "put", "arguments": {}}]',
+        ("", "", [("get", {}), ("put", {})]),
     ),
     (
         "channels",
@@ -592,9 +613,24 @@ def test_plain_text_is_not_searched_for_marks() -> None:
     assert texts(feed(parser, "1 > 0")) == ["1 > 0"]
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "last"),
+    [("section", '{"n": 1}', "</call>"), ("coder", "", "</function>")],
+)
+def test_the_end_of_calls_cut_short_is_no_content(name: str, arguments: str, last: str) -> None:
+    text = FORMS[name].text([("get", arguments)])
+    for cut in range(text.index(last) + len(last), len(text)):
+        made = read(form(name), text[:cut])
+        assert made["content"] == "", text[:cut]
+        assert [call for call, _ in made["calls"]] == ["get"]
+
+
 def test_spaces_and_marks_that_never_end_take_no_time() -> None:
     for how, text in (
         (HERMES, (" " * 4000 + "x") * 20),
+        (form("llama"), "\n" * 20_000 + "x"),
+        (form("bare python"), "[\n" + " " * 20_000 + "x"),
+        (form("channels"), " " * 20_000 + "x"),
         (form("args"), "[TOOL_CALLS]" * 8000),
         (form("coder"), "<tool_call> <function" * 4000),
         (form("channels"), "<|channel|>" * 8000),

@@ -274,6 +274,14 @@ def test_arguments_that_are_none_are_shown_as_they_are(written: str) -> None:
         assert written in text or json.dumps(written) in text
 
 
+def test_integers_of_any_size_are_shown_as_they_are() -> None:
+    for template in (SAYS + OBJECTS, SAYS + TEXTS):
+        part = Part("call", '{"city": 12345678901234567890123}', "get_weather")
+        assert "12345678901234567890123" in second_turn(
+            template_of(HEAD + template + END), [part], "told"
+        )
+
+
 def test_calls_that_cannot_be_shown_are_refused() -> None:
     only = "{{ raise_exception('one') if messages | length > 2 }}{{ m.content }}"
     chat_template = template_of(HEAD + only + END)

@@ -1,7 +1,7 @@
 """The grammar of calls: a model's form of them, its tools and their parameters, in Lark's notation.
 
-JSON arguments are left to llguidance's own schemas; for Python's and for entries, rules are made of
-what a schema says about types, names and choices. What they do not express is free.
+JSON arguments are left to llguidance; for Python's and for entries, rules are made of what a schema
+says about names, types, choices, lengths and patterns. What they do not express is free.
 """
 
 import json
@@ -11,16 +11,16 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from worker.grammar.notation import Quote, schema_rule
+from worker.grammar.notation import Quote, schema_of_arguments, schema_rule
 from worker.text.arguments import types_of
 from worker.text.call_form import VARIABLE, Arguments, CallForm
 
 Tool = Mapping[str, Any]
 
-# Where a schema may declare properties besides.
-ELSEWHERE = ("allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "dependentSchemas")
 DEEPEST = 8  # of rules for what is inside an argument; further in, it may be anything
 DEFINITIONS = ("$defs", "definitions")
+BOUNDS = {"pattern", "minLength", "maxLength"}
+HELD_TEXTS = {*BOUNDS, "format", "enum", "const"}  # by llguidance
 SCALARS = {"integer", "number"}
 ESCAPED = {"/": r"\/", "\n": r"\n", "\t": r"\t"}
 # A JSON value, in the ways that templates write it.
@@ -109,7 +109,7 @@ class _Rules:
                 "key_separator": re.escape(form.colon),
                 "lenient": True,  # schemas of tools come from everywhere
             }
-            return schema_rule(_of_arguments(parameters), options)
+            return schema_rule(schema_of_arguments(parameters), options)
         schema = parameters if isinstance(parameters, dict) else {}
         declared = schema.get("properties")
         declared = declared if isinstance(declared, dict) else {}
@@ -127,8 +127,9 @@ class _Rules:
         return written
 
     def _json(self, schema: Any) -> str:
-        known = schema if isinstance(schema, dict) else {}
-        return schema_rule({**known, **self._definitions}, LOOSE)
+        return schema_rule(
+            {**(schema if isinstance(schema, dict) else {}), **self._definitions}, LOOSE
+        )
 
     def _resolved(self, schema: Any) -> Any:
         """What a reference into the tool's definitions stands for."""
@@ -152,12 +153,14 @@ class _Rules:
         if not between:
             return " ".join(entry if must else f"({entry})?" for entry, must in entries)
         first, rest = "", ""  # of what follows, where nothing or something stands before it
+        needed = False  # one of them
         for entry, must in reversed(entries):
+            needed |= must
             entry = self._rule(entry)
             following = f"{between} {entry}" if must else f"({between} {entry})?"
             alone = f"{entry} {rest}"
             first = self._rule(alone if must or not first else f"{alone} | {first}")
-            first = first if must else f"({first})?"
+            first = first if needed else f"({first})?"
             rest = self._rule(f"{following} {rest}")
         return first
 
@@ -170,31 +173,53 @@ class _Rules:
             return f"{before} {self._value(schema, 0)} {self.frame(form.close)}"
         types = types_of(schema)
         if types and "string" not in types:
-            words = "/[Tt]rue|[Ff]alse/" if types == {"boolean"} else self._json(schema)
+            free = types == {"boolean"} and not _choices(schema)
+            words = "/[Tt]rue|[Ff]alse/" if free else self._json(schema)
             return f"{self._quote(form.open + key + form.middle)} {words} {self.frame(form.close)}"
         before = self._quote(form.open + key + form.text_middle)
-        options = schema.get("enum") if isinstance(schema, dict) else None
-        if isinstance(options, list) and all(isinstance(each, str) for each in options):
-            choices = self._rule(" | ".join(map(self._quote, options)))
+        if options := _choices(schema):
+            written = [each if isinstance(each, str) else json.dumps(each) for each in options]
+            choices = self._rule(" | ".join(map(self._quote, written)))
             return f"{before} {choices} {self.frame(form.close)}"
-        return f"{before} {self._text(form.close)}"
+        return f"{before} {self._text(form.close, schema)}"
 
-    def _text(self, close: str) -> str:
-        """Any text up to what closes it."""
+    def _text(self, close: str, schema: Any) -> str:
+        """Any text up to what closes it, of the length and by the pattern that a schema has."""
         bare = self.frame(close.lstrip())
         if bare.startswith("<["):  # a special token, which is no text
-            return f"/(?s:.*)/ {bare}"
+            return f"{self._letters('(?s:.', '', schema)} {bare}"
         pattern = "".join(ESCAPED.get(letter) or re.escape(letter) for letter in close.rstrip())
+        rest = self.frame(close[len(close.rstrip()) :])
+        if isinstance(schema, dict) and BOUNDS & {*schema}:
+            return (
+                f"{self._letters(f'(?s:[^{re.escape(close.strip()[0])}]', pattern, schema)} {rest}"
+            )
         name = f"text_{len(self.made)}"
         self.made.append(f"{name}[lazy]: /(?s:.*){pattern}/")
-        return f"{name} {self.frame(close[len(close.rstrip()) :])}"
+        return f"{name} {rest}"
+
+    def _letters(self, letter: str, end: str, schema: Any) -> str:
+        """A text of such letters and its end, as a terminal."""
+        schema = schema if isinstance(schema, dict) else {}
+        least, most, pattern = (schema.get(key) for key in ("minLength", "maxLength", "pattern"))
+        least, most = (each if type(each) is int and each > 0 else None for each in (least, most))
+        bounds = f"{{{least or 0},{most or ''}}}" if least or most else "*"
+        made = f"/{letter}{bounds}){end}/"
+        if isinstance(pattern, str):
+            before = "" if pattern.startswith("^") else "(?s:.*)"
+            after = "" if pattern.endswith("$") else "(?s:.*)"
+            found = pattern.removeprefix("^").removesuffix("$").replace("/", r"\/")
+            made += f" & /{before}({found}){after}{end}/"
+        name = f"TEXT_{len(self.made)}"
+        self.made.append(f"{name}: {made}")
+        return name
 
     def _value(self, schema: Any, depth: int) -> str:
         """Python's, or one whose texts are quoted in a way of their own."""
         schema = self._resolved(schema)
         schema = schema if isinstance(schema, dict) and depth < DEEPEST else {}
-        options = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        if isinstance(options, list) and options and all(isinstance(o, str) for o in options):
+        options = _choices(schema)
+        if options and not any(isinstance(each, dict | list) for each in options):
             return self._rule(" | ".join(map(self._quoted, options)))
         types = sorted(types_of(schema))
         if not types or schema.get("$ref"):
@@ -205,12 +230,12 @@ class _Rules:
         words = PYTHON_WORDS if self._python else WORDS
         if type_ in words:
             return words[type_]
-        if type_ == "string" and self._python and not {"pattern", "format"} & {*schema}:
+        if type_ == "string" and self._python and not HELD_TEXTS & {*schema}:
             return f"{self._json({**schema, 'type': type_})} | {SINGLE}"
         if type_ in SCALARS or self._python:
             return self._json({**schema, "type": type_})
         if type_ == "string":
-            return self._string()
+            return self._string(schema)
         if type_ == "array":
             item = self._value(schema.get("items"), depth + 1)
             return f'"[" ({item} ("," {item})*)? "]"'
@@ -218,24 +243,28 @@ class _Rules:
         if type_ != "object" or not isinstance(declared, dict) or not declared:
             self._any()
             return "any_object" if type_ == "object" else "any"
-        required = schema.get("required") or []
+        required = schema.get("required")
+        required = required if isinstance(required, list) else []
         entries = [
             (f"{self._quote(key + ':')} {self._value(each, depth + 1)}", key in required)
             for key, each in declared.items()
         ]
         return f'"{{" {self._sequence(entries, ",")} "}}"'
 
-    def _quoted(self, text: str) -> str:
+    def _quoted(self, choice: Any) -> str:
         if self._python:
-            return f"{self._quote(json.dumps(text))} | {self._quote(repr(text))}"
-        return self._quote(self._form.quotes + text + self._form.quotes)
+            return f"{self._quote(json.dumps(choice))} | {self._quote(repr(choice))}"
+        quotes = self._form.quotes
+        written = quotes + choice + quotes if isinstance(choice, str) else json.dumps(choice)
+        return self._quote(written)
 
-    def _string(self) -> str:
-        return f"{self.frame(self._form.quotes)} {self._text(self._form.quotes)}"
+    def _string(self, schema: Any = None) -> str:
+        quotes = self._form.quotes
+        return f"{self.frame(quotes)} {self._text(quotes, schema)}"
 
     def _any(self) -> str:
         if self._python:
-            return f"{self._json({})} | {SINGLE} | /True|False|None/"
+            return self._rule(f"{self._json({})} | {SINGLE} | /True|False|None/")
         if not any(rule.startswith("any:") for rule in self.made):
             self.made += [
                 "any: any_text | any_list | any_object | %json "
@@ -248,16 +277,9 @@ class _Rules:
         return "any"
 
 
-def _of_arguments(parameters: Any) -> dict[str, Any]:
-    """Arguments are an object of what is declared; a function that declares none takes none."""
-    if not parameters:
-        return {"type": "object", "properties": {}, "additionalProperties": False}
-    schema = dict(parameters)
-    if "$ref" not in schema:
-        schema["type"] = "object"
-    declared = schema.get("properties")
-    if isinstance(declared, dict) and not any(key in schema for key in ELSEWHERE):
-        required = schema.get("required")
-        if set(required if isinstance(required, list) else ()) <= set(declared):
-            schema.setdefault("additionalProperties", False)
-    return schema
+def _choices(schema: Any) -> list[Any]:
+    """The values that it lists; none where it does not."""
+    if not isinstance(schema, dict):
+        return []
+    options = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    return options if isinstance(options, list) else []

@@ -24,6 +24,8 @@ FORMATS = (
     *("date-time", "time", "date", "duration", "email", "hostname"),
     *("ipv4", "ipv6", "uuid", "uri"),
 )
+# Where a schema may declare properties besides.
+ELSEWHERE = ("allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "dependentSchemas")
 UNESCAPED = re.compile(r"(\\.)|/|\n")  # in a regex that is to stand between slashes
 ESCAPED = {"/": r"\/", "\n": r"\n"}
 POSITION = re.compile(r"^at \d+\(\d+\): ")
@@ -70,6 +72,21 @@ def schema_rule(schema: dict[str, Any], options: dict[str, Any]) -> str:
     if '"oneOf"' in written:
         written = json.dumps({**exclusive(schema), "x-guidance": options})
     return f"%json {written}"
+
+
+def schema_of_arguments(parameters: Any) -> dict[str, Any]:
+    """Arguments are an object of what is declared; a function that declares none takes none."""
+    if not parameters:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    schema = dict(parameters)
+    if "$ref" not in schema:
+        schema["type"] = "object"
+    declared = schema.get("properties")
+    if isinstance(declared, dict) and not any(key in schema for key in ELSEWHERE):
+        required = schema.get("required")
+        if all(key in [*declared] for key in (required if isinstance(required, list) else ())):
+            schema.setdefault("additionalProperties", False)
+    return schema
 
 
 def literal(text: str) -> str:

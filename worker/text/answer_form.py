@@ -118,13 +118,16 @@ def _call_marks(form: CallForm) -> list[Mark]:
     closes, after = form.closes
     may_stand = "".join(rf"(?:{_flexible(text)}\s*)?" for text in before)
     if form.unmarked:
-        marker = rf"(?:{regex.escape(form.marker)}\s*)?" if form.marker else ""
-        begins = r"\[?\s*\{\s*\"" if form.keys else r"\[\s*[^\W\d][\w.-]*\("
-        pattern = rf"(?:<\|\w{{1,40}}\|>\s*)?{marker}(?={begins})"
+        marker = rf"(?:{regex.escape(form.marker)}\s*+)?" if form.marker else ""
+        # None begins with space: a long run of it would be looked through from each of its places.
+        begins = r"(?:\[\s*+)?\{\s*+\"" if form.keys else r"\[\s*+[^\W\d][\w.-]*+\("
+        pattern = rf"(?:<\|\w{{1,40}}\|>\s*+)?{marker}(?={begins})"
     elif form.is_list:
         pattern = may_stand + _flexible(opens)
     else:
-        middle = _flexible(form.middle.strip()) or r"(?=[\s<])"
+        before_id, id_, after_id = form.middle.strip().rpartition(ID)
+        may_come = f"(?:{_flexible(before_id + id_)})?" if id_ and after_id else ""
+        middle = may_come + _flexible(after_id) or r"(?=[\s<])"
         pattern = rf"{may_stand}{_flexible(opens)}\s*{NAME}\s*{middle}"
     opening = Mark(
         frozenset((ANSWER,) if form.unmarked else (ANSWER, THINKING)),
@@ -163,7 +166,7 @@ def _in_channels(form: Channels, calls: CallForm | None) -> AnswerForm:
     if calls:
         recipient = regex.escape(form.recipient.strip())
         function = rf"{recipient}(?P<name>[\w.-]{{1,128}}){header}{body}"
-        begun = regex.compile(rf"\s*{function}", regex.DOTALL)  # the prompt has the header's start
+        begun = regex.compile(function, regex.DOTALL)  # the prompt has the header's start
         reader = _reader(calls)
         call_marks = [headed(CALL, function, reader)]
         call_marks += [Mark(frozenset((ANSWER,)), CALL, begun, reader=reader, leads=True)]

@@ -4,6 +4,7 @@ What is written does not always tell a text from a number; then the tool's schem
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from worker.text.call_form import Arguments, common_start
 from worker.text.python_literals import DEEPEST, WORDS, Literals, literal
 
-BARE_KEY = re.compile(r"(?<=[{,])\s*([^\W\d][\w.-]*)\s*:")
+BARE_KEY = re.compile(r'(?<=[{,])([^":,{}\[\]]+):')
 NONE, TRUE, FALSE = (re.compile(rf"\b{word}\b") for word in ("None", "True", "False"))
 
 Schema = Mapping[str, Any]
@@ -86,7 +87,7 @@ def _typed(form: Arguments, text: str) -> dict[str, Any]:
             parts[place] = json.dumps(part)
         else:
             before = "{" if place == 0 else ""
-            part = BARE_KEY.sub(r'"\1":', before + part)
+            part = BARE_KEY.sub(lambda key: f"{json.dumps(key[1].strip())}:", before + part)
             for pattern, word in ((NONE, "null"), (TRUE, "true"), (FALSE, "false")):
                 part = pattern.sub(word, part)
             parts[place] = part
@@ -116,12 +117,19 @@ def value(text: str, schema: Any) -> Any:
 
 
 def _json(text: str) -> Any:
-    """With integers of any size."""
-    return json.loads(text, parse_constant=_refuse)
+    """With integers of any size; ValueError for numbers that JSON cannot show."""
+    return json.loads(text, parse_constant=_refuse, parse_float=_finite)
 
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not of JSON")
+
+
+def _finite(written: str) -> float:
+    number = float(written)
+    if not math.isfinite(number):
+        _refuse(written)
+    return number
 
 
 def types_of(schema: Any, depth: int = 0) -> set[str]:
@@ -129,16 +137,18 @@ def types_of(schema: Any, depth: int = 0) -> set[str]:
     if not isinstance(schema, dict) or depth > DEEPEST:
         return set()
     named = schema.get("type")
-    types = {named} if isinstance(named, str) else {*named} if isinstance(named, list) else set()
+    listed = named if isinstance(named, list) else [named]
+    types = {each for each in listed if isinstance(each, str)}
     options = schema.get("enum", [schema["const"]] if "const" in schema else ())
     if not types and isinstance(options, list):
         types = {kind(option) for option in options}
     for several in ("anyOf", "oneOf"):
-        for each in schema.get(several) or ():
+        branches = schema.get(several)
+        for each in branches if isinstance(branches, list) else ():
             types |= types_of(each, depth + 1)
     if schema.get("nullable"):
         types.add("null")
-    return {each for each in types if isinstance(each, str)}
+    return types
 
 
 def kind(made: Any) -> str:
@@ -151,27 +161,36 @@ def kind(made: Any) -> str:
 # ── Python ──
 
 
-def python_calls(text: str, tools: Mapping[str, Schema]) -> list[tuple[str, dict[str, Any]]]:
-    """Of `[name(key=value, …), …]`; ValueError where it is none."""
-    reader = _Calls(text)
-    made = reader.calls(tools)
-    reader.end()
+def python_calls(
+    text: str, tools: Mapping[str, Schema], cut: bool
+) -> list[tuple[str, dict[str, Any]]]:
+    """Of `[name(key=value, …), …]`; ValueError where it is none. `cut`: it may end too early, with
+    the calls that are whole."""
+    made: list[tuple[str, dict[str, Any]]] = []
+    try:
+        reader = _Calls(text)
+        for call in reader.calls(tools):
+            made.append(call)  # noqa: PERF402  # those before an error count
+        reader.end()
+    except ValueError:
+        if not (cut and made):
+            raise
     return made
 
 
 class _Calls(Literals):
-    def calls(self, tools: Mapping[str, Schema]) -> list[tuple[str, dict[str, Any]]]:
+    def calls(self, tools: Mapping[str, Schema]) -> Iterator[tuple[str, dict[str, Any]]]:
         listed = self.takes("[")
-        made: list[tuple[str, dict[str, Any]]] = []
-        while not made or self.takes(",") or self.token[0] == "name":
+        first = True
+        while first or self.takes(",") or self.token[0] == "name":
+            first = False
             kind, name = self.next()
             if kind != "name":
                 raise ValueError("no name")
             self.must("(")
-            made.append((name, self._arguments(properties(tools.get(name)))))
+            yield name, self._arguments(properties(tools.get(name)))
         if listed:
             self.must("]")
-        return made
 
     def _arguments(self, declared: Schema) -> dict[str, Any]:
         """Those without a key are the parameters in their order."""

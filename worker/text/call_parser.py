@@ -48,6 +48,7 @@ class CallParser:
         self._opened = False  # an object or a list
         self._escaped = False
         self._named = False  # the call that is being read
+        self._given = False  # it has arguments
         self._key: str | None = None  # None: a key is being read
         self._text: list[str] = []  # of a key or a name
         self._early: list[str] = []  # arguments that came before the name
@@ -79,12 +80,15 @@ class CallParser:
                 if self._key and not self._name_keys:
                     self._begin(self._key)
             else:
+                if letter == "}" and self._named and not self._given:
+                    self._add(*"{}")
                 self._key, self._text, self._space = None, [], None
         return [CallPart(name, "".join(letters)) for name, letters in self._parts]
 
     def close(self, cut: bool) -> list[CallPart]:
         """What the end of the call makes certain."""
-        return []
+        bare = self._bare_name is not None and not (cut or self._given)
+        return [CallPart(None, "{}")] if bare else []
 
     def sibling(self) -> "CallParser":
         """Another call that begins as this one does, as far as it has been read."""
@@ -125,6 +129,7 @@ class CallParser:
 
     def _begin(self, name: str) -> None:
         self._named = self.begun = True
+        self._given = False
         self._parts.append((name, []))
         self._add(*self._early)
         self._early = []
@@ -140,7 +145,9 @@ class CallParser:
     def _add(self, *letters: str) -> None:
         if not self._named:
             self._early += letters
-        elif self._parts and self._parts[-1][0] is None:
+            return
+        self._given |= bool(letters)
+        if self._parts and self._parts[-1][0] is None:
             self._parts[-1][1].extend(letters)
         elif letters:
             self._parts.append((None, [*letters]))
@@ -171,7 +178,7 @@ class BodyParser:
         text, name, form = "".join(self._text), self._name, self._form.arguments
         try:
             if name is None:
-                calls = python_calls(text, self._tools)
+                calls = python_calls(text, self._tools, cut)
             else:
                 calls = [(name, entries(form, text, properties(self._tools.get(name))))]
         except (ValueError, RecursionError):

@@ -31,7 +31,7 @@ DUMPED = re.compile(rf"\W(?:type|thinking)\W\s*:\s*\W(?:thinking|{THOUGHT})")
 # At the end of a text: a mark and perhaps a word, as in <|channel>thought
 LAST_MARK = re.compile(rf"(?:{MARK.pattern})\w*\s*$")
 # At the end of a prompt: <think> or <think></think>, [THINK] or [THINK][/THINK]
-OPENED = re.compile(r"(<([\w:]+)>|\[([A-Z]+)\])\s*(?:</\2>|\[/\3\])?\s*$")
+OPENED = re.compile(r"(<([\w:]{1,40})>|\[([A-Z]{2,40})\])\s*(?:</\2>|\[/\3\])?\s*$")
 
 
 class Learner:

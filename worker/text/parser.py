@@ -50,11 +50,9 @@ class Parser:
         self._tools = {tool["function"]["name"]: dict(tool) for tool in tools}
         self._calls = calls
         self._marks = [*form.call_marks, *form.marks] if calls else [*form.marks]
-        self._watched: list[Mark] = []
         self._enter(form.begins)
         self._document = document
-        self._constrained = False
-        self._first_only = False  # a mark counts only where nothing stands before it
+        self._constrained = self._first_only = False  # or a mark counts only before all else
         self._has_content = False
         self._may_close = form.may_close  # thoughts that nothing has opened
         self._after_mark = False  # white space is nobody's
@@ -91,8 +89,7 @@ class Parser:
 
     @property
     def begun(self) -> str:
-        """Of the phase that has just begun: what has come of it, a call with its mark as the form
-        has it, however the model has written that."""
+        """What has come of the phase that has just begun; a call's mark as the form has it."""
         written, shown = self._opening
         if self._inside == CALL:
             return shown + (self._call_text.text + self._buffer.text)[written:]
@@ -107,8 +104,9 @@ class Parser:
         if constrained and self._document:
             self._document = self._has_content = self._after_mark = False
             self._first_only = True
-            if not self._calls and not self._form.content:
-                self._watched = self._marks = []
+            if not (self._calls or self._form.content):
+                self._marks = []
+                self._enter(self._inside)
         self._buffer.append(piece)
         events = self._parse(ended=False)
         self._triggered = self._begun_in_mark() if self._buffer.text else None
@@ -175,12 +173,15 @@ class Parser:
         return None
 
     def _cut_mark(self) -> int:
-        """Where the text ends in what must have become the mark of a call."""
-        for mark in (mark for mark in self._watched if mark.to == CALL and not mark.leads):
-            match = mark.pattern.search(self._buffer.text, partial=True)
-            if match and match.partial and len(match.group()) >= LEAST_OF_MARK:
-                return int(match.start())
-        return len(self._buffer.text)
+        """Where the text ends in what must have become the mark of a call, or of calls' end."""
+        text, follows = self._buffer.text, self._after_mark and self.calls_ended > 0
+        for mark in self._watched:
+            if (mark.to == CALL and not mark.leads) or follows:
+                match = mark.pattern.search(text, partial=True)
+                alone = match and follows and not text[: match.start()].strip()
+                if match and match.partial and len(match.group()) >= (alone or LEAST_OF_MARK):
+                    return int(match.start())
+        return len(text)
 
     def _counts(self, mark: Mark, match: Match) -> bool:
         """Some marks are marks only before everything else, lest they are seen in the content."""
@@ -217,7 +218,7 @@ class Parser:
 
     def _enter(self, phase: str) -> None:
         self._inside = phase
-        self._watched = [mark for mark in self._marks if phase in mark.within]
+        self._watched: list[Mark] = [mark for mark in self._marks if phase in mark.within]
 
     # ── events ──
 
@@ -288,8 +289,9 @@ class Parser:
         self._enter(ANSWER)
         calls = [] if nonsense else call.close(cut)
         for name, arguments in calls:
-            self.calls_begun += 1
-            events += [Event("call", Piece(""), name), Event("call", Piece(arguments))]
+            self.calls_begun += name is not None
+            events += [Event("call", Piece(""), name)] if name is not None else []
+            events.append(Event("call", Piece(arguments)))
         if calls or (call.begun and not nonsense):
             self.calls_ended += 1
         elif not (cut and call.may_go_on and not self._form.unmarked):

@@ -3,6 +3,7 @@
 What it is asked to render, and what becomes of it if it cannot, is chat_template.py's.
 """
 
+import copy
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,7 +38,7 @@ class Renderer:
         self.source = str(source)
         try:
             found = find_undeclared_variables(self._environment.parse(self.source))
-        except TemplateError:
+        except (TemplateError, RecursionError):
             found = set()
         self.thinking = [name for name in (EFFORT, *SWITCHES) if name in found]
         self.reserved = self._reserved()
@@ -69,10 +70,15 @@ class Renderer:
         sandbox.filters, sandbox.globals = strict.filters, strict.globals
 
         def tried(messages: list[Message], tools: Sequence[Any] = (), **variables: Any) -> str:
-            known = {"add_generation_prompt": True, **self._tokenizer.special_tokens_map}
-            given = {**known, **variables, "messages": messages, "tools": list(tools) or None}
+            known = {
+                **self._tokenizer.special_tokens_map,
+                "add_generation_prompt": True,
+                **variables,
+            }
             try:
-                return sandbox.from_string(self.source).render(given)
+                template = sandbox.from_string(self.source)
+                messages, tools = copy.deepcopy((messages, list(tools)))  # it may change them
+                return template.render(**known, messages=messages, tools=tools or None)
             except Exception:  # whatever it is
                 return ""
 

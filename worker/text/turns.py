@@ -15,8 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import orjson
-
 from worker.text.call_form import PLAIN_CALLS, CallForm
 
 Message = dict[str, Any]
@@ -215,7 +213,7 @@ def _arguments(given: str | dict[str, Any], form: TurnForm) -> str | dict[str, A
     if isinstance(given, dict):
         return given
     try:
-        parsed = orjson.loads(given or "{}")
-    except orjson.JSONDecodeError:
+        parsed = json.loads(given or "{}")  # integers of any size
+    except (ValueError, RecursionError):
         return given
     return parsed if isinstance(parsed, dict) else given
