@@ -18,8 +18,7 @@ from worker.generation.output import Prepared
 from worker.model.language_model import LanguageModel
 from worker.protocol import Calls, Chat
 from worker.text.chat_template import ChatTemplate
-from worker.text.probes import TOOLS
-from worker.text.turns import QUESTION
+from worker.text.probes import QUESTION, TOOLS
 
 HI: tuple[dict[str, Any], ...] = ({"role": "user", "content": "hi"},)
 

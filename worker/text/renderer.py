@@ -70,15 +70,12 @@ class Renderer:
         sandbox.filters, sandbox.globals = strict.filters, strict.globals
 
         def tried(messages: list[Message], tools: Sequence[Any] = (), **variables: Any) -> str:
-            known = {
-                **self._tokenizer.special_tokens_map,
-                "add_generation_prompt": True,
-                **variables,
-            }
+            known = {"add_generation_prompt": True, **variables}
             try:
                 template = sandbox.from_string(self.source)
                 messages, tools = copy.deepcopy((messages, list(tools)))  # it may change them
-                return template.render(**known, messages=messages, tools=tools or None)
+                known |= {"messages": messages, "tools": tools or None}
+                return template.render(self._tokenizer.special_tokens_map, **known)
             except Exception:  # whatever it is
                 return ""
 
