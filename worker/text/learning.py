@@ -19,7 +19,17 @@ from worker.text.answer_form import Channels
 from worker.text.call_form import ID, MARK, CallForm, Pair, common_end, common_start
 from worker.text.learned_calls import call_form
 from worker.text.learned_turns import turn_form
-from worker.text.probes import ARGUMENTS, CONTENT, IDS, NAMES, QUESTION, THOUGHT, TOOLS, assistant
+from worker.text.probes import (
+    ARGUMENTS,
+    CONTENT,
+    IDS,
+    NAMES,
+    QUESTION,
+    THOUGHT,
+    TOOLS,
+    TYPED_TOOLS,
+    assistant,
+)
 from worker.text.renderer import Render
 from worker.text.turns import BLOCKS, Conversation, Message, TurnForm
 
@@ -42,7 +52,7 @@ class Learner:
     def __init__(self, render: Render, source: str) -> None:
         self._render = render
         with_tools = render([QUESTION], TOOLS)
-        self._tools = TOOLS if with_tools else []
+        self._offered, self._tools = (TOOLS, TYPED_TOOLS) if with_tools else ([], [])
         self.asked = with_tools or render([QUESTION])
         self.turns = turn_form(lambda turns: render(turns, self._tools), self.asked.count("None"))
         self._plain = self._turn(assistant(content=CONTENT))
@@ -136,7 +146,7 @@ class Learner:
         between, _, rest = after.partition(CONTENT)
         if not between or (calls and "=" not in calls.call[0]):
             return None
-        unasked = self._render([QUESTION], self._tools, add_generation_prompt=False)
+        unasked = self._render([QUESTION], self._offered, add_generation_prompt=False)
         prompt = self.asked[len(common_start(self.asked, unasked)) :].strip()
         if not prompt or prompt not in between:
             return None

@@ -42,12 +42,12 @@ def call(id: str, name: str, arguments: dict[str, Any]) -> Message:
     return {"id": id, "type": "function", "function": function}
 
 
-def _tool(name: str) -> dict[str, Any]:
-    pairs = zip(TYPED, TYPES, strict=True)
-    properties = {key: {"description": "any", "type": type_} for key, type_ in pairs}
+def _tool(name: str, types: dict[str, str]) -> dict[str, Any]:
+    properties = {key: {"description": "any", "type": type_} for key, type_ in types.items()}
     parameters = {"type": "object", "properties": properties, "required": []}
     function = {"name": name, "description": "any", "parameters": parameters}
     return {"type": "function", "function": function}
 
 
-TOOLS = [_tool(name) for name in NAMES]
+TOOLS = [_tool(name, {"keyone": "string", "keytwo": "integer"}) for name in NAMES]
+TYPED_TOOLS = [_tool(name, dict(zip(TYPED, TYPES, strict=True))) for name in NAMES]

@@ -8,7 +8,7 @@ from worker.text.answer_form import AnswerForm
 from worker.text.detokenizer import Piece
 from worker.text.learning import Learner
 from worker.text.parser import Parser
-from worker.text.probes import ARGUMENTS, NAMES, TOOLS, TYPED
+from worker.text.probes import ARGUMENTS, NAMES, TYPED, TYPED_TOOLS
 
 Example = tuple[str, list[tuple[str, Any]]]  # calls as written, their names and arguments
 
@@ -39,7 +39,7 @@ def reads_back(form: AnswerForm, examples: Iterable[Example]) -> bool:
 
 def _read(form: AnswerForm, pieces: Iterable[str]) -> list[tuple[str, Any]] | None:
     """The calls of an answer that is nothing else; None if there is more, or no JSON."""
-    parser = Parser(form, "", True, TOOLS)
+    parser = Parser(form, "", True, TYPED_TOOLS)
     events = [event for piece in pieces for event in parser.feed(Piece(piece))] + parser.finish()
     calls: list[tuple[str, str]] = []
     for event in events:
