@@ -54,7 +54,7 @@ class Learner:
         with_tools = render([QUESTION], TOOLS)
         self._offered, self._tools = (TOOLS, TYPED_TOOLS) if with_tools else ([], [])
         self.asked = with_tools or render([QUESTION])
-        self.turns = turn_form(lambda turns: render(turns, self._tools), self.asked.count("None"))
+        self.turns = turn_form(lambda turns: render(turns, self._offered), self.asked.count("None"))
         self._plain = self._turn(assistant(content=CONTENT))
         self._thinking = ""  # a turn with thoughts and content
         for key in THOUGHTS_KEYS:
