@@ -79,6 +79,7 @@ class ChatTemplate:
             form = replace(response_template.answer_form(spec), calls=calls)
             if form.call_marks and calls and not reads_back(form, self.examples):
                 form = replace(form, calls=None)
+                self._note("calls: the response template reads others; they are not held to a form")
             return form
         channels = learner.channels(calls)
         form = learned(learner.thoughts, learner.content(), calls or PLAIN_CALLS, channels)

@@ -61,6 +61,9 @@ class Learner:
             if text := self._shown_thoughts(key):
                 self._thinking = text
                 self.turns = self.turns and replace(self.turns, thoughts=key)
+                all_at_once = assistant(ARGUMENTS, content=CONTENT, thought=THOUGHT)
+                if self.turns and not self._turn(all_at_once, key):  # it refuses text beside them
+                    self.turns = replace(self.turns, apart=True)
                 break
         self.thoughts = self._thoughts(source)
 
