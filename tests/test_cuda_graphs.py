@@ -141,6 +141,7 @@ def test_where_capturing_fails_steps_are_launched_one_by_one_and_the_log_says_so
     runner = runner_of(engine("llama", blocks=BLOCKS))
     metadata = RowsMetadata(runner.cache, 1, 1)
     caplog.set_level(logging.WARNING, "onequeue.cuda_graphs")
+    caplog.clear()
     assert cuda_graphs.capture_graphs(runner.language, runner.model, metadata, runner._run) is None
     assert [record.message for record in caplog.records] == [
         "no CUDA graphs, steps are launched one by one: "
