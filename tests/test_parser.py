@@ -332,6 +332,8 @@ def test_each_form_is_read_however_it_is_cut(
         ),
         ("coder", "<function=get>\n<para", "<tool_call>\n<function=get>\n<para"),
         ("coder", "So <tool_call> ", "<tool_call> "),
+        ("channels", "<|channel|>commentary to=functions.g", " to=functions.g"),
+        ("channels", " to=functions.", " to=functions."),
         ("section", "<calls><call>functions.", "<call>functions."),
         ("args", "[TOOL_CALLS]get[CALL_ID]x1[ARGS]", "[TOOL_CALLS]get[CALL_ID]id[ARGS]"),
         ("list", "[TOOL_CALLS] [", "[TOOL_CALLS] ["),

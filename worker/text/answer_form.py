@@ -149,6 +149,7 @@ def _in_channels(form: Channels, calls: CallForm | None) -> AnswerForm:
     """A header is one mark; the first that matches tells what its message is."""
     start, channel, body = (regex.escape(each) for each in (form.start, form.channel, form.body))
     header = rf"(?:(?!{body}).){{0,200}}?"
+    recipient = regex.escape(form.recipient.strip())
     to = regex.escape(form.recipient.split("=")[0].strip() + "=")
     thoughts = rf"{channel}\s*{regex.escape(form.thinking)}(?:(?!{channel}|{body}).){{0,100}}{body}"
     within = frozenset((ANSWER, THINKING, NOBODY))
@@ -156,7 +157,8 @@ def _in_channels(form: Channels, calls: CallForm | None) -> AnswerForm:
 
     def headed(phase: str, rest: str, reader: MakeReader | None = None) -> Mark:
         pattern = regex.compile(rf"(?:{start}|(?={channel})){header}{rest}", regex.DOTALL)
-        return Mark(within, phase, pattern, first=firsts, reader=reader)
+        trigger = regex.compile(recipient) if reader else None
+        return Mark(within, phase, pattern, first=firsts, reader=reader, trigger=trigger)
 
     others = headed(NOBODY, rf"{to}(?!assistant){header}{body}")
     ends = regex.compile("|".join(map(regex.escape, form.ends)))
@@ -164,12 +166,15 @@ def _in_channels(form: Channels, calls: CallForm | None) -> AnswerForm:
     end = Mark(within | {CALL}, ANSWER, ends, first=first)
     call_marks: list[Mark] = []
     if calls:
-        recipient = regex.escape(form.recipient.strip())
         function = rf"{recipient}(?P<name>[\w.-]{{1,128}}){header}{body}"
         begun = regex.compile(function, regex.DOTALL)  # the prompt has the header's start
         reader = _reader(calls)
         call_marks = [headed(CALL, function, reader)]
-        call_marks += [Mark(frozenset((ANSWER,)), CALL, begun, reader=reader, leads=True)]
+        call_marks.append(
+            call_marks[0]._replace(
+                within=frozenset((ANSWER,)), pattern=begun, first=frozenset(), leads=True
+            )
+        )
     return AnswerForm(
         (others, headed(THINKING, thoughts), headed(ANSWER, body), end),
         tuple(call_marks),
