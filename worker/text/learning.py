@@ -7,8 +7,9 @@ The form of calls is found in such texts by learned_calls.py, what the template 
 were made before by learned_turns.py, thoughts and content here.
 
 The template renders turns with and without calls, thoughts and text, with names and values that
-occur nowhere else; what stands around those is the form. There is no table of families. What is
-found is proved (proof.py) before it is used.
+occur nowhere else; what stands around those is the form. There is no table of families, but for
+<think>, where a template names its end and shows no thoughts. What is found is proved (proof.py)
+before it is used.
 """
 
 import re
@@ -116,7 +117,7 @@ class Learner:
         return next(shown, "").replace(NAMES[0], CONTENT)
 
     def _thoughts(self, source: str) -> Pair | None:
-        """What stands around them; else, what a prompt ends with."""
+        """What stands around them; else, what a prompt ends with, or what the source names."""
         before, _, after = self._thinking.partition(THOUGHT)
         opens, closes = LAST_MARK.search(before), MARK.search(after.partition(CONTENT)[0])
         if opens and closes:
