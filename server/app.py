@@ -4,7 +4,6 @@
 drains it on SIGTERM, before uvicorn hears of the signal. One process, one worker thread.
 """
 
-import os
 import sqlite3
 import time
 from collections.abc import Callable
@@ -29,8 +28,9 @@ from server.openai.responses.endpoint import Responses
 from server.openai.responses.store import ResponseStore
 from server.openai.tokenize import tokenizer_routes
 from server.pipeline import Root
-from server.preflight import check_models, check_workers, refuse
+from server.preflight import asked_threads, check_models, check_workers, put_openmp, refuse
 from server.settings import Settings, SettingsError, load_settings
+from worker.cores import find_cores
 from worker.models import GenerationModel, PipelineModel
 from worker.protocol import Generator, Runner
 from worker.worker import Model, Worker
@@ -44,9 +44,10 @@ def create_app(
     """`load` and `load_chat` make the models, on the worker thread; by default from the settings,
     where `none` means that there is none. Raises SettingsError for what cannot be served."""
     settings = check_models(settings, pipeline=load is None, chat=load_chat is None)
-    pool_threads = max(2, min(8, (os.cpu_count() or 2) // 2))
+    cores = find_cores(settings.pin_worker, asked_threads())
+    pool_threads = max(2, min(8, cores.threads))
     queue = RequestQueue(settings.max_queue_size, time.monotonic)
-    worker = Worker(served_models(settings, load, load_chat))
+    worker = Worker(served_models(settings, load, load_chat), cores=cores)
     observed = Metrics(lambda: queue.pending, settings.max_batch_size)
     engine = Engine(worker, queue, observed, pool_threads, settings.stuck_after_s)
     routes = [
@@ -130,6 +131,7 @@ def __getattr__(name: str) -> Any:
     try:
         check_workers()
         made = create_app(load_settings())
+        put_openmp(made.engine.worker.cores.threads)
     except SettingsError as error:
         refuse(error)
     globals()["app"] = made

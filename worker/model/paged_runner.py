@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from batching.sequence import Batch, Span
+from worker.cores import release
 from worker.model.cuda_graphs import SIZES, SPARE, CudaGraphs, RowsMetadata, capture_graphs
 from worker.model.kv_cache import BLOCK, KVCache
 from worker.model.language_model import LanguageModel
@@ -72,6 +73,7 @@ class PagedRunner:
 
     def _compile(self) -> None:
         started = time.monotonic()
+        release()
         try:
             self._compiled = compiled(self.language.model, self._check_compiled)
         except Exception as error:

@@ -1,0 +1,188 @@
+"""Which cores a model computes on, and that the worker's thread and OpenMP's stay on them."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from server.preflight import asked_threads, put_openmp
+from worker.cores import choose_cores, one_each, quota
+
+ROOT = Path(__file__).parent.parent
+ALONE = {core: str(core) for core in range(4)}
+HYPERTHREADS = {core: f"{core % 2},{core % 2 + 2}" for core in range(4)}  # two physical cores
+
+
+def group(root: Path, place: str, **files: str) -> None:
+    folder = root / place
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text + "\n")
+
+
+# ── how many threads ──
+
+
+def test_each_physical_core_gets_a_thread() -> None:
+    assert choose_cores(range(4), ALONE, None, None, "auto").threads == 4
+    assert choose_cores(range(4), HYPERTHREADS, None, None, "auto").threads == 2
+    assert choose_cores({1, 2, 3}, HYPERTHREADS, None, None, "auto").threads == 2
+    assert one_each({1, 2, 3}, HYPERTHREADS) == [1, 2]
+
+
+def test_cores_of_which_nothing_is_known_count_each() -> None:
+    assert choose_cores(range(4), dict.fromkeys(range(4), ""), None, None, "auto").threads == 4
+
+
+@pytest.mark.parametrize(("paid", "threads"), [(0.5, 1), (1.9, 1), (2.0, 2), (3.5, 3), (9.0, 4)])
+def test_no_more_threads_than_the_quota_pays_for(paid: float, threads: int) -> None:
+    assert choose_cores(range(4), ALONE, paid, None, "auto").threads == threads
+
+
+def test_what_the_operator_asks_for_wins() -> None:
+    assert choose_cores(range(4), ALONE, 2.0, 3, "auto").threads == 3
+
+
+def test_the_operators_number_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert asked_threads() is None
+    for text, number in (("3", 3), ("4,2", 4), ("many", None), ("0", None), ("", None)):
+        monkeypatch.setenv("OMP_NUM_THREADS", text)
+        assert asked_threads() == number
+
+
+# ── the control group's quota ──
+
+
+def test_the_quota_of_version_2_is_the_least_up_to_the_root(tmp_path: Path) -> None:
+    group(tmp_path, "", cpu__max="max 100000")
+    group(tmp_path, "a", cpu__max="150000 100000")
+    group(tmp_path, "a/b", cpu__max="400000 100000")
+    assert quota(tmp_path, ["0::/a/b"]) == 1.5
+    assert quota(tmp_path, ["0::/"]) is None
+
+
+def test_the_quota_of_version_1_is_that_of_its_controller(tmp_path: Path) -> None:
+    group(tmp_path, "cpu,cpuacct/pod", cpu__cfs_quota_us="250000", cpu__cfs_period_us="100000")
+    group(tmp_path, "cpu,cpuacct", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
+    lines = ["5:memory:/pod", "3:cpu,cpuacct:/pod", "0::/"]
+    assert quota(tmp_path, lines) == 2.5
+
+
+def test_a_path_that_is_the_hosts_falls_back_to_the_containers_root(tmp_path: Path) -> None:
+    group(tmp_path, "cpu", cpu__cfs_quota_us="300000", cpu__cfs_period_us="100000")
+    assert quota(tmp_path, ["3:cpu:/docker/0123"]) == 3.0
+
+
+def test_without_control_groups_there_is_no_quota(tmp_path: Path) -> None:
+    assert quota(tmp_path, []) is None
+    assert quota(tmp_path / "missing", ["0::/a"]) is None
+
+
+# ── which cores are kept ──
+
+
+def test_auto_keeps_one_core_of_each_physical_one() -> None:
+    assert choose_cores(range(4), HYPERTHREADS, None, None, "auto").kept == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("paid", "asked"),
+    [(2.0, None), (None, 2), (None, None)],
+    ids=["others have such a quota too", "others were asked for as many", "none are left over"],
+)
+def test_auto_keeps_none_where_others_would_choose_the_same(
+    paid: float | None, asked: int | None
+) -> None:
+    assert not choose_cores(range(4), ALONE, paid, asked, "auto").kept
+
+
+def test_on_keeps_as_many_as_there_are_threads_and_off_none() -> None:
+    assert choose_cores(range(4), ALONE, None, 2, "on").kept == {0, 1}
+    assert choose_cores(range(4), HYPERTHREADS, None, 3, "on").kept == {0, 1, 2}
+    assert not choose_cores(range(4), HYPERTHREADS, None, None, "off").kept
+
+
+def test_where_there_is_no_affinity_nothing_is_kept() -> None:
+    assert choose_cores((), {}, None, 2, "on").kept == frozenset()
+
+
+PINNED = """
+    import os, threading
+    from worker.cores import Cores, pin, release
+
+    tasks = lambda: set(os.listdir("/proc/self/task"))
+    masks = lambda ids: {tuple(sorted(os.sched_getaffinity(int(each)))) for each in ids}
+    kept, whole = min(os.sched_getaffinity(0)), tuple(sorted(os.sched_getaffinity(0)))
+
+    def helps():
+        release()
+        assert masks([threading.get_native_id()]) == {whole}
+
+    def works():
+        pin(Cores(2, frozenset([kept]), ""))
+        import torch
+        torch.set_num_threads(2)
+        before = tasks()
+        torch.ones(1 << 22).add_(1)  # in parallel
+        team = tasks() - before
+        assert team, "OpenMP has started no thread"
+        assert masks([threading.get_native_id(), *team]) == {(kept,)}
+        helper = threading.Thread(target=helps)
+        helper.start()
+        helper.join()
+
+    failed = []
+    threading.excepthook = failed.append
+    worker = threading.Thread(target=works)
+    worker.start()
+    worker.join()
+    assert masks([os.getpid()]) == {whole}
+    raise SystemExit(repr(failed[0]) if failed else 0)
+"""
+
+
+def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="affinity is Linux's")
+def test_the_worker_and_openmps_threads_stay_and_helpers_do_not() -> None:
+    done = run(PINNED)
+    assert done.returncode == 0, done.stderr
+
+
+# ── what OpenMP is told ──
+
+TOLD = """
+    import os
+    from server.preflight import put_openmp
+
+    put_openmp(1)
+    import torch
+    print(torch.get_num_threads())
+"""
+
+
+def test_openmp_reads_what_is_put_before_torch_is_loaded() -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    command = [sys.executable, "-c", textwrap.dedent(TOLD)]
+    env["OMP_DISPLAY_ENV"] = "verbose"
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.stdout == "1\n"
+    if "GOMP_SPINCOUNT" in done.stderr:  # a build with another library has its own words
+        assert "GOMP_SPINCOUNT = '20000'" in done.stderr
+
+
+def test_what_the_operator_said_of_openmp_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    put_openmp(2)
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+    assert "GOMP_SPINCOUNT" not in os.environ
