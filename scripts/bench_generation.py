@@ -30,7 +30,7 @@ def generation(arguments: argparse.Namespace) -> None:
     model = Path(arguments.model).resolve()
     floor = measure_floor(model, arguments.dtype)
     runs: Runs = {}
-    for names in groups(arguments.servers, floor.weight_bytes):
+    for names in groups(arguments.servers, floor.weight_bytes, free_memory()):
         with contextlib.ExitStack() as stack:
             launches = [(name, launch(arguments, name, str(model))) for name in names]
             servers = [stack.enter_context(running(*each)) for each in launches]
@@ -44,12 +44,15 @@ def generation(arguments: argparse.Namespace) -> None:
     report(runs, floor, arguments)
 
 
-def groups(names: list[str], weight_bytes: int) -> list[list[str]]:
+def groups(names: list[str], weight_bytes: int, free_bytes: int) -> list[list[str]]:
     """Those that are up together: all, if each can have its weights in three forms and 5 GB."""
-    with open("/proc/meminfo") as file:
-        free = next(int(line.split()[1]) * 1024 for line in file if "MemAvailable" in line)
-    together = len(names) * (3 * weight_bytes + 5 * GB) < free
+    together = len(names) * (3 * weight_bytes + 5 * GB) < free_bytes
     return [names] if together else [[name] for name in names]
+
+
+def free_memory() -> int:
+    with open("/proc/meminfo") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if "MemAvailable" in line)
 
 
 def launch(arguments: argparse.Namespace, name: str, model: str) -> Launch:
