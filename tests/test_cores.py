@@ -156,6 +156,35 @@ def test_the_worker_and_openmps_threads_stay_and_helpers_do_not() -> None:
     assert done.returncode == 0, done.stderr
 
 
+ALONE_IN_THE_POOL = """
+    import os, queue
+    import torch
+    from server.pool import Pool
+
+    tasks = lambda: set(os.listdir("/proc/self/task"))
+    torch.set_num_threads(2)
+    torch.ones(1 << 22).add_(1)
+    found = queue.SimpleQueue()
+
+    def work(items):
+        before = tasks()
+        torch.ones(1 << 22).add_(1)
+        found.put((torch.get_num_threads(), tasks() - before))
+
+    pool = Pool("prepare", 1, work)
+    pool.threads[0].start()
+    pool.put([1])
+    assert found.get(timeout=60) == (1, set())
+    assert torch.get_num_threads() == 2
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_a_pools_thread_gets_no_openmp_team() -> None:
+    done = run(ALONE_IN_THE_POOL)
+    assert done.returncode == 0, done.stderr
+
+
 # ── what OpenMP is told ──
 
 TOLD = """

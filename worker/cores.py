@@ -3,11 +3,11 @@
     those the process may run on → one a physical core → no more than the cgroup's quota pays for
 
 OpenMP's threads meet after each product, so the slowest holds up all: two on one physical core, or
-more than the quota gives time to, are slower than fewer. Nothing here changes the process but
-`pin` and `release`, which change the calling thread.
+more than the quota gives time to, are slower than fewer.
 """
 
 import os
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +66,7 @@ def one_each(allowed: Iterable[int], siblings: Mapping[int, str]) -> list[int]:
     return list(first.values())
 
 
-# ── the calling thread, where there is affinity: on Linux ──
+# ── the calling thread ──
 
 
 def pin(cores: Cores) -> None:
@@ -79,6 +79,18 @@ def release() -> None:
     """For a thread that a pinned one has started: go where the main thread may."""
     if _affinity(os.getpid()) != _affinity(0):
         os.sched_setaffinity(0, _affinity(os.getpid()))
+
+
+def compute_alone() -> None:
+    """For a thread beside the worker's, before what it does with torch, if that has been loaded.
+
+    Otherwise it would get an OpenMP team of its own with its first large tensor. libgomp, which
+    then has more threads than cores, lets none of them spin for long any more, the worker's
+    neither: steps of a small model took twice the time from there on.
+    """
+    torch = sys.modules.get("torch")
+    if torch and torch.get_num_threads() > 1:
+        torch.set_num_threads(1)  # also of threads that have not used it yet
 
 
 def _affinity(thread: int) -> set[int]:
