@@ -207,7 +207,7 @@ def main() -> None:
     benches[arguments.bench](arguments)
 
 
-def several(kind: type[T]) -> Callable[[str], list[T]]:
+def several(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
     return lambda text: [kind(part) for part in text.split(",")]
 
 

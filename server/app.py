@@ -131,7 +131,8 @@ def __getattr__(name: str) -> Any:
     try:
         check_workers()
         made = create_app(load_settings())
-        put_openmp(made.engine.worker.cores.threads)
+        if cores := made.engine.worker.cores:
+            put_openmp(cores.threads)
     except SettingsError as error:
         refuse(error)
     globals()["app"] = made

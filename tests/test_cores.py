@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from server.preflight import asked_threads, put_openmp
+from server.preflight import SPINS, asked_threads, put_openmp
 from worker.cores import choose_cores, one_each, quota
 
 ROOT = Path(__file__).parent.parent
@@ -111,37 +111,33 @@ def test_where_there_is_no_affinity_nothing_is_kept() -> None:
 
 
 PINNED = """
-    import os, threading
-    from worker.cores import Cores, pin, release
+    import os, queue, threading
+    import torch
+    from server.app import create_app
+    from server.settings import Settings
+    from worker.cores import release
 
     tasks = lambda: set(os.listdir("/proc/self/task"))
     masks = lambda ids: {tuple(sorted(os.sched_getaffinity(int(each)))) for each in ids}
-    kept, whole = min(os.sched_getaffinity(0)), tuple(sorted(os.sched_getaffinity(0)))
+    whole, found = tuple(sorted(os.sched_getaffinity(0))), queue.SimpleQueue()
 
     def helps():
         release()
-        assert masks([threading.get_native_id()]) == {whole}
+        found.put(masks([threading.get_native_id()]))
 
-    def works():
-        pin(Cores(2, frozenset([kept]), ""))
-        import torch
+    def load():
         torch.set_num_threads(2)
         before = tasks()
         torch.ones(1 << 22).add_(1)  # in parallel
-        team = tasks() - before
-        assert team, "OpenMP has started no thread"
-        assert masks([threading.get_native_id(), *team]) == {(kept,)}
-        helper = threading.Thread(target=helps)
-        helper.start()
-        helper.join()
+        found.put(masks([threading.get_native_id()]))
+        found.put(masks(tasks() - before))
+        threading.Thread(target=helps).start()
 
-    failed = []
-    threading.excepthook = failed.append
-    worker = threading.Thread(target=works)
-    worker.start()
-    worker.join()
-    assert masks([os.getpid()]) == {whole}
-    raise SystemExit(repr(failed[0]) if failed else 0)
+    app = create_app(Settings(chat_model="none", pin_worker="on"), load)
+    app.engine.worker.start(app.engine, lambda *_: None)
+    worker, team, helper = (found.get(timeout=60) for _ in range(3))
+    assert worker == team == {whole[:1]}, (worker, team)
+    assert helper == masks([os.getpid()]) == {whole}, helper
 """
 
 
@@ -152,7 +148,7 @@ def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="affinity is Linux's")
 def test_the_worker_and_openmps_threads_stay_and_helpers_do_not() -> None:
-    done = run(PINNED)
+    done = run(PINNED, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
 
 
@@ -188,23 +184,18 @@ def test_a_pools_thread_gets_no_openmp_team() -> None:
 # ── what OpenMP is told ──
 
 TOLD = """
-    import os
-    from server.preflight import put_openmp
-
-    put_openmp(1)
+    from server.app import app
     import torch
-    print(torch.get_num_threads())
+
+    print(torch.get_num_threads() == app.engine.worker.cores.threads)
 """
 
 
-def test_openmp_reads_what_is_put_before_torch_is_loaded() -> None:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
-    command = [sys.executable, "-c", textwrap.dedent(TOLD)]
-    env["OMP_DISPLAY_ENV"] = "verbose"
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.stdout == "1\n"
+def test_openmp_is_told_before_torch_is_loaded() -> None:
+    done = run(TOLD, OMP_DISPLAY_ENV="verbose", CHAT_MODEL="none")
+    assert done.stdout == "True\n", done.stderr
     if "GOMP_SPINCOUNT" in done.stderr:  # a build with another library has its own words
-        assert "GOMP_SPINCOUNT = '20000'" in done.stderr
+        assert f"GOMP_SPINCOUNT = '{SPINS}'" in done.stderr
 
 
 def test_what_the_operator_said_of_openmp_stays(monkeypatch: pytest.MonkeyPatch) -> None:
