@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from itertools import product
@@ -17,11 +18,22 @@ from pathlib import Path
 from typing import Any
 
 from bench_floor import Floor, measure_floor
-from bench_servers import Launch, Server, free_port, is_ours, load, onequeue, running, say
+from bench_servers import (
+    Launch,
+    Server,
+    free_port,
+    is_ours,
+    load,
+    onequeue,
+    others_cpu_s,
+    running,
+    say,
+)
 from bench_table import Runs, Sweep, ratios, summaries, table
 
 SYSTEM = " ".join(f"Rule {n}: be brief." for n in range(330))  # some 2,000 tokens
 GB = 1e9
+QUIET = 0.1  # cores that others may use beside what is measured
 
 
 def generation(arguments: argparse.Namespace) -> None:
@@ -100,9 +112,13 @@ def measure(
         "--timeout": 600,
         "--fields": json.dumps(fields),
     }
+    ours, started = {server.process.pid, os.getsid(0)}, time.perf_counter()
+    others_s = others_cpu_s(ours)
     with server.awake():
         words = [str(word) for pair in flags.items() for word in pair]
         run = load(server.port, "", "--stream", *words)
+    took_s = time.perf_counter() - started
+    run["others_cores"] = round((others_cpu_s(ours) - others_s) / took_s, 2)
     runs.setdefault(sweep, {}).setdefault(server.name, []).append(run)
     say(
         bench="generation",
@@ -111,6 +127,7 @@ def measure(
         output_tokens_per_s=run["output_tokens_per_s"],
         ttft_ms=run["ttft_ms"],
         inter_token_ms=run["inter_token_ms"],
+        others_cores=run["others_cores"],
     )
 
 
@@ -120,6 +137,9 @@ def report(runs: Runs, floor: Floor, arguments: argparse.Namespace) -> None:
     machine = f"{cpu()}, {cores} cores. {Path(arguments.model).name}, {arguments.dtype}"
     about = f"{machine}: {size:.3f} GB of weights at {rate:.1f} GB/s, a step of {step_ms:.2f} ms."
     found = summaries(runs, floor)
+    others = max(each["others_cores"] for of in found.values() for each in of.values())
+    if others > QUIET:
+        about += f" NOT QUIET: {others:.1f} cores were used by others."
     for line in ratios(found):
         say(bench="generation", **line)
     print("\n" + about + "\n\n" + "\n".join(table(found)))

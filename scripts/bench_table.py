@@ -49,6 +49,7 @@ def summary(runs: list[dict[str, Any]], sweep: Sweep, floor: Floor) -> dict[str,
     prompts = sum(run["prompt_tokens"] for run in runs) / sum(run["ok"] for run in runs)
     return {
         "prompt_tokens": round(prompts),
+        "others_cores": max(run["others_cores"] for run in runs),
         "tokens_per_s": rate,
         "of_floor": floor.share(rate, sweep.clients),
         "ttft_p50_ms": median("ttft_ms", "p50"),

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -57,6 +58,7 @@ def test_the_floor_is_weights_over_bandwidth_and_a_token_each_step() -> None:
 def measured(rate: float) -> dict[str, Any]:
     return {
         "ok": 4,
+        "others_cores": 0.0,
         "prompt_tokens": 376,
         "output_tokens_per_s": rate,
         "ttft_ms": {"p50": 60.0, "p95": 70.0, "max": 80.0},
@@ -118,6 +120,17 @@ def test_a_server_runs_only_while_it_is_awake() -> None:
             assert servers.is_up(servers.Launch(command, port, "/", {}))
         assert state(server.process.pid) == "T"
     assert server.process.poll() == -signal.SIGTERM
+
+
+def test_processor_time_of_others_is_all_but_that_of_our_sessions() -> None:
+    burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", burn], start_new_session=True, **pipes) as other:
+        assert other.stdout
+        other.stdout.readline()
+        known = servers.others_cpu_s({os.getsid(0), other.pid})
+        assert servers.others_cpu_s({os.getsid(0)}) - known >= 0.25
+        other.communicate(b"\n")
 
 
 def state(process: int) -> str:
