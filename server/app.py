@@ -45,7 +45,7 @@ def create_app(
     where `none` means that there is none. Raises SettingsError for what cannot be served."""
     settings = check_models(settings, pipeline=load is None, chat=load_chat is None)
     cores = find_cores(settings.pin_worker, asked_threads())
-    pool_threads = max(2, min(8, cores.threads))
+    pool_threads = max(2, min(8, cores.threads if cores else 2))
     queue = RequestQueue(settings.max_queue_size, time.monotonic)
     worker = Worker(served_models(settings, load, load_chat), cores=cores)
     observed = Metrics(lambda: queue.pending, settings.max_batch_size)

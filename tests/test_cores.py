@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from server.preflight import SPINS, asked_threads, put_openmp
-from worker.cores import choose_cores, one_each, quota
+from worker.cores import choose_cores, find_cores, one_each, quota, release
 
 ROOT = Path(__file__).parent.parent
 ALONE = {core: str(core) for core in range(4)}
@@ -106,8 +106,10 @@ def test_on_keeps_as_many_as_there_are_threads_and_off_none() -> None:
     assert not choose_cores(range(4), HYPERTHREADS, None, None, "off").kept
 
 
-def test_where_there_is_no_affinity_nothing_is_kept() -> None:
-    assert choose_cores((), {}, None, 2, "on").kept == frozenset()
+def test_where_there_is_no_affinity_torch_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    assert find_cores("on", None) is None
+    release()
 
 
 PINNED = """

@@ -26,9 +26,11 @@ class Cores:
     why: str
 
 
-def find_cores(pin: str, asked: int | None) -> Cores:
-    """Of this process; `pin` is on, off or auto, `asked` how many threads the operator wants."""
-    allowed = _affinity(0)
+def find_cores(pin: str, asked: int | None) -> Cores | None:
+    """Of this process; `pin` is on, off or auto, `asked` how many threads the operator wants. None
+    where there is no affinity, as anywhere but on Linux: torch chooses."""
+    if not (allowed := _affinity(0)):
+        return None
     siblings = {core: _line(TOPOLOGY.format(core)) for core in allowed}
     return choose_cores(allowed, siblings, quota(GROUPS, _lines("/proc/self/cgroup")), asked, pin)
 
@@ -51,7 +53,7 @@ def choose_cores(
     threads = asked or min(len(physical), paid)
     fill = threads == len(physical) < len(allowed)
     order = [*physical, *sorted(set(allowed) - set(physical))]
-    pinned = bool(allowed) and (pin == "on" or (pin == "auto" and fill))
+    pinned = pin == "on" or (pin == "auto" and fill)
     reasons = [f"cores={len(allowed)}", f"physical={len(physical)}"]
     reasons += [f"quota={quota:g}"] if quota is not None else []
     reasons += [f"OMP_NUM_THREADS={asked}"] if asked else []
