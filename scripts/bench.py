@@ -15,6 +15,7 @@ Prints one JSON line a measurement, the last with the ratios; generation ends wi
 
 import argparse
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -204,6 +205,7 @@ def main() -> None:
     if arguments.bench in ("direct", "pipeline") and not arguments.model:
         arguments.model = make_model()
     benches = {"http": http, "direct": direct, "pipeline": pipeline, "generation": generation}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are stopped on the way out
     benches[arguments.bench](arguments)
 
 
