@@ -132,7 +132,7 @@ def __getattr__(name: str) -> Any:
         check_workers()
         made = create_app(load_settings())
         if cores := made.engine.worker.cores:
-            put_openmp(cores.threads)
+            put_openmp(cores)
     except SettingsError as error:
         refuse(error)
     globals()["app"] = made

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from server.preflight import SPINS, asked_threads, put_openmp
-from worker.cores import choose_cores, find_cores, one_each, quota, release
+from worker.cores import Cores, choose_cores, find_cores, one_each, quota, release
 
 ROOT = Path(__file__).parent.parent
 ALONE = {core: str(core) for core in range(4)}
+OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 HYPERTHREADS = {core: f"{core % 2},{core % 2 + 2}" for core in range(4)}  # two physical cores
 
 
@@ -186,6 +187,27 @@ def test_a_pools_thread_gets_no_openmp_team() -> None:
 # ── what OpenMP is told ──
 
 TOLD = """
+    from server.preflight import put_openmp
+    from worker.cores import Cores
+
+    put_openmp(Cores(1, frozenset(), metered=True, why=""))
+    import torch
+    print(torch.get_num_threads())
+"""
+
+
+def test_openmp_reads_what_it_is_told_before_torch_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in OPENMP:
+        monkeypatch.delenv(name, raising=False)
+    done = run(TOLD, OMP_DISPLAY_ENV="verbose")
+    assert done.stdout == "1\n", done.stderr
+    if "GOMP_SPINCOUNT" in done.stderr:  # a build with another library has its own words
+        assert f"GOMP_SPINCOUNT = '{SPINS}'" in done.stderr
+
+
+SERVED = """
     from server.app import app
     import torch
 
@@ -193,18 +215,32 @@ TOLD = """
 """
 
 
-def test_openmp_is_told_before_torch_is_loaded() -> None:
-    done = run(TOLD, OMP_DISPLAY_ENV="verbose", CHAT_MODEL="none")
+def test_the_app_tells_it() -> None:
+    done = run(SERVED, CHAT_MODEL="none")
     assert done.stdout == "True\n", done.stderr
-    if "GOMP_SPINCOUNT" in done.stderr:  # a build with another library has its own words
-        assert f"GOMP_SPINCOUNT = '{SPINS}'" in done.stderr
+
+
+@pytest.mark.parametrize(("metered", "told"), [(True, str(SPINS)), (False, None)])
+def test_waiting_is_bounded_where_a_quota_pays_for_it(
+    monkeypatch: pytest.MonkeyPatch, metered: bool, told: str | None
+) -> None:
+    forget(monkeypatch)
+    put_openmp(Cores(2, frozenset(), metered, ""))
+    assert os.environ["OMP_NUM_THREADS"] == "2"
+    assert os.environ.get("GOMP_SPINCOUNT") == told
 
 
 def test_what_the_operator_said_of_openmp_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
-        monkeypatch.delenv(name, raising=False)
+    forget(monkeypatch)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
-    put_openmp(2)
+    put_openmp(Cores(2, frozenset(), True, ""))
     assert os.environ["OMP_NUM_THREADS"] == "3"
     assert "GOMP_SPINCOUNT" not in os.environ
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is put into the environment goes again with the test."""
+    for name in OPENMP:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)

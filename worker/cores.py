@@ -19,10 +19,11 @@ TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 @dataclass(frozen=True, slots=True)
 class Cores:
     """`threads` compute; `kept` are the cores that the worker's thread stays on, none if it is
-    not pinned."""
+    not pinned; `metered`: a quota bounds the time that they may use."""
 
     threads: int
     kept: frozenset[int]
+    metered: bool
     why: str
 
 
@@ -57,7 +58,8 @@ def choose_cores(
     reasons = [f"cores={len(allowed)}", f"physical={len(physical)}"]
     reasons += [f"quota={quota:g}"] if quota is not None else []
     reasons += [f"OMP_NUM_THREADS={asked}"] if asked else []
-    return Cores(threads, frozenset(order[:threads] if pinned else ()), " ".join(reasons))
+    kept = frozenset(order[:threads] if pinned else ())
+    return Cores(threads, kept, quota is not None, " ".join(reasons))
 
 
 def one_each(allowed: Iterable[int], siblings: Mapping[int, str]) -> list[int]:
