@@ -108,14 +108,13 @@ def _tokens(blocks: Tensor, draws: Sequence[Draw]) -> Tensor:
     more than what it computes, so rows of one kind, as a step mostly has, are not picked out."""
     maxima = blocks.amax(-1)
     peak = maxima.amax(-1)  # NaN where the row has one
-    groups: dict[str, list[int]] = {}
-    for row, draw in enumerate(draws):
-        groups.setdefault(_kind(draw.state.params), []).append(row)
-    if len(groups) == 1:
-        tokens = _drawn(*groups, blocks, maxima, peak, draws)
+    kinds = [_kind(draw.state.params) for draw in draws]
+    if len(set(kinds)) == 1:
+        tokens = _drawn(kinds[0], blocks, maxima, peak, draws)
     else:
         tokens = torch.empty_like(peak, dtype=torch.long)
-        for kind, group in groups.items():
+        for kind in set(kinds):
+            group = [row for row, each in enumerate(kinds) if each == kind]
             at, of_group = torch.tensor(group, device=peak.device), [draws[row] for row in group]
             tokens[at] = _drawn(kind, blocks[at], maxima[at], peak[at], of_group)
     return torch.where(peak - peak == 0, tokens, -1)  # it is finite
