@@ -21,10 +21,10 @@ from typing import Any
 
 from batching import errors
 from batching.request_queue import RequestQueue, Stream, WorkItem
-from server.metrics import Metrics, Recorders
+from server.metrics import Metrics
 from server.pool import Pool
 from worker.models import GenerationModel, Outcome, PipelineModel
-from worker.protocol import BatchReport, Generator, Pending, State, StepOutcome, StepReport
+from worker.protocol import BatchReport, Generator, Pending, State, StepOutcome
 from worker.worker import Model, Worker
 
 log = logging.getLogger("onequeue.engine")
@@ -188,15 +188,12 @@ class Engine:
     def on_batch(self, model: PipelineModel, report: BatchReport, failed: list[Outcome]) -> None:
         if report.saturated:
             model.lane.record(report.size, report.tokens, report.total_s)
-        self._record(self.metrics.of_batch, report)
+        self.metrics.record_batch(report)
         self.resolve(failed)
 
     def on_step(self, model: GenerationModel, outcome: StepOutcome) -> None:
         now, report = self.queue.clock(), outcome.report
-        self._record(self.metrics.of_step, report)
-        if tokens := report.prefill_tokens + report.decode_tokens:
-            self.metrics.step_tokens.observe(tokens)
-            self.metrics.step_s.observe(report.total_s)
+        self.metrics.record_step(report)
         for item, _ in chain(outcome.deltas, outcome.done):
             if not item.begun:  # those that failed have had their turn too
                 model.lane_for(item.payload).begin(item)
@@ -208,12 +205,6 @@ class Engine:
             if lane.begun or starved != (lane.starved_since is not None):
                 lane.stepped(now, starved)
         self.resolve(outcome.done)
-
-    def _record(self, recorders: Recorders, report: BatchReport | StepReport) -> None:
-        for name, record in recorders.items():
-            record(getattr(report, name))
-        for wait_s in report.waits_s:
-            self.metrics.wait.observe(wait_s)
 
     def on_rejected(self, items: list[WorkItem]) -> None:
         refusal = self.refusal(items[0].model.name)
