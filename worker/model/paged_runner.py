@@ -4,7 +4,6 @@ How a step is run is decided here and nowhere else: by the eager model, by the c
 that has been made in the background, or by CUDA graphs of either (cuda_graphs.py).
 """
 
-import copy
 import logging
 import threading
 import time
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from batching.sequence import Batch, Span
+from worker.model.compiling import compiled
 from worker.model.cuda_graphs import SIZES, SPARE, CudaGraphs, RowsMetadata, capture_graphs
 from worker.model.kv_cache import BLOCK, KVCache
 from worker.model.language_model import LanguageModel
@@ -97,27 +97,6 @@ class PagedRunner:
         if self._graphs:
             self._graphs = None  # their memory is needed
             self._graphs = self._capture()
-
-
-def compiled(model: Any, check: Callable[[Any], None]) -> Any:
-    """The same modules and weights, with the body's forward compiled: it is when `check`, which
-    raises if it must not be used, runs it. Whatever the compiler raises is raised.
-
-    One graph for any number of tokens, since attention and its memory are opaque to the compiler,
-    and one for a single token; on a CPU weights are constants in it, those of packed layers the
-    same. The output head stays outside: its number of rows changes with every step.
-    """
-    from torch._inductor import config as inductor  # seconds to import
-
-    torch.set_num_threads(torch.get_num_threads())  # each thread has such a count
-    with inductor.patch(freezing=model.device.type == "cpu"):
-        body = copy.copy(model.base_model)
-        body.forward = torch.compile(model.base_model.forward, dynamic=True)
-        made = copy.copy(model)
-        modules = model._modules.items()
-        made._modules = {name: body if m is model.base_model else m for name, m in modules}
-        check(made)
-    return made
 
 
 @torch.inference_mode()

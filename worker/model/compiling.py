@@ -1,0 +1,55 @@
+"""A model with its body compiled, for the paged runner: what it is made of, and what a call checks.
+
+The compiler's function checks at every call whatever its graph was made from, which for the
+hundreds of modules of a model takes as long as some of its layers. Nothing of that changes once it
+serves: only what it is called with is looked at.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+
+
+def compiled(model: Any, check: Callable[[Any], None]) -> Any:
+    """The same modules and weights, with the body's forward compiled: it is when `check`, which
+    raises if it must not be used, runs it. Whatever the compiler raises is raised.
+
+    One graph for any number of tokens, since attention and its memory are opaque to the compiler,
+    and one for a single token; on a CPU weights are constants in it, those of packed layers the
+    same. The output head stays outside: its number of rows changes with every step.
+    """
+    from torch._inductor import config as inductor  # seconds to import
+
+    torch.set_num_threads(torch.get_num_threads())  # each thread has such a count
+    with inductor.patch(freezing=model.device.type == "cpu"):
+        body = copy.copy(model.base_model)
+        body.forward = torch.compile(
+            _forward_of(model.base_model), dynamic=True, options={"guard_filter_fn": _on_inputs}
+        )
+        made = copy.copy(model)
+        modules = model._modules.items()
+        made._modules = {name: body if m is model.base_model else m for name, m in modules}
+        check(made)
+    return made
+
+
+def _forward_of(body: Any) -> Callable[..., Any]:
+    """With code of its own: graphs are kept with the code that they were made from, and without
+    the checks those of two models could not be told apart."""
+
+    def forward(**inputs: Any) -> Any:
+        return body.forward(**inputs)
+
+    code = forward.__code__.replace()
+    return FunctionType(code, forward.__globals__, "forward", None, forward.__closure__)
+
+
+def _on_inputs(guards: Sequence[Any]) -> list[bool]:
+    """Of what a graph depends on, what each call checks: the tensors and the sizes it is given."""
+    return [
+        guard.guard_type == "SHAPE_ENV" or "L['inputs']" in guard.name.replace('"', "'")
+        for guard in guards
+    ]
