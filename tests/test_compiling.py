@@ -6,10 +6,13 @@ import time
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from batching.sequence import Batch, Span
 from tests import tiny
 from worker.model import paged_runner
+from worker.model.compiling import compiled
 from worker.model.language_model import GeneratorOptions, load_language_model
 from worker.model.paged_attention import AttentionMetadata
 from worker.model.paged_runner import PagedRunner, run
@@ -76,3 +79,36 @@ def test_where_compiling_fails_serving_goes_on_and_the_log_says_so(
     assert [record.message for record in caplog.records] == [
         "not compiled, serving goes on as it is: no compiler here"
     ]
+
+
+class Scaled(nn.Module):
+    """A model whose body is one number, and that asks it with the words that it is asked with."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.base_model = nn.Module()
+        self.base_model.scale = scale
+        self.base_model.weight = nn.Parameter(torch.full((4,), scale), requires_grad=False)
+        self.base_model.forward = lambda x: x * self.base_model.weight + self.base_model.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.base_model.forward(x=x)
+        return made
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
+@torch.inference_mode()
+def test_models_of_one_class_keep_their_graphs_apart_though_only_inputs_are_checked() -> None:
+    def check(made: Any) -> None:
+        for width in (7, 1):
+            made(torch.ones(width, 4))
+
+    models = [Scaled(scale) for scale in (2.0, 3.0)]
+    made = [compiled(model, check) for model in models]
+    for model in models:
+        model.base_model.scale = 100.0  # a graph would be made anew, were that looked at
+    for width in (1, 5, 7, 1):
+        each = [float(one(torch.ones(width, 4)).mean()) for one in made]
+        assert each == [4.0, 6.0]

@@ -49,7 +49,4 @@ def _forward_of(body: Any) -> Callable[..., Any]:
 
 def _on_inputs(guards: Sequence[Any]) -> list[bool]:
     """Of what a graph depends on, what each call checks: the tensors and the sizes it is given."""
-    return [
-        guard.guard_type == "SHAPE_ENV" or "L['inputs']" in guard.name.replace('"', "'")
-        for guard in guards
-    ]
+    return [guard.guard_type == "SHAPE_ENV" or guard.name.startswith("inputs[") for guard in guards]

@@ -23,8 +23,9 @@ from worker.model.paged_attention import AttentionMetadata, forward_context
 
 log = logging.getLogger("onequeue.paged_runner")
 
-# Widths of the batches that the compiled model is made and checked with: several tokens, then one.
-COMPILED_WIDTHS = (24, 7, 1)
+# Widths of the batches that the compiled model is made and checked with: several tokens, then one,
+# and several again by the graph that was made for them.
+COMPILED_WIDTHS = (24, 7, 1, 7)
 
 
 class PagedRunner:

@@ -43,7 +43,7 @@ class SharedProduct(nn.Module):
         else:
             made = self._made(x, place)
         start, end = self.columns[place]
-        return made[..., start:end]
+        return made[..., start:end].contiguous()  # as the layer's own
 
     def _made(self, x: Tensor, place: int) -> Tensor:
         kept, version = self.kept, _version(x)
