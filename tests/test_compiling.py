@@ -82,16 +82,17 @@ def test_where_compiling_fails_serving_goes_on_and_the_log_says_so(
 
 
 class Scaled(nn.Module):
-    """A model whose body is one number, and that asks it with the words that it is asked with."""
+    """A model whose body multiplies, and adds one if it has been told so."""
 
     device = torch.device("cpu")
 
     def __init__(self, scale: float) -> None:
         super().__init__()
-        self.base_model = nn.Module()
-        self.base_model.scale = scale
-        self.base_model.weight = nn.Parameter(torch.full((4,), scale), requires_grad=False)
-        self.base_model.forward = lambda x: x * self.base_model.weight + self.base_model.scale
+        body: Any = nn.Module()
+        body.weight = nn.Parameter(torch.full((4,), scale), requires_grad=False)
+        body.adds = True
+        body.forward = lambda x: x * body.weight + 1 if body.adds else x * body.weight
+        self.base_model: Any = body
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = self.base_model.forward(x=x)
@@ -100,15 +101,14 @@ class Scaled(nn.Module):
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
 @torch.inference_mode()
-def test_models_of_one_class_keep_their_graphs_apart_though_only_inputs_are_checked() -> None:
+def test_graphs_of_two_models_are_kept_apart_though_a_call_checks_its_inputs_alone() -> None:
     def check(made: Any) -> None:
         for width in (7, 1):
             made(torch.ones(width, 4))
 
     models = [Scaled(scale) for scale in (2.0, 3.0)]
-    made = [compiled(model, check) for model in models]
+    both = [compiled(model, check) for model in models]
     for model in models:
-        model.base_model.scale = 100.0  # a graph would be made anew, were that looked at
+        model.base_model.adds = False  # a graph would be made anew, were that looked at
     for width in (1, 5, 7, 1):
-        each = [float(one(torch.ones(width, 4)).mean()) for one in made]
-        assert each == [4.0, 6.0]
+        assert [float(made(torch.ones(width, 4)).mean()) for made in both] == [3.0, 4.0]

