@@ -6,11 +6,16 @@ serves: only what it is called with is looked at.
 """
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
 import torch
+
+from worker.model.loading import first_line
+
+log = logging.getLogger("onequeue.compiling")
 
 
 def compiled(model: Any, check: Callable[[Any], None]) -> Any:
@@ -19,12 +24,23 @@ def compiled(model: Any, check: Callable[[Any], None]) -> Any:
 
     One graph for any number of tokens, since attention and its memory are opaque to the compiler,
     and one for a single token; on a CPU weights are constants in it, those of packed layers the
-    same. The output head stays outside: its number of rows changes with every step.
+    same, and what calls its kernels is compiled too, where the compiler can do that. The output
+    head stays outside: its number of rows changes with every step.
     """
+    if model.device.type != "cpu":
+        return _compiled(model, check)
+    torch.set_num_threads(torch.get_num_threads())  # each thread has such a count
+    try:
+        return _compiled(model, check, freezing=True, cpp_wrapper=True)
+    except Exception as error:
+        log.info("kernels are called from Python: %.300s", first_line(error))
+        return _compiled(model, check, freezing=True)
+
+
+def _compiled(model: Any, check: Callable[[Any], None], **settings: bool) -> Any:
     from torch._inductor import config as inductor  # seconds to import
 
-    torch.set_num_threads(torch.get_num_threads())  # each thread has such a count
-    with inductor.patch(freezing=model.device.type == "cpu"):
+    with inductor.patch(settings):
         body = copy.copy(model.base_model)
         body.forward = torch.compile(
             _forward_of(model.base_model), dynamic=True, options={"guard_filter_fn": _on_inputs}
