@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from batching.sequence import Batch, Span
 from tests import tiny
-from worker.model import paged_runner
+from worker.model import compiling, paged_runner
 from worker.model.compiling import compiled
 from worker.model.language_model import GeneratorOptions, load_language_model
 from worker.model.paged_attention import AttentionMetadata
@@ -112,3 +112,20 @@ def test_graphs_of_two_models_are_kept_apart_though_a_call_checks_its_inputs_alo
         model.base_model.adds = False  # a graph would be made anew, were that looked at
     for width in (1, 5, 7, 1):
         assert [float(made(torch.ones(width, 4)).mean()) for made in both] == [3.0, 4.0]
+
+
+def test_where_the_compiler_makes_no_caller_of_kernels_python_calls_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[dict[str, bool]] = []
+
+    def refuses(model: Any, check: Any, **settings: bool) -> Any:
+        tried.append(settings)
+        if settings.get("cpp_wrapper"):
+            raise RuntimeError("not here")
+        return model
+
+    monkeypatch.setattr(compiling, "_compiled", refuses)
+    model = Scaled(1.0)
+    assert compiled(model, lambda made: None) is model
+    assert tried == [{"freezing": True, "cpp_wrapper": True}, {"freezing": True}]
