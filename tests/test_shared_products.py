@@ -272,7 +272,7 @@ def test_parts_out_of_turn_are_right_too(counted: Counted, three: list[Part]) ->
 
 
 def test_int8_parts_are_one_product_too() -> None:
-    model = Fan()
+    model: Any = Fan()
     x = torch.randn(3, 48)
     exact = model(x)
     cpu_linear.quantise(model, 10**9, lambda: model(x))
