@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from batching.sequence import Batch, Span
 from tests import tiny
 from worker.cores import compute_alone
-from worker.model import paged_runner
+from worker.model import compiling, paged_runner
+from worker.model.compiling import compiled
 from worker.model.language_model import GeneratorOptions, load_language_model
 from worker.model.paged_attention import AttentionMetadata
 from worker.model.paged_runner import PagedRunner, run
@@ -95,3 +97,53 @@ def test_where_compiling_fails_serving_goes_on_and_the_log_says_so(
     assert [record.message for record in caplog.records] == [
         "not compiled, serving goes on as it is: no compiler here"
     ]
+
+
+class Scaled(nn.Module):
+    """A model whose body multiplies, and adds one if it has been told so."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        body: Any = nn.Module()
+        body.weight = nn.Parameter(torch.full((4,), scale), requires_grad=False)
+        body.adds = True
+        body.forward = lambda x: x * body.weight + 1 if body.adds else x * body.weight
+        self.base_model: Any = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.base_model.forward(x=x)
+        return made
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
+@torch.inference_mode()
+def test_graphs_of_two_models_are_kept_apart_though_a_call_checks_its_inputs_alone() -> None:
+    def check(made: Any) -> None:
+        for width in (7, 1):
+            made(torch.ones(width, 4))
+
+    models = [Scaled(scale) for scale in (2.0, 3.0)]
+    both = [compiled(model, check) for model in models]
+    for model in models:
+        model.base_model.adds = False  # a graph would be made anew, were that looked at
+    for width in (1, 5, 7, 1):
+        assert [float(made(torch.ones(width, 4)).mean()) for made in both] == [3.0, 4.0]
+
+
+def test_where_the_compiler_makes_no_caller_of_kernels_python_calls_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[dict[str, bool]] = []
+
+    def refuses(model: Any, check: Any, **settings: bool) -> Any:
+        tried.append(settings)
+        if settings.get("cpp_wrapper"):
+            raise RuntimeError("not here")
+        return model
+
+    monkeypatch.setattr(compiling, "_compiled", refuses)
+    model = Scaled(1.0)
+    assert compiled(model, lambda made: None) is model
+    assert tried == [{"freezing": True, "cpp_wrapper": True}, {"freezing": True}]

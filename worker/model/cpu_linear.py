@@ -7,17 +7,19 @@ if there is memory for that. Products are then as bfloat16 kernels make them: of
 summed in float32, rounded to bfloat16. int8 weights carry one scale an output and are multiplied by
 bfloat16 inputs; more rows than those kernels are good at go through a copy of the dequantised
 values, if there is memory for one, so that both say the same. Layers are converted one by one, and
-each original goes as it is replaced, unless an embedding shares it.
+each original goes as it is replaced, unless an embedding shares it. Those that are called on one
+input are one product (shared_products.py).
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from worker.model.loading import has_bfloat16
+from worker.model.shared_products import Part, SharedProduct, find_shared, joined
 
 log = logging.getLogger("onequeue.linear")
 
@@ -142,9 +144,26 @@ def _replace(model: nn.Module, kind: type[nn.Module], make: Callable[[Any], nn.M
         setattr(parent, name, make(parent.get_submodule(name)))
 
 
+def _join(
+    model: nn.Module, groups: Sequence[Sequence[str]], make: Callable[..., nn.Module]
+) -> None:
+    """The layers of each group become parts of what is made of their weights and biases."""
+    for names in groups:
+        layers: list[Any] = [model.get_submodule(name) for name in names]
+        sizes = [each.out_features for each in layers]
+        biased = [each.bias is not None for each in layers]
+        weight, bias = joined(layers)
+        layers.clear()
+        for name in names:
+            model.set_submodule(name, nn.Identity())  # the original goes before it is there thrice
+        shared = SharedProduct(make(weight, bias), sizes)
+        for place, name in enumerate(names):
+            model.set_submodule(name, Part(shared, place, biased[place]))
+
+
 def pack(model: nn.Module, free_bytes: int, check: Callable[[], object] = lambda: None) -> None:
-    """Lay out all linear layers' weights anew, unless that takes too much memory, or `check` raises
-    then; what was shared with an embedding is copied."""
+    """Lay out all linear layers' weights anew, unless that takes too much memory, or `check`, which
+    runs the model, raises then; what was shared with an embedding is copied."""
     numbers, dtype = _weights(model)
     more = numbers * (packed_dtype(dtype).itemsize - dtype.itemsize)
     if more > COPY_SHARE * free_bytes:
@@ -152,8 +171,9 @@ def pack(model: nn.Module, free_bytes: int, check: Callable[[], object] = lambda
         return
     if more:
         log.info("bfloat16 weights multiplied in float32, which takes %.3f GB more", more / 1e9)
-    _replace(model, nn.Linear, lambda plain: PackedLinear(plain.weight, plain.bias))
     try:
+        _join(model, find_shared(model, check), PackedLinear)
+        _replace(model, nn.Linear, lambda plain: PackedLinear(plain.weight, plain.bias))
         check()
     except Exception as error:  # a model that uses weights without calling their layer
         unpack(model)
@@ -162,14 +182,23 @@ def pack(model: nn.Module, free_bytes: int, check: Callable[[], object] = lambda
 
 
 def unpack(model: nn.Module) -> None:
+    _replace(model, Part, _unpacked_part)
     _replace(model, PackedLinear, PackedLinear.unpacked)
 
 
-def quantise(model: nn.Module, free_bytes: int) -> None:
-    """int8 in place of all linear layers' weights, with a copy for large batches if it fits."""
+def _unpacked_part(part: Part) -> nn.Linear:
+    whole = part.shared.layer.unpacked()
+    rows = slice(*part.shared.columns[part.place])
+    return _linear(whole.weight[rows].clone(), whole.bias[rows].clone() if part.biased else None)
+
+
+def quantise(model: nn.Module, free_bytes: int, check: Callable[[], object] = lambda: None) -> None:
+    """int8 in place of all linear layers' weights, with a copy for large batches if it fits.
+    `check` runs the model."""
     numbers, dtype = _weights(model)
     copy_bytes = numbers * packed_dtype(dtype).itemsize
     copy = copy_bytes <= COPY_SHARE * free_bytes
+    _join(model, find_shared(model, check), lambda weight, bias: Int8Linear(weight, bias, copy))
     _replace(model, nn.Linear, lambda plain: Int8Linear(plain.weight, plain.bias, copy))
     log.info(
         "int8 weights_gb=%.3f copy_gb=%.3f%s",

@@ -98,13 +98,13 @@ class LanguageModel:
         compare(got, reference, self.tolerance)
 
     def lay_out(self, quantization: str, recheck: Callable[[], None] | None = None) -> None:
-        """Weights as this device's kernels want them. Without `recheck`, which raises if the model
-        says something else then, only if `quantization` asks for it."""
+        """Weights as this device's kernels want them. Without `recheck`, which runs the model and
+        raises if that says something else then, only if `quantization` asks for it."""
         on_cpu = self.device.type == "cpu"
         if quantization == "int8":
             if not on_cpu:
                 raise LoadingFailed("QUANTIZATION=int8 is for models on a CPU")
-            cpu_linear.quantise(self.model, free_bytes(self.device))
+            cpu_linear.quantise(self.model, free_bytes(self.device), recheck or (lambda: None))
             self.tolerance = TOLERANCE[torch.bfloat16]  # what int8 weights are multiplied by
         elif recheck and on_cpu and cpu_linear.packs(self.dtype):
             cpu_linear.pack(self.model, free_bytes(self.device), recheck)

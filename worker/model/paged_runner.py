@@ -4,7 +4,6 @@ How a step is run is decided here and nowhere else: by the eager model, by the c
 that has been made in the background, or by CUDA graphs of either (cuda_graphs.py).
 """
 
-import copy
 import logging
 import threading
 import time
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from batching.sequence import Batch, Span
 from worker.cores import release
+from worker.model.compiling import compiled
 from worker.model.cuda_graphs import SIZES, SPARE, CudaGraphs, RowsMetadata, capture_graphs
 from worker.model.kv_cache import BLOCK, KVCache
 from worker.model.language_model import LanguageModel
@@ -24,8 +24,9 @@ from worker.model.paged_attention import AttentionMetadata, forward_context
 
 log = logging.getLogger("onequeue.paged_runner")
 
-# Widths of the batches that the compiled model is made and checked with: several tokens, then one.
-COMPILED_WIDTHS = (24, 7, 1)
+# Widths of the batches that the compiled model is made and checked with: several tokens, then one,
+# and several again by the graph that was made for them.
+COMPILED_WIDTHS = (24, 7, 1, 7)
 
 
 class PagedRunner:
@@ -105,26 +106,6 @@ class PagedRunner:
         if self._graphs:
             self._graphs = None  # their memory is needed
             self._graphs = self._capture()
-
-
-def compiled(model: Any, check: Callable[[Any], None]) -> Any:
-    """The same modules and weights, with the body's forward compiled: it is when `check`, which
-    raises if it must not be used, runs it. Whatever the compiler raises is raised.
-
-    One graph for any number of tokens, since attention and its memory are opaque to the compiler,
-    and one for a single token; on a CPU weights are constants in it, those of packed layers the
-    same. The output head stays outside: its number of rows changes with every step.
-    """
-    from torch._inductor import config as inductor  # seconds to import
-
-    with inductor.patch(freezing=model.device.type == "cpu"):
-        body = copy.copy(model.base_model)
-        body.forward = torch.compile(model.base_model.forward, dynamic=True)
-        made = copy.copy(model)
-        modules = model._modules.items()
-        made._modules = {name: body if m is model.base_model else m for name, m in modules}
-        check(made)
-    return made
 
 
 @torch.inference_mode()

@@ -1,0 +1,67 @@
+"""A model with its body compiled, for the paged runner: what it is made of, and what a call checks.
+
+The compiler's function checks at every call whatever its graph was made from, which for the
+hundreds of modules of a model takes as long as some of its layers. Nothing of that changes once it
+serves: only what it is called with is looked at.
+"""
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from worker.model.loading import first_line
+
+log = logging.getLogger("onequeue.compiling")
+
+
+def compiled(model: Any, check: Callable[[Any], None]) -> Any:
+    """The same modules and weights, with the body's forward compiled: it is when `check`, which
+    raises if it must not be used, runs it. Whatever the compiler raises is raised.
+
+    One graph for any number of tokens, since attention and its memory are opaque to the compiler,
+    and one for a single token; on a CPU weights are constants in it, those of packed layers the
+    same, and what calls its kernels is compiled too, where the compiler can do that. The output
+    head stays outside: its number of rows changes with every step.
+    """
+    if model.device.type != "cpu":
+        return _compiled(model, check)
+    try:
+        return _compiled(model, check, freezing=True, cpp_wrapper=True)
+    except Exception as error:
+        log.info("kernels are called from Python: %.300s", first_line(error))
+        return _compiled(model, check, freezing=True)
+
+
+def _compiled(model: Any, check: Callable[[Any], None], **settings: bool) -> Any:
+    from torch._inductor import config as inductor  # seconds to import
+
+    with inductor.patch(settings):
+        body = copy.copy(model.base_model)
+        body.forward = torch.compile(
+            _forward_of(model.base_model), dynamic=True, options={"guard_filter_fn": _on_inputs}
+        )
+        made = copy.copy(model)
+        modules = model._modules.items()
+        made._modules = {name: body if m is model.base_model else m for name, m in modules}
+        check(made)
+    return made
+
+
+def _forward_of(body: Any) -> Callable[..., Any]:
+    """With code of its own: graphs are kept with the code that they were made from, and without
+    the checks those of two models could not be told apart."""
+
+    def forward(**inputs: Any) -> Any:
+        return body.forward(**inputs)
+
+    code = forward.__code__.replace()
+    return FunctionType(code, forward.__globals__, "forward", None, forward.__closure__)
+
+
+def _on_inputs(guards: Sequence[Any]) -> list[bool]:
+    """Of what a graph depends on, what each call checks: the tensors and the sizes it is given."""
+    return [guard.guard_type == "SHAPE_ENV" or guard.name.startswith("inputs[") for guard in guards]
