@@ -9,8 +9,10 @@ import pytest
 
 from batching.sequence import Batch, Span
 from tests import tiny
-from worker.model import paged_runner
+from worker.model import native_attention, paged_runner
+from worker.model.kv_cache import KVCache
 from worker.model.language_model import GeneratorOptions, load_language_model
+from worker.model.native_attention import NativeMetadata
 from worker.model.paged_attention import AttentionMetadata
 from worker.model.paged_runner import PagedRunner, run
 from worker.model.paging import load_paged_runner
@@ -45,6 +47,7 @@ def test_the_compiled_model_takes_over_and_gives_the_same_logits(
     eager = runner.model
     assert compile_state(runner) == "done"
     assert runner.model is eager, "it takes over in the middle of a step"
+    assert runner.metadata is NativeMetadata
     # a prompt with a chunk of another, then a token each, then one alone
     for spans in (
         [Span([0, 1, 2], 0, 40), Span([3, 4], 0, 5)],
@@ -69,10 +72,48 @@ def test_where_compiling_fails_serving_goes_on_and_the_log_says_so(
         raise RuntimeError("no compiler here\nand a long trace")
 
     monkeypatch.setattr(paged_runner, "compiled", broken)
+    monkeypatch.setattr(native_attention, "load", lambda: broken(None, None))
     caplog.set_level(logging.WARNING, "onequeue.paged_runner")
     assert compile_state(runner) == "off"
     runner.forward(Batch([Span([0], 0, 1)], [1], [0]))
     assert runner.model is eager
+    assert runner.metadata is AttentionMetadata
     assert [record.message for record in caplog.records] == [
-        "not compiled, serving goes on as it is: no compiler here"
+        "no native attention, torch's serves: no compiler here",
+        "not compiled, serving goes on as it is: no compiler here",
     ]
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("place", [0, 1, 2, 3], ids=["rows", "widths", "starts", "tables"])
+def test_native_attention_that_says_something_else_is_not_used(
+    place: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ordinary = NativeMetadata.__init__
+
+    def init(step: NativeMetadata, cache: KVCache, batch: Batch) -> None:
+        ordinary(step, cache, batch)
+        if len(batch.spans) > 1:
+            step._spans[1, place] = step._spans[0, place]
+
+    monkeypatch.setattr(NativeMetadata, "__init__", init)
+    monkeypatch.setattr(paged_runner, "compiled", lambda model, check: model)
+    caplog.set_level(logging.WARNING, "onequeue.paged_runner")
+    runner = loaded()
+    compile_state(runner)
+    assert runner.metadata is AttentionMetadata
+    [record] = caplog.records
+    assert record.message.startswith("no native attention, torch's serves: logits differ")
+
+
+@pytest.mark.usefixtures("native")
+def test_a_compiled_model_attends_with_either() -> None:
+    """The operation in its graph leaves steps that are not its own to torch's attention."""
+    runner = loaded()
+    assert compile_state(runner) == "done"
+    batch = Batch(
+        [Span([0, 1], 0, 20), Span([2], 0, 3)], [1 + n % 50 for n in range(23)], range(23)
+    )
+    runner.forward(batch)  # takes over
+    got = run(runner.model, batch, NativeMetadata(runner.cache, batch))
+    runner.language.compare(run(runner.model, batch, AttentionMetadata(runner.cache, batch)), got)

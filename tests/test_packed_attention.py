@@ -1,5 +1,6 @@
 """Packed batches give the model's own output, and a packing that does not is found at load."""
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,10 +14,12 @@ from transformers import PreTrainedModel
 from tests import tiny
 from tests.parity import item, runner, same, serve
 from tests.tiny_tokenizers import SENTENCES
+from worker.model import native_attention
 from worker.model.self_check import TOLERANCE, CannotRun
+from worker.pipeline import native_packing
 from worker.pipeline import packed_attention as packing_module
 from worker.pipeline.load import Rows, check_packing, random_rows
-from worker.pipeline.packed_attention import Packing, plan_batch
+from worker.pipeline.packed_attention import Look, Packing, attend_natively, plan_batch
 from worker.pipeline.runner import PipelineRunner, split_rows
 
 PACKED = [
@@ -97,6 +100,62 @@ def test_packed_equals_the_models_own_forward(name: str) -> None:
             packed_outputs(run.packing, rows), own_outputs(model, rows), strict=True
         ):
             assert off(got, expected) < 1e-4
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("name", PACKED)
+def test_with_native_attention_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    packing = load(name).packing
+    assert packing is not None
+    for look in packing.looks:
+        native_packing.check(look, torch.float32)
+        native_packing.check(look, torch.bfloat16)
+    monkeypatch.setattr(packing, "native", True)
+    monkeypatch.setattr(packing_module, "attend_in_groups", None)
+    test_packed_equals_the_models_own_forward(name)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("size", [8, 24, 64])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+@pytest.mark.parametrize("window", [0, 1, 9, 128])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_native_attention_of_packed_rows_is_torchs(
+    size: int, heads: tuple[int, int], window: int, causal: bool, dtype: torch.dtype
+) -> None:
+    native_packing.check(Look(*heads, size, size**-0.5, window, causal), dtype)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("window", "wrong"), [(9, 8), (9, 10), (9, 0), (0, 9), (128, 127)])
+def test_native_attention_with_another_window_is_not_used(
+    window: int, wrong: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(*arguments: Any) -> Any:
+        *rest, look = arguments
+        return attend_natively(*rest, replace(look, window=wrong))
+
+    monkeypatch.setattr(native_packing, "attend_natively", other)
+    with pytest.raises(CannotRun, match="sums differ"):
+        native_packing.check(Look(4, 2, 8, 0.5, window, causal), torch.float32)
+
+
+def test_without_a_compiler_torchs_attention_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(native_attention, "load", broken)
+    caplog.set_level(logging.WARNING, "onequeue.native_packing")
+    packing = Packing(fresh_model("bert-mlm"))
+    native_packing._take(packing)
+    assert not packing.native
+    assert [record.message for record in caplog.records] == [
+        "no native attention, torch's serves: no compiler here"
+    ]
 
 
 @pytest.mark.parametrize("name", PACKED)
