@@ -19,7 +19,7 @@ from worker.model.attention_function import Attends
 from worker.model.kv_cache import BLOCK, KVCache
 
 FOLDER = Path(__file__).parent / "native"
-SOURCES = ("panels.cpp", "attention.cpp", "operations.cpp")  # one text, in this order
+SOURCES = ("vectors", "panels", "products", "tile", "attention", "operations")
 FLAGS = ("-fno-fast-math", "-ffp-contract=fast", "-Wno-psabi")
 DTYPES = (torch.float32, torch.bfloat16)
 _loading = threading.Lock()
@@ -29,7 +29,7 @@ def load() -> None:
     """Build it, unless that is done, and load it: half a minute. Whatever the compiler raises."""
     from torch._inductor.codecache import CppCodeCache  # seconds to import
 
-    source = "".join((FOLDER / name).read_text() for name in SOURCES)
+    source = "".join((FOLDER / f"{name}.cpp").read_text() for name in SOURCES)
     built_for = (
         f"// torch {torch.__version__}, {_cpu()}\n"  # the folder may be another machine's too
     )
