@@ -3,12 +3,15 @@
 import logging
 import shutil
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from batching.sequence import Batch, Span
 from tests import tiny
+from tests.generating import engine, runner_of
 from worker.model import native_attention, paged_runner
 from worker.model.kv_cache import KVCache
 from worker.model.language_model import GeneratorOptions, load_language_model
@@ -84,23 +87,55 @@ def test_where_compiling_fails_serving_goes_on_and_the_log_says_so(
     ]
 
 
-@pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("place", [0, 1, 2, 3], ids=["rows", "widths", "starts", "tables"])
-def test_native_attention_that_says_something_else_is_not_used(
-    place: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def attending(change: Callable[..., tuple[Any, ...]]) -> Callable[[pytest.MonkeyPatch], None]:
+    """`change` sees and returns (step, query, …, sinks, layer, scale, window, softcap)."""
+    ordinary = NativeMetadata.attend
+    return lambda patch: patch.setattr(
+        NativeMetadata, "attend", lambda *arguments: ordinary(*change(*arguments))
+    )
+
+
+def telling(change: Callable[[Tensor], object]) -> Callable[[pytest.MonkeyPatch], None]:
+    """`change` alters the spans: row, width, start, and place of the table of each."""
     ordinary = NativeMetadata.__init__
 
     def init(step: NativeMetadata, cache: KVCache, batch: Batch) -> None:
         ordinary(step, cache, batch)
-        if len(batch.spans) > 1:
-            step._spans[1, place] = step._spans[0, place]
+        change(step._spans)
 
-    monkeypatch.setattr(NativeMetadata, "__init__", init)
-    monkeypatch.setattr(paged_runner, "compiled", lambda model, check: model)
+    return lambda patch: patch.setattr(NativeMetadata, "__init__", init)
+
+
+FAULTS: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = [
+    ("llama", "another's blocks", telling(lambda spans: spans[:, 3].zero_())),
+    ("llama", "a token earlier", telling(lambda spans: spans[:, 2].sub_(1).clamp_(min=0))),
+    ("llama", "another scale", attending(lambda *a: (*a[:6], a[6] * 1.1, *a[7:]))),
+    ("mistral", "window too long", attending(lambda *a: (*a[:7], a[7] + 1, a[8]))),
+    ("mistral", "window too short", attending(lambda *a: (*a[:7], a[7] - 1, a[8]))),
+    ("gpt-oss", "window ignored", attending(lambda *a: (*a[:7], 0, a[8]))),
+    ("gpt-oss", "sinks ignored", attending(lambda *a: (*a[:4], None, *a[5:]))),
+    ("gemma2", "capping ignored", attending(lambda *a: (*a[:8], 0.0))),
+]
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize(
+    ("model", "patch"),
+    [pytest.param(model, patch, id=f"{model}: {what}") for model, what, patch in FAULTS],
+)
+def test_native_attention_that_says_something_else_is_not_used(
+    model: str,
+    patch: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runner = runner_of(engine(model))
+    runner._take_native_attention()
+    assert runner.metadata is NativeMetadata
+    runner.metadata = AttentionMetadata
+    patch(monkeypatch)
     caplog.set_level(logging.WARNING, "onequeue.paged_runner")
-    runner = loaded()
-    compile_state(runner)
+    runner._take_native_attention()
     assert runner.metadata is AttentionMetadata
     [record] = caplog.records
     assert record.message.startswith("no native attention, torch's serves: logits differ")

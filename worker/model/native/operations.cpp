@@ -104,6 +104,8 @@ Tensor paged_attention(
     return plain.call(query, key, value, sinks, layer, scale, window, softcap);
   }
   const Layer& own = step->layers.at(layer);
+  for (const Span& span : step->spans)
+    TORCH_CHECK(span.row + span.width <= query.size(2), "more tokens were told than there are");
   const Look look{scale, softcap, window, own.chunk, true};
   const Tensor q = with_rows(query), k = with_rows(key), v = with_rows(value);
   const Tensor out = output_for(query, value);
