@@ -136,7 +136,7 @@ def test_native_attention_that_says_something_else_is_not_used(
     assert runner.metadata is NativeMetadata
     runner.metadata = AttentionMetadata
     patch(monkeypatch)
-    caplog.set_level(logging.WARNING, "onequeue.paged_runner")
+    caplog.clear()
     runner._take_native_attention()
     assert runner.metadata is AttentionMetadata
     [record] = caplog.records

@@ -107,6 +107,8 @@ def test_packed_equals_the_models_own_forward(name: str) -> None:
 def test_with_native_attention_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     packing = load(name).packing
     assert packing is not None
+    load(name).warm_up()
+    assert packing.looks
     for look in packing.looks:
         native_packing.check(look, torch.float32)
         native_packing.check(look, torch.bfloat16)

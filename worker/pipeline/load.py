@@ -74,6 +74,7 @@ def load_runner(options: LoadOptions, max_rows: int) -> PipelineRunner:
     if on_cpu and cpu_linear.packs(dtype) and cpu_linear.emulates(dtype):
         cpu_linear.pack(pipe.model, free_bytes(pipe.device), runner.warm_up)
     if packing and worth_compiling(options.compile, info.parameters):
+        runner.warm_up()  # the packing sees how its layers look
         native_packing.begin(packing)
     return runner
 
@@ -106,9 +107,9 @@ def choose_batching(task: str, pipe: Pipe) -> tuple[Batching, str, Packing | Non
     if task == "text-generation":
         why = _refusal(partial(check_left_padding, model, tokenizer, limit))
         return ("single" if why else "padded"), why, None
-    packing = Packing(model)
-    why = _refusal(lambda: check_packing(packing, tokenizer, limit))
+    why = _refusal(lambda: check_packing(Packing(model), tokenizer, limit))
     if not why:
+        packing = Packing(model)
         packing.attach()
         return "packed", "", packing
     rows = partial(rows_beyond_windows, model, tokenizer, limit)
