@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -65,7 +66,8 @@ def attended(
         expected(case, query[n], there.keys[n], there.values[n], start, sinks)
         for n, (start, _) in enumerate(mix)
     ]
-    return list(out[0].double().split([width for _, width in mix])), right
+    rows: Any = out[0].double()  # split is not annotated
+    return list(rows.split([width for _, width in mix])), right
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)

@@ -136,8 +136,7 @@ def test_native_attention_with_another_window_is_not_used(
     window: int, wrong: int, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def other(*arguments: Any) -> Any:
-        *rest, look = arguments
-        return attend_natively(*rest, replace(look, window=wrong))
+        return attend_natively(*arguments[:4], replace(arguments[4], window=wrong))
 
     monkeypatch.setattr(native_packing, "attend_natively", other)
     with pytest.raises(CannotRun, match="sums differ"):
@@ -217,7 +216,7 @@ def rows_are_returned_in_another_order(patch: pytest.MonkeyPatch) -> None:
 
 def window_is_ignored(patch: pytest.MonkeyPatch) -> None:
     made = packing_module._band
-    patch.setattr(packing_module, "_band", lambda group, _, *rest: made(group, None, *rest))
+    patch.setattr(packing_module, "_band", lambda group, _, *rest: made(group, 0, *rest))
 
 
 def window_is_one_wider(patch: pytest.MonkeyPatch) -> None:
