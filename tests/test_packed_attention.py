@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tests import tiny
@@ -19,7 +19,7 @@ from worker.model.self_check import TOLERANCE, CannotRun
 from worker.pipeline import native_packing
 from worker.pipeline import packed_attention as packing_module
 from worker.pipeline.load import Rows, check_packing, random_rows
-from worker.pipeline.packed_attention import Look, Packing, attend_natively, plan_batch
+from worker.pipeline.packed_attention import Look, Packing, Plan, attend_natively, plan_batch
 from worker.pipeline.runner import PipelineRunner, split_rows
 
 PACKED = [
@@ -135,8 +135,8 @@ def test_native_attention_of_packed_rows_is_torchs(
 def test_native_attention_with_another_window_is_not_used(
     window: int, wrong: int, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def other(*arguments: Any) -> Any:
-        return attend_natively(*arguments[:4], replace(arguments[4], window=wrong))
+    def other(query: Tensor, key: Tensor, value: Tensor, plan: Plan, look: Look) -> Tensor:
+        return attend_natively(query, key, value, plan, replace(look, window=wrong))
 
     monkeypatch.setattr(native_packing, "attend_natively", other)
     with pytest.raises(CannotRun, match="sums differ"):
