@@ -46,7 +46,7 @@ class Settings:
     attn_implementation: str = setting("auto", "attention backend, as transformers names them")
     quantization: str = setting("none", "int8 weights on a CPU", ("none", "int8"))
     compile: str = setting(
-        "auto", "compile the chat model in the background", ("auto", "on", "off")
+        "auto", "compile in the background: the chat model, attention", ("auto", "on", "off")
     )
     speculation: str = setting("auto", "draft tokens from the request's own text", ("auto", "off"))
     pin_worker: str = setting(

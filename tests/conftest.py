@@ -5,6 +5,7 @@ Limits in tests are for what never happens: on a busy machine a second is nothin
 
 import gc
 import os
+import shutil
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -55,3 +56,13 @@ def poisoned_cache(monkeypatch: pytest.MonkeyPatch) -> None:
             stored.fill_(float("nan"))
 
     monkeypatch.setattr(KVCache, "__init__", init)
+
+
+@pytest.fixture(scope="session")
+def native() -> None:
+    """The native attention is built, once, and loaded."""
+    if not shutil.which("g++"):
+        pytest.skip("there is no compiler")
+    from worker.model import native_attention  # imports torch
+
+    native_attention.load()

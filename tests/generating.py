@@ -14,13 +14,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from batching.request_queue import WorkItem
-from batching.sequence import Chunk, Sequence
+from batching.sequence import Batch, Chunk, Sequence
 from tests import tiny_decoders
 from worker.deltas import Delta
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import load_generator, paged_engine
-from worker.model.kv_cache import BLOCK
+from worker.model.attention_function import Attends
+from worker.model.kv_cache import BLOCK, KVCache
 from worker.model.language_model import GeneratorOptions
+from worker.model.paged_attention import AttentionMetadata
 from worker.model.paged_runner import PagedRunner
 from worker.protocol import GenerationInput, Generator, Pending, Sampling, StepReport, Stopping
 
@@ -45,8 +47,9 @@ def loaded(model: str) -> GenerationEngine:
 
 
 def engine(
-    model: str, blocks: int = 400, speculation: str = "auto", max_running: int = 256
-) -> GenerationEngine:
+    model: str, blocks: int = 400, speculation: str = "auto", max_running: int = 256,
+    metadata: Callable[[KVCache, Batch], Attends] = AttentionMetadata,
+) -> GenerationEngine:  # fmt: skip
     """A fresh one, of a model that is loaded once. Its memory is full of what are no numbers."""
     language = loaded(model).language
     options = GeneratorOptions("", speculation=speculation, max_running=max_running)
@@ -54,6 +57,7 @@ def engine(
     runner = PagedRunner(language, blocks, room, max_running)
     for stored in (*runner.cache.keys, *runner.cache.values):
         stored.fill_(float("nan"))
+    runner.metadata = metadata
     return paged_engine(runner, options)
 
 

@@ -124,8 +124,10 @@ def test_a_server_runs_only_while_it_is_awake() -> None:
 
 def test_processor_time_of_others_is_all_but_that_of_our_sessions() -> None:
     burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", burn], start_new_session=True, **pipes) as other:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", burn], start_new_session=True, stdin=pipe, stdout=pipe
+    ) as other:
         assert other.stdout
         other.stdout.readline()
         known = servers.others_cpu_s({os.getsid(0), other.pid})

@@ -4,6 +4,7 @@ import logging
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,10 +13,13 @@ from torch import Tensor, nn
 
 from batching.sequence import Batch, Span
 from tests import tiny
+from tests.generating import engine, runner_of
 from worker.cores import compute_alone
-from worker.model import compiling, paged_runner
+from worker.model import compiling, native_attention, paged_runner
 from worker.model.compiling import compiled
+from worker.model.kv_cache import KVCache
 from worker.model.language_model import GeneratorOptions, load_language_model
+from worker.model.native_attention import NativeMetadata
 from worker.model.paged_attention import AttentionMetadata
 from worker.model.paged_runner import PagedRunner, run
 from worker.model.paging import load_paged_runner
@@ -50,6 +54,7 @@ def test_the_compiled_model_takes_over_and_gives_the_same_logits(
     eager = runner.model
     assert compile_state(runner) == "done"
     assert runner.model is eager, "it takes over in the middle of a step"
+    assert runner.metadata is NativeMetadata
     # a prompt with a chunk of another, then a token each, then one alone
     for spans in (
         [Span([0, 1, 2], 0, 40), Span([3, 4], 0, 5)],
@@ -62,6 +67,8 @@ def test_the_compiled_model_takes_over_and_gives_the_same_logits(
         got = runner.forward(batch)
         assert runner.model is not eager
         language.compare(got, run(eager, batch, AttentionMetadata(runner.cache, batch)))
+        # the operation in the graph leaves steps that are not its own to torch's attention
+        language.compare(got, run(runner.model, batch, AttentionMetadata(runner.cache, batch)))
 
 
 def test_the_code_is_made_for_the_workers_threads_whatever_others_have(
@@ -90,12 +97,15 @@ def test_where_compiling_fails_serving_goes_on_and_the_log_says_so(
         raise RuntimeError("no compiler here\nand a long trace")
 
     monkeypatch.setattr(paged_runner, "compiled", broken)
+    monkeypatch.setattr(native_attention, "load", lambda: broken(None, None))
     caplog.set_level(logging.WARNING, "onequeue.paged_runner")
     assert compile_state(runner) == "off"
     runner.forward(Batch([Span([0], 0, 1)], [1], [0]))
     assert runner.model is eager
+    assert runner.metadata is AttentionMetadata
     assert [record.message for record in caplog.records] == [
-        "not compiled, serving goes on as it is: no compiler here"
+        "no native attention, torch's serves: no compiler here",
+        "not compiled, serving goes on as it is: no compiler here",
     ]
 
 
@@ -147,3 +157,57 @@ def test_where_the_compiler_makes_no_caller_of_kernels_python_calls_them(
     model = Scaled(1.0)
     assert compiled(model, lambda made: None) is model
     assert tried == [{"freezing": True, "cpp_wrapper": True}, {"freezing": True}]
+
+
+def attending(change: Callable[..., tuple[Any, ...]]) -> Callable[[pytest.MonkeyPatch], None]:
+    """`change` sees and returns (step, query, …, sinks, layer, scale, window, softcap)."""
+    ordinary = NativeMetadata.attend
+    return lambda patch: patch.setattr(
+        NativeMetadata, "attend", lambda *arguments: ordinary(*change(*arguments))
+    )
+
+
+def telling(change: Callable[[Tensor], object]) -> Callable[[pytest.MonkeyPatch], None]:
+    """`change` alters the spans: row, width, start, and place of the table of each."""
+    ordinary = NativeMetadata.__init__
+
+    def init(step: NativeMetadata, cache: KVCache, batch: Batch) -> None:
+        ordinary(step, cache, batch)
+        change(step._spans)
+
+    return lambda patch: patch.setattr(NativeMetadata, "__init__", init)
+
+
+FAULTS: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = [
+    ("llama", "another's blocks", telling(lambda spans: spans[:, 3].zero_())),
+    ("llama", "a token earlier", telling(lambda spans: spans[:, 2].sub_(1).clamp_(min=0))),
+    ("llama", "another scale", attending(lambda *a: (*a[:6], a[6] * 1.1, *a[7:]))),
+    ("mistral", "window too long", attending(lambda *a: (*a[:7], a[7] + 1, a[8]))),
+    ("mistral", "window too short", attending(lambda *a: (*a[:7], a[7] - 1, a[8]))),
+    ("gpt-oss", "window ignored", attending(lambda *a: (*a[:7], 0, a[8]))),
+    ("gpt-oss", "sinks ignored", attending(lambda *a: (*a[:4], None, *a[5:]))),
+    ("gemma2", "capping ignored", attending(lambda *a: (*a[:8], 0.0))),
+]
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize(
+    ("model", "patch"),
+    [pytest.param(model, patch, id=f"{model}: {what}") for model, what, patch in FAULTS],
+)
+def test_native_attention_that_says_something_else_is_not_used(
+    model: str,
+    patch: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runner = runner_of(engine(model))
+    runner._take_native_attention()
+    assert runner.metadata is NativeMetadata
+    runner.metadata = AttentionMetadata
+    patch(monkeypatch)
+    caplog.clear()
+    runner._take_native_attention()
+    assert runner.metadata is AttentionMetadata
+    [record] = caplog.records
+    assert record.message.startswith("no native attention, torch's serves: logits differ")

@@ -3,14 +3,20 @@
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
 from batching import scheduler
 from batching.block_pool import BlockPool
+from batching.sequence import Batch
 from tests.generating import assert_greedy, engine, greedy, prompts, request, serve
 from tests.tiny_decoders import ARCHITECTURES
 from worker.generation.ngram_drafter import NgramDrafter
+from worker.model.attention_function import Attends
+from worker.model.kv_cache import KVCache
+from worker.model.native_attention import NativeMetadata
+from worker.model.paged_attention import AttentionMetadata
 
 LENGTHS = (1, 2, 7, 16, 17, 33, 48, 60)
 NEW = 12
@@ -39,8 +45,9 @@ def foreseeing(
 
 
 def check_parity(
-    model: str, features: frozenset[str], seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    model: str, features: frozenset[str], seed: int, monkeypatch: pytest.MonkeyPatch,
+    metadata: Callable[[KVCache, Batch], Attends] = AttentionMetadata,
+) -> None:  # fmt: skip
     """32 prompts at random times; what is switched on must have happened, what is off not."""
     given = prompts(seed, LENGTHS)
     most = MOST if "chunked prefill" in features else 512
@@ -55,6 +62,7 @@ def check_parity(
         model,
         blocks=FEW_BLOCKS if "preemption" in features else 400,
         speculation="auto" if "speculation" in features else "off",
+        metadata=metadata,
     )
     served, driver = serve(generator, [request(each, max_tokens=NEW) for each in given], seed)
     assert_greedy(model, served, NEW)
@@ -74,6 +82,14 @@ def test_greedy_output_equals_generate(model: str, monkeypatch: pytest.MonkeyPat
     check_parity(model, FEATURES, 1, monkeypatch)
 
 
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_greedy_output_with_native_attention_equals_generate(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_parity(model, FEATURES, 1, monkeypatch, NativeMetadata)
+
+
 @pytest.mark.parametrize("feature", [*sorted(FEATURES), None])
 @pytest.mark.parametrize("model", ["llama", "gemma3", "qwen3-moe"])
 def test_each_feature_alone_leaves_the_output_as_it_is(
@@ -88,9 +104,11 @@ COMBINATIONS = [
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("metadata", [AttentionMetadata, NativeMetadata])
 @pytest.mark.parametrize("features", COMBINATIONS, ids=lambda chosen: "+".join(sorted(chosen)))
 @pytest.mark.parametrize("model", ARCHITECTURES)
 def test_any_features_leave_the_output_as_it_is(
-    model: str, features: frozenset[str], monkeypatch: pytest.MonkeyPatch
+    model: str, features: frozenset[str], metadata: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_parity(model, features, 3, monkeypatch)
+    check_parity(model, features, 3, monkeypatch, metadata)

@@ -1,5 +1,6 @@
 """Packed batches give the model's own output, and a packing that does not is found at load."""
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -7,16 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tests import tiny
 from tests.parity import item, runner, same, serve
 from tests.tiny_tokenizers import SENTENCES
+from worker.model import native_attention
 from worker.model.self_check import TOLERANCE, CannotRun
+from worker.pipeline import native_packing
 from worker.pipeline import packed_attention as packing_module
 from worker.pipeline.load import Rows, check_packing, random_rows
-from worker.pipeline.packed_attention import Packing, plan_batch
+from worker.pipeline.packed_attention import Look, Packing, Plan, attend_natively, plan_batch
 from worker.pipeline.runner import PipelineRunner, split_rows
 
 PACKED = [
@@ -99,6 +102,63 @@ def test_packed_equals_the_models_own_forward(name: str) -> None:
             assert off(got, expected) < 1e-4
 
 
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("name", PACKED)
+def test_with_native_attention_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    packing = load(name).packing
+    assert packing is not None
+    load(name).warm_up()
+    assert packing.looks
+    for look in packing.looks:
+        native_packing.check(look, torch.float32)
+        native_packing.check(look, torch.bfloat16)
+    monkeypatch.setattr(packing, "native", True)
+    monkeypatch.setattr(packing_module, "attend_in_groups", None)
+    test_packed_equals_the_models_own_forward(name)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("size", [8, 24, 64])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+@pytest.mark.parametrize("window", [0, 1, 9, 128])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_native_attention_of_packed_rows_is_torchs(
+    size: int, heads: tuple[int, int], window: int, causal: bool, dtype: torch.dtype
+) -> None:
+    native_packing.check(Look(*heads, size, size**-0.5, window, causal), dtype)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("window", "wrong"), [(9, 8), (9, 10), (9, 0), (0, 9), (128, 127)])
+def test_native_attention_with_another_window_is_not_used(
+    window: int, wrong: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(query: Tensor, key: Tensor, value: Tensor, plan: Plan, look: Look) -> Tensor:
+        return attend_natively(query, key, value, plan, replace(look, window=wrong))
+
+    monkeypatch.setattr(native_packing, "attend_natively", other)
+    with pytest.raises(CannotRun, match="sums differ"):
+        native_packing.check(Look(4, 2, 8, 0.5, window, causal), torch.float32)
+
+
+def test_without_a_compiler_torchs_attention_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(native_attention, "load", broken)
+    caplog.set_level(logging.WARNING, "onequeue.native_packing")
+    packing = Packing(fresh_model("bert-mlm"))
+    native_packing._take(packing)
+    assert not packing.native
+    assert [record.message for record in caplog.records] == [
+        "no native attention, torch's serves: no compiler here"
+    ]
+
+
 @pytest.mark.parametrize("name", PACKED)
 def test_models_tell_inputs_apart(name: str) -> None:
     """Otherwise nothing would show in the other tests."""
@@ -156,7 +216,7 @@ def rows_are_returned_in_another_order(patch: pytest.MonkeyPatch) -> None:
 
 def window_is_ignored(patch: pytest.MonkeyPatch) -> None:
     made = packing_module._band
-    patch.setattr(packing_module, "_band", lambda group, _, *rest: made(group, None, *rest))
+    patch.setattr(packing_module, "_band", lambda group, _, *rest: made(group, 0, *rest))
 
 
 def window_is_one_wider(patch: pytest.MonkeyPatch) -> None:

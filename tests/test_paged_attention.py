@@ -10,15 +10,9 @@ import torch
 from torch import Tensor
 
 from batching.sequence import Batch, Span
+from worker.model.attention_function import attend, forward_context
 from worker.model.kv_cache import BLOCK, KVCache, LayerShape
-from worker.model.paged_attention import (
-    SLACK,
-    SPREAD,
-    AttentionMetadata,
-    Group,
-    attend,
-    forward_context,
-)
+from worker.model.paged_attention import SLACK, SPREAD, AttentionMetadata, Group
 
 FLOAT32 = torch.float32
 CPU = torch.device("cpu")
@@ -77,16 +71,18 @@ class Memory:
 
 
 def memory(
-    case: Case, mix: Sequence[tuple[int, int]], chance: random.Random, broken: int | None = None
-) -> Memory:
+    case: Case, mix: Sequence[tuple[int, int]], chance: random.Random, broken: int | None = None,
+    dtype: torch.dtype = FLOAT32, zeroed: bool = True,
+) -> Memory:  # fmt: skip
+    """`zeroed`: the rest of a sequence's last block is; otherwise NaN too."""
     shape = LayerShape(case.key_heads, case.key_size, case.value_size, case.chunk)
     tables = [[0] * -(-(start + width) // BLOCK) for start, width in mix]
     count = sum(map(len, tables))
     numbers = chance.sample(range(count + 3), count)
     tables = [[numbers.pop() for _ in table] for table in tables]
-    cache = KVCache([shape], count + 3, FLOAT32, CPU)
-    keys = [torch.randn(s + w, case.key_heads, case.key_size) for s, w in mix]
-    values = [torch.randn(s + w, case.key_heads, case.value_size) for s, w in mix]
+    cache = KVCache([shape], count + 3, dtype, CPU)
+    keys = [torch.randn(s + w, case.key_heads, case.key_size, dtype=dtype) for s, w in mix]
+    values = [torch.randn(s + w, case.key_heads, case.value_size, dtype=dtype) for s, w in mix]
     if broken is not None:
         keys[broken].fill_(float("nan"))
         values[broken].fill_(float("nan"))
@@ -94,7 +90,8 @@ def memory(
         stored.fill_(float("nan"))
         for table, (start, _), whole in zip(tables, mix, given, strict=True):
             used = table[: -(-start // BLOCK)]
-            stored[used] = 0
+            if zeroed:
+                stored[used] = 0
             places = torch.tensor(table)[:, None] * BLOCK + torch.arange(BLOCK)
             stored.view(-1, *stored.shape[2:])[places.ravel()[:start]] = whole[:start]
     spans = [Span(table, *each) for table, each in zip(tables, mix, strict=True)]

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from batching.sequence import Batch, Span
+from worker.model.attention_function import Attends, forward_context, rescaled
 from worker.model.kv_cache import BLOCK, KVCache
 from worker.model.language_model import LanguageModel
 from worker.model.loading import first_line
-from worker.model.paged_attention import forward_context
 
 log = logging.getLogger("onequeue.cuda_graphs")
 
@@ -40,7 +40,7 @@ WIDEST = 16
 PROGRAMS = 4
 
 
-class RowsMetadata:
+class RowsMetadata(Attends):
     """The attention metadata of a captured step: each row is a token with a table of blocks.
     `table`: the most blocks that a sequence has."""
 
@@ -96,10 +96,10 @@ class RowsMetadata:
         self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None,
         layer: int, scale: float, window: int, softcap: float,
     ) -> Tensor:  # fmt: skip
-        """Of one layer, [1, heads, T, size] in, [1, T, heads, size] out."""
         from worker.model import triton_decode  # needs triton, which comes with torch for GPUs
 
         keys, values = self.cache.keys[layer], self.cache.values[layer]
+        query = rescaled(query, self.cache.layers[layer].temperature, self.positions)
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
         q, k, v = (t if t.stride(2) == 1 else t.contiguous() for t in (q, k, v))
         triton_decode.write(k, v, keys, values, self.slots, self.rests)

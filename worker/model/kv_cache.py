@@ -27,9 +27,9 @@ class LayerShape:
 class KVCache:
     """Keys and values of all layers, [blocks, BLOCK, heads, size] each.
 
-    Reserved, not touched: a system gives memory when it is first written to. Masked positions are
-    multiplied, not skipped, so not even there may a NaN be: the rest of a block is zeroed when its
-    first token is written, and padding repeats blocks of the sequence itself.
+    Reserved, not touched: a system gives memory when it is first written to. torch's attention
+    multiplies masked positions, so not even there may a NaN be: the rest of a block is zeroed when
+    its first token is written, and padding repeats blocks of the sequence itself.
     """
 
     def __init__(

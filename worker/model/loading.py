@@ -27,6 +27,8 @@ DEMO_FOLDER = Path(__file__).parent.parent / "demo" / "fill-mask"
 GB = 1e9
 # Bytes of a checkpoint's numbers that DTYPE changes.
 STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+# COMPILE=auto leaves models with fewer parameters alone: a minute's work for little.
+WORTH_COMPILING = 10_000_000
 # A transformers.Pipeline. Its annotations call everything optional, whatever the task.
 Pipe: TypeAlias = Any
 
@@ -42,7 +44,13 @@ class LoadOptions:
     device: str = "auto"  # auto, cpu, cuda, cuda:1, …
     dtype: str = "auto"  # auto, float32, bfloat16, float16
     attention: str = "auto"  # auto, or a name transformers knows
+    compile: str = "auto"  # auto, on, off
     max_image_mp: float = 64.0
+
+
+def worth_compiling(setting: str, parameters: int) -> bool:
+    """Whether to build what takes a minute, for a model of so many parameters."""
+    return setting == "on" or (setting == "auto" and parameters >= WORTH_COMPILING)
 
 
 def load_pipeline(options: LoadOptions) -> tuple[Pipe, dict[str, str]]:

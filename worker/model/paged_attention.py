@@ -1,28 +1,26 @@
-"""Attention over the paged KV cache: what layers call, and the metadata that a step builds once.
+"""Attention over the paged KV cache by torch's functions, and the metadata that a step builds once.
 
 A batch is one row of tokens, span after span, each some tokens of one sequence. A layer's keys and
 values go into the blocks that the scheduler gave the sequence (batching/block_pool.py), then each
 token sees its sequence only. Spans of similar reach share a call: their blocks are gathered
 side by side, what is not theirs is masked. Full, sliding-window and chunked attention, grouped
-queries, soft-capping and attention sinks, on any device. Few rows on a GPU: cuda_graphs.py.
+queries, soft-capping and attention sinks, on any device. Few rows on a GPU: cuda_graphs.py; a CPU
+with a compiler: native_attention.py.
 """
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 
 from batching.sequence import Batch
+from worker.model.attention_function import Attends, rescaled
 from worker.model.kv_cache import BLOCK, KVCache
 
-ATTENTION = "onequeue_paged"
 # Spans share a call while the farthest reach is at most this factor and this many tokens more.
 SPREAD, SLACK = 1.5, 256
 
@@ -39,7 +37,7 @@ class Group:
     mask: Tensor | None  # [b, 1, t, keys], 0 or -inf; None: causal
 
 
-class AttentionMetadata:
+class AttentionMetadata(Attends):
     """Where a step's tokens are: built once, used by every layer."""
 
     def __init__(self, cache: KVCache, batch: Batch) -> None:
@@ -64,9 +62,8 @@ class AttentionMetadata:
         self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None,
         layer: int, scale: float, window: int, softcap: float,
     ) -> Tensor:  # fmt: skip
-        """Of one layer, [1, heads, T, size] in, [1, T, heads, size] out. `window`: how many tokens
-        back are seen, 0: all. `softcap`: what scores are capped to, 0: nothing."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
+        query = rescaled(query, self.cache.layers[layer].temperature, self.positions)
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [T, heads, size]
         for stored, new in ((keys, k), (values, v)):
             if len(self.begun):
@@ -217,79 +214,3 @@ def _softmax_attention(
         scores = torch.cat([scores, each.flatten(2).unsqueeze(-1).to(scores.dtype)], -1)
     weights = torch.softmax(scores.float(), -1)[..., : k.shape[2]]
     return torch.matmul(weights.to(v.dtype), v)
-
-
-# ── what the layers call ──
-
-
-class Attends(Protocol):
-    """AttentionMetadata, or that of a captured step (cuda_graphs.py)."""
-
-    cache: KVCache
-    positions: Tensor  # [T]
-
-    @property
-    def attend(self) -> Callable[..., Tensor]: ...
-
-
-_context = threading.local()  # .metadata: of the step that runs on this thread
-
-
-@contextmanager
-def forward_context(metadata: Attends) -> Iterator[None]:
-    """The layers of a model that is run inside, on this thread, attend by this metadata."""
-    _context.metadata = metadata
-    try:
-        yield
-    finally:
-        _context.metadata = None
-
-
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None,
-    layer: int, scale: float, window: int, softcap: float,
-) -> Tensor:  # fmt: skip
-    metadata: Attends = _context.metadata
-    if temperature := metadata.cache.layers[layer].temperature:
-        query = _rescaled(query, metadata.positions, *temperature)
-    return metadata.attend(query, key, value, sinks, layer, scale, window, softcap)
-
-
-def _rescaled(query: Tensor, positions: Tensor, floor_scale: float, attn_scale: float) -> Tensor:
-    """Llama 4 scales queries by 1 + attn_scale · log(1 + ⌊(place + 1) / floor_scale⌋) and takes a
-    token's row in the step for its place: made right for its position."""
-    rows = torch.arange(len(positions), device=positions.device)
-    right, given = (
-        torch.log1p(torch.floor((place.float() + 1) / floor_scale)) * attn_scale + 1
-        for place in (positions, rows)
-    )
-    return (query * (right / given)[:, None]).to(query.dtype)
-
-
-# The same, opaque to the compiler: its graph depends on the number of tokens only. The cache is
-# found through the thread, not passed, and each layer writes its part alone.
-_attend_op = torch.library.custom_op("onequeue::paged_attention", attend, mutates_args=())
-
-
-@_attend_op.register_fake
-def _(query: Any, key: Any, value: Any, sinks: Any, *rest: Any) -> Tensor:
-    made: Tensor = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
-    return made
-
-
-def attention_function(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
-    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
-    s_aux: Tensor | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """transformers' attention interface: [1, heads, T, size] in, [1, T, heads, size] out."""
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    looks = (module.layer_idx, scale, sliding_window or 0, softcap or 0.0)
-    if torch.compiler.is_compiling():
-        return torch.ops.onequeue.paged_attention(query, key, value, s_aux, *looks), None
-    return attend(query, key, value, s_aux, *looks), None
-
-
-# No function that makes its mask is registered: for such, transformers makes none, and does not
-# look at the positions, which a GPU would have to wait for.
-AttentionInterface.register(ATTENTION, attention_function)

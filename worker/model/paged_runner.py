@@ -1,9 +1,10 @@
 """The model runner over a paged KV cache: a batch goes in, the logits of its rows come out.
 
-How a step is run is decided here and nowhere else: by the eager model, by the compiled one once
-that has been made in the background, or by CUDA graphs of either (cuda_graphs.py).
+How a step is run is decided here and nowhere else: by the eager model, by the compiled one and with
+native attention once those have been made in the background, or by CUDA graphs (cuda_graphs.py).
 """
 
+import itertools
 import logging
 import threading
 import time
@@ -15,12 +16,16 @@ from torch import Tensor
 
 from batching.sequence import Batch, Span
 from worker.cores import release
+from worker.model import native_attention
+from worker.model.attention_function import Attends, forward_context
 from worker.model.compiling import compiled
 from worker.model.cuda_graphs import SIZES, SPARE, CudaGraphs, RowsMetadata, capture_graphs
 from worker.model.kv_cache import BLOCK, KVCache
 from worker.model.language_model import LanguageModel
 from worker.model.loading import first_line
-from worker.model.paged_attention import AttentionMetadata, forward_context
+from worker.model.native_attention import NativeMetadata
+from worker.model.paged_attention import AttentionMetadata
+from worker.model.self_check import length_beyond_windows
 
 log = logging.getLogger("onequeue.paged_runner")
 
@@ -42,6 +47,7 @@ class PagedRunner:
         self.compile_state: Literal["running", "done", "off"] = "off"
         self.cache = KVCache(language.layers, blocks + SPARE, language.dtype, language.device)
         self.model: Callable[..., Any] = language.model  # or it compiled
+        self.metadata: Callable[[KVCache, Batch], Attends] = AttentionMetadata
         self._compiled: Callable[..., Any] | None = None  # by the thread, to be taken over
         self._rows = min(max_running, SIZES[-1])
         self._graphs = self._capture()
@@ -63,7 +69,7 @@ class PagedRunner:
         return capture_graphs(self.language, self.model, metadata, self._run)
 
     def _run(self, batch: Batch) -> Tensor:
-        return run(self.model, batch, AttentionMetadata(self.cache, batch))
+        return run(self.model, batch, self.metadata(self.cache, batch))
 
     # ── compiling ──
 
@@ -78,9 +84,10 @@ class PagedRunner:
 
     def _compile(self, threads: int) -> None:
         """`threads`: of the worker's thread; the code is made for so many."""
-        started = time.monotonic()
         release()
         torch.set_num_threads(threads)
+        self._take_native_attention()
+        started = time.monotonic()
         try:
             self._compiled = compiled(self.language.model, self._check_compiled)
         except Exception as error:
@@ -90,6 +97,43 @@ class PagedRunner:
             log.info("compiled seconds=%.0f", time.monotonic() - started)
             self.compile_state = "done"
 
+    def _take_native_attention(self) -> None:
+        """From the next step on, if it is for this model, can be built, and says the same."""
+        language = self.language
+        if language.device.type != "cpu" or language.dtype not in native_attention.DTYPES:
+            return
+        started = time.monotonic()
+        try:
+            native_attention.load()
+            self._check_native()
+        except Exception as error:
+            log.warning("no native attention, torch's serves: %.300s", first_line(error))
+        else:
+            self.metadata = NativeMetadata
+            log.info("native attention seconds=%.0f", time.monotonic() - started)
+
+    def _check_native(self) -> None:
+        """CannotRun unless chunks of two sequences, beyond the windows, give the logits that they
+        give without it."""
+        language = self.language
+        longest = length_beyond_windows(language.config, language.context - 2, 3 * BLOCK)
+        blocks = -(-longest // BLOCK)
+        tables = range(1, 2 * blocks, 2), range(0, 2 * blocks, 2)
+        shape = language.layers, 2 * blocks, language.dtype, language.device
+        caches = KVCache(*shape), KVCache(*shape)
+        ends = (0, longest // 2, longest - 1, longest), (0, 3, longest // 2, longest // 2 + 1)
+        for chunks in zip(*map(itertools.pairwise, ends), strict=True):
+            spans = [
+                Span(t, start, end - start) for t, (start, end) in zip(tables, chunks, strict=True)
+            ]
+            width = sum(span.width for span in spans)
+            ids = [1 + 7 * n % (language.vocab_size - 1) for n in range(width)]
+            batch = Batch(spans, ids, range(width))
+            kinds = (AttentionMetadata, NativeMetadata)
+            steps = [kind(cache, batch) for kind, cache in zip(kinds, caches, strict=True)]
+            reference, got = (run(language.model, batch, step) for step in steps)
+            language.compare(got, reference)
+
     def _check_compiled(self, compiled: Callable[..., Any]) -> None:
         """CannotRun unless it gives the logits of the eager model."""
         language = self.language
@@ -97,7 +141,7 @@ class PagedRunner:
         for width in COMPILED_WIDTHS:
             ids = [1 + 7 * n % (language.vocab_size - 1) for n in range(width)]
             batch = Batch([Span([0, 1], 0, width)], ids, range(width))
-            metadata = AttentionMetadata(cache, batch)
+            metadata = self.metadata(cache, batch)
             reference = run(language.model, batch, metadata)
             language.compare(run(compiled, batch, metadata), reference)
 
@@ -109,7 +153,7 @@ class PagedRunner:
 
 
 @torch.inference_mode()
-def run(model: Callable[..., Any], batch: Batch, metadata: AttentionMetadata) -> Tensor:
+def run(model: Callable[..., Any], batch: Batch, metadata: Attends) -> Tensor:
     """Logits [R, vocabulary] by the model, whose layers attend by the metadata."""
     device = metadata.cache.device
     rows = torch.tensor(list(batch.rows), dtype=torch.long, device=device)

@@ -19,10 +19,11 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from batching.sequence import Batch, Span
+from worker.model.attention_function import ATTENTION
 from worker.model.kv_cache import BLOCK, KVCache, LayerShape
 from worker.model.language_model import GeneratorOptions, LanguageModel
-from worker.model.loading import GB, LoadingFailed, first_line, free_bytes
-from worker.model.paged_attention import ATTENTION, AttentionMetadata, Group
+from worker.model.loading import GB, LoadingFailed, first_line, free_bytes, worth_compiling
+from worker.model.paged_attention import AttentionMetadata, Group
 from worker.model.paged_runner import PagedRunner, run
 from worker.model.self_check import (
     SHORTEST,
@@ -42,8 +43,6 @@ FAR = 1 << 17
 NARROW = 5
 # Of what is free once the weights are there, the part that keys and values may take.
 CACHE_SHARE = {"cpu": 0.5, "cuda": 0.85}
-# COMPILE=auto leaves models with fewer parameters alone: a minute's work for little.
-WORTH_COMPILING = 10_000_000
 
 
 def load_paged_runner(language: LanguageModel, options: GeneratorOptions) -> PagedRunner:
@@ -61,8 +60,7 @@ def load_paged_runner(language: LanguageModel, options: GeneratorOptions) -> Pag
         )
     log.info("cache blocks=%d tokens=%d context=%d", blocks, blocks * BLOCK, max_model_len)
     runner = PagedRunner(language, blocks, max_model_len, options.max_running)
-    worth_it = language.parameters >= WORTH_COMPILING
-    if options.compile == "on" or (options.compile == "auto" and worth_it):
+    if worth_compiling(options.compile, language.parameters):
         runner.compile()
     return runner
 

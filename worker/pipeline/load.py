@@ -18,7 +18,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from worker.architectures import advice, made_for
 from worker.decode_budget import DecodeBudget
 from worker.model import cpu_linear, missing_weights
-from worker.model.loading import LoadingFailed, LoadOptions, Pipe, free_bytes, load_pipeline
+from worker.model.loading import (
+    LoadingFailed,
+    LoadOptions,
+    Pipe,
+    free_bytes,
+    load_pipeline,
+    worth_compiling,
+)
 from worker.model.self_check import (
     TOLERANCE,
     CannotRun,
@@ -26,6 +33,7 @@ from worker.model.self_check import (
     length_beyond_windows,
     random_prompts,
 )
+from worker.pipeline import native_packing
 from worker.pipeline.inputs import InputReader, warm_up_input
 from worker.pipeline.limits import context_limit, vocabulary
 from worker.pipeline.media import to_json
@@ -65,6 +73,9 @@ def load_runner(options: LoadOptions, max_rows: int) -> PipelineRunner:
     on_cpu, dtype = pipe.device.type == "cpu", pipe.dtype
     if on_cpu and cpu_linear.packs(dtype) and cpu_linear.emulates(dtype):
         cpu_linear.pack(pipe.model, free_bytes(pipe.device), runner.warm_up)
+    if packing and worth_compiling(options.compile, info.parameters):
+        runner.warm_up()  # the packing sees how its layers look
+        native_packing.begin(packing)
     return runner
 
 

@@ -41,11 +41,24 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Look:
+    """How a layer attends. With a `window` a token sees window - 1 neighbours on each side."""
+
+    heads: int
+    key_heads: int
+    size: int
+    scale: float
+    window: int  # 0: none
+    causal: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """How one batch is packed. `tokens` [T] indexes the flattened [B * L] batch."""
 
     batch: int
     length: int
+    counts: Tensor  # [B] tokens of each
     tokens: Tensor
     groups: Sequence[Group]
     keep: Tensor | None  # [B, M] packed positions to hand on instead of all [B, L]
@@ -72,7 +85,7 @@ def plan_batch(
     if keep is not None:
         rows = [torch.tensor(each) + start for each, start in zip(keep, starts, strict=False)]
         kept = pad_sequence(rows, batch_first=True).to(device)
-    return Plan(len(counts), width, tokens.to(device), groups, kept)
+    return Plan(len(counts), width, torch.tensor(counts), tokens.to(device), groups, kept)
 
 
 def _group(
@@ -98,6 +111,8 @@ class Packing:
         self.layers = find_layers(model)
         self.plan: Plan | None = None
         self.calls = 0
+        self.looks: set[Look] = set()  # of the layers that have attended
+        self.native = False  # the native operation attends (native_packing.py)
 
     @contextmanager
     def batch(
@@ -182,7 +197,7 @@ def packed_attention(
     """Attention over a packed row: query [1, heads, T, D] → [1, T, heads, D].
 
     Registered with transformers' AttentionInterface; the mask is ignored, the plan keeps
-    sequences apart. `sliding_window` w lets a token see w - 1 neighbours on each side.
+    sequences apart.
     """
     packing: Packing = module.onequeue_packing  # type: ignore[assignment]  # set by attach
     for name in ("softcap", "s_aux", "position_bias"):
@@ -192,25 +207,43 @@ def packed_attention(
     assert plan is not None
     packing.calls += 1
     causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
+    heads, size = query.shape[1], query.shape[3]
+    scale = size**-0.5 if scaling is None else float(scaling)
+    look = Look(heads, key.shape[1], size, scale, sliding_window or 0, causal)
+    packing.looks.add(look)
+    attend = attend_natively if packing.native else attend_in_groups
+    return attend(query, key, value, plan, look), None
+
+
+def attend_natively(query: Tensor, key: Tensor, value: Tensor, plan: Plan, look: Look) -> Tensor:
+    """By the operation that worker/model/native_attention.py loads."""
+    attended: Tensor = torch.ops.onequeue.packed_attention(
+        query, key, value, plan.counts, look.scale, look.window, look.causal
+    )
+    return attended
+
+
+def attend_in_groups(query: Tensor, key: Tensor, value: Tensor, plan: Plan, look: Look) -> Tensor:
+    """By torch's function, sequences of similar length together."""
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [T, heads, D]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for group in plan.groups:
         b, width = group.shape
         parts = (t.index_select(0, group.rows).view(b, width, *t.shape[1:]) for t in (q, k, v))
         qg, kg, vg = (part.transpose(1, 2) for part in parts)  # [b, heads, l, D]
-        mask, is_masked_causal = group.real, causal and group.real is not None
-        if is_masked_causal or (sliding_window is not None and width >= sliding_window):
-            mask = _band(group, sliding_window, causal, q.device)
-        grouped = q.shape[1] != k.shape[1]  # several heads of queries to one of keys
+        mask, is_masked_causal = group.real, look.causal and group.real is not None
+        if is_masked_causal or 0 < look.window <= width:
+            mask = _band(group, look.window, look.causal, q.device)
         attended = scaled_dot_product_attention(
-            qg, kg, vg, mask, is_causal=causal and mask is None, scale=scaling, enable_gqa=grouped
-        )
+            qg, kg, vg, mask, is_causal=look.causal and mask is None, scale=look.scale,
+            enable_gqa=look.heads != look.key_heads,
+        )  # fmt: skip
         rows = attended.transpose(1, 2).reshape(b * width, *q.shape[1:])
         out.index_copy_(0, group.target, rows.index_select(0, group.inverse))
-    return out.unsqueeze(0), None
+    return out.unsqueeze(0)
 
 
-def _band(group: Group, window: int | None, causal: bool, device: torch.device) -> Tensor:
+def _band(group: Group, window: int, causal: bool, device: torch.device) -> Tensor:
     """[b or 1, 1, l, l] bool: which keys each query of a group may see."""
     position = torch.arange(group.shape[1], device=device)
     distance = position[:, None] - position  # query minus key

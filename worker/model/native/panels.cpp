@@ -1,0 +1,80 @@
+// Keys and values as panels, in which products take them: 16 columns of a matrix side by side, row
+// after row. Keys are columns and values rows, read from where they lie 16 tokens at a time. Where
+// the CPU multiplies bfloat16, two rows share a line, their numbers in pairs; elsewhere numbers
+// become float32.
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16;
+#elif defined(__AVX__)
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = 4;
+#endif
+typedef uint32_t Line __attribute__((vector_size(4 * WIDTH)));
+
+template <int S, int... J>
+inline void exchange(Line& a, Line& b, std::integer_sequence<int, J...>) {
+  const Line low = __builtin_shufflevector(a, b, ((J & S) ? WIDTH + J - S : J)...);
+  b = __builtin_shufflevector(a, b, ((J & S) ? WIDTH + J : J + S)...);
+  a = low;
+}
+
+// WIDTH lines become columns: blocks of S change places, for S = 1, 2, 4, …
+template <int S = 1>
+inline void transpose(Line* lines) {
+  if constexpr (S < WIDTH) {
+#pragma GCC unroll 16
+    for (int i = 0; i < WIDTH; ++i)
+      if (!(i & S)) exchange<S>(lines[i], lines[i + S], std::make_integer_sequence<int, WIDTH>());
+    transpose<2 * S>(lines);
+  }
+}
+
+// 16 tokens' keys from there on, `stride` apart, as the columns of a panel; those beyond `count`
+// are zeros, whatever lies there. A panel is `size` deep, rounded up to STEP.
+template <typename T>
+void pack_keys(const T* keys, int64_t stride, int64_t count, int64_t size, Operand<T>* panel) {
+  constexpr int64_t each = WIDTH * PER_WORD<T>;
+  for (int64_t d = 0; d < rounded_up(size, STEP<T>); d += each)
+    for (int64_t begin = 0; begin < LANES; begin += WIDTH) {
+      Line lines[WIDTH];
+      for (int64_t k = 0; k < WIDTH; ++k)
+        lines[k] = begin + k < count
+            ? load_part<Line>(keys + (begin + k) * stride + d, size - d)
+            : Line{};
+      transpose(lines);
+      for (int64_t i = 0; i < WIDTH; ++i) {
+        Operand<T>* to = panel + (d + i * PER_WORD<T>) * LANES;
+        if constexpr (std::is_same_v<T, Operand<T>>) {
+          store(to + begin * PER_WORD<T>, lines[i]);
+        } else {
+          store(to + begin, lines[i] << 16);
+          store(to + LANES + begin, lines[i] & 0xffff0000u);
+        }
+      }
+    }
+}
+
+// 16 tokens' values as rows of panels, one for each 16 of `size`, which lie `apart`.
+template <typename T>
+void pack_values(
+    const T* values, int64_t stride, int64_t count, int64_t size, Operand<T>* panels,
+    int64_t apart) {
+  for (int64_t d = 0; d < size; d += LANES, panels += apart)
+    for (int64_t k = 0; k < LANES; k += 2) {
+      const T* row = values + k * stride + d;
+      const int64_t left = size - d;
+      if constexpr (std::is_same_v<Operand<T>, float>) {
+        for (int64_t i = 0; i < 2; ++i)
+          store(panels + (k + i) * LANES, load_floats(row + i * stride, k + i < count ? left : 0));
+      } else {
+        const Words low = words(load_part<Halves>(row, k < count ? left : 0));
+        const Words high = words(load_part<Halves>(row + stride, k + 1 < count ? left : 0));
+        store(panels + k * LANES, low | high << 16);
+      }
+    }
+}
+
+}  // namespace

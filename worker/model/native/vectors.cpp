@@ -1,0 +1,132 @@
+// Vectors of 16 numbers, and the functions of them that attention needs. They are the compiler's own
+// (GCC, Clang), which makes of them what the CPU has.
+
+#include <c10/util/BFloat16.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <utility>
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int64_t LANES = 16;
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+
+constexpr Ints LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+constexpr float LOG2_E = 1.44269504f;
+constexpr float INFINITE = std::numeric_limits<float>::infinity();
+
+// What a cache stores, and what products take of it.
+using Half = c10::BFloat16;
+#if defined(__AVX512BF16__)
+template <typename T>
+using Operand = T;
+#else
+template <typename T>
+using Operand = float;
+#endif
+template <typename T>
+constexpr int64_t PER_WORD = 4 / sizeof(T);
+// Depths of products are multiples of this.
+template <typename T>
+constexpr int64_t STEP = LANES * PER_WORD<T>;
+
+inline int64_t rounded_up(int64_t number, int64_t multiple) {
+  return (number + multiple - 1) / multiple * multiple;
+}
+
+template <typename V>
+inline V load(const void* from) {
+  V made;
+  std::memcpy(&made, from, sizeof made);
+  return made;
+}
+
+template <typename V>
+inline void store(void* to, V given) {
+  std::memcpy(to, &given, sizeof given);
+}
+
+// The first `count` numbers from there, then zeros.
+template <typename V, typename T>
+inline V load_part(const T* from, int64_t count) {
+  if (count >= int64_t(sizeof(V) / sizeof(T))) return load<V>(from);
+  V made{};
+  if (count > 0) std::memcpy(&made, from, count * sizeof(T));
+  return made;
+}
+
+inline Floats floats(Words bits) { return load<Floats>(&bits); }
+inline Words words(Halves halves) { return __builtin_convertvector(halves, Words); }
+
+inline Floats load_floats(const float* from, int64_t count) {
+  return load_part<Floats>(from, count);
+}
+inline Floats load_floats(const Half* from, int64_t count) {
+  return floats(words(load_part<Halves>(from, count)) << 16);
+}
+
+inline void store_floats(float* to, Floats given) { store(to, given); }
+inline void store_floats(Half* to, Floats given) {
+#if defined(__AVX512BF16__)
+  store(to, _mm512_cvtneps_pbh((__m512)given));
+#else
+  for (int64_t lane = 0; lane < LANES; ++lane) to[lane] = given[lane];
+#endif
+}
+
+template <int S, int... J>
+inline Floats turned(Floats given, std::integer_sequence<int, J...>) {
+  return __builtin_shufflevector(given, given, ((J + S) % LANES)...);
+}
+
+// The lanes joined with those half of them away, until all are the same.
+template <int S = LANES / 2, typename Join>
+inline float reduced(Floats given, const Join& join) {
+  const Floats made = join(given, turned<S>(given, std::make_integer_sequence<int, LANES>()));
+  if constexpr (S == 1)
+    return made[0];
+  else
+    return reduced<S / 2>(made, join);
+}
+
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+inline float largest(Floats given) { return reduced(given, larger); }
+inline float sum(Floats given) {
+  return reduced(given, [](Floats a, Floats b) { return a + b; });
+}
+
+// 2 to the x, of numbers up to 0: a power that is whole times a polynomial, within 2e-7 of it.
+inline Floats power_of_2(Floats x) {
+  const Ints whole = __builtin_convertvector(x - 0.5f, Ints);
+  const Floats r = x - __builtin_convertvector(whole, Floats);
+  Floats p = r * 1.5403530e-4f + 1.3333558e-3f;  // ln(2)^n / n!
+  p = p * r + 9.6181291e-3f;
+  p = p * r + 5.5504109e-2f;
+  p = p * r + 2.4022651e-1f;
+  p = p * r + 6.9314718e-1f;
+  p = p * r + 1.0f;
+  const Floats made = p * floats(((Words)whole + 127u) << 23);
+  return x < -126.0f ? Floats{} : made;
+}
+
+// cap · tanh(x / cap)
+inline Floats capped(Floats x, float cap) {
+  const Floats size = x < 0.0f ? -x : x;
+  const Floats t = power_of_2(size * (-2.0f * LOG2_E / cap));
+  const Floats made = cap * (1.0f - t) / (1.0f + t);
+  return x < 0.0f ? -made : made;
+}
+
+}  // namespace

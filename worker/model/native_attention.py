@@ -1,0 +1,83 @@
+"""Attention on a CPU as one native operation, from the C++ in native/: keys and values are written
+to the paged cache and attended to where they lie.
+
+Built by the compiler that torch.compile uses and into the same folder (TORCHINDUCTOR_CACHE_DIR),
+which processes may share; where that fails, paged_attention.py goes on. Loading it gives the
+operation that layers call (attention_function.py) a kernel for CPUs.
+"""
+
+import platform
+import threading
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batching.sequence import Batch
+from worker.model.attention_function import Attends
+from worker.model.kv_cache import BLOCK, KVCache
+
+FOLDER = Path(__file__).parent / "native"
+SOURCES = ("vectors", "panels", "products", "tile", "attention", "operations")
+FLAGS = ("-fno-fast-math", "-ffp-contract=fast", "-Wno-psabi")
+DTYPES = (torch.float32, torch.bfloat16)
+_loading = threading.Lock()
+
+
+def load() -> None:
+    """Build it, unless that is done, and load it: half a minute. Whatever the compiler raises."""
+    from torch._inductor.codecache import CppCodeCache  # seconds to import
+
+    source = "".join((FOLDER / f"{name}.cpp").read_text() for name in SOURCES)
+    built_for = (
+        f"// torch {torch.__version__}, {_cpu()}\n"  # the folder may be another machine's too
+    )
+    with _loading:
+        CppCodeCache.load(source + built_for, extra_flags=FLAGS)
+
+
+def _cpu() -> str:
+    """What code for this CPU may use."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+
+
+class NativeMetadata(Attends):
+    """A step's tokens for the native operation, which holds them while the step runs."""
+
+    def __init__(self, cache: KVCache, batch: Batch) -> None:
+        self.cache = cache
+        self.positions = torch.tensor(batch.positions)
+        widths = [span.width for span in batch.spans]
+        starts = [span.start for span in batch.spans]
+        tables = [
+            np.array(blocks[: (start + width - 1) // BLOCK + 1], np.int32)
+            for blocks, start, width in batch.spans
+        ]
+        places = np.cumsum([0, *map(len, tables[:-1])])
+        self._spans = torch.from_numpy(np.stack([batch.offsets, widths, starts, places], 1))
+        self._tables = torch.from_numpy(np.concatenate(tables))
+        limits = [(layer.chunk, *(layer.temperature or (0, 0))) for layer in cache.layers]
+        self._limits = torch.tensor(limits, dtype=torch.double)
+
+    def begin(self) -> None:
+        cache = self.cache
+        torch.ops.onequeue.begin_step(
+            cache.keys, cache.values, self._limits, self._spans, self._tables
+        )
+
+    def end(self) -> None:
+        torch.ops.onequeue.end_step()
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None,
+        layer: int, scale: float, window: int, softcap: float,
+    ) -> Tensor:  # fmt: skip
+        made: Tensor = torch.ops.onequeue.paged_attention(
+            query, key, value, sinks, layer, scale, window, softcap
+        )
+        return made
