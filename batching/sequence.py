@@ -8,7 +8,7 @@ from collections import abc
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
-from batching.block_pool import BlockTable, Key
+from batching.block_pool import ROOT, BlockTable, Key
 
 
 @dataclass(eq=False, slots=True)
@@ -24,6 +24,7 @@ class Sequence:
     # log-probabilities of the prompt are wanted: all of it is computed, nothing is reused
     scores_prompt: bool = False
     background: bool = False  # comes after all that are not
+    root: bytes = ROOT  # it shares its prefix with those of the same root alone
     drafter: Any = None
     prompt_len: int = field(init=False)
     scored: int = 0  # leading tokens whose successor has been scored

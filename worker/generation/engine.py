@@ -88,6 +88,7 @@ class GenerationEngine(Frontend):
                 max_tokens=output.prepared.max_tokens,
                 scores_prompt=output.prepared.prompt_logprobs is not None,
                 background=item.payload.background,
+                root=item.payload.cache_root,
                 drafter=NgramDrafter() if self.speculates else None,
             )
             for output in item.prepared
