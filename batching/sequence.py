@@ -23,6 +23,8 @@ class Sequence:
     max_tokens: int = 1  # of the output; 0: only the prompt is run
     # log-probabilities of the prompt are wanted: all of it is computed, nothing is reused
     scores_prompt: bool = False
+    # how likely tokens are to follow it is wanted: its last row is scored, nothing is sampled
+    scores_end: bool = False
     background: bool = False  # comes after all that are not
     root: bytes = ROOT  # it shares its prefix with those of the same root alone
     drafter: Any = None
@@ -70,11 +72,13 @@ class Chunk:
 
     @property
     def to_score(self) -> range:
-        """Positions whose output says how likely the prompt's next token was."""
-        sequence = self.sequence
+        """Positions whose output says how likely the prompt's next token was, or is."""
+        sequence, end = self.sequence, self.start + self.count
+        if sequence.scores_end:
+            return range(end - 1, end) if self.reaches_end else range(0)
         if not sequence.scores_prompt:
             return range(0)
-        last = min(self.start + self.count, sequence.prompt_len - 1)
+        last = min(end, sequence.prompt_len - 1)
         return range(max(self.start, sequence.scored), last)
 
     @property

@@ -1,0 +1,52 @@
+"""A tiny random model with opinions: its labels are tokens, and their probabilities differ."""
+
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from tests import tiny_chat
+from tests.tiny import SMALL, hf
+from worker.generation.engine import GenerationEngine
+from worker.generation.loading import cached_engine, load_generator, paged_engine
+from worker.model.cached_runner import CachedRunner
+from worker.model.language_model import GeneratorOptions
+from worker.model.paged_runner import PagedRunner
+
+PAIRS = ["AB", "AC", "BA", "CD"]  # labels beyond the letters
+_root = tempfile.TemporaryDirectory(prefix="tiny-decisions-")
+
+
+@cache
+def folder() -> Path:
+    path = Path(_root.name) / "tiny"
+    torch.manual_seed(7)
+    tokenizer = tiny_chat.tokenizer(marks=[*tiny_chat.MARKS, "Yes", "No", *PAIRS])
+    sizes = {**SMALL, "vocab_size": len(tokenizer), "max_position_embeddings": tiny_chat.CONTEXT}
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    config = hf.LlamaConfig(**{**sizes, **ids}, initializer_range=0.3)
+    hf.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+OPTIONS = {"dtype": "float32", "device": "cpu", "kv_cache_gb": 0.01}
+
+
+@cache
+def _loaded() -> GenerationEngine:
+    return load_generator(GeneratorOptions(str(folder()), **OPTIONS))  # type: ignore[arg-type]  # each its own
+
+
+def engine(blocks: int = 400, max_running: int = 256) -> GenerationEngine:
+    """A fresh one, of a model that is loaded once."""
+    options = GeneratorOptions("", max_running=max_running)
+    room = min(tiny_chat.CONTEXT, blocks * 16)
+    return paged_engine(PagedRunner(_loaded().language, blocks, room, max_running), options)
+
+
+def cached() -> GenerationEngine:
+    """On the model's own cache, where prompts share nothing."""
+    runner = CachedRunner(_loaded().language, None)
+    return cached_engine(runner, GeneratorOptions(""), "so it is tried")
