@@ -3,7 +3,7 @@
     messages → text (text/chat_template.py), cut where the question goes → ids of the input, once
     question → ids behind those → a sequence that is only run, and shares the input's blocks
 
-The text is cut before the input's last word: there, tokens end whatever follows, so that the ids
+The text is cut behind the input's last word: there, tokens end whatever follows, so that the ids
 are those of each prompt as a whole, and its prefix is the same whatever else is asked.
 """
 
@@ -31,8 +31,8 @@ from worker.text.chat_template import ChatTemplate
 # with the input, which are looked up and attended to.
 MOST_OWN = 1 << 17
 MOST_SEEN = 1 << 22
-BOUNDARY = re.compile(r"(?<=\w) (?=\w)")  # between two words
-NEAR = 1000  # characters in which words are looked for
+WORD_END = re.compile(r"(?<=\w)(?=[\s.,;:!?。、，！？])")
+NEAR = 100  # characters in which the last words are looked for
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -41,8 +41,8 @@ class Shared(NamedTuple):
     """What all prompts of a request begin with, and what is around their questions."""
 
     ids: list[int]
-    word: str  # the last of `ids`, of `skip` tokens: no text is told apart from what it follows
-    skip: int
+    word: str  # the last in `ids`: some tokenizers begin a text otherwise than they go on
+    skip: int  # tokens of that
     before: str
     after: str
 
@@ -135,9 +135,9 @@ class Decisions:
             raise InvalidInput(cannot, request.param)
         if len(text) > self._max_model_len * self._longest_token:
             raise self._too_long(f"more than {len(text) // self._longest_token}", request.param)
-        words = [match.start() for match in BOUNDARY.finditer(text, max(0, len(text) - NEAR))]
-        cut = words[-1] if words else len(text)
-        word = text[words[-2] : cut] if len(words) > 1 else ""
+        ends = [match.start() for match in WORD_END.finditer(text, max(0, len(text) - NEAR))]
+        cut = ends[-1] if ends else len(text)
+        word = text[ends[-2] : cut] if len(ends) > 1 else ""
         ids = self._encode(text[:cut])
         if len(ids) >= self._max_model_len:
             raise self._too_long(str(len(ids)), request.param)

@@ -22,7 +22,7 @@ from server.token_stream import TokenStream, Usage
 from worker.decisions import DecisionInput
 
 
-class Request(Body, Protocol):
+class DecisionBody(Body, Protocol):
     cache_salt: str | None
 
     def decision_input(self) -> DecisionInput: ...
@@ -36,10 +36,10 @@ class DecisionEndpoint:
 
     engine: Engine
     models: ModelNames
-    kind: type[Request]
+    kind: type[DecisionBody]
     parsing: Parsing = field(init=False, default_factory=Parsing)
 
-    def parse(self, body: bytes) -> tuple[Request, DecisionInput]:
+    def parse(self, body: bytes) -> tuple[DecisionBody, DecisionInput]:
         """In a pool thread if the body is large."""
         most = self.engine.generator.max_model_len
         request = decode(body, self.kind, self.models.names, most)

@@ -1,6 +1,6 @@
 """The questions of `POST /v1/decisions`: as clients send them, as they are asked, and the answers.
 
-Question  --asked-->  what the model gets  --answer-->  what the client gets
+AnyQuestion  --asked-->  what the model gets  --answer-->  what the client gets
 """
 
 import json
@@ -13,8 +13,7 @@ from batching.errors import InvalidInput
 from server.http.json import Document
 from server.openai.decisions import confidence
 from server.openai.params import FILLED, TextPart, required
-from worker.decisions import MOST_OPTIONS
-from worker.decisions import Question as Asked
+from worker.decisions import MOST_OPTIONS, Question
 
 KINDS = ("input_text", "input_json")
 SOME = Meta(min_length=2, max_length=MOST_OPTIONS)
@@ -39,8 +38,9 @@ class PredicateQuestion(Struct, tag_field="type", tag="predicate"):
     instructions: Parts
     name: str | None = None
 
-    def asked(self, path: str) -> Asked:
-        return Asked("predicate", shown(self.instructions, f"{path}.instructions"), ("", ""), path)
+    def asked(self, path: str) -> Question:
+        instructions = shown(self.instructions, f"{path}.instructions")
+        return Question("predicate", instructions, ("", ""), path)
 
     def answer(self, probabilities: Sequence[float]) -> Document:
         return {"probability": probabilities[0]}
@@ -56,12 +56,12 @@ class ChoiceQuestion(Struct, tag_field="type", tag="choice"):
     choices: Annotated[list[ChoiceOption], SOME]
     name: str | None = None
 
-    def asked(self, path: str) -> Asked:
+    def asked(self, path: str) -> Question:
         values = {(type(each.value), each.value) for each in self.choices}  # True is not "true"
         if len(values) < len(self.choices):
             raise InvalidInput.at(f"{path}.choices", "must differ from each other")
         options = tuple(described(written(each.value), each.description) for each in self.choices)
-        return Asked("choice", shown(self.instructions, f"{path}.instructions"), options, path)
+        return Question("choice", shown(self.instructions, f"{path}.instructions"), options, path)
 
     def answer(self, probabilities: Sequence[float]) -> Document:
         values = [each.value for each in self.choices]
@@ -85,9 +85,9 @@ class ScoreQuestion(Struct, tag_field="type", tag="score"):
     levels: Annotated[list[ScoreLevel], SOME]
     name: str | None = None
 
-    def asked(self, path: str) -> Asked:
+    def asked(self, path: str) -> Question:
         options = tuple(described(each.label, each.description) for each in self.levels)
-        return Asked("score", shown(self.instructions, f"{path}.instructions"), options, path)
+        return Question("score", shown(self.instructions, f"{path}.instructions"), options, path)
 
     def answer(self, probabilities: Sequence[float]) -> Document:
         each = enumerate(zip(self.levels, probabilities, strict=True))
@@ -101,7 +101,7 @@ class ScoreQuestion(Struct, tag_field="type", tag="score"):
         }
 
 
-Question: TypeAlias = PredicateQuestion | ChoiceQuestion | ScoreQuestion
+AnyQuestion: TypeAlias = PredicateQuestion | ChoiceQuestion | ScoreQuestion
 
 
 def shown(given: Parts, path: str) -> str:

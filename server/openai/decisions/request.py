@@ -6,7 +6,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from server.http.json import Document
-from server.openai.decisions.questions import Question, QuestionPart, written
+from server.openai.decisions.questions import AnyQuestion, QuestionPart, written
 from server.openai.params import FILLED, Filled, Salt, TextPart, required
 from server.openai.responses.items import MESSAGE_PARTS, ROLES, Item, documents, messages
 from server.token_stream import Usage
@@ -57,7 +57,7 @@ class DecisionItem(Struct):
 class DecisionRequest(Struct, kw_only=True):
     model: str | None = None
     input: Filled | Annotated[list[DecisionItem], FILLED]
-    questions: Annotated[list[Question], Meta(min_length=1, max_length=MOST_QUESTIONS)]
+    questions: Annotated[list[AnyQuestion], Meta(min_length=1, max_length=MOST_QUESTIONS)]
     cache_salt: Salt | None = None
     prompt_cache_options: Annotated[None, Meta(description="Not implemented: leave it out")] = None
     prompt_cache_key: str | None = None

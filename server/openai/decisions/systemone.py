@@ -8,18 +8,18 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
+from batching.errors import InvalidInput
 from server.http.json import Document
 from server.openai.decisions import confidence
 from server.openai.decisions.questions import described, written
 from server.openai.params import Salt
 from server.token_stream import Usage
-from worker.decisions import MOST_OPTIONS, DecisionInput
-from worker.decisions import Question as Asked
+from worker.decisions import MOST_OPTIONS, DecisionInput, Question
 
 MOST_NAMED = 64
 
 Content: TypeAlias = str | dict[str, Any] | list[Any]
-ASSETS = Meta(max_length=0, description="Images: this model takes text only")
+ASSETS = Meta(extra_json_schema={"maxProperties": 0}, description="Images: not implemented")
 
 
 class NamedNoul(Struct, tag_field="type", tag="noul"):
@@ -28,10 +28,10 @@ class NamedNoul(Struct, tag_field="type", tag="noul"):
     instructions: Content | None = None
     criteria: dict[Literal["true", "false"], Content | None] | None = None
 
-    def asked(self, path: str) -> Asked:
+    def asked(self, path: str) -> Question:
         told: Mapping[Any, Content | None] = self.criteria or {}
         options = tuple(shown(told.get(each)) for each in ("true", "false"))
-        return Asked("predicate", shown(self.instructions), options, path)
+        return Question("predicate", shown(self.instructions), options, path)
 
     def answer(self, probabilities: Sequence[float]) -> Document:
         return {"type": "noul", "noul": probabilities[0]}
@@ -41,9 +41,9 @@ class NamedChoice(Struct, tag_field="type", tag="choice"):
     criteria: Annotated[dict[str, Content | None], Meta(min_length=1, max_length=MOST_OPTIONS)]
     instructions: Content | None = None
 
-    def asked(self, path: str) -> Asked:
+    def asked(self, path: str) -> Question:
         options = tuple(described(name, shown(told)) for name, told in self.criteria.items())
-        return Asked("choice", shown(self.instructions), options, path)
+        return Question("choice", shown(self.instructions), options, path)
 
     def answer(self, probabilities: Sequence[float]) -> Document:
         names = list(self.criteria)
@@ -61,9 +61,9 @@ class NamedScore(Struct, tag_field="type", tag="score"):
     criteria: Annotated[list[Content], Meta(min_length=1, max_length=MOST_OPTIONS)]
     instructions: Content | None = None
 
-    def asked(self, path: str) -> Asked:
+    def asked(self, path: str) -> Question:
         options = tuple(map(shown, self.criteria))
-        return Asked("score", shown(self.instructions), options, path)
+        return Question("score", shown(self.instructions), options, path)
 
     def answer(self, probabilities: Sequence[float]) -> Document:
         levels = list(map(str, range(len(probabilities))))
@@ -76,17 +76,20 @@ class NamedScore(Struct, tag_field="type", tag="score"):
         }
 
 
-Question: TypeAlias = NamedNoul | NamedChoice | NamedScore
+NamedQuestion: TypeAlias = NamedNoul | NamedChoice | NamedScore
 
 
 class SystemOneRequest(Struct, kw_only=True):
     model: str | None = None
     state: Content
-    questions: Annotated[dict[str, Question], Meta(min_length=1, max_length=MOST_NAMED)]
+    questions: Annotated[dict[str, NamedQuestion], Meta(min_length=1, max_length=MOST_NAMED)]
     assets: Annotated[dict[str, Any], ASSETS] | None = None
     cache_salt: Salt | None = None
 
     def decision_input(self) -> DecisionInput:
+        """InvalidInput for what cannot be asked."""
+        if self.assets:
+            raise InvalidInput.at("assets", "this model takes text, no images")
         message = {"role": "user", "content": shown(self.state)}
         asked = (each.asked(f"questions.{name}") for name, each in self.questions.items())
         return DecisionInput((message,), tuple(asked), param="state")
