@@ -73,12 +73,13 @@ class Chunk:
     @property
     def to_score(self) -> range:
         """Positions whose output says how likely the prompt's next token was, or is."""
-        sequence, end = self.sequence, self.start + self.count
+        sequence = self.sequence
         if sequence.scores_end:
+            end = self.start + self.count
             return range(end - 1, end) if self.reaches_end else range(0)
         if not sequence.scores_prompt:
             return range(0)
-        last = min(end, sequence.prompt_len - 1)
+        last = min(self.start + self.count, sequence.prompt_len - 1)
         return range(max(self.start, sequence.scored), last)
 
     @property

@@ -14,7 +14,7 @@ from server.openai.decisions.systemone import SystemOneRequest
 from server.openai.params import Names, decode
 from server.token_stream import Usage
 from tests import tiny_decisions
-from tests.generating import Driver, Served
+from tests.generating import Driver, Served, request
 from tests.tiny import hf
 from worker.decisions import DecisionInput, Question
 from worker.generation import decisions
@@ -58,10 +58,10 @@ def serve(generator: GenerationEngine, *asked: DecisionInput) -> tuple[list[Serv
     return served, driver
 
 
-def answers(generator: GenerationEngine, request: SystemOneRequest) -> dict[str, Any]:
-    [served], _ = serve(generator, request.decision_input())
+def answers(generator: GenerationEngine, named: SystemOneRequest) -> dict[str, Any]:
+    [served], _ = serve(generator, named.decision_input())
     found = [delta.probabilities for delta in served.choices]
-    made: dict[str, Any] = request.document(found, Usage())["answers"]
+    made: dict[str, Any] = named.document(found, Usage())["answers"]
     return made
 
 
@@ -116,12 +116,12 @@ def test_probabilities_sum_to_one() -> None:
 
 def test_more_options_than_letters_get_pairs_of_them() -> None:
     criteria = {f"option {n}": None for n in range(30)}
-    request = read({"q": {"type": "choice", "criteria": criteria}})
+    named = read({"q": {"type": "choice", "criteria": criteria}})
     generator = tiny_decisions.engine()
-    [found] = probabilities(generator, request.decision_input())
+    [found] = probabilities(generator, named.decision_input())
     assert len(found) == 30
     tokenizer = generator.language.tokenizer
-    item = WorkItem(request.decision_input(), float("inf"), 0.0)
+    item = WorkItem(named.decision_input(), float("inf"), 0.0)
     generator.prepare(item)
     text = tokenizer.decode(item.prepared[0].prepared.ids)
     assert "\nZ. option 25\nAB. option 26\nAC. option 27\nBA. option 28\nCD. option 29\n" in text
@@ -214,6 +214,22 @@ def test_the_input_counts_once() -> None:
     assert [delta.cached_tokens for delta in served.choices] == [0, 0, 0]
 
 
+def test_a_chat_does_not_wait_for_many_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "MOST", {"cpu": 128})
+    driver = Driver(tiny_decisions.engine(blocks=1200, max_running=16))
+    many = driver.add(WorkItem(about(STATE, predicates(200)), float("inf"), 0.0))
+    for _ in range(8):
+        driver.step()
+    assert 0 < len(many.deltas) < 100
+    chat = driver.add(request([7, 8, 9], max_tokens=4))
+    for _ in range(5):
+        driver.step()
+    assert chat.done
+    assert not many.done
+    driver.finish()
+    assert len(many.choices) == 200
+
+
 def test_they_are_right_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "MOST", {"cpu": 48})
     asked = [about(STATE, predicates(20)), about(STATE[::-1], predicates(20))]
@@ -301,8 +317,8 @@ def test_what_all_questions_take_together_is_bounded(monkeypatch: pytest.MonkeyP
 
 def test_more_options_than_the_model_has_labels_are_refused() -> None:
     criteria = {f"option {n}": None for n in range(31)}
-    request = read({"q": {"type": "choice", "criteria": criteria}})
-    error = refused(request.decision_input())
+    named = read({"q": {"type": "choice", "criteria": criteria}})
+    error = refused(named.decision_input())
     assert error.param == "questions.q"
     assert "31 options" in str(error)
     assert "30 apart" in str(error)

@@ -25,7 +25,7 @@ def folder() -> Path:
     tokenizer = tiny_chat.tokenizer(marks=[*tiny_chat.MARKS, "Yes", "No", *PAIRS])
     sizes = {**SMALL, "vocab_size": len(tokenizer), "max_position_embeddings": tiny_chat.CONTEXT}
     ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    config = hf.LlamaConfig(**{**sizes, **ids}, initializer_range=0.3)
+    config = hf.LlamaConfig(**{**sizes, **ids, "initializer_range": 0.3})
     hf.AutoModelForCausalLM.from_config(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path

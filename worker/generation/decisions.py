@@ -33,6 +33,8 @@ MOST_OWN = 1 << 17
 MOST_SEEN = 1 << 22
 WORD_END = re.compile(r"(?<=\w)(?=[\s.,;:!?。、，！？])")
 NEAR = 100  # characters in which the last words are looked for
+# So many questions of a request come in their turn; more are not to keep others waiting.
+FIRST = 8
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -55,6 +57,7 @@ class Verdict:
         self, item: WorkItem, number: int, ids: list[int], labels: tuple[int, ...], shared: int
     ) -> None:
         self.item = item
+        self.background = item.payload.background or number >= FIRST
         self.prepared = Prepared(ids, SamplingParams(), 0, {}, labels=labels)
         self.count = 0  # output tokens
         self.begun = False

@@ -88,7 +88,7 @@ class GenerationEngine(Frontend):
                 max_tokens=output.prepared.max_tokens,
                 scores_prompt=output.prepared.prompt_logprobs is not None,
                 scores_end=bool(output.prepared.labels),
-                background=item.payload.background,
+                background=output.background,
                 root=item.payload.cache_root,
                 drafter=NgramDrafter() if self.speculates else None,
             )

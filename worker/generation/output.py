@@ -74,6 +74,7 @@ class SequenceOutput:
     ) -> None:
         parser = prepared.parser and prepared.parser.sibling()
         self.item = item
+        self.background: bool = item.payload.background
         self.prepared = prepared
         self.vocabulary = vocabulary
         self.sampling = sampling
