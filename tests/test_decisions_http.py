@@ -231,7 +231,7 @@ def test_what_cannot_be_asked_is_a_400_by_name(
         ({"questions": {f"q{n}": NOUL for n in range(65)}}, "questions"),
         ({"questions": {"q": {"type": "predicate"}}}, "questions[...].type"),
         ({"questions": {"q": {"type": "choice", "criteria": {}}}}, "questions[...].criteria"),
-        ({"questions": {"q": {"type": "score"}}}, "questions[...].criteria"),
+        ({"questions": {"q": {"type": "score"}}}, "questions.criteria"),
         ({"questions": {"q": {"type": "noul", "criteria": {"yes": "a"}}}}, None),
         ({"state": 5}, "state"),
         ({"state": "word " * 2000}, "state"),
