@@ -6,11 +6,13 @@ from pathlib import Path
 
 import torch
 
+from batching.scheduler import PrefillBudget
 from tests import tiny_chat
 from tests.tiny import SMALL, hf
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import cached_engine, load_generator, paged_engine
 from worker.model.cached_runner import CachedRunner
+from worker.model.kv_cache import BLOCK
 from worker.model.language_model import GeneratorOptions
 from worker.model.paged_runner import PagedRunner
 
@@ -31,22 +33,28 @@ def folder() -> Path:
     return path
 
 
-OPTIONS = {"dtype": "float32", "device": "cpu", "kv_cache_gb": 0.01}
-
-
 @cache
 def _loaded() -> GenerationEngine:
-    return load_generator(GeneratorOptions(str(folder()), **OPTIONS))  # type: ignore[arg-type]  # each its own
+    options = GeneratorOptions(str(folder()), dtype="float32", device="cpu", kv_cache_gb=0.01)
+    return load_generator(options)
 
 
 def engine(blocks: int = 400, max_running: int = 256) -> GenerationEngine:
-    """A fresh one, of a model that is loaded once."""
+    """As new; those of the same size are one."""
+    made = _made(blocks, max_running)
+    made.clear()
+    made._budget = PrefillBudget("cpu")
+    return made
+
+
+@cache
+def _made(blocks: int, max_running: int) -> GenerationEngine:
     options = GeneratorOptions("", max_running=max_running)
-    room = min(tiny_chat.CONTEXT, blocks * 16)
+    room = min(tiny_chat.CONTEXT, blocks * BLOCK)
     return paged_engine(PagedRunner(_loaded().language, blocks, room, max_running), options)
 
 
 def cached() -> GenerationEngine:
     """On the model's own cache, where prompts share nothing."""
-    runner = CachedRunner(_loaded().language, None)
+    runner = CachedRunner(_loaded().language)
     return cached_engine(runner, GeneratorOptions(""), "so it is tried")

@@ -19,7 +19,7 @@ from server.openai.cache_root import cache_root
 from server.openai.models import ModelNames
 from server.openai.params import Body, decode
 from server.token_stream import TokenStream, Usage
-from worker.decisions import DecisionInput
+from worker.decisions import MOST_QUESTIONS, DecisionInput
 
 
 class DecisionBody(Body, Protocol):
@@ -41,7 +41,7 @@ class DecisionEndpoint:
 
     def parse(self, body: bytes) -> tuple[DecisionBody, DecisionInput]:
         """In a pool thread if the body is large."""
-        most = self.engine.generator.max_model_len
+        most = max(MOST_QUESTIONS, self.engine.generator.max_model_len)
         request = decode(body, self.kind, self.models.names, most)
         return request, request.decision_input()
 
