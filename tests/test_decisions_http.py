@@ -249,6 +249,15 @@ def test_what_the_other_endpoint_cannot_be_asked_is_a_400(
 
 
 def test_a_model_that_is_not_here_is_a_404(client: openai.OpenAI) -> None:
+    asked: list[Any] = [PREDICATE]
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.decisions.create(model="gpt-6-luna", input=TEXT, questions=asked)
+    assert caught.value.code == "model_not_found"
+
+
+def test_keys_and_salts_have_rooms_of_their_own() -> None:
+    folder = str(tiny_decisions.folder())
+    body: dict[str, Any] = {"input": TEXT, "questions": [PREDICATE]}
     salted = {"cache_salt": "a"}
     asked: list[Any] = [("one", {}), ("two", {}), ("one", salted), ("one", {}), ("two", {})]
     found = []
