@@ -223,7 +223,9 @@ def test_the_input_counts_once() -> None:
     counted = [delta.prompt_tokens for delta in served.choices]
     assert counted[0] == len(prompts[0])
     assert counted[1] == counted[2] < counted[0] / 2
-    assert [delta.cached_tokens for delta in served.choices] == [0, 0, 0]
+    assert served.choices[0].cached_tokens == 0
+    # beyond the input, it is known how all three begin
+    assert served.choices[1].cached_tokens == served.choices[2].cached_tokens < BLOCK
 
 
 def test_a_chat_does_not_wait_for_many_questions(monkeypatch: pytest.MonkeyPatch) -> None:

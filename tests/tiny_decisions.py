@@ -13,7 +13,7 @@ from worker.generation.engine import GenerationEngine
 from worker.generation.loading import cached_engine, load_generator, paged_engine
 from worker.model.cached_runner import CachedRunner
 from worker.model.kv_cache import BLOCK
-from worker.model.language_model import GeneratorOptions
+from worker.model.language_model import GeneratorOptions, load_language_model
 from worker.model.paged_runner import PagedRunner
 
 PAIRS = ["AB", "AC", "BA", "CD"]  # labels beyond the letters
@@ -35,8 +35,11 @@ def folder() -> Path:
 
 @cache
 def _loaded() -> GenerationEngine:
-    options = GeneratorOptions(str(folder()), dtype="float32", device="cpu", kv_cache_gb=0.01)
-    return load_generator(options)
+    return load_generator(_options())
+
+
+def _options() -> GeneratorOptions:
+    return GeneratorOptions(str(folder()), dtype="float32", device="cpu", kv_cache_gb=0.01)
 
 
 def engine(blocks: int = 400, max_running: int = 256) -> GenerationEngine:
@@ -56,5 +59,6 @@ def _made(blocks: int, max_running: int) -> GenerationEngine:
 
 def cached() -> GenerationEngine:
     """On the model's own cache, where prompts share nothing."""
-    runner = CachedRunner(_loaded().language)
+    language = load_language_model(_options())
+    runner = CachedRunner(language)
     return cached_engine(runner, GeneratorOptions(""), "so it is tried")

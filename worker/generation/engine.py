@@ -90,7 +90,7 @@ class GenerationEngine(Frontend):
                 scores_end=bool(output.prepared.labels),
                 background=output.background,
                 root=item.payload.cache_root,
-                drafter=NgramDrafter() if self.speculates else None,
+                drafter=NgramDrafter() if self.speculates and output.prepared.max_tokens else None,
             )
             for output in item.prepared
         ]
