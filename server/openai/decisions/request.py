@@ -38,20 +38,23 @@ class DecisionItem(Struct):
 
     def plain(self, path: str) -> Item:
         """What a response would be given."""
-        content, arguments = self.content, self.arguments
-        if isinstance(content, list):
-            content = [each.plain(f"{path}.content[{n}]") for n, each in enumerate(content)]
+        arguments = self.arguments
         if self.type == "custom_tool_call":
             arguments = written({"input": required(self.input, f"{path}.input")})
         return Item(
             CUSTOM.get(self.type, self.type),
             role=self.role,
-            content=content,
+            content=self._plain_content(f"{path}.content"),
             call_id=self.call_id,
             name=self.name,
             arguments=arguments,
             output=self.output,
         )
+
+    def _plain_content(self, path: str) -> str | list[TextPart] | None:
+        if not isinstance(self.content, list):
+            return self.content
+        return [each.plain(f"{path}[{n}]") for n, each in enumerate(self.content)]
 
 
 class DecisionRequest(Struct, kw_only=True):
@@ -65,9 +68,11 @@ class DecisionRequest(Struct, kw_only=True):
 
     def decision_input(self) -> DecisionInput:
         """InvalidInput for what cannot be asked."""
-        given = self.input
-        if not isinstance(given, str):
-            given = [each.plain(f"input[{n}]") for n, each in enumerate(given)]
+        given: str | list[Item]
+        if isinstance(self.input, str):
+            given = self.input
+        else:
+            given = [each.plain(f"input[{n}]") for n, each in enumerate(self.input)]
         shown = messages((), documents(given, lambda ids: {}))
         return DecisionInput(
             tuple(each.rendered("input") for each in shown),
