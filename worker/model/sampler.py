@@ -34,6 +34,7 @@ class SampledToken:
     token: int  # -1: the row holds no usable numbers (NaN, +inf, or everything -inf)
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()  # (id, logprob), best first; impossible tokens left out
+    rank: int = 0  # 1: none is likelier; 0: not scored
 
 
 @torch.inference_mode()
@@ -236,18 +237,21 @@ def _passed(sums: Tensor, target: Tensor) -> Tensor:
 
 
 def _scored(raw: Tensor, tokens: Tensor, counts: Sequence[int]) -> list[SampledToken]:
-    """Choices of `tokens` [R] with log-probabilities: theirs, and of the best counts[i]."""
+    """Choices of `tokens` [R] with log-probabilities: theirs, and of the best counts[i]; ranked."""
     peak, most = raw.amax((1, 2)), max(counts)
     shift = _sum(_weights(raw, peak, torch.ones_like(peak))).log() + peak
     chosen = raw.flatten(1).gather(1, tokens[:, None].clamp(min=0))
-    parts = [tokens[:, None].double(), chosen - shift[:, None]]
+    likelier = (raw.flatten(1) > chosen).sum(1, keepdim=True)
+    parts = [tokens[:, None].double(), chosen - shift[:, None], likelier.double()]
     if most:
         values, ids = _top(raw, max(most, CANDIDATES))
         parts += [values[:, :most] - shift[:, None], ids[:, :most].double()]
     sampled = []
-    for count, (token, logprob, *rest) in zip(counts, torch.cat(parts, 1).tolist(), strict=True):
+    rows = torch.cat(parts, 1).tolist()
+    for count, (token, logprob, before, *rest) in zip(counts, rows, strict=True):
         half = len(rest) // 2
         best = zip(map(int, rest[half:]), rest[:count], strict=False)
         top = tuple(pair for pair in best if pair[1] > -np.inf)
-        sampled.append(SampledToken(int(token), logprob, top) if token >= 0 else SampledToken(-1))
+        found = SampledToken(int(token), logprob, top, int(before) + 1)
+        sampled.append(found if token >= 0 else SampledToken(-1))
     return sampled
