@@ -1,6 +1,5 @@
 """Questions about one input: the library's own probabilities, for the price of one prompt."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,21 +7,19 @@ import pytest
 import torch
 
 from batching import scheduler
-from batching.errors import InvalidInput, ItemFailed
+from batching.errors import ItemFailed
 from batching.request_queue import WorkItem
 from server.openai.decisions.systemone import SystemOneRequest
-from server.openai.params import Names, decode
 from server.token_stream import Usage
 from tests import tiny_decisions
 from tests.generating import Driver, Served, request
 from tests.tiny import hf
-from worker.decisions import DecisionInput, Question
-from worker.generation import decisions
+from tests.tiny_decisions import STATE, about, predicates, prompts_of, read
+from worker.decisions import DecisionInput
 from worker.generation.engine import GenerationEngine
 from worker.model.kv_cache import BLOCK
 from worker.model.sampler import label_logprobs
 
-STATE = "I was charged twice for my order, and the second parcel never came. " * 4
 KINDS: dict[str, Any] = {
     "refund": {"type": "noul", "instructions": "Is a refund requested?"},
     "angry": {
@@ -46,11 +43,6 @@ KINDS: dict[str, Any] = {
 }
 
 
-def read(questions: Any, state: Any = STATE) -> SystemOneRequest:
-    body = json.dumps({"state": state, "questions": questions}).encode()
-    return decode(body, SystemOneRequest, Names("tiny"))
-
-
 def serve(generator: GenerationEngine, *asked: DecisionInput) -> tuple[list[Served], Driver]:
     driver = Driver(generator)
     served = [driver.add(WorkItem(each, float("inf"), 0.0)) for each in asked]
@@ -63,17 +55,6 @@ def answers(generator: GenerationEngine, named: SystemOneRequest) -> dict[str, A
     found = [delta.probabilities for delta in served.choices]
     made: dict[str, Any] = named.document(found, Usage())["answers"]
     return made
-
-
-def predicates(count: int, words: str = "the parcel") -> tuple[Question, ...]:
-    return tuple(
-        Question("predicate", f"Is {words} number {n}?", ("", ""), f"questions[{n}]")
-        for n in range(count)
-    )
-
-
-def about(text: str, questions: Sequence[Question]) -> DecisionInput:
-    return DecisionInput(({"role": "user", "content": text},), tuple(questions))
 
 
 def probabilities(generator: GenerationEngine, asked: DecisionInput) -> list[list[float]]:
@@ -169,12 +150,6 @@ def test_where_yes_and_no_are_no_tokens_the_letters_answer() -> None:
 # ── what they cost ──
 
 
-def prompts_of(asked: DecisionInput) -> list[list[int]]:
-    item = WorkItem(asked, float("inf"), 0.0)
-    tiny_decisions.engine().prepare(item)
-    return [verdict.prepared.ids for verdict in item.prepared]
-
-
 def to_run(prompts: list[list[int]], known: Sequence[list[int]] = ()) -> list[int]:
     """Of each, the tokens behind the blocks that it shares with any before."""
     begun = {tuple(each[:end]) for each in known for end in range(BLOCK, len(each) + 1, BLOCK)}
@@ -252,99 +227,6 @@ def test_they_are_right_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -
     for each, expected in zip(served, wanted, strict=True):
         found = [list(delta.probabilities) for delta in each.choices]
         assert found == [pytest.approx(one, abs=1e-5) for one in expected]
-
-
-# ── the prompts ──
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        STATE,
-        "one",
-        "ends with spaces   ",
-        "no\nspaces\nat\nall",
-        "3 4 5 6",
-        "日本語のテキスト",
-        "a b",
-        "mixed… “marks” — and é ü ñ, x_y z",
-    ],
-)
-def test_the_tokens_are_those_of_each_prompt_as_a_whole(text: str) -> None:
-    asked = about(text, predicates(3))
-    tokenizer = tiny_decisions.engine().language.tokenizer
-    for question, ids in zip(asked.questions, prompts_of(asked), strict=True):
-        content = f"{text}\n\n{question.asked(['Yes', 'No'])}"
-        whole: Any = tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}],
-            add_generation_prompt=True,
-            enable_thinking=False,
-            return_dict=True,
-        )
-        assert ids == whole["input_ids"]
-
-
-def test_the_users_last_words_go_on_with_the_question() -> None:
-    user, assistant = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}
-    assert decisions.with_question([assistant, user], "Q") == (
-        assistant,
-        {"role": "user", "content": "Hi\n\nQ"},
-    )
-    asked = {"role": "user", "content": "Q"}
-    assert decisions.with_question([user, assistant], "Q") == (user, assistant, asked)
-
-
-# ── what is refused ──
-
-
-def refused(asked: DecisionInput) -> InvalidInput:
-    with pytest.raises(InvalidInput) as caught:
-        tiny_decisions.engine().prepare(WorkItem(asked, float("inf"), 0.0))
-    return caught.value
-
-
-def test_too_long_an_input_is_refused_by_name() -> None:
-    for text in ("word " * 2000, "word " * 200_000):
-        error = refused(about(text, predicates(1)))
-        assert error.param == "input"
-        assert "context holds 1024" in str(error)
-
-
-def test_too_long_a_question_is_refused_by_name() -> None:
-    error = refused(about(STATE, [*predicates(2), *predicates(3, "word " * 1000)[2:]]))
-    assert error.param == "questions[2]"
-    assert "context holds 1024" in str(error)
-
-
-def test_what_all_questions_take_together_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = about(STATE, predicates(10))
-    prompts = prompts_of(asked)
-    whole = sum(map(len, prompts))
-    for name, most in (("MOST_OWN", 300), ("MOST_SEEN", whole - 1)):
-        monkeypatch.setattr(decisions, name, most)
-        error = refused(asked)
-        assert str(error.param).startswith("questions[")
-        monkeypatch.undo()
-    monkeypatch.setattr(decisions, "MOST_SEEN", whole)
-    assert len(prompts_of(asked)) == 10
-
-
-def test_more_options_than_the_model_has_labels_are_refused() -> None:
-    criteria = {f"option {n}": None for n in range(31)}
-    named = read({"q": {"type": "choice", "criteria": criteria}})
-    error = refused(named.decision_input())
-    assert error.param == "questions.q"
-    assert "31 options" in str(error)
-    assert "30 apart" in str(error)
-
-
-def test_a_template_that_does_not_show_the_input_is_no_basis(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    generator = tiny_decisions.engine()
-    monkeypatch.setattr(generator.template, "render", lambda chat: "always the same")
-    with pytest.raises(InvalidInput, match="does not show"):
-        generator.prepare(WorkItem(about(STATE, predicates(1)), float("inf"), 0.0))
 
 
 def test_numbers_that_are_none_fail_the_item() -> None:

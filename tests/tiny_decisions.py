@@ -1,14 +1,21 @@
 """A tiny random model with opinions: its labels are tokens, and their probabilities differ."""
 
+import json
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from batching.request_queue import WorkItem
 from batching.scheduler import PrefillBudget
+from server.openai.decisions.systemone import SystemOneRequest
+from server.openai.params import Names, decode
 from tests import tiny_chat
 from tests.tiny import SMALL, hf
+from worker.decisions import DecisionInput, Question
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import cached_engine, load_generator, paged_engine
 from worker.model.cached_runner import CachedRunner
@@ -16,6 +23,7 @@ from worker.model.kv_cache import BLOCK
 from worker.model.language_model import GeneratorOptions, load_language_model
 from worker.model.paged_runner import PagedRunner
 
+STATE = "I was charged twice for my order, and the second parcel never came. " * 4
 PAIRS = ["AB", "AC", "BA", "CD"]  # labels beyond the letters
 _root = tempfile.TemporaryDirectory(prefix="tiny-decisions-")
 
@@ -62,3 +70,28 @@ def cached() -> GenerationEngine:
     language = load_language_model(_options())
     runner = CachedRunner(language)
     return cached_engine(runner, GeneratorOptions(""), "so it is tried")
+
+
+# ── what is asked ──
+
+
+def read(questions: Any, state: Any = STATE) -> SystemOneRequest:
+    body = json.dumps({"state": state, "questions": questions}).encode()
+    return decode(body, SystemOneRequest, Names("tiny"))
+
+
+def predicates(count: int, words: str = "the parcel") -> tuple[Question, ...]:
+    return tuple(
+        Question("predicate", f"Is {words} number {n}?", ("", ""), f"questions[{n}]")
+        for n in range(count)
+    )
+
+
+def about(text: str, questions: Sequence[Question]) -> DecisionInput:
+    return DecisionInput(({"role": "user", "content": text},), tuple(questions))
+
+
+def prompts_of(asked: DecisionInput) -> list[list[int]]:
+    item = WorkItem(asked, float("inf"), 0.0)
+    engine().prepare(item)
+    return [verdict.prepared.ids for verdict in item.prepared]
