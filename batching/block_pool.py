@@ -3,8 +3,9 @@
 Memory is cut into blocks of `size` token positions; a sequence's table lists its blocks in order.
 A full block is registered under its tokens and the block before it, so that the chain of blocks
 identifies the whole prefix, exactly and without any hash. A later sequence that begins
-with the same tokens takes those blocks instead of computing them. Blocks that nobody uses stay
-registered until the room is needed, least recently used first, tails before heads.
+with the same tokens takes those blocks instead of computing them, if its chain has the same root:
+who may not know what the other asked begins at another. Blocks that nobody uses stay registered
+until the room is needed, least recently used first, tails before heads.
 
 A block costs memory from its first use on. So what is given out is, in this order: blocks that were
 used and hold nothing now; fresh ones, until a share of all has been used; the least recently used
@@ -18,8 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-ROOT = 0  # the node before any first block
-Key = tuple[int, tuple[int, ...]]  # the node before, and the block's tokens
+ROOT = b""  # of chains that are everybody's
+Node = int | bytes  # a block that has been named; before the first, the chain's root
+# A token's id. In the place of what is no text, as of a picture, a digest of it: its tokens are
+# the same for all.
+Content = int | bytes
+Key = tuple[Node, tuple[Content, ...]]  # the node before, and what the block holds
 
 
 @dataclass(eq=False, slots=True)
@@ -28,7 +33,7 @@ class BlockTable:
 
     blocks: list[int]
     registered: int  # leading blocks whose tokens are computed and registered
-    node: int  # of the last of them
+    node: Node  # of the last of them
     kept: Any = None  # of the sequence, by a model runner that has no use for blocks
 
 
@@ -49,8 +54,8 @@ class BlockPool:
         self._block_of: dict[Key, int] = {}  # computed, in use or not
         self.computing: dict[Key, int] = {}  # promised by a sequence that is being computed
         self._key_of: list[Key | None] = [None] * count
-        self._node_of = [ROOT] * count
-        self._last_node = ROOT
+        self._node_of: list[Node] = [0] * count
+        self._last_node = 0
 
     @property
     def free(self) -> int:
@@ -61,12 +66,13 @@ class BlockPool:
 
     # ── reuse ──
 
-    def match(self, tokens: Sequence[int]) -> tuple[list[int], Key | None]:
+    def match(self, tokens: Sequence[Content], root: bytes = ROOT) -> tuple[list[int], Key | None]:
         """Computed blocks that hold the longest prefix of `tokens`; and if somebody is just
         computing the next one, the key of the last that will be there then. The last token is
         never matched: its output is wanted."""
         blocks: list[int] = []
-        node, awaited = ROOT, None
+        node: Node = root
+        awaited = None
         for end in range(self.size, len(tokens), self.size):
             key = (node, tuple(tokens[end - self.size : end]))
             if awaited is None and (block := self._block_of.get(key)) is not None:
@@ -85,7 +91,11 @@ class BlockPool:
     # ── a sequence's table ──
 
     def open(
-        self, tokens: Sequence[int], matched: Sequence[int], reserve: int = 0
+        self,
+        tokens: Sequence[Content],
+        matched: Sequence[int],
+        reserve: int = 0,
+        root: bytes = ROOT,
     ) -> BlockTable | None:
         """A table with room for all `tokens`, beginning with the `matched` blocks; None if that
         leaves less than `reserve`. The prompt's other full blocks are promised to whoever comes
@@ -97,13 +107,13 @@ class BlockPool:
             self.used += not self._refs[block]
             self._refs[block] += 1
             self._cached.pop(block, None)
-        node = self._node_of[matched[-1]] if matched else ROOT
+        node = self._node_of[matched[-1]] if matched else root
         table = BlockTable(list(matched), len(matched), node)
         self.grow(table, len(tokens))
         self._promise(table, tokens)
         return table
 
-    def _promise(self, table: BlockTable, tokens: Sequence[int]) -> None:
+    def _promise(self, table: BlockTable, tokens: Sequence[Content]) -> None:
         node = table.node
         for i in range(table.registered, len(tokens) // self.size):
             key = (node, tuple(tokens[i * self.size : (i + 1) * self.size]))
@@ -138,7 +148,7 @@ class BlockPool:
         self._key_of[block] = None
         return block
 
-    def register(self, table: BlockTable, tokens: Sequence[int], computed: int) -> None:
+    def register(self, table: BlockTable, tokens: Sequence[Content], computed: int) -> None:
         """The keys and values of the first `computed` tokens are there: let others find them."""
         while (end := (table.registered + 1) * self.size) <= computed:
             block = table.blocks[table.registered]

@@ -185,7 +185,7 @@ class ContinuousScheduler:
         if sequence.scores_prompt:
             return []
         if sequence.awaited not in self.pool.computing:
-            matched, sequence.awaited = self.pool.match(sequence.tokens)
+            matched, sequence.awaited = self.pool.match(sequence.tokens, sequence.root)
             if sequence.awaited is None:
                 return matched
         return None
@@ -200,7 +200,7 @@ class ContinuousScheduler:
 
     def _admit(self, sequence: Sequence, matched: list[int]) -> bool:
         reserve = min(len(self.running), self.pool.count // RESERVE)
-        sequence.table = self.pool.open(sequence.tokens, matched, reserve)
+        sequence.table = self.pool.open(sequence.tokens, matched, reserve, sequence.root)
         if sequence.table is None:
             return False
         sequence.computed = len(matched) * self.pool.size

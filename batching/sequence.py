@@ -8,7 +8,7 @@ from collections import abc
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
-from batching.block_pool import BlockTable, Key
+from batching.block_pool import ROOT, BlockTable, Key
 
 
 @dataclass(eq=False, slots=True)
@@ -23,7 +23,10 @@ class Sequence:
     max_tokens: int = 1  # of the output; 0: only the prompt is run
     # log-probabilities of the prompt are wanted: all of it is computed, nothing is reused
     scores_prompt: bool = False
+    # how likely tokens are to follow it is wanted: its last row is scored, nothing is sampled
+    scores_end: bool = False
     background: bool = False  # comes after all that are not
+    root: bytes = ROOT  # it shares its prefix with those of the same root alone
     drafter: Any = None
     prompt_len: int = field(init=False)
     scored: int = 0  # leading tokens whose successor has been scored
@@ -71,8 +74,11 @@ class Chunk:
 
     @property
     def to_score(self) -> range:
-        """Positions whose output says how likely the prompt's next token was."""
+        """Positions whose output says how likely the prompt's next token was, or is."""
         sequence = self.sequence
+        if sequence.scores_end:
+            end = self.start + self.count
+            return range(end - 1, end) if self.reaches_end else range(0)
         if not sequence.scores_prompt:
             return range(0)
         last = min(self.start + self.count, sequence.prompt_len - 1)

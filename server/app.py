@@ -23,6 +23,9 @@ from server.lifespan import lifespan
 from server.metrics import Metrics, metrics
 from server.openai.chat import ChatCompletions
 from server.openai.completions import Completions
+from server.openai.decisions.endpoint import DecisionEndpoint
+from server.openai.decisions.request import DecisionRequest
+from server.openai.decisions.systemone import SystemOneRequest
 from server.openai.models import ModelNames
 from server.openai.responses.endpoint import Responses
 from server.openai.responses.store import ResponseStore
@@ -62,11 +65,15 @@ def create_app(
         names = ModelNames(settings, engine)
         shared = settings, engine, names
         responses = Responses(*shared, open_store(settings))
+        decisions = DecisionEndpoint(engine, names, DecisionRequest)
+        systemone = DecisionEndpoint(engine, names, SystemOneRequest)
         routes += [
             Route("/v1/chat/completions", ChatCompletions(*shared), methods=["POST"]),
             Route("/v1/completions", Completions(*shared), methods=["POST"]),
             Route("/v1/responses", responses, methods=["POST"]),
             *responses.routes(),
+            Route("/v1/decisions", decisions, methods=["POST"]),
+            Route("/v1/systemone", systemone, methods=["POST"]),
             *names.routes(),
             *tokenizer_routes(engine, names),
         ]

@@ -23,6 +23,8 @@ from server.http.json import to_json
 from server.http.request import OPEN_PATHS, JsonEndpoint
 from server.openai.chat import ChatRequest
 from server.openai.completions import CompletionRequest
+from server.openai.decisions.request import DecisionRequest
+from server.openai.decisions.systemone import SystemOneRequest
 from server.openai.models import LoadRequest, Model, ModelList
 from server.openai.responses.request import ResponseRequest
 from server.openai.tokenize import DetokenizeRequest, Prompt, TokenizeRequest, Tokens
@@ -97,6 +99,15 @@ OPERATIONS: Mapping[str, Operation] = {
     ),
     "POST /v1/responses/{id}/cancel": Operation(
         "End a response that runs in the background", answers.Response, errors=[400, 404]
+    ),
+    "POST /v1/decisions": Operation(
+        "How likely the answers to questions about an input are",
+        answers.Decision,
+        DecisionRequest,
+        [404],
+    ),
+    "POST /v1/systemone": Operation(
+        "The same, of named questions about a state", answers.SystemOne, SystemOneRequest, [404]
     ),
     "GET /v1/models": Operation("The language model", ModelList, errors=[503]),
     "GET /v1/models/{id}": Operation("A model by its name", Model, errors=[404, 503]),

@@ -149,3 +149,50 @@ class ItemList(Struct):
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+class PredicateAnswer(Struct, tag_field="type", tag="predicate"):
+    name: str | None
+    probability: float
+
+
+class ChoiceProbability(Struct):
+    value: str | bool
+    probability: float
+
+
+class ChoiceAnswer(Struct, tag_field="type", tag="choice"):
+    name: str | None
+    choice: str | bool
+    confidence: float
+    probabilities: list[ChoiceProbability]
+
+
+class ScoreProbability(Struct):
+    value: int
+    label: str
+    probability: float
+
+
+class ScoreAnswer(Struct, tag_field="type", tag="score"):
+    name: str | None
+    score: float
+    confidence: float
+    probabilities: list[ScoreProbability]
+
+
+class Decision(Struct):
+    answers: list[PredicateAnswer | ChoiceAnswer | ScoreAnswer]
+    model: str
+    usage: ResponseUsage
+
+
+class StateUsage(Struct):
+    input_tokens: int
+    output_tokens: int
+
+
+class SystemOne(Struct):
+    model: str
+    answers: dict[str, dict[str, Any]]
+    usage: StateUsage

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from batching.errors import ClientGone, ItemFailed
 from server.engine import Engine
 from server.http.request import Deadlines, expire
+from worker.decisions import DecisionInput
 from worker.deltas import Delta
 from worker.protocol import GenerationInput
 
@@ -44,7 +45,7 @@ class TokenStream:
     """
 
     engine: Engine
-    payloads: Sequence[GenerationInput]
+    payloads: Sequence[GenerationInput | DecisionInput]
     deadlines: Deadlines
     usage: Usage
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from batching.errors import ClientGone, InvalidInput, ItemFailed
 from batching.request_queue import WorkItem
+from worker.decisions import DecisionInput
 from worker.deltas import Delta, FinishReason, Kind, Part, TokenLogprob
 from worker.protocol import Chat, GenerationInput, ModelInfo, StepOutcome, StepReport
 
@@ -79,8 +80,8 @@ class FakeGenerator:
     # ── in pool threads ──
 
     def prepare(self, item: WorkItem) -> None:
-        payload: GenerationInput = item.payload
-        prompt = text_of(payload.prompt)
+        payload = item.payload
+        prompt = text_of(payload)
         if prompt == "refused":
             raise InvalidInput(f"{payload.param}: this prompt is refused", payload.param)
         item.prepared = prompt
@@ -172,6 +173,10 @@ class FakeGenerator:
 
 
 def text_of(prompt: Any) -> str:
+    if isinstance(prompt, GenerationInput):
+        prompt = prompt.prompt
+    if isinstance(prompt, DecisionInput):
+        return str(prompt.messages[-1]["content"])
     if isinstance(prompt, Chat):
         return str(prompt.messages[-1]["content"])
     return prompt if isinstance(prompt, str) else "".join(chr(each) for each in prompt)
@@ -186,7 +191,10 @@ def script(prompt: str) -> list[str] | None:
     return list(WORDS)
 
 
-def say(payload: GenerationInput, each: Running, number: int, choice: Choice) -> Delta:
+def say(payload: Any, each: Running, number: int, choice: Choice) -> Delta:
+    if isinstance(payload, DecisionInput):
+        choice.done, options = True, len(payload.questions[number].options)
+        return Delta(number, finish_reason="stop", probabilities=[1 / options] * options)
     delta = Delta(payload.first_choice + number)
     if choice.said == 0:
         if number == 0:

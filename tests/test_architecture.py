@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent.parent
 WEB = {"starlette", "uvicorn", "prometheus_client"}
 TORCH = {"torch", "transformers"}
 WORKER = {"batching", "worker"}
+OPENAI = {"server/openai", "server/openai/responses", "server/openai/decisions"}
 # Of our own, a folder imports from itself and from these; of libraries, none of those.
 FOLDERS: dict[str, tuple[set[str], set[str]]] = {
     "batching": (set(), WEB | TORCH | {"threading", "time", "anyio"}),
@@ -18,10 +19,11 @@ FOLDERS: dict[str, tuple[set[str], set[str]]] = {
     "worker/text": (WORKER, WEB),
     "worker/grammar": (WORKER | {"worker/text", "worker/model"}, WEB),
     "worker/generation": (WORKER | {"worker/text", "worker/grammar", "worker/model"}, WEB),
-    "server": (WORKER | {"server/http", "server/openai", "server/openai/responses"}, TORCH),
+    "server": (WORKER | {"server/http", *OPENAI}, TORCH),
     "server/http": (WORKER | {"server"}, TORCH),
     "server/openai": (WORKER | {"server", "server/http"}, TORCH),
     "server/openai/responses": (WORKER | {"server", "server/http", "server/openai"}, TORCH),
+    "server/openai/decisions": (WORKER | {"server", "server/http", *OPENAI}, TORCH),
 }
 
 

@@ -444,9 +444,9 @@ def test_a_long_line_is_not_looked_at_as_a_whole(monkeypatch: pytest.MonkeyPatch
     matched = []
     match = BlockPool.match
 
-    def counted(pool: BlockPool, tokens: abc.Sequence[int]) -> Any:
+    def counted(pool: BlockPool, tokens: abc.Sequence[int], root: bytes) -> Any:
         matched.append(tokens)
-        return match(pool, tokens)
+        return match(pool, tokens, root)
 
     monkeypatch.setattr(BlockPool, "match", counted)
     for budget in (401, 1000, 1000):

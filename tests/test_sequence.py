@@ -30,9 +30,9 @@ def test_while_a_prefix_is_computed_it_is_looked_up_once_by_each_who_waits_for_i
     looked_up: Counter[int] = Counter()
     match = pool.match
 
-    def counting(tokens: Any) -> tuple[list[int], Key | None]:
+    def counting(tokens: Any, root: bytes = b"") -> tuple[list[int], Key | None]:
         looked_up[tokens[-1]] += 1
-        return match(tokens)
+        return match(tokens, root)
 
     pool.match = counting  # type: ignore[method-assign]  # to count its calls
     running = 0

@@ -48,6 +48,7 @@ class Delta:
     ends_thoughts: bool = False  # that nothing had opened
     reasoning_tokens: int = 0  # of `tokens`, those that were not for the reader
     token_ids: list[int] = field(default_factory=list)  # of `tokens`, if they are asked for
+    probabilities: Sequence[float] = ()  # of a question's options, which is all of its answer
     # Of the prompt, in a choice's first delta, if they are asked for.
     prompt_ids: Sequence[int] = ()
     prompt_logprobs: Sequence[TokenLogprob] = ()

@@ -124,6 +124,8 @@ class GenerationInput:
     thinking_tokens: int | None = None  # reasoning is ended after so many; None: never
     param: str = "messages"  # the field of the request that errors about the prompt name
     background: bool = False  # nobody waits for it: it comes after all that somebody waits for
+    cache_salt: str = ""  # what the client makes its own part of the prefix cache by
+    cache_root: bytes = b""  # prefixes are shared with inputs of the same root alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,6 +112,7 @@ class Middleware:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A route's answer, or the envelope of what it raised."""
         try:
+            scope["api_key"] = b""  # of those that there are
             if self.keys and not self._may_pass(scope):
                 needed = "a valid API key is needed: Authorization: Bearer KEY"
                 raise HttpError(401, needed, headers=[(b"www-authenticate", b"Bearer")])
@@ -132,6 +133,7 @@ class Middleware:
         given = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
         scheme, _, key = given.partition(b" ")
         matches = [hmac.compare_digest(key.strip(), known) for known in self.keys]
+        scope["api_key"] = key.strip()
         return bool(scheme.lower() == b"bearer" and any(matches))
 
 

@@ -38,6 +38,7 @@ Biases = Annotated[
     dict[str, Bias],
     Meta(max_length=MOST_BIASES, extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}),
 ]
+Salt = Annotated[str, Meta(min_length=1, max_length=256)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 FILLED = Meta(extra_json_schema={"minItems": 1})
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -101,6 +102,7 @@ class GenerationRequest(Struct, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: TopLogprobs | None = None
+    cache_salt: Salt | None = None
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -170,6 +172,7 @@ class GenerationRequest(Struct, kw_only=True):
             constraint=constraint,
             prompt_logprobs=self.prompt_logprobs,
             token_ids=bool(self.return_token_ids),
+            cache_salt=self.cache_salt or "",
             **fields,
         )
 

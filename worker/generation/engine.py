@@ -30,7 +30,7 @@ from worker.grammar.bitmask import MaskRequest, Masks
 from worker.model.cached_runner import CachedRunner
 from worker.model.logits_processors import Draw
 from worker.model.paged_runner import PagedRunner
-from worker.model.sampler import SampledToken, prompt_logprobs, sample
+from worker.model.sampler import SampledToken, sample
 from worker.protocol import StepOutcome, StepReport
 
 log = logging.getLogger("onequeue.generation")
@@ -87,8 +87,10 @@ class GenerationEngine(Frontend):
                 output,
                 max_tokens=output.prepared.max_tokens,
                 scores_prompt=output.prepared.prompt_logprobs is not None,
-                background=item.payload.background,
-                drafter=NgramDrafter() if self.speculates else None,
+                scores_end=bool(output.prepared.labels),
+                background=output.background,
+                root=item.payload.cache_root,
+                drafter=NgramDrafter() if self.speculates and output.prepared.max_tokens else None,
             )
             for output in item.prepared
         ]
@@ -185,15 +187,14 @@ class GenerationEngine(Frontend):
         return rows, masks
 
     def _score(self, batch: Batch, logits: Tensor) -> dict[Sequence, list[SampledToken]]:
-        """How likely prompts' tokens are, where that is asked."""
+        """How likely prompts' tokens are, or what may follow one, where that is asked."""
         scores: dict[Sequence, list[SampledToken]] = {}
         row = 0
         for chunk in batch.chunks if batch.scored else ():
-            sequence, positions = chunk.sequence, chunk.to_score
-            targets = sequence.tokens[positions.start + 1 : positions.stop + 1]
-            top = sequence.output.prepared.prompt_logprobs or 0
-            scores[sequence] = prompt_logprobs(logits[row : row + len(targets)], targets, top)
-            row += len(targets)
+            if positions := chunk.to_score:
+                end = row + len(positions)
+                scores[chunk.sequence] = chunk.sequence.output.score(logits[row:end], positions)
+                row = end
         return scores
 
     def _advance(self, chunk: Chunk, scores: list[SampledToken], drawn: list[SampledToken]) -> None:

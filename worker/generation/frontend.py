@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
-
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
+from worker.decisions import DecisionInput
+from worker.generation.decisions import Decisions
+from worker.generation.defaults import LEFT_OPEN, default_sampling, end_ids
 from worker.generation.output import Prepared, make_choices
 from worker.grammar.calls import accepts, calls_grammar
 from worker.grammar.compiler import Grammar, Grammars
@@ -31,9 +32,6 @@ from worker.text.detokenizer import Vocabulary
 from worker.text.parser import Parser
 from worker.text.probes import ARGUMENTS, TOOLS
 from worker.text.renderer import SWITCHES
-
-# What a request may leave open.
-LEFT_OPEN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class Frontend:
@@ -58,8 +56,12 @@ class Frontend:
         self.template = proved(ChatTemplate(tokenizer))
         self.vocabulary = Vocabulary(tokenizer, self.template.answers.shows)
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+        self.decisions = Decisions(tokenizer, self.template, max_model_len, self.longest_token)
 
     def prepare(self, item: WorkItem) -> None:
+        if isinstance(item.payload, DecisionInput):
+            self.decisions.prepare(item)
+            return
         prepared = self.prepared(item.payload)
         item.prepared = make_choices(item, prepared, self.vocabulary)
         item.tokens = len(prepared.ids)
@@ -266,21 +268,6 @@ def answer_parser(
 def content_headers(form: AnswerForm) -> tuple[str, ...]:
     """What may stand before content."""
     return tuple(filter(None, (form.start, form.content and form.content[0])))
-
-
-def end_ids(defaults: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """All of the checkpoint's end-of-sequence tokens."""
-    ids = getattr(defaults, "eos_token_id", None)
-    ids = tokenizer.eos_token_id if ids is None else ids
-    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
-
-
-def default_sampling(defaults: GenerationConfig) -> SamplingParams:
-    """What the checkpoint says, else the OpenAI API's defaults; `do_sample: false` is greedy."""
-    given = {name: getattr(defaults, name, None) for name in LEFT_OPEN}
-    if getattr(defaults, "do_sample", None) is False:
-        given["temperature"] = 0.0
-    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
 def called_tools(request: GenerationInput) -> list[Mapping[str, Any]]:

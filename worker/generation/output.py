@@ -11,11 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from torch import Tensor
+
 from batching.request_queue import WorkItem
 from worker.deltas import Delta, FinishReason, Kind, Part, TokenLogprob
 from worker.grammar.guide import Guide, Plan
 from worker.model.logits_processors import SamplingParams, SamplingState
-from worker.model.sampler import SampledToken
+from worker.model.sampler import SampledToken, prompt_logprobs
 from worker.text.detokenizer import CONTEXT, Piece, Share, Tokens, Vocabulary
 from worker.text.parser import Event, Parser
 from worker.text.stop_strings import StopStrings
@@ -33,6 +35,7 @@ class Prepared:
     prompt_logprobs: int | None = None
     parser: Parser | None = None  # at the answer's beginning; None: an answer is nothing but text
     plan: Plan | None = None  # None: it may be anything
+    labels: tuple[int, ...] = ()  # not to be generated: how likely each is to come is wanted
 
 
 class Echo(NamedTuple):
@@ -71,6 +74,7 @@ class SequenceOutput:
     ) -> None:
         parser = prepared.parser and prepared.parser.sibling()
         self.item = item
+        self.background: bool = item.payload.background
         self.prepared = prepared
         self.vocabulary = vocabulary
         self.sampling = sampling
@@ -94,6 +98,11 @@ class SequenceOutput:
         self._delta = Delta(self.number)
 
     # ── the prompt ──
+
+    def score(self, logits: Tensor, positions: range) -> list[SampledToken]:
+        """How likely the prompt's tokens after these positions are."""
+        targets = self.prepared.ids[positions.start + 1 : positions.stop + 1]
+        return prompt_logprobs(logits, targets, self.prepared.prompt_logprobs or 0)
 
     def score_prompt(self, scores: Sequence[SampledToken]) -> None:
         """How likely the prompt's next tokens are."""

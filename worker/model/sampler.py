@@ -9,6 +9,7 @@ Not here: which rows there are, and what a token does to its request (stop strin
 """
 
 from collections.abc import Sequence
+from math import isnan
 from typing import NamedTuple
 
 import numpy as np
@@ -71,6 +72,17 @@ def prompt_logprobs(logits: Tensor, targets: Sequence[int], top: int) -> list[Sa
     wanted = torch.tensor(targets, device=logits.device)
     tokens = torch.where(raw.amax((1, 2)).isfinite(), wanted, -1)
     return _scored(raw, tokens, [top] * len(targets))
+
+
+@torch.inference_mode()
+def label_logprobs(logits: Tensor, labels: Sequence[int]) -> list[SampledToken]:
+    """The tokens `labels`, as likely as each is to come if one of them does, by a row of logits
+    [V]; a single -1 where that holds no usable numbers."""
+    chosen = logits[torch.tensor(labels, device=logits.device)].float()
+    logprobs = chosen.double().log_softmax(0).tolist()
+    if any(map(isnan, logprobs)):
+        return [SampledToken(-1)]
+    return list(map(SampledToken, labels, logprobs))
 
 
 def uniform(seed: int, choice: int, position: int) -> float:

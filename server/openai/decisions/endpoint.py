@@ -1,0 +1,61 @@
+"""`POST /v1/decisions` and `POST /v1/systemone`: questions about one input, and how likely their
+answers are.
+
+    body → request → DecisionInput → submit → a delta for each question → probabilities → document
+
+Nothing is generated and nothing streamed: an answer comes whole, within one time limit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from starlette.types import Receive, Scope, Send
+
+from server.engine import Engine
+from server.http.json import Document, Parsing
+from server.http.request import abort_on_disconnect, read_json_request, send_json
+from server.openai.cache_root import cache_root
+from server.openai.models import ModelNames
+from server.openai.params import Body, decode
+from server.token_stream import TokenStream, Usage
+from worker.decisions import MOST_QUESTIONS, DecisionInput
+
+
+class DecisionBody(Body, Protocol):
+    cache_salt: str | None
+
+    def decision_input(self) -> DecisionInput: ...
+
+    def document(self, probabilities: Sequence[Sequence[float]], usage: Usage) -> Document: ...
+
+
+@dataclass(eq=False)
+class DecisionEndpoint:
+    """A bare ASGI app."""
+
+    engine: Engine
+    models: ModelNames
+    kind: type[DecisionBody]
+    parsing: Parsing = field(init=False, default_factory=Parsing)
+
+    def parse(self, body: bytes) -> tuple[DecisionBody, DecisionInput]:
+        """In a pool thread if the body is large."""
+        most = max(MOST_QUESTIONS, self.engine.generator.max_model_len)
+        request = decode(body, self.kind, self.models.names, most)
+        return request, request.decision_input()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body, deadlines = await read_json_request(scope, receive, "generation")
+        request, payload = await self.parsing.run(self.parse, body, deadlines.first)
+        names, salt = self.models.names, request.cache_salt or ""
+        payload = replace(payload, cache_root=cache_root(names.id, "", scope["api_key"], salt))
+        usage = Usage()
+        deadlines = replace(deadlines, whole=deadlines.first)
+        stream = TokenStream(self.engine, [payload], deadlines, usage)
+        self.engine.loop.create_task(abort_on_disconnect(receive, stream.items))
+        try:
+            deltas = await stream.collect()
+            await send_json(send, request.document([d.probabilities for d in deltas], usage))
+        finally:
+            stream.close()

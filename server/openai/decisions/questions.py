@@ -1,0 +1,122 @@
+"""The questions of `POST /v1/decisions`: as clients send them, as they are asked, and the answers.
+
+AnyQuestion  --asked-->  what the model gets  --answer-->  what the client gets
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeAlias
+
+from msgspec import Meta, Struct
+
+from batching.errors import InvalidInput
+from server.http.json import Document
+from server.openai.decisions import confidence
+from server.openai.params import FILLED, TextPart, required
+from worker.decisions import MOST_OPTIONS, Question
+
+KINDS = ("input_text", "input_json")
+SOME = Meta(min_length=2, max_length=MOST_OPTIONS)
+
+
+class QuestionPart(TextPart):
+    """Text, or JSON that is shown as such."""
+
+    type: Annotated[str, Meta(extra_json_schema={"enum": KINDS})]
+    data: dict[str, Any] | list[dict[str, Any]] | None = None
+
+    def shown(self, path: str) -> str:
+        if self.type == "input_json":
+            return written(required(self.data, f"{path}.data"))
+        return self.read(path, KINDS)
+
+
+Parts = str | Annotated[list[QuestionPart], FILLED]
+
+
+class PredicateQuestion(Struct, tag_field="type", tag="predicate"):
+    instructions: Parts
+    name: str | None = None
+
+    def asked(self, path: str) -> Question:
+        instructions = shown(self.instructions, f"{path}.instructions")
+        return Question("predicate", instructions, ("", ""), path)
+
+    def answer(self, probabilities: Sequence[float]) -> Document:
+        return {"probability": probabilities[0]}
+
+
+class ChoiceOption(Struct):
+    value: str | bool
+    description: str | None = None
+
+
+class ChoiceQuestion(Struct, tag_field="type", tag="choice"):
+    instructions: Parts
+    choices: Annotated[list[ChoiceOption], SOME]
+    name: str | None = None
+
+    def asked(self, path: str) -> Question:
+        values = {(type(each.value), each.value) for each in self.choices}  # True is not "true"
+        if len(values) < len(self.choices):
+            raise InvalidInput.at(f"{path}.choices", "must differ from each other")
+        options = tuple(described(written(each.value), each.description) for each in self.choices)
+        return Question("choice", shown(self.instructions, f"{path}.instructions"), options, path)
+
+    def answer(self, probabilities: Sequence[float]) -> Document:
+        values = [each.value for each in self.choices]
+        each = zip(values, probabilities, strict=True)
+        return {
+            "choice": values[confidence.likeliest(probabilities)],
+            "confidence": confidence.of_choice(probabilities),
+            "probabilities": [{"value": value, "probability": p} for value, p in each],
+        }
+
+
+class ScoreLevel(Struct):
+    label: str
+    description: str | None = None
+
+
+class ScoreQuestion(Struct, tag_field="type", tag="score"):
+    """The first level counts as 0."""
+
+    instructions: Parts
+    levels: Annotated[list[ScoreLevel], SOME]
+    name: str | None = None
+
+    def asked(self, path: str) -> Question:
+        options = tuple(described(each.label, each.description) for each in self.levels)
+        return Question("score", shown(self.instructions, f"{path}.instructions"), options, path)
+
+    def answer(self, probabilities: Sequence[float]) -> Document:
+        each = enumerate(zip(self.levels, probabilities, strict=True))
+        return {
+            "score": confidence.mean_level(probabilities),
+            "confidence": confidence.of_score(probabilities),
+            "probabilities": [
+                {"value": value, "label": level.label, "probability": p}
+                for value, (level, p) in each
+            ],
+        }
+
+
+AnyQuestion: TypeAlias = PredicateQuestion | ChoiceQuestion | ScoreQuestion
+
+
+def shown(given: Parts, path: str) -> str:
+    """Parts are joined as those of a message."""
+    if isinstance(given, str):
+        return given
+    if not given:
+        raise InvalidInput.at(path, "must not be empty")
+    return "\n".join(part.shown(f"{path}[{n}]") for n, part in enumerate(given))
+
+
+def described(name: str, description: str | None) -> str:
+    return f"{name}: {description}" if description else name
+
+
+def written(value: Any) -> str:
+    """A text as it is, else JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

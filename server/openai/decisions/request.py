@@ -1,0 +1,99 @@
+"""The body of `POST /v1/decisions`, checked, as a DecisionInput; and its answers' document."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from server.http.json import Document
+from server.openai.decisions.questions import AnyQuestion, QuestionPart, written
+from server.openai.params import FILLED, Filled, Salt, TextPart, required
+from server.openai.responses.items import MESSAGE_PARTS, ROLES, Item, documents, messages
+from server.token_stream import Usage
+from worker.decisions import MOST_QUESTIONS, DecisionInput
+
+# As a response has them, and what that has instead of calls of tools that take a text.
+KINDS = ("message", "function_call", "function_call_output")
+CUSTOM = {"custom_tool_call": KINDS[1], "custom_tool_call_output": KINDS[2]}
+
+
+class ItemPart(QuestionPart):
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["input_json", *MESSAGE_PARTS]})]
+
+    def plain(self, path: str) -> TextPart:
+        if self.type == "input_json":
+            return TextPart("input_text", self.shown(path))
+        return self
+
+
+class DecisionItem(Struct):
+    type: Annotated[str, Meta(extra_json_schema={"enum": [*KINDS, *CUSTOM]})] = "message"
+    role: Annotated[str, Meta(extra_json_schema={"enum": ROLES})] | None = None
+    content: str | list[ItemPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    input: str | None = None
+    output: str | list[TextPart] | None = None
+
+    def plain(self, path: str) -> Item:
+        """What a response would be given."""
+        arguments = self.arguments
+        if self.type == "custom_tool_call":
+            arguments = written({"input": required(self.input, f"{path}.input")})
+        return Item(
+            CUSTOM.get(self.type, self.type),
+            role=self.role,
+            content=self._plain_content(f"{path}.content"),
+            call_id=self.call_id,
+            name=self.name,
+            arguments=arguments,
+            output=self.output,
+        )
+
+    def _plain_content(self, path: str) -> str | list[TextPart] | None:
+        if not isinstance(self.content, list):
+            return self.content
+        return [each.plain(f"{path}[{n}]") for n, each in enumerate(self.content)]
+
+
+class DecisionRequest(Struct, kw_only=True):
+    model: str | None = None
+    input: Filled | Annotated[list[DecisionItem], FILLED]
+    questions: Annotated[list[AnyQuestion], Meta(min_length=1, max_length=MOST_QUESTIONS)]
+    cache_salt: Salt | None = None
+    prompt_cache_options: Annotated[None, Meta(description="Not implemented: leave it out")] = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+    def decision_input(self) -> DecisionInput:
+        """InvalidInput for what cannot be asked."""
+        given: str | list[Item]
+        if isinstance(self.input, str):
+            given = self.input
+        else:
+            given = [each.plain(f"input[{n}]") for n, each in enumerate(self.input)]
+        shown = messages((), documents(given, lambda ids: {}))
+        return DecisionInput(
+            tuple(each.rendered("input") for each in shown),
+            tuple(each.asked(f"questions[{n}]") for n, each in enumerate(self.questions)),
+        )
+
+    def document(self, probabilities: Sequence[Sequence[float]], usage: Usage) -> Document:
+        """From the probabilities of each question's options, in order."""
+        pairs = zip(self.questions, probabilities, strict=True)
+        kinds = {type(each): each.__struct_config__.tag for each in self.questions}
+        return {
+            "answers": [
+                {"type": kinds[type(each)], "name": each.name, **each.answer(found)}
+                for each, found in pairs
+            ],
+            "model": self.model,
+            "usage": {
+                "input_tokens": usage.prompt,
+                "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+                "output_tokens": 0,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage.prompt,
+            },
+        }

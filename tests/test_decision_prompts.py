@@ -1,0 +1,102 @@
+"""The prompts of questions: their tokens, and what is refused before anything is run."""
+
+from typing import Any
+
+import pytest
+
+from batching.errors import InvalidInput
+from batching.request_queue import WorkItem
+from tests import tiny_decisions
+from tests.tiny_decisions import STATE, about, predicates, prompts_of, read
+from worker.decisions import DecisionInput
+from worker.generation import decisions
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        STATE,
+        "one",
+        "ends with spaces   ",
+        "no\nspaces\nat\nall",
+        "3 4 5 6",
+        "日本語のテキスト",
+        "a b",
+        "mixed… “marks” — and é ü ñ, x_y z",
+    ],
+)
+def test_the_tokens_are_those_of_each_prompt_as_a_whole(text: str) -> None:
+    asked = about(text, predicates(3))
+    tokenizer = tiny_decisions.engine().language.tokenizer
+    for question, ids in zip(asked.questions, prompts_of(asked), strict=True):
+        content = f"{text}\n\n{question.asked(['Yes', 'No'])}"
+        whole: Any = tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}],
+            add_generation_prompt=True,
+            enable_thinking=False,
+            return_dict=True,
+        )
+        assert ids == whole["input_ids"]
+
+
+def test_the_users_last_words_go_on_with_the_question() -> None:
+    user, assistant = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}
+    assert decisions.with_question([assistant, user], "Q") == (
+        assistant,
+        {"role": "user", "content": "Hi\n\nQ"},
+    )
+    asked = {"role": "user", "content": "Q"}
+    assert decisions.with_question([user, assistant], "Q") == (user, assistant, asked)
+
+
+# ── what is refused ──
+
+
+def refused(asked: DecisionInput) -> InvalidInput:
+    with pytest.raises(InvalidInput) as caught:
+        tiny_decisions.engine().prepare(WorkItem(asked, float("inf"), 0.0))
+    return caught.value
+
+
+def test_too_long_an_input_is_refused_by_name() -> None:
+    for text in ("word " * 2000, "word " * 200_000):
+        error = refused(about(text, predicates(1)))
+        assert error.param == "input"
+        assert "context holds 1024" in str(error)
+
+
+def test_too_long_a_question_is_refused_by_name() -> None:
+    error = refused(about(STATE, [*predicates(2), *predicates(3, "word " * 1000)[2:]]))
+    assert error.param == "questions[2]"
+    assert "context holds 1024" in str(error)
+
+
+def test_what_all_questions_take_together_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = about(STATE, predicates(10))
+    prompts = prompts_of(asked)
+    whole = sum(map(len, prompts))
+    for name, most in (("MOST_OWN", 300), ("MOST_SEEN", whole - 1)):
+        monkeypatch.setattr(decisions, name, most)
+        error = refused(asked)
+        assert str(error.param).startswith("questions[")
+        monkeypatch.undo()
+    monkeypatch.setattr(decisions, "MOST_SEEN", whole)
+    assert len(prompts_of(asked)) == 10
+
+
+def test_more_options_than_the_model_has_labels_are_refused() -> None:
+    criteria = {f"option {n}": None for n in range(31)}
+    named = read({"q": {"type": "choice", "criteria": criteria}})
+    error = refused(named.decision_input())
+    assert error.param == "questions.q"
+    assert "31 options" in str(error)
+    assert "30 apart" in str(error)
+
+
+def test_a_template_that_does_not_show_the_input_is_no_basis(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator = tiny_decisions.engine()
+    monkeypatch.setattr(generator.template, "render", lambda chat: "always the same")
+    with pytest.raises(InvalidInput, match="does not show"):
+        generator.prepare(WorkItem(about(STATE, predicates(1)), float("inf"), 0.0))

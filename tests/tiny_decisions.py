@@ -1,0 +1,97 @@
+"""A tiny random model with opinions: its labels are tokens, and their probabilities differ."""
+
+import json
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from batching.request_queue import WorkItem
+from batching.scheduler import PrefillBudget
+from server.openai.decisions.systemone import SystemOneRequest
+from server.openai.params import Names, decode
+from tests import tiny_chat
+from tests.tiny import SMALL, hf
+from worker.decisions import DecisionInput, Question
+from worker.generation.engine import GenerationEngine
+from worker.generation.loading import cached_engine, load_generator, paged_engine
+from worker.model.cached_runner import CachedRunner
+from worker.model.kv_cache import BLOCK
+from worker.model.language_model import GeneratorOptions, load_language_model
+from worker.model.paged_runner import PagedRunner
+
+STATE = "I was charged twice for my order, and the second parcel never came. " * 4
+PAIRS = ["AB", "AC", "BA", "CD"]  # labels beyond the letters
+_root = tempfile.TemporaryDirectory(prefix="tiny-decisions-")
+
+
+@cache
+def folder() -> Path:
+    path = Path(_root.name) / "tiny"
+    torch.manual_seed(7)
+    tokenizer = tiny_chat.tokenizer(marks=[*tiny_chat.MARKS, "Yes", "No", *PAIRS])
+    sizes = {**SMALL, "vocab_size": len(tokenizer), "max_position_embeddings": tiny_chat.CONTEXT}
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    config = hf.LlamaConfig(**{**sizes, **ids, "initializer_range": 0.3})
+    hf.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@cache
+def _loaded() -> GenerationEngine:
+    return load_generator(_options())
+
+
+def _options() -> GeneratorOptions:
+    return GeneratorOptions(str(folder()), dtype="float32", device="cpu", kv_cache_gb=0.01)
+
+
+def engine(blocks: int = 400, max_running: int = 256) -> GenerationEngine:
+    """As new; those of the same size are one."""
+    made = _made(blocks, max_running)
+    made.clear()
+    made._budget = PrefillBudget("cpu")
+    return made
+
+
+@cache
+def _made(blocks: int, max_running: int) -> GenerationEngine:
+    options = GeneratorOptions("", max_running=max_running)
+    room = min(tiny_chat.CONTEXT, blocks * BLOCK)
+    return paged_engine(PagedRunner(_loaded().language, blocks, room, max_running), options)
+
+
+def cached() -> GenerationEngine:
+    """On the model's own cache, where prompts share nothing."""
+    language = load_language_model(_options())
+    runner = CachedRunner(language)
+    return cached_engine(runner, GeneratorOptions(""), "so it is tried")
+
+
+# ── what is asked ──
+
+
+def read(questions: Any, state: Any = STATE) -> SystemOneRequest:
+    body = json.dumps({"state": state, "questions": questions}).encode()
+    return decode(body, SystemOneRequest, Names("tiny"))
+
+
+def predicates(count: int, words: str = "the parcel") -> tuple[Question, ...]:
+    return tuple(
+        Question("predicate", f"Is {words} number {n}?", ("", ""), f"questions[{n}]")
+        for n in range(count)
+    )
+
+
+def about(text: str, questions: Sequence[Question]) -> DecisionInput:
+    return DecisionInput(({"role": "user", "content": text},), tuple(questions))
+
+
+def prompts_of(asked: DecisionInput) -> list[list[int]]:
+    item = WorkItem(asked, float("inf"), 0.0)
+    engine().prepare(item)
+    return [verdict.prepared.ids for verdict in item.prepared]

@@ -1,0 +1,190 @@
+"""What the generation engine makes of questions about one input: a prompt each, and their answers.
+
+    messages → text (text/chat_template.py), cut where the question goes → ids of the input, once
+    question → ids behind those → a sequence that is only run, and shares the input's blocks
+
+The text is cut behind the input's last word: there, tokens end whatever follows, so that the ids
+are those of each prompt as a whole, and its prefix is the same whatever else is asked.
+"""
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from itertools import product
+from math import exp
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from batching.errors import InvalidInput
+from batching.request_queue import WorkItem
+from worker.decisions import LETTERS, YES_NO, DecisionInput, Question
+from worker.deltas import Delta
+from worker.generation.output import Prepared
+from worker.model.logits_processors import SamplingParams
+from worker.model.sampler import SampledToken, label_logprobs
+from worker.protocol import Chat
+from worker.text.chat_template import ChatTemplate
+
+# Of one request: tokens that its questions have beside the input, and tokens of all prompts, each
+# with the input, which are looked up and attended to.
+MOST_OWN = 1 << 17
+MOST_SEEN = 1 << 22
+WORD_END = re.compile(r"(?<=\w)(?=[\s.,;:!?。、，！？])")
+NEAR = 100  # characters in which the last words are looked for
+# So many questions of a request come in their turn; more are not to keep others waiting.
+FIRST = 8
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Shared(NamedTuple):
+    """What all prompts of a request begin with, and what is around their questions."""
+
+    ids: list[int]
+    word: str  # the last in `ids`: some tokenizers begin a text otherwise than they go on
+    skip: int  # tokens of that
+    before: str
+    after: str
+
+
+class Verdict:
+    """The answer to a question: of a SequenceOutput, what the engine asks where nothing is
+    generated."""
+
+    def __init__(
+        self, item: WorkItem, number: int, ids: list[int], labels: tuple[int, ...], shared: int
+    ) -> None:
+        self.item = item
+        self.background = item.payload.background or number >= FIRST
+        self.prepared = Prepared(ids, SamplingParams(), 0, {}, labels=labels)
+        self.count = 0  # output tokens
+        self.begun = False
+        self.ended = False
+        self._shared = shared  # tokens of the input
+        self._delta = Delta(number)
+
+    def score(self, logits: Tensor, positions: range) -> list[SampledToken]:
+        """How likely the labels are after the last token."""
+        return label_logprobs(logits[0], self.prepared.labels)
+
+    def score_prompt(self, scores: Sequence[SampledToken]) -> None:
+        self._delta.probabilities = [exp(each.logprob or 0.0) for each in scores]
+
+    def begin(self, cached: int) -> None:
+        """The prompt has been run, `cached` of its tokens were known. The input counts with the
+        first question."""
+        counted = self._shared if self._delta.choice else 0
+        self._delta.prompt_tokens = len(self.prepared.ids) - counted
+        self._delta.cached_tokens = max(0, cached - counted)
+        self._delta.finish_reason = "stop"
+        self.begun = self.ended = True
+
+    def take(self) -> Delta:
+        return self._delta
+
+
+class Decisions:
+    """From requests to verdicts, in pool threads. `longest_token`: in characters."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: ChatTemplate,
+        max_model_len: int,
+        longest_token: int,
+    ) -> None:
+        self._tokenizer: Any = tokenizer
+        self._template = template
+        self._max_model_len = max_model_len
+        self._longest_token = longest_token
+        self._letters = self._single_tokens([*LETTERS, *map("".join, product(LETTERS, repeat=2))])
+        yes_no = self._single_tokens(YES_NO)
+        self._yes_no = yes_no if len(yes_no) == 2 else self._letters
+
+    def prepare(self, item: WorkItem) -> None:
+        """InvalidInput says what cannot be asked."""
+        request: DecisionInput = item.payload
+        shared = self._shared(request)
+        item.prepared, own, characters = [], 0, 0
+        for number, question in enumerate(request.questions):
+            labels = self._labels(question)
+            text = f"{shared.before}{question.asked([*labels])}{shared.after}"
+            characters += len(text)
+            self._check(characters <= MOST_OWN * self._longest_token, question)
+            ids = shared.ids + self._encode(shared.word + text)[shared.skip :]
+            own += len(ids) - len(shared.ids)
+            seen = own + (number + 1) * len(shared.ids)
+            self._check(own <= MOST_OWN and seen <= MOST_SEEN, question)
+            if len(ids) > self._max_model_len:
+                raise self._too_long(f"{len(ids)}, with the question,", question.param)
+            verdict = Verdict(item, number, ids, tuple(labels.values()), len(shared.ids))
+            item.prepared.append(verdict)
+        item.tokens = len(shared.ids) + own
+
+    # ── the input ──
+
+    def _shared(self, request: DecisionInput) -> Shared:
+        place = secrets.token_hex(16)  # where the question goes
+        chat = Chat(with_question(request.messages, place), (), {"enable_thinking": False})
+        try:
+            text, found, after = self._template.render(chat).partition(place)
+        except InvalidInput as error:
+            error.param = request.param
+            raise
+        if not found or place in after:
+            cannot = "the model's chat template does not show a message as it is"
+            raise InvalidInput(cannot, request.param)
+        if len(text) > self._max_model_len * self._longest_token:
+            raise self._too_long(f"more than {len(text) // self._longest_token}", request.param)
+        ends = [match.start() for match in WORD_END.finditer(text, max(0, len(text) - NEAR))]
+        cut = ends[-1] if ends else len(text)
+        word = text[ends[-2] : cut] if len(ends) > 1 else ""
+        ids = self._encode(text[:cut])
+        if len(ids) >= self._max_model_len:
+            raise self._too_long(str(len(ids)), request.param)
+        return Shared(ids, word, len(self._encode(word)) if word else 0, text[cut:], after)
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    def _too_long(self, tokens: str, param: str) -> InvalidInput:
+        holds = f"this model's context holds {self._max_model_len}"
+        return InvalidInput(f"{param}: the input has {tokens} tokens; {holds}", param)
+
+    # ── a question ──
+
+    def _labels(self, question: Question) -> dict[str, int]:
+        """Of its options, in order; their token ids."""
+        labels, count = self._letters, len(question.options)
+        if question.kind == "predicate":
+            labels = self._yes_no
+        if count > len(labels):
+            most = f"has {count} options; this model can tell {len(labels)} apart"
+            raise InvalidInput.at(question.param, most)
+        return dict(list(labels.items())[:count])
+
+    def _single_tokens(self, texts: Sequence[str]) -> dict[str, int]:
+        """Those of the texts that are a token each, and another than those before."""
+        found: dict[int, str] = {}
+        encoded = self._tokenizer([*texts], add_special_tokens=False)["input_ids"]
+        for text, ids in zip(texts, encoded, strict=True):
+            if len(ids) == 1 and ids[0] != self._tokenizer.unk_token_id:
+                found.setdefault(ids[0], text)
+        return {text: id_ for id_, text in found.items()}
+
+    def _check(self, fits: bool, question: Question) -> None:
+        if not fits:
+            many = f"up to here, the questions have more than {MOST_OWN} tokens"
+            several = f"or with the input before each more than {MOST_SEEN}"
+            raise InvalidInput.at(question.param, f"{many}, {several}")
+
+
+def with_question(messages: Messages, text: str) -> tuple[Mapping[str, Any], ...]:
+    """The user's last words go on with it: many templates take no two messages of theirs."""
+    *before, last = messages
+    if last["role"] != "user":
+        return (*messages, {"role": "user", "content": text})
+    return (*before, {**last, "content": f"{last['content']}\n\n{text}"})
