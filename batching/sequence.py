@@ -123,7 +123,7 @@ class Batch:
             sequence, start = chunk.sequence, chunk.start
             blocks = sequence.table.blocks if sequence.table else ()
             spans.append(Span(blocks, start, chunk.width))
-            if sequence.scores_prompt:
+            if sequence.scores_prompt or sequence.scores_end:
                 shift = len(ids) - start
                 scored += [position + shift for position in chunk.to_score]
             ids += sequence.tokens[start : start + chunk.count]

@@ -154,7 +154,7 @@ def test_what_was_compiled_in_its_thread_is_captured_without_compiling_more() ->
     """It would be on the worker's thread, while streams wait."""
     runner = runner_of(engine("llama", blocks=BLOCKS))
     eager = runner.model
-    thread = threading.Thread(target=runner._compile)
+    thread = threading.Thread(target=runner._compile, args=(torch.get_num_threads(),))
     thread.start()
     thread.join(1200)
     assert runner.compile_state == "done"
