@@ -23,6 +23,7 @@ from server.http.json import to_json
 from server.http.request import OPEN_PATHS, JsonEndpoint
 from server.openai.chat import ChatRequest
 from server.openai.completions import CompletionRequest
+from server.openai.embeddings import EmbeddingRequest
 from server.openai.models import LoadRequest, Model, ModelList
 from server.openai.responses.request import ResponseRequest
 from server.openai.tokenize import DetokenizeRequest, Prompt, TokenizeRequest, Tokens
@@ -98,7 +99,16 @@ OPERATIONS: Mapping[str, Operation] = {
     "POST /v1/responses/{id}/cancel": Operation(
         "End a response that runs in the background", answers.Response, errors=[400, 404]
     ),
-    "GET /v1/models": Operation("The language model", ModelList, errors=[503]),
+    "POST /v1/embeddings": Operation(
+        "The vectors of texts or token ids", answers.Embeddings, EmbeddingRequest, [404]
+    ),
+    "POST /embed": Operation(
+        "The same, as text-embeddings-inference has it",
+        {JSON: {"type": "array", "items": {"type": "array", "items": {"type": "number"}}}},
+        EmbeddingRequest,
+        [404],
+    ),
+    "GET /v1/models": Operation("The models", ModelList, errors=[503]),
     "GET /v1/models/{id}": Operation("A model by its name", Model, errors=[404, 503]),
     "POST /tokenize": Operation(
         "The token ids of a text or a conversation", Tokens, TokenizeRequest, [404]

@@ -149,3 +149,21 @@ class ItemList(Struct):
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+class Embedding(Struct):
+    object: Literal["embedding"]
+    index: int
+    embedding: Annotated[list[float] | str, Meta(description="base64: float32, little-endian")]
+
+
+class EmbeddingUsage(Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(Struct):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
