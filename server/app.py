@@ -25,6 +25,7 @@ from server.lifespan import lifespan
 from server.metrics import Metrics, metrics
 from server.openai.chat import ChatCompletions
 from server.openai.completions import Completions
+from server.openai.embeddings import PATHS as EMBEDDING_PATHS
 from server.openai.embeddings import Embeddings
 from server.openai.models import ModelListing, ModelNames
 from server.openai.responses.endpoint import Responses
@@ -32,6 +33,9 @@ from server.openai.responses.store import ResponseStore
 from server.openai.tokenize import tokenizer_routes
 from server.pipeline import Root
 from server.preflight import MODELS, check_models, check_workers, refuse
+from server.rerank import PATHS as RERANK_PATHS
+from server.rerank import Rerank
+from server.score import Score
 from server.settings import Settings, SettingsError, load_settings
 from worker.models import GenerationModel, PipelineModel
 from worker.protocol import Generator, Runner
@@ -78,10 +82,15 @@ def create_app(
     if settings.embedding_model != "none":
         names = ModelNames(settings.embedding_model, engine, "embedding")
         embeddings = Embeddings(settings, engine, names)
-        routes += [
-            Route(path, embeddings, methods=["POST"]) for path in ("/v1/embeddings", "/embed")
-        ]
+        routes += [Route(path, embeddings, methods=["POST"]) for path in EMBEDDING_PATHS]
         named.append(names)
+    if settings.rerank_model != "none":
+        names = ModelNames(settings.rerank_model, engine, "rerank")
+        rerank = Rerank(settings, engine, names)
+        routes += [Route(path, rerank, methods=["POST"]) for path in RERANK_PATHS]
+        named.append(names)
+    if scoring := [each for each in reversed(named) if each.serves != "generation"]:
+        routes.append(Route("/v1/score", Score(settings, engine, scoring), methods=["POST"]))
     if named:
         routes += [*ModelListing(named).routes(), *tokenizer_routes(named)]
     routes.append(openapi.route(settings, routes))
@@ -141,13 +150,15 @@ def _load_chat(settings: Settings) -> Generator:
 
 
 def _load_embedder(settings: Settings) -> Runner:
-    from worker.embedding.load import ScoringOptions, load_embedder
+    from worker.embedding.checkpoint import ScoringOptions
+    from worker.embedding.load import load_embedder
 
     return load_embedder(_chosen(ScoringOptions, settings, model=settings.embedding_model))
 
 
 def _load_reranker(settings: Settings) -> Runner:
-    from worker.embedding.load import ScoringOptions, load_reranker
+    from worker.embedding.checkpoint import ScoringOptions
+    from worker.embedding.load import load_reranker
 
     return load_reranker(_chosen(ScoringOptions, settings, model=settings.rerank_model))
 

@@ -23,10 +23,14 @@ from server.http.json import to_json
 from server.http.request import OPEN_PATHS, JsonEndpoint
 from server.openai.chat import ChatRequest
 from server.openai.completions import CompletionRequest
+from server.openai.embeddings import PATHS as EMBEDDING_PATHS
 from server.openai.embeddings import EmbeddingRequest
 from server.openai.models import LoadRequest, Model, ModelList
 from server.openai.responses.request import ResponseRequest
 from server.openai.tokenize import DetokenizeRequest, Prompt, TokenizeRequest, Tokens
+from server.rerank import PATHS as RERANK_PATHS
+from server.rerank import RerankRequest
+from server.score import ScoreRequest
 from server.settings import Settings
 from worker.tasks import TASKS, Task
 
@@ -56,8 +60,8 @@ OF_A_BODY = {400, 408, 413, 415, 503, 504}  # what may become of one
 @dataclass(frozen=True, slots=True)
 class Operation:
     """One method of a path. A struct alone is a body in JSON; `stream` tells of the events that a
-    request may ask for instead. `errors` are the statuses beyond 401, 405, 500 and what may become
-    of a request's body."""
+    request may ask for instead, `bare` of what is in the list that it may. `errors` are the
+    statuses beyond 401, 405, 500 and what may become of a request's body."""
 
     summary: str
     answer: type[Struct] | Body
@@ -65,6 +69,7 @@ class Operation:
     errors: Sequence[int] = ()
     stream: str | None = None
     query: Mapping[str, Schema] = field(default_factory=dict)
+    bare: Schema | None = None
 
 
 CHUNKS = "With stream: true. Each event is a chunk, the last is [DONE]."
@@ -99,15 +104,27 @@ OPERATIONS: Mapping[str, Operation] = {
     "POST /v1/responses/{id}/cancel": Operation(
         "End a response that runs in the background", answers.Response, errors=[400, 404]
     ),
-    "POST /v1/embeddings": Operation(
-        "The vectors of texts or token ids", answers.Embeddings, EmbeddingRequest, [404]
+    **dict.fromkeys(
+        (f"POST {path}" for path in EMBEDDING_PATHS),
+        Operation(
+            "The vectors of texts or token ids; of `inputs` as a bare list",
+            answers.Embeddings,
+            EmbeddingRequest,
+            [404],
+            bare={"type": "array", "items": {"type": "number"}},
+        ),
     ),
-    "POST /embed": Operation(
-        "The same, as text-embeddings-inference has it",
-        {JSON: {"type": "array", "items": {"type": "array", "items": {"type": "number"}}}},
-        EmbeddingRequest,
-        [404],
+    **dict.fromkeys(
+        (f"POST {path}" for path in RERANK_PATHS),
+        Operation(
+            "Documents by relevance to a query; `texts` as a bare list",
+            answers.Reranked,
+            RerankRequest,
+            [404],
+            bare={"type": "object", "required": ["index", "score"]},
+        ),
     ),
+    "POST /v1/score": Operation("How well texts go together", answers.Scores, ScoreRequest, [404]),
     "GET /v1/models": Operation("The models", ModelList, errors=[503]),
     "GET /v1/models/{id}": Operation("A model by its name", Model, errors=[404, 503]),
     "POST /tokenize": Operation(
@@ -202,6 +219,9 @@ def _inputs(task: Task) -> Schema:
 
 def _described(method: str, path: str, operation: Operation, keyed: bool) -> dict[str, Any]:
     content = _content(operation.answer)
+    if operation.bare:
+        bare = {"type": "array", "items": operation.bare}
+        content[JSON] = {"schema": {"anyOf": [content[JSON]["schema"], bare]}}
     if operation.stream:
         content[EVENTS] = {"schema": {"description": operation.stream}}
     made: dict[str, Any] = {

@@ -167,3 +167,35 @@ class Embeddings(Struct):
     data: list[Embedding]
     model: str
     usage: EmbeddingUsage
+
+
+class RankedText(Struct):
+    text: str
+
+
+class Ranked(Struct):
+    index: int
+    relevance_score: float
+    document: RankedText | UnsetType = UNSET
+
+
+class Reranked(Struct):
+    id: str
+    model: str
+    usage: EmbeddingUsage
+    results: list[Ranked]
+
+
+class Score(Struct):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(Struct):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage

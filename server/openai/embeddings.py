@@ -7,8 +7,9 @@ text-embeddings-inference and Hugging Face's client know. What needs the model (
 lengths) is checked in a pool (worker/embedding).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
 from msgspec import Meta, Struct
@@ -24,7 +25,9 @@ from server.settings import Settings
 from server.submission import submitted, timing_headers
 from worker.scoring import Embedded, EmbeddingInput, Truncation, pieces
 
+PATHS = ("/v1/embeddings", "/embed")
 MOST_INPUTS = 2048
+T = TypeVar("T")
 Inputs = Annotated[
     list[str | TokenId | list[TokenId]],
     Meta(extra_json_schema={"minItems": 1, "maxItems": MOST_INPUTS}),
@@ -125,12 +128,12 @@ class Embeddings:
             parts = [b'{"object":"list","data":[', *parts, tail]
         await send_parts(send, parts, timing_headers(items))
 
-    def parse(self, body: bytes) -> tuple[EmbeddingRequest, list[EmbeddingInput]]:
+    def parse(self, body: bytes) -> tuple[EmbeddingRequest, Sequence[EmbeddingInput]]:
         request = decode(body, EmbeddingRequest, self.models.names)
         return request, checked(request.pieces(self.settings.max_batch_tokens), self.settings)
 
 
-def checked(payloads: list[Any], settings: Settings) -> list[Any]:
+def checked(payloads: Sequence[T], settings: Settings) -> Sequence[T]:
     """InvalidInput for more pieces than the queue could ever take."""
     if len(payloads) > settings.max_queue_size:
         places = f"{len(payloads)} places; the queue has {settings.max_queue_size}"

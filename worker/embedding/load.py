@@ -1,4 +1,4 @@
-"""From settings to an embedder or a reranker, on the worker thread: loaded, run once, and checked to
+"""From settings to an embedder or a reranker, on the worker thread: loaded, run, and checked to
 have the weights that its answers depend on.
 """
 
@@ -119,12 +119,13 @@ def decider(made: Loaded, name: str) -> Reranker:
         logits = (
             model(input_ids=torch.tensor([probe.ids], device=model.device)).logits[0, -1].float()
         )
-    head: Any = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # theirs
     weight, expected = head.weight.detach().float(), logits[yes]
     direction = weight[yes]
     if no is not None:
         direction, expected = direction - weight[no], expected - logits[no]
-    rows = RowModel(model.base_model, made.tokenizer, made.limit, STATES, "feature-extraction")
+    body: Any = model.base_model  # typed as any module
+    rows = RowModel(body, made.tokenizer, made.limit, STATES, "feature-extraction")
     score = by_answer(rows, direction)
     off = (score([probe])[0] - expected).abs() / logits.abs().max()
     if not off <= TOLERANCE[model.dtype]:
