@@ -1,6 +1,9 @@
 """`POST /v1/embeddings` over HTTP: shapes, refusals, long lists beside short requests, clients."""
 
 import base64
+import json
+import os
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,6 +20,7 @@ from tests.event_streams import CLIENT, post
 from tests.fakes import FakeRunner
 from tests.serving import Server, serving, wait_until
 from tests.test_pipeline_http import error_of
+from tests.test_sdk_node import FOLDER, NODE
 from worker.scoring import PIECE, Embedded, pieces
 
 PATH = "/v1/embeddings"
@@ -250,6 +254,21 @@ def test_openais_sdk_asks_for_base64_and_gets_floats(server: Server) -> None:
         assert len(plain.data[0].embedding) == 32
         with pytest.raises(openai.BadRequestError, match="dimensions"):
             client.embeddings.create(model="demo", input="a", dimensions=1000)
+
+
+@pytest.mark.skipif(
+    NODE is None or not (FOLDER / "node_modules" / "openai").is_dir(), reason="no Node SDK here"
+)
+def test_openais_node_sdk(server: Server) -> None:
+    assert NODE is not None
+    made = subprocess.run(
+        [NODE, FOLDER / "embeddings.mjs"],
+        env=os.environ | {"URL": server.url + "/v1", "TEXTS": json.dumps(FACTS)},
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
+    np.testing.assert_allclose(json.loads(made.stdout), vectors(server, FACTS), atol=1e-6)
 
 
 def test_langchains_request_of_ids(server: Server) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import orjson
+import torch
 from numpy.typing import NDArray
 
 from batching.errors import InvalidInput, ItemFailed
@@ -125,6 +126,7 @@ class Embedder:
 
     # ── the worker thread ──
 
+    @torch.inference_mode()
     def forward(self, prepared: list[Any]) -> list[Vectors]:
         """The vectors [rows, D] of each item's rows."""
         rows = [row for each in prepared for row in each]
