@@ -26,7 +26,7 @@ STARTUP_FAILURE = 3  # uvicorn's own; at this exit status its supervisor does no
 _HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 MODELS = ("pipeline_model", "chat_model", "embedding_model", "rerank_model")
-_CONFIGS = ("config.json", "adapter_config.json")
+_CONFIGS = ("config.json", "adapter_config.json", "modules.json")
 
 
 class SeveralWorkers(SettingsError):

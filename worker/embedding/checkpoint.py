@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from worker.embedding.files import SentenceFiles, read_files
 from worker.embedding.rows import RowModel
@@ -66,14 +66,15 @@ class Loaded:
         )
 
 
-def load_checkpoint(options: ScoringOptions, auto: Any) -> Loaded:
-    """By one of transformers' auto classes."""
+def load_checkpoint(options: ScoringOptions, choose: Callable[[Any], Any]) -> Loaded:
+    """By one of transformers' auto classes, which `choose` knows from the configuration."""
     path = local_path(options.model, DEMO_FOLDER)
     files, device = read_files(path), choose_device(options.device)
     if files.subfolder:
         path = str(Path(path) / files.subfolder)  # as old versions saved it
     check_fits(path, options.dtype, device)
-    model, info = auto.from_pretrained(
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    model, info = choose(config).from_pretrained(
         path,
         dtype=choose_dtype(options.dtype, path, device),
         output_loading_info=True,

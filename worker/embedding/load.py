@@ -12,12 +12,11 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTextEncoding,
     PreTrainedModel,
 )
 
-from worker.architectures import architectures, read_config
 from worker.embedding.checkpoint import (
-    DEMO_FOLDER,
     Loaded,
     ScoringOptions,
     lay_out,
@@ -30,7 +29,7 @@ from worker.embedding.rows import RowModel
 from worker.embedding.texts import Row, TextReader
 from worker.model import missing_weights
 from worker.model.language_model import check_generates
-from worker.model.loading import LoadingFailed, loading, local_path
+from worker.model.loading import LoadingFailed, loading
 from worker.model.self_check import TOLERANCE
 
 log = logging.getLogger("onequeue.embedding")
@@ -43,7 +42,7 @@ def load_embedder(options: ScoringOptions) -> Embedder:
     name = options.model
     log.info("loading embedding model=%s", name)
     with loading(f"the embedding model {name!r} could not be loaded"):
-        made = load_checkpoint(options, AutoModel)
+        made = load_checkpoint(options, encoder_class)
         check_weights(made)
         task = "feature-extraction"
         rows = RowModel(made.model, made.tokenizer, made.limit, STATES, task)
@@ -52,6 +51,19 @@ def load_embedder(options: ScoringOptions) -> Embedder:
         embedder = Embedder(rows, made.reader, made.files, sizes, info)
     lay_out(made.model, embedder.warm_up)
     return embedder
+
+
+def encoder_class(config: Any) -> Any:
+    """Of a model with an encoder and a decoder, the encoder."""
+    return AutoModelForTextEncoding if config.is_encoder_decoder else AutoModel
+
+
+def reranker_class(config: Any) -> Any:
+    return AutoModelForCausalLM if decides_by_tokens(config) else AutoModelForSequenceClassification
+
+
+def decides_by_tokens(config: Any) -> bool:
+    return any(each.endswith("ForCausalLM") for each in config.architectures or ())
 
 
 def check_weights(made: Loaded) -> None:
@@ -80,10 +92,8 @@ def load_reranker(options: ScoringOptions) -> Reranker:
     name = options.model
     log.info("loading rerank model=%s", name)
     with loading(f"the rerank model {name!r} could not be loaded"):
-        config = read_config(local_path(name, DEMO_FOLDER))
-        decides = any(each.endswith("ForCausalLM") for each in architectures(config))
-        auto = AutoModelForCausalLM if decides else AutoModelForSequenceClassification
-        made = load_checkpoint(options, auto)
+        made = load_checkpoint(options, reranker_class)
+        decides = decides_by_tokens(made.model.config)
         reranker = decider(made, name) if decides else cross_encoder(made, name)
     lay_out(made.model, reranker.warm_up)
     return reranker

@@ -32,6 +32,9 @@ INSTRUCTION = "Given a web search query, retrieve relevant passages that answer 
 BEFORE = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n"
 AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
+# A cut text may make more tokens than were kept of it: it is cut again, by so many more.
+MARGINS = (0, 4, 64)
+
 Encode = Callable[[str, str, str | None], Row]  # a query, a document, an instruction
 
 
@@ -70,17 +73,18 @@ class Reranker:
         if (most := payload.document_tokens) is not None:
             document = self._shortened(document, most)
         row = self.encode_pair(query, document, payload.instruction)
-        if (over := len(row.ids) - self.reader.limit) > 0:
+        for margin in MARGINS:
+            if (over := len(row.ids) - self.reader.limit) <= 0:
+                break
             if not payload.cuts:
                 many = f"has {len(row.ids)} tokens with its query; the model takes"
                 raise InvalidInput.at(paths[1], f"{many} {self.reader.limit}")
-            kept = len(self._tokens(document)) - over
+            kept = len(self._tokens(document)) - over - margin
             if kept < 1:
                 many = "leaves no room for a document: the model takes"
                 raise InvalidInput.at(paths[0], f"{many} {self.reader.limit} tokens")
-            row = self.encode_pair(query, self._shortened(document, kept), payload.instruction)
-            row.ids = row.ids[: self.reader.limit]  # where a cut word makes more tokens
-            row.types = row.types and row.types[: self.reader.limit]
+            document = self._shortened(document, kept)
+            row = self.encode_pair(query, document, payload.instruction)
         self.reader.checked(row.ids, paths[1])
         return row
 

@@ -87,6 +87,8 @@ class TextReader:
     def checked(self, ids: list[int], path: str) -> list[int]:
         if not ids:
             raise InvalidInput.at(path, "has no tokens")
+        if len(ids) > self.limit:
+            raise InvalidInput.at(path, f"has {len(ids)} tokens; the model takes {self.limit}")
         if (largest := max(ids)) >= self.vocabulary:
             raise InvalidInput.at(path, f"has a token that the model does not know: {largest}")
         return ids
