@@ -55,7 +55,8 @@ class EmbeddingRequest(Struct, kw_only=True):
     def pieces(self, most: int) -> list[EmbeddingInput]:
         """What is asked for, in pieces of `most` characters or tokens at most."""
         if (self.input is None) == (self.inputs is None):
-            raise InvalidInput.at("input", "is required" if self.input is None else "or inputs")
+            required = "is required" if self.input is None else "takes either this or inputs"
+            raise InvalidInput.at("input", required)
         param = "inputs" if self.is_bare else "input"
         given = self.inputs if self.input is None else self.input
         inputs, is_list = as_list(given, param)
