@@ -249,9 +249,9 @@ def test_a_fuzzer_finds_no_failure_in_a_pipeline(tmp_path: Path, task: str, mode
 
 @pytest.mark.slow
 def test_a_fuzzer_finds_no_failure_in_embeddings_and_reranking(tmp_path: Path) -> None:
-    from tests import tiny_embedders
+    from tests.tiny_embedders import folder
 
-    reranker = str(tiny_embedders.tiny.folder("bert-rank"))
+    reranker = str(folder("bert-rank"))
     with serving(embedding_model="demo", rerank_model=reranker) as server:
         fuzz(server, tmp_path, 200)
 

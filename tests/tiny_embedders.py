@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests import tiny
+from tests.tiny import folder as folder
 from tests.tiny_tokenizers import LIMIT, roberta_tokenizer
 from worker.embedding.checkpoint import ScoringOptions
 from worker.embedding.embedder import Embedder
@@ -21,7 +22,7 @@ from worker.embedding.load import load_embedder
 hf: Any = importlib.import_module("transformers")  # half of it is not annotated
 OLD, NEW = "sentence_transformers.models.", "sentence_transformers.sentence_transformer.modules."
 
-QWEN3 = {"num_key_value_heads": 2, "head_dim": 8}
+QWEN3: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 8}
 
 
 def asked() -> list[Any]:

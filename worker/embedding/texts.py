@@ -15,6 +15,8 @@ from worker.pipeline.limits import MAX_CHARS_PER_TOKEN
 from worker.protocol import Chat
 from worker.scoring import Truncation
 
+OFF = ("truncation", "padding", "verbose", "return_attention_mask", "return_token_type_ids")
+
 
 @dataclass(slots=True)
 class Row:
@@ -40,8 +42,8 @@ class TextReader:
         """As the tokenizer answers, a list of each field."""
         if self.lower_case:
             texts = [text.lower() for text in texts]
-        off = dict.fromkeys(("truncation", "padding", "verbose", "return_attention_mask"), False)
-        return dict(self.tokenizer(list(texts), **off, return_token_type_ids=False, **options))
+        off = dict.fromkeys(OFF, False)
+        return dict(self.tokenizer(list(texts), **{**off, **options}))
 
     def rows(
         self, texts: Sequence[str], paths: Sequence[str], prompt: str, truncation: Truncation
