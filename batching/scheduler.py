@@ -34,11 +34,13 @@ PROJECTED_WHOLE = 512
 # Beside others, so many background sequences as there are others, or up to so many in all, are in a
 # step: that many take a model hardly longer than one.
 SMALL_STEP = 8
-# Prompt tokens of a step while nobody streams; where prompts run whole, with their padding.
-MOST = {"cpu": 512, "cuda": 8192}
+# Prompt tokens of a step; where prompts run whole, with their padding.
+MOST = {"cpu": 2048, "cuda": 8192}
 MOST_WHOLE = {"cpu": 4096, "cuda": 32768}
-# While somebody streams: at least so many, and no more than make a step so much longer.
-LEAST, LONGER_S = 32, 0.3
+# No more than make a step so much longer, but at least so many while somebody streams, and so many
+# while nobody does.
+LONGER_S, LEAST = 0.3, 32
+LEAST_ALONE = {"cpu": 512, "cuda": 8192}
 NEW_SHARE = 0.3  # of the latest step in what was learned of their times
 
 Draft = abc.Callable[[Sequence], tuple[int, ...]]
@@ -268,20 +270,21 @@ def _foreground(line: list[Sequence]) -> int:
 
 
 class PrefillBudget:
-    """How many prompt tokens a step takes, learned from the steps' times: many while nobody
-    streams, few enough not to stall streams. What a prompt token adds is what counts, not its share
-    of the whole: a small step is mostly the weights being read, and must not shrink for that."""
+    """How many prompt tokens a step takes, learned from the steps' times: as many as pay, few
+    enough not to stall streams. What a prompt token adds is what counts, not its share of the
+    whole: a small step is mostly the weights being read, and must not shrink for that."""
 
     def __init__(self, device_type: str, whole_prompts: bool = False) -> None:
         self._most = (MOST_WHOLE if whole_prompts else MOST)[device_type]
+        self._least_alone = self._most if whole_prompts else LEAST_ALONE[device_type]
         self._decode_s = 0.0  # a step without prompts
         self._token_s = 0.0  # what a prompt token adds
 
     def prompt_tokens(self, streaming: bool) -> int:
         """For the next step."""
-        if not streaming or not self._token_s:
-            return self._most
-        return max(LEAST, min(self._most, int(LONGER_S / self._token_s)))
+        fitting = int(LONGER_S / self._token_s) if self._token_s else 0
+        least = LEAST if streaming and self._token_s else self._least_alone
+        return min(self._most, max(least, fitting))
 
     def learn(self, prompt: int, others: int, seconds: float) -> None:
         """A step of so many prompt tokens and other rows took so long."""

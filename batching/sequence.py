@@ -46,26 +46,28 @@ class Sequence:
         return (self.background, self.number) < (other.background, other.number)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Chunk:
     """A sequence's share of a step: `count` of its tokens from `start` on, then drafted ones.
 
-    If the chunk reaches the sequence's end, its last token and each draft are to be sampled. All
-    of it is asked before `advance`, which moves the end.
+    If the chunk reaches the sequence's end, its last token and each draft are to be sampled. What
+    it says of that holds as the chunk is made, before `advance`, which moves the end.
     """
 
     sequence: Sequence
     start: int
     count: int
     drafts: tuple[int, ...] = ()
+    width: int = field(init=False)
+    reaches_end: bool = field(init=False)
+    to_sample: int = field(init=False)  # how many of its last rows decide a token
 
-    @property
-    def reaches_end(self) -> bool:
-        return self.start + self.count == len(self.sequence.tokens)
-
-    @property
-    def width(self) -> int:
-        return self.count + len(self.drafts)
+    def __post_init__(self) -> None:
+        sequence = self.sequence
+        self.width = self.count + len(self.drafts)
+        self.reaches_end = self.start + self.count == len(sequence.tokens)
+        samples = self.reaches_end and sequence.max_tokens
+        self.to_sample = 1 + len(self.drafts) if samples else 0
 
     @property
     def to_score(self) -> range:
@@ -75,11 +77,6 @@ class Chunk:
             return range(0)
         last = min(self.start + self.count, sequence.prompt_len - 1)
         return range(max(self.start, sequence.scored), last)
-
-    @property
-    def to_sample(self) -> int:
-        """How many of its last rows decide a token."""
-        return 1 + len(self.drafts) if self.reaches_end and self.sequence.max_tokens else 0
 
 
 class Span(NamedTuple):
@@ -120,8 +117,9 @@ class Batch:
             sequence, start = chunk.sequence, chunk.start
             blocks = sequence.table.blocks if sequence.table else ()
             spans.append(Span(blocks, start, chunk.width))
-            shift = len(ids) - start
-            scored += [position + shift for position in chunk.to_score]
+            if sequence.scores_prompt:
+                shift = len(ids) - start
+                scored += [position + shift for position in chunk.to_score]
             ids += sequence.tokens[start : start + chunk.count]
             ids += chunk.drafts
             sampled += range(len(ids) - chunk.to_sample, len(ids))

@@ -4,38 +4,44 @@
     bench.py http                      an instant model behind the queue, beside a bare route (wrk)
     bench.py direct   --model PATH     one client, beside calling the pipeline in a loop
     bench.py pipeline --model PATH     1, 16 and 64 clients, beside the documentation's server,
-                                       LitServe and Mosec (scripts/peers/)
-    bench.py generation --model PATH   1 and 16 streaming chats, beside vLLM and transformers serve,
-                                       and a long system prompt that all share
+                                       LitServe and Mosec (scripts/peers/): docs litserve mosec
+    bench.py generation --model PATH   streaming chats, beside vLLM and transformers serve: vllm
+                                       transformers
 
-Prints one JSON line a measurement, the last with the ratios. Without --model a random-weight
-model of bert-base's shape is made. It judges no answers: the tests do that.
+A change is measured beside the code before it: --servers onequeue onequeue@../other-checkout.
+Prints one JSON line a measurement, the last with the ratios; generation ends with a table. Without
+--model a random-weight model of bert-base's shape is made. It judges no answers: the tests do that.
 """
 
 import argparse
-import json
-import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bench_generation import generation
-from bench_servers import free_port, running, say
+from bench_pipeline import fill_mask, mixed_texts, pipeline
+from bench_servers import Launch, free_port, running, say
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+T = TypeVar("T")
 TEXT = "The capital of France is [MASK]."
-SERVERS = (
-    ["docs", "litserve", "mosec", "onequeue:float32"],
-    ["vllm", "transformers", "onequeue"],
-)
-CLIENTS = {1: 30, 16: 192, 64: 256}  # clients: requests
+SERVERS: dict[str, list[str]] = {  # each benchmark's own
+    "http": [],
+    "direct": [],
+    "pipeline": [
+        *("docs", "litserve", "mosec", "onequeue:DTYPE=float32", "onequeue:DTYPE=bfloat16"),
+    ],
+    "generation": ["onequeue", "vllm", "transformers"],
+}
 
 
 # ── servers ──
@@ -111,7 +117,8 @@ def http(arguments: argparse.Namespace) -> None:
                 program = name.partition(",")[0]
                 command = [sys.executable, __file__, "serve-" + program, str(port)]
                 ready = "/ready" if program == "instant" else "/"
-                with running(command, port, ready, {"MAX_BATCH_WAIT_MS": wait_ms}):
+                launch = Launch(command, port, ready, {"MAX_BATCH_WAIT_MS": wait_ms})
+                with running(name, launch) as server, server.awake():
                     rates[name].append(wrk(script.name, port))
                 say(bench="http", server=name, clients=16, requests_per_s=rates[name][-1])
     bare = rates.pop("bare")
@@ -147,95 +154,12 @@ def direct(arguments: argparse.Namespace) -> None:
         )  # fmt: skip
         loops.append(float(done.stdout))
         say(bench="direct", server="loop", p50_ms=round(loops[-1], 1))
-        port = free_port()
-        with running(*onequeue(arguments.model, port, "float32")):
-            ours.append(load(port, "/", 1, None)["latency_ms"]["p50"])
+        name = "onequeue:DTYPE=float32"
+        with running(name, fill_mask(name, arguments.model)) as server, server.awake():
+            ours.append(mixed_texts(server.port, "/", 1, 1, None)["latency_ms"]["p50"])
         say(bench="direct", server="onequeue", p50_ms=ours[-1])
     ratio = statistics.median(ours) / statistics.median(loops)
     say(bench="direct", p50_ratio=round(ratio, 3), target=1.03)
-
-
-def pipeline(arguments: argparse.Namespace) -> None:
-    """Every server in turn under every load, `rounds` times; medians and ratios at the end."""
-    runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for _ in range(arguments.rounds):
-        for name in arguments.servers:
-            port = free_port()
-            key, path = ("text", "/predict") if name == "litserve" else (None, "/")
-            if name.startswith("onequeue"):
-                launch = onequeue(arguments.model, port, name.partition(":")[2] or "float32")
-            else:
-                path = {"mosec": "/inference"}.get(name, path)
-                peer = [
-                    arguments.peer_python,
-                    f"scripts/peers/serve_{name}.py",
-                    arguments.model,
-                    str(port),
-                ]
-                path_first = f"{Path(arguments.peer_python).parent}:{os.environ['PATH']}"
-                launch = (peer, port, "/", {"PATH": path_first})
-            with running(*launch):
-                if not name.startswith("onequeue"):
-                    load(port, path, 1, key)  # peers answer before they are warm
-                for clients in CLIENTS:
-                    runs.setdefault((name, clients), []).append(load(port, path, clients, key))
-                    report(name, clients, runs[name, clients][-1])
-    compare(runs)
-
-
-def onequeue(model: str, port: int, dtype: str) -> tuple[list[str], int, str, dict[str, str]]:
-    settings = {"PIPELINE_TASK": "fill-mask", "PIPELINE_MODEL": model, "DTYPE": dtype}
-    command = [sys.executable, "-m", "uvicorn", "server.app:app", "--port", str(port)]
-    return command, port, "/ready", settings
-
-
-def load(port: int, path: str, clients: int, key: str | None) -> dict[str, Any]:
-    """Mixed lengths of 4 to 60 words, closed loop, by scripts/load_test.py."""
-    command = [sys.executable, "scripts/load_test.py", f"http://127.0.0.1:{port}{path}"]
-    command += ["--concurrency", str(clients), "--requests", str(CLIENTS[clients])]
-    command += ["--words", "4-60", "--mask", "[MASK]", "--seed", "1", "--warmup", "4"]
-    if key:
-        command += ["--kind", "json", "--json-key", key]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    if measured["errors"]:
-        raise SystemExit(f"errors under load: {measured['statuses']}")
-    return measured
-
-
-def report(name: str, clients: int, run: dict[str, Any]) -> None:
-    say(
-        bench="pipeline",
-        server=name,
-        clients=clients,
-        requests_per_s=round(run["ok_per_s"], 2),
-        p50_ms=run["latency_ms"]["p50"],
-        p95_ms=run["latency_ms"]["p95"],
-    )
-
-
-def compare(runs: dict[tuple[str, int], list[dict[str, Any]]]) -> None:
-    """Each of our configurations against the best peer, by medians over the rounds."""
-
-    def median(name: str, clients: int, *path: str) -> float:
-        values: list[Any] = list(runs[name, clients])
-        for key in path:
-            values = [value[key] for value in values]
-        return float(statistics.median(values))
-
-    names = list(dict.fromkeys(name for name, _ in runs))
-    peers = [name for name in names if not name.startswith("onequeue")]
-    for ours in (name for name in names if name.startswith("onequeue")):
-        for clients in CLIENTS if peers else ():
-            best = max(median(peer, clients, "ok_per_s") for peer in peers)
-            fastest = min(median(peer, clients, "latency_ms", "p95") for peer in peers)
-            say(
-                bench="pipeline",
-                server=ours,
-                clients=clients,
-                times_best_peer=round(median(ours, clients, "ok_per_s") / best, 2),
-                p95_of_best_peer=round(median(ours, clients, "latency_ms", "p95") / fastest, 2),
-            )
 
 
 def make_model() -> str:
@@ -255,29 +179,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("bench", choices=["http", "direct", "pipeline", "generation"])
-    parser.add_argument("--model", help="a checkpoint: fill-mask with [MASK], or a chat model")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
+    add = parser.add_argument
+    add("bench", choices=list(SERVERS))
+    add("--model", help="a checkpoint: fill-mask with [MASK], or a chat model")
+    add("--servers", nargs="+", help="of those above; onequeue[@CHECKOUT][:SETTING=VALUE,…]")
+    add("--rounds", type=int, default=3)
+    add(
         "--peer-python",
         default=sys.executable,
         help="a python that has litserve and mosec, or in whose folder transformers is",
     )
-    parser.add_argument("--vllm", default="vllm", help="generation: the program")
-    parser.add_argument("--dtype", default="bfloat16", help="generation: of every server")
-    parser.add_argument(
-        "--servers",
-        nargs="+",
-        help="docs litserve mosec onequeue:DTYPE; for generation: vllm transformers "
-        "onequeue onequeue:SETTING=VALUE,…",
-    )
+    chats = parser.add_argument_group("generation")
+    add = chats.add_argument
+    add("--vllm", default="vllm", help="the program")
+    add("--dtype", default="bfloat16", help="of every server")
+    add("--temperature", type=several(float), default=[1, 0], metavar="N,…", help="1,0")
+    add("--clients", type=several(int), default=[1, 8, 16], metavar="N,…", help="1,8,16")
+    add("--prompt-words", type=several(int), default=[64], metavar="N,…", help="64")
+    add("--tokens", type=int, default=32, help="of each answer")
+    add("--requests", type=int, default=3, help="a client in each sweep")
+    add("--shared-prompt", action="store_true", help="also one that sixteen chats share")
+    add("--json", metavar="FILE", help="write all figures")
     arguments = parser.parse_args()
-    if not arguments.servers:
-        arguments.servers = SERVERS[arguments.bench == "generation"]
+    arguments.servers = arguments.servers or SERVERS[arguments.bench]
     if arguments.bench in ("direct", "pipeline") and not arguments.model:
         arguments.model = make_model()
     benches = {"http": http, "direct": direct, "pipeline": pipeline, "generation": generation}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are stopped on the way out
     benches[arguments.bench](arguments)
+
+
+def several(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
+    return lambda text: [kind(part) for part in text.split(",")]
 
 
 if __name__ == "__main__":

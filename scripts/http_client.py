@@ -152,7 +152,8 @@ class ChatStream:
         self.buffer = b""
         self.times: list[float] = []
         self.first: float | None = None  # chunk, with or without content
-        self.usage: int | None = None
+        self.usage: int | None = None  # tokens of the answer
+        self.prompt_tokens = 0
         self.done = False
 
     def feed(self, data: bytes) -> None:
@@ -171,6 +172,7 @@ class ChatStream:
                 raise StreamError(json.dumps(chunk["error"]))
             if chunk.get("usage"):
                 self.usage = chunk["usage"]["completion_tokens"]
+                self.prompt_tokens = chunk["usage"].get("prompt_tokens") or 0
             if any((choice.get("delta") or {}).get("content") for choice in chunk["choices"]):
                 self.times.append(now)
             # some servers leave out the [DONE]

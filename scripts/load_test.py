@@ -49,6 +49,7 @@ class Sample:
     ttft: float | None = None
     gaps: Sequence[float] = ()
     output_tokens: int = 0
+    prompt_tokens: int = 0
 
     @property
     def ok(self) -> bool:
@@ -185,11 +186,13 @@ def read_tokens(sample: Sample, start: float, body: bytes, stream: ChatStream | 
     if stream is None or body:
         usage = json.loads(body).get("usage") or {}
         sample.output_tokens = usage.get("completion_tokens", 0)
+        sample.prompt_tokens = usage.get("prompt_tokens", 0)
         return
     if not stream.done:
         raise IncompleteStreamError
     times = stream.times
     sample.output_tokens = len(times) if stream.usage is None else stream.usage
+    sample.prompt_tokens = stream.prompt_tokens
     first = times[0] if times else stream.first  # a token may have no text of its own
     sample.ttft = first - start if first else None
     sample.gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
@@ -271,6 +274,7 @@ def summarize(args: argparse.Namespace, record: Record) -> dict[str, Any]:
         tokens = sum(sample.output_tokens for sample in ok)
         first = [sample.ttft for sample in ok if sample.ttft is not None]
         result |= {
+            "prompt_tokens": sum(sample.prompt_tokens for sample in ok),
             "output_tokens": tokens,
             "output_tokens_per_s": round(tokens / elapsed, 3),
             "ttft_ms": spread(first, 50, 95),

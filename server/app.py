@@ -4,7 +4,6 @@
 drains it on SIGTERM, before uvicorn hears of the signal. One process, one worker thread.
 """
 
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,11 +31,19 @@ from server.openai.responses.endpoint import Responses
 from server.openai.responses.store import ResponseStore
 from server.openai.tokenize import tokenizer_routes
 from server.pipeline import Root
-from server.preflight import MODELS, check_models, check_workers, refuse
+from server.preflight import (
+    MODELS,
+    asked_threads,
+    check_models,
+    check_workers,
+    put_openmp,
+    refuse,
+)
 from server.rerank import PATHS as RERANK_PATHS
 from server.rerank import Rerank
 from server.score import Score
 from server.settings import Settings, SettingsError, load_settings
+from worker.cores import find_cores
 from worker.models import GenerationModel, PipelineModel
 from worker.protocol import Generator, Runner
 from worker.scoring import PIECE
@@ -54,9 +61,10 @@ def create_app(
     means that there is none. Raises SettingsError for what cannot be served."""
     loaders = dict(zip(MODELS, (load, load_chat, load_embedder, load_reranker), strict=True))
     settings = check_models(settings, {name for name, each in loaders.items() if each})
-    pool_threads = max(2, min(8, (os.cpu_count() or 2) // 2))
+    cores = find_cores(settings.pin_worker, asked_threads())
+    pool_threads = max(2, min(8, cores.threads if cores else 2))
     queue = RequestQueue(settings.max_queue_size, time.monotonic)
-    worker = Worker(served_models(settings, loaders))
+    worker = Worker(served_models(settings, loaders), cores=cores)
     observed = Metrics(lambda: queue.pending, settings.max_batch_size)
     engine = Engine(worker, queue, observed, pool_threads, settings.stuck_after_s)
     routes = [
@@ -177,6 +185,8 @@ def __getattr__(name: str) -> Any:
     try:
         check_workers()
         made = create_app(load_settings())
+        if cores := made.engine.worker.cores:
+            put_openmp(cores)
     except SettingsError as error:
         refuse(error)
     globals()["app"] = made

@@ -12,8 +12,6 @@ Whether anything is accepted is not stored but asked: `refusal` looks at the wor
 import asyncio
 import contextlib
 import logging
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass
@@ -23,49 +21,13 @@ from typing import Any
 
 from batching import errors
 from batching.request_queue import RequestQueue, Stream, WorkItem
-from server.metrics import Metrics, Recorders
+from server.metrics import Metrics
+from server.pool import Pool
 from worker.models import GenerationModel, Outcome, PipelineModel
-from worker.protocol import BatchReport, Generator, Pending, State, StepOutcome, StepReport
+from worker.protocol import BatchReport, Generator, Pending, State, StepOutcome
 from worker.worker import Model, Worker
 
 log = logging.getLogger("onequeue.engine")
-
-# How long one call of a pool should take: well above a thread hop, well below a forward pass.
-CALL_S = 0.004
-MAX_GROUP = 32
-
-
-class Pool:
-    """A few daemon threads that do one thing: a stuck call blocks no exit, and what is done leaves
-    however much is to be begun. Several items make one call, as on short texts a hop between
-    threads costs more than the work; images spread over the threads."""
-
-    def __init__(self, name: str, threads: int, work: Callable[[list[Any]], None]) -> None:
-        self.work = work
-        self.item_s = CALL_S / 4  # measured
-        self._groups: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
-        names = (f"pool-{name}-{n}" for n in range(threads))
-        self.threads = [threading.Thread(target=self._run, name=n, daemon=True) for n in names]
-
-    def put(self, items: list[Any]) -> None:
-        """From any thread."""
-        size = max(1, min(MAX_GROUP, round(CALL_S / self.item_s)))
-        for first in range(0, len(items), size):
-            self._groups.put(items[first : first + size])
-
-    def stop(self) -> None:
-        for _ in self.threads:
-            self._groups.put(None)
-
-    def _run(self) -> None:
-        while (group := self._groups.get()) is not None:
-            started = time.perf_counter()
-            try:
-                self.work(group)
-            except BaseException:  # a panic in a tokenizer is none of Exception's
-                log.exception("bug in a pool items=%d", len(group))
-            item_s = (time.perf_counter() - started) / len(group)
-            self.item_s += 0.2 * (item_s - self.item_s)
 
 
 @dataclass(eq=False)
@@ -226,15 +188,12 @@ class Engine:
     def on_batch(self, model: PipelineModel, report: BatchReport, failed: list[Outcome]) -> None:
         if report.saturated:
             model.lane.record(report.size, report.tokens, report.total_s)
-        self._record(self.metrics.of_batch, report)
+        self.metrics.record_batch(report)
         self.resolve(failed)
 
     def on_step(self, model: GenerationModel, outcome: StepOutcome) -> None:
         now, report = self.queue.clock(), outcome.report
-        self._record(self.metrics.of_step, report)
-        if tokens := report.prefill_tokens + report.decode_tokens:
-            self.metrics.step_tokens.observe(tokens)
-            self.metrics.step_s.observe(report.total_s)
+        self.metrics.record_step(report)
         for item, _ in chain(outcome.deltas, outcome.done):
             if not item.begun:  # those that failed have had their turn too
                 model.lane_for(item.payload).begin(item)
@@ -246,12 +205,6 @@ class Engine:
             if lane.begun or starved != (lane.starved_since is not None):
                 lane.stepped(now, starved)
         self.resolve(outcome.done)
-
-    def _record(self, recorders: Recorders, report: BatchReport | StepReport) -> None:
-        for name, record in recorders.items():
-            record(getattr(report, name))
-        for wait_s in report.waits_s:
-            self.metrics.wait.observe(wait_s)
 
     def on_rejected(self, items: list[WorkItem]) -> None:
         refusal = self.refusal(items[0].model.name)

@@ -1,11 +1,12 @@
 """Prometheus metrics, one registry per app: the instruments, used where something happens.
 
-Requests and errors are counted in http/request.py, what the worker reports in engine.py.
+Requests and errors are counted in http/request.py; engine.py hands on what the worker reports.
 """
 
 import importlib.metadata
 import platform
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
@@ -14,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server import __version__
-from worker.protocol import ModelInfo
+from worker.protocol import BatchReport, ModelInfo, StepReport
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -31,7 +32,7 @@ class Metrics:
         self.requests = Counter("requests", "Requests answered", ["endpoint", "status"], **ours)
         self.latency = Histogram("request_seconds", "Request to answer", ["endpoint"], **in_seconds)
         Gauge("queue_depth", "Inputs accepted and unanswered", **ours).set_function(queue_depth)
-        self.wait = Histogram("queue_wait_seconds", "Acceptance to forward", **in_seconds)
+        self._wait = Histogram("queue_wait_seconds", "Acceptance to forward", **in_seconds)
         self.errors = Counter("errors", "Requests not served, by kind", ["kind"], **ours)
         refused = "Responses that the store did not take"
         self.not_stored = Counter("responses_not_stored", refused, **ours)
@@ -47,7 +48,7 @@ class Metrics:
         cap = Gauge("batch_cap", "Rows a batch may have now", **ours)
         cap.set(batch_cap)
         padding = Gauge("padding_share", "Padding in the last batch, 0 to 1", **ours)
-        self.of_batch: Recorders = {
+        self._of_batch: Recorders = {
             "size": Histogram("batch_size", "Items a batch", **ours, buckets=SIZES).observe,
             "tokens": Histogram("batch_tokens", "Tokens a batch, unpadded", **in_tokens).observe,
             "forward_s": Histogram("forward_seconds", "A batch's forward", **in_seconds).observe,
@@ -57,21 +58,48 @@ class Metrics:
         }
 
         tokens = Counter("tokens", "Tokens processed", ["kind"], **ours)
-        self.step_s = Histogram("step_seconds", "A generation step", **in_seconds)
-        self.step_tokens = Histogram("step_tokens", "Tokens run in a step", **in_tokens)
+        self._step_s = Histogram("step_seconds", "A generation step", **in_seconds)
+        self._step_tokens = Histogram("step_tokens", "Tokens run in a step", **in_tokens)
         self.first_token = Histogram("time_to_first_token_seconds", "To its text", **in_seconds)
-        self.of_step: Recorders = {
+        self._counted_of_step: Recorders = {
             "prefill_tokens": tokens.labels("prompt").inc,
             "cached_tokens": tokens.labels("cached").inc,
             "decode_tokens": tokens.labels("output").inc,
             "drafted": tokens.labels("drafted").inc,
             "accepted": tokens.labels("accepted").inc,
             "preempted": Counter("preemptions", "Sequences put back to make room", **ours).inc,
-            "running": Gauge("running_sequences", "Sequences being generated", **ours).set,
-            "waiting": Gauge("waiting_sequences", "Sequences that wait for room", **ours).set,
-            "blocks_used": Gauge("kv_blocks_used", "Key-value cache blocks in use", **ours).set,
-            "blocks_total": Gauge("kv_blocks", "Blocks of the key-value cache", **ours).set,
         }
+        self._last_step = StepReport()  # whoever asks is told what it says
+        gauges = {
+            "running": Gauge("running_sequences", "Sequences being generated", **ours),
+            "waiting": Gauge("waiting_sequences", "Sequences that wait for room", **ours),
+            "blocks_used": Gauge("kv_blocks_used", "Key-value cache blocks in use", **ours),
+            "blocks_total": Gauge("kv_blocks", "Blocks of the key-value cache", **ours),
+        }
+        for name, gauge in gauges.items():
+            gauge.set_function(partial(self._of_last_step, name))
+
+    def record_batch(self, report: BatchReport) -> None:
+        for name, record in self._of_batch.items():
+            record(getattr(report, name))
+        self._observe_waits(report)
+
+    def record_step(self, report: StepReport) -> None:
+        self._last_step = report
+        for name, count in self._counted_of_step.items():
+            if more := getattr(report, name):  # in most steps most are 0
+                count(more)
+        self._observe_waits(report)
+        if tokens := report.prefill_tokens + report.decode_tokens:
+            self._step_tokens.observe(tokens)
+            self._step_s.observe(report.total_s)
+
+    def _observe_waits(self, report: BatchReport | StepReport) -> None:
+        for wait_s in report.waits_s:
+            self._wait.observe(wait_s)
+
+    def _of_last_step(self, name: str) -> float:
+        return float(getattr(self._last_step, name))
 
     def loaded(self, name: str, info: ModelInfo) -> None:
         self.breaker_open.labels(name).set(0)

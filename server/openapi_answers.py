@@ -47,7 +47,7 @@ TokenIds = Annotated[list[int] | UnsetType, TOKEN_IDS]
 
 class PromptLogprob(Struct):
     logprob: float
-    rank: Annotated[int | None, Meta(description="null for a token beyond prompt_logprobs")]
+    rank: Annotated[int, Meta(description="Among all tokens, from 1 on")]
     decoded_token: str
 
 

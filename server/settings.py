@@ -54,6 +54,11 @@ class Settings:
         "auto", "compile the chat model in the background", ("auto", "on", "off")
     )
     speculation: str = setting("auto", "draft tokens from the request's own text", ("auto", "off"))
+    pin_worker: str = setting(
+        "auto",
+        "the worker thread keeps as many cores as compute; auto: where others are left over",
+        ("auto", "on", "off"),
+    )
     max_model_len: int | None = setting(None, "tokens of prompt and answer together", minimum=2)
     kv_cache_gb: float | None = setting(
         None, "memory for keys and values of running sequences", minimum=0.000001

@@ -208,7 +208,7 @@ class Simulation:
         sampled = job.sample(chunk.drafts) if chunk.reaches_end else []
         self.seen["drafts right"] += max(0, len(sampled) - 1)
         self.scheduler.advance(chunk, sampled)
-        if chunk.reaches_end and not job.left:
+        if chunk.reaches_end and not sampled:  # a step after its last token
             self._end(job, "finished while")
 
     def _count(self, chunks: abc.Sequence[Chunk]) -> None:

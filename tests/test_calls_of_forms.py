@@ -167,6 +167,36 @@ def test_what_must_be_called_is_called_in_the_models_form(name: str, special: bo
     assert ended
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_formats_and_numbers_of_items_are_held(name: str) -> None:
+    address = {"type": "string", "format": "ipv4"}
+    parameters = {
+        "type": "object",
+        "properties": {
+            "on": {"type": "string", "format": "date"},
+            "id": {"anyOf": [{"type": "string", "format": "uuid"}, {"type": "null"}]},
+            "hosts": {"type": "array", "items": address, "minItems": 2, "maxItems": 3},
+        },
+        "required": ["on", "id", "hosts"],
+        "additionalProperties": False,
+    }
+    function = {"name": "book", "description": "any", "parameters": parameters}
+    asked = [
+        asking(
+            sampling=Sampling(temperature=1.0, seed=seed),
+            tools=({"type": "function", "function": function},),
+            calls=Calls(("book",), required=True, parallel=False),
+            max_tokens=400,
+        )
+        for seed in range(4)
+    ]
+    ended = [choice for served in serve(engine(name, True), asked)[0] for choice in served.choices]
+    for [(_, arguments)] in [called(each) for each in ended if each.finish_reason != "length"]:
+        arguments["on"] = arguments["on"].replace("-02-29", "-02-28")  # llguidance takes any
+        assert jsonschema_rs.is_valid(parameters, arguments, validate_formats=True), arguments
+    assert any(each.finish_reason == "tool_calls" for each in ended)
+
+
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("name", FORMS)
 def test_a_call_that_the_model_begins_is_held_to_its_tool(name: str, special: bool) -> None:

@@ -2,13 +2,16 @@
 
 import logging
 import shutil
+import threading
 import time
 from typing import Any
 
 import pytest
+import torch
 
 from batching.sequence import Batch, Span
 from tests import tiny
+from worker.cores import compute_alone
 from worker.model import paged_runner
 from worker.model.language_model import GeneratorOptions, load_language_model
 from worker.model.paged_attention import AttentionMetadata
@@ -57,6 +60,22 @@ def test_the_compiled_model_takes_over_and_gives_the_same_logits(
         got = runner.forward(batch)
         assert runner.model is not eager
         language.compare(got, run(eager, batch, AttentionMetadata(runner.cache, batch)))
+
+
+def test_the_code_is_made_for_the_workers_threads_whatever_others_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner, threads, seen = loaded(), torch.get_num_threads(), []
+    monkeypatch.setattr(paged_runner, "compiled", lambda *_: seen.append(torch.get_num_threads()))
+    torch.set_num_threads(3)
+    try:
+        other = threading.Thread(target=compute_alone)  # as a pool's does
+        other.start()
+        other.join()
+        compile_state(runner)
+    finally:
+        torch.set_num_threads(threads)
+    assert seen == [3]
 
 
 def test_where_compiling_fails_serving_goes_on_and_the_log_says_so(

@@ -289,6 +289,28 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>to=me",
         ("to=me", "Hm.", []),
     ),
+    (  # a tool's name alone; others are nobody's
+        "channels",
+        '<|channel|>commentary to=get <|constrain|>json<|message|>{"n": 1}<|call|>',
+        ("", "", [("get", {"n": 1})]),
+    ),
+    ("channels", " to=get<|channel|>commentary json<|message|>{}", ("", "", [("get", {})])),
+    (
+        "channels",
+        "<|channel|>analysis to=browser.search<|message|>{}<|call|>",
+        ("", "", []),
+    ),
+    (  # a mark in a text ends no call
+        "section",
+        '<calls><call>functions.get:0<args>{"s": "a</call>\\" b"}</call></calls>',
+        ("", "", [("get", {"s": 'a</call>" b'})]),
+    ),
+    (
+        "coder",
+        "<tool_call>\n<function=get>\n<parameter=s>\n<![CDATA[a < b]]>\n</parameter>\n</function>"
+        "\n</tool_call>",
+        ("", "", [("get", {"s": "a < b"})]),
+    ),
     (
         "coder",
         "<think>\na\n</think>\n\nThe <b>answer</b> </think",
@@ -534,6 +556,54 @@ def test_a_call_that_makes_no_sense_is_text(body: str) -> None:
     made = read(HERMES, text)
     assert made["content"] == text
     assert made["calls"] == []
+
+
+@pytest.mark.parametrize(
+    ("follows", "calls", "content"),
+    [
+        (CALL, ["w", "w"], ""),
+        ('They say "no", and', ["w"], 'They say "no", and'),
+        ("x" * 10_000, ["w"], "x" * 10_000),
+    ],
+)
+def test_a_string_that_never_ends_ends_with_its_call(
+    follows: str, calls: list[str], content: str
+) -> None:
+    text = '<tool_call>\n{"name": "w", "arguments": {"s": "a}}\n</tool_call>' + follows
+    for cuts in ([], list(range(1, len(text)))):
+        made = read(HERMES, text, cuts)
+        assert [name for name, _ in made["calls"]] == calls
+        assert made["calls"][0][1] == '{"s": "a}}\n'
+        assert made["content"] == content
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama", '{"name": "get"'),
+        ("llama", '<|python_tag|>{"name": "get"'),
+        ("bare python", "[get(n=1, s='a'"),
+    ],
+)
+def test_of_a_bare_call_that_is_cut_short_nothing_is_shown(name: str, text: str) -> None:
+    for end in range(1, len(text)):
+        for cuts in ([], list(range(1, end))):
+            assert read(form(name), text[:end], cuts)["content"] == "", text[:end]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama", '{"city": 4'),
+        ("llama", '{"name": "Bob", "a'),
+        ("llama", "{x"),
+        ("bare python", "[note] thi"),
+        ("bare python", "[see(n=1, s"),
+    ],
+)
+def test_what_cannot_become_a_bare_call_is_shown(name: str, text: str) -> None:
+    assert read(form(name), text)["content"] == text
+    assert read(form(name), text, calls=False)["content"] == text
 
 
 def test_a_call_that_is_cut_short_keeps_what_there_is() -> None:

@@ -4,7 +4,14 @@ import random
 
 import pytest
 
-from batching.scheduler import LEAST, LONGER_S, MOST, PrefillBudget
+from batching.scheduler import (
+    LEAST,
+    LEAST_ALONE,
+    LONGER_S,
+    MOST,
+    MOST_WHOLE,
+    PrefillBudget,
+)
 
 DECODE_S = 0.1
 ROWS = 16
@@ -20,12 +27,29 @@ def taught(token_s: float, chance: random.Random, steps: int = 60) -> PrefillBud
     return pace
 
 
-def test_while_nobody_streams_a_step_takes_the_most() -> None:
+def test_while_nobody_streams_a_slow_model_takes_more_but_not_the_most() -> None:
     pace = taught(0.005, random.Random(0))
-    assert pace.prompt_tokens(streaming=False) == MOST["cpu"]
-    assert PrefillBudget("cuda").prompt_tokens(streaming=True) == MOST["cuda"], (
-        "nothing is known yet"
-    )
+    assert pace.prompt_tokens(streaming=True) < LEAST_ALONE["cpu"]
+    assert pace.prompt_tokens(streaming=False) == LEAST_ALONE["cpu"] < MOST["cpu"]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_quick_model_takes_what_fits_into_the_time(streaming: bool) -> None:
+    tokens = taught(0.0003, random.Random(0)).prompt_tokens(streaming)
+    assert LEAST_ALONE["cpu"] < tokens < MOST["cpu"]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_as_long_as_nothing_is_known(device: str, streaming: bool) -> None:
+    assert PrefillBudget(device).prompt_tokens(streaming) == LEAST_ALONE[device]
+
+
+def test_where_prompts_run_whole_a_step_takes_the_most_while_nobody_streams() -> None:
+    pace = PrefillBudget("cpu", whole_prompts=True)
+    pace.learn(100, 0, 10.0)
+    assert pace.prompt_tokens(streaming=False) == MOST_WHOLE["cpu"]
+    assert pace.prompt_tokens(streaming=True) == LEAST
 
 
 @pytest.mark.parametrize("token_s", [0.001, 0.003, 0.006])

@@ -423,6 +423,7 @@ def test_prompt_logprobs_score_the_tokens_given() -> None:
             assert choice.token == targets[i]
             assert choice.logprob == pytest.approx(float(raw[i, targets[i]]), abs=1e-5)
             assert [token for token, _ in choice.top] == raw[i].topk(top).indices.tolist()
+            assert choice.rank == 1 + int((logits[i] > logits[i, targets[i]]).sum())
     assert prompt_logprobs(logits[:0], [], 5) == []
 
 

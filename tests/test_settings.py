@@ -53,6 +53,7 @@ def test_env_file_is_read_and_the_environment_wins(
         ("REQUEST_TIMEOUT_S", "inf"),
         ("DEBUG", "perhaps"),
         ("PIPELINE_MODEL", ""),
+        ("PIN_WORKER", "perhaps"),
     ],
 )
 def test_an_unusable_value_is_refused_by_name(name: str, value: str) -> None:

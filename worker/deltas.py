@@ -21,6 +21,7 @@ class TokenLogprob:
     raw: bytes
     logprob: float | None
     top: tuple["TokenLogprob", ...] = ()
+    rank: int = 0  # among all tokens, from 1 on; of `top`, its place tells
 
 
 @dataclass(slots=True)

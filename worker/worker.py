@@ -23,6 +23,7 @@ from typing import Protocol
 
 from batching.errors import DeviceLost, ItemFailed, OnequeueError, WorkerDown
 from batching.request_queue import WorkItem
+from worker.cores import Cores, pin
 from worker.failures import failure_of
 from worker.models import GenerationModel, Outcome, PipelineModel
 from worker.protocol import BatchReport, State, StepOutcome
@@ -59,10 +60,14 @@ class Worker:
     _post: Callable[..., None]
 
     def __init__(
-        self, models: Sequence[Model], clock: Callable[[], float] = time.monotonic
+        self,
+        models: Sequence[Model],
+        clock: Callable[[], float] = time.monotonic,
+        cores: Cores | None = None,
     ) -> None:
         self.models = {model.name: model for model in models}
         self.clock = clock
+        self.cores = cores  # None: torch's own choice
         self.dead = False
         self.busy_since: float | None = None  # read by the watchdog
         self._free_since = float("-inf")  # when the last turn ended
@@ -97,12 +102,20 @@ class Worker:
 
     def _run(self) -> None:
         try:
+            self._settle()
             self._load()
             while self._receive():
                 self._take_turns()
                 self._tidy()
         except BaseException as error:
             self._die(error)
+
+    def _settle(self) -> None:
+        """Before anything computes: OpenMP's threads inherit this one's cores."""
+        if cores := self.cores:
+            pin(cores)
+            kept = ",".join(map(str, sorted(cores.kept))) or "none"
+            log.info("compute threads=%d pinned=%s %s", cores.threads, kept, cores.why)
 
     def _load(self) -> None:
         for model in self.models.values():

@@ -253,11 +253,10 @@ class ChoicesReply(Reply):
 
 
 def _scored(chosen: TokenLogprob) -> Document | None:
-    """A prompt's token and the likeliest in its place, by their ids. The rank of one that is not
-    among these is not known."""
+    """A prompt's token and the likeliest in its place, by their ids."""
     if chosen.logprob is None:
         return None
-    ranked = [*enumerate(chosen.top, start=1), (None, chosen)]
+    ranked = [*enumerate(chosen.top, start=1), (chosen.rank, chosen)]
     told: Document = {}
     for rank, each in ranked:
         scored = {"logprob": finite(each.logprob), "rank": rank, "decoded_token": each.text}

@@ -285,4 +285,4 @@ class ContentLogprobs:
 def token_logprob(vocabulary: Vocabulary, sampled: SampledToken, text: str) -> TokenLogprob:
     raw = vocabulary.token(sampled.token)[1]
     top = (TokenLogprob(id_, *vocabulary.token(id_), logprob) for id_, logprob in sampled.top)
-    return TokenLogprob(sampled.token, text, raw, sampled.logprob, tuple(top))
+    return TokenLogprob(sampled.token, text, raw, sampled.logprob, tuple(top), sampled.rank)

@@ -21,6 +21,7 @@ from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
 from batching.errors import ItemFailed
+from worker.cores import release
 from worker.grammar.compiler import Grammar
 from worker.model.logits_processors import TokenMask
 
@@ -182,6 +183,7 @@ class PendingMask:
 
 
 def _work(todo: "queue.SimpleQueue[PendingMask | None]", executor: LLExecutor) -> None:
+    release()
     while (pending := todo.get()) is not None and pending.compute(executor):
         del pending  # or the thread would keep alive whoever is to end it
 

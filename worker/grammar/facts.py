@@ -43,7 +43,7 @@ class Document:
     def spend(self, steps: int = 1) -> None:
         self._left -= steps
         if self._left < 0:
-            raise InvalidInput("it has too many branches of oneOf to be kept apart")
+            raise InvalidInput("it has too many properties or branches")
 
     def referred(self, reference: Any) -> Any:
         """What a `$ref` within the document means; True, which takes anything, where it is none."""
@@ -67,7 +67,7 @@ class Facts:
     """What holds for all documents that fit some schemas at once."""
 
     def __init__(self, document: Document, schemas: Sequence[Any], depth: int = MOST_DEPTH) -> None:
-        self.document, self.depth = document, depth
+        self.document, self.schemas, self.depth = document, schemas, depth
         self.parts: list[Schema] = []
         self._members: dict[str, Facts] = {}
         self._bounds: dict[str, tuple[tuple[float, int], tuple[float, int]]] = {}
@@ -164,11 +164,12 @@ class Facts:
             self._members[name] = Facts(self.document, schemas, self.depth - 1)
         return self._members[name]
 
-    @cached_property
-    def items(self) -> "Facts":
-        schemas = [
-            part.get("items", True) for part in self.every_part if not part.get("prefixItems")
-        ]
+    def item(self, place: int) -> "Facts":
+        """Of the one there, if there are so many."""
+        schemas = []
+        for part in self.every_part:
+            first = list_in(part, "prefixItems")
+            schemas.append(first[place] if place < len(first) else part.get("items", True))
         return Facts(self.document, schemas, self.depth - 1)
 
     def bounds(self, kind: str) -> tuple[tuple[float, int], tuple[float, int]]:
@@ -197,6 +198,15 @@ class Facts:
                     ]
 
 
+def ways(facts: Facts) -> Iterator[Facts]:
+    """For each choice among all alternatives, what holds with it."""
+    facts.document.spend()
+    if (cases := next(facts.cases, None)) is None:
+        yield facts
+    else:
+        yield from chain.from_iterable(map(ways, cases))
+
+
 def apart(a: Facts, b: Facts) -> bool:
     """Whether no document can fit both."""
     a.document.spend()
@@ -219,7 +229,7 @@ def _apart_in(kind: str, a: Facts, b: Facts) -> bool:
     if kind == "object":  # what has a property that one of them asks for
         return any(apart(a.member(n), b.member(n)) for n in chain(a.required, b.required))
     if kind == "array" and max(a.bounds(kind)[0], b.bounds(kind)[0]) > (0, 0):
-        return apart(a.items, b.items)
+        return apart(a.item(0), b.item(0))
     return False
 
 

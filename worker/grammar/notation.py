@@ -9,8 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from batching.errors import InvalidInput
+from worker.grammar.formats import FORMATS
 from worker.grammar.one_of import exclusive
 from worker.protocol import Constraint
+from worker.text.call_form import VARIABLE
 
 Quote = Callable[[str], str]  # a text in the notation
 
@@ -19,14 +21,9 @@ LONGEST = 1_000_000  # characters of a grammar, tools and all
 LONGEST_TEXT = {"regex": 50_000, "choice": 100_000, "grammar": 100_000}
 MOST_CHOICES = 2_000
 REASON = 500  # characters of what the library says
-# The formats of strings that llguidance holds to.
-FORMATS = (
-    *("date-time", "time", "date", "duration", "email", "hostname"),
-    *("ipv4", "ipv6", "uuid", "uri"),
-)
 # Where a schema may declare properties besides.
 ELSEWHERE = ("allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "dependentSchemas")
-UNESCAPED = re.compile(r"(\\.)|/|\n")  # in a regex that is to stand between slashes
+UNESCAPED = re.compile(r"(\\.)|/|\\?\n")  # in a regex that is to stand between slashes
 ESCAPED = {"/": r"\/", "\n": r"\n"}
 POSITION = re.compile(r"^at \d+\(\d+\): ")
 QUOTED = re.compile(r"\s*(\d+ \||\^)")
@@ -45,7 +42,7 @@ def rule(constraint: Constraint) -> str:
         if kind == "json_schema":
             written = schema_rule(_without_unknown_formats(value), COMPACT)
         elif kind == "regex":
-            written = f"/{re.sub(UNESCAPED, lambda m: m[1] or ESCAPED[m[0]], value)}/"
+            written = terminal(value)
         elif kind == "choice":
             written = " | ".join(map(literal, value))
         else:
@@ -91,6 +88,18 @@ def schema_of_arguments(parameters: Any) -> dict[str, Any]:
 
 def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def frame(text: str, quote: Quote) -> str:
+    """A text of a form, with indices and ids."""
+    parts = re.split(f"([{''.join(VARIABLE)}])", text)
+    each = (f"/{VARIABLE[part]}/" if part in VARIABLE else quote(part) for part in parts if part)
+    return " ".join(each)
+
+
+def terminal(pattern: str) -> str:
+    """A regular expression, which the notation has between slashes."""
+    return f"/{UNESCAPED.sub(lambda found: found[1] or ESCAPED[found[0][-1]], pattern)}/"
 
 
 def check_length(grammar: str, param: str, longest: int = LONGEST) -> None:

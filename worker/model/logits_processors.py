@@ -8,7 +8,7 @@ import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -66,8 +66,7 @@ class SamplingState:
             self.counts[token] += 1
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(NamedTuple):
     """What decides the token of one row of logits, besides these."""
 
     state: SamplingState

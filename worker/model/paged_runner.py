@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from batching.sequence import Batch, Span
+from worker.cores import release
 from worker.model.cuda_graphs import SIZES, SPARE, CudaGraphs, RowsMetadata, capture_graphs
 from worker.model.kv_cache import BLOCK, KVCache
 from worker.model.language_model import LanguageModel
@@ -68,10 +69,17 @@ class PagedRunner:
     def compile(self) -> None:
         """Begin, in a separate thread; `compile_state` tells when it is done."""
         self.compile_state = "running"
-        threading.Thread(target=self._compile, name="compile", daemon=True).start()
+        threads = torch.get_num_threads()
+        thread = threading.Thread(
+            target=self._compile, args=(threads,), name="compile", daemon=True
+        )
+        thread.start()
 
-    def _compile(self) -> None:
+    def _compile(self, threads: int) -> None:
+        """`threads`: of the worker's thread; the code is made for so many."""
         started = time.monotonic()
+        release()
+        torch.set_num_threads(threads)
         try:
             self._compiled = compiled(self.language.model, self._check_compiled)
         except Exception as error:
@@ -109,7 +117,6 @@ def compiled(model: Any, check: Callable[[Any], None]) -> Any:
     """
     from torch._inductor import config as inductor  # seconds to import
 
-    torch.set_num_threads(torch.get_num_threads())  # each thread has such a count
     with inductor.patch(freezing=model.device.type == "cpu"):
         body = copy.copy(model.base_model)
         body.forward = torch.compile(model.base_model.forward, dynamic=True)

@@ -9,12 +9,11 @@ Not here: which rows there are, and what a token does to its request (stop strin
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from worker.model.logits_processors import Draw, SamplingParams, TokenMask, processed
 
@@ -26,13 +25,13 @@ CANDIDATES, WIDEN = 64, 8
 COLDEST = 1e-6  # keeps the division by a temperature within float32
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """What a row gave. Log-probabilities are of the raw distribution, before any parameter."""
 
     token: int  # -1: the row holds no usable numbers (NaN, +inf, or everything -inf)
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()  # (id, logprob), best first; impossible tokens left out
+    rank: int = 0  # 1: none is likelier; 0: not scored
 
 
 @torch.inference_mode()
@@ -51,16 +50,7 @@ def sample(
     scores = raw
     if mask or any(draw.state.processes_logits for draw in draws):
         scores = processed(raw, draws, logits.shape[1], mask)
-    tokens, peak = _best(scores)
-    groups: dict[str, list[int]] = {}
-    for row, draw in enumerate(draws):
-        groups.setdefault(_kind(draw.state.params), []).append(row)
-    for kind, group in groups.items():
-        if kind != "greedy":
-            index = torch.tensor(group, device=logits.device)
-            numbers = _numbers([draws[row] for row in group], logits.device)
-            tokens[index] = _drawn(kind, _take(scores, index), peak[index], numbers)
-    tokens = torch.where(peak.isfinite(), tokens, -1)
+    tokens = _tokens(scores, draws)
     sampled = list(map(SampledToken, tokens.tolist()))
     asked = {row: k for row, d in enumerate(draws) if (k := d.state.params.logprobs) is not None}
     if asked:
@@ -99,11 +89,14 @@ def uniform(seed: int, choice: int, position: int) -> float:
 
 
 def _blocked(logits: Tensor) -> Tensor:
-    """[R, V] as float32 [R, N, BLOCK]; copied only where type or width ask for it."""
-    logits = logits.float()
-    if missing := -logits.shape[1] % BLOCK:
-        logits = pad(logits, (0, missing), value=-torch.inf)
-    return logits.view(len(logits), -1, BLOCK)
+    """[R, V] as float32 [R, N, BLOCK]; copied, once, only where type or width ask for it."""
+    rows, width = logits.shape
+    if missing := -width % BLOCK:
+        padded = logits.new_empty(rows, width + missing, dtype=torch.float32)
+        padded[:, :width] = logits
+        padded[:, width:] = -torch.inf
+        logits = padded
+    return logits.float().view(rows, -1, BLOCK)
 
 
 def _take(rows: Tensor, index: Tensor) -> Tensor:
@@ -111,12 +104,32 @@ def _take(rows: Tensor, index: Tensor) -> Tensor:
     return rows if len(index) == len(rows) else rows[index]
 
 
-def _best(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The first index of each row's maximum, and the maximum: NaN where the row has one."""
+def _tokens(blocks: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """[R], -1 where a row of scores [R, N, BLOCK] holds no usable numbers. What a call costs counts
+    more than what it computes, so rows of one kind, as a step mostly has, are not picked out."""
     maxima = blocks.amax(-1)
-    block = maxima.argmax(-1)
-    each = torch.arange(len(blocks), device=blocks.device)
-    return block * BLOCK + blocks[each, block].argmax(-1), maxima[each, block]
+    peak = maxima.amax(-1)  # NaN where the row has one
+    kinds = [_kind(draw.state.params) for draw in draws]
+    if len(set(kinds)) == 1:
+        tokens = _drawn(kinds[0], blocks, maxima, peak, draws)
+    else:
+        tokens = torch.empty_like(peak, dtype=torch.long)
+        for kind in set(kinds):
+            group = [row for row, each in enumerate(kinds) if each == kind]
+            at, of_group = torch.tensor(group, device=peak.device), [draws[row] for row in group]
+            tokens[at] = _drawn(kind, blocks[at], maxima[at], peak[at], of_group)
+    return torch.where(peak - peak == 0, tokens, -1)  # it is finite
+
+
+def _first_best(blocks: Tensor, maxima: Tensor) -> Tensor:
+    """The first index of each row's maximum; `maxima` [R, N] are those of its blocks."""
+    block = maxima.argmax(-1, keepdim=True)
+    return block[:, 0] * BLOCK + _inside(blocks, block).argmax(-1)
+
+
+def _inside(blocks: Tensor, block: Tensor) -> Tensor:
+    """[R, BLOCK]: one block [R, 1] of each row."""
+    return blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0]
 
 
 def _kind(params: SamplingParams) -> str:
@@ -138,8 +151,13 @@ def _numbers(draws: Sequence[Draw], device: torch.device) -> Tensor:
     return torch.tensor(columns, dtype=torch.float64, device=device).T
 
 
-def _drawn(kind: str, blocks: Tensor, peak: Tensor, numbers: Tensor) -> Tensor:
-    """Tokens [R] drawn from scores [R, N, BLOCK] with maxima [R]."""
+def _drawn(
+    kind: str, blocks: Tensor, maxima: Tensor, peak: Tensor, draws: Sequence[Draw]
+) -> Tensor:
+    """Tokens [R] of rows of a kind: scores [R, N, BLOCK], the maxima of blocks and of rows."""
+    if kind == "greedy":
+        return _first_best(blocks, maxima)
+    numbers = _numbers(draws, blocks.device)
     if kind == "top":
         return _drawn_from_top(blocks, peak, numbers, None, CANDIDATES)
     weights = _weights(blocks, peak, numbers[0])
@@ -209,13 +227,12 @@ def _top(blocks: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 def _pick(weights: Tensor, number: Tensor) -> Tensor:
     """Tokens where the sums of weights [R, N, BLOCK] pass a part [R] of all: block, then place."""
-    sums = weights.sum(-1).double().cumsum(-1)
-    target = number * sums[:, -1]
-    block = _passed(sums, target)
-    below = pad(sums, (1, 0)).gather(1, block[:, None]).squeeze(1)
-    each = torch.arange(len(weights), device=weights.device)
-    inside = weights[each, block].double().cumsum(-1)
-    return block * BLOCK + _passed(inside, target - below)
+    sums = weights.sum(-1).cumsum(-1, dtype=torch.float64)
+    target = number * sums[:, -1]  # less than the last, as the number is less than 1
+    passed = sums <= target[:, None]
+    block, below = passed.sum(-1, keepdim=True), (sums * passed).amax(-1)
+    inside = _inside(weights, block).cumsum(-1, dtype=torch.float64)
+    return block[:, 0] * BLOCK + _passed(inside, target - below)
 
 
 def _passed(sums: Tensor, target: Tensor) -> Tensor:
@@ -224,18 +241,21 @@ def _passed(sums: Tensor, target: Tensor) -> Tensor:
 
 
 def _scored(raw: Tensor, tokens: Tensor, counts: Sequence[int]) -> list[SampledToken]:
-    """Choices of `tokens` [R] with log-probabilities: theirs, and of the best counts[i]."""
+    """Choices of `tokens` [R] with log-probabilities: theirs, and of the best counts[i]; ranked."""
     peak, most = raw.amax((1, 2)), max(counts)
     shift = _sum(_weights(raw, peak, torch.ones_like(peak))).log() + peak
     chosen = raw.flatten(1).gather(1, tokens[:, None].clamp(min=0))
-    parts = [tokens[:, None].double(), chosen - shift[:, None]]
+    likelier = (raw.flatten(1) > chosen).sum(1, keepdim=True)
+    parts = [tokens[:, None].double(), chosen - shift[:, None], likelier.double()]
     if most:
         values, ids = _top(raw, max(most, CANDIDATES))
         parts += [values[:, :most] - shift[:, None], ids[:, :most].double()]
     sampled = []
-    for count, (token, logprob, *rest) in zip(counts, torch.cat(parts, 1).tolist(), strict=True):
+    rows = torch.cat(parts, 1).tolist()
+    for count, (token, logprob, before, *rest) in zip(counts, rows, strict=True):
         half = len(rest) // 2
         best = zip(map(int, rest[half:]), rest[:count], strict=False)
         top = tuple(pair for pair in best if pair[1] > -np.inf)
-        sampled.append(SampledToken(int(token), logprob, top) if token >= 0 else SampledToken(-1))
+        found = SampledToken(int(token), logprob, top, int(before) + 1)
+        sampled.append(found if token >= 0 else SampledToken(-1))
     return sampled

@@ -18,6 +18,7 @@ Match: TypeAlias = Any  # of the regex package
 MakeReader = Callable[[Match, Tools], "CallParser | BodyParser"]
 
 ANSWER, THINKING, CALL, NOBODY = "answer", "thinking", "call", "nobody"
+LEAST_OF_MARK = 3  # characters of one, which are not shown if no more come
 NAME = r"(?P<name>[^\s<>\[\]{}()\"'`,]{1,128}?)"
 
 
@@ -32,6 +33,22 @@ class Mark(NamedTuple):
     reader: MakeReader | None = None  # of the calls that it opens
     leads: bool = False  # it counts only before everything else
     trigger: Any = None  # a pattern: with this, no matter what follows, a call has begun
+    known: bool = False  # it counts only with the name of a tool
+
+    def begun_in(self, text: str) -> str | None:
+        """What follows the part of it by which it is clear that a call begins."""
+        match = self.trigger and self.trigger.search(text)
+        return text[match.end() :] if match else None
+
+    def cut_in(self, text: str, follows: bool) -> int:
+        """Where a text ends in what must have become the mark of a call; or, where it `follows`
+        calls, any."""
+        if (self.to != CALL or self.leads) and not follows:
+            return len(text)
+        match = self.pattern.search(text, partial=True)
+        alone = match and follows and not text[: match.start()].strip()
+        cut = match and match.partial and len(match.group()) >= (alone or LEAST_OF_MARK)
+        return int(match.start()) if cut else len(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +85,21 @@ class AnswerForm:
     def ends_thoughts(self, text: str) -> bool:
         """Whether the mark that does so is in it."""
         return self.thoughts is not None and self.thoughts[1].strip() in text
+
+    def may_call(self, text: str, names: Iterable[str]) -> bool:
+        """Whether a call's text that is cut short may go on as one: without a mark, its beginning
+        tells."""
+        if not self.unmarked:
+            return True
+        if not (self.calls and text.strip()):
+            return False
+        named, keys = f"(?:{'|'.join(map(regex.escape, names))})", self.calls.keys
+        call = rf"{named}\(" if keys is None else rf'\{{\s*+"{named}"'
+        if keys and keys[0]:
+            call = rf'\{{\s*+"{keys[0]}"\s*+:\s*+"{named}"'
+        before = rf"\s*+(?:<\|\w{{1,40}}\|>\s*+)?(?:{regex.escape(self.calls.marker)}\s*+)?"
+        whole = regex.compile(rf"{before}(?:\[\s*+)?{call}.*", regex.DOTALL)
+        return whole.fullmatch(text, partial=True) is not None
 
     def shows(self, token: str) -> bool:
         """Whether a special token is part of a mark, or quotes arguments."""
@@ -166,15 +198,14 @@ def _in_channels(form: Channels, calls: CallForm | None) -> AnswerForm:
     end = Mark(within | {CALL}, ANSWER, ends, first=first)
     call_marks: list[Mark] = []
     if calls:
-        function = rf"{recipient}(?P<name>[\w.-]{{1,128}}){header}{body}"
-        begun = regex.compile(function, regex.DOTALL)  # the prompt has the header's start
-        reader = _reader(calls)
-        call_marks = [headed(CALL, function, reader)]
-        call_marks.append(
-            call_marks[0]._replace(
+        for before in (recipient, to):  # some leave out that it is one of the functions
+            function = rf"{before}(?P<name>[\w.-]{{1,128}}){header}{body}"
+            mark = headed(CALL, function, _reader(calls))._replace(known=before != recipient)
+            begun = regex.compile(function, regex.DOTALL)  # the prompt has the header's start
+            at_once = mark._replace(
                 within=frozenset((ANSWER,)), pattern=begun, first=frozenset(), leads=True
             )
-        )
+            call_marks += [mark, at_once]
     return AnswerForm(
         (others, headed(THINKING, thoughts), headed(ANSWER, body), end),
         tuple(call_marks),

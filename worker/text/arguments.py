@@ -13,7 +13,7 @@ from worker.text.call_form import Arguments, common_start
 from worker.text.python_literals import DEEPEST, WORDS, Literals, literal
 
 BARE_KEY = re.compile(r'(?<=[{,])([^":,{}\[\]]+):')
-NONE, TRUE, FALSE = (re.compile(rf"\b{word}\b") for word in ("None", "True", "False"))
+CDATA = "<![CDATA[", "]]>"  # what some put around texts between tags
 
 Schema = Mapping[str, Any]
 
@@ -63,6 +63,8 @@ def _split(form: Arguments, text: str) -> Iterator[tuple[str, str, bool]]:
             written = written.removeprefix("\n")
         if form.close.startswith("\n"):
             written = written.removesuffix("\n")
+        if written.startswith(CDATA[0]) and written.endswith(CDATA[1]):
+            written = written[len(CDATA[0]) : -len(CDATA[1])]
         yield key, written, as_text >= 0
         at = stop + len(close)
 
@@ -82,16 +84,11 @@ def _typed(form: Arguments, text: str) -> dict[str, Any]:
     parts = text.split(form.quotes)
     if len(parts) % 2 == 0:
         raise ValueError("a text does not end")
-    for place, part in enumerate(parts):
-        if place % 2:
-            parts[place] = json.dumps(part)
-        else:
-            before = "{" if place == 0 else ""
-            part = BARE_KEY.sub(lambda key: f"{json.dumps(key[1].strip())}:", before + part)
-            for pattern, word in ((NONE, "null"), (TRUE, "true"), (FALSE, "false")):
-                part = pattern.sub(word, part)
-            parts[place] = part
-    made = _json("".join(parts) + "}")
+    parts[1::2] = [json.dumps(part, ensure_ascii=False) for part in parts[1::2]]
+    parts[0] = "{" + parts[0]
+    for n in range(0, len(parts), 2):
+        parts[n] = BARE_KEY.sub(lambda key: f"{json.dumps(key[1].strip())}:", parts[n])
+    made = literal("".join(parts) + "}")
     assert isinstance(made, dict)
     return made
 

@@ -8,6 +8,7 @@ another way is read when the call is whole (arguments.py).
 
 import copy
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,6 +18,7 @@ from transformers.utils.chat_parsing.response_templates import ResponseTemplateF
 from worker.text.arguments import entries, properties, python_calls, value
 from worker.text.call_form import CallForm
 
+END_OF_STRING = re.compile(r'(?:[^"\\]|\\.)*+"\s*+(\S)', re.DOTALL)
 SPACE = " \t\r\n"
 ARGUMENTS = ("arguments", "parameters")  # models take one for the other
 
@@ -235,6 +237,12 @@ def field_calls(field: ResponseTemplateField) -> Callable[[Any, Tools], "CallPar
 def written_json(arguments: dict[str, Any]) -> str:
     """Integers of any size, which faster libraries refuse."""
     return json.dumps(arguments, ensure_ascii=False)
+
+
+def goes_on_as_json(text: str) -> bool | None:
+    """Whether this may be the rest of a string and more of its JSON. None: not known yet."""
+    found = END_OF_STRING.match(text)
+    return found and found[1] in ",:}]"
 
 
 def _string(text: Iterable[str]) -> str:

@@ -17,13 +17,13 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from worker.deltas import Kind
 from worker.text.answer_form import ANSWER, CALL, THINKING, AnswerForm, Mark, Match
-from worker.text.call_parser import BodyParser, CallParser
+from worker.text.call_parser import BodyParser, CallParser, goes_on_as_json
 from worker.text.detokenizer import Piece
 
 Phase: TypeAlias = Literal["answer", "thinking", "call"]
+KINDS: dict[str, Kind] = {ANSWER: "content", THINKING: "reasoning"}
 MAX_PENDING = 4096  # characters that may become a mark; then they are what they are
-LEAST_OF_MARK = 3  # characters of one, which are not shown if no more come
-MAX_DOUBTFUL = 8192  # from a call in open thoughts on
+MAX_DOUBTFUL = 8192  # from a call in open thoughts on, or from the end of a call in a string
 
 
 class Event(NamedTuple):
@@ -109,12 +109,19 @@ class Parser:
                 self._enter(self._inside)
         self._buffer.append(piece)
         events = self._parse(ended=False)
-        self._triggered = self._begun_in_mark() if self._buffer.text else None
+        text = self._buffer.text if self._inside == ANSWER else ""
+        begun = (mark.begun_in(text) for mark in (self._watched if text else ()))
+        self._triggered = next((rest for rest in begun if rest is not None), None)
         return events
 
     def finish(self) -> list[Event]:
         """What was pending, at the end; but not the beginning of a call's mark."""
-        self._buffer = self._buffer.take(self._cut_mark())
+        text, follows = self._buffer.text, self._after_mark and self.calls_ended > 0
+        cuts = [mark.cut_in(text, follows) for mark in self._watched]
+        unmarked = self._form.unmarked and self._calls and not self._has_content
+        if unmarked and self._form.may_call(text, self._tools):
+            cuts.append(0)
+        self._buffer = self._buffer.take(min(cuts, default=len(text)))
         events = self._parse(ended=True)
         self._emit_space(events)
         if self._call is not None:
@@ -127,7 +134,9 @@ class Parser:
             mark, certain = self._next_mark(ended)
             stopped = self._emit(self._buffer.take(certain), events)
             if mark is not None:
-                self._turn(*mark, events)
+                if (quoted := self._quoted(mark[1], ended)) is None:
+                    return events
+                self._turn(*mark, quoted, events)
             elif not stopped:
                 return events
 
@@ -165,38 +174,30 @@ class Parser:
             pending, longest = min(pending, doubtful[1].start()), MAX_DOUBTFUL
         return None, pending if len(text) - pending < longest else len(text)
 
-    def _begun_in_mark(self) -> str | None:
-        """What follows the part of a mark by which it is clear that a call begins."""
-        for mark in self._watched if self._inside == ANSWER else ():
-            if mark.trigger and (match := mark.trigger.search(self._buffer.text)):
-                return self._buffer.text[match.end() :]
-        return None
-
-    def _cut_mark(self) -> int:
-        """Where the text ends in what must have become the mark of a call, or of calls' end."""
-        text, follows = self._buffer.text, self._after_mark and self.calls_ended > 0
-        for mark in self._watched:
-            if (mark.to == CALL and not mark.leads) or follows:
-                match = mark.pattern.search(text, partial=True)
-                alone = match and follows and not text[: match.start()].strip()
-                if match and match.partial and len(match.group()) >= (alone or LEAST_OF_MARK):
-                    return int(match.start())
-        return len(text)
-
     def _counts(self, mark: Mark, match: Match) -> bool:
         """Some marks are marks only before everything else, lest they are seen in the content."""
+        if mark.known and not match.partial and match["name"] not in self._tools:
+            return False
         if self._inside != self._form.begins or not (self._first_only or mark.leads):
             return True
         return not self._has_content and not self._buffer.text[: match.start()].strip()
 
-    def _turn(self, mark: Mark, match: Match, events: list[Event]) -> None:
-        """One stretch ends with a mark, another begins."""
+    def _quoted(self, match: Match, ended: bool) -> bool | None:
+        """Whether a mark is part of a string in a call's JSON, which then goes on as JSON after
+        that. None: it is not known yet."""
+        if self._call is None or not self._call.quoted:
+            return False
+        rest = self._buffer.text[len(match.group()) :]
+        goes_on = self._constrained or goes_on_as_json(rest)
+        return False if goes_on is None and (ended or len(rest) > MAX_DOUBTFUL) else goes_on
+
+    def _turn(self, mark: Mark, match: Match, quoted: bool, events: list[Event]) -> None:
+        """One stretch ends with a mark, another begins; unless it is in a string."""
         taken = self._buffer.take(len(match.group()))
+        if quoted:
+            self._emit(taken, events)
+            return
         if self._inside == CALL:
-            assert self._call is not None
-            if self._constrained and self._call.quoted:
-                self._emit(taken, events)  # a text that looks like one
-                return
             self._call_text.append(taken)
             self._end_call(events)
         elif self._inside == ANSWER and self._has_content:
@@ -226,8 +227,8 @@ class Parser:
         """Whether a call has ended with this text, without a mark."""
         if self._call is not None:
             return self._emit_call(piece, events)
-        if self._inside in (ANSWER, THINKING):
-            self._emit_text("content" if self._inside == ANSWER else "reasoning", piece, events)
+        if kind := KINDS.get(self._inside):
+            self._emit_text(kind, piece, events)
         return False
 
     def _emit_text(self, kind: Kind, piece: Piece, events: list[Event]) -> None:
@@ -252,8 +253,7 @@ class Parser:
 
     def _emit_space(self, events: list[Event]) -> None:
         """The end of the text is not between anything."""
-        if self._space.text and not self._after_mark and self._inside in (ANSWER, THINKING):
-            kind: Kind = "reasoning" if self._inside == THINKING else "content"
+        if self._space.text and not self._after_mark and (kind := KINDS.get(self._inside)):
             events.append(Event(kind, self._space))
         self._space = Piece("")
 
@@ -294,7 +294,7 @@ class Parser:
             events.append(Event("call", Piece(arguments)))
         if calls or (call.begun and not nonsense):
             self.calls_ended += 1
-        elif not (cut and call.may_go_on and not self._form.unmarked):
+        elif not (cut and call.may_go_on and self._form.may_call(whole.text, self._tools)):
             self._go_on(events)
             events.append(Event("content", whole))
             self._after_mark = False
