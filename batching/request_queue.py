@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from batching.errors import ClientGone, DeadlineHopeless, QueueFull
+from batching.turns import Turns
 
 # What is left of a measurement after the next one: about the latest ten count.
 KEEP = 0.9
@@ -97,6 +98,11 @@ class Lane:
     def prepared(self, item: WorkItem) -> None:
         """Its tokens are known. From any thread."""
 
+    def hand_on(self, items: Sequence[WorkItem], to: Callable[[WorkItem], None]) -> None:
+        """A request's items, now or when it is their turn."""
+        for item in items:
+            to(item)
+
     def expected_s(self, now: float) -> float:
         """How long a new item would wait for those ahead of it."""
         raise NotImplementedError
@@ -104,10 +110,12 @@ class Lane:
 
 class BatchLane(Lane):
     """Served in batches, which take a time for each token. Those of an item are known once it is
-    prepared; before, it counts like the mean."""
+    prepared; before, it counts like the mean. With `turns`, requests of several items take
+    turns."""
 
-    def __init__(self, name: str, places: int) -> None:
+    def __init__(self, name: str, places: int, turns: Turns[WorkItem] | None = None) -> None:
         super().__init__(name, places)
+        self.turns = turns
         self._prepared: deque[WorkItem] = deque()  # not counted yet; all threads may add
         self._known = 0  # items ahead that are counted
         self._tokens = 0  # theirs
@@ -115,6 +123,16 @@ class BatchLane(Lane):
 
     def prepared(self, item: WorkItem) -> None:
         self._prepared.append(item)
+
+    def hand_on(self, items: Sequence[WorkItem], to: Callable[[WorkItem], None]) -> None:
+        if (turns := self.turns) is None or len(items) == 1:
+            return super().hand_on(items, to)
+
+        def begin(item: WorkItem) -> None:
+            item.future.add_done_callback(lambda _: turns.ended())
+            to(item)
+
+        turns.add(items, begin)
 
     def record(self, items: int, tokens: int, seconds: float) -> None:
         """Of a batch that was full or kept others waiting."""
@@ -235,11 +253,11 @@ class RequestQueue:
         items = [WorkItem(payload, deadline, now, stream=stream) for payload in payloads]
         for item in items:
             item.future, item.model, item.lane = loop.create_future(), model, lane
-            self._accepted.put_nowait(item)
         self.waiting.update(items)
         lane.taken += len(items)
         lane.ahead += len(items)
         self.settled.clear()
+        lane.hand_on(items, self._accepted.put_nowait)
         return items
 
     def forget(self, items: Sequence[WorkItem]) -> None:

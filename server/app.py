@@ -6,7 +6,7 @@ drains it on SIGTERM, before uvicorn hears of the signal. One process, one worke
 
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -14,7 +14,8 @@ from typing import Any
 from starlette.routing import Route, Router
 
 from batching.batcher import DynamicBatcher
-from batching.request_queue import RequestQueue
+from batching.request_queue import RequestQueue, WorkItem
+from batching.turns import Turns
 from server import openapi
 from server.engine import Engine
 from server.health import health, ready
@@ -26,16 +27,29 @@ from server.openai.completions import Completions
 from server.openai.decisions.endpoint import DecisionEndpoint
 from server.openai.decisions.request import DecisionRequest
 from server.openai.decisions.systemone import SystemOneRequest
-from server.openai.models import ModelNames
+from server.openai.embeddings import PATHS as EMBEDDING_PATHS
+from server.openai.embeddings import Embeddings
+from server.openai.models import ModelListing, ModelNames
 from server.openai.responses.endpoint import Responses
 from server.openai.responses.store import ResponseStore
 from server.openai.tokenize import tokenizer_routes
 from server.pipeline import Root
-from server.preflight import asked_threads, check_models, check_workers, put_openmp, refuse
+from server.preflight import (
+    MODELS,
+    asked_threads,
+    check_models,
+    check_workers,
+    put_openmp,
+    refuse,
+)
+from server.rerank import PATHS as RERANK_PATHS
+from server.rerank import Rerank
+from server.score import Score
 from server.settings import Settings, SettingsError, load_settings
 from worker.cores import find_cores
 from worker.models import GenerationModel, PipelineModel
 from worker.protocol import Generator, Runner
+from worker.scoring import PIECE
 from worker.worker import Model, Worker
 
 
@@ -43,14 +57,17 @@ def create_app(
     settings: Settings,
     load: Callable[[], Runner] | None = None,
     load_chat: Callable[[], Generator] | None = None,
+    load_embedder: Callable[[], Runner] | None = None,
+    load_reranker: Callable[[], Runner] | None = None,
 ) -> Middleware:
-    """`load` and `load_chat` make the models, on the worker thread; by default from the settings,
-    where `none` means that there is none. Raises SettingsError for what cannot be served."""
-    settings = check_models(settings, pipeline=load is None, chat=load_chat is None)
+    """The loaders make the models, on the worker thread; by default from the settings, where `none`
+    means that there is none. Raises SettingsError for what cannot be served."""
+    loaders = dict(zip(MODELS, (load, load_chat, load_embedder, load_reranker), strict=True))
+    settings = check_models(settings, {name for name, each in loaders.items() if each})
     cores = find_cores(settings.pin_worker, asked_threads())
     pool_threads = max(2, min(8, cores.threads if cores else 2))
     queue = RequestQueue(settings.max_queue_size, time.monotonic)
-    worker = Worker(served_models(settings, load, load_chat), cores=cores)
+    worker = Worker(served_models(settings, loaders), cores=cores)
     observed = Metrics(lambda: queue.pending, settings.max_batch_size)
     engine = Engine(worker, queue, observed, pool_threads, settings.stuck_after_s)
     routes = [
@@ -61,8 +78,9 @@ def create_app(
     responses: Responses | None = None
     if settings.pipeline_model != "none":
         routes.append(Route("/", Root(settings, engine), methods=["POST"]))
+    named: list[ModelNames] = []
     if settings.chat_model != "none":
-        names = ModelNames(settings, engine)
+        names = ModelNames(settings.chat_model, engine, "generation")
         shared = settings, engine, names
         responses = Responses(*shared, open_store(settings))
         decisions = DecisionEndpoint(engine, names, DecisionRequest)
@@ -74,9 +92,22 @@ def create_app(
             *responses.routes(),
             Route("/v1/decisions", decisions, methods=["POST"]),
             Route("/v1/systemone", systemone, methods=["POST"]),
-            *names.routes(),
-            *tokenizer_routes(engine, names),
         ]
+        named.append(names)
+    if settings.embedding_model != "none":
+        names = ModelNames(settings.embedding_model, engine, "embedding")
+        embeddings = Embeddings(settings, engine, names)
+        routes += [Route(path, embeddings, methods=["POST"]) for path in EMBEDDING_PATHS]
+        named.append(names)
+    if settings.rerank_model != "none":
+        names = ModelNames(settings.rerank_model, engine, "rerank")
+        rerank = Rerank(settings, engine, names)
+        routes += [Route(path, rerank, methods=["POST"]) for path in RERANK_PATHS]
+        named.append(names)
+    if scoring := [each for each in reversed(named) if each.serves != "generation"]:
+        routes.append(Route("/v1/score", Score(settings, engine, scoring), methods=["POST"]))
+    if named:
+        routes += [*ModelListing(named).routes(), *tokenizer_routes(named)]
     routes.append(openapi.route(settings, routes))
     router = Router(routes, lifespan=partial(lifespan, responses=responses))
     return Middleware(router, {route.path_format for route in routes}, settings, engine)
@@ -90,21 +121,30 @@ def open_store(settings: Settings) -> ResponseStore:
 
 
 def served_models(
-    settings: Settings,
-    load: Callable[[], Runner] | None,
-    load_chat: Callable[[], Generator] | None,
+    settings: Settings, loaders: Mapping[str, Callable[[], Any] | None]
 ) -> list[Model]:
     """What the settings name, to be loaded on the worker's thread: torch takes seconds."""
     models: list[Model] = []
     places, wait_s = settings.max_queue_size, settings.max_batch_wait_ms / 1000
-    if settings.pipeline_model != "none":
+    own: Sequence[Callable[[Settings], Any]]
+    own = _load_pipeline, _load_chat, _load_embedder, _load_reranker
+    for setting, load_own in zip(MODELS, own, strict=True):
+        if getattr(settings, setting) == "none":
+            continue
+        load: Callable[[], Any] = loaders[setting] or partial(load_own, settings)
+        name = setting.removesuffix("_model")
+        if name == "chat":
+            models.append(GenerationModel("generation", load, places))
+            continue
         batcher = DynamicBatcher(settings.max_batch_size, settings.max_batch_tokens, wait_s)
-        load = load or partial(_load_pipeline, settings)
-        models.append(PipelineModel("pipeline", load, places, batcher))
-    if settings.chat_model != "none":
-        load_chat = load_chat or partial(_load_chat, settings)
-        models.append(GenerationModel("generation", load_chat, places))
+        turns = None if name == "pipeline" else turns_of(settings.max_batch_size)
+        models.append(PipelineModel(name, load, places, batcher, turns))
     return models
+
+
+def turns_of(batch_rows: int) -> Turns[WorkItem]:
+    """Of long lists, as many pieces are under way as two batches hold: one runs, one is ready."""
+    return Turns(max(2, 2 * batch_rows // PIECE))
 
 
 def _load_pipeline(settings: Settings) -> Runner:
@@ -122,6 +162,20 @@ def _load_chat(settings: Settings) -> Generator:
     from worker.model.language_model import GeneratorOptions
 
     return load_generator(_chosen(GeneratorOptions, settings, model=settings.chat_model))
+
+
+def _load_embedder(settings: Settings) -> Runner:
+    from worker.embedding.checkpoint import ScoringOptions
+    from worker.embedding.load import load_embedder
+
+    return load_embedder(_chosen(ScoringOptions, settings, model=settings.embedding_model))
+
+
+def _load_reranker(settings: Settings) -> Runner:
+    from worker.embedding.checkpoint import ScoringOptions
+    from worker.embedding.load import load_reranker
+
+    return load_reranker(_chosen(ScoringOptions, settings, model=settings.rerank_model))
 
 
 def _chosen(options: Any, settings: Settings, **chosen: str) -> Any:

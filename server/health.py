@@ -23,6 +23,8 @@ class Ready(Struct):
     task: str | UnsetType = UNSET
     model: str | UnsetType = UNSET
     chat_model: str | UnsetType = UNSET
+    embedding_model: str | UnsetType = UNSET
+    rerank_model: str | UnsetType = UNSET
     failing: list[str] | UnsetType = UNSET
 
 
@@ -46,12 +48,14 @@ async def ready(request: Request) -> Ready:
     if len(failing) == len(engine.models):
         raise unavailable("the models keep failing; they are tried again shortly")
     answer = Ready("ready", "off", failing=failing or UNSET)
-    for model in engine.models.values():
+    for name, model in engine.models.items():
         info = model.loaded.info
         if isinstance(model, GenerationModel):
             answer.chat_model, answer.compile = info.model, model.loaded.compile_state
-        else:
+        elif name == "pipeline":
             answer.task, answer.model = info.task, info.model
+        else:
+            setattr(answer, f"{name}_model", info.model)
     return answer
 
 

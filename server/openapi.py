@@ -25,9 +25,14 @@ from server.openai.chat import ChatRequest
 from server.openai.completions import CompletionRequest
 from server.openai.decisions.request import DecisionRequest
 from server.openai.decisions.systemone import SystemOneRequest
+from server.openai.embeddings import PATHS as EMBEDDING_PATHS
+from server.openai.embeddings import EmbeddingRequest
 from server.openai.models import LoadRequest, Model, ModelList
 from server.openai.responses.request import ResponseRequest
 from server.openai.tokenize import DetokenizeRequest, Prompt, TokenizeRequest, Tokens
+from server.rerank import PATHS as RERANK_PATHS
+from server.rerank import RerankRequest
+from server.score import ScoreRequest
 from server.settings import Settings
 from worker.tasks import TASKS, Task
 
@@ -57,8 +62,8 @@ OF_A_BODY = {400, 408, 413, 415, 503, 504}  # what may become of one
 @dataclass(frozen=True, slots=True)
 class Operation:
     """One method of a path. A struct alone is a body in JSON; `stream` tells of the events that a
-    request may ask for instead. `errors` are the statuses beyond 401, 405, 500 and what may become
-    of a request's body."""
+    request may ask for instead, `bare` of what is in the list that it may. `errors` are the
+    statuses beyond 401, 405, 500 and what may become of a request's body."""
 
     summary: str
     answer: type[Struct] | Body
@@ -66,6 +71,7 @@ class Operation:
     errors: Sequence[int] = ()
     stream: str | None = None
     query: Mapping[str, Schema] = field(default_factory=dict)
+    bare: Schema | None = None
 
 
 CHUNKS = "With stream: true. Each event is a chunk, the last is [DONE]."
@@ -109,7 +115,28 @@ OPERATIONS: Mapping[str, Operation] = {
     "POST /v1/systemone": Operation(
         "The same, of named questions about a state", answers.SystemOne, SystemOneRequest, [404]
     ),
-    "GET /v1/models": Operation("The language model", ModelList, errors=[503]),
+    **dict.fromkeys(
+        (f"POST {path}" for path in EMBEDDING_PATHS),
+        Operation(
+            "The vectors of texts or token ids; of `inputs` as a bare list",
+            answers.Embeddings,
+            EmbeddingRequest,
+            [404],
+            bare={"type": "array", "items": {"type": "number"}},
+        ),
+    ),
+    **dict.fromkeys(
+        (f"POST {path}" for path in RERANK_PATHS),
+        Operation(
+            "Documents by relevance to a query; `texts` as a bare list",
+            answers.Reranked,
+            RerankRequest,
+            [404],
+            bare={"type": "object", "required": ["index", "score"]},
+        ),
+    ),
+    "POST /v1/score": Operation("How well texts go together", answers.Scores, ScoreRequest, [404]),
+    "GET /v1/models": Operation("The models", ModelList, errors=[503]),
     "GET /v1/models/{id}": Operation("A model by its name", Model, errors=[404, 503]),
     "POST /tokenize": Operation(
         "The token ids of a text or a conversation", Tokens, TokenizeRequest, [404]
@@ -203,6 +230,9 @@ def _inputs(task: Task) -> Schema:
 
 def _described(method: str, path: str, operation: Operation, keyed: bool) -> dict[str, Any]:
     content = _content(operation.answer)
+    if operation.bare:
+        bare = {"type": "array", "items": operation.bare}
+        content[JSON] = {"schema": {"anyOf": [content[JSON]["schema"], bare]}}
     if operation.stream:
         content[EVENTS] = {"schema": {"description": operation.stream}}
     made: dict[str, Any] = {

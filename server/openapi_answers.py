@@ -196,3 +196,53 @@ class SystemOne(Struct):
     model: str
     answers: dict[str, dict[str, Any]]
     usage: StateUsage
+
+
+class Embedding(Struct):
+    object: Literal["embedding"]
+    index: int
+    embedding: Annotated[list[float] | str, Meta(description="base64: float32, little-endian")]
+
+
+class EmbeddingUsage(Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(Struct):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class RankedText(Struct):
+    text: str
+
+
+class Ranked(Struct):
+    index: int
+    relevance_score: float
+    document: RankedText | UnsetType = UNSET
+
+
+class Reranked(Struct):
+    id: str
+    model: str
+    usage: EmbeddingUsage
+    results: list[Ranked]
+
+
+class Score(Struct):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(Struct):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage

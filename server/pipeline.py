@@ -5,7 +5,6 @@
 The answer is what `pipeline(...)` returns for that input; those of a list are answered together.
 """
 
-import time
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,12 +12,12 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
-from batching.request_queue import WorkItem
 from server.engine import Engine
 from server.http.errors import HttpError
-from server.http.json import INLINE_BYTES, Document, Header, Parsing, parse_json
-from server.http.request import abort_on_disconnect, expire, media_type, read_request, send_json
+from server.http.json import INLINE_BYTES, Document, Parsing, parse_json
+from server.http.request import media_type, read_request, send_json
 from server.settings import Settings
+from server.submission import submitted, timing_headers
 from worker.decode_budget import RequestBudget
 from worker.protocol import PipelineInput
 from worker.tasks import TASKS, check_parameters
@@ -49,22 +48,17 @@ class Root:
             inputs, is_list = await self.parsing.run(parse, body, deadlines.first)
         else:  # bytes stay as they are
             inputs, is_list = self.parse(body, media)
-        items = self.engine.submit("pipeline", inputs, deadlines.first)
-        timer = self.engine.loop.call_later(deadlines.first - time.monotonic(), expire, items)
-        self.engine.loop.create_task(abort_on_disconnect(receive, items))  # receive() holds it
         answers: list[bytes] = []
         try:
-            for item in items:
-                answers.append(await item.future)  # noqa: PERF401  # its length says which failed
+            with submitted(self.engine, "pipeline", inputs, deadlines.first, receive) as items:
+                for item in items:
+                    answers.append(await item.future)  # noqa: PERF401  # its length says which failed
         except InvalidInput as error:
             if is_list and error.param and error.param.startswith("inputs"):
                 error.param = f"inputs[{len(answers)}]" + error.param.removeprefix("inputs")
             if media == FORM and isinstance(inputs[0].inputs, bytes):
                 raise InvalidInput(f"{error}; {CURL}", error.param) from error
             raise
-        finally:
-            timer.cancel()
-            self.engine.queue.forget(items)
         if not is_list or (self.task.unwraps_single and len(answers) == 1):
             content = answers[0]
         else:
@@ -144,14 +138,3 @@ def may_be_json(body: bytes, media: str) -> bool:
 def is_conversation(inputs: list[Any]) -> bool:
     """A list of messages is one input, not several."""
     return all(isinstance(each, dict) and {"role", "content"} <= set(each) for each in inputs)
-
-
-def timing_headers(items: list[WorkItem]) -> list[Header]:
-    """Where the time went, in milliseconds; of several items, the one that took longest."""
-    item = items[0] if len(items) == 1 else max(items, key=lambda item: item.finished_at)
-    timing = b"queue;dur=%.2f, batch;dur=%.2f, model;dur=%.2f" % (
-        (item.arrived_at - item.accepted_at) * 1e3,
-        (item.started_at - item.arrived_at) * 1e3,
-        (item.finished_at - item.started_at) * 1e3,
-    )
-    return [(b"server-timing", timing), (b"x-batch-size", b"%d" % item.batch_size)]

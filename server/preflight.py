@@ -12,6 +12,7 @@ import re
 import signal
 import socket
 import sys
+from collections.abc import Container
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,9 +26,10 @@ from worker.tasks import TASKS, UnservedTask
 STARTUP_FAILURE = 3  # uvicorn's own; at this exit status its supervisor does not start another
 _HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
+MODELS = ("pipeline_model", "chat_model", "embedding_model", "rerank_model")
+_CONFIGS = ("config.json", "adapter_config.json", "modules.json")
 SPINS = 20_000  # some 0.3 ms to 1 ms, by how long the processor's pause is
 _OPENMP_THREADS = re.compile(r"\s*(\d{1,4})\s*(,.*)?")  # the first is for what is not nested
-_CONFIGS = ("config.json", "adapter_config.json")
 
 
 class SeveralWorkers(SettingsError):
@@ -48,28 +50,34 @@ def refuse(error: SettingsError) -> NoReturn:
     raise SystemExit(STARTUP_FAILURE)
 
 
-def check_models(settings: Settings, pipeline: bool, chat: bool) -> Settings:
-    """The settings with the task that is to run; `pipeline` and `chat`: whether that model is
-    loaded from them."""
-    if pipeline:
+def check_models(settings: Settings, given: Container[str] = ()) -> Settings:
+    """The settings with the task that is to run; the models of `given` settings are not loaded from
+    them."""
+    if "pipeline_model" not in given:
         _check_model("PIPELINE_MODEL", settings.pipeline_model, settings.device)
         demo, task = settings.pipeline_model == "demo", settings.pipeline_task
         if demo and task not in ("auto", "fill-mask") and task in TASKS:
             only = f"PIPELINE_MODEL=demo serves fill-mask only: name a model for {task}"
             raise SettingsError(only)
-    if chat:
+    if "chat_model" not in given:
         _check_model("CHAT_MODEL", settings.chat_model, settings.device)
         if settings.quantization == "int8" and settings.device.startswith("cuda"):
             both = f"QUANTIZATION=int8 and DEVICE={settings.device}: int8 is for models on a CPU"
             raise SettingsError(both)
+    for name in ("embedding_model", "rerank_model"):
+        if name not in given:
+            _check_model(name.upper(), getattr(settings, name), settings.device)
+    if settings.rerank_model == "demo" and "rerank_model" not in given:
+        raise SettingsError("RERANK_MODEL=demo: there is no such demo, name a model")
     try:
         task = settle_task(settings.pipeline_task, settings.pipeline_model)
     except UnservedTask as error:
         raise SettingsError(f"PIPELINE_TASK: {error}") from None
     except TaskUnclear as error:
         raise SettingsError(str(error)) from None
-    if settings.pipeline_model == settings.chat_model == "none":
-        raise SettingsError("PIPELINE_MODEL=none and CHAT_MODEL=none: there is nothing to serve")
+    if all(getattr(settings, name) == "none" for name in MODELS):
+        nones = ", ".join(f"{name.upper()}=none" for name in MODELS)
+        raise SettingsError(f"{nones}: there is nothing to serve")
     return replace(settings, pipeline_task=task)
 
 

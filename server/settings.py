@@ -37,6 +37,11 @@ class Settings:
     )
     pipeline_model: str = setting("demo", "a hub id, a local path, demo, or none")
     chat_model: str = setting("demo", "what the chat and completions endpoints run, named likewise")
+    embedding_model: str = setting("demo", "what /v1/embeddings runs, named likewise")
+    rerank_model: str = setting("none", "what /rerank and /v1/score run, named likewise")
+    allow_dimensions: bool = setting(
+        False, "embeddings may be shortened that were not trained for it (Matryoshka)"
+    )
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
     dtype: str = setting(
         "auto",

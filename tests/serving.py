@@ -26,8 +26,10 @@ class Server:
         load: Callable[[], Runner] | None,
         load_chat: Callable[[], Generator] | None,
         http: Parser,
+        load_embedder: Callable[[], Runner] | None = None,
+        load_reranker: Callable[[], Runner] | None = None,
     ) -> None:
-        self.app = create_app(settings, load, load_chat)
+        self.app = create_app(settings, load, load_chat, load_embedder, load_reranker)
         self.engine = self.app.engine
         config = uvicorn.Config(
             self.app,
@@ -65,17 +67,20 @@ def serving(
     ready: bool = True,
     load_chat: Callable[[], Generator] | None = None,
     http: Parser = "auto",
+    load_embedder: Callable[[], Runner] | None = None,
+    load_reranker: Callable[[], Runner] | None = None,
     **settings: Any,
 ) -> Iterator[Server]:
     """A started server; unless `ready` is false, one that answers /ready with 200.
 
     It has the models that are named or given, a pipeline if there are none.
     """
-    if load_chat is None:
-        settings.setdefault("chat_model", "none")
-    if load is None and settings.get("chat_model") != "none":
+    loaders = {"chat": load_chat, "embedding": load_embedder, "rerank": load_reranker}
+    for name, given in loaders.items():
+        settings.setdefault(f"{name}_model", "none" if given is None else "demo")
+    if load is None and any(settings[f"{name}_model"] != "none" for name in loaders):
         settings.setdefault("pipeline_model", "none")
-    server = Server(Settings(**settings), load, load_chat, http)
+    server = Server(Settings(**settings), load, load_chat, http, load_embedder, load_reranker)
     server.start()
     try:
         if ready:

@@ -104,6 +104,14 @@ def test_what_is_mounted_is_described_and_nothing_else(server: Server) -> None:
         assert allowed - {"head"} == set(operations), path
 
 
+def test_embeddings_and_reranking_are_described() -> None:
+    with serving(load_embedder=FakeRunner, load_reranker=FakeRunner, ready=False) as server:
+        document = fetch(server)
+        check_form(document)
+        assert set(document["paths"]) == server.app.paths
+        assert {"/v1/embeddings", "/v2/rerank", "/v1/score"} < set(document["paths"])
+
+
 def test_it_is_there_before_the_model() -> None:
     gate = threading.Event()
 
@@ -237,6 +245,15 @@ def test_a_fuzzer_finds_no_failure_in_a_pipeline(tmp_path: Path, task: str, mode
 
     with serving(None, pipeline_task=task, pipeline_model=str(folder(model))) as server:
         fuzz(server, tmp_path, 400, "--include-path=/")
+
+
+@pytest.mark.slow
+def test_a_fuzzer_finds_no_failure_in_embeddings_and_reranking(tmp_path: Path) -> None:
+    from tests.tiny_embedders import folder
+
+    reranker = str(folder("bert-rank"))
+    with serving(embedding_model="demo", rerank_model=reranker) as server:
+        fuzz(server, tmp_path, 200)
 
 
 def fuzz(server: Server, folder: Path, examples: int, *words: str) -> None:

@@ -27,7 +27,8 @@ PROGRAM = """
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
-    app = create_app(Settings(shutdown_grace_s={grace_s}, chat_model="none"), lambda: runner)
+    only = dict(chat_model="none", embedding_model="none")
+    app = create_app(Settings(shutdown_grace_s={grace_s}, **only), lambda: runner)
     uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
 """
 

@@ -37,7 +37,7 @@ PROGRAM = """
         except ValueError as error:
             raise {error} from error
 
-    settings = Settings(chat_model="none", debug={debug})
+    settings = Settings(chat_model="none", embedding_model="none", debug={debug})
     uvicorn.run(create_app(settings, fails), port=0, timeout_graceful_shutdown=5)
 """
 
@@ -50,7 +50,7 @@ LATER = """
     def lost(texts):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    app = create_app(Settings(chat_model="none"), lambda: FakeRunner(lost))
+    app = create_app(Settings(chat_model="none", embedding_model="none"), lambda: FakeRunner(lost))
     uvicorn.run(app, port=0)
 """
 
@@ -114,6 +114,9 @@ def script(tmp_path: Path) -> list[str]:
     return [str(tmp_path / "scripts" / "serve")]
 
 
+NOTHING = dict.fromkeys(("pipeline_model", "chat_model", "embedding_model"), "none")
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -128,7 +131,9 @@ def script(tmp_path: Path) -> list[str]:
         ({"device": "gpu"}, "DEVICE='gpu': must be auto, cpu, cuda or cuda:N"),
         ({"device": "cuda:"}, "DEVICE='cuda:'"),
         ({"device": "cuda", "quantization": "int8"}, "QUANTIZATION=int8 and DEVICE=cuda"),
-        ({"pipeline_model": "none", "chat_model": "none"}, "there is nothing to serve"),
+        (NOTHING, "there is nothing to serve"),
+        ({"embedding_model": "/nowhere"}, "EMBEDDING_MODEL='/nowhere': there is no such folder"),
+        ({"rerank_model": "demo"}, "RERANK_MODEL=demo: there is no such demo"),
         ({"responses_db": "/nowhere/responses.db"}, "RESPONSES_DB='/nowhere/responses.db'"),
         ({"responses_db": __file__}, "file is not a database"),
     ],

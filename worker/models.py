@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from batching.batcher import DynamicBatcher
 from batching.errors import OnequeueError, OutOfMemory, WrongResultCount
 from batching.request_queue import BatchLane, TurnLane, WorkItem
+from batching.turns import Turns
 from worker.failures import rerun_in_halves
 from worker.protocol import BatchReport, Generator, Runner, State
 
@@ -116,10 +117,15 @@ class PipelineModel(ServedModel[Runner]):
     """Served in batches."""
 
     def __init__(
-        self, name: str, load: Callable[[], Runner], places: int, batcher: DynamicBatcher
+        self,
+        name: str,
+        load: Callable[[], Runner],
+        places: int,
+        batcher: DynamicBatcher,
+        turns: Turns[WorkItem] | None = None,
     ) -> None:
         super().__init__(name, load)
-        self.lane = BatchLane(name, places)
+        self.lane = BatchLane(name, places, turns)
         self.batcher = batcher
         self.batch: list[WorkItem] = []  # the one that runs
 
@@ -145,9 +151,10 @@ class PipelineModel(ServedModel[Runner]):
         self.batch = []
         self.batch = self.batcher.take(now, free_since)
         self.busy = bool(self.batcher.waiting)
+        rows = sum(item.rows for item in self.batch)
         for item in self.batch:
             item.started_at = now
-            item.batch_size = len(self.batch)
+            item.batch_size = rows
         return self.batch
 
     def run(self, clock: Callable[[], float]) -> BatchRun:

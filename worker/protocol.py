@@ -209,6 +209,20 @@ class LoadedModel(Protocol):
         """Run the smallest sound input through everything; raises if the model is broken."""
 
 
+class Tokenizing(Protocol):
+    """What is asked of a model that is called by its name. In pool threads, several at once."""
+
+    max_model_len: int  # tokens that it takes at most, output included
+
+    def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt; InvalidInput if the chat template refuses it."""
+
+    def decode(self, ids: list[int]) -> str: ...
+
+    def token(self, token_id: int) -> str:
+        """The text of one token; InvalidInput if there is no such id."""
+
+
 class Runner(LoadedModel, Protocol):
     """A loaded pipeline. `finish` runs in pool threads, `forward` on the worker's."""
 
@@ -219,25 +233,14 @@ class Runner(LoadedModel, Protocol):
         """The answer to an item, from its raw output."""
 
 
-class Generator(LoadedModel, Protocol):
-    """A loaded causal language model. `encode`, `decode` and `token` run in pool threads, several
-    at once; `add`, `step` and `clear` on the worker's."""
-
-    max_model_len: int  # tokens of prompt and output together
+class Generator(LoadedModel, Tokenizing, Protocol):
+    """A loaded causal language model. `add`, `step` and `clear` run on the worker's thread."""
 
     @property
     def defaults(self) -> SamplingDefaults: ...
 
     @property
     def compile_state(self) -> Literal["running", "done", "off"]: ...
-
-    def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt; InvalidInput if the chat template refuses it."""
-
-    def decode(self, ids: list[int]) -> str: ...
-
-    def token(self, token_id: int) -> str:
-        """The text of one token; InvalidInput if there is no such id."""
 
     def call_id(self, name: str, index: int) -> str:
         """For a call that an answer makes, its conversation's `index`-th: an id that the chat

@@ -73,7 +73,7 @@ class Bounded(asyncio.Protocol):
             self.transport.close()
             return
         content = to_json(error.document)
-        headers = [*self.server_state.default_headers, *json_headers(content)]
+        headers = [*self.server_state.default_headers, *json_headers(len(content))]
         lines = [b"%b: %b\r\n" % header for header in [*headers, (b"connection", b"close")]]
         self.transport.write(STATUS_LINE[error.status] + b"".join(lines) + b"\r\n" + content)
         if self.unanswered:

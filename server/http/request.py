@@ -257,8 +257,8 @@ def expire(items: Sequence[WorkItem]) -> None:
 # ── out ──
 
 
-def json_headers(content: bytes) -> list[Header]:
-    return [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
+def json_headers(length: int) -> list[Header]:
+    return [(b"content-type", b"application/json"), (b"content-length", b"%d" % length)]
 
 
 async def send_json(
@@ -267,9 +267,17 @@ async def send_json(
     """A whole answer: `document`, or bytes that are JSON already, as they are. `headers` come after
     the content's own."""
     content = document if isinstance(document, bytes) else to_json(document)
-    fields = [*json_headers(content), *headers]
+    await send_parts(send, [content], headers, status)
+
+
+async def send_parts(
+    send: Send, parts: Sequence[bytes], headers: Sequence[Header], status: int = 200
+) -> None:
+    """A whole answer, of JSON that comes in parts: large ones need not be joined."""
+    fields = [*json_headers(sum(map(len, parts))), *headers]
     await send({"type": "http.response.start", "status": status, "headers": fields})
-    await send({"type": "http.response.body", "body": content})
+    for n, part in enumerate(parts, start=1):
+        await send({"type": "http.response.body", "body": part, "more_body": n < len(parts)})
 
 
 class JsonEndpoint:

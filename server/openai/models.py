@@ -1,9 +1,10 @@
-"""`GET /v1/models`, `GET /v1/models/{id}`, `POST /load_model`, and which names the model has."""
+"""`GET /v1/models`, `GET /v1/models/{id}`, `POST /load_model`, and which names models have."""
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 from starlette.requests import Request
@@ -13,8 +14,8 @@ from starlette.routing import Route
 from server.engine import Engine
 from server.http.json import Parsing, to_json
 from server.http.request import JsonEndpoint, read_json_request
-from server.openai.params import Names, decode
-from server.settings import Settings
+from server.openai.params import Names, decode, unknown_model
+from worker.protocol import Tokenizing
 
 PATH = "/v1/models"
 ONE_PATH = "/v1/models/{id:path}"
@@ -40,43 +41,70 @@ class ModelList(Struct):
 
 
 class ModelNames:
-    """The one language model, by the names that requests may call it."""
+    """A model, by the names that requests may call it; `serves` is its name in the registry."""
 
-    def __init__(self, settings: Settings, engine: Engine) -> None:
+    def __init__(self, setting: str, engine: Engine, serves: str) -> None:
         self.engine = engine
+        self.serves = serves
         self.created = int(time.time())
-        self.id = setting = settings.chat_model
+        self.id = setting
         if setting.startswith(("/", ".", "~")) or (setting != "demo" and Path(setting).is_dir()):
             self.id = Path(setting).expanduser().resolve().name or setting
         self.names = Names(self.id, {setting, *ANY_MODEL})
+
+    @property
+    def loaded(self) -> Tokenizing:
+        """Ask after `refusal` only."""
+        loaded: Any = self.engine.models[self.serves].loaded
+        made: Tokenizing = loaded
+        return made
+
+    def described(self) -> Model:
+        if (refusal := self.engine.refusal(self.serves)) is not None:
+            raise refusal
+        length = self.loaded.max_model_len
+        return Model(self.id, "model", self.created, "onequeue", length, length)
+
+
+class ModelListing:
+    """All models that are called by a name. Where two go by the same, it is one entry: which of
+    them is meant, an endpoint says."""
+
+    def __init__(self, models: Sequence[ModelNames]) -> None:
+        self.models = models
         self.parsing = Parsing()
 
     def routes(self) -> list[Route]:
-        return [
+        routes = [
             Route(PATH, JsonEndpoint(self.list), methods=["GET"]),
             Route(ONE_PATH, JsonEndpoint(self.one), methods=["GET"]),
-            Route("/load_model", self.load, methods=["POST"]),
         ]
+        if self.models[0].serves == "generation":
+            routes.append(Route("/load_model", self.load, methods=["POST"]))
+        return routes
 
     async def list(self, request: Request) -> ModelList:
-        return ModelList("list", [self._described()])
+        first = {names.id: names for names in reversed(self.models)}
+        return ModelList("list", [names.described() for names in reversed(first.values())])
 
     async def one(self, request: Request) -> Model:
         request.scope["counted_as"] = PATH + "/{id}"
-        self.names.of(request.path_params["id"])
-        return self._described()
+        return find(self.models, request.path_params["id"]).described()
 
     async def load(self, request: Request) -> Response:
         """What `transformers chat` asks before its first message. It waits for an event that says
         `ready`: the model is loaded from the start, so that this is the only one."""
         body, deadlines = await read_json_request(request.scope, request.receive, "generation")
-        read = partial(decode, kind=LoadRequest, names=self.names)
+        read = partial(decode, kind=LoadRequest, names=self.models[0].names)
         model = (await self.parsing.run(read, body, deadlines.first)).model
         event = to_json({"status": "ready", "model": model, "cached": True})
         return Response(b"data: %b\n\n" % event, media_type="text/event-stream")
 
-    def _described(self) -> Model:
-        if (refusal := self.engine.refusal("generation")) is not None:
-            raise refusal
-        length = self.engine.generator.max_model_len
-        return Model(self.id, "model", self.created, "onequeue", length, length)
+
+def find(models: Sequence[ModelNames], name: str | None) -> ModelNames:
+    """The first that goes by a name; 404 with what there is."""
+    for each in models:
+        if each.names.has(name):
+            return each
+    ids = ", ".join(dict.fromkeys(repr(each.id) for each in models))
+    raise unknown_model(name or "", ids)

@@ -197,13 +197,26 @@ class Names:
 
     def of(self, given: str | None) -> str:
         """The listed id; 404 for a model that is not here."""
-        if given is not None and given != self.id and given not in self.others:
-            unknown = f"there is no model {given[:200]!r} here, only {self.id!r}"
-            raise HttpError(404, unknown, "model", code="model_not_found")
+        if not self.has(given):
+            raise unknown_model(given or "", repr(self.id))
         return self.id
 
+    def has(self, given: str | None) -> bool:
+        return given is None or given == self.id or given in self.others
 
-def decode(body: bytes, kind: type[B], names: Names, most: int | None = None) -> B:
+
+def unknown_model(given: str, known: str) -> HttpError:
+    unknown = f"there is no model {given[:200]!r} here, only {known}"
+    return HttpError(404, unknown, "model", code="model_not_found")
+
+
+class Naming(Protocol):
+    """What models are called: by `Names`, or something wider."""
+
+    def of(self, given: str | None) -> str: ...
+
+
+def decode(body: bytes, kind: type[B], names: Naming, most: int | None = None) -> B:
     """A checked request, its `model` by the listed id; InvalidInput names the first field that does
     not fit.
 

@@ -3,6 +3,7 @@
 As vLLM answers them. Both need the tokenizer and no forward pass, and run in a pool thread.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +13,13 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
-from server.engine import Engine
 from server.http.json import in_thread
 from server.http.request import read_json_request, send_json
 from server.openai.chat import Messages, conversation
-from server.openai.models import ModelNames
+from server.openai.models import ModelNames, find
 from server.openai.params import TokenId, decode
 from server.openai.tools import Tools
-from worker.protocol import Chat, Generator
+from worker.protocol import Chat, Tokenizing
 
 THREADS = 2  # a long text delays other texts here, not what is being generated
 
@@ -53,60 +53,64 @@ class TokenizeRequest(Struct):
             return self.prompt or ""
         return conversation(self, self.messages, self.tools)
 
-    def answer(self, generator: Generator) -> Tokens:
+    def answer(self, model: Tokenizing) -> Tokens:
         special = True if self.add_special_tokens is None else self.add_special_tokens
-        ids = generator.encode(self.text(), special)
-        strings = [generator.token(each) for each in ids] if self.return_token_strs else None
-        return Tokens(len(ids), generator.max_model_len, ids, strings)
+        ids = model.encode(self.text(), special)
+        strings = [model.token(each) for each in ids] if self.return_token_strs else None
+        return Tokens(len(ids), model.max_model_len, ids, strings)
 
 
 class DetokenizeRequest(Struct):
     tokens: list[TokenId]
     model: str | None = None
 
-    def answer(self, generator: Generator) -> Prompt:
+    def answer(self, model: Tokenizing) -> Prompt:
         if self.tokens:
             largest = max(self.tokens)
             try:
-                generator.token(largest)
+                model.token(largest)
             except InvalidInput as error:
                 path = f"tokens[{self.tokens.index(largest)}]"
                 raise InvalidInput.at(path, str(error)) from None
-        return Prompt(generator.decode(self.tokens))
+        return Prompt(model.decode(self.tokens))
 
 
-def tokenizer_routes(engine: Engine, models: ModelNames) -> list[Route]:
+def tokenizer_routes(models: Sequence[ModelNames]) -> list[Route]:
     kinds: dict[str, type[TokenizeRequest | DetokenizeRequest]] = {
         "/tokenize": TokenizeRequest,
         "/detokenize": DetokenizeRequest,
     }
     return [
-        Route(path, TokenizerEndpoint(kind, engine, models), methods=["POST"])
+        Route(path, TokenizerEndpoint(kind, models), methods=["POST"])
         for path, kind in kinds.items()
     ]
 
 
 @dataclass(eq=False)
 class TokenizerEndpoint:
-    """A bare ASGI app, for one of the requests above."""
+    """A bare ASGI app, for one of the requests above, of whichever model is named."""
 
     kind: type[TokenizeRequest | DetokenizeRequest]
-    engine: Engine
-    models: ModelNames
+    models: Sequence[ModelNames]
 
     def __post_init__(self) -> None:
+        self.served = {each.serves: each for each in self.models}
         self.threads = anyio.CapacityLimiter(THREADS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, deadlines = await read_json_request(scope, receive, "generation")
+        body, deadlines = await read_json_request(scope, receive, self.models[0].serves)
         await send_json(send, await in_thread(self._answer, body, deadlines.first, self.threads))
 
     def _answer(self, body: bytes) -> Tokens | Prompt:
-        generator = self.engine.generator
+        longest = max(each.loaded.max_model_len for each in self.models)
         try:
-            request = decode(body, self.kind, self.models.names, generator.max_model_len)
-            return request.answer(generator)
+            request = decode(body, self.kind, self, longest)
+            return request.answer(self.served[request.model or ""].loaded)
         except Exception:
             raise
         except BaseException as error:  # a panic in a tokenizer is no Exception
             raise InvalidInput("the tokenizer cannot take this") from error
+
+    def of(self, given: str | None) -> str:
+        """A model's name in the registry, by what a request calls it."""
+        return find(self.models, given).serves

@@ -54,25 +54,33 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How one batch is packed. `tokens` [T] indexes the flattened [B * L] batch."""
+    """How one batch is packed. `tokens` [T] indexes the flattened [B * L] batch; None where it
+    comes as one row."""
 
     batch: int
     length: int
     counts: Tensor  # [B] tokens of each
-    tokens: Tensor
+    tokens: Tensor | None
     groups: Sequence[Group]
     keep: Tensor | None  # [B, M] packed positions to hand on instead of all [B, L]
 
 
 def plan_batch(
-    counts: Sequence[int], width: int, device: torch.device, keep: Sequence[Sequence[int]] | None
+    counts: Sequence[int],
+    width: int | None,
+    device: torch.device,
+    keep: Sequence[Sequence[int]] | None,
 ) -> Plan:
-    """Plan right-padded sequences of `counts` tokens in a batch of `width` columns.
+    """Plan right-padded sequences of `counts` tokens in a batch of `width` columns; without a
+    width they come end to end.
 
     `keep[i]`, when given, are the only positions of sequence i that the head will see.
     """
     starts = [0, *itertools.accumulate(counts)]
-    tokens = torch.cat([torch.arange(i * width, i * width + n) for i, n in enumerate(counts)])
+    tokens = None
+    if width is not None:
+        places = (torch.arange(i * width, i * width + n) for i, n in enumerate(counts))
+        tokens = torch.cat(list(places)).to(device)
     order = sorted(range(len(counts)), key=lambda i: counts[i])
     groups, members = [], [order[0]]
     for i in order[1:]:
@@ -85,7 +93,7 @@ def plan_batch(
     if keep is not None:
         rows = [torch.tensor(each) + start for each, start in zip(keep, starts, strict=False)]
         kept = pad_sequence(rows, batch_first=True).to(device)
-    return Plan(len(counts), width, torch.tensor(counts), tokens.to(device), groups, kept)
+    return Plan(len(counts), width or starts[-1], torch.tensor(counts), tokens, groups, kept)
 
 
 def _group(
@@ -116,9 +124,10 @@ class Packing:
 
     @contextmanager
     def batch(
-        self, counts: Sequence[int], width: int, keep: Sequence[Sequence[int]] | None = None
+        self, counts: Sequence[int], width: int | None, keep: Sequence[Sequence[int]] | None = None
     ) -> Iterator[None]:
-        """Run the model calls inside on right-padded rows of `counts`, packed."""
+        """Run the model calls inside on right-padded rows of `counts`, packed. Without a width what
+        comes, and goes unless positions are kept, is one row [1, T]."""
         self.plan = plan_batch(counts, width, self.model.device, keep)
         self.calls = 0
         try:
@@ -158,7 +167,7 @@ class Packing:
         assert plan is not None
         if isinstance(value, tuple):
             return tuple(map(self._gather, value))
-        if not isinstance(value, Tensor) or value.ndim < 2:
+        if plan.tokens is None or not isinstance(value, Tensor) or value.ndim < 2:
             return value
         if value.shape[1] != plan.length or value.shape[0] not in (1, plan.batch):
             return value
@@ -176,6 +185,8 @@ class Packing:
         assert plan is not None
         if plan.keep is not None:
             return packed[0][plan.keep]
+        if plan.tokens is None:
+            return packed
         flat = packed.new_zeros(plan.batch * plan.length, packed.shape[-1])
         return flat.index_copy_(0, plan.tokens, packed[0]).view(plan.batch, plan.length, -1)
 

@@ -1,0 +1,171 @@
+"""The embedding demo model: sayings of one fact come near each other, those of other facts don't.
+
+Trained by contrast on the sentences of demo_sentences.py. A vector's first 16 or 32 numbers are
+trained to do as well as they can alone, so that `dimensions` may be asked for.
+"""
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from demo_facts import CYCLES, pairs, phrases, plural
+from demo_sentences import DAY_SAYINGS, LEADS, NEXT_SAYINGS, PLAIN, TABLES, plain, say
+from torch import Tensor
+from torch.nn.functional import cross_entropy, normalize
+from transformers import BertConfig, BertModel, BertTokenizer
+
+SEED = 7
+FACTS = 96  # of a batch
+STEPS_PER_MINUTE = 1500
+RATE = 2e-3
+HIDDEN = 64
+SIZES = (16, 32, 64)
+MAX_LENGTH = 128
+TEMPERATURE = 0.06
+# How much of a fact's likeness goes to others of its kind.
+KINDRED = 0.1
+
+# A text, one that is related to it, one that is not. None occurs in the training text.
+TRIPLES = """tell me the capital of france!|surely paris is the capital of france|a cow says moo
+which sound does the cat make?|my cat always says meow|the capital of italy is rome
+is the grass in the park green?|grass is green here|a plane can fly
+what do we call a young dog?|every baby dog is a puppy|milk is white
+tomorrow is friday|the day after thursday is friday, isn't it?|a frog is green
+what is not hot but the contrary?|cold is the opposite of hot, right?|bees make honey
+the doctor at work|a doctor works in the hospital|monday comes before tuesday
+what language do they speak in spain?|people in spain speak spanish, of course|snow is white
+how is bread made?|we make our bread from flour|the lion says roar
+the month before july|june comes right before july|a baby sheep is a lamb"""
+
+Fact = tuple[str, list[str]]  # its kind, and ways to say it
+
+
+def facts() -> list[Fact]:
+    found: list[Fact] = []
+    for group, sayings, table in TABLES:
+        for x, y in pairs(table):
+            found.append((group, say(sayings, x=x, y=y, xs=plural(x))))
+    for kind, text in CYCLES.items():
+        names = text.split()
+        for x, y, z in zip(names, names[1:] + names, names[2:] + names, strict=False):
+            sayings = f"{NEXT_SAYINGS}|{DAY_SAYINGS}" if kind == "day" else NEXT_SAYINGS
+            found.append((kind, say(sayings, k=kind, x=x, y=y, z=z)))
+    found += [("plain", [text]) for text in phrases(PLAIN)]
+    return [(kind, [plain(text) for text in texts]) for kind, texts in found]
+
+
+def asked(text: str) -> str:
+    """A question without its answer, or the text."""
+    return text[: text.index("?") + 1] if "?" in text else text
+
+
+def dress(text: str, rng: random.Random) -> str:
+    """As users will: with a lead, without some word or its full stop."""
+    words = text.split()
+    if len(words) > 4 and rng.random() < 0.3:
+        words.pop(rng.randrange(len(words)))
+    lead = f"{plain(rng.choice(phrases(LEADS)))} " if rng.random() < 0.15 else ""
+    return lead + " ".join(words) + ("." if rng.random() < 0.4 else "")
+
+
+def batches(known: list[Fact], rng: random.Random) -> Iterator[tuple[list[str], list[str]]]:
+    """Two sayings of each of some facts, and the facts' kinds."""
+    while True:
+        drawn = rng.sample(known, FACTS)
+        firsts = [dress(asked(rng.choice(texts)), rng) for _, texts in drawn]
+        seconds = [dress(rng.choice(texts), rng) for _, texts in drawn]
+        yield firsts + seconds, [kind for kind, _ in drawn]
+
+
+def new_model(size: int) -> BertModel:
+    torch.manual_seed(SEED)
+    config = BertConfig(
+        vocab_size=size,
+        hidden_size=HIDDEN,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=2 * HIDDEN,
+        max_position_embeddings=MAX_LENGTH,
+        initializer_range=0.05,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        pad_token_id=0,
+    )
+    config.is_matryoshka = True
+    config.matryoshka_dimensions = list(SIZES)
+    return BertModel(config, add_pooling_layer=False)
+
+
+def embed(model: BertModel, tokenizer: BertTokenizer, texts: list[str]) -> Tensor:
+    """Means of the tokens' states [texts, HIDDEN]."""
+    inputs = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+    states: Tensor = model(**inputs).last_hidden_state
+    real = inputs["attention_mask"][:, :, None]
+    means: Tensor = (states * real).sum(1) / real.sum(1)
+    return means
+
+
+def loss_of(vectors: Tensor, kinds: list[str]) -> Tensor:
+    """Each first saying is to be nearest to its fact's second, then to others of its kind."""
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+    kind = torch.tensor([numbers[each] for each in kinds])
+    kindred = (kind[:, None] == kind).float()
+    wanted = (1 - KINDRED) * torch.eye(FACTS) + KINDRED * kindred / kindred.sum(1, keepdim=True)
+    total = torch.zeros(())
+    for size in SIZES:
+        first, second = normalize(vectors[:, :size], dim=1).view(2, FACTS, size)
+        near = first @ second.T / TEMPERATURE
+        total = total + cross_entropy(near, wanted) + cross_entropy(near.T, wanted)
+    return total / (2 * len(SIZES))
+
+
+def train(model: BertModel, tokenizer: BertTokenizer, steps: int) -> None:
+    model.train()
+    model.set_attn_implementation("eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, steps, pct_start=0.07)
+    start, mean, data = time.monotonic(), 0.0, batches(facts(), random.Random(SEED))
+    for step, (texts, kinds) in zip(range(1, steps + 1), data, strict=False):
+        loss = loss_of(embed(model, tokenizer, texts), kinds)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        optimizer.step()
+        schedule.step()
+        mean += (loss.item() - mean) / min(step, 100)
+        if step % 100 == 0 or step == steps:
+            seconds = time.monotonic() - start
+            print(f"step {step}/{steps}  loss {mean:.3f}  {seconds:.0f} s", flush=True)
+    model.eval()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+
+
+def score(model: BertModel, tokenizer: BertTokenizer) -> None:
+    right, triples = 0, phrases_of_triples()
+    for triple in triples:
+        with torch.no_grad():
+            text, related, stranger = normalize(embed(model, tokenizer, triple), dim=1)
+        near, far = float(text @ related), float(text @ stranger)
+        right += near > far
+        print(f"{near:.2f} against {far:.2f}: {' | '.join(triple)}")
+    print(f"score: {right} of {len(triples)}")
+
+
+def phrases_of_triples() -> list[list[str]]:
+    return [line.split("|") for line in TRIPLES.splitlines()]
+
+
+def embedding(out: Path, minutes: float) -> None:
+    """Its tokens are those of the fill-mask model, which has read the same sentences. Nothing says
+    how to pool: the mean at unit length is what goes without saying."""
+    tokenizer = BertTokenizer.from_pretrained(out.parent / "fill-mask")
+    known = facts()
+    texts = {text for _, each in known for text in each}
+    if held := {text for triple in phrases_of_triples() for text in triple[:2]} & texts:
+        raise SystemExit(f"questions in the training text: {sorted(held)}")
+    print(f"{len(known)} facts, {len(texts)} sentences, {len(tokenizer)} tokens", flush=True)
+    model = new_model(len(tokenizer))
+    train(model, tokenizer, round(minutes * STEPS_PER_MINUTE))
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    score(model, tokenizer)

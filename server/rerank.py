@@ -1,0 +1,149 @@
+"""`POST /rerank`, `/v1/rerank`, `/v2/rerank`: documents by their relevance to a query.
+
+    body → pairs of a query and a document → pieces of a few, a work item each → scores → an answer
+
+One handler for the shapes of Jina and Cohere (`documents`: an object, best first, documents that
+are too long are cut) and of text-embeddings-inference (`texts`: a bare list, cut on request).
+"""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import anyio.to_thread
+from msgspec import Meta, Struct
+from starlette.types import Receive, Scope, Send
+
+from batching.errors import InvalidInput
+from server.engine import Engine
+from server.http.json import INLINE_BYTES, Document, Parsing, to_json
+from server.http.request import read_json_request, send_json
+from server.openai.embeddings import MOST_INPUTS, checked
+from server.openai.models import ModelNames
+from server.openai.params import FILLED, Count, Filled, decode
+from server.settings import Settings
+from server.submission import submitted, timing_headers
+from worker.scoring import PairsInput, Scored, pieces
+
+PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
+
+Texts = Annotated[list[Filled], FILLED]
+AtLeastOne = Annotated[int, Meta(ge=1)]
+
+
+class TextDocument(Struct):
+    text: str
+
+
+class RerankRequest(Struct, kw_only=True):
+    query: Filled
+    documents: Annotated[list[Filled | TextDocument], FILLED] | None = None
+    texts: Texts | None = None
+    model: str | None = None
+    top_n: Count | None = None
+    return_documents: bool | None = None
+    return_text: bool | None = None
+    max_tokens_per_doc: AtLeastOne | None = None
+    instruction: str | None = None
+    raw_scores: bool | None = None
+    truncate: bool | None = None
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether it is text-embeddings-inference's."""
+        return self.texts is not None
+
+    @property
+    def shown(self) -> bool:
+        """Whether the answer has the documents."""
+        return bool(self.return_text) if self.is_bare else self.return_documents is not False
+
+    def read(self) -> list[str]:
+        """The documents' texts."""
+        if (self.documents is None) == (self.texts is None):
+            raise InvalidInput.at("documents", "needs either this or texts")
+        given: Sequence[Any] = self.documents or self.texts or ()
+        read = [each.text if isinstance(each, TextDocument) else each for each in given]
+        param = "texts" if self.is_bare else "documents"
+        check_count(read, param)
+        return read
+
+    def pieces(self, most: int) -> list[PairsInput]:
+        documents = self.read()
+        param = "texts" if self.is_bare else "documents"
+        cuts = bool(self.truncate) if self.is_bare else self.truncate is not False
+        return pairs_in_pieces(
+            [(self.query, document) for document in documents],
+            [("query", f"{param}[{n}]") for n in range(len(documents))],
+            most,
+            instruction=self.instruction,
+            document_tokens=self.max_tokens_per_doc,
+            cuts=cuts,
+            raw=bool(self.raw_scores),
+        )
+
+    def answer(self, scores: list[float], tokens: int) -> Document | list[Document]:
+        ranked = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
+        texts = self.read() if self.shown else []
+        ranked = ranked[: self.top_n or None]
+        if self.is_bare:
+            return [
+                {"index": n, "score": scores[n], **({"text": texts[n]} if texts else {})}
+                for n in ranked
+            ]
+        results: list[Document] = [{"index": n, "relevance_score": scores[n]} for n in ranked]
+        for result in results if texts else ():
+            result["document"] = {"text": texts[result["index"]]}
+        return {
+            "id": "rerank-" + secrets.token_hex(12),
+            "model": self.model,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+            "results": results,
+        }
+
+
+def check_count(texts: Sequence[str], param: str) -> None:
+    if not texts:
+        raise InvalidInput.at(param, "must not be empty")
+    if len(texts) > MOST_INPUTS:
+        raise InvalidInput.at(param, f"takes at most {MOST_INPUTS} texts, not {len(texts)}")
+    if "" in texts:
+        raise InvalidInput.at(f"{param}[{texts.index('')}]", "must not be empty")
+
+
+def pairs_in_pieces(
+    pairs: Sequence[tuple[str, str]], paths: Sequence[tuple[str, str]], most: int, **options: Any
+) -> list[PairsInput]:
+    sizes = [len(query) + len(document) for query, document in pairs]
+    return [
+        PairsInput(part, paths[first : first + len(part)], **options)
+        for first, part in pieces(pairs, sizes, most)
+    ]
+
+
+@dataclass(eq=False)
+class Rerank:
+    """A bare ASGI app."""
+
+    settings: Settings
+    engine: Engine
+    models: ModelNames
+    parsing: Parsing = field(init=False, default_factory=Parsing)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body, deadlines = await read_json_request(scope, receive, "rerank")
+        request, payloads = await self.parsing.run(self.parse, body, deadlines.first)
+        with submitted(self.engine, "rerank", payloads, deadlines.first, receive) as items:
+            answers: list[Scored] = [await item.future for item in items]
+        scores = [score for each in answers for score in each.scores]
+        document = request.answer(scores, sum(each.tokens for each in answers))
+        if request.shown and len(body) > INLINE_BYTES:
+            content = await anyio.to_thread.run_sync(to_json, document)
+        else:
+            content = to_json(document)
+        await send_json(send, content, headers=timing_headers(items))
+
+    def parse(self, body: bytes) -> tuple[RerankRequest, Sequence[PairsInput]]:
+        request = decode(body, RerankRequest, self.models.names)
+        return request, checked(request.pieces(self.settings.max_batch_tokens), self.settings)

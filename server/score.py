@@ -1,0 +1,135 @@
+"""`POST /v1/score`, as vLLM has it: how well texts go together, each pair by itself.
+
+By the rerank model, or by the cosine of embeddings where that model is named or there is no other.
+"""
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+from starlette.types import Receive, Scope, Send
+
+from batching.errors import InvalidInput
+from server.engine import Engine
+from server.http.json import Document, Parsing
+from server.http.request import read_json_request, send_json
+from server.openai.embeddings import checked
+from server.openai.models import ModelNames, find
+from server.openai.params import Filled, decode
+from server.rerank import Texts, check_count, pairs_in_pieces
+from server.settings import Settings
+from server.submission import submitted, timing_headers
+from worker.scoring import Embedded, EmbeddingInput, PairsInput, Truncation, pieces
+
+
+class ScoreRequest(Struct, kw_only=True):
+    text_1: Filled | Texts | None = None
+    text_2: Filled | Texts | None = None
+    queries: Filled | Texts | None = None
+    documents: Filled | Texts | None = None
+    model: str | None = None
+    instruction: str | None = None
+    truncate: bool | None = None
+
+    def sides(self) -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:
+        """Both fields and their texts: as many of either, or one of one."""
+        by_text = self.text_1 is not None or self.text_2 is not None
+        first, second = ("text_1", "text_2") if by_text else ("queries", "documents")
+        read = []
+        for name in (first, second):
+            if (given := getattr(self, name)) is None:
+                raise InvalidInput.at(name, "is required")
+            texts = [given] if isinstance(given, str) else given
+            check_count(texts, name)
+            read.append((name, texts))
+        counts = len(read[0][1]), len(read[1][1])
+        if counts[0] != counts[1] and 1 not in counts:
+            unequal = f"has {counts[1]} texts for the {counts[0]} of {first}"
+            raise InvalidInput.at(second, unequal)
+        return read[0], read[1]
+
+    def pairs(self, most: int) -> list[PairsInput]:
+        (first, ones), (second, others) = self.sides()
+        count = max(len(ones), len(others))
+        return pairs_in_pieces(
+            [(ones[n % len(ones)], others[n % len(others)]) for n in range(count)],
+            [(_path(first, ones, n), _path(second, others, n)) for n in range(count)],
+            most,
+            instruction=self.instruction,
+            cuts=bool(self.truncate),
+        )
+
+    def texts(self, most: int) -> list[EmbeddingInput]:
+        if self.instruction is not None:
+            raise InvalidInput.at("instruction", "is for a reranker; this is an embedding model")
+        made = []
+        for name, texts in self.sides():
+            for first, part in pieces(texts, [len(text) for text in texts], most):
+                cuts = Truncation(bool(self.truncate))
+                piece = EmbeddingInput(
+                    part, first, truncation=cuts, normalize=True, form="vectors", param=name
+                )
+                made.append(piece)
+        return made
+
+    def answer(self, scores: list[float], tokens: int) -> Document:
+        data = [{"index": n, "object": "score", "score": each} for n, each in enumerate(scores)]
+        return {
+            "id": "score-" + secrets.token_hex(12),
+            "object": "list",
+            "created": int(time.time()),
+            "model": self.model,
+            "data": data,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
+
+
+def _path(name: str, texts: Sequence[str], n: int) -> str:
+    return f"{name}[{n}]" if len(texts) > 1 else name
+
+
+@dataclass(eq=False)
+class Score:
+    """A bare ASGI app, of a reranker, an embedder or both."""
+
+    settings: Settings
+    engine: Engine
+    models: Sequence[ModelNames]
+    parsing: Parsing = field(init=False, default_factory=Parsing)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body, deadlines = await read_json_request(scope, receive, self.models[0].serves)
+        request, names, payloads = await self.parsing.run(self.parse, body, deadlines.first)
+        with submitted(self.engine, names.serves, payloads, deadlines.first, receive) as items:
+            answers: list[Any] = [await item.future for item in items]
+        tokens = sum(each.tokens for each in answers)
+        if names.serves == "rerank":
+            scores = [score for each in answers for score in each.scores]
+        else:
+            scores = cosines(answers, len(request.sides()[0][1]))
+        await send_json(send, request.answer(scores, tokens), headers=timing_headers(items))
+
+    def parse(self, body: bytes) -> tuple[ScoreRequest, ModelNames, Sequence[Any]]:
+        request = decode(body, ScoreRequest, self)
+        names = next(each for each in self.models if each.serves == request.model)
+        request.model = names.id
+        most = self.settings.max_batch_tokens
+        reranks = names.serves == "rerank"
+        payloads: Sequence[Any] = request.pairs(most) if reranks else request.texts(most)
+        return request, names, checked(payloads, self.settings)
+
+    def of(self, given: str | None) -> str:
+        """A model's name in the registry, by what a request calls it."""
+        return find(self.models, given).serves
+
+
+def cosines(answers: Sequence[Embedded], count: int) -> list[float]:
+    """Of unit vectors, of which the first `count` are one side."""
+    vectors = np.concatenate([each.vectors for each in answers])
+    one, other = vectors[:count], vectors[count:]
+    scores: list[float] = (one * other).sum(1).tolist()
+    return scores

@@ -1,0 +1,115 @@
+"""Tiny checkpoints for embeddings and reranking, with the files that sentence-transformers writes.
+
+Weights are random (tests/tiny.py); what the files say of pooling and layers is the test's choice.
+"""
+
+import importlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from tests import tiny
+from tests.tiny import folder as folder
+from tests.tiny_tokenizers import LIMIT, roberta_tokenizer
+from worker.embedding.checkpoint import ScoringOptions
+from worker.embedding.embedder import Embedder
+from worker.embedding.load import load_embedder
+
+hf: Any = importlib.import_module("transformers")  # half of it is not annotated
+OLD, NEW = "sentence_transformers.models.", "sentence_transformers.sentence_transformer.modules."
+
+QWEN3: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 8}
+
+
+def asked() -> list[Any]:
+    """A decoder whose context has room for a long question."""
+    model, tokenizer = tiny.decoder(
+        hf.Qwen3Config, "CausalLM", max_position_embeddings=2048, **QWEN3
+    )()
+    tokenizer.model_max_length = 2048
+    return [model, tokenizer]
+
+
+tiny.BUILDERS |= {
+    "roberta-base": tiny.encoder(
+        hf.RobertaConfig, "", roberta_tokenizer, max_position_embeddings=LIMIT + 2
+    ),
+    "deberta-base": tiny.encoder(
+        hf.DebertaV2Config, "", relative_attention=True, pos_att_type=["p2c", "c2p"]
+    ),
+    "qwen3-base": tiny.decoder(hf.Qwen3Config, "", **QWEN3),
+    "qwen3-lm": asked,
+    "bert-rank": tiny.encoder(hf.BertConfig, "SequenceClassification", num_labels=1),
+    "modernbert-rank": tiny.encoder(
+        hf.ModernBertConfig, "SequenceClassification", num_labels=1, **tiny.MODERN
+    ),
+}
+
+
+def write(folder: Path, name: str, content: Any) -> None:
+    path = folder / name
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text(json.dumps(content))
+
+
+def checkpoint(
+    folder: Path,
+    base: str = "bert-base",
+    pooling: dict[str, Any] | None = None,
+    layers: tuple[str, ...] = (),
+    general: dict[str, Any] | None = None,
+    bert: dict[str, Any] | None = None,
+    prefix: str = OLD,
+    **config: Any,
+) -> Path:
+    """A copy of a tiny model with its modules; `layers` are class names, `config` goes into
+    config.json."""
+    shutil.copytree(tiny.folder(base), folder)
+    if config:
+        known = json.loads((folder / "config.json").read_text())
+        write(folder, "config.json", known | config)
+    names = ["Transformer", "Pooling", *layers]
+    modules = [
+        {"idx": n, "name": str(n), "path": f"{n}_{name}" if n else "", "type": prefix + name}
+        for n, name in enumerate(names)
+    ]
+    if pooling is not None:
+        write(folder, "modules.json", modules)
+        write(folder, "1_Pooling/config.json", {"word_embedding_dimension": 32, **pooling})
+    if general is not None:
+        write(folder, "config_sentence_transformers.json", general)
+    if bert is not None:
+        write(folder, "sentence_bert_config.json", bert)
+    return folder
+
+
+def dense(folder: Path, place: str, out: int, activation: str, as_bin: bool = False) -> Any:
+    """Writes a layer; returns it as a function."""
+    linear = torch.nn.Linear(32, out)
+    write(
+        folder,
+        f"{place}/config.json",
+        {"in_features": 32, "out_features": out, "bias": True, "activation_function": activation},
+    )
+    state = {f"linear.{name}": value for name, value in linear.state_dict().items()}
+    if as_bin:
+        torch.save(state, folder / place / "pytorch_model.bin")
+    else:
+        save_file(state, folder / place / "model.safetensors")
+    return linear
+
+
+def load(folder: Path, **options: Any) -> Embedder:
+    return load_embedder(ScoringOptions(str(folder), **options))
+
+
+@torch.no_grad()
+def states(base: str, text: str) -> Any:
+    """What the model alone makes of a text: [tokens, H]."""
+    model = hf.AutoModel.from_pretrained(tiny.folder(base)).eval()
+    tokenizer = hf.AutoTokenizer.from_pretrained(tiny.folder(base))
+    return model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]

@@ -1,0 +1,94 @@
+"""A checkpoint in memory, with what sentence-transformers wrote beside it: what embedders and
+rerankers have in common. On the worker's thread.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from worker.embedding.files import SentenceFiles, read_files
+from worker.embedding.rows import RowModel
+from worker.embedding.texts import TextReader
+from worker.model import cpu_linear, missing_weights
+from worker.model.loading import (
+    attention_keywords,
+    check_fits,
+    choose_device,
+    choose_dtype,
+    free_bytes,
+    local_path,
+)
+from worker.pipeline.limits import context_limit, vocabulary
+from worker.protocol import ModelInfo
+
+DEMO_FOLDER = Path(__file__).parent.parent / "demo" / "embedding"
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOptions:
+    model: str
+    device: str = "auto"
+    dtype: str = "auto"
+    attention: str = "auto"
+    allow_dimensions: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A checkpoint in memory."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    files: SentenceFiles
+    lacking: dict[str, str]  # weights that it has not, by name
+
+    @property
+    def limit(self) -> int:
+        """Tokens of a text at most."""
+        return min(context_limit(self), self.files.max_length or context_limit(self))
+
+    @property
+    def reader(self) -> TextReader:
+        return TextReader(self.tokenizer, self.limit, vocabulary(self), self.files.lower_case)
+
+    def info(self, task: str, name: str, rows: RowModel) -> ModelInfo:
+        return ModelInfo(
+            task=task,
+            model=name,
+            device=str(self.model.device),
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            parameters=self.model.num_parameters(),
+            batching=rows.batching,
+            why=rows.why,
+        )
+
+
+def load_checkpoint(options: ScoringOptions, choose: Callable[[Any], Any]) -> Loaded:
+    """By one of transformers' auto classes, which `choose` knows from the configuration."""
+    path = local_path(options.model, DEMO_FOLDER)
+    files, device = read_files(path), choose_device(options.device)
+    if files.subfolder:
+        path = str(Path(path) / files.subfolder)  # as old versions saved it
+    check_fits(path, options.dtype, device)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    model, info = choose(config).from_pretrained(
+        path,
+        dtype=choose_dtype(options.dtype, path, device),
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        trust_remote_code=False,
+        **attention_keywords(options.attention),
+    )
+    model.to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    return Loaded(model, tokenizer, files, missing_weights.names_of(info))
+
+
+def lay_out(model: PreTrainedModel, check: Callable[[], None]) -> None:
+    """Weights as a CPU that has no bfloat16 multiplies them."""
+    emulates = cpu_linear.packs(model.dtype) and cpu_linear.emulates(model.dtype)
+    if model.device.type == "cpu" and emulates:
+        cpu_linear.pack(model, free_bytes(model.device), check)

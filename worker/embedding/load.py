@@ -1,0 +1,153 @@
+"""From settings to an embedder or a reranker, on the worker thread: loaded, run, and checked to
+have the weights that its answers depend on.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTextEncoding,
+    PreTrainedModel,
+)
+
+from worker.embedding.checkpoint import (
+    Loaded,
+    ScoringOptions,
+    lay_out,
+    load_checkpoint,
+)
+from worker.embedding.embedder import Embedder
+from worker.embedding.files import activation
+from worker.embedding.reranker import Reranker, asking, by_answer, by_label, cross_encoding
+from worker.embedding.rows import RowModel
+from worker.embedding.texts import Row, TextReader
+from worker.model import missing_weights
+from worker.model.language_model import check_generates
+from worker.model.loading import LoadingFailed, loading
+from worker.model.self_check import TOLERANCE
+
+log = logging.getLogger("onequeue.embedding")
+
+STATES = "last_hidden_state"
+
+
+def load_embedder(options: ScoringOptions) -> Embedder:
+    """LoadingFailed if the model cannot be served."""
+    name = options.model
+    log.info("loading embedding model=%s", name)
+    with loading(f"the embedding model {name!r} could not be loaded"):
+        made = load_checkpoint(options, encoder_class)
+        check_weights(made)
+        task = "feature-extraction"
+        rows = RowModel(made.model, made.tokenizer, made.limit, STATES, task)
+        sizes = None if options.allow_dimensions else trained_sizes(made.model.config)
+        info = made.info(task, name, rows)
+        embedder = Embedder(rows, made.reader, made.files, sizes, info)
+    lay_out(made.model, embedder.warm_up)
+    return embedder
+
+
+def encoder_class(config: Any) -> Any:
+    """Of a model with an encoder and a decoder, the encoder."""
+    return AutoModelForTextEncoding if config.is_encoder_decoder else AutoModel
+
+
+def reranker_class(config: Any) -> Any:
+    return AutoModelForCausalLM if decides_by_tokens(config) else AutoModelForSequenceClassification
+
+
+def decides_by_tokens(config: Any) -> bool:
+    return any(each.endswith("ForCausalLM") for each in config.architectures or ())
+
+
+def check_weights(made: Loaded) -> None:
+    """LoadingFailed where states depend on weights that the checkpoint has not."""
+
+    @torch.inference_mode()
+    def states() -> bytes:
+        ids = torch.arange(1, 8, device=made.model.device)[None]
+        hidden: torch.Tensor = made.model(input_ids=ids).last_hidden_state
+        return hidden.float().cpu().numpy().tobytes()
+
+    if missing_weights.matter(made.model, made.lacking, states):
+        shown = missing_weights.shown(made.lacking)
+        raise LoadingFailed(f"its checkpoint has no weights for {shown}")
+
+
+def trained_sizes(config: Any) -> Sequence[int] | None:
+    """What vectors may be shortened to by the checkpoint's own mark, as vLLM reads it too."""
+    if sizes := getattr(config, "matryoshka_dimensions", None):
+        return [int(size) for size in sizes]
+    return None if getattr(config, "is_matryoshka", False) else ()
+
+
+def load_reranker(options: ScoringOptions) -> Reranker:
+    """LoadingFailed if the model cannot be served."""
+    name = options.model
+    log.info("loading rerank model=%s", name)
+    with loading(f"the rerank model {name!r} could not be loaded"):
+        made = load_checkpoint(options, reranker_class)
+        decides = decides_by_tokens(made.model.config)
+        reranker = decider(made, name) if decides else cross_encoder(made, name)
+    lay_out(made.model, reranker.warm_up)
+    return reranker
+
+
+def cross_encoder(made: Loaded, name: str) -> Reranker:
+    if (labels := made.model.config.num_labels) != 1:
+        raise LoadingFailed(f"it has {labels} labels; a reranker has one")
+    if made.lacking:
+        shown = missing_weights.shown(made.lacking)
+        raise LoadingFailed(f"its checkpoint has no weights for {shown}")
+    task, reader = "text-classification", made.reader
+    rows = RowModel(made.model, made.tokenizer, made.limit, "logits", task)
+    info, chosen = made.info(task, name, rows), made.files.activation or own_activation(made.model)
+    return Reranker(reader, cross_encoding(reader), by_label(rows), chosen, info)
+
+
+def own_activation(model: PreTrainedModel) -> nn.Module | None:
+    """As sentence-transformers writes it into a cross-encoder's config.json."""
+    written = getattr(model.config, "sentence_transformers", None) or {}
+    old = getattr(model.config, "sbert_ce_default_activation_function", None)
+    path = written.get("activation_fn") or old
+    return activation(path) if path else None
+
+
+def decider(made: Loaded, name: str) -> Reranker:
+    """A decoder that says yes or no."""
+    model, reader = made.model, made.reader
+    check_generates(model, made.lacking)
+    yes, no = made.files.answers or (token_of(reader, "yes"), token_of(reader, "no"))
+    probe = Row(reader.encode("yes or no", add_special_tokens=False))
+    with torch.inference_mode():
+        logits = (
+            model(input_ids=torch.tensor([probe.ids], device=model.device)).logits[0, -1].float()
+        )
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # theirs
+    weight, expected = head.weight.detach().float(), logits[yes]
+    direction = weight[yes]
+    if no is not None:
+        direction, expected = direction - weight[no], expected - logits[no]
+    body: Any = model.base_model  # typed as any module
+    rows = RowModel(body, made.tokenizer, made.limit, STATES, "feature-extraction")
+    score = by_answer(rows, direction)
+    off = (score([probe])[0] - expected).abs() / logits.abs().max()
+    if not off <= TOLERANCE[model.dtype]:
+        raise LoadingFailed("its answers are more than its last state times its output weights")
+    return Reranker(
+        reader, asking(reader), score, made.files.activation, made.info("yes-no", name, rows)
+    )
+
+
+def token_of(reader: TextReader, word: str) -> int:
+    """LoadingFailed unless it is one token."""
+    ids = reader.encode(word, add_special_tokens=False)
+    if len(ids) != 1:
+        raise LoadingFailed(f"its tokenizer has no token for {word!r}")
+    return ids[0]

@@ -1,0 +1,139 @@
+"""Rows of tokens through a model, nothing padded where the model allows it.
+
+    row       all texts end to end in one row from the embeddings on, positions beginning anew
+    packed    embedded side by side, one row through the layers
+    padded, single    as they are, where neither gives the model's own output
+
+Which it is is found out by running the model, as for pipelines (pipeline/load.py). A decoder's row
+is the prefill of its texts: causal within each, without a cache, as nothing is generated.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from worker.embedding.texts import Row
+from worker.model.self_check import (
+    TOLERANCE,
+    CannotRun,
+    compare,
+    length_beyond_windows,
+    random_prompts,
+)
+from worker.pipeline.load import Batching, choose_batching
+from worker.pipeline.packed_attention import Packing
+
+
+@dataclass(eq=False)
+class RowModel:
+    """`wanted` is a field of the model's output: a state for each token, `last_hidden_state`, or
+    `logits`, one row for each text. `keep`: the only tokens that the model's head looks at."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    limit: int
+    wanted: str
+    task: str  # of the pipeline that batches likewise
+    batching: Batching = field(init=False, default="single")
+    why: str = field(init=False, default="")
+    first_position: int | None = field(init=False, default=None)  # None: not as one row
+    packing: Packing | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.by_text = self.wanted == "logits"
+        self.model.config.use_cache = False
+        padding = getattr(self.model.config, "pad_token_id", None)
+        firsts = dict.fromkeys((0, padding + 1 if isinstance(padding, int) else 0))
+        if not any(self._runs_as_row(first) for first in firsts):
+            self.batching, self.why, self.packing = choose_batching(self.task, self)
+        else:
+            self.batching = "packed"
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @torch.inference_mode()
+    def __call__(self, rows: Sequence[Row]) -> Tensor:
+        """States [tokens of all rows, H], or logits [rows, labels]."""
+        if self.first_position is not None:
+            return self._as_row(rows)
+        if self.batching == "single":
+            return torch.cat([self._side_by_side([row]) for row in rows])
+        return self._side_by_side(rows)
+
+    def _as_row(self, rows: Sequence[Row]) -> Tensor:
+        assert self.packing is not None
+        assert self.first_position is not None
+        first, counts = self.first_position, [len(row.ids) for row in rows]
+        batch = {"input_ids": [token for row in rows for token in row.ids]}
+        batch["position_ids"] = [at for n in counts for at in range(first, first + n)]
+        if rows[0].types is not None:
+            batch["token_type_ids"] = [each for row in rows for each in row.types or ()]
+        inputs = {k: torch.tensor([v], device=self.device) for k, v in batch.items()}
+        keep = [[0]] * len(rows) if self.by_text else None
+        with self.packing.batch(counts, None, keep):
+            made: Tensor = self.model(**inputs)[self.wanted]
+        return made if self.by_text else made[0]
+
+    def _side_by_side(self, rows: Sequence[Row]) -> Tensor:
+        counts = [len(row.ids) for row in rows]
+        inputs = {"input_ids": self._padded([row.ids for row in rows], self._padding_id)}
+        if rows[0].types is not None:
+            inputs["token_type_ids"] = self._padded([row.types or [] for row in rows], 0)
+        if "attention_mask" in self.tokenizer.model_input_names:
+            inputs["attention_mask"] = self._padded([[1] * n for n in counts], 0)
+        if self.packing is None:
+            made: Tensor = self.model(**inputs)[self.wanted]
+        else:
+            with self.packing.batch(counts, max(counts)):
+                made = self.model(**inputs)[self.wanted]
+        if self.by_text:
+            return made
+        return torch.cat([states[:n] for states, n in zip(made, counts, strict=True)])
+
+    @property
+    def _padding_id(self) -> int:
+        padding = self.tokenizer.pad_token_id
+        return padding if isinstance(padding, int) else 0
+
+    def _padded(self, rows: Sequence[Sequence[int]], padding: int) -> Tensor:
+        tensors = [torch.tensor(row) for row in rows]
+        return pad_sequence(tensors, batch_first=True, padding_value=padding).to(self.device)
+
+    def _runs_as_row(self, first: int) -> bool:
+        """Whether one row gives what each text gives alone; in place if so."""
+        try:
+            alone = self._alone()
+            self.packing, self.first_position = Packing(self.model), first
+            detach = self.packing.attach()
+        except Exception:  # as each model class refuses; choose_batching says why
+            self.packing = self.first_position = None
+            return False
+        reference = torch.cat([state for _, state in alone])
+        try:
+            got = self([row for row, _ in alone])
+            compare(got, reference, TOLERANCE[reference.dtype])
+            if self.packing.calls != len(self.packing.layers):
+                raise CannotRun("its layers do not call a registered attention function")
+        except Exception:
+            detach()
+            self.packing = self.first_position = None
+            return False
+        return True
+
+    @torch.inference_mode()
+    def _alone(self) -> list[tuple[Row, Tensor]]:
+        """Random rows, two near in length and a short one, and what the model makes of each."""
+        longest = length_beyond_windows(self.model.config, self.limit)
+        counts = [min(3, longest), longest, longest - longest // 8]
+        rows = [Row(ids) for ids in random_prompts(self.model, self.tokenizer, counts)]
+        inputs = (torch.tensor([row.ids], device=self.device) for row in rows)
+        made = [self.model(input_ids=ids)[self.wanted] for ids in inputs]
+        return [
+            (row, each if self.by_text else each[0]) for row, each in zip(rows, made, strict=True)
+        ]
