@@ -20,7 +20,9 @@ from worker.model.loading import (
     choose_dtype,
     free_bytes,
     local_path,
+    worth_compiling,
 )
+from worker.pipeline import native_packing
 from worker.pipeline.limits import context_limit, vocabulary
 from worker.protocol import ModelInfo
 
@@ -33,6 +35,7 @@ class ScoringOptions:
     device: str = "auto"
     dtype: str = "auto"
     attention: str = "auto"
+    compile: str = "auto"
     allow_dimensions: bool = False
 
 
@@ -40,6 +43,7 @@ class ScoringOptions:
 class Loaded:
     """A checkpoint in memory."""
 
+    options: ScoringOptions
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     files: SentenceFiles
@@ -54,10 +58,17 @@ class Loaded:
     def reader(self) -> TextReader:
         return TextReader(self.tokenizer, self.limit, vocabulary(self), self.files.lower_case)
 
-    def info(self, task: str, name: str, rows: RowModel) -> ModelInfo:
+    def rows(self, wanted: str, task: str, model: PreTrainedModel | None = None) -> RowModel:
+        """Through the whole model, or that part of it."""
+        rows = RowModel(model or self.model, self.tokenizer, self.limit, wanted, task)
+        if rows.packing and worth_compiling(self.options.compile, self.model.num_parameters()):
+            native_packing.begin(rows.packing)
+        return rows
+
+    def info(self, task: str, rows: RowModel) -> ModelInfo:
         return ModelInfo(
             task=task,
-            model=name,
+            model=self.options.model,
             device=str(self.model.device),
             dtype=str(self.model.dtype).removeprefix("torch."),
             parameters=self.model.num_parameters(),
@@ -84,7 +95,7 @@ def load_checkpoint(options: ScoringOptions, choose: Callable[[Any], Any]) -> Lo
     )
     model.to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    return Loaded(model, tokenizer, files, missing_weights.names_of(info))
+    return Loaded(options, model, tokenizer, files, missing_weights.names_of(info))
 
 
 def lay_out(model: PreTrainedModel, check: Callable[[], None]) -> None:

@@ -25,7 +25,6 @@ from worker.embedding.checkpoint import (
 from worker.embedding.embedder import Embedder
 from worker.embedding.files import activation
 from worker.embedding.reranker import Reranker, asking, by_answer, by_label, cross_encoding
-from worker.embedding.rows import RowModel
 from worker.embedding.texts import Row, TextReader
 from worker.model import missing_weights
 from worker.model.language_model import check_generates
@@ -45,9 +44,9 @@ def load_embedder(options: ScoringOptions) -> Embedder:
         made = load_checkpoint(options, encoder_class)
         check_weights(made)
         task = "feature-extraction"
-        rows = RowModel(made.model, made.tokenizer, made.limit, STATES, task)
+        rows = made.rows(STATES, task)
         sizes = None if options.allow_dimensions else trained_sizes(made.model.config)
-        info = made.info(task, name, rows)
+        info = made.info(task, rows)
         embedder = Embedder(rows, made.reader, made.files, sizes, info)
     lay_out(made.model, embedder.warm_up)
     return embedder
@@ -94,20 +93,20 @@ def load_reranker(options: ScoringOptions) -> Reranker:
     with loading(f"the rerank model {name!r} could not be loaded"):
         made = load_checkpoint(options, reranker_class)
         decides = decides_by_tokens(made.model.config)
-        reranker = decider(made, name) if decides else cross_encoder(made, name)
+        reranker = decider(made) if decides else cross_encoder(made)
     lay_out(made.model, reranker.warm_up)
     return reranker
 
 
-def cross_encoder(made: Loaded, name: str) -> Reranker:
+def cross_encoder(made: Loaded) -> Reranker:
     if (labels := made.model.config.num_labels) != 1:
         raise LoadingFailed(f"it has {labels} labels; a reranker has one")
     if made.lacking:
         shown = missing_weights.shown(made.lacking)
         raise LoadingFailed(f"its checkpoint has no weights for {shown}")
     task, reader = "text-classification", made.reader
-    rows = RowModel(made.model, made.tokenizer, made.limit, "logits", task)
-    info, chosen = made.info(task, name, rows), made.files.activation or own_activation(made.model)
+    rows = made.rows("logits", task)
+    info, chosen = made.info(task, rows), made.files.activation or own_activation(made.model)
     return Reranker(reader, cross_encoding(reader), by_label(rows), chosen, info)
 
 
@@ -119,7 +118,7 @@ def own_activation(model: PreTrainedModel) -> nn.Module | None:
     return activation(path) if path else None
 
 
-def decider(made: Loaded, name: str) -> Reranker:
+def decider(made: Loaded) -> Reranker:
     """A decoder that says yes or no."""
     model, reader = made.model, made.reader
     check_generates(model, made.lacking)
@@ -135,14 +134,12 @@ def decider(made: Loaded, name: str) -> Reranker:
     if no is not None:
         direction, expected = direction - weight[no], expected - logits[no]
     body: Any = model.base_model  # typed as any module
-    rows = RowModel(body, made.tokenizer, made.limit, STATES, "feature-extraction")
+    rows = made.rows(STATES, "feature-extraction", body)
     score = by_answer(rows, direction)
     off = (score([probe])[0] - expected).abs() / logits.abs().max()
     if not off <= TOLERANCE[model.dtype]:
         raise LoadingFailed("its answers are more than its last state times its output weights")
-    return Reranker(
-        reader, asking(reader), score, made.files.activation, made.info("yes-no", name, rows)
-    )
+    return Reranker(reader, asking(reader), score, made.files.activation, made.info("yes-no", rows))
 
 
 def token_of(reader: TextReader, word: str) -> int:

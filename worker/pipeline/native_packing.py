@@ -6,6 +6,7 @@ import threading
 
 import torch
 
+from worker.cores import release
 from worker.model import native_attention
 from worker.model.loading import first_line
 from worker.model.self_check import SHORTEST, TOLERANCE, compare
@@ -28,6 +29,7 @@ def begin(packing: Packing) -> None:
 
 
 def _take(packing: Packing) -> None:
+    release()
     try:
         native_attention.load()
         for look in list(packing.looks):
