@@ -156,7 +156,7 @@ def test_the_worker_and_openmps_threads_stay_and_helpers_do_not() -> None:
 
 
 ALONE_IN_THE_POOL = """
-    import os, queue
+    import os, queue, threading
     import torch
     from server.pool import Pool
 
@@ -175,6 +175,9 @@ ALONE_IN_THE_POOL = """
     pool.put([1])
     assert found.get(timeout=60) == (1, set())
     assert torch.get_num_threads() == 2
+    later = threading.Thread(target=lambda: found.put(torch.get_num_threads()))
+    later.start()
+    assert found.get(timeout=60) == 2
 """
 
 

@@ -6,9 +6,11 @@ OpenMP's threads meet after each product, so the slowest holds up all: two on on
 more than the quota gives time to, are slower than fewer.
 """
 
+import ctypes
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,8 +95,20 @@ def compute_alone() -> None:
     neither: steps of a small model took twice the time from there on.
     """
     torch = sys.modules.get("torch")
-    if torch and torch.get_num_threads() > 1:
-        torch.set_num_threads(1)  # also of threads that have not used it yet
+    if torch and torch.get_num_threads() > 1 and (openmp := _openmp()):
+        openmp(1)
+
+
+def _openmp() -> Callable[[int], object] | None:
+    """What sets how many threads a team of the calling thread has, where torch has loaded OpenMP.
+
+    torch's own function sets that for whoever has not computed yet, too, and for the worker's thread
+    as soon as it computes by a library that is loaded later, as compiled code is.
+    """
+    with suppress(OSError, AttributeError):
+        set_threads: Callable[[int], object] = ctypes.CDLL(None).omp_set_num_threads
+        return set_threads
+    return None
 
 
 def _affinity(thread: int) -> set[int]:
