@@ -102,8 +102,8 @@ def compute_alone() -> None:
 def _openmp() -> Callable[[int], object] | None:
     """What sets how many threads a team of the calling thread has, where torch has loaded OpenMP.
 
-    torch's own function sets that for whoever has not computed yet, too, and for the worker's thread
-    as soon as it computes by a library that is loaded later, as compiled code is.
+    torch's own function sets that also for whoever has not computed yet, and for the worker's
+    thread as soon as it computes by a library that is loaded later, as compiled code is.
     """
     with suppress(OSError, AttributeError):
         set_threads: Callable[[int], object] = ctypes.CDLL(None).omp_set_num_threads
