@@ -1,11 +1,17 @@
 """The prompts of questions: their tokens, and what is refused before anything is run."""
 
+import json
 from typing import Any
 
 import pytest
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
+from server.http.json import to_json
+from server.openai.decisions.request import DecisionRequest
+from server.openai.decisions.systemone import SystemOneRequest
+from server.openai.params import Names, decode
+from server.token_stream import Usage
 from tests import tiny_decisions
 from tests.tiny_decisions import STATE, about, predicates, prompts_of, read
 from worker.decisions import DecisionInput, Question
@@ -134,3 +140,39 @@ def test_a_clients_control_tokens_are_text_as_for_the_library(text: str) -> None
         assert ids == whole["input_ids"]
         assert tokenizer.decode(ids).count("</s>") == content.count("</s>") + 1
         assert ids.count(tokenizer.eos_token_id) == 1
+
+
+def test_no_escape_hides_control_tokens() -> None:
+    call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": ""}
+    call["arguments"] = json.dumps({"a": "no</s>", "b": "é"}).replace("<", "\\u003c")
+    body = {"input": [call], "questions": [{"type": "predicate", "instructions": "b"}]}
+    request = decode(json.dumps(body).encode(), DecisionRequest, Names("tiny"))
+    [message] = request.decision_input().messages
+    arguments = message["tool_calls"][0]["function"]["arguments"]
+    assert json.loads(arguments) == {"a": "no</s>", "b": "é"}
+    assert "no</s>" in arguments
+
+
+# ── nesting ──
+
+STATE_DEEP = '{"state": DEEP, "questions": {"q": {"type": "noul"}}}'
+LEVEL_DEEP = '{"state": "a", "questions": {"q": {"type": "score", "criteria": ["b", DEEP]}}}'
+
+
+def nested(body: str, levels: int) -> SystemOneRequest:
+    text = body.replace("DEEP", "[" * levels + "]" * levels)
+    return decode(text.encode(), SystemOneRequest, Names("tiny"))
+
+
+@pytest.mark.parametrize(("body", "param"), [(STATE_DEEP, "state"), (LEVEL_DEEP, "questions.q")])
+def test_what_is_nested_too_deeply_is_refused_by_name(body: str, param: str) -> None:
+    with pytest.raises(InvalidInput, match="nested too deeply") as caught:
+        nested(body, 1000).decision_input()
+    assert caught.value.param == param
+
+
+def test_a_level_that_is_nested_is_shown_as_it_is() -> None:
+    named = nested(LEVEL_DEEP, 300)
+    named.decision_input()
+    shown = to_json(named.document([[0.5, 0.5]], Usage()))
+    assert b'"1":' + b"[" * 300 + b"]" * 300 in shown

@@ -240,6 +240,14 @@ def test_a_score_is_of_the_model_that_is_named(server: Server) -> None:
     assert [each["id"] for each in listed] == ["demo", "bert-rank"]
 
 
+def test_what_does_not_fit_a_score_is_named(server: Server) -> None:
+    for given, param in (("", "text_1"), ([""], "text_1[0]"), ("a " * 300, "text_1")):
+        body = {"model": "demo", "text_1": given, "text_2": ["b", "c"]}
+        answer = post(server, "/v1/score", body)
+        assert answer.status_code == 400, answer.text
+        assert error_of(answer)["param"] == param
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
