@@ -54,7 +54,7 @@ def check_parity(
     monkeypatch.setattr(scheduler, "MOST", {"cpu": most})
     monkeypatch.setattr(scheduler, "LEAST", most)  # whatever it has learned of the time
     if "prefix cache" not in features:
-        monkeypatch.setattr(BlockPool, "match", lambda pool, tokens: ([], None))
+        monkeypatch.setattr(BlockPool, "match", lambda pool, tokens, root: ([], None))
     if "speculation" in features:
         monkeypatch.setattr("worker.generation.engine.FREE_ROWS", {"cpu": 32})
         monkeypatch.setattr(NgramDrafter, "draft", foreseeing(given, greedy(model, given, NEW)))
