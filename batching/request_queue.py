@@ -16,6 +16,9 @@ from typing import Any, Protocol
 from batching.errors import ClientGone, DeadlineHopeless, QueueFull
 from batching.turns import Turns
 
+# Where requests of several items take turns, and some are there, more of them leave one in so many
+# places to requests of one item.
+RESERVE = 4
 # What is left of a measurement after the next one: about the latest ten count.
 KEEP = 0.9
 
@@ -98,6 +101,10 @@ class Lane:
     def prepared(self, item: WorkItem) -> None:
         """Its tokens are known. From any thread."""
 
+    def leaves_free(self, count: int) -> bool:
+        """Whether a request of so many items may not take the last places."""
+        return False
+
     def hand_on(self, items: Sequence[WorkItem], to: Callable[[WorkItem], None]) -> None:
         """A request's items, now or when it is their turn."""
         for item in items:
@@ -123,6 +130,9 @@ class BatchLane(Lane):
 
     def prepared(self, item: WorkItem) -> None:
         self._prepared.append(item)
+
+    def leaves_free(self, count: int) -> bool:
+        return count > 1 and self.turns is not None and self.turns.busy
 
     def hand_on(self, items: Sequence[WorkItem], to: Callable[[WorkItem], None]) -> None:
         if (turns := self.turns) is None or len(items) == 1:
@@ -226,7 +236,8 @@ class RequestQueue:
         retry_after_s = float(max(1, math.ceil(expected_s)))  # whole seconds, for a header
         whole = "queue", self.pending, self.capacity
         for name, taken, places in (whole, (lane.name, lane.taken, lane.places)):
-            if taken + count > places:
+            kept = places // RESERVE if lane.leaves_free(count) else 0
+            if taken + count > places - kept:
                 full = f"the {name} is full: {taken} of {places} places are taken"
                 raise QueueFull(full, retry_after_s)
         if lane.ahead and now + expected_s > deadline:

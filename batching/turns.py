@@ -23,6 +23,10 @@ class Turns(Generic[T]):
         self.under_way = 0
         self._requests: deque[tuple[deque[T], Callable[[T], None]]] = deque()
 
+    @property
+    def busy(self) -> bool:
+        return self.under_way > 0
+
     def add(self, items: Iterable[T], begin: Callable[[T], None]) -> None:
         """Items of one request, each to be begun when its turn has come."""
         self._requests.append((deque(items), begin))

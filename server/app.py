@@ -68,7 +68,7 @@ def create_app(
     pool_threads = max(2, min(8, cores.threads if cores else 2))
     queue = RequestQueue(settings.max_queue_size, time.monotonic)
     worker = Worker(served_models(settings, loaders), cores=cores)
-    observed = Metrics(lambda: queue.pending, settings.max_batch_size)
+    observed = Metrics(lambda: queue.pending)
     engine = Engine(worker, queue, observed, pool_threads, settings.stuck_after_s)
     routes = [
         Route("/health", JsonEndpoint(health), methods=["GET"]),
@@ -95,12 +95,12 @@ def create_app(
         ]
         named.append(names)
     if settings.embedding_model != "none":
-        names = ModelNames(settings.embedding_model, engine, "embedding")
+        names = ModelNames(settings.embedding_model, engine, "embedding", named)
         embeddings = Embeddings(settings, engine, names)
         routes += [Route(path, embeddings, methods=["POST"]) for path in EMBEDDING_PATHS]
         named.append(names)
     if settings.rerank_model != "none":
-        names = ModelNames(settings.rerank_model, engine, "rerank")
+        names = ModelNames(settings.rerank_model, engine, "rerank", named)
         rerank = Rerank(settings, engine, names)
         routes += [Route(path, rerank, methods=["POST"]) for path in RERANK_PATHS]
         named.append(names)

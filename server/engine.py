@@ -188,7 +188,7 @@ class Engine:
     def on_batch(self, model: PipelineModel, report: BatchReport, failed: list[Outcome]) -> None:
         if report.saturated:
             model.lane.record(report.size, report.tokens, report.total_s)
-        self.metrics.record_batch(report)
+        self.metrics.record_batch(model.name, report)
         self.resolve(failed)
 
     def on_step(self, model: GenerationModel, outcome: StepOutcome) -> None:

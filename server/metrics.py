@@ -25,7 +25,7 @@ Recorders = Mapping[str, Callable[[float], None]]  # by the field of a report th
 
 
 class Metrics:
-    def __init__(self, queue_depth: Callable[[], float], batch_cap: int) -> None:
+    def __init__(self, queue_depth: Callable[[], float]) -> None:
         self.registry = CollectorRegistry()
         ours: dict[str, Any] = {"namespace": "onequeue", "registry": self.registry}
         in_seconds, in_tokens = ours | {"buckets": SECONDS}, ours | {"buckets": TOKENS}
@@ -45,16 +45,16 @@ class Metrics:
         self.model = Info("model", "A loaded model", ["serves"], **ours)
 
         out_of_memory = Counter("out_of_memory", "Forwards that ran out of memory", **ours)
-        cap = Gauge("batch_cap", "Rows a batch may have now", **ours)
-        cap.set(batch_cap)
-        padding = Gauge("padding_share", "Padding in the last batch, 0 to 1", **ours)
+        rows, share = "Rows a batch may have now", "Padding in the last batch, 0 to 1"
+        self._last_batch = {
+            "cap": Gauge("batch_cap", rows, ["serves"], **ours),
+            "padding": Gauge("padding_share", share, ["serves"], **ours),
+        }
         self._of_batch: Recorders = {
             "size": Histogram("batch_size", "Items a batch", **ours, buckets=SIZES).observe,
             "tokens": Histogram("batch_tokens", "Tokens a batch, unpadded", **in_tokens).observe,
             "forward_s": Histogram("forward_seconds", "A batch's forward", **in_seconds).observe,
-            "padding": padding.set,
             "out_of_memory": out_of_memory.inc,
-            "cap": cap.set,
         }
 
         tokens = Counter("tokens", "Tokens processed", ["kind"], **ours)
@@ -79,9 +79,11 @@ class Metrics:
         for name, gauge in gauges.items():
             gauge.set_function(partial(self._of_last_step, name))
 
-    def record_batch(self, report: BatchReport) -> None:
+    def record_batch(self, serves: str, report: BatchReport) -> None:
         for name, record in self._of_batch.items():
             record(getattr(report, name))
+        for name, gauge in self._last_batch.items():
+            gauge.labels(serves).set(getattr(report, name))
         self._observe_waits(report)
 
     def record_step(self, report: StepReport) -> None:

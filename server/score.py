@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import anyio.to_thread
 import numpy as np
 from msgspec import Struct
 from starlette.types import Receive, Scope, Send
@@ -43,6 +44,8 @@ class ScoreRequest(Struct, kw_only=True):
         for name in (first, second):
             if (given := getattr(self, name)) is None:
                 raise InvalidInput.at(name, "is required")
+            if given == "":
+                raise InvalidInput.at(name, "must not be empty")
             texts = [given] if isinstance(given, str) else given
             check_count(texts, name)
             read.append((name, texts))
@@ -70,8 +73,9 @@ class ScoreRequest(Struct, kw_only=True):
         for name, texts in self.sides():
             for first, part in pieces(texts, [len(text) for text in texts], most):
                 cuts = Truncation(bool(self.truncate))
+                place = first if isinstance(getattr(self, name), list) else None
                 piece = EmbeddingInput(
-                    part, first, truncation=cuts, normalize=True, form="vectors", param=name
+                    part, place, truncation=cuts, normalize=True, form="vectors", param=name
                 )
                 made.append(piece)
         return made
@@ -110,7 +114,8 @@ class Score:
         if names.serves == "rerank":
             scores = [score for each in answers for score in each.scores]
         else:
-            scores = cosines(answers, len(request.sides()[0][1]))
+            count = len(request.sides()[0][1])
+            scores = await anyio.to_thread.run_sync(cosines, answers, count)
         await send_json(send, request.answer(scores, tokens), headers=timing_headers(items))
 
     def parse(self, body: bytes) -> tuple[ScoreRequest, ModelNames, Sequence[Any]]:

@@ -16,7 +16,7 @@ FOLDERS: dict[str, tuple[set[str], set[str]]] = {
     "worker": ({"batching"}, WEB | TORCH),
     "worker/model": (WORKER, WEB),
     "worker/pipeline": (WORKER | {"worker/model"}, WEB),
-    "worker/embedding": (WORKER | {"worker/model", "worker/pipeline"}, WEB),
+    "worker/embedding": (WORKER | {"worker/model", "worker/pipeline", "worker/text"}, WEB),
     "worker/text": (WORKER, WEB),
     "worker/grammar": (WORKER | {"worker/text", "worker/model"}, WEB),
     "worker/generation": (WORKER | {"worker/text", "worker/grammar", "worker/model"}, WEB),

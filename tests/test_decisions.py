@@ -1,5 +1,6 @@
 """Questions about one input: the library's own probabilities, for the price of one prompt."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from batching import scheduler
 from batching.errors import ItemFailed
 from batching.request_queue import WorkItem
+from server.http.json import to_json
 from server.openai.decisions.systemone import SystemOneRequest
 from server.token_stream import Usage
 from tests import tiny_decisions
@@ -53,7 +55,7 @@ def serve(generator: GenerationEngine, *asked: DecisionInput) -> tuple[list[Serv
 def answers(generator: GenerationEngine, named: SystemOneRequest) -> dict[str, Any]:
     [served], _ = serve(generator, named.decision_input())
     found = [delta.probabilities for delta in served.choices]
-    made: dict[str, Any] = named.document(found, Usage())["answers"]
+    made: dict[str, Any] = json.loads(to_json(named.document(found, Usage())))["answers"]
     return made
 
 

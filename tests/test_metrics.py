@@ -3,7 +3,7 @@
 from prometheus_client.exposition import generate_latest
 
 from server.metrics import Metrics
-from worker.protocol import StepReport
+from worker.protocol import BatchReport, StepReport
 
 
 def read(metrics: Metrics) -> dict[str, float]:
@@ -13,7 +13,7 @@ def read(metrics: Metrics) -> dict[str, float]:
 
 
 def test_counters_add_up_steps_and_gauges_say_what_the_last_one_said() -> None:
-    metrics = Metrics(lambda: 0.0, 1)
+    metrics = Metrics(lambda: 0.0)
     metrics.record_step(StepReport(prefill_tokens=7, decode_tokens=2, running=3, blocks_used=5))
     metrics.record_step(StepReport(decode_tokens=3, waits_s=(0.5,)))
     told = read(metrics)
@@ -27,3 +27,15 @@ def test_counters_add_up_steps_and_gauges_say_what_the_last_one_said() -> None:
     assert told["onequeue_running_sequences"] == 4
     assert told["onequeue_waiting_sequences"] == 1
     assert told["onequeue_step_tokens_count"] == 2, "nothing was run"
+
+
+def test_each_models_last_batch_is_told_apart() -> None:
+    metrics = Metrics(lambda: 0.0)
+    for serves, cap in (("pipeline", 32), ("embedding", 8)):
+        report = BatchReport(1, 5, 0.25, 0.1, 0.2, (0.0,), 0, cap, saturated=False)
+        metrics.record_batch(serves, report)
+    told = read(metrics)
+    assert told['onequeue_batch_cap{serves="pipeline"}'] == 32
+    assert told['onequeue_batch_cap{serves="embedding"}'] == 8
+    assert told['onequeue_padding_share{serves="embedding"}'] == 0.25
+    assert told["onequeue_batch_size_count"] == 2

@@ -52,6 +52,19 @@ def test_a_folder_goes_by_its_last_component_too(tmp_path: Path) -> None:
             assert chat(server, model="model").status_code == 404
 
 
+def test_models_of_the_same_name_are_told_apart() -> None:
+    with serving(load_chat=FakeGenerator, chat_model="demo", embedding_model="demo") as server:
+        listed = CLIENT.get(server.url + "/v1/models").json()["data"]
+        assert [each["id"] for each in listed] == ["demo", "demo-embedding"]
+        assert [each["max_model_len"] for each in listed] == [4096, 128]
+        assert chat(server, model="demo").json()["model"] == "demo"
+        for name in ("demo", "demo-embedding", None):
+            answer = post(server, "/v1/embeddings", {"input": "a", "model": name})
+            assert answer.json()["model"] == "demo-embedding"
+        counted = post(server, "/tokenize", {"prompt": "ab", "model": "demo-embedding"})
+        assert counted.json()["max_model_len"] == 128
+
+
 def test_tokenize_counts_and_shows_tokens(server: Server) -> None:
     bare = post(server, "/tokenize", {"prompt": "ab"})
     assert bare.json() == {

@@ -56,7 +56,7 @@ class House:
             for name, r in self.runners.items()
         ]
         self.worker = Worker([*served, GenerationModel("writer", lambda: self.writer, 100)])
-        self.engine = Engine(self.worker, self.queue, Metrics(lambda: 0, 1), 2, 60)
+        self.engine = Engine(self.worker, self.queue, Metrics(lambda: 0), 2, 60)
         self.handed_over: list[WorkItem] = []
         self._submit = self.worker.submit
         self.worker.submit = self._watched  # type: ignore[method-assign]  # to know who is there

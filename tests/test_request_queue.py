@@ -13,6 +13,7 @@ from batching.errors import (
     QueueFull,
 )
 from batching.request_queue import BatchLane, Lane, RequestQueue, WorkItem
+from batching.turns import Turns
 from tests.fake_generator import FakeGenerator
 from worker.models import GenerationModel
 
@@ -60,6 +61,22 @@ async def test_a_list_is_accepted_whole_or_not_at_all() -> None:
     with pytest.raises(QueueFull):
         q.admit(["c", "d"], 200)
     assert q.pending == 2
+
+
+async def test_long_requests_leave_places_to_short_ones() -> None:
+    q = queue(8)
+    lane = BatchLane("long", 8, Turns(1))
+    q.admit(range(7), 200, lane)  # alone, it may have all
+    with pytest.raises(QueueFull):
+        q.admit(range(2), 200, lane)
+    short = q.admit(["a"], 200, lane)
+    q.forget(short)
+    q.forget(list(q.waiting)[:4])
+    with pytest.raises(QueueFull):
+        q.admit(range(4), 200, lane)
+    assert len(q.admit(range(3), 200, lane)) == 3
+    assert q.admit(["a"], 200, lane)
+    assert q.admit(["b"], 200)
 
 
 @pytest.mark.parametrize(("needed_s", "retry_after_s"), [(20.0, 20), (0.001, 1), (99.5, 100)])

@@ -43,14 +43,20 @@ class ModelList(Struct):
 class ModelNames:
     """A model, by the names that requests may call it; `serves` is its name in the registry."""
 
-    def __init__(self, setting: str, engine: Engine, serves: str) -> None:
+    def __init__(
+        self, setting: str, engine: Engine, serves: str, named: "Sequence[ModelNames]" = ()
+    ) -> None:
+        """`named`: those before it, whose ids are taken."""
         self.engine = engine
         self.serves = serves
         self.created = int(time.time())
         self.id = setting
         if setting.startswith(("/", ".", "~")) or (setting != "demo" and Path(setting).is_dir()):
             self.id = Path(setting).expanduser().resolve().name or setting
-        self.names = Names(self.id, {setting, *ANY_MODEL})
+        others = {setting, self.id, *ANY_MODEL}
+        if self.id in [each.id for each in named]:
+            self.id = f"{self.id}-{serves}"
+        self.names = Names(self.id, others)
 
     @property
     def loaded(self) -> Tokenizing:
@@ -67,8 +73,7 @@ class ModelNames:
 
 
 class ModelListing:
-    """All models that are called by a name. Where two go by the same, it is one entry: which of
-    them is meant, an endpoint says."""
+    """All models that are called by a name."""
 
     def __init__(self, models: Sequence[ModelNames]) -> None:
         self.models = models
@@ -84,8 +89,7 @@ class ModelListing:
         return routes
 
     async def list(self, request: Request) -> ModelList:
-        first = {names.id: names for names in reversed(self.models)}
-        return ModelList("list", [names.described() for names in reversed(first.values())])
+        return ModelList("list", [names.described() for names in self.models])
 
     async def one(self, request: Request) -> Model:
         request.scope["counted_as"] = PATH + "/{id}"

@@ -20,6 +20,7 @@ from worker.embedding.rows import RowModel
 from worker.embedding.texts import Row, TextReader
 from worker.protocol import ModelInfo
 from worker.scoring import PairsInput, Scored, Truncation
+from worker.text.control_tokens import ControlTokens
 
 CUT = Truncation(cuts=True)
 WHOLE = Truncation()
@@ -122,6 +123,7 @@ class Reranker:
 def cross_encoding(reader: TextReader) -> Encode:
     """Both texts in one row, told apart where the model does that."""
     typed = "token_type_ids" in reader.tokenizer.model_input_names
+    reader.tokenizer.split_special_tokens = True  # in texts; those around them are the model's
 
     def encode(query: str, document: str, instruction: str | None) -> Row:
         if instruction is not None:
@@ -137,6 +139,7 @@ def asking(reader: TextReader) -> Encode:
     """The checkpoint's own template, if that knows queries and documents; else Qwen3-Reranker's."""
     template = reader.tokenizer.chat_template
     knows = isinstance(template, str) and "query" in template and "document" in template
+    control = ControlTokens(reader.tokenizer, reader.encode_all)
     before = reader.encode(BEFORE, add_special_tokens=False)
     after = reader.encode(AFTER, add_special_tokens=False)
 
@@ -145,14 +148,15 @@ def asking(reader: TextReader) -> Encode:
         messages = [
             *system, {"role": "query", "content": query}, {"role": "document", "content": document},
         ]  # fmt: skip
+        key = control.new_key()
         text = reader.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
+            control.hidden(messages, key), tokenize=False, add_generation_prompt=True
         )
-        return Row(reader.encode(text, add_special_tokens=False))
+        return Row(control.ids(text, key))
 
     def built(query: str, document: str, instruction: str | None) -> Row:
         told = f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
-        return Row([*before, *reader.encode(told, add_special_tokens=False), *after])
+        return Row([*before, *control.plain_ids(told), *after])
 
     return rendered if knows else built
 

@@ -104,6 +104,10 @@ class TextReader:
         ids: list[int] = made["input_ids"][0]
         return ids
 
+    def encode_all(self, texts: list[str]) -> list[list[int]]:
+        """Without special tokens around them."""
+        return self.tokenize(texts, add_special_tokens=False)["input_ids"]
+
     def decode(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids)
         return text

@@ -4,7 +4,8 @@
     question → ids behind those → a sequence that is only run, and shares the input's blocks
 
 The text is cut behind the input's last word: there, tokens end whatever follows, so that the ids
-are those of each prompt as a whole, and its prefix is the same whatever else is asked.
+are those of each prompt as a whole, and its prefix is the same whatever else is asked. Control
+tokens are the template's alone (text/control_tokens.py).
 """
 
 import re
@@ -26,6 +27,7 @@ from worker.model.logits_processors import SamplingParams
 from worker.model.sampler import SampledToken, label_logprobs
 from worker.protocol import Chat
 from worker.text.chat_template import ChatTemplate
+from worker.text.control_tokens import ControlTokens
 
 # Of one request: tokens that its questions have beside the input, and tokens of all prompts, each
 # with the input, which are looked up and attended to.
@@ -47,6 +49,7 @@ class Shared(NamedTuple):
     skip: int  # tokens of that
     before: str
     after: str
+    key: str  # stands for control tokens
 
 
 class Verdict:
@@ -96,6 +99,7 @@ class Decisions:
         longest_token: int,
     ) -> None:
         self._tokenizer: Any = tokenizer
+        self._control = ControlTokens(tokenizer, self._encode)
         self._template = template
         self._max_model_len = max_model_len
         self._longest_token = longest_token
@@ -110,10 +114,11 @@ class Decisions:
         item.prepared, own, characters = [], 0, 0
         for number, question in enumerate(request.questions):
             labels = self._labels(question)
-            text = f"{shared.before}{question.asked([*labels])}{shared.after}"
+            asked = self._control.hidden(question.asked([*labels]), shared.key)
+            text = f"{shared.before}{asked}{shared.after}"
             characters += len(text)
             self._check(characters <= MOST_OWN * self._longest_token, question)
-            ids = shared.ids + self._encode(shared.word + text)[shared.skip :]
+            ids = shared.ids + self._control.ids(shared.word + text, shared.key)[shared.skip :]
             own += len(ids) - len(shared.ids)
             seen = own + (number + 1) * len(shared.ids)
             self._check(own <= MOST_OWN and seen <= MOST_SEEN, question)
@@ -126,8 +131,9 @@ class Decisions:
     # ── the input ──
 
     def _shared(self, request: DecisionInput) -> Shared:
-        place = secrets.token_hex(16)  # where the question goes
-        chat = Chat(with_question(request.messages, place), (), {"enable_thinking": False})
+        place, key = secrets.token_hex(16), self._control.new_key()  # where the question goes
+        messages = self._control.hidden(request.messages, key)
+        chat = Chat(with_question(messages, place), (), {"enable_thinking": False})
         try:
             text, found, after = self._template.render(chat).partition(place)
         except InvalidInput as error:
@@ -141,13 +147,15 @@ class Decisions:
         ends = [match.start() for match in WORD_END.finditer(text, max(0, len(text) - NEAR))]
         cut = ends[-1] if ends else len(text)
         word = text[ends[-2] : cut] if len(ends) > 1 else ""
-        ids = self._encode(text[:cut])
+        ids = self._control.ids(text[:cut], key)
         if len(ids) >= self._max_model_len:
             raise self._too_long(str(len(ids)), request.param)
-        return Shared(ids, word, len(self._encode(word)) if word else 0, text[cut:], after)
+        skip = len(self._control.ids(word, key)) if word else 0
+        return Shared(ids, word, skip, text[cut:], after, key)
 
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        made: Any = self._tokenizer(texts, add_special_tokens=False, verbose=False)
+        ids: list[list[int]] = made["input_ids"]
         return ids
 
     def _too_long(self, tokens: str, param: str) -> InvalidInput:
@@ -169,7 +177,7 @@ class Decisions:
     def _single_tokens(self, texts: Sequence[str]) -> dict[str, int]:
         """Those of the texts that are a token each, and another than those before."""
         found: dict[int, str] = {}
-        encoded = self._tokenizer([*texts], add_special_tokens=False)["input_ids"]
+        encoded = self._encode([*texts])
         for text, ids in zip(texts, encoded, strict=True):
             if len(ids) == 1 and ids[0] != self._tokenizer.unk_token_id:
                 found.setdefault(ids[0], text)

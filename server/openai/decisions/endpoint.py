@@ -8,18 +8,21 @@ Nothing is generated and nothing streamed: an answer comes whole, within one tim
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
+import anyio.to_thread
 from starlette.types import Receive, Scope, Send
 
 from server.engine import Engine
-from server.http.json import Document, Parsing
+from server.http.json import INLINE_BYTES, Document, Parsing, to_json
 from server.http.request import abort_on_disconnect, read_json_request, send_json
 from server.openai.cache_root import cache_root
 from server.openai.models import ModelNames
 from server.openai.params import Body, decode
 from server.token_stream import TokenStream, Usage
 from worker.decisions import MOST_QUESTIONS, DecisionInput
+from worker.deltas import Delta
 
 
 class DecisionBody(Body, Protocol):
@@ -56,6 +59,13 @@ class DecisionEndpoint:
         self.engine.loop.create_task(abort_on_disconnect(receive, stream.items))
         try:
             deltas = await stream.collect()
-            await send_json(send, request.document([d.probabilities for d in deltas], usage))
+            write = partial(content_of, request, deltas, usage)
+            large = len(body) > INLINE_BYTES  # so is the answer
+            content = await anyio.to_thread.run_sync(write) if large else write()
+            await send_json(send, content)
         finally:
             stream.close()
+
+
+def content_of(request: DecisionBody, deltas: Sequence[Delta], usage: Usage) -> bytes:
+    return to_json(request.document([each.probabilities for each in deltas], usage))

@@ -27,7 +27,8 @@ class QuestionPart(TextPart):
 
     def shown(self, path: str) -> str:
         if self.type == "input_json":
-            return written(required(self.data, f"{path}.data"))
+            data = f"{path}.data"
+            return written(required(self.data, data), data)
         return self.read(path, KINDS)
 
 
@@ -60,7 +61,9 @@ class ChoiceQuestion(Struct, tag_field="type", tag="choice"):
         values = {(type(each.value), each.value) for each in self.choices}  # True is not "true"
         if len(values) < len(self.choices):
             raise InvalidInput.at(f"{path}.choices", "must differ from each other")
-        options = tuple(described(written(each.value), each.description) for each in self.choices)
+        options = tuple(
+            described(written(each.value, path), each.description) for each in self.choices
+        )
         return Question("choice", shown(self.instructions, f"{path}.instructions"), options, path)
 
     def answer(self, probabilities: Sequence[float]) -> Document:
@@ -117,6 +120,11 @@ def described(name: str, description: str | None) -> str:
     return f"{name}: {description}" if description else name
 
 
-def written(value: Any) -> str:
+def written(value: Any, path: str) -> str:
     """A text as it is, else JSON."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        raise InvalidInput.at(path, "is nested too deeply") from None

@@ -5,8 +5,9 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from server.http.json import Document
-from server.openai.decisions.questions import AnyQuestion, QuestionPart, written
+from batching.errors import InvalidInput
+from server.http.json import Document, parse_json, to_json
+from server.openai.decisions.questions import AnyQuestion, QuestionPart
 from server.openai.params import FILLED, Filled, Salt, TextPart, required
 from server.openai.responses.items import MESSAGE_PARTS, ROLES, Item, documents, messages
 from server.token_stream import Usage
@@ -38,9 +39,9 @@ class DecisionItem(Struct):
 
     def plain(self, path: str) -> Item:
         """What a response would be given."""
-        arguments = self.arguments
+        arguments = self.arguments and unescaped(self.arguments)
         if self.type == "custom_tool_call":
-            arguments = written({"input": required(self.input, f"{path}.input")})
+            arguments = to_json({"input": required(self.input, f"{path}.input")}).decode()
         return Item(
             CUSTOM.get(self.type, self.type),
             role=self.role,
@@ -55,6 +56,14 @@ class DecisionItem(Struct):
         if not isinstance(self.content, list):
             return self.content
         return [each.plain(f"{path}[{n}]") for n, each in enumerate(self.content)]
+
+
+def unescaped(arguments: str) -> str:
+    """JSON whose escapes hide nothing that is looked for in texts; what is none is as it was."""
+    try:
+        return to_json(parse_json(arguments.encode())).decode() if "\\u" in arguments else arguments
+    except InvalidInput:
+        return arguments
 
 
 class DecisionRequest(Struct, kw_only=True):

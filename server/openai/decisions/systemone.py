@@ -6,6 +6,7 @@ A state, of text or any JSON, and named questions about it.
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
+import orjson
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
@@ -30,8 +31,8 @@ class NamedNoul(Struct, tag_field="type", tag="noul"):
 
     def asked(self, path: str) -> Question:
         told: Mapping[Any, Content | None] = self.criteria or {}
-        options = tuple(shown(told.get(each)) for each in ("true", "false"))
-        return Question("predicate", shown(self.instructions), options, path)
+        options = tuple(shown(told.get(each), path) for each in ("true", "false"))
+        return Question("predicate", shown(self.instructions, path), options, path)
 
     def answer(self, probabilities: Sequence[float]) -> Document:
         return {"type": "noul", "noul": probabilities[0]}
@@ -42,8 +43,8 @@ class NamedChoice(Struct, tag_field="type", tag="choice"):
     instructions: Content | None = None
 
     def asked(self, path: str) -> Question:
-        options = tuple(described(name, shown(told)) for name, told in self.criteria.items())
-        return Question("choice", shown(self.instructions), options, path)
+        options = tuple(described(name, shown(told, path)) for name, told in self.criteria.items())
+        return Question("choice", shown(self.instructions, path), options, path)
 
     def answer(self, probabilities: Sequence[float]) -> Document:
         names = list(self.criteria)
@@ -62,15 +63,15 @@ class NamedScore(Struct, tag_field="type", tag="score"):
     instructions: Content | None = None
 
     def asked(self, path: str) -> Question:
-        options = tuple(map(shown, self.criteria))
-        return Question("score", shown(self.instructions), options, path)
+        options = tuple(shown(level, path) for level in self.criteria)
+        return Question("score", shown(self.instructions, path), options, path)
 
     def answer(self, probabilities: Sequence[float]) -> Document:
         levels = list(map(str, range(len(probabilities))))
         return {
             "type": "score",
             "score": confidence.mean_level(probabilities),
-            "legend": dict(zip(levels, self.criteria, strict=True)),
+            "legend": dict(zip(levels, map(fragment, self.criteria), strict=True)),
             "confidence": confidence.of_score(probabilities),
             "probabilities": dict(zip(levels, probabilities, strict=True)),
         }
@@ -90,7 +91,7 @@ class SystemOneRequest(Struct, kw_only=True):
         """InvalidInput for what cannot be asked."""
         if self.assets:
             raise InvalidInput.at("assets", "this model takes text, no images")
-        message = {"role": "user", "content": shown(self.state)}
+        message = {"role": "user", "content": shown(self.state, "state")}
         asked = (each.asked(f"questions.{name}") for name, each in self.questions.items())
         return DecisionInput((message,), tuple(asked), param="state")
 
@@ -104,5 +105,10 @@ class SystemOneRequest(Struct, kw_only=True):
         }
 
 
-def shown(given: Content | None) -> str:
-    return "" if given is None else written(given)
+def shown(given: Content | None, path: str) -> str:
+    return "" if given is None else written(given, path)
+
+
+def fragment(given: Content) -> str | orjson.Fragment:
+    """A level in the answer: orjson writes JSON less deep than it reads it."""
+    return given if isinstance(given, str) else orjson.Fragment(written(given, "criteria"))
