@@ -207,6 +207,24 @@ def test_a_pools_thread_gets_no_openmp_team() -> None:
     assert done.returncode == 0, done.stderr
 
 
+KEPT = """
+    import threading
+    import torch
+    from worker.cores import compute_alone, keep_threads
+
+    keep_threads()
+    other = threading.Thread(target=compute_alone)  # as a pool's
+    other.start()
+    other.join()
+    print(torch.get_num_threads())
+"""
+
+
+def test_a_thread_keeps_its_number_when_a_pools_computes_first() -> None:
+    done = run(KEPT, OMP_NUM_THREADS="2")
+    assert done.stdout == "2\n", done.stderr
+
+
 # ── what OpenMP is told ──
 
 TOLD = """

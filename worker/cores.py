@@ -82,6 +82,13 @@ def pin(cores: Cores) -> None:
         _go_to(cores.kept)
 
 
+def keep_threads() -> None:
+    """For the worker's thread, when torch has been loaded: its number of threads is its own from
+    here on. A thread that has run nothing in parallel would get what another set last."""
+    if torch := sys.modules.get("torch"):
+        torch.get_num_threads()
+
+
 def release() -> None:
     """For a thread that a pinned one has started: go where the main thread may."""
     if (whole := _affinity(os.getpid())) != _affinity(0):

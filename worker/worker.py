@@ -23,7 +23,7 @@ from typing import Protocol
 
 from batching.errors import DeviceLost, ItemFailed, OnequeueError, WorkerDown
 from batching.request_queue import WorkItem
-from worker.cores import Cores, pin
+from worker.cores import Cores, keep_threads, pin
 from worker.failures import failure_of
 from worker.models import GenerationModel, Outcome, PipelineModel
 from worker.protocol import BatchReport, State, StepOutcome
@@ -120,6 +120,7 @@ class Worker:
     def _load(self) -> None:
         for model in self.models.values():
             model.load()
+        keep_threads()
         self._post(self._listener.on_state, "warming", None)
         self.busy_since = self.clock()
         try:
