@@ -125,7 +125,8 @@ def put_openmp(cores: Cores) -> None:
     Threads that wait for each other spin, libgomp's for 300,000 rounds. Where a quota pays for the
     time that is bounded: it would be missing later. Elsewhere a tenth more tokens/s come of it on a
     quiet machine; on a crowded one steps take four times as long."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(cores.threads))
+    if asked_threads() is None:  # what is no number OpenMP would take for all cores
+        os.environ["OMP_NUM_THREADS"] = str(cores.threads)
     if cores.metered and "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
         os.environ.setdefault("KMP_BLOCKTIME", "1")  # milliseconds; LLVM's and Intel's library

@@ -23,6 +23,7 @@ from worker.model.native_attention import NativeMetadata
 from worker.model.paged_attention import AttentionMetadata
 from worker.model.paged_runner import PagedRunner, run
 from worker.model.paging import load_paged_runner
+from worker.model.self_check import CannotRun
 
 
 def loaded(quantization: str = "none") -> PagedRunner:
@@ -140,6 +141,26 @@ def test_graphs_of_two_models_are_kept_apart_though_a_call_checks_its_inputs_alo
         model.base_model.adds = False  # a graph would be made anew, were that looked at
     for width in (1, 5, 7, 1):
         assert [float(made(torch.ones(width, 4)).mean()) for made in both] == [3.0, 4.0]
+
+
+@pytest.mark.parametrize("name", ["llama", "llama4", "gpt2"])
+def test_the_body_is_compiled_whatever_the_model_calls_it(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    model = runner_of(engine(name)).language.model
+    bodies: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: bodies.append(forward) or forward)
+    made = compiled(model, lambda made: None)
+    assert bodies
+    assert bodies[-1] in [part.forward for part in made.children()]
+    assert bodies[-1] not in [part.forward for part in model.children()]
+
+
+def test_a_model_whose_body_is_not_known_is_not_said_to_be_compiled() -> None:
+    model = Scaled(1.0)
+    model.base_model = None
+    with pytest.raises(CannotRun, match="body"):
+        compiled(model, lambda made: None)
 
 
 def test_where_the_compiler_makes_no_caller_of_kernels_python_calls_them(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from server.preflight import SPINS, asked_threads, put_openmp
-from worker.cores import Cores, choose_cores, find_cores, one_each, quota, release
+from worker.cores import Cores, _lines, choose_cores, find_cores, one_each, pin, quota, release
 
 ROOT = Path(__file__).parent.parent
 ALONE = {core: str(core) for core in range(4)}
@@ -83,6 +83,13 @@ def test_without_control_groups_there_is_no_quota(tmp_path: Path) -> None:
     assert quota(tmp_path / "missing", ["0::/a"]) is None
 
 
+def test_a_groups_path_in_another_encoding_is_one_that_is_not_there(tmp_path: Path) -> None:
+    group(tmp_path, "", cpu__max="150000 100000")
+    membership = tmp_path / "cgroup"
+    membership.write_bytes(b"0::/caf\xe9\n")
+    assert quota(tmp_path, _lines(membership)) == 1.5
+
+
 # ── which cores are kept ──
 
 
@@ -111,6 +118,22 @@ def test_where_there_is_no_affinity_torch_chooses(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     assert find_cores("on", None) is None
     release()
+
+
+def test_a_system_that_lets_no_thread_choose_its_cores_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(thread: int, cores: object) -> None:
+        raise PermissionError("Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refused, raising=False)
+    affinities = iter([{0, 1}, {0}])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: next(affinities), raising=False)
+    pin(Cores(1, frozenset({0}), False, ""))
+    release()
+    assert [record.message for record in caplog.records] == [
+        "a thread stays on its cores: Operation not permitted"
+    ] * 2
 
 
 PINNED = """
@@ -240,6 +263,17 @@ def test_what_the_operator_said_of_openmp_stays(monkeypatch: pytest.MonkeyPatch)
     put_openmp(Cores(2, frozenset(), True, ""))
     assert os.environ["OMP_NUM_THREADS"] == "3"
     assert "GOMP_SPINCOUNT" not in os.environ
+
+
+@pytest.mark.parametrize("nonsense", ["abc", "0", "-1", ""])
+def test_a_number_of_threads_that_is_none_is_not_left_to_openmp(
+    monkeypatch: pytest.MonkeyPatch, nonsense: str
+) -> None:
+    """It would take all cores, whatever a quota pays for."""
+    forget(monkeypatch)
+    monkeypatch.setenv("OMP_NUM_THREADS", nonsense)
+    put_openmp(Cores(2, frozenset(), True, ""))
+    assert os.environ["OMP_NUM_THREADS"] == "2"
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:

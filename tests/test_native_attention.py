@@ -2,6 +2,8 @@
 
 import itertools
 import random
+import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from batching.sequence import Batch, Span
 from tests.test_paged_attention import CASES, Case, expected, memory, mixes, name
 from worker.model.attention_function import attend, forward_context
+from worker.model.kv_cache import BLOCK, KVCache, LayerShape
 from worker.model.native_attention import NativeMetadata
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -97,3 +101,118 @@ def test_keys_split_among_threads_are_put_together(
     torch.manual_seed(threads)
     for got, right in zip(*attended(case, mix, dtype, None, threads), strict=True):
         torch.testing.assert_close(got, right, atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
+
+
+# ── what does not fit raises, and is not read or written ──
+
+
+def cache_of(*heads: int) -> KVCache:
+    """Two blocks, a layer for each."""
+    layers = [LayerShape(each, 16, 16) for each in heads]
+    return KVCache(layers, 2, torch.float32, torch.device("cpu"))
+
+
+def step(
+    cache: KVCache, span: Span, query: Tensor, key: Tensor, value: Tensor, layer: int = 0
+) -> Tensor:
+    batch = Batch([span], [0] * span.width, [])
+    with forward_context(NativeMetadata(cache, batch)):
+        return attend(query, key, value, None, layer, 1.0, 0, 0.0)
+
+
+@pytest.mark.parametrize("blocks", [[2], [-1], [0, 2]], ids=str)
+def test_a_block_that_the_cache_does_not_have_is_refused(blocks: list[int]) -> None:
+    width = len(blocks) * BLOCK
+    given = torch.ones(1, 2, width, 16)
+    with pytest.raises(RuntimeError, match="block"):
+        step(cache_of(2), Span(blocks, 0, width), given, given, given)
+
+
+def test_a_table_that_is_too_short_is_refused() -> None:
+    given = torch.ones(1, 2, 17, 16)
+    with pytest.raises(RuntimeError, match="block"):
+        step(cache_of(2), Span([0], 0, 17), given, given, given)
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "value", "layer"),
+    [
+        ((1, 4, 5, 16), (1, 4, 5, 16), (1, 4, 5, 16), 0),  # heads that the cache lacks
+        ((1, 4, 5, 16), (1, 2, 5, 16), (1, 2, 5, 16), 1),  # another layer's
+        ((1, 2, 5, 32), (1, 2, 5, 32), (1, 2, 5, 16), 0),
+        ((1, 2, 5, 16), (1, 2, 5, 16), (1, 2, 5, 32), 0),
+        ((1, 2, 5, 16), (1, 2, 4, 16), (1, 2, 5, 16), 0),  # a key is missing
+        ((1, 2, 4, 16), (1, 2, 4, 16), (1, 2, 4, 16), 0),  # so is a row
+        ((1, 3, 5, 16), (1, 2, 5, 16), (1, 2, 5, 16), 0),  # heads that don't divide
+    ],
+    ids=str,
+)
+def test_shapes_that_do_not_fit_are_refused(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], layer: int
+) -> None:
+    given = [torch.ones(shape) for shape in (query, key, value)]
+    with pytest.raises(RuntimeError):
+        step(cache_of(2, 1), Span([0], 0, 5), *given, layer)
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "value"),
+    [
+        ((1, 2, 5, 16), (1, 2, 4, 16), (1, 2, 5, 16)),
+        ((1, 2, 5, 16), (1, 2, 5, 16), (1, 2, 4, 16)),
+        ((1, 3, 5, 16), (1, 2, 5, 16), (1, 2, 5, 16)),
+        ((1, 2, 5, 16), (1, 2, 5, 8), (1, 2, 5, 16)),
+        ((1, 2, 5, 16), (1, 2, 5, 16), (1, 1, 5, 16)),
+        ((2, 2, 5, 16), (2, 2, 5, 16), (2, 2, 5, 16)),
+    ],
+    ids=str,
+)
+def test_packed_shapes_that_do_not_fit_are_refused(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int]
+) -> None:
+    given = [torch.ones(shape) for shape in (query, key, value)]
+    with pytest.raises(RuntimeError):
+        torch.ops.onequeue.packed_attention(*given, torch.tensor([5]), 1.0, 0, False)
+
+
+def test_too_few_sinks_are_refused() -> None:
+    given = torch.ones(1, 2, 5, 16)
+    batch = Batch([Span([0], 0, 5)], [0] * 5, [])
+    with (
+        forward_context(NativeMetadata(cache_of(2), batch)),
+        pytest.raises(RuntimeError, match="sinks"),
+    ):
+        attend(given, given, given, torch.ones(1), 0, 1.0, 0, 0.0)
+
+
+def test_a_step_that_raises_keeps_nothing_of_the_cache() -> None:
+    cache = cache_of(2)
+    kept = weakref.ref(cache.keys[0]), cache.keys[0].untyped_storage()._weak_ref()
+    given = torch.ones(1, 3, 5, 16)
+    with pytest.raises(RuntimeError):
+        step(cache, Span([0], 0, 5), given, given, given)
+    del cache
+    assert kept[0]() is None
+    assert torch.UntypedStorage._expired(kept[1])
+
+
+def test_steps_of_two_threads_are_kept_apart() -> None:
+    """Each in the middle of its own while the other attends."""
+    meet = threading.Barrier(2)
+    made: dict[int, Tensor] = {}
+
+    def run(number: int) -> None:
+        cache = cache_of(2)
+        given = torch.full((1, 2, 5, 16), float(number))
+        with forward_context(NativeMetadata(cache, Batch([Span([number], 0, 5)], [0] * 5, []))):
+            meet.wait(60)
+            made[number] = attend(given, given, given, None, 0, 1.0, 0, 0.0)
+            meet.wait(60)
+        assert bool((cache.keys[0][number, :5] == number).all())
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [float(made[number].mean()) for number in (0, 1)] == [0.0, 1.0]

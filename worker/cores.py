@@ -7,12 +7,15 @@ more than the quota gives time to, are slower than fewer.
 """
 
 import ctypes
+import logging
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+log = logging.getLogger("onequeue.cores")
 
 GROUPS = Path("/sys/fs/cgroup")
 TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
@@ -78,13 +81,21 @@ def one_each(allowed: Iterable[int], siblings: Mapping[int, str]) -> list[int]:
 def pin(cores: Cores) -> None:
     """Keep to the cores. OpenMP's threads, and all others it starts from here on, inherit them."""
     if cores.kept:
-        os.sched_setaffinity(0, cores.kept)
+        _go_to(cores.kept)
 
 
 def release() -> None:
     """For a thread that a pinned one has started: go where the main thread may."""
-    if _affinity(os.getpid()) != _affinity(0):
-        os.sched_setaffinity(0, _affinity(os.getpid()))
+    if (whole := _affinity(os.getpid())) != _affinity(0):
+        _go_to(whole)
+
+
+def _go_to(cores: Collection[int]) -> None:
+    """This thread, unless the system forbids it or has taken the cores away."""
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError as error:
+        log.warning("a thread stays on its cores: %s", error)
 
 
 def compute_alone() -> None:
@@ -149,6 +160,6 @@ def _line(path: str | Path) -> str:
 
 def _lines(path: str | Path) -> list[str]:
     try:
-        return Path(path).read_text().splitlines()
+        return Path(path).read_text(errors="replace").splitlines()
     except OSError:
         return []

@@ -47,8 +47,8 @@ _context = threading.local()  # .metadata: of the step that runs on this thread
 def forward_context(metadata: Attends) -> Iterator[None]:
     """The layers of a model that is run inside, on this thread, attend by this metadata."""
     _context.metadata = metadata
-    metadata.begin()
     try:
+        metadata.begin()
         yield
     finally:
         metadata.end()

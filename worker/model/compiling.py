@@ -12,8 +12,10 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from worker.model.loading import first_line
+from worker.model.self_check import CannotRun
 
 log = logging.getLogger("onequeue.compiling")
 
@@ -39,16 +41,26 @@ def compiled(model: Any, check: Callable[[Any], None]) -> Any:
 def _compiled(model: Any, check: Callable[[Any], None], **settings: bool) -> Any:
     from torch._inductor import config as inductor  # seconds to import
 
+    name, original = _body_of(model)
     with inductor.patch(settings):
-        body = copy.copy(model.base_model)
+        body = copy.copy(original)
         body.forward = torch.compile(
-            _forward_of(model.base_model), dynamic=True, options={"guard_filter_fn": _on_inputs}
+            _forward_of(original), dynamic=True, options={"guard_filter_fn": _on_inputs}
         )
         made = copy.copy(model)
-        modules = model._modules.items()
-        made._modules = {name: body if m is model.base_model else m for name, m in modules}
+        made._modules = {**model._modules, name: body}
         check(made)
     return made
+
+
+def _body_of(model: Any) -> tuple[str, Any]:
+    """What the model calls it, and the body. Some classes give a name that they don't use
+    (Llama 4): there it is the part that is a model itself."""
+    misnamed = model.base_model is model
+    for name, part in model.named_children():
+        if part is model.base_model or (misnamed and isinstance(part, PreTrainedModel)):
+            return name, part
+    raise CannotRun("which part is its body is not known")
 
 
 def _forward_of(body: Any) -> Callable[..., Any]:

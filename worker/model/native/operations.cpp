@@ -26,6 +26,16 @@ struct Step {
 
 thread_local std::optional<Step> step;
 
+// What a span's tokens are written to must be of its table and of the cache.
+void check_blocks(const Span& span, const Tensor& tables, int64_t blocks) {
+  const int64_t count = (span.length() + BLOCK - 1) / BLOCK;
+  const int64_t left = tables.const_data_ptr<int32_t>() + tables.numel() - span.table;
+  TORCH_CHECK(count <= left, "a table ends before block ", count);
+  for (int64_t n = 0; n < count; ++n)
+    TORCH_CHECK(
+        0 <= span.table[n] && span.table[n] < blocks, "block ", span.table[n], " of ", blocks);
+}
+
 // layers: [L, 3] chunk, floor_scale, attn_scale; spans: [n, 4] row, width, start, place in `tables`
 void begin_step(
     at::TensorList keys, at::TensorList values, const Tensor& layers, const Tensor& spans,
@@ -38,6 +48,7 @@ void begin_step(
   for (int64_t n = 0; n < spans.size(0); ++n, span += 4)
     made.spans.push_back(
         {span[0], span[1], span[2], tables.const_data_ptr<int32_t>() + span[3]});
+  for (const Span& span : made.spans) check_blocks(span, tables, made.layers.at(0).keys.size(0));
   made.tables = tables;
   step = std::move(made);
 }
@@ -90,6 +101,22 @@ Tensor output_for(const Tensor& query, const Tensor& value) {
   return at::empty({1, query.size(2), query.size(1), value.size(3)}, query.options());
 }
 
+// That the numbers of heads, rows and columns fit each other, by which memory is read.
+void check(const Tensor& query, const Tensor& key, const Tensor& value) {
+  const auto q = query.sizes(), k = key.sizes(), v = value.sizes();
+  TORCH_CHECK(
+      q.size() == 4 && k.size() == 4 && v.size() == 4 && q[0] == 1 && k[0] == 1 && v[0] == 1 &&
+          k[1] > 0 && q[1] % k[1] == 0 && v[1] == k[1] && k[2] == q[2] && v[2] == q[2] &&
+          k[3] == q[3],
+      "attention of queries ", q, ", keys ", k, " and values ", v);
+}
+
+void check_cache(const Tensor& given, const Tensor& cache) {
+  TORCH_CHECK(
+      given.size(1) == cache.size(2) && given.size(3) == cache.size(3), given.sizes(),
+      " for a cache of ", cache.sizes());
+}
+
 // [1, heads, T, size] in, [1, T, heads, size] out. What no step was begun for goes to Python.
 Tensor paged_attention(
     const Tensor& query, const Tensor& key, const Tensor& value,
@@ -104,6 +131,10 @@ Tensor paged_attention(
     return plain.call(query, key, value, sinks, layer, scale, window, softcap);
   }
   const Layer& own = step->layers.at(layer);
+  check(query, key, value);
+  check_cache(key, own.keys);
+  check_cache(value, own.values);
+  TORCH_CHECK(!sinks || sinks->numel() == query.size(1), "sinks for other heads");
   for (const Span& span : step->spans)
     TORCH_CHECK(span.row + span.width <= query.size(2), "more tokens were told than there are");
   const Look look{scale, softcap, window, own.chunk, true};
@@ -127,6 +158,7 @@ Tensor paged_attention(
 Tensor packed_attention(
     const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& lengths,
     double scale, int64_t window, bool causal) {
+  check(query, key, value);
   const Tensor q = with_rows(query), k = with_rows(key), v = with_rows(value);
   const Tensor out = output_for(query, value);
   std::vector<Span> spans;

@@ -78,7 +78,7 @@ struct Multiplier {
   }
 };
 
-#if defined(__AMX_BF16__)
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
 // By the CPU's matrix tiles, 16 lines of 64 bytes each, if it lets us; others' configuration of
 // them is put back.
 template <>
