@@ -149,7 +149,12 @@ def test_the_body_is_compiled_whatever_the_model_calls_it(
 ) -> None:
     model = runner_of(engine(name)).language.model
     bodies: list[Any] = []
-    monkeypatch.setattr(torch, "compile", lambda forward, **_: bodies.append(forward) or forward)
+
+    def compile_(forward: Any, **_: Any) -> Any:
+        bodies.append(forward)
+        return forward
+
+    monkeypatch.setattr(torch, "compile", compile_)
     made = compiled(model, lambda made: None)
     assert bodies
     assert bodies[-1] in [part.forward for part in made.children()]

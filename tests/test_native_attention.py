@@ -150,9 +150,9 @@ def test_a_table_that_is_too_short_is_refused() -> None:
 def test_shapes_that_do_not_fit_are_refused(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], layer: int
 ) -> None:
-    given = [torch.ones(shape) for shape in (query, key, value)]
+    q, k, v = (torch.ones(shape) for shape in (query, key, value))
     with pytest.raises(RuntimeError):
-        step(cache_of(2, 1), Span([0], 0, 5), *given, layer)
+        step(cache_of(2, 1), Span([0], 0, 5), q, k, v, layer)
 
 
 @pytest.mark.parametrize(
