@@ -2,7 +2,8 @@
 
 import itertools
 import random
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -97,3 +98,27 @@ def test_keys_split_among_threads_are_put_together(
     torch.manual_seed(threads)
     for got, right in zip(*attended(case, mix, dtype, None, threads), strict=True):
         torch.testing.assert_close(got, right, atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
+
+
+def test_a_thread_keeps_its_number_of_threads_whatever_others_are_told() -> None:
+    """Once another has been told to compute alone, as a pool's threads are."""
+    seen: list[int] = []
+    states, lengths = torch.randn(1, 2, 64, 16), torch.tensor([40, 24])
+
+    def attends() -> None:
+        torch.set_num_threads(3)
+        torch.get_num_threads()  # torch asks once for the number that was told last
+        in_thread(lambda: torch.set_num_threads(1))
+        torch.ops.onequeue.packed_attention(states, states, states, lengths, 1.0, 0, False)
+        seen.append(torch.get_num_threads())
+
+    before = torch.get_num_threads()
+    in_thread(attends)
+    torch.set_num_threads(before)
+    assert seen == [3]
+
+
+def in_thread(work: Callable[[], None]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()

@@ -1,12 +1,14 @@
 // What torch calls: attention of a step's layer over the paged cache, and over packed rows. Where a
 // step's tokens lie is told once, before the model runs, and held for the thread that runs it.
 
+#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <optional>
+#include <utility>
 
 namespace {
 
@@ -90,6 +92,16 @@ Tensor output_for(const Tensor& query, const Tensor& value) {
   return at::empty({1, query.size(2), query.size(1), value.size(3)}, query.options());
 }
 
+// A thread that is new to this library would be given the number of threads that any thread was
+// told last: at::parallel_for asks once in each library. The caller keeps its own.
+void keep_threads() {
+  thread_local bool kept = false;
+  if (std::exchange(kept, true)) return;
+  const int threads = at::get_num_threads();
+  at::internal::lazy_init_num_threads();
+  if (at::get_num_threads() != threads) at::set_num_threads(threads);
+}
+
 // [1, heads, T, size] in, [1, T, heads, size] out. What no step was begun for goes to Python.
 Tensor paged_attention(
     const Tensor& query, const Tensor& key, const Tensor& value,
@@ -103,6 +115,7 @@ Tensor paged_attention(
             double, c10::SymInt, double)>();
     return plain.call(query, key, value, sinks, layer, scale, window, softcap);
   }
+  keep_threads();
   const Layer& own = step->layers.at(layer);
   for (const Span& span : step->spans)
     TORCH_CHECK(span.row + span.width <= query.size(2), "more tokens were told than there are");
@@ -127,6 +140,7 @@ Tensor paged_attention(
 Tensor packed_attention(
     const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& lengths,
     double scale, int64_t window, bool causal) {
+  keep_threads();
   const Tensor q = with_rows(query), k = with_rows(key), v = with_rows(value);
   const Tensor out = output_for(query, value);
   std::vector<Span> spans;
