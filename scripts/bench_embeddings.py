@@ -1,157 +1,150 @@
-"""Embeddings over HTTP beside sentence-transformers in process, in one run.
+#!/usr/bin/env python3
+"""Embeddings and reranking over HTTP beside sentence-transformers in process, on one machine.
 
-    python scripts/bench_embeddings.py MODEL [--reranker MODEL] [--texts N] [--clients N]
+    bench_embeddings.py --model PATH [--reranker PATH] [--servers onequeue onequeue@../other]
 
-Texts of mixed lengths, in order of arrival: 16 clients with a text each against
-`SentenceTransformer.encode(batch_size=32)` of 32 texts at a time, and of the whole list at once,
-which it may sort; then 100 documents reranked in one request against `CrossEncoder.predict`. All in
-float32 in this process. The last line is one JSON document. Needs sentence-transformers, which the
-server does not; without it, only our own figures are given.
+Texts of 4 to 200 words: clients with one text each under way, and one that sends all of them as a
+list; beside `SentenceTransformer.encode` of 32 texts at a time, in order of arrival, and of the
+whole list, which it sorts by length. Then 100 documents in one request beside
+`CrossEncoder.predict` of as many pairs. All take turns, a server that is not measured stands still.
+Ends with a table of medians. Needs sentence-transformers, which the server does not.
 """
 
 import argparse
 import asyncio
-import importlib
+import contextlib
 import json
 import random
-import threading
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
-import httpx
-import uvicorn
+from bench_generation import cpu
+from bench_servers import Server, free_port, onequeue, running, say
+from http_client import Client
+from load_test import WORDS
 
-from server.app import create_app
-from server.settings import Settings
+ARRIVAL = 32  # texts that `encode` is given at a time, which is its own batch size
+DOCUMENTS = 100
+QUERY = "which morning keeps the quiet garden beside the river"
 
-WORDS = [
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "is",
-    "that",
-    "it",
-    "was",
-    "for",
-    "on",
-    "are",
-    "as",
-    "with",
-    "his",
-    "they",
-    "at",
-    "be",
-    "this",
-    "from",
-]
-BATCH = 32
+Measured = Mapping[str, Callable[[], None]]  # what is timed, by the name of its row
 
 
 def texts_of(count: int, seed: int) -> list[str]:
-    """4 to 120 words, most of them short."""
     rng = random.Random(seed)
-    lengths = (min(120, 4 + int(rng.expovariate(1 / 25))) for _ in range(count))
-    return [" ".join(rng.choices(WORDS, k=length)) for length in lengths]
+    return [" ".join(rng.choices(WORDS.split(), k=rng.randint(4, 200))) for _ in range(count)]
 
 
-def seconds(work: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
+# ── the server ──
 
 
-def serve(model: str, reranker: str, port: int) -> uvicorn.Server:
-    settings = Settings(
-        pipeline_model="none",
-        chat_model="none",
-        embedding_model=model,
-        rerank_model=reranker,
-        dtype="float32",
-    )
-    server = uvicorn.Server(uvicorn.Config(create_app(settings), port=port, log_level="error"))
-    threading.Thread(target=server.run, daemon=True).start()
-    while True:
-        try:
-            if httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200:
-                return server
-        except httpx.ConnectError:
-            pass
-        time.sleep(0.1)
+async def ask(port: int, path: str, bodies: Sequence[Any], clients: int) -> None:
+    """Each client has one request under way."""
+    http = Client(urlsplit(f"http://127.0.0.1:{port}{path}"), {"content-type": "application/json"})
+    rest = iter(bodies)
 
+    async def client() -> None:
+        for body in rest:
+            answer = await http.post(json.dumps(body).encode(), None)
+            if answer.status != 200:
+                raise SystemExit(answer.body.decode())
 
-async def ask(url: str, texts: list[str], clients: int) -> None:
-    """Each client has one text under way."""
-    rest = iter(texts)
-
-    async def client(http: httpx.AsyncClient) -> None:
-        for text in rest:
-            answer = await http.post(url, json={"input": text, "encoding_format": "base64"})
-            answer.raise_for_status()
-
-    async with httpx.AsyncClient(timeout=600) as http, asyncio.TaskGroup() as group:
+    async with asyncio.TaskGroup() as group:
         for _ in range(clients):
-            group.create_task(client(http))
+            group.create_task(client())
+    http.close()
 
 
-def embeddings(base: str, texts: list[str], clients: int) -> dict[str, float]:
-    url = base + "/v1/embeddings"
-    asyncio.run(ask(url, texts[:64], clients))
-    one_s = seconds(lambda: asyncio.run(ask(url, texts, clients)))
-    listed_s = seconds(lambda: httpx.post(url, json={"input": texts}, timeout=600))
-    return {"ours_singles": len(texts) / one_s, "ours_list": len(texts) / listed_s}
+def served(server: Server, path: str, bodies: Sequence[Any], clients: int) -> Callable[[], None]:
+    def work() -> None:
+        with server.awake():
+            asyncio.run(ask(server.port, path, bodies, clients))
+
+    return work
 
 
-def encoded(module: Any, model: str, texts: list[str]) -> dict[str, float]:
-    oracle = module.SentenceTransformer(model, device="cpu").float()
-    oracle.encode(texts[:64])
-    batches = [texts[at : at + BATCH] for at in range(0, len(texts), BATCH)]
-    arrival_s = seconds(lambda: [oracle.encode(batch, batch_size=BATCH) for batch in batches])
-    whole_s = seconds(lambda: oracle.encode(texts, batch_size=BATCH))
-    return {"encode_arrival": len(texts) / arrival_s, "encode_whole": len(texts) / whole_s}
+def embedding(servers: Sequence[Server], model: str, texts: list[str], clients: int) -> Measured:
+    from sentence_transformers import SentenceTransformer
+
+    options = {"encoding_format": "base64"}  # which OpenAI's clients ask for
+    singles = [{"input": text, **options} for text in texts]
+    works: dict[str, Callable[[], None]] = {}
+    for server in servers:
+        of = served(server, "/v1/embeddings", singles, clients)
+        works[f"{server.name}, {clients} clients, a text each"] = of
+        of = served(server, "/v1/embeddings", [{"input": texts, **options}], 1)
+        works[f"{server.name}, a list of all"] = of
+    encode = SentenceTransformer(model, device="cpu").float().encode
+    arrivals = [texts[at : at + ARRIVAL] for at in range(0, len(texts), ARRIVAL)]
+    works[f"`encode` of {ARRIVAL} as they arrive"] = lambda: [encode(each) for each in arrivals]
+    works["`encode` of all, sorted"] = lambda: encode(texts)
+    return works
 
 
-def reranked(base: str, module: Any, model: str) -> dict[str, float]:
-    documents = texts_of(100, seed=2)
-    body = {"query": "what is it that they are for", "documents": documents}
+def reranking(servers: Sequence[Server], model: str) -> Measured:
+    from sentence_transformers import CrossEncoder
 
-    def ours() -> None:
-        httpx.post(base + "/rerank", json=body, timeout=600).raise_for_status()
+    documents = texts_of(DOCUMENTS, seed=2)
+    body = {"query": QUERY, "documents": documents}
+    works = {f"{each.name}, rerank": served(each, "/rerank", [body], 1) for each in servers}
+    predict = CrossEncoder(model, device="cpu").predict
+    pairs = [(QUERY, document) for document in documents]
+    works["`CrossEncoder.predict`"] = lambda: predict(pairs)
+    return works
 
-    ours()
-    found = {"ours_rerank_s": min(seconds(ours) for _ in range(3))}
-    if module is not None:
-        oracle = module.CrossEncoder(model, device="cpu")
-        pairs = [(body["query"], document) for document in documents]
-        oracle.predict(pairs[:32])
-        found["predict_s"] = min(seconds(lambda: oracle.predict(pairs)) for _ in range(3))
-    return found
+
+# ── measuring ──
+
+
+def measure(works: Measured, rounds: int, texts: int) -> dict[str, float]:
+    """Texts per second of each, the median over the rounds; a first round warms up."""
+    rates: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(rounds + 1):
+        for name, work in works.items():
+            started = time.perf_counter()
+            work()
+            rate = texts / (time.perf_counter() - started)
+            if turn:
+                rates[name].append(rate)
+                say(bench="embeddings", what=name, texts_per_s=round(rate, 2))
+    return {name: statistics.median(found) for name, found in rates.items()}
+
+
+def table(rates: Mapping[str, float], beside: str) -> Iterator[str]:
+    """Markdown; the last column is how many times as fast as `beside`."""
+    yield f"| | texts/s | times {beside} |"
+    yield "| --- | ---: | ---: |"
+    for name, rate in rates.items():
+        yield f"| {name} | {rate:.1f} | {rate / rates[beside]:.2f} |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Embeddings beside sentence-transformers.")
-    parser.add_argument("model")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True)
     parser.add_argument("--reranker", default="none")
-    parser.add_argument("--texts", type=int, default=512)
+    parser.add_argument("--servers", nargs="+", default=["onequeue"])
+    parser.add_argument("--texts", type=int, default=256)
     parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--port", type=int, default=8360)
-    args = parser.parse_args()
-    try:
-        module: Any = importlib.import_module("sentence_transformers")
-    except ImportError:
-        module = None
-    server = serve(args.model, args.reranker, args.port)
-    base, texts = f"http://127.0.0.1:{args.port}", texts_of(args.texts, seed=1)
-    found = embeddings(base, texts, args.clients)
-    if args.reranker != "none":
-        found |= reranked(base, module, args.reranker)
-    server.should_exit = True
-    if module is not None:
-        found |= encoded(module, args.model, texts)
-        found["ratio"] = found["ours_singles"] / found["encode_arrival"]
-    print(json.dumps({name: round(value, 3) for name, value in found.items()}))
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    settings = {"PIPELINE_MODEL": "none", "CHAT_MODEL": "none", "DTYPE": "float32"}
+    settings |= {"EMBEDDING_MODEL": arguments.model, "RERANK_MODEL": arguments.reranker}
+    with contextlib.ExitStack() as stack:
+        launches = [(name, onequeue(name, free_port(), settings)) for name in arguments.servers]
+        servers = [stack.enter_context(running(*each)) for each in launches]
+        texts = texts_of(arguments.texts, seed=1)
+        works = embedding(servers, arguments.model, texts, arguments.clients)
+        rates = measure(works, arguments.rounds, len(texts))
+        lines = list(table(rates, f"`encode` of {ARRIVAL} as they arrive"))
+        if arguments.reranker != "none":
+            rates = measure(reranking(servers, arguments.reranker), arguments.rounds, DOCUMENTS)
+            lines += ["", *table(rates, "`CrossEncoder.predict`")]
+    print(f"\n{cpu()}, float32\n\n" + "\n".join(lines))
 
 
 if __name__ == "__main__":
