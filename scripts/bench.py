@@ -54,7 +54,9 @@ def serve_instant(port: int) -> None:
     from server.settings import load_settings
 
     uvicorn.run(
-        create_app(replace(load_settings(), chat_model="none"), InstantRunner),
+        create_app(
+            replace(load_settings(), chat_model="none", embedding_model="none"), InstantRunner
+        ),
         port=port,
         access_log=False,
     )

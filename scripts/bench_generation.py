@@ -80,6 +80,7 @@ def launch(arguments: argparse.Namespace, name: str, model: str) -> Launch:
         command += ["--device", "cpu", "--continuous-batching", "--cb-max-memory-percent", "0.1"]
         return Launch(command, port, "/health", offline)
     settings = {"CHAT_MODEL": model, "PIPELINE_MODEL": "none", "DTYPE": dtype, "KV_CACHE_GB": "2"}
+    settings["EMBEDDING_MODEL"] = "none"
     settings["REQUEST_TIMEOUT_S"] = "600"  # as patient as the load tester
     return onequeue(name, port, settings)
 

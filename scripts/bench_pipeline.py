@@ -31,7 +31,8 @@ def pipeline(arguments: argparse.Namespace) -> None:
 
 
 def fill_mask(name: str, model: str) -> Launch:
-    settings = {"PIPELINE_TASK": "fill-mask", "PIPELINE_MODEL": model, "CHAT_MODEL": "none"}
+    settings = {"PIPELINE_TASK": "fill-mask", "PIPELINE_MODEL": model}
+    settings |= {"CHAT_MODEL": "none", "EMBEDDING_MODEL": "none"}
     return onequeue(name, free_port(), settings)
 
 
