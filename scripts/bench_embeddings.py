@@ -13,6 +13,7 @@ Ends with a table of medians. Needs sentence-transformers, which the server does
 import argparse
 import asyncio
 import contextlib
+import importlib
 import json
 import random
 import statistics
@@ -30,7 +31,7 @@ ARRIVAL = 32  # texts that `encode` is given at a time, which is its own batch s
 DOCUMENTS = 100
 QUERY = "which morning keeps the quiet garden beside the river"
 
-Measured = Mapping[str, Callable[[], None]]  # what is timed, by the name of its row
+Measured = Mapping[str, Callable[[], object]]  # what is timed, by the name of its row
 
 
 def texts_of(count: int, seed: int) -> list[str]:
@@ -67,17 +68,16 @@ def served(server: Server, path: str, bodies: Sequence[Any], clients: int) -> Ca
 
 
 def embedding(servers: Sequence[Server], model: str, texts: list[str], clients: int) -> Measured:
-    from sentence_transformers import SentenceTransformer
-
+    peer: Any = importlib.import_module("sentence_transformers")
     options = {"encoding_format": "base64"}  # which OpenAI's clients ask for
     singles = [{"input": text, **options} for text in texts]
-    works: dict[str, Callable[[], None]] = {}
+    works: dict[str, Callable[[], object]] = {}
     for server in servers:
         of = served(server, "/v1/embeddings", singles, clients)
         works[f"{server.name}, {clients} clients, a text each"] = of
         of = served(server, "/v1/embeddings", [{"input": texts, **options}], 1)
         works[f"{server.name}, a list of all"] = of
-    encode = SentenceTransformer(model, device="cpu").float().encode
+    encode = peer.SentenceTransformer(model, device="cpu").float().encode
     arrivals = [texts[at : at + ARRIVAL] for at in range(0, len(texts), ARRIVAL)]
     works[f"`encode` of {ARRIVAL} as they arrive"] = lambda: [encode(each) for each in arrivals]
     works["`encode` of all, sorted"] = lambda: encode(texts)
@@ -85,12 +85,12 @@ def embedding(servers: Sequence[Server], model: str, texts: list[str], clients: 
 
 
 def reranking(servers: Sequence[Server], model: str) -> Measured:
-    from sentence_transformers import CrossEncoder
-
+    peer: Any = importlib.import_module("sentence_transformers")
     documents = texts_of(DOCUMENTS, seed=2)
     body = {"query": QUERY, "documents": documents}
+    works: dict[str, Callable[[], object]]
     works = {f"{each.name}, rerank": served(each, "/rerank", [body], 1) for each in servers}
-    predict = CrossEncoder(model, device="cpu").predict
+    predict = peer.CrossEncoder(model, device="cpu").predict
     pairs = [(QUERY, document) for document in documents]
     works["`CrossEncoder.predict`"] = lambda: predict(pairs)
     return works
