@@ -61,7 +61,7 @@ async def ask(port: int, path: str, bodies: Sequence[Any], clients: int) -> None
     http.close()
 
 
-def served(server: Server, path: str, bodies: Sequence[Any], clients: int) -> Callable[[], object]:
+def served(server: Server, path: str, bodies: Sequence[Any], clients: int) -> Callable[[], None]:
     def work() -> None:
         with server.awake():
             asyncio.run(ask(server.port, path, bodies, clients))
@@ -69,12 +69,8 @@ def served(server: Server, path: str, bodies: Sequence[Any], clients: int) -> Ca
     return work
 
 
-def oracle() -> Any:
-    return importlib.import_module("sentence_transformers")
-
-
 def embedding(servers: Sequence[Server], model: str, texts: list[str], clients: int) -> Measured:
-    encode = oracle().SentenceTransformer(model, device="cpu").float().encode
+    peer: Any = importlib.import_module("sentence_transformers")
     options = {"encoding_format": "base64"}  # which OpenAI's clients ask for
     singles = [{"input": text, **options} for text in texts]
     works: dict[str, Callable[[], object]] = {}
@@ -83,6 +79,7 @@ def embedding(servers: Sequence[Server], model: str, texts: list[str], clients: 
         works[f"{server.name}, {clients} clients, a text each"] = of
         of = served(server, "/v1/embeddings", [{"input": texts, **options}], 1)
         works[f"{server.name}, a list of all"] = of
+    encode = peer.SentenceTransformer(model, device="cpu").float().encode
     arrivals = [texts[at : at + ARRIVAL] for at in range(0, len(texts), ARRIVAL)]
     works[f"`encode` of {ARRIVAL} as they arrive"] = lambda: [encode(each) for each in arrivals]
     works["`encode` of all, sorted"] = lambda: encode(texts)
@@ -90,10 +87,12 @@ def embedding(servers: Sequence[Server], model: str, texts: list[str], clients: 
 
 
 def reranking(servers: Sequence[Server], model: str) -> Measured:
+    peer: Any = importlib.import_module("sentence_transformers")
     documents = texts_of(DOCUMENTS, seed=2)
     body = {"query": QUERY, "documents": documents}
+    works: dict[str, Callable[[], object]]
     works = {f"{each.name}, rerank": served(each, "/rerank", [body], 1) for each in servers}
-    predict = oracle().CrossEncoder(model, device="cpu").predict
+    predict = peer.CrossEncoder(model, device="cpu").predict
     pairs = [(QUERY, document) for document in documents]
     works["`CrossEncoder.predict`"] = lambda: predict(pairs)
     return works

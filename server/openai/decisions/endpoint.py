@@ -43,14 +43,14 @@ class DecisionEndpoint:
     parsing: Parsing = field(init=False, default_factory=Parsing)
 
     def parse(self, body: bytes) -> tuple[DecisionBody, DecisionInput]:
-        """In a pool thread if the body is large."""
+        """In a pool thread: 400 questions take milliseconds."""
         most = max(MOST_QUESTIONS, self.engine.generator.max_model_len)
         request = decode(body, self.kind, self.models.names, most)
         return request, request.decision_input()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive, "generation")
-        request, payload = await self.parsing.run(self.parse, body, deadlines.first)
+        request, payload = await self.parsing.run(self.parse, body, deadlines.first, blocks=True)
         names, salt = self.models.names, request.cache_salt or ""
         payload = replace(payload, cache_root=cache_root(names.id, "", scope["api_key"], salt))
         usage = Usage()
