@@ -48,6 +48,7 @@ class Reasoning(Struct):
 class ResponseRequest(GenerationRequest, kw_only=True):
     unimplemented: ClassVar = {
         "access_programs": (),
+        "background_options": (),
         "context_management": (),
         "conversation": (),
         "image": (),
