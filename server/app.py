@@ -144,7 +144,7 @@ def served_models(
 
 def turns_of(batch_rows: int) -> Turns[WorkItem]:
     """Of long lists, as many pieces are under way as two batches hold: one runs, one is ready."""
-    return Turns(max(2, 2 * batch_rows // PIECE))
+    return Turns(max(2, 2 * batch_rows // min(PIECE, batch_rows)))
 
 
 def _load_pipeline(settings: Settings) -> Runner:
