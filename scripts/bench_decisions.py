@@ -93,10 +93,12 @@ def piped(decide: Any, state: str, asked: Questions) -> Probabilities:
 
 
 def decision_pipeline(model: str) -> Any:
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     task: Any = "decision"
-    return pipeline(task, model=loaded, tokenizer=tokenizer, decision_config=DecisionConfig())
+    return pipeline(
+        task, model=loaded.eval(), tokenizer=tokenizer, decision_config=DecisionConfig()
+    )
 
 
 # ── measuring ──

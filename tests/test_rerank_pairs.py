@@ -88,7 +88,7 @@ def test_a_decoders_long_document_is_cut(
     row = row_of(reranker, QUERY, long)
     assert around + 10 < len(row.ids) <= around + 20
     assert sum(long in text for text in texts) == 1
-    assert reranker.reader.decode(row.ids).count("moo") >= 3
+    assert "a cow says moo a cow says moo a" in reranker.reader.decode(row.ids)
     assert row.ids[-1:] == row_of(reranker, QUERY, "a").ids[-1:]
     assert len(row_of(reranker, QUERY, long, document_tokens=2).ids) <= around + 2
     with pytest.raises(InvalidInput, match=r"documents\[0\]: has"):
