@@ -224,6 +224,14 @@ def test_a_list_beyond_the_queue_is_refused() -> None:
         assert post(server, "/embed", {"inputs": ["a"] * 64}).status_code == 200
 
 
+def test_a_batch_is_no_larger_than_it_may_be() -> None:
+    with serving(embedding_model="demo", max_batch_size=3) as small:
+        answer = post(small, "/v1/embeddings", {"input": ["a"] * 10})
+        assert answer.status_code == 200
+        assert len(answer.json()["data"]) == 10
+        assert int(answer.headers["x-batch-size"]) <= 3
+
+
 def test_a_piece_ends_by_count_and_by_size() -> None:
     found = list(pieces("abcdefgh", [1, 1, 9, 1, 1, 1, 1, 1], PieceSize(16, 4)))
     assert found == [(0, "ab"), (2, "c"), (3, "defg"), (7, "h")]
