@@ -33,6 +33,8 @@ from server.openai.models import ModelListing, ModelNames
 from server.openai.responses.endpoint import Responses
 from server.openai.responses.store import ResponseStore
 from server.openai.tokenize import tokenizer_routes
+from server.page import PATH as ASSETS
+from server.page import Assets, Front
 from server.pipeline import Root
 from server.preflight import (
     MODELS,
@@ -76,8 +78,10 @@ def create_app(
         Route("/metrics", metrics),
     ]
     responses: Responses | None = None
-    if settings.pipeline_model != "none":
-        routes.append(Route("/", Root(settings, engine), methods=["POST"]))
+    pipeline = Root(settings, engine) if settings.pipeline_model != "none" else None
+    assets = Assets()
+    front = Front(settings, engine, assets.files["index.html"], pipeline)
+    routes.append(Route("/", front, methods=["GET", "POST"] if pipeline else ["GET"]))
     named: list[ModelNames] = []
     if settings.chat_model != "none":
         names = ModelNames(settings.chat_model, engine, "generation")
@@ -108,6 +112,7 @@ def create_app(
         routes.append(Route("/v1/score", Score(settings, engine, scoring), methods=["POST"]))
     if named:
         routes += [*ModelListing(named).routes(), *tokenizer_routes(named)]
+    routes.append(Route(ASSETS, assets, methods=["GET"]))
     routes.append(openapi.route(settings, routes))
     router = Router(routes, lifespan=partial(lifespan, responses=responses))
     return Middleware(router, {route.path_format for route in routes}, settings, engine)

@@ -183,6 +183,7 @@ class ModelInfo:
     parameters: int
     batching: Literal["packed", "padded", "same shape", "single", "continuous", "static"]
     why: str = ""  # why not packed
+    mask: str = ""  # the token that fill-mask fills
 
 
 class Pending(Exception):
