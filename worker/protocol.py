@@ -183,7 +183,7 @@ class ModelInfo:
     parameters: int
     batching: Literal["packed", "padded", "same shape", "single", "continuous", "static"]
     why: str = ""  # why not packed
-    mask: str = ""  # the token that fill-mask fills
+    mask: str = ""  # what stands for a word to be filled in
 
 
 class Pending(Exception):

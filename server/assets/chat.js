@@ -46,7 +46,7 @@ class Chat {
     this.settings = this.form.elements;
     this.fit = growing(this.text);
     this.listen();
-    this.listModels(models);
+    this.listModels(models.filter(each => each.serves === "generation"));
     this.listExamples();
   }
 
@@ -59,12 +59,12 @@ class Chat {
     };
     this.button("stop").onclick = () => this.stopping?.abort();
     this.button("clear").onclick = () => this.clear();
-    this.section.addEventListener("keydown", event => {
-      if (event.key === "Escape") this.stopping?.abort();
+    document.addEventListener("keydown", event => {
+      if (event.key === "Escape" && !this.section.hidden) this.stopping?.abort();
     });
     this.section.addEventListener("shown", () => {
       this.fit();
-      if (matchMedia("(hover: hover)").matches) this.text.focus();
+      if (document.activeElement === document.body && matchMedia("(hover: hover)").matches) this.text.focus();
     });
     find("input[type=file]", this.form).onchange = event => {
       this.attach([...event.target.files]);
@@ -161,24 +161,24 @@ class Chat {
     const answer = new Answer();
     this.log.append(answer.shown);
     this.show(true);
-    answer.shown.scrollIntoView({ block: "end" });
+    toTheEnd();
     try {
       const request = this.request();
       answer.offer(request);
       await this.stream(request, answer);
     } catch (error) {
       if (error.name !== "AbortError") {
-        answer.fail(error, () => {
+        this.following(() => answer.fail(error, () => {
           answer.shown.remove();
           this.ask();
-        });
+        }));
         return;
       }
       answer.finishReason = "stopped";
     } finally {
       this.show(false);
     }
-    answer.end();
+    this.following(() => answer.end());
     this.keep(answer);
     announce(`Answer: ${answer.message.content || "none"}`);
   }
@@ -205,12 +205,11 @@ class Chat {
     if (calls && answer.finishReason !== "stopped") message.tool_calls = calls;
     this.messages.push(message);
     if (message.tool_calls) {
-      this.log.append(resultsForm(calls, results => {
+      this.following(() => this.log.append(resultsForm(calls, results => {
         this.messages.push(...results);
         this.ask();
-      }));
+      })));
     }
-    this.following(() => {});
   }
 
   // Does something to the log; whoever looks at its end goes on doing so.
@@ -218,15 +217,17 @@ class Chat {
     const page = document.documentElement;
     const atEnd = page.scrollHeight - page.clientHeight - page.scrollTop < NEAR_END_PX;
     change();
-    if (atEnd) page.scrollTop = page.scrollHeight;
+    if (atEnd) toTheEnd();
   }
 
   show(answering) {
+    const stopped = document.activeElement === this.button("stop");
     this.stopping = answering ? new AbortController() : null;
     this.log.setAttribute("aria-busy", answering);
     this.button("send").hidden = answering;
     this.button("stop").hidden = !answering;
     this.button("clear").hidden = answering || !this.log.children.length;
+    if (stopped) this.text.focus(); // the button that had it is gone
     if (answering) announce("Answering. Escape stops.");
   }
 
@@ -237,6 +238,10 @@ class Chat {
     find(".welcome", this.section).hidden = false;
     this.text.focus();
   }
+}
+
+function toTheEnd() {
+  document.documentElement.scrollTop = document.documentElement.scrollHeight;
 }
 
 // An answer as it comes: `message` is what a whole one would hold.
@@ -292,7 +297,7 @@ class Answer {
         this.summary.textContent = `Thought for ${seconds((this.thoughtUntil - this.begun) / 1000)}`;
       }
     }
-    if (content) this.content.replaceChildren(...markdown(content));
+    if (content) this.content.replaceChildren(...markdown(content.trim()));
     if (calls && !content) this.content.replaceChildren();
     if (calls) this.calls.replaceChildren(...calls.map(callShown));
   }
@@ -305,7 +310,7 @@ class Answer {
   }
 
   figures() {
-    const reasons = { stop: null, tool_calls: "calls a tool", length: "cut at the most tokens", stopped: "stopped" };
+    const reasons = { length: "cut at max tokens", stopped: "stopped" };
     const made = [reasons[this.finishReason] ?? null];
     const writing = (performance.now() - this.firstAt) / 1000;
     if (this.usage) {
@@ -340,7 +345,7 @@ function resultsForm(calls, hand) {
   const form = element("form", { class: "results" },
     ...calls.map(({ function: { name } }, n) => element("label", {}, `${name} returns`,
       element("input", { name: `result-${n}`, required: true, autocomplete: "off", placeholder: "22 degrees, sunny" }))),
-    element("button", {}, "Hand it over"));
+    element("button", {}, "Send result"));
   form.onsubmit = event => {
     event.preventDefault();
     form.remove();

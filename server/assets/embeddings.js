@@ -18,7 +18,7 @@ const EXAMPLE = [
 export function startEmbeddings(section, ready, models) {
   const form = find("form", section);
   const text = find("#embeddings-text", section);
-  const model = models.find(each => each.id === ready.embedding_model)?.id;
+  const model = models.find(each => each.serves === "embedding")?.id;
   text.value = EXAMPLE.join("\n");
   sendingOnEnter(text, form, true);
   form.onsubmit = event => {

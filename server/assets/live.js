@@ -17,12 +17,12 @@ const CARDS = [
     title: "Queue", unit: whole,
     figure: now => now.sum("queue_depth"),
     more: now => now.has("running_sequences")
-      && `${now.sum("running_sequences")} being generated, ${now.sum("waiting_sequences")} wait for room`,
+      && `${now.sum("running_sequences")} generating · ${now.sum("waiting_sequences")} waiting`,
   },
   {
-    title: "Answers a second", unit: rounded,
+    title: "Answers/s", unit: rounded,
     figure: (now, then, over) => now.since(then, "requests_total", asked) / over,
-    more: (now, then, over) => `${rounded(now.since(then, "errors_total") / over)} errors a second`,
+    more: (now, then, over) => `${rounded(now.since(then, "errors_total") / over)} errors/s`,
   },
   {
     title: "Latency p95", unit: seconds,
@@ -31,7 +31,7 @@ const CARDS = [
       + ` · p99 ${seconds(now.percentile("request_seconds", 0.99, then, asked))}`,
   },
   {
-    title: "Wait in the queue p95", unit: seconds,
+    title: "Queue wait p95", unit: seconds,
     figure: (now, then) => now.percentile("queue_wait_seconds", 0.95, then),
     more: (now, then) => `p50 ${seconds(now.percentile("queue_wait_seconds", 0.5, then))}`,
   },
@@ -41,9 +41,9 @@ const CARDS = [
     more: now => `${rounded(now.mean("batch_size"))} since the start`,
   },
   {
-    title: "Tokens a second", unit: rounded, serves: ["generation"],
+    title: "Tokens/s", unit: rounded, serves: ["generation"],
     figure: (now, then, over) => now.since(then, "tokens_total", kind("output")) / over,
-    more: (now, then, over) => `${rounded(now.since(then, "tokens_total", kind("prompt")) / over)} of prompts`,
+    more: (now, then, over) => `${rounded(now.since(then, "tokens_total", kind("prompt")) / over)} prompt tokens/s`,
   },
   {
     title: "First token p95", unit: seconds, serves: ["generation"],

@@ -26,7 +26,7 @@ export async function startPipeline(section, ready) {
   text.value = (examples.texts[task] ?? examples.texts.other).replace("[MASK]", ready.mask_token ?? "[MASK]");
   form.elements.objects.value = json(object ?? {});
   form.elements.labels.value = examples.labels.join(", ");
-  find(".hint", form).textContent = parts.text ? "Enter runs · Shift+Enter breaks the line" : "";
+  find(".hint", form).textContent = parts.text ? "Enter runs · Shift+Enter for a new line" : "";
 
   const field = parts.file ? new FileField(find(".file", form), takes === "audio" ? "audio" : "image") : null;
   if (field && !parts.objects && !parts.labels) field.onFile = () => form.requestSubmit();

@@ -1,0 +1,110 @@
+"""`GET /` and the page's files, as they are sent: the page to browsers, lines of curl to others."""
+
+import json
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from server.page import POLICY, prefers_html
+from tests.fake_generator import FakeGenerator
+from tests.serving import Server, metric, serving, wait_until
+from tests.visited import BROWSER, Masks, serving_all, shell
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving_all(FakeGenerator()) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("accept", "html"),
+    [
+        (BROWSER, True),
+        ("TEXT/HTML", True),
+        ("text/html;q=0.5, text/plain;q=0.4", True),
+        ("text/plain, text/html;q=0.9", False),
+        ("text/html;q=0", False),
+        ("text/html;q=nonsense", False),
+        ("*/*", False),
+        ("text/*", False),
+        ("application/json", False),
+        ("", False),
+    ],
+)
+def test_html_is_for_those_who_name_it(accept: str, html: bool) -> None:
+    assert prefers_html(accept) is html
+
+
+def test_the_page_needs_no_key_and_is_held_to_its_own_files(server: Server) -> None:
+    answer = httpx.get(server.url, headers={"accept": BROWSER})
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert answer.headers["content-security-policy"] == POLICY
+    assert {"default-src 'none'", "frame-ancestors 'none'"} < set(POLICY.split("; "))
+    assert "unsafe" not in POLICY
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["referrer-policy"] == "no-referrer"
+    assert "accept" in answer.headers["vary"].split(", ")
+    assert "//" not in answer.text.replace("<!--", "").replace("-->", ""), "nothing from elsewhere"
+    for path in ("assets/page.js", "assets/page.css", "assets/icon.svg"):
+        assert path in answer.text
+        assert httpx.get(f"{server.url}/{path}").status_code == 200
+    for path in ("nothing.js", "..%2fpage.py", "%2e%2e%2fpage.py", ".js"):
+        assert httpx.get(f"{server.url}/assets/{path}").status_code == 404
+
+
+def test_files_are_kept_by_their_tags_and_have_heads(server: Server) -> None:
+    for path in ("/", "/assets/page.js"):
+        whole = httpx.get(server.url + path, headers={"accept": BROWSER})
+        assert whole.headers["cache-control"] == "no-cache"
+        tag = whole.headers["etag"]
+        for known in (tag, f'W/{tag}, "other"'):
+            fields = {"accept": BROWSER, "if-none-match": known}
+            again = httpx.get(server.url + path, headers=fields)
+            assert (again.status_code, again.content) == (304, b"")
+            assert again.headers["etag"] == tag
+        head = httpx.head(server.url + path, headers={"accept": BROWSER})
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-length"] == whole.headers["content-length"]
+
+
+def test_the_page_is_there_when_the_queue_is_full() -> None:
+    with serving(Masks, max_queue_size=1) as server:
+        gate = server.engine.models["pipeline"].loaded.gate
+        gate.clear()
+        waiting = threading.Thread(target=httpx.post, args=(server.url,), kwargs={"content": "a"})
+        waiting.start()
+        wait_until(lambda: metric(server, "onequeue_queue_depth") == 1)
+        assert httpx.post(server.url, content="b").status_code == 503
+        assert httpx.get(server.url, headers={"accept": BROWSER}).status_code == 200
+        assert httpx.get(server.url).status_code == 200
+        gate.set()
+        waiting.join(60)
+        posted = 'onequeue_requests_total{endpoint="/",status="200"}'
+        wait_until(lambda: metric(server, posted) == 1)  # the page is counted apart
+
+
+def test_without_a_pipeline_there_is_the_page_and_no_post() -> None:
+    with serving(load_chat=FakeGenerator) as server:
+        assert httpx.get(server.url).status_code == 200
+        refused = httpx.post(server.url, content="a")
+        assert refused.status_code == 405
+        assert set(refused.headers["allow"].split(", ")) == {"GET", "HEAD"}
+
+
+def test_curl_gets_lines_that_work(server: Server) -> None:
+    answer = httpx.get(server.url, headers={"accept": "*/*"})
+    assert answer.headers["content-type"] == "text/plain; charset=utf-8"
+    lines = [line for line in answer.text.splitlines() if line.startswith("curl ")]
+    assert [line.split()[1].removeprefix(server.url) for line in lines] == [
+        "/",
+        "/v1/chat/completions",
+        "/v1/embeddings",
+    ]
+    for line in lines:
+        assert json.loads(shell(line))
+    forged = httpx.get(server.url, headers={"host": "a;b $(c)"}).text
+    assert "$(c)" not in forged
