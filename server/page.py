@@ -114,7 +114,7 @@ class Front:
     def lines(self, request: Request) -> str:
         """What can be typed, as text."""
         host = request.headers.get("host", "")
-        address = f"{request.url.scheme}://{host if _HOST.fullmatch(host) else 'localhost'}"
+        address = f"{request.scope['scheme']}://{host if _HOST.fullmatch(host) else 'localhost'}"
         address += request.scope.get("root_path", "")
         mask = MASK
         if "pipeline" in self.engine.models and self.engine.refusal("pipeline") is None:

@@ -1,16 +1,23 @@
 """`GET /` and the page's files, as they are sent: the page to browsers, lines of curl to others."""
 
 import json
+import subprocess
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from server.curl import curl_lines
 from server.page import POLICY, prefers_html
+from server.pipeline import FORM, JSON, Root
+from server.settings import Settings
 from tests.fake_generator import FakeGenerator
 from tests.serving import Server, metric, serving, wait_until
 from tests.visited import BROWSER, Masks, serving_all, shell
+from worker.tasks import TASKS
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +52,8 @@ def test_the_page_needs_no_key_and_is_held_to_its_own_files(server: Server) -> N
     assert answer.headers["content-security-policy"] == POLICY
     assert {"default-src 'none'", "frame-ancestors 'none'"} < set(POLICY.split("; "))
     assert "unsafe" not in POLICY
+    assert httpx.post(server.url, content="a").status_code == 401, "what it asks for needs one"
+    assert httpx.get(server.url + "/ready").json()["takes"] == "text"
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.headers["referrer-policy"] == "no-referrer"
     assert "accept" in answer.headers["vary"].split(", ")
@@ -108,3 +117,37 @@ def test_curl_gets_lines_that_work(server: Server) -> None:
         assert json.loads(shell(line))
     forged = httpx.get(server.url, headers={"host": "a;b $(c)"}).text
     assert "$(c)" not in forged
+
+
+FAKE_CURL = """#!/bin/sh
+for word; do printf '%s\\0' "$word"; done > words
+cat > input
+"""
+
+
+def test_each_task_has_a_line_whose_body_it_takes(tmp_path: Path) -> None:
+    program = tmp_path / "curl"
+    program.write_text(FAKE_CURL)
+    program.chmod(0o755)
+    for name in ("picture.jpg", "recording.wav"):
+        (tmp_path / name).write_bytes(b"\xffbytes")
+    for task in TASKS:
+        settings = Settings(pipeline_task=task, chat_model="none", embedding_model="none")
+        (line,) = curl_lines(settings, "http://here", "<mask>")
+        path = f"{tmp_path}:/usr/bin:/bin"
+        typed = ["sh", "-c", line.command]
+        subprocess.run(
+            typed, cwd=tmp_path, env={"PATH": path}, stdin=subprocess.DEVNULL, check=True
+        )
+        url, *words = (tmp_path / "words").read_bytes().decode().split("\0")[:-1]
+        given = dict(zip(words[::2], words[1::2], strict=True))
+        body = given.get("-d", given.get("--data-binary", "")).encode()
+        if body == b"@-":
+            body = (tmp_path / "input").read_bytes()
+        elif body.startswith(b"@"):
+            body = (tmp_path / body[1:].decode()).read_bytes()
+        unused: Any = None
+        inputs, _ = Root(settings, unused).parse(body, JSON if "-H" in given else FORM)
+        assert (url, len(inputs)) == ("http://here/", 1)
+        assert ("<mask>" in line.command) is (task == "fill-mask")
+        assert "$FILE" not in str(inputs)

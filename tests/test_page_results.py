@@ -1,5 +1,6 @@
 """What models other than a chat's answer with, as the page shows it in a headless Chromium."""
 
+import base64
 import io
 import json
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ import soundfile
 from tests.fake_generator import FakeGenerator
 from tests.serving import Server
 from tests.visited import KEY, serving_all, shell
+
+SVG = "<svg xmlns='http://www.w3.org/2000/svg' width='80' height='40'/>"
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +87,10 @@ def test_found_words_are_marked_where_they_are(page: Any) -> None:
 
 
 def test_boxes_lie_over_the_picture(page: Any) -> None:
-    pixel = "data:image/svg+xml,<svg xmlns='http://www.w3.org/2000/svg' width='80' height='40'/>"
     box = {"xmin": 10, "ymin": 5, "xmax": 30, "ymax": 35}
-    shown = draw(page, [{"label": "<b>cat", "score": 0.5, "box": box}], picture=pixel)
+    shown = draw(
+        page, [{"label": "<b>cat", "score": 0.5, "box": box}], picture=f"data:image/svg+xml,{SVG}"
+    )
     assert shown.locator("svg").get_attribute("viewBox") == "0 0 80 40"
     rect = shown.locator("svg rect")
     assert [rect.get_attribute(each) for each in ("x", "y", "width", "height")] == [
@@ -128,3 +132,36 @@ def test_speech_is_recorded_and_sent(visitor: Any, server: Server) -> None:
     assert rate == 16000
     assert len(samples) > 8000
     assert np.abs(samples).max() > 0.01, "the fake microphone beeps"
+
+
+def test_a_picture_goes_with_a_message(visitor: Any, server: Server) -> None:
+    """To a model that is listed as one that sees: none is served here."""
+    sent: list[Any] = []
+
+    def answer(route: Any) -> None:
+        sent.append(route.request.post_data_json)
+        choice = {"index": 0, "delta": {"content": "A cat."}, "finish_reason": "stop"}
+        event = json.dumps({"id": "1", "choices": [choice]})
+        body = f"data: {event}\n\ndata: [DONE]\n\n"
+        route.fulfill(body=body, content_type="text/event-stream")
+
+    model = {"id": "seer", "serves": "generation", "input_modalities": ["text", "image"]}
+    visitor.route("**/v1/models", lambda route: route.fulfill(json={"data": [model]}))
+    visitor.route("**/v1/chat/completions", answer)
+    visitor.goto(server.url)
+    picture = {"name": "cat.svg", "mimeType": "image/svg+xml", "buffer": SVG.encode()}
+    visitor.locator("#chat input[type=file]").set_input_files(picture)
+    visitor.get_by_role("button", name="Remove cat.svg").wait_for()
+    visitor.get_by_label("Message", exact=True).fill("What is this?")
+    visitor.keyboard.press("Enter")
+    visitor.get_by_text("A cat.").wait_for()
+    [image, text] = sent[0]["messages"][0]["content"]
+    assert text == {"type": "text", "text": "What is this?"}
+    assert base64.b64decode(image["image_url"]["url"].partition(",")[2]).decode() == SVG
+    visitor.get_by_text("Request and answer").click()
+    for view, line in [
+        ("curl", "image/svg+xml;base64,$(base64 < 'cat.svg' | tr -d '\\n')"),
+        ("Python", '"url": data_url("image/svg+xml", "cat.svg")'),
+    ]:
+        visitor.get_by_role("button", name=view, exact=True).click()
+        assert line in visitor.locator(".exchange pre").text_content()
