@@ -130,7 +130,7 @@ def prefers_html(accept: str) -> bool:
     liked: dict[str, float] = {}
     for each in accept.lower().split(","):
         media, *parameters = [part.strip() for part in each.split(";")]
-        found = [_QUALITY.fullmatch(part) for part in parameters if part.startswith("q=")]
-        quality = found[0] if found else None
-        liked[media] = (float(quality[1]) if quality else 0.0) if found else 1.0
+        stated = [part for part in parameters if part.startswith("q=")]
+        quality = _QUALITY.fullmatch(stated[0] if stated else "q=1")
+        liked[media] = float(quality[1]) if quality else 0.0
     return 0 < liked.get("text/html", 0) >= liked.get("text/plain", 0)

@@ -31,6 +31,12 @@ def page(visitor: Any, server: Server) -> Any:
     return visitor
 
 
+def heard() -> Any:
+    """The messages of the last request."""
+    payload: Any = GENERATOR.payloads[-1]
+    return payload.prompt.messages
+
+
 def say(page: Any, text: str) -> Any:
     """The answer, which has begun."""
     page.get_by_label("Message", exact=True).fill(text)
@@ -49,10 +55,10 @@ def test_a_chat(page: Any) -> None:
     assert thoughts.get_attribute("open") is None
     assert thoughts.locator("p").text_content() == "hm"
     say(page, "again").get_by_text("Hello there, wörld!").wait_for()
-    roles = [message["role"] for message in GENERATOR.payloads[-1].prompt.messages]
+    roles = [message["role"] for message in heard()]
     assert roles == ["user", "assistant", "user"]
     page.get_by_role("button", name="New chat").click()
-    assert page.locator("article").count() == 0
+    assert page.locator("#chat article").count() == 0
 
 
 def test_what_was_sent_and_the_same_to_type(page: Any) -> None:
@@ -77,13 +83,13 @@ def test_what_was_sent_and_the_same_to_type(page: Any) -> None:
     curl = shown("curl")
     assert KEY not in curl
     assert shell(curl).count(" there") == 1
-    assert GENERATOR.payloads[-1].prompt.messages[0] == request["messages"][0]
+    assert heard()[0] == request["messages"][0]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
         patch.setenv("API_KEY", KEY)
         exec(shown("Python"), {})
     assert printed.getvalue() == "Hello there,"
-    assert GENERATOR.payloads[-1].prompt.messages[0] == request["messages"][0]
+    assert heard()[0] == request["messages"][0]
 
 
 def test_escape_stops_an_answer_on_the_server_too(page: Any) -> None:
@@ -95,7 +101,7 @@ def test_escape_stops_an_answer_on_the_server_too(page: Any) -> None:
     answer.get_by_text("stopped").wait_for()
     wait_until(lambda: GENERATOR.dropped.count("long") == before + 1)
     say(page, "and now").get_by_text("Hello there").wait_for()
-    said = GENERATOR.payloads[-1].prompt.messages[1]["content"]
+    said = heard()[1]["content"]
     assert said.startswith("w0 w1 w2 w3"), "what was said before the stop goes on"
 
 
@@ -108,7 +114,7 @@ def test_a_tool_is_called_and_its_result_handed_over(page: Any) -> None:
     page.get_by_label("weather returns").fill("sunny")
     page.keyboard.press("Enter")
     page.locator("article.assistant").nth(1).get_by_text("Hello there").wait_for()
-    call, result = GENERATOR.payloads[-1].prompt.messages[1:]
+    call, result = heard()[1:]
     assert result["content"] == "sunny"
     assert result["tool_call_id"] == call["tool_calls"][0]["id"]
 
@@ -152,6 +158,8 @@ def test_what_the_server_does_is_asked_for_while_it_is_looked_at(page: Any) -> N
 
 def test_it_works_by_keyboard_and_on_a_phone(page: Any) -> None:
     assert page.get_by_role("tab").all_inner_texts() == TABS
+    name = "organisation/a-model-of-a-very-long-name-" * 3
+    page.locator("#state .words").evaluate("(words, name) => words.textContent = name", name)
     page.get_by_role("tab", name="Chat").focus()
     for name in [*TABS[1:], TABS[0]]:
         page.keyboard.press("ArrowRight")

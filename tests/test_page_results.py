@@ -154,7 +154,7 @@ def test_a_picture_goes_with_a_message(visitor: Any, server: Server) -> None:
     visitor.get_by_role("button", name="Remove cat.svg").wait_for()
     visitor.get_by_label("Message", exact=True).fill("What is this?")
     visitor.keyboard.press("Enter")
-    visitor.get_by_text("A cat.").wait_for()
+    visitor.get_by_text("A cat.", exact=True).wait_for()
     [image, text] = sent[0]["messages"][0]["content"]
     assert text == {"type": "text", "text": "What is this?"}
     assert base64.b64decode(image["image_url"]["url"].partition(",")[2]).decode() == SVG

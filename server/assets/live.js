@@ -17,7 +17,7 @@ const CARDS = [
     title: "Queue", unit: whole,
     figure: now => now.sum("queue_depth"),
     more: now => now.has("running_sequences")
-      && `${now.sum("running_sequences")} generating · ${now.sum("waiting_sequences")} waiting`,
+      && `${now.sum("running_sequences")} running · ${now.sum("waiting_sequences")} waiting`,
   },
   {
     title: "Answers/s", unit: rounded,
@@ -27,8 +27,7 @@ const CARDS = [
   {
     title: "Latency p95", unit: seconds,
     figure: (now, then) => now.percentile("request_seconds", 0.95, then, asked),
-    more: (now, then) => `p50 ${seconds(now.percentile("request_seconds", 0.5, then, asked))}`
-      + ` · p99 ${seconds(now.percentile("request_seconds", 0.99, then, asked))}`,
+    more: (now, then) => `p50 ${seconds(now.percentile("request_seconds", 0.5, then, asked))}`,
   },
   {
     title: "Queue wait p95", unit: seconds,
@@ -43,7 +42,7 @@ const CARDS = [
   {
     title: "Tokens/s", unit: rounded, serves: ["generation"],
     figure: (now, then, over) => now.since(then, "tokens_total", kind("output")) / over,
-    more: (now, then, over) => `${rounded(now.since(then, "tokens_total", kind("prompt")) / over)} prompt tokens/s`,
+    more: (now, then, over) => `${rounded(now.since(then, "tokens_total", kind("prompt")) / over)} of prompts`,
   },
   {
     title: "First token p95", unit: seconds, serves: ["generation"],
