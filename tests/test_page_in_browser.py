@@ -129,6 +129,8 @@ def test_an_error_is_told_as_the_server_words_it(page: Any) -> None:
     page.locator("article.assistant").get_by_text("this prompt is refused").wait_for()
     assert page.locator("article.assistant").count() == 1
     page.watched.forgive(400)
+    say(page, "say fine").get_by_text("fine").wait_for()
+    assert [message["content"] for message in heard()] == ["say fine"], "or it would fail for ever"
 
 
 def test_a_failure_in_the_middle_leaves_what_was_said(page: Any) -> None:

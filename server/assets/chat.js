@@ -132,6 +132,8 @@ class Chat {
     this.log.append(element("article", { class: "user", "aria-label": "You" },
       ...this.pictures.map(({ name, url }) => element("img", { src: url, alt: name })),
       element("p", {}, text)));
+    for (const open of this.log.querySelectorAll(".failure button, .results")) open.remove();
+    if (this.messages.at(-1)?.role === "user") this.messages.pop(); // it got no answer
     this.messages.push({ role: "user", content });
     this.pictures = [];
     this.showPictures();
