@@ -7,6 +7,8 @@ import { wav } from "./record.js";
 
 const HUES = [165, 25, 250, 320, 90, 210, 55, 285]; // of labels, in the order in which they come
 
+const WIDEST = 760; // pixels of the column, as in page.css
+
 // The first that fits draws. `given` is {picture: its address or null, text: what was asked}.
 const SHAPES = [
   { fits: each => each.length === 0, draw: () => [element("p", {}, "Nothing was found.")] },
@@ -64,10 +66,10 @@ async function boxes(found, { picture: address }) {
   const image = await loaded(address);
   const { naturalWidth: width, naturalHeight: height } = image;
   const hueOf = hues(found.map(each => each.label));
-  const stroke = Math.max(width, height) / 300;
+  const unit = width / Math.min(width, document.body.clientWidth, WIDEST); // a pixel of the screen
   const drawn = found.map(({ label, score, box: { xmin, ymin, xmax, ymax } }) => drawing("g", { "--hue": hueOf(label) },
-    drawing("rect", { x: xmin, y: ymin, width: xmax - xmin, height: ymax - ymin, "stroke-width": stroke }),
-    drawing("text", { x: xmin + 2 * stroke, y: Math.max(ymin, 7 * stroke) + 6 * stroke, "font-size": 7 * stroke },
+    drawing("rect", { x: xmin, y: ymin, width: xmax - xmin, height: ymax - ymin, "stroke-width": 2 * unit }),
+    drawing("text", { x: xmin + 4 * unit, y: ymin + 14 * unit, "font-size": 13 * unit },
       `${label} ${percent(score)}`)));
   const over = drawing("svg", { viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" }, ...drawn);
   image.alt = `The picture, with ${found.length} boxes`;
