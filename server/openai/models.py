@@ -31,6 +31,7 @@ class Model(Struct):
     object: Literal["model"]
     created: int
     owned_by: str
+    serves: str  # its name in the registry: generation, embedding, rerank
     max_model_len: int
     context_length: int
 
@@ -69,7 +70,7 @@ class ModelNames:
         if (refusal := self.engine.refusal(self.serves)) is not None:
             raise refusal
         length = self.loaded.max_model_len
-        return Model(self.id, "model", self.created, "onequeue", length, length)
+        return Model(self.id, "model", self.created, "onequeue", self.serves, length, length)
 
 
 class ModelListing:
