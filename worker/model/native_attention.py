@@ -1,5 +1,5 @@
 """Attention on a CPU as one native operation, from the C++ in native/: keys and values are written
-to the paged cache and attended to where they lie.
+to the paged cache and attended to where they lie. Linear layers (native_linear.py) come with it.
 
 Built by the compiler that torch.compile uses and into the same folder (TORCHINDUCTOR_CACHE_DIR),
 which processes may share; where that fails, paged_attention.py goes on. Loading it gives the

@@ -42,7 +42,8 @@ def use(model: nn.Module) -> None:
     layers = [each for each in model.modules() if isinstance(each, PackedLinear)]
     for layer in layers:
         layer.native_width = next((w for w in WIDTHS if gives_the_same(layer, w)), 0)
-    log.info("native products layers=%d of %d", sum(e.native_width > 0 for e in layers), len(layers))
+    using = sum(layer.native_width > 0 for layer in layers)
+    log.info("native products layers=%d of %d", using, len(layers))
 
 
 def gives_the_same(layer: PackedLinear, width: int) -> bool:

@@ -4,7 +4,7 @@
 
 namespace {
 
-constexpr int64_t FEW_ROWS = 32;  // what one reading serves; oneDNN is as good with more
+constexpr int64_t FEW_ROWS = 32;  // what one reading serves
 constexpr int64_t AHEAD_BYTES = 8192;
 
 // x [rows, depth], groups [columns / GROUP, depth / PER_WORD, GROUP, PER_WORD], out [rows, columns]
@@ -35,13 +35,8 @@ struct Linear {
 
   void put(Floats made, int64_t row, int64_t column) const {
     const int64_t left = columns - column;
-    if (left <= 0) return;
     if (bias) made += load_floats(bias + column, left);
-    T* to = out + row * columns + column;
-    if (left >= LANES) return store_floats(to, made);
-    T last[LANES];
-    store_floats(last, made);
-    std::copy_n(last, left, to);
+    store_floats(out + row * columns + column, made, left);
   }
 };
 
@@ -94,7 +89,7 @@ Tensor linear(
           (!bias || (bias->numel() == columns && bias->scalar_type() == x.scalar_type())),
       "a product of ", x.sizes(), " ", x.scalar_type(), " with ", packed.sizes(), " ",
       packed.scalar_type());
-  const int64_t rows = x.numel() / depth;
+  const int64_t rows = depth ? x.numel() / depth : 0;
   if (rows < 1 || rows > FEW_ROWS) return packed_product(x, packed, bias);
   auto sizes = x.sizes().vec();
   sizes.back() = columns;
