@@ -14,7 +14,7 @@ from worker.model.native_linear import ROUNDING, WIDTHS, gives_the_same
 pytestmark = pytest.mark.usefixtures("native")
 
 # in, out: what groups of columns and pairs of rows divide, and what they don't
-SIZES = [(64, 128), (96, 40), (40, 24), (33, 101), (1, 1), (512, 768)]
+SIZES = [(64, 128), (96, 40), (40, 24), (33, 101), (512, 768)]
 # alone, around a tile of rows, as many as are few, more
 ROWS = [1, 2, 8, 15, 16, 17, 31, 32, 33, 100]
 
