@@ -29,7 +29,7 @@ torch.library.define(
 )  # fmt: skip
 
 
-@torch.library.register_fake("onequeue::linear")
+@torch.library.register_fake("onequeue::linear")  # type: ignore[untyped-decorator]  # torch's
 def _(x: Any, packed: Any, bias: Any, width: int) -> Tensor:
     made: Tensor = x.new_empty(*x.shape[:-1], packed.shape[0])
     return made
