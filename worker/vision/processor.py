@@ -25,6 +25,8 @@ NOT_INPUTS = ("input_ids", "attention_mask", "labels")
 ROUGH = {"do_image_splitting": False}
 
 Tensors = dict[str, Tensor]
+# From an image processor's options to what it makes of the images that are looked at.
+Look = Callable[[Mapping[str, Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class Processor:
             marked = f"the text has {self.mark!r} in it, which stands for an image here"
             lost = "the model's chat template does not show the images"
             raise InvalidInput(lost if self.mark not in text else marked, "messages")
-        made = self._call(text, len(features), lambda *_: self.joined(features))
+        made = self._call(text, len(features), lambda _: self.joined(features))
         ids = _ids(made)
         places = [n for n, each in enumerate(ids) if each == self.image_id]
         if len(places) != sum(counts):
@@ -105,7 +107,8 @@ class Processor:
             filled = places[start : start + count]
             spans.append((filled[0], filled[-1] + 1, digest))
             start += count
-        return Processed(ids, inputs, [ImageInputs(each) for each in features], spans)
+        taken = [{name: each[name] for name in each.keys() & made.keys()} for each in features]
+        return Processed(ids, inputs, [ImageInputs(each) for each in taken], spans)
 
     def joined(self, images: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What several images' tensors are together; the smaller are filled up with zeros."""
@@ -122,9 +125,9 @@ class Processor:
         """An image's tensors, and how many ids it fills."""
         kept: list[Tensors] = []
 
-        def look(_: Any, **options: Any) -> Tensors:
+        def look(options: Mapping[str, Any]) -> Tensors:
             kept.append(self._features([seen.image], options))
-            return kept[0]
+            return dict(kept[0])  # some take out what is theirs alone
 
         try:
             made = self._call(self.mark, 1, look, **(self._rough if seen.rough else {}))
@@ -138,12 +141,17 @@ class Processor:
         made = self._processor.image_processor(images, **{**options, "return_tensors": "pt"})
         return dict(made)
 
-    def _call(self, text: str, count: int, look: Callable[..., Any], **options: Any) -> Any:
+    def _call(self, text: str, count: int, look: Look, **options: Any) -> Any:
         """The processor's own way, with `look` in the place of its image processor."""
         processor = copy.copy(self._processor)
         processor.image_processor = _StandIn(self._processor.image_processor, look)
         dots = [Image.new("RGB", (1, 1))] * count
-        plain = {"add_special_tokens": False, "padding": False, "truncation": False}
+        plain = {
+            "add_special_tokens": False,
+            "padding": False,
+            "truncation": False,
+            "verbose": False,
+        }
         return processor(images=dots, text=[text], text_kwargs=plain, **options)
 
     def _learned_axes(self) -> dict[str, int]:
@@ -152,7 +160,7 @@ class Processor:
         image = Image.new("RGB", (64, 64))
         options: list[Mapping[str, Any]] = []
 
-        def look(_: Any, **given: Any) -> Tensors:
+        def look(given: Mapping[str, Any]) -> Tensors:
             options.append(given)
             return self._features([image], given)
 
@@ -169,12 +177,12 @@ class Processor:
 class _StandIn:
     """An image processor to look at, called in its place."""
 
-    def __init__(self, image_processor: Any, look: Callable[..., Any]) -> None:
+    def __init__(self, image_processor: Any, look: Look) -> None:
         self._image_processor = image_processor
         self._look = look
 
     def __call__(self, images: Any, **options: Any) -> Any:
-        return self._look(images, **options)
+        return self._look(options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._image_processor, name)

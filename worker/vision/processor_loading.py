@@ -41,7 +41,8 @@ def load_processor(path: str) -> Any:
 
 def _joined(path: str, error: ImportError) -> Any:
     """Of parts that load, without the one for videos; `error` if it was not that one's."""
-    kind = PROCESSOR_MAPPING.get(type(AutoConfig.from_pretrained(path, trust_remote_code=False)))
+    config = type(AutoConfig.from_pretrained(path, trust_remote_code=False))
+    kind: Any = PROCESSOR_MAPPING.get(config, None)
     names = kind.get_attributes() if kind and not getattr(kind, "is_dummy", False) else []
     if "video_processor" not in names:
         raise error
