@@ -168,6 +168,9 @@ class ContinuousScheduler:
             if ahead + position >= self.max_running:  # places are kept for those passed over
                 self.starved = not sequence.background
                 break
+            if sequence.scene and not sequence.scene.ready:
+                position += 1  # its pictures come first: let others pass
+                continue
             matched = self._match(sequence)
             if matched is None:
                 position += 1  # the rest of its prefix is being computed: wait, let others pass
@@ -185,7 +188,7 @@ class ContinuousScheduler:
         if sequence.scores_prompt:
             return []
         if sequence.awaited not in self.pool.computing:
-            matched, sequence.awaited = self.pool.match(sequence.tokens, sequence.root)
+            matched, sequence.awaited = self.pool.match(sequence.contents, sequence.root)
             if sequence.awaited is None:
                 return matched
         return None
@@ -200,7 +203,7 @@ class ContinuousScheduler:
 
     def _admit(self, sequence: Sequence, matched: list[int]) -> bool:
         reserve = min(len(self.running), self.pool.count // RESERVE)
-        sequence.table = self.pool.open(sequence.tokens, matched, reserve, sequence.root)
+        sequence.table = self.pool.open(sequence.contents, matched, reserve, sequence.root)
         if sequence.table is None:
             return False
         sequence.computed = len(matched) * self.pool.size
@@ -235,7 +238,7 @@ class ContinuousScheduler:
                 more = min(most[each] - shares[each], budget)
                 shares[each] += more
                 budget -= more
-        return [Chunk(each, each.computed, share) for each, share in shares.items() if share]
+        return [_chunk(each, share) for each, share in shares.items() if share]
 
     # ── after the step ──
 
@@ -251,7 +254,7 @@ class ContinuousScheduler:
         if chunk.drafts:
             self.pool.trim(sequence.table, len(sequence.tokens))
         if sequence.computed // self.pool.size > sequence.table.registered:
-            self.pool.register(sequence.table, sequence.tokens, sequence.computed)
+            self.pool.register(sequence.table, sequence.contents, sequence.computed)
 
     def give_way(self) -> bool:
         """Memory is short: the younger half of those that run waits, and no more run until one has
@@ -262,6 +265,12 @@ class ContinuousScheduler:
         while len(self.running) > self.max_running:
             self._preempt(self.running[-1])
         return True
+
+
+def _chunk(sequence: Sequence, share: int) -> Chunk:
+    """Of about so many tokens: parts that are seen in both directions stay whole."""
+    start, scene = sequence.computed, sequence.scene
+    return Chunk(sequence, start, scene.undivided(start, share) if scene else share)
 
 
 def _foreground(line: list[Sequence]) -> int:

@@ -4,6 +4,7 @@ Their chat template writes a message's parts, an image as the family's token for
 small, and each family's cut into few patches. The answers of these models mean nothing.
 """
 
+import json
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -38,7 +39,10 @@ def folder(name: str) -> Path:
     path = Path(_root.name) / name
     torch.manual_seed(sum(name.encode()))
     for part in BUILDERS[name]():
-        part.save_pretrained(path)
+        if isinstance(part, dict):
+            (path / "processor_config.json").write_text(json.dumps(part))
+        else:
+            part.save_pretrained(path)
     return path
 
 
@@ -138,7 +142,8 @@ def split(family: str) -> list[Any]:
     images = getattr(hf, f"{family}ImageProcessorPil")(
         size={"longest_edge": 2 * SIDE}, max_image_size={"longest_edge": SIDE}
     )
-    return [_lively(getattr(hf, f"{family}ForConditionalGeneration")(config)), images, words]
+    model = getattr(hf, f"{family}ForConditionalGeneration")(config)
+    return [_lively(model), images, words, {"image_seq_len": 4}]
 
 
 def gemma3() -> list[Any]:
@@ -164,7 +169,8 @@ def gemma3() -> list[Any]:
         image_token_id=soft,
     )  # fmt: skip
     images = hf.Gemma3ImageProcessorPil(size=SIZE, image_seq_length=4)
-    return [_lively(hf.Gemma3ForConditionalGeneration(config)), images, words]
+    model = _lively(hf.Gemma3ForConditionalGeneration(config))
+    return [model, images, words, {"image_seq_length": 4}]
 
 
 def paligemma() -> list[Any]:

@@ -32,6 +32,10 @@ from worker.model.logits_processors import Draw
 from worker.model.paged_runner import PagedRunner
 from worker.model.sampler import SampledToken, sample
 from worker.protocol import StepOutcome, StepReport
+from worker.vision.processor import Processor
+from worker.vision.prompt import PicturePrompt
+from worker.vision.tower import Tower
+from worker.vision.viewing import Viewing
 
 log = logging.getLogger("onequeue.generation")
 
@@ -51,9 +55,10 @@ class GenerationEngine(Frontend):
         new_scheduler: Callable[[], ContinuousScheduler],
         speculates: bool = False,
         why: str = "",
+        processor: Processor | None = None,
     ) -> None:
         language, device = runner.language, runner.language.device.type
-        super().__init__(language, runner.max_model_len, why)
+        super().__init__(language, runner.max_model_len, why, processor)
         self.runner = runner
         self.speculates = speculates
         self.live: dict[WorkItem, list[Sequence]] = {}  # until their end is reported
@@ -62,11 +67,16 @@ class GenerationEngine(Frontend):
         self.scheduler = new_scheduler()
         self._budget = PrefillBudget(device, self.scheduler.whole_prompts)
         self._free_rows = FREE_ROWS[device]
+        self._viewing = self._new_viewing()
         self._masks = Masks(language.vocab_size, self.eos_ids)
         # of the step that is under way
-        self._started, self._rows_run = 0.0, 0
+        self._started, self._rows_run, self._viewed_s = 0.0, 0, 0.0
         self._counts: Counter[str] = Counter()  # what StepReport counts
         self._deltas: list[tuple[WorkItem, Delta]] = []
+
+    def _new_viewing(self) -> Viewing | None:
+        entrance = self.runner.entrance
+        return Viewing(Tower(entrance), self._not_viewed) if entrance else None
 
     @property
     def pool(self) -> BlockPool:
@@ -90,6 +100,7 @@ class GenerationEngine(Frontend):
                 scores_end=bool(output.prepared.labels),
                 background=output.background,
                 root=item.payload.cache_root,
+                scene=output.prepared.scene,
                 drafter=NgramDrafter() if self.speculates and output.prepared.max_tokens else None,
             )
             for output in item.prepared
@@ -105,6 +116,7 @@ class GenerationEngine(Frontend):
         self.live.clear()
         self._failed.clear()
         self.scheduler = self._new_scheduler()
+        self._viewing = self._new_viewing()
         return items
 
     def warm_up(self) -> None:
@@ -125,10 +137,13 @@ class GenerationEngine(Frontend):
     # ── a step ──
 
     def step(self) -> StepOutcome:
-        self._started, self._rows_run = time.monotonic(), 0
+        self._started, self._rows_run, self._viewed_s = time.monotonic(), 0, 0.0
         self._counts, self._deltas = Counter(), []
         self._drop_closed()
         streaming = any(sequence.left <= 1 for sequence in self.scheduler.running)
+        if self._viewing:
+            self._viewing.turn(self.scheduler, streaming)
+            self._viewed_s = time.monotonic() - self._started
         chunks = self.scheduler.schedule(self._budget.prompt_tokens(streaming), self._draft)
         if chunks := list(filter(self._is_running, chunks)):
             try:
@@ -238,6 +253,12 @@ class GenerationEngine(Frontend):
 
     # ── failures ──
 
+    def _not_viewed(self, prompt: PicturePrompt, error: BaseException) -> None:
+        """A picture of the prompt failed, and what it belongs to."""
+        for item, sequences in list(self.live.items()):
+            if item not in self._failed and any(each.scene is prompt for each in sequences):
+                self._fail(item, error)
+
     def _is_running(self, chunk: Chunk) -> bool:
         return chunk.sequence.table is not None
 
@@ -270,7 +291,8 @@ class GenerationEngine(Frontend):
         report = self._report()
         if self._rows_run:
             prefill = report.prefill_tokens
-            self._budget.learn(prefill, self._rows_run - prefill, report.total_s)
+            seconds = report.total_s - self._viewed_s
+            self._budget.learn(prefill, self._rows_run - prefill, seconds)
         deltas = [(item, delta) for item, delta in self._deltas if item not in self._failed]
         active = dict.fromkeys(item for item, _ in deltas)
         ended = [i for i in active if all(each.output.ended for each in self.live[i])]

@@ -32,14 +32,24 @@ from worker.text.detokenizer import Vocabulary
 from worker.text.parser import Parser
 from worker.text.probes import ARGUMENTS, TOOLS
 from worker.text.renderer import SWITCHES
+from worker.vision.processor import Processor
+from worker.vision.seeing import seen
+from worker.vision.prompt import PicturePrompt
 
 
 class Frontend:
     """`max_model_len`: tokens in all. `why`: why the model does not run on paged memory, if so."""
 
-    def __init__(self, language: LanguageModel, max_model_len: int, why: str = "") -> None:
+    def __init__(
+        self,
+        language: LanguageModel,
+        max_model_len: int,
+        why: str = "",
+        processor: Processor | None = None,
+    ) -> None:
         tokenizer, defaults, vocab_size = language.tokenizer, language.defaults, language.vocab_size
         self.language = language
+        self._processor = processor
         self.max_model_len = max_model_len
         self.info = ModelInfo(
             "text-generation",
@@ -86,7 +96,7 @@ class Frontend:
 
     def prepared(self, request: GenerationInput) -> Prepared:
         """InvalidInput says what cannot be served."""
-        text, ids = self._prompt(request)
+        text, ids, scene = self._prompt(request)
         ends: dict[int, int | None] = {id_: id_ for id_ in request.stopping.stop_token_ids}
         self._check_ids(request.stopping.stop_token_ids, "stop_token_ids")
         if not request.stopping.ignore_eos:
@@ -99,6 +109,7 @@ class Frontend:
             ends,
             echoed if request.prompt_logprobs is None else request.prompt_logprobs,
             *self._answer(request, text),
+            scene=scene,
         )
 
     def _answer(self, request: GenerationInput, text: str) -> tuple[Parser | None, Plan | None]:
@@ -169,9 +180,13 @@ class Frontend:
             raise InvalidInput(f"{constraint.param}: {both}", constraint.param)
         return grammars.compiled(either(constraint, written), constraint.param), None
 
-    def _prompt(self, request: GenerationInput) -> tuple[str, list[int]]:
-        """The prompt's text, if it is one, and its tokens."""
-        if isinstance(request.prompt, tuple):
+    def _prompt(self, request: GenerationInput) -> tuple[str, list[int], PicturePrompt | None]:
+        """The prompt's text, if it is one, its tokens, and what of them is pictures."""
+        scene = None
+        if isinstance(request.prompt, Chat) and request.prompt.pictures:
+            text, scene = self._pictured(request.prompt)
+            ids = [*scene.ids]
+        elif isinstance(request.prompt, tuple):
             self._check_ids(request.prompt, request.param)
             text, ids = "", list(request.prompt)
         else:
@@ -184,20 +199,32 @@ class Frontend:
                 f"{self.max_model_len}, with the answer",
                 request.param,
             )
-        return text, ids
+        return text, ids, scene
+
+    def _pictured(self, chat: Chat) -> tuple[str, PicturePrompt]:
+        """Its text, and its pictures with their tokens."""
+        processor = self._processor
+        if processor is None:
+            raise InvalidInput("this model takes no images", chat.pictures[0].param)
+        text = self.template.render(chat)
+        self._check_length(text, "messages")
+        return text, PicturePrompt.of(lambda: processor.process(text, seen(chat.pictures)))
 
     def _encoded(self, prompt: Chat | str, special: bool, param: str) -> tuple[str, list[int]]:
         """Text and ids. `special`: the tokenizer adds its own; templates write them."""
         if isinstance(prompt, Chat):
             prompt, special = self.template.render(prompt), False
+        self._check_length(prompt, param)
+        call: Any = self.language.tokenizer
+        return prompt, call(prompt, add_special_tokens=special, verbose=False)["input_ids"]
+
+    def _check_length(self, prompt: str, param: str) -> None:
         if len(prompt) > self.max_model_len * self.longest_token:
             raise InvalidInput(
                 f"the prompt has more than {len(prompt) // self.longest_token} tokens; this "
                 f"model's context holds {self.max_model_len}",
                 param,
             )
-        call: Any = self.language.tokenizer
-        return prompt, call(prompt, add_special_tokens=special, verbose=False)["input_ids"]
 
     def _check_ids(self, ids: Any, param: str) -> None:
         for id_ in ids:

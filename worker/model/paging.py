@@ -103,15 +103,16 @@ class PagingCheck:
 
     def page(self) -> None:
         """Have the layers attend over a paged cache; CannotRun if they don't, or not rightly."""
-        before = self.model.config._attn_implementation
+        decoder = self.language.decoder
+        before = decoder.config._attn_implementation
         try:
             self._probe_layers()
-            set_attention(self.model, ATTENTION)
+            set_attention(decoder, ATTENTION)
             self.compare()
             if self.narrow_reference is not None:
                 self._compare_narrow(self.narrow_reference)
         except Exception as error:
-            self.model.set_attn_implementation(before)
+            decoder.set_attn_implementation(before)
             if isinstance(error, CannotRun):
                 raise
             raise CannotRun(f"a packed step failed: {first_line(error)[:200]}") from error
@@ -123,7 +124,7 @@ class PagingCheck:
         """Fills in the language model's layers and windows."""
         found: dict[int, tuple[LayerShape, int]] = {}
         AttentionInterface.register(PROBE, functools.partial(_record, found))
-        set_attention(self.model, PROBE)
+        set_attention(self.language.decoder, PROBE)
         positions = torch.arange(2, device=self.model.device)[None]
         self.model(input_ids=positions * 0, position_ids=positions, use_cache=False)
         config = self.language.config

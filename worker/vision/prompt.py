@@ -1,0 +1,86 @@
+"""A prompt with pictures on its way: processed in the pool, looked at by the worker's thread, and
+forgotten but for its numbers once it has run. Shared by a request's choices.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from worker.model.entrance import Rows
+from worker.model.pictures import Pictures
+from worker.vision.layout import PIXELS, lay_out
+from worker.vision.processor import Processed
+from worker.vision.tower import Look, Tower
+
+
+@dataclass(eq=False, slots=True)
+class PicturePrompt(Pictures):
+    """`process` makes of the request what went in, should that be needed once more: a prompt that
+    was put back after it had run."""
+
+    process: Callable[[], Processed] = field(kw_only=True)
+    ids: Sequence[int] = field(kw_only=True)
+    digests: Sequence[bytes] = field(kw_only=True)
+    processed: Processed | None = field(kw_only=True)
+    found: dict[bytes, Rows] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, process: Callable[[], Processed]) -> "PicturePrompt":
+        """InvalidInput is the processor's."""
+        made = process()
+        spans = [(start, stop) for start, stop, _ in made.spans]
+        digests = [digest for _, _, digest in made.spans]
+        return cls(
+            spans=spans, end=spans[-1][1],
+            process=process, ids=made.ids, digests=digests, processed=made,
+        )  # fmt: skip
+
+    def missing(self, tower: Tower) -> list[Look]:
+        """The pictures that have not been looked at, each once."""
+        for digest in self.digests:
+            if digest not in self.found and (rows := tower.find(digest)) is not None:
+                self.found[digest] = rows
+        wanted = {d: n for n, d in enumerate(self.digests) if d not in self.found}
+        return [self._look(number, tower) for number in sorted(wanted.values())]
+
+    def _look(self, number: int, tower: Tower) -> Look:
+        made = self._again()
+        start, stop = self.spans[number]
+        of_text = {name: each[:, start:stop] for name, each in made.inputs.items()}
+        inputs = _taken({**of_text, **made.images[number].inputs}, tower)
+        return Look(self.digests[number], tuple(self.ids[start:stop]), inputs)
+
+    def open(self, tower: Tower) -> None:
+        """All its pictures have been looked at: it may be scheduled. CannotRun as in layout.py."""
+        if not self.contents:
+            made = self._again()
+            images = [_taken(each.inputs, tower) for each in made.images]
+            joined = {
+                name: torch.cat([each[name] for each in images])
+                for name in images[0]
+                if not name.startswith(PIXELS)
+            }
+            inputs = {**_taken(made.inputs, tower), **joined}
+            lay_out(self, tower.entrance, self.ids, inputs, self.digests)
+        self.rows = [self.found[digest] for digest in self.digests]
+        self.processed, self.found, self.ready = None, {}, True
+
+    def close(self) -> None:
+        """It has run, or nobody waits for it."""
+        self.rows, self.ready = (), False
+
+    def _again(self) -> Processed:
+        if self.processed is None:
+            self.processed = self.process()
+        return self.processed
+
+
+def _taken(inputs: Mapping[str, object], tower: Tower) -> dict[str, Tensor]:
+    """Those that the model's forward takes."""
+    return {
+        name: each
+        for name, each in inputs.items()
+        if isinstance(each, Tensor) and name in tower.takes
+    }
