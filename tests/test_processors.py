@@ -15,7 +15,14 @@ from tests import tiny_seeing
 from worker.vision.processor import Processor, Seen
 from worker.vision.processor_loading import load_processor
 
-FAMILIES = list(tiny_seeing.BUILDERS)
+# Some versions of transformers have no image processor for these without torchvision.
+MISSING = [
+    name
+    for name, kind in {"smolvlm": "SmolVLM", "idefics3": "Idefics3"}.items()
+    if getattr(getattr(tiny_seeing.hf, f"{kind}ImageProcessorPil"), "is_dummy", False)
+]
+FAMILIES = [name for name in tiny_seeing.BUILDERS if name not in MISSING]
+needs_splits = pytest.mark.skipif("smolvlm" in MISSING, reason="no image processor for it")
 
 
 @cache
@@ -65,6 +72,7 @@ def test_each_image_has_its_span(family: str) -> None:
     assert one == again != two
 
 
+@needs_splits
 def test_rough_look_takes_fewer_places_where_images_are_split() -> None:
     processor, large = loaded("smolvlm"), picture(1, 256, 256)
     asked = text(processor, "a", "b")
@@ -118,6 +126,7 @@ def test_image_that_the_model_does_not_take_is_named() -> None:
     assert refused.value.param == "here"
 
 
+@needs_splits
 def test_threads_share_a_processor() -> None:
     processor = loaded("smolvlm")
     expected = {}

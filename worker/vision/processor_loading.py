@@ -10,10 +10,12 @@ from typing import Any
 from transformers import (
     AutoConfig,
     AutoFeatureExtractor,
-    AutoImageProcessor,
     AutoProcessor,
     AutoTokenizer,
     ProcessorMixin,
+)
+from transformers.models.auto.image_processing_auto import (
+    AutoImageProcessor,  # without torchvision, transformers itself hides it up to 5.17
 )
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
