@@ -33,8 +33,8 @@ from worker.text.parser import Parser
 from worker.text.probes import ARGUMENTS, TOOLS
 from worker.text.renderer import SWITCHES
 from worker.vision.processor import Processor
-from worker.vision.seeing import seen
 from worker.vision.prompt import PicturePrompt
+from worker.vision.seeing import seen
 
 
 class Frontend:
@@ -49,7 +49,7 @@ class Frontend:
     ) -> None:
         tokenizer, defaults, vocab_size = language.tokenizer, language.defaults, language.vocab_size
         self.language = language
-        self._processor = processor
+        self.processor = processor
         self.max_model_len = max_model_len
         self.info = ModelInfo(
             "text-generation",
@@ -203,7 +203,7 @@ class Frontend:
 
     def _pictured(self, chat: Chat) -> tuple[str, PicturePrompt]:
         """Its text, and its pictures with their tokens."""
-        processor = self._processor
+        processor = self.processor
         if processor is None:
             raise InvalidInput("this model takes no images", chat.pictures[0].param)
         text = self.template.render(chat)

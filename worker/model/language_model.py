@@ -98,7 +98,8 @@ class LanguageModel:
     @property
     def decoder(self) -> Any:
         """The part that runs paged: of a model that sees, what its pictures' rows go into."""
-        return self.model.get_decoder() if self.sees else self.model
+        model: Any = self.model  # not annotated
+        return model.get_decoder() if self.sees else model
 
     @property
     def context(self) -> int:

@@ -10,7 +10,7 @@ but that are not told the window, are found whatever its size.
 import functools
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -47,10 +47,13 @@ NARROW = 5
 CACHE_SHARE = {"cpu": 0.5, "cuda": 0.85}
 
 
-def load_paged_runner(language: LanguageModel, options: GeneratorOptions) -> PagedRunner:
-    """CannotRun, and the model is as it was; LoadingFailed if there is no room for a cache."""
+def load_paged_runner(
+    language: LanguageModel, options: GeneratorOptions, also: Callable[[], None] = lambda: None
+) -> PagedRunner:
+    """CannotRun, and the model is as it was; LoadingFailed if there is no room for a cache. `also`:
+    what else is to be checked once its layers attend over one."""
     check = PagingCheck(language)
-    check.page()
+    check.page(also)
     language.lay_out(options.quantization, check.compare)
     wanted = min(options.max_model_len or language.context, language.context)
     blocks = cache_blocks(language, options.kv_cache_gb, options.max_running * wanted)
@@ -104,7 +107,7 @@ class PagingCheck:
             self.reference = [self._reference(prompt) for prompt in self.prompts]
             self.narrow_reference = self._narrow_reference()
 
-    def page(self) -> None:
+    def page(self, also: Callable[[], None] = lambda: None) -> None:
         """Have the layers attend over a paged cache; CannotRun if they don't, or not rightly."""
         decoder = self.language.decoder
         before = decoder.config._attn_implementation
@@ -114,6 +117,7 @@ class PagingCheck:
             self.compare()
             if self.narrow_reference is not None:
                 self._compare_narrow(self.narrow_reference)
+            also()
         except Exception as error:
             decoder.set_attn_implementation(before)
             if isinstance(error, CannotRun):
