@@ -64,7 +64,7 @@ def engine(model: str, blocks: int = 400, max_running: int = 256) -> GenerationE
     runner = PagedRunner(language, blocks, min(language.context, blocks * BLOCK), 0)
     for stored in (*runner.cache.keys, *runner.cache.values):
         stored.fill_(float("nan"))
-    return paged_engine(runner, GeneratorOptions("", max_running=max_running), known.processor)
+    return paged_engine(runner, GeneratorOptions("", max_running=max_running), known.sight)
 
 
 def in_small_chunks(generator: GenerationEngine, tokens: int) -> GenerationEngine:
@@ -85,11 +85,11 @@ def oracle(model: str) -> Any:
 
 def generated(model: str, served: Served, count: int = COUNT) -> list[int]:
     """What `generate` makes of the same prompt and pictures."""
-    scene, processor = served.item.prepared[0].prepared.scene, loaded(model).processor
+    scene, sight = served.item.prepared[0].prepared.scene, loaded(model).sight
     inputs: dict[str, Any] = {}
-    if isinstance(scene, PicturePrompt) and processor:
+    if isinstance(scene, PicturePrompt) and sight:
         made = scene.process()
-        inputs = {**made.inputs, **processor.joined([each.inputs for each in made.images])}
+        inputs = {**made.inputs, **sight.processor.joined([each.inputs for each in made.images])}
     takes = inspect.signature(oracle(model).forward).parameters
     inputs = {name: each for name, each in inputs.items() if name in takes}
     ids = torch.tensor([list(served.prompt)])

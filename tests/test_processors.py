@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from batching.errors import InvalidInput
 from tests import tiny_seeing
+from tests.tiny import hf
 from worker.vision.processor import Processor, Seen
 from worker.vision.processor_loading import load_processor
 
@@ -19,7 +20,7 @@ from worker.vision.processor_loading import load_processor
 MISSING = [
     name
     for name, kind in {"smolvlm": "SmolVLM", "idefics3": "Idefics3"}.items()
-    if getattr(getattr(tiny_seeing.hf, f"{kind}ImageProcessorPil"), "is_dummy", False)
+    if getattr(getattr(hf, f"{kind}ImageProcessorPil"), "is_dummy", False)
 ]
 FAMILIES = [name for name in tiny_seeing.BUILDERS if name not in MISSING]
 needs_splits = pytest.mark.skipif("smolvlm" in MISSING, reason="no image processor for it")

@@ -25,11 +25,13 @@ class PipelineInput:
 @dataclass(frozen=True, slots=True)
 class Picture:
     """An image of a conversation, as a file's bytes, not yet decoded. `detail`: how large it is to
-    be looked at. `param`: the field of the request that errors about it name."""
+    be looked at. `param`: the field of the request that errors about it name. `link`: where its
+    bytes are still to be fetched from."""
 
     data: bytes
     detail: str
     param: str
+    link: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +228,7 @@ class Tokenizing(Protocol):
     """What is asked of a model that is called by its name. In pool threads, several at once."""
 
     max_model_len: int  # tokens that it takes at most, output included
+    takes_images: bool  # in chats
 
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt; InvalidInput if the chat template refuses it."""

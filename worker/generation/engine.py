@@ -32,8 +32,8 @@ from worker.model.logits_processors import Draw
 from worker.model.paged_runner import PagedRunner
 from worker.model.sampler import SampledToken, sample
 from worker.protocol import StepOutcome, StepReport
-from worker.vision.processor import Processor
 from worker.vision.prompt import PicturePrompt
+from worker.vision.seeing import Sight
 from worker.vision.tower import Tower
 from worker.vision.viewing import Viewing
 
@@ -55,10 +55,10 @@ class GenerationEngine(Frontend):
         new_scheduler: Callable[[], ContinuousScheduler],
         speculates: bool = False,
         why: str = "",
-        processor: Processor | None = None,
+        sight: Sight | None = None,
     ) -> None:
         language, device = runner.language, runner.language.device.type
-        super().__init__(language, runner.max_model_len, why, processor)
+        super().__init__(language, runner.max_model_len, why, sight)
         self.runner = runner
         self.speculates = speculates
         self.live: dict[WorkItem, list[Sequence]] = {}  # until their end is reported

@@ -32,9 +32,8 @@ from worker.text.detokenizer import Vocabulary
 from worker.text.parser import Parser
 from worker.text.probes import ARGUMENTS, TOOLS
 from worker.text.renderer import SWITCHES
-from worker.vision.processor import Processor
 from worker.vision.prompt import PicturePrompt
-from worker.vision.seeing import seen
+from worker.vision.seeing import Sight
 
 
 class Frontend:
@@ -45,12 +44,13 @@ class Frontend:
         language: LanguageModel,
         max_model_len: int,
         why: str = "",
-        processor: Processor | None = None,
+        sight: Sight | None = None,
     ) -> None:
         tokenizer, defaults, vocab_size = language.tokenizer, language.defaults, language.vocab_size
         self.language = language
-        self.processor = processor
+        self.sight = sight
         self.max_model_len = max_model_len
+        self.takes_images = sight is not None
         self.info = ModelInfo(
             "text-generation",
             language.name,
@@ -77,6 +77,8 @@ class Frontend:
         item.tokens = len(prepared.ids)
 
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
+        if isinstance(prompt, Chat) and prompt.pictures and self.sight:
+            return self.sight.again(self.template.render(prompt), prompt.pictures).ids
         return self._encoded(prompt, add_special_tokens, "messages")[1]
 
     def decode(self, ids: list[int]) -> str:
@@ -203,12 +205,13 @@ class Frontend:
 
     def _pictured(self, chat: Chat) -> tuple[str, PicturePrompt]:
         """Its text, and its pictures with their tokens."""
-        processor = self.processor
-        if processor is None:
-            raise InvalidInput("this model takes no images", chat.pictures[0].param)
+        sight = self.sight
+        if sight is None:
+            raise InvalidInput("this model takes text, no images", chat.pictures[0].param)
         text = self.template.render(chat)
         self._check_length(text, "messages")
-        return text, PicturePrompt.of(lambda: processor.process(text, seen(chat.pictures)))
+        made = sight.process(text, chat.pictures)
+        return text, PicturePrompt.of(made, lambda: sight.again(text, chat.pictures))
 
     def _encoded(self, prompt: Chat | str, special: bool, param: str) -> tuple[str, list[int]]:
         """Text and ids. `special`: the tokenizer adds its own; templates write them."""

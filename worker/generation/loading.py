@@ -19,6 +19,7 @@ from worker.model.self_check import CannotRun
 from worker.vision.check import check_pictures
 from worker.vision.processor import Processor
 from worker.vision.processor_loading import load_processor
+from worker.vision.seeing import Sight
 
 log = logging.getLogger("onequeue.generation")
 
@@ -32,20 +33,20 @@ PREFIX_SHARE = 0.25
 def load_generator(options: GeneratorOptions) -> GenerationEngine:
     """LoadingFailed if the model cannot be served."""
     language = load_language_model(options)
-    processor = load_images_processor(language)
+    sight = load_sight(language, int(options.max_image_mp * 1e6))
     runner: PagedRunner | CachedRunner
     try:
-        also = partial(check_pictures, language, processor) if processor else lambda: None
+        also = partial(check_pictures, language, sight.processor) if sight else lambda: None
         runner = load_paged_runner(language, options, also)
     except CannotRun as error:
         log.warning("static batches: %s", error)
         language.lay_out(options.quantization)
         runner = CachedRunner(language, options.max_model_len)
-        return cached_engine(runner, options, str(error), processor)
-    return paged_engine(runner, options, processor)
+        return cached_engine(runner, options, str(error), sight)
+    return paged_engine(runner, options, sight)
 
 
-def load_images_processor(language: LanguageModel) -> Processor | None:
+def load_sight(language: LanguageModel, most_pixels: int) -> Sight | None:
     """None, with a line in the log, where the checkpoint's does not load: it serves text."""
     if not language.sees:
         return None
@@ -57,11 +58,11 @@ def load_images_processor(language: LanguageModel) -> Processor | None:
         log.warning("images are refused, its processor does not load: %s", first_line(error))
         return None
     language.tokenizer = processor.tokenizer
-    return processor
+    return Sight(processor, most_pixels)
 
 
 def paged_engine(
-    runner: PagedRunner, options: GeneratorOptions, processor: Processor | None = None
+    runner: PagedRunner, options: GeneratorOptions, sight: Sight | None = None
 ) -> GenerationEngine:
     set_aside = options.kv_cache_gb is not None or runner.language.device.type == "cuda"
     share = 1.0 if set_aside else PREFIX_SHARE
@@ -69,12 +70,12 @@ def paged_engine(
         runner,
         lambda: ContinuousScheduler(BlockPool(runner.blocks, BLOCK, share), options.max_running),
         speculates=options.speculation == "auto",
-        processor=processor,
+        sight=sight,
     )
 
 
 def cached_engine(
-    runner: CachedRunner, options: GeneratorOptions, why: str, processor: Processor | None = None
+    runner: CachedRunner, options: GeneratorOptions, why: str, sight: Sight | None = None
 ) -> GenerationEngine:
     """`why`: why the model is not paged."""
     most = min(options.max_running, MOST_CACHED)
@@ -84,5 +85,5 @@ def cached_engine(
         runner,
         lambda: ContinuousScheduler(BlockPool(blocks, size), most, whole_prompts=True),
         why=why,
-        processor=processor,
+        sight=sight,
     )

@@ -61,6 +61,7 @@ class GeneratorOptions:
     max_model_len: int | None = None
     kv_cache_gb: float | None = None
     max_running: int = 256
+    max_image_mp: float = 64.0
 
 
 class LanguageModel:

@@ -53,7 +53,7 @@ class ImageInputs:
     inputs: Tensors
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Processed:
     """`ids`: with as many places for each image as it fills. `inputs`: what else the forward takes
     of the text, [1, ids]. `images`: what it takes of each. `spans`: from which id to before which

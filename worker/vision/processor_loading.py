@@ -57,7 +57,7 @@ def _joined(path: str, error: ImportError) -> Any:
     return _without_videos(kind).from_args_and_dict([parts.get(name) for name in names], written)
 
 
-def _without_videos(kind: type[ProcessorMixin]) -> Any:
+def _without_videos(kind: Any) -> Any:
     def check(self: Any, name: str, part: Any) -> Any:
         return part if part is None else kind.check_argument_for_proper_class(self, name, part)
 

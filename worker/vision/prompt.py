@@ -27,9 +27,7 @@ class PicturePrompt(Pictures):
     found: dict[bytes, Rows] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, process: Callable[[], Processed]) -> "PicturePrompt":
-        """InvalidInput is the processor's."""
-        made = process()
+    def of(cls, made: Processed, process: Callable[[], Processed]) -> "PicturePrompt":
         spans = [(start, stop) for start, stop, _ in made.spans]
         digests = [digest for _, _, digest in made.spans]
         return cls(
