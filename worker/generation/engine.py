@@ -106,6 +106,8 @@ class GenerationEngine(Frontend):
             for output in item.prepared
         ]
         for sequence in sequences:
+            if sequence.scene and not self._viewing:
+                sequence.scene.ready = True  # its pictures run with it
             self.scheduler.add(sequence)
 
     def clear(self) -> list[WorkItem]:
@@ -288,6 +290,8 @@ class GenerationEngine(Frontend):
     # ── what comes of it ──
 
     def _outcome(self) -> StepOutcome:
+        if self._viewing:
+            self._viewing.close_those_that_ran(self.scheduler)
         report = self._report()
         if self._rows_run:
             prefill = report.prefill_tokens
