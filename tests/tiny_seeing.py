@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from tests.tiny import SMALL, hf
+from tests.tiny import SMALL
+from tests.tiny import hf as hf
 from tests.tiny_decoders import CONTEXT, MIXED, WINDOW, _lively
 from tests.tiny_tokenizers import llama_tokenizer
 

@@ -48,7 +48,7 @@ class Frontend:
     ) -> None:
         tokenizer, defaults, vocab_size = language.tokenizer, language.defaults, language.vocab_size
         self.language = language
-        self._sight = sight
+        self.sight = sight
         self.max_model_len = max_model_len
         self.takes_images = sight is not None
         self.info = ModelInfo(
@@ -77,8 +77,8 @@ class Frontend:
         item.tokens = len(prepared.ids)
 
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
-        if isinstance(prompt, Chat) and prompt.pictures and self._sight:
-            return self._sight.again(self.template.render(prompt), prompt.pictures).ids
+        if isinstance(prompt, Chat) and prompt.pictures and self.sight:
+            return self.sight.again(self.template.render(prompt), prompt.pictures).ids
         return self._encoded(prompt, add_special_tokens, "messages")[1]
 
     def decode(self, ids: list[int]) -> str:
@@ -205,7 +205,7 @@ class Frontend:
 
     def _pictured(self, chat: Chat) -> tuple[str, PicturePrompt]:
         """Its text, and its pictures with their tokens."""
-        sight = self._sight
+        sight = self.sight
         if sight is None:
             raise InvalidInput("this model takes text, no images", chat.pictures[0].param)
         text = self.template.render(chat)

@@ -3,6 +3,7 @@ that transformers gives it where that does not fit. On the worker's thread.
 """
 
 import logging
+from functools import partial
 from typing import Any
 
 from batching.block_pool import BlockPool
@@ -15,6 +16,7 @@ from worker.model.loading import first_line
 from worker.model.paged_runner import PagedRunner
 from worker.model.paging import load_paged_runner
 from worker.model.self_check import CannotRun
+from worker.vision.check import check_pictures
 from worker.vision.processor import Processor
 from worker.vision.processor_loading import load_processor
 from worker.vision.seeing import Sight
@@ -34,7 +36,8 @@ def load_generator(options: GeneratorOptions) -> GenerationEngine:
     sight = load_sight(language, int(options.max_image_mp * 1e6))
     runner: PagedRunner | CachedRunner
     try:
-        runner = load_paged_runner(language, options)
+        also = partial(check_pictures, language, sight.processor) if sight else lambda: None
+        runner = load_paged_runner(language, options, also)
     except CannotRun as error:
         log.warning("static batches: %s", error)
         language.lay_out(options.quantization)

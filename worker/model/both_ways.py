@@ -42,8 +42,8 @@ class BothWaysMetadata(AttentionMetadata):
         first = super()._first_gathered(members, window, chunk)
         return np.minimum(first, self.firsts[self.offsets[members]])
 
-    def _seen(self, rows: Any, queries: Any, keys: Any, window: int, chunk: int) -> Any:
-        seen = super()._seen(rows, queries, keys, window, chunk)
+    def _seen(self, queries: Any, keys: Any, window: int, chunk: int, rows: Any) -> Any:
+        seen = super()._seen(queries, keys, window, chunk, rows)
         keys = keys[:, None, :]
         return seen | (
             (keys >= self.firsts[rows][:, :, None]) & (keys <= self.lasts[rows][:, :, None])

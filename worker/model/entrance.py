@@ -6,7 +6,7 @@ tokens see each other is read off the rule that the model makes its masks by, at
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,19 +69,21 @@ class Entrance:
         if self._brought is None:
             raise Arrived(given)
         places, rows = self._brought
+        width = given["inputs_embeds"].shape[1]
         masks = {name: each for name, each in rows.items() if _is_mask(each)}
         for name, each in rows.items():
             if isinstance(each, list):
                 [mask] = masks.values()
                 given[name] = [layer[mask] for layer in each]
             elif name in masks:
-                given[name] = _at(torch.zeros_like(given["inputs_embeds"][..., 0]).bool(), places, each)
+                nowhere = given["inputs_embeds"].new_zeros(1, width, dtype=torch.bool)
+                given[name] = _at(nowhere, places, each)
             else:
                 given[name] = _at(given[name], places, each)
         return self._decode(**{**given, "attention_mask": None})
 
 
-def rows_of(given: Mapping[str, Any], count: int, width: int) -> list[dict[str, Tensor | list[Tensor]]]:
+def rows_of(given: Mapping[str, Any], count: int, width: int) -> Sequence[Rows]:
     """Of `count` prompts of `width` tokens each, all of them a picture's; CannotRun where the
     decoder is given what cannot be told apart by token."""
     found = {name: each for name, each in given.items() if name not in ORDINARY}

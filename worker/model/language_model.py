@@ -6,6 +6,7 @@ cached_runner.py.
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from worker.model.loading import (
     loading,
     local_path,
 )
-from worker.model.self_check import TOLERANCE, compare
+from worker.model.self_check import TOLERANCE, compare, explicit_masks
 
 log = logging.getLogger("onequeue.language_model")
 
@@ -98,7 +99,8 @@ class LanguageModel:
     @property
     def decoder(self) -> Any:
         """The part that runs paged: of a model that sees, what its pictures' rows go into."""
-        return self.model.get_decoder() if self.sees else self.model
+        model: Any = self.model  # not annotated
+        return model.get_decoder() if self.sees else model
 
     @property
     def context(self) -> int:
@@ -152,7 +154,8 @@ def load_language_model(options: GeneratorOptions) -> LanguageModel:
             **attention_keywords(options.attention),
         )
         model.to(device).eval()
-        check_generates(model, missing_weights.names_of(info))
+        with explicit_masks(model.get_decoder()) if sees else nullcontext():
+            check_generates(model, missing_weights.names_of(info))
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     return LanguageModel(name, model, tokenizer, path, sees)
 

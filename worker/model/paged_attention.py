@@ -133,10 +133,10 @@ class AttentionMetadata(Attends):
         if t == 1 or starts.any():
             gathered, keys = self._gathered(members, window, chunk)
             blocks = self._tensor(gathered.ravel())
-            mask = self._mask(self._seen(rows, queries, keys, window, chunk))
+            mask = self._mask(queries, keys, window, chunk, rows)
         elif masked or 0 < window < t or 0 < chunk < t:
             keys = np.broadcast_to(within, (b, t))
-            mask = self._mask(self._seen(rows, queries, keys, window, chunk))
+            mask = self._mask(queries, keys, window, chunk, rows)
         target = None if every else self._tensor(rows[real])
         rows = None if every else self._tensor(rows.ravel())
         return Group(rows, places, target, (b, t), blocks, mask)
@@ -154,18 +154,19 @@ class AttentionMetadata(Attends):
             blocks[row, len(seen) :] = seen[-1]
         return blocks, first[:, None] * BLOCK + np.arange(n * BLOCK)
 
-    def _seen(self, rows: Any, queries: Any, keys: Any, window: int, chunk: int) -> Any:
+    def _mask(self, queries: Any, keys: Any, window: int, chunk: int, rows: Any) -> Tensor:
+        seen = self._seen(queries, keys, window, chunk, rows)
+        mask = torch.zeros(seen.shape, dtype=self.cache.dtype)
+        mask.masked_fill_(torch.from_numpy(~seen), -torch.inf)
+        return mask.unsqueeze(1).to(self.cache.device)
+
+    def _seen(self, queries: Any, keys: Any, window: int, chunk: int, rows: Any) -> Any:
         """[b, t, keys] whether a query sees a key; `rows`: of the queries in the step."""
         position = queries[:, :, None]
         seen = keys[:, None, :] <= position
         if window or chunk:
             seen &= keys[:, None, :] >= self._first_seen(position, window, chunk)
         return seen
-
-    def _mask(self, seen: Any) -> Tensor:
-        mask = torch.zeros(seen.shape, dtype=self.cache.dtype)
-        mask.masked_fill_(torch.from_numpy(~seen), -torch.inf)
-        return mask.unsqueeze(1).to(self.cache.device)
 
     def _tensor(self, values: Any) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.cache.device)

@@ -18,8 +18,8 @@ from batching.sequence import Batch, Span
 from worker.cores import release
 from worker.model import native_attention
 from worker.model.attention_function import Attends, forward_context
-from worker.model.compiling import compiled
 from worker.model.both_ways import BothWaysMetadata, has_blocks
+from worker.model.compiling import compiled
 from worker.model.cuda_graphs import SIZES, SPARE, CudaGraphs, RowsMetadata, capture_graphs
 from worker.model.entrance import Entrance
 from worker.model.kv_cache import BLOCK, KVCache

@@ -32,7 +32,8 @@ def lay_out(
     scene.blocks = _blocks(sees_next(given))
     ends = (stop for _, stop in (*scene.spans, *scene.blocks))
     scene.end = max(ends, default=0)
-    if not bool((scene.positions[:, scene.end :] == torch.arange(scene.end, len(ids)) + scene.shift).all()):
+    text = torch.arange(scene.end, len(ids)) + scene.shift
+    if not bool((scene.positions[:, scene.end :] == text).all()):
         scene.end = len(ids)
     scene.contents = _contents(ids, scene, digests)
 

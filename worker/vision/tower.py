@@ -51,7 +51,7 @@ class Tower:
             self._kept.move_to_end(digest)
         return rows
 
-    def look(self, looks: Sequence[Look]) -> list[Rows]:
+    def look(self, looks: Sequence[Look]) -> Sequence[Rows]:
         """Of the same shape, in one run; CannotRun where the decoder is given what cannot be told
         apart by picture."""
         device, width = self.entrance.model.device, len(looks[0].ids)
