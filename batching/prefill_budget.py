@@ -1,5 +1,5 @@
-"""How many prompt tokens a step takes: as many as pay, few enough not to stall streams. Learned from
-the steps' times; no clock here.
+"""How many prompt tokens a step takes: as many as pay, few enough not to stall streams. Learned
+from the times of steps; no clock here.
 """
 
 # Prompt tokens of a step; where prompts run whole, with their padding.

@@ -1,5 +1,5 @@
-"""How the answers to a request are to be read: what its prompt has begun of them, what calls they may
-make, and whether thoughts come first.
+"""How the answers to a request are to be read: what its prompt has begun of them, what calls they
+may make, and whether thoughts come first.
 """
 
 from collections.abc import Mapping
