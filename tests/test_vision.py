@@ -112,6 +112,21 @@ def test_a_picture_goes_through_the_tower_once() -> None:
     assert viewing(generator).tower.runs == 1
 
 
+def test_a_picture_that_is_cut_into_frames_goes_through_frame_by_frame() -> None:
+    generator = engine("smolvlm")
+    driver, tower = Driver(generator), viewing(generator).tower
+    driver.add(request("Words.", max_tokens=40))
+    driver.step()
+    beside = driver.add(request("What is ", png(7, 64, 64), "?"))
+    frames = len(scene_of(beside).spans)
+    assert frames == 5  # four quarters, and the whole
+    for seen in range(1, frames + 1):
+        driver.step()
+        assert tower.runs == seen
+    driver.finish()
+    assert_generated("smolvlm", [beside])
+
+
 def test_while_somebody_streams_a_turn_looks_at_one_picture() -> None:
     generator = engine("llava")
     driver, tower = Driver(generator), viewing(generator).tower

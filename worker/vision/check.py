@@ -32,12 +32,12 @@ def check_pictures(language: LanguageModel, processor: Processor) -> None:
     with explicit_masks(language.decoder):
         reference = own_logits(language, processor, made)
         ids = [1 + 7 * n % (language.vocab_size - 1) for n in range(2 * BLOCK)]
-        text_reference = own_logits(language, processor, Processed(ids, {}, [], []))
+        text_reference = own_logits(language, processor, Processed(ids, {}, [], [], 0, {}))
     blocks = -(-len(made.ids) // BLOCK)
     runner = PagedRunner(language, blocks + 2, language.context, 0)
     assert runner.entrance is not None
     tower, prompt = Tower(runner.entrance), PicturePrompt.of(made, lambda: made)
-    for look in prompt.missing(tower):
+    for look in prompt.missing(tower, len(prompt.spans)):
         (prompt.found[look.digest],) = tower.look([look])
     prompt.open(tower)
     pictured = _sequence(made.ids, range(blocks))

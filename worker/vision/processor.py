@@ -57,12 +57,15 @@ class ImageInputs:
 class Processed:
     """`ids`: with as many places for each image as it fills. `inputs`: what else the forward takes
     of the text, [1, ids]. `images`: what it takes of each. `spans`: from which id to before which
-    an image reaches, and the digest of what is seen; between its places may stand ids of text."""
+    an image reaches, and the digest of what is seen; between its places may stand ids of text.
+    `image_id`: the id of a place. `axes`: along which the tensors of several images are joined."""
 
     ids: list[int]
     inputs: Tensors
     images: list[ImageInputs]
     spans: list[tuple[int, int, bytes]]
+    image_id: int
+    axes: Mapping[str, int]
 
 
 class Processor:
@@ -108,7 +111,8 @@ class Processor:
             spans.append((filled[0], filled[-1] + 1, digest))
             start += count
         taken = [{name: each[name] for name in each.keys() & made.keys()} for each in features]
-        return Processed(ids, inputs, [ImageInputs(each) for each in taken], spans)
+        kept = [ImageInputs(each) for each in taken]
+        return Processed(ids, inputs, kept, spans, self.image_id, self._axes)
 
     def joined(self, images: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What several images' tensors are together; the smaller are filled up with zeros."""

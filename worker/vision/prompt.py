@@ -4,6 +4,7 @@ forgotten but for its numbers once it has run. Shared by a request's choices.
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from worker.model.entrance import Entrance, Rows
 from worker.model.pictures import Pictures
 from worker.vision.layout import PIXELS, lay_out
+from worker.vision.pieces import Piece, pieces_of
 from worker.vision.processor import Processed
 from worker.vision.tower import Look, Tower
 
@@ -24,31 +26,33 @@ class PicturePrompt(Pictures):
     ids: Sequence[int] = field(kw_only=True)
     digests: Sequence[bytes] = field(kw_only=True)
     processed: Processed | None = field(kw_only=True)
+    pieces: Sequence[Piece] = field(kw_only=True)
     found: dict[bytes, Rows] = field(default_factory=dict)
 
     @classmethod
     def of(cls, made: Processed, process: Callable[[], Processed]) -> "PicturePrompt":
-        spans = [(start, stop) for start, stop, _ in made.spans]
-        digests = [digest for _, _, digest in made.spans]
+        pieces = pieces_of(made)
+        spans = [(each.start, each.stop) for each in pieces]
+        digests = [each.digest for each in pieces]
         return cls(
-            spans=spans, end=spans[-1][1],
-            contents=made.ids, process=process, ids=made.ids, digests=digests, processed=made,
+            spans=spans, end=spans[-1][1], contents=made.ids, process=process,
+            ids=made.ids, digests=digests, processed=made, pieces=pieces,
         )  # fmt: skip
 
-    def missing(self, tower: Tower) -> list[Look]:
-        """The pictures that have not been looked at, each once."""
+    def missing(self, tower: Tower, most: int) -> list[Look]:
+        """The first `most` of its pictures that have not been looked at, each once."""
         for digest in self.digests:
             if digest not in self.found and (rows := tower.find(digest)) is not None:
                 self.found[digest] = rows
         wanted = {d: n for n, d in enumerate(self.digests) if d not in self.found}
-        return [self._look(number, tower) for number in sorted(wanted.values())]
+        return [self._look(number, tower) for number in islice(wanted.values(), most)]
 
     def _look(self, number: int, tower: Tower) -> Look:
         made = self.made()
-        start, stop = self.spans[number]
+        start, stop, digest, inputs = self.pieces[number]
         of_text = {name: each[:, start:stop] for name, each in made.inputs.items()}
-        inputs = taken({**of_text, **made.images[number].inputs}, tower.entrance.takes)
-        return Look(self.digests[number], tuple(self.ids[start:stop]), inputs)
+        known = taken({**of_text, **inputs}, tower.entrance.takes)
+        return Look(digest, tuple(self.ids[start:stop]), known)
 
     def lay_out(self, entrance: Entrance) -> None:
         """CannotRun as in layout.py."""
@@ -67,7 +71,7 @@ class PicturePrompt(Pictures):
         if self.positions is None:
             self.lay_out(tower.entrance)
         self.rows = [self.found[digest] for digest in self.digests]
-        self.processed, self.found, self.ready = None, {}, True
+        self.processed, self.pieces, self.found, self.ready = None, (), {}, True
 
     def close(self) -> None:
         """It has run, or nobody waits for it."""
@@ -77,6 +81,7 @@ class PicturePrompt(Pictures):
         """What went in, made again if need be."""
         if self.processed is None:
             self.processed = self.process()
+            self.pieces = pieces_of(self.processed)
         return self.processed
 
 

@@ -61,7 +61,7 @@ class Viewing:
 
     def _missing(self, prompt: PicturePrompt) -> list[Look]:
         try:
-            return prompt.missing(self.tower)
+            return prompt.missing(self.tower, TOGETHER)
         except Exception as error:
             self._failed(prompt, error)
             return []
@@ -86,7 +86,7 @@ class Viewing:
 
     def _open_if_seen(self, prompt: PicturePrompt) -> None:
         try:
-            if not prompt.missing(self.tower):
+            if not prompt.missing(self.tower, 1):
                 prompt.open(self.tower)
                 self._open[prompt] = None
         except Exception as error:
