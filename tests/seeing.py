@@ -7,17 +7,20 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
 from batching.request_queue import WorkItem
 from tests import tiny_seeing
 from tests.generating import GREEDY, Served
+from worker.generation import loading
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import load_generator, paged_engine
 from worker.model.kv_cache import BLOCK
 from worker.model.language_model import GeneratorOptions
 from worker.model.paged_runner import PagedRunner
+from worker.model.self_check import CannotRun
 from worker.protocol import Chat, GenerationInput, Picture, Stopping
 from worker.vision.prompt import PicturePrompt
 
@@ -65,6 +68,19 @@ def engine(model: str, blocks: int = 400, max_running: int = 256) -> GenerationE
     for stored in (*runner.cache.keys, *runner.cache.values):
         stored.fill_(float("nan"))
     return paged_engine(runner, GeneratorOptions("", max_running=max_running), known.sight)
+
+
+@cache
+def unpaged(model: str) -> GenerationEngine:
+    """As if the model refused to run paged."""
+    options = GeneratorOptions(str(tiny_seeing.folder(model)), dtype="float32", device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "check_pictures", refuse)
+        return load_generator(options)
+
+
+def refuse(*_: Any) -> None:
+    raise CannotRun("as if")
 
 
 def in_small_chunks(generator: GenerationEngine, tokens: int) -> GenerationEngine:

@@ -2,17 +2,30 @@
 in a step, found in the cache or put back."""
 
 from collections.abc import Sequence
-from os.path import commonprefix
-from typing import Any
+from itertools import takewhile
+from operator import eq
 
 import pytest
 
 from batching.scene import Content, Scene
 from tests import tiny_seeing
 from tests.generating import Driver, Served, serve
-from tests.seeing import assert_generated, engine, in_small_chunks, loaded, png, request
+from tests.seeing import (
+    assert_generated,
+    engine,
+    in_small_chunks,
+    loaded,
+    png,
+    request,
+    unpaged,
+)
 from worker.generation.engine import GenerationEngine
+from worker.model.entrance import Rows
 from worker.model.kv_cache import BLOCK
+from worker.model.self_check import CannotRun
+from worker.vision import layout
+from worker.vision.cached import PicturedRunner
+from worker.vision.check import check_pictures
 from worker.vision.prompt import PicturePrompt
 from worker.vision.tower import Look, Tower
 from worker.vision.viewing import Viewing
@@ -31,6 +44,11 @@ def scene_of(served: Served) -> PicturePrompt:
     scene = served.item.prepared[0].prepared.scene
     assert isinstance(scene, PicturePrompt)
     return scene
+
+
+def in_common(one: Sequence[Content], other: Sequence[Content]) -> int:
+    """How many they begin with."""
+    return sum(takewhile(bool, map(eq, one, other)))
 
 
 @pytest.mark.parametrize("model", FAMILIES)
@@ -68,7 +86,7 @@ def test_the_same_picture_is_found_and_another_in_its_place_is_not(model: str) -
         served, driver = serve(generator, [item])
         assert_generated(model, served)
         contents = scene_of(served[0]).contents
-        shared = max((len(commonprefix([contents, each])) for each in known), default=0)
+        shared = max((in_common(contents, each) for each in known), default=0)
         found = driver.total("cached_tokens")
         assert found == min(shared, len(contents) - 1) // BLOCK * BLOCK
         if number == 1:
@@ -123,8 +141,11 @@ def test_rows_are_dropped_once_the_prompt_has_run() -> None:
     driver = Driver(generator)
     served = driver.add(request(ONE, "?", max_tokens=6))
     assert scene_of(served).processed is not None
-    driver.step()
+    generator._viewing, watched = None, viewing(generator)
+    watched.turn(generator.scheduler, streaming=False)
     assert scene_of(served).processed is None
+    assert scene_of(served).rows
+    generator._viewing = watched
     driver.step()
     assert scene_of(served).rows == ()
     driver.finish()
@@ -156,7 +177,7 @@ def test_a_picture_that_fails_takes_nobody_with_it(monkeypatch: pytest.MonkeyPat
     served = [driver.add(request(png(seed), "?")) for seed in range(4)]
     guilty = scene_of(served[2]).digests[0]
 
-    def look(self: Tower, looks: Sequence[Look]) -> list[Any]:
+    def look(self: Tower, looks: Sequence[Look]) -> Sequence[Rows]:
         if any(each.digest == guilty for each in looks):
             raise RuntimeError("too odd a picture")
         return original(self, looks)
@@ -187,6 +208,30 @@ def test_usage_counts_the_tokens_that_pictures_fill() -> None:
     assert delta.prompt_tokens == len(served[0].prompt) > 16
 
 
+# Run anew, LLaVA says "<image>" itself here, which then stands for no picture.
+CACHED = [(model, True) for model in ("llava", "qwen2-vl", "gemma3", "smolvlm")]
+
+
+@pytest.mark.parametrize(
+    ("model", "keeps"), [*CACHED, ("qwen2-vl", False), ("gemma3", False), ("smolvlm", False)]
+)
+def test_a_model_that_is_not_paged_runs_pictures_on_its_own_cache(model: str, keeps: bool) -> None:
+    generator = unpaged(model)
+    runner = generator.runner
+    assert isinstance(runner, PicturedRunner)
+    assert runner._keeps
+    runner._keeps = keeps
+    items = [
+        request("No picture here, but a number of words."),
+        request("What is ", ONE, "here?"),
+        request(LONG, TALL, " and of ", ONE, "now", n=2),
+        request(OTHER, "this?"),
+    ]
+    served, _ = serve(generator, items, seed=2)
+    runner._keeps = True
+    assert_generated(model, served)
+
+
 def test_a_block_seen_in_both_directions_is_not_divided() -> None:
     scene = Scene(blocks=[(4, 10), (12, 14)])
     assert [scene.undivided(0, count) for count in (3, 4, 7, 10, 13)] == [3, 4, 4, 10, 12]
@@ -196,3 +241,13 @@ def test_a_block_seen_in_both_directions_is_not_divided() -> None:
 
 def test_a_model_says_that_it_runs_paged() -> None:
     assert all(loaded(model).info.batching == "continuous" for model in FAMILIES)
+
+
+def test_rows_that_come_out_wrong_are_found_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    language, sight = loaded("qwen2-vl").language, loaded("qwen2-vl").sight
+    assert sight
+    right = layout._positions
+    flat = lambda given, width: right(None, width)  # noqa: E731
+    monkeypatch.setattr(layout, "_positions", flat)
+    with pytest.raises(CannotRun, match="logits differ"):
+        check_pictures(language, sight.processor)

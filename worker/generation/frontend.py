@@ -8,30 +8,35 @@ request leaves open comes from the checkpoint's generation_config.
 """
 
 import secrets
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from worker.decisions import DecisionInput
+from worker.generation.answers import (
+    answer_parser,
+    begun_answer,
+    called_tools,
+    content_headers,
+    proved,
+    shall_think,
+)
 from worker.generation.decisions import Decisions
 from worker.generation.defaults import LEFT_OPEN, default_sampling, end_ids
 from worker.generation.output import Prepared, make_choices
-from worker.grammar.calls import accepts, calls_grammar
+from worker.grammar.calls import calls_grammar
 from worker.grammar.compiler import Grammar, Grammars
 from worker.grammar.guide import Plan
 from worker.grammar.notation import either, unusable
 from worker.model.language_model import LanguageModel
 from worker.model.logits_processors import SamplingParams
 from worker.protocol import Calls, Chat, GenerationInput, ModelInfo, Sampling, Stopping
-from worker.text.answer_form import ANSWER, AnswerForm
+from worker.text.answer_form import AnswerForm
 from worker.text.call_form import CallForm
-from worker.text.chat_template import ChatTemplate, thoughts_in
+from worker.text.chat_template import ChatTemplate
 from worker.text.detokenizer import Vocabulary
 from worker.text.parser import Parser
-from worker.text.probes import ARGUMENTS, TOOLS
-from worker.text.renderer import SWITCHES
 from worker.vision.prompt import PicturePrompt
 from worker.vision.seeing import Sight
 
@@ -138,7 +143,7 @@ class Frontend:
         single = calls is not None and not calls.parallel
         if not (answer or call or single or budget is not None):
             return None
-        opens = answer and _shall_think(request) and not form.ends_thoughts(begun)
+        opens = answer and shall_think(request) and not form.ends_thoughts(begun)
         return Plan(
             tokenizer=self.grammars.tokenizer("tools") if answer or call else None,
             answer=answer,
@@ -261,56 +266,3 @@ class Frontend:
             end_ids=ends if stopping.min_tokens else (),
             **{name: value for name, value in chosen.items() if value is not None},
         )
-
-
-def proved(template: ChatTemplate) -> ChatTemplate:
-    """The grammar of its calls takes those that it writes; else their form is not used. Where it
-    writes Python without its quotes, there is nothing to compare."""
-    form = template.answers.calls
-    if form and (form.arguments.style != "python" or form.arguments.quotes):
-        written = [text for text, calls in template.examples if calls[0][1] == ARGUMENTS]
-        if not all(accepts(form, TOOLS, text) for text in written):
-            template.refuse_calls("their grammar does not take what the template writes")
-    return template
-
-
-def begun_answer(template: ChatTemplate, request: GenerationInput, text: str) -> str:
-    """What a chat's prompt has already written of the answer."""
-    chat = request.prompt
-    assert isinstance(chat, Chat)
-    if chat.continue_final_message:
-        content = chat.messages[-1].get("content")
-        return content if isinstance(content, str) else ""
-    form, _ = template.forms(request.calls)
-    return thoughts_in(form, text) if chat.add_generation_prompt else ""
-
-
-def answer_parser(
-    template: ChatTemplate, request: GenerationInput, begun: str, document: bool = False
-) -> Parser | None:
-    """What reads the answers to a chat; None: they are nothing but text."""
-    form, _ = template.forms(request.calls)
-    if form.begins == ANSWER and not form.marks and not request.calls:
-        return None
-    return Parser(form, begun, bool(request.calls), called_tools(request), document)
-
-
-def content_headers(form: AnswerForm) -> tuple[str, ...]:
-    """What may stand before content."""
-    return tuple(filter(None, (form.start, form.content and form.content[0])))
-
-
-def called_tools(request: GenerationInput) -> list[Mapping[str, Any]]:
-    """Those of the request's tools that may be called."""
-    names = request.calls.names if request.calls else ()
-    tools = request.prompt.tools if isinstance(request.prompt, Chat) else ()
-    return [tool for tool in tools if tool["function"]["name"] in names]
-
-
-def _shall_think(request: GenerationInput) -> bool:
-    """Whether thinking is asked for: else an answer with a grammar begins with it."""
-    chat = request.prompt
-    if not isinstance(chat, Chat):
-        return False
-    switched = any(chat.template_kwargs.get(switch) for switch in SWITCHES)
-    return switched or chat.effort not in (None, "none") or request.thinking_tokens is not None

@@ -16,6 +16,7 @@ from worker.model.loading import first_line
 from worker.model.paged_runner import PagedRunner
 from worker.model.paging import load_paged_runner
 from worker.model.self_check import CannotRun
+from worker.vision.cached import PicturedRunner
 from worker.vision.check import check_pictures
 from worker.vision.processor import Processor
 from worker.vision.processor_loading import load_processor
@@ -41,7 +42,11 @@ def load_generator(options: GeneratorOptions) -> GenerationEngine:
     except CannotRun as error:
         log.warning("static batches: %s", error)
         language.lay_out(options.quantization)
-        runner = CachedRunner(language, options.max_model_len)
+        length = options.max_model_len
+        if sight:
+            runner = PicturedRunner(language, length, sight.processor)
+        else:
+            runner = CachedRunner(language, length)
         return cached_engine(runner, options, str(error), sight)
     return paged_engine(runner, options, sight)
 

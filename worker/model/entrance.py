@@ -6,6 +6,7 @@ tokens see each other is read off the rule that the model makes its masks by, at
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -37,10 +38,12 @@ class Arrived(Exception):
 
 
 class Entrance:
-    """On the worker's thread. `model`: the view; run inside `bringing`, or by `captured`."""
+    """On the worker's thread. `model`: the view; run inside `bringing`, or by `captured`. `takes`:
+    names of its forward's arguments."""
 
     def __init__(self, model: Any) -> None:
         self.model, decoder = _view(model)
+        self.takes = frozenset(inspect.signature(model.forward).parameters)
         self._decode: Callable[..., Any] = decoder.forward
         decoder.forward = self._enter
         self._brought: tuple[Tensor, Rows] | None = None

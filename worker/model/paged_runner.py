@@ -81,8 +81,9 @@ class PagedRunner:
         """By the eager model, whatever else there is: pictures join on the way to its decoder."""
         assert self.entrance is not None
         metadata = (BothWaysMetadata if has_blocks(batch) else self.metadata)(self.cache, batch)
-        positions, pictures = told_positions(batch), rows_of(batch)
-        with self.entrance.bringing(*pictures):
+        positions = told_positions(batch).to(self.cache.device)
+        places, rows = rows_of(batch)
+        with self.entrance.bringing(places.to(self.cache.device), rows):
             return run(self.entrance.model, batch, metadata, positions)
 
     # ── compiling ──

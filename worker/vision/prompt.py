@@ -2,13 +2,13 @@
 forgotten but for its numbers once it has run. Shared by a request's choices.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from worker.model.entrance import Rows
+from worker.model.entrance import Entrance, Rows
 from worker.model.pictures import Pictures
 from worker.vision.layout import PIXELS, lay_out
 from worker.vision.processor import Processed
@@ -32,7 +32,7 @@ class PicturePrompt(Pictures):
         digests = [digest for _, _, digest in made.spans]
         return cls(
             spans=spans, end=spans[-1][1],
-            process=process, ids=made.ids, digests=digests, processed=made,
+            contents=made.ids, process=process, ids=made.ids, digests=digests, processed=made,
         )  # fmt: skip
 
     def missing(self, tower: Tower) -> list[Look]:
@@ -44,24 +44,28 @@ class PicturePrompt(Pictures):
         return [self._look(number, tower) for number in sorted(wanted.values())]
 
     def _look(self, number: int, tower: Tower) -> Look:
-        made = self._again()
+        made = self.made()
         start, stop = self.spans[number]
         of_text = {name: each[:, start:stop] for name, each in made.inputs.items()}
-        inputs = _taken({**of_text, **made.images[number].inputs}, tower)
+        inputs = taken({**of_text, **made.images[number].inputs}, tower.entrance.takes)
         return Look(self.digests[number], tuple(self.ids[start:stop]), inputs)
+
+    def lay_out(self, entrance: Entrance) -> None:
+        """CannotRun as in layout.py."""
+        made = self.made()
+        images = [taken(each.inputs, entrance.takes) for each in made.images]
+        joined = {
+            name: torch.cat([each[name] for each in images])
+            for name in images[0]
+            if not name.startswith(PIXELS)
+        }
+        inputs = {**taken(made.inputs, entrance.takes), **joined}
+        lay_out(self, entrance, self.ids, inputs, self.digests)
 
     def open(self, tower: Tower) -> None:
         """All its pictures have been looked at: it may be scheduled. CannotRun as in layout.py."""
-        if not self.contents:
-            made = self._again()
-            images = [_taken(each.inputs, tower) for each in made.images]
-            joined = {
-                name: torch.cat([each[name] for each in images])
-                for name in images[0]
-                if not name.startswith(PIXELS)
-            }
-            inputs = {**_taken(made.inputs, tower), **joined}
-            lay_out(self, tower.entrance, self.ids, inputs, self.digests)
+        if self.positions is None:
+            self.lay_out(tower.entrance)
         self.rows = [self.found[digest] for digest in self.digests]
         self.processed, self.found, self.ready = None, {}, True
 
@@ -69,16 +73,13 @@ class PicturePrompt(Pictures):
         """It has run, or nobody waits for it."""
         self.rows, self.ready = (), False
 
-    def _again(self) -> Processed:
+    def made(self) -> Processed:
+        """What went in, made again if need be."""
         if self.processed is None:
             self.processed = self.process()
         return self.processed
 
 
-def _taken(inputs: Mapping[str, object], tower: Tower) -> dict[str, Tensor]:
-    """Those that the model's forward takes."""
-    return {
-        name: each
-        for name, each in inputs.items()
-        if isinstance(each, Tensor) and name in tower.takes
-    }
+def taken(inputs: Mapping[str, object], takes: Container[str]) -> dict[str, Tensor]:
+    """The tensors that the model's forward takes."""
+    return {n: each for n, each in inputs.items() if isinstance(each, Tensor) and n in takes}

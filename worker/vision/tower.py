@@ -6,7 +6,6 @@ A prompt of nothing but a picture's places is run as far as the decoder; what th
 kept by the picture's digest, the least recently used given up first. On the worker's thread.
 """
 
-import inspect
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +41,6 @@ class Tower:
         self.entrance = entrance
         self.most_bytes = most_bytes
         self.runs = 0  # pictures that were looked at
-        self.takes = frozenset(inspect.signature(entrance.model.forward).parameters)
         self._kept: OrderedDict[bytes, Rows] = OrderedDict()
         self._bytes = 0
 

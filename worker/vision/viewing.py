@@ -38,7 +38,6 @@ class Viewing:
 
     def turn(self, scheduler: ContinuousScheduler, streaming: bool) -> None:
         """At most one run of the tower."""
-        self._close_those_that_ran(scheduler)
         prompts = dict.fromkeys(_prompts(scheduler.waiting))
         waiting = [each for each in list(prompts)[:AHEAD] if not each.ready]
         lacking = [Wanted(each, look) for each in waiting for look in self._missing(each)]
@@ -47,8 +46,8 @@ class Viewing:
         for prompt in waiting:
             self._open_if_seen(prompt)
 
-    def _close_those_that_ran(self, scheduler: ContinuousScheduler) -> None:
-        """And those whose sequences are no more."""
+    def close_those_that_ran(self, scheduler: ContinuousScheduler) -> None:
+        """And those whose sequences are no more: after a step."""
         lines = (scheduler.running, scheduler.waiting)
         needed = {
             sequence.scene
