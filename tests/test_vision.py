@@ -142,13 +142,13 @@ def test_while_somebody_streams_a_turn_looks_at_one_picture() -> None:
 
 
 def test_pictures_of_several_requests_are_looked_at_together() -> None:
-    generator = engine("smolvlm")
+    generator = engine("qwen3-vl")
     driver, tower = Driver(generator), viewing(generator).tower
     served = [driver.add(request(png(seed), "?")) for seed in range(4)]
     driver.step()
     assert tower.runs == 4
     driver.finish()
-    assert_generated("smolvlm", served)
+    assert_generated("qwen3-vl", served)
 
 
 def test_rows_are_dropped_once_the_prompt_has_run() -> None:
