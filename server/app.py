@@ -19,6 +19,7 @@ from batching.turns import Turns
 from server import openapi
 from server.engine import Engine
 from server.health import health, ready
+from server.http.fetch import Fetcher
 from server.http.request import JsonEndpoint, Middleware
 from server.lifespan import lifespan
 from server.metrics import Metrics, metrics
@@ -31,6 +32,7 @@ from server.openai.decisions.systemone import SystemOneRequest
 from server.openai.embeddings import PATHS as EMBEDDING_PATHS
 from server.openai.embeddings import Embeddings
 from server.openai.models import ModelListing, ModelNames
+from server.openai.pictures import Pictures
 from server.openai.responses.endpoint import Responses
 from server.openai.responses.store import ResponseStore
 from server.openai.tokenize import tokenizer_routes
@@ -85,7 +87,8 @@ def create_app(
     named: list[ModelNames] = []
     if settings.chat_model != "none":
         names = ModelNames(settings.chat_model, engine, "generation")
-        shared = settings, engine, names
+        fetcher = Fetcher(settings.image_fetch, int(settings.max_body_mb * 1_000_000), observed)
+        shared = settings, engine, names, Pictures(engine, fetcher)
         responses = Responses(*shared, open_store(settings))
         decisions = DecisionEndpoint(engine, names, DecisionRequest)
         systemone = DecisionEndpoint(engine, names, SystemOneRequest)

@@ -82,6 +82,9 @@ class Settings:
     max_image_mp: float = setting(
         64.0, "megapixels of one image, and of all that are decoded at a time", minimum=1
     )
+    image_fetch: tuple[str, ...] = setting(
+        (), "comma-separated hosts from which images of chats may be fetched, or any"
+    )
     shutdown_grace_s: float = setting(
         30.0, "how long accepted work may take after SIGTERM", minimum=0
     )

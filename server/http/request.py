@@ -76,6 +76,14 @@ class Middleware:
                 expose_headers=["X-Request-Id", "X-Batch-Size", "Server-Timing", "Retry-After"],
             )
 
+    def count_body(self, scope: Scope, more: int) -> None:
+        """Bytes that a request holds, until there is an answer; QueueFull where those of all take
+        too much memory."""
+        if self.body_bytes + more > BODIES * self.max_body:
+            raise QueueFull("the bodies of the requests take all memory there is for them")
+        self.body_bytes += more
+        scope["body_bytes"] += more
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self
         if scope["type"] != "http":
@@ -226,11 +234,8 @@ async def read_body(scope: Scope, receive: Receive, headers: Headers, deadline: 
                 if message["type"] == "http.disconnect":
                     raise ClientGone("the client has gone")
                 chunks.append(message.get("body", b""))
-                more = len(chunks[-1])
-                if app.body_bytes + more > BODIES * limit:
-                    raise QueueFull("the bodies of the requests take all memory there is for them")
-                app.body_bytes += more  # until there is an answer
-                size = scope["body_bytes"] = size + more
+                app.count_body(scope, len(chunks[-1]))
+                size += len(chunks[-1])
                 if size <= limit and not message.get("more_body", False):
                     return b"".join(chunks)
     except TimeoutError:
