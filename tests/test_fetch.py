@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import httpcore
 import pytest
 
 from batching.errors import InvalidInput
@@ -204,13 +205,13 @@ def test_name_that_changes_after_the_check_is_not_looked_up_again(
         lookups.append(host)
         return ["93.184.215.14"] if len(lookups) == 1 else ["127.0.0.1"]
 
-    class Backend(fetch.httpcore.AsyncNetworkBackend):
+    class Backend(httpcore.AsyncNetworkBackend):
         async def connect_tcp(self, host: str, *rest: Any, **more: Any) -> Any:
             connected.append(host)
-            raise fetch.httpcore.ConnectError
+            raise httpcore.ConnectError
 
     monkeypatch.setattr(fetch, "addresses_of", changing)
-    monkeypatch.setattr(fetch.httpcore, "AnyIOBackend", Backend)
+    monkeypatch.setattr(httpcore, "AnyIOBackend", Backend)
     assert "connection to its host fails" in refusal("https://here.test/a.png")
     assert (lookups, connected) == (["here.test"], ["93.184.215.14"])
     assert "not public" in refusal("https://here.test/a.png")
