@@ -28,7 +28,7 @@ from tests.serving import Server, serving
 from tests.test_pipeline_http import error_of
 from worker.tasks import TASKS
 
-ALWAYS = {"/health", "/ready", "/metrics", "/openapi.json"}
+ALWAYS = {"/health", "/ready", "/ping", "/version", "/favicon.ico", "/metrics", "/openapi.json"}
 KEY = {"Authorization": "Bearer k"}
 
 

@@ -123,7 +123,7 @@ def is_path(model: str) -> bool:
 def read_config(model: str) -> dict[str, Any]:
     """config.json of a folder, or of a hub id: from the cache, or fetched."""
     try:
-        path = Path(model).expanduser() / "config.json" if is_path(model) else _fetched(model)
+        path = Path(model).expanduser() / "config.json" if is_path(model) else fetched(model)
         config = json.loads(path.read_text())
     except Exception as error:  # of the hub, the file or its content
         reason = (str(error).splitlines() or [repr(error)])[0]
@@ -134,15 +134,16 @@ def read_config(model: str) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _fetched(model: str) -> Path:
-    """By a thread that nobody waits for longer than FETCH_S: a start shall end one way or other."""
+def fetched(model: str, name: str = "config.json") -> Path:
+    """A file of a hub's model, from the cache or fetched. By a thread that nobody waits for longer
+    than FETCH_S: a start shall end one way or other."""
     from huggingface_hub import hf_hub_download
 
     path: Future[str] = Future()
 
     def fetch() -> None:
         try:
-            path.set_result(hf_hub_download(model, "config.json"))
+            path.set_result(hf_hub_download(model, name))
         except BaseException as error:  # raised where the result is awaited
             path.set_exception(error)
 
