@@ -27,7 +27,7 @@ def address(server: uvicorn.Server) -> tuple[str, list[str]]:
     if config.uds:
         return "http://localhost", ["--unix-socket", config.uds]
     host, port = config.host, config.port
-    if not port and server.started:
+    if not port:
         port = server.servers[0].sockets[0].getsockname()[1]
     host = {"0.0.0.0": "localhost", "::": "localhost"}.get(host, host)
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", []

@@ -52,6 +52,7 @@ async def lifespan(
         yield {APP: app}
     finally:
         restore_signals()
+        gc.unfreeze()  # so that libraries find all of theirs at the end
         if not engine.draining:
             await drain(engine, grace_s)
         engine.stop()
@@ -74,7 +75,15 @@ def settle(
         end_unloaded(error, app.settings.debug, server)
     elif server and not loaded.cancelled():
         gc.freeze()  # what is there stays: later collections leave it out
-        greet(app.engine, server, bool(app.settings.api_keys), time.monotonic() - began)
+        welcome(app, server, time.monotonic() - began)
+
+
+def welcome(app: Middleware, server: uvicorn.Server, seconds: float) -> None:
+    """As soon as it listens: the models may have been there before."""
+    if server.started:
+        greet(app.engine, server, bool(app.settings.api_keys), seconds)
+    elif not server.should_exit:
+        app.engine.loop.call_later(0.05, welcome, app, server, seconds)
 
 
 def end_unloaded(error: BaseException, debug: bool, server: uvicorn.Server | None) -> None:

@@ -26,6 +26,7 @@ class OneLine(logging.Formatter):
     """Line breaks in a message or a traceback would make two events of one."""
 
     def format(self, record: logging.LogRecord) -> str:
+        record.name = record.name.removesuffix(".error")  # uvicorn's general log is called that
         return super().format(record).replace("\n", "\\n")
 
 
