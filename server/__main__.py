@@ -33,14 +33,19 @@ SECTIONS = {
     "responses_db": "Who and where",
 }
 METAVARS = {str: "NAME", int: "N", float: "N", bool: "on|off"}
+SERVED = ["pipeline", "chat", "embedding", "rerank"]
 MODEL_HELP = "a hub id or a local path; what it is for is read off its files"
 
 
 class Command(click.Command):
-    """Whose help has sections."""
+    """Whose help has sections: what is no setting comes first under `own`, or last."""
+
+    def __init__(self, name: str, own: str = "", **parts: Any) -> None:
+        super().__init__(name, **parts)
+        self.own = own
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        formatter.write_usage(ctx.command_path, "[MODEL] [settings] [uvicorn's flags]")
+        formatter.write_usage(ctx.command_path, "[MODEL] [flags]")
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows = {each.name: record for each in self.params if (record := each.get_help_record(ctx))}
@@ -49,12 +54,17 @@ class Command(click.Command):
             formatter.write_dl([("MODEL", MODEL_HELP)])
         del rows["model"]
         names = [spec.name for spec in fields(Settings)]
+        others = [row for name, row in rows.items() if name not in names]
+        if self.own:
+            with formatter.section(self.own):
+                formatter.write_dl(others)
         starts = [*(names.index(first) for first in SECTIONS), len(names)]
         for heading, start, end in zip(SECTIONS.values(), starts, starts[1:], strict=False):
             with formatter.section(heading):
-                formatter.write_dl([rows.pop(name) for name in names[start:end]])
-        with formatter.section("Others, uvicorn's among them"):
-            formatter.write_dl(list(rows.values()))
+                formatter.write_dl([rows[name] for name in names[start:end]])
+        if not self.own:
+            with formatter.section("Others"):
+                formatter.write_dl(others)
 
 
 def command() -> click.Command:
@@ -66,7 +76,7 @@ def command() -> click.Command:
         callback=start,
         help="Serve transformers models over HTTP. Settings are environment variables too "
         "(PIPELINE_MODEL=…), read from .env as well; a flag wins. With a MODEL, nothing else is "
-        "served but what another flag names.",
+        "served but what another flag names. The flags at the end are uvicorn's.",
     )
     return click.version_option(__version__, message="onequeue %(version)s")(made)
 
@@ -111,8 +121,47 @@ def start(model: str | None, **given: Any) -> None:
     uvicorn_command.callback(**APP, **given)
 
 
+def calibration() -> click.Command:
+    return Command(
+        "calibrate",
+        params=[*calibration_options(), model_argument(), *settings_options()],
+        callback=start_calibration,
+        help="Find the rate of requests that keeps a percentile on this machine, and the settings "
+        "for it. It takes a minute or two; let nothing else run.",
+        own="How it is measured",
+    )
+
+
+def calibration_options() -> list[click.Option]:
+    def add(name: str, kind: Any, text: str, **more: Any) -> click.Option:
+        return click.Option(name.split(), type=kind, help=text, show_default=True, **more)
+
+    above_0, served = click.FloatRange(0, min_open=True), click.Choice(SERVED)
+    within = "95 % of the answers are to come within so many milliseconds"
+    return [
+        add("--p95-ms", above_0, within, required=True, metavar="N"),
+        add("--serves", served, "which of the models is measured (the first that is served)"),
+        add("--words", (int, int), "of a text, at least and at most", default=(4, 20)),
+        add("--tokens", click.IntRange(1), "of a chat's answer", default=32, metavar="N"),
+        add("--input file", click.File("rb"), "what to post to /, in place of something made up"),
+    ]
+
+
+def start_calibration(model: str | None, **given: Any) -> None:
+    put_settings(model, given)
+    from server.app import make_app
+    from server.calibration.command import Options, calibrate
+
+    file = given.pop("file")
+    options = Options(**given, file=file.read() if file else None)
+    if calibrate(make_app(), options, click.echo) is None:
+        raise SystemExit(1)
+
+
 def main(words: Sequence[str]) -> None:
     made, name = command(), PROGRAM
+    if words[:1] == ["calibrate"]:
+        made, name, words = calibration(), f"{PROGRAM} calibrate", words[1:]
     try:
         made.main(list(words), prog_name=name, standalone_mode=False)
     except click.ClickException as error:

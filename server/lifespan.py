@@ -88,14 +88,19 @@ def welcome(app: Middleware, server: uvicorn.Server, seconds: float) -> None:
 
 def end_unloaded(error: BaseException, debug: bool, server: uvicorn.Server | None) -> None:
     """Says why there is no model; the server ends as soon as everybody has an answer."""
-    cause = error.__cause__
-    reason = str(cause).strip().partition("\n")[0] or repr(cause)
-    known = cause is None or reason in str(error)
-    print(f"onequeue: {error}" + ("" if known else f": {reason}"), file=sys.stderr)
+    print(f"onequeue: {with_cause(error)}", file=sys.stderr)
     if debug:
         traceback.print_exception(error)
     if server:
         server.should_exit = True
+
+
+def with_cause(error: BaseException) -> str:
+    """On one line: what happened, and why if that does not say it."""
+    cause = error.__cause__
+    reason = str(cause).strip().partition("\n")[0] or repr(cause)
+    known = cause is None or reason in str(error)
+    return str(error) if known else f"{error}: {reason}"
 
 
 async def drain(engine: Engine, grace_s: float) -> None:

@@ -21,6 +21,7 @@ FOLDERS: dict[str, tuple[set[str], set[str]]] = {
     "worker/grammar": (WORKER | {"worker/text", "worker/model"}, WEB),
     "worker/generation": (WORKER | {"worker/text", "worker/grammar", "worker/model"}, WEB),
     "server": (WORKER | {"server/http", *OPENAI}, TORCH),
+    "server/calibration": (WORKER | {"server", "server/http"}, TORCH),
     "server/http": (WORKER | {"server"}, TORCH),
     "server/openai": (WORKER | {"server", "server/http"}, TORCH),
     "server/openai/responses": (WORKER | {"server", "server/http", "server/openai"}, TORCH),
