@@ -164,6 +164,8 @@ def main(words: Sequence[str]) -> None:
         made, name, words = calibration(), f"{PROGRAM} calibrate", words[1:]
     try:
         made.main(list(words), prog_name=name, standalone_mode=False)
+    except click.Abort:  # Ctrl-C
+        raise SystemExit(130) from None
     except click.ClickException as error:
         refuse(f"{error.format_message()} ({name} --help lists them)", MISUSE)
     except SettingsError as error:

@@ -13,7 +13,7 @@ def test_a_line_every_few_seconds(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = 0.0
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    monkeypatch.setattr("worker.model.progress.time.monotonic", lambda: now)
     caplog.set_level(logging.INFO)
     for _ in Progress(range(10), desc="Loading weights"):
         now += 1.0

@@ -1,18 +1,24 @@
 """`python -m server calibrate --p95-ms 250`: which rate can be had, and the settings for it.
 
 The models that the settings name are loaded, one of them is put under load, and the search's stages
-are told as they end. Nothing listens meanwhile. A rate is of this machine, as quiet as it is now.
+are told as they end. Requests come over HTTP, from this process: the client's work is a part of
+what is measured. A rate is of this machine, as quiet as it is now.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+import uvicorn
 
 from server.calibration import report
 from server.calibration.load import Load
-from server.calibration.requests import Requests, requests_for
+from server.calibration.requests import requests_for
 from server.calibration.search import CAPS, Knobs, Search, Stage
+from server.engine import Engine
 from server.http.request import Middleware
 from server.lifespan import with_cause
 from server.log import configure_log
@@ -46,31 +52,48 @@ def calibrate(app: Middleware, options: Options, say: Callable[[str], None]) -> 
     return asyncio.run(_calibrate(app, options, say))
 
 
+class Server(uvicorn.Server):
+    """Ctrl-C ends the calibration, whose server it is."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
 async def _calibrate(app: Middleware, options: Options, say: Callable[[str], None]) -> Stage | None:
     engine = app.engine
     wanted = options.serves or next(name for name in SERVES if SERVES[name] in engine.models)
     if (serves := SERVES[wanted]) not in engine.models:
         raise SettingsError(f"--serves {wanted}: no such model is served")
+    config = uvicorn.Config(app, port=0, lifespan="off", log_config=None, access_log=False)
+    server = Server(config)
     engine.start()
-    try:
+    with socket.create_server(("127.0.0.1", 0), backlog=config.backlog) as listener:
+        serving = asyncio.create_task(server.serve([listener]))
         try:
-            await engine.loaded
-        except Exception as error:
-            raise SettingsError(with_cause(error)) from error
-        requests = requests_for(engine, serves, options.words, options.tokens, options.file)
-        model = engine.models[serves].loaded.info.model
-        say(f"{requests.path} of {model}: which rate keeps 95 % within {options.p95_ms:g} ms?")
-        return await _search(app, requests, options, say)
-    finally:
-        engine.stop()
+            await loaded(engine)
+            requests = requests_for(engine, serves, options.words, options.tokens, options.file)
+            model = engine.models[serves].loaded.info.model
+            say(f"{requests.path} of {model}: which rate keeps 95 % within {options.p95_ms:g} ms?")
+            load = Load(app, requests, listener.getsockname()[1])
+            return await _search(load, options, say)
+        finally:
+            server.should_exit = server.force_exit = True
+            await serving
+            engine.stop()
 
 
-async def _search(
-    app: Middleware, requests: Requests, options: Options, say: Callable[[str], None]
-) -> Stage | None:
-    limit_ms, generates = options.p95_ms, requests.serves == "generation"
-    most = app.settings.max_running if generates else max(CAPS)
-    load, knobs = Load(app, requests), Knobs(min(4, most))
+async def loaded(engine: Engine) -> None:
+    try:
+        await engine.loaded
+    except Exception as error:
+        raise SettingsError(with_cause(error)) from error
+
+
+async def _search(load: Load, options: Options, say: Callable[[str], None]) -> Stage | None:
+    limit_ms, generates = options.p95_ms, load.requests.serves == "generation"
+    most = load.app.settings.max_running if generates else max(CAPS)
+    knobs = Knobs(min(4, most))
     await load(knobs, 0, 1.0)  # nothing is as slow as the first time
     first = await load(knobs, 0, 1.0)
     if first.failed:

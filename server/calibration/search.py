@@ -16,7 +16,6 @@ HALVINGS = 4
 ROOM = 0.9  # of the best rate: another day is not the same
 BACK_OFF = 0.85
 TRIES = 8
-STEADY = 0.9  # of what arrives must be answered meanwhile: else a queue grows
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class Stage:
     failed: int  # answers other than 2xx
 
     def holds(self, limit_ms: float) -> bool:
-        return not self.failed and self.p95_ms <= limit_ms and self.served >= STEADY * self.rate
+        return not self.failed and self.p95_ms <= limit_ms
 
 
 class Measure(Protocol):
