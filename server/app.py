@@ -8,7 +8,7 @@ import gc
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from server.openai.chat import ChatCompletions
 from server.openai.completions import Completions
 from server.openai.decisions.endpoint import DecisionEndpoint
 from server.openai.decisions.request import DecisionRequest
+from server.openai.decisions.root import DecisionRoot, by_chat_model
 from server.openai.decisions.systemone import SystemOneRequest
 from server.openai.embeddings import PATHS as EMBEDDING_PATHS
 from server.openai.embeddings import Embeddings
@@ -69,7 +70,9 @@ def create_app(
     cores = find_cores(settings.pin_worker, asked_threads())
     pool_threads = max(2, min(8, cores.threads if cores else 2))
     queue = RequestQueue(settings.max_queue_size, time.monotonic)
-    worker = Worker(served_models(settings, loaders), cores=cores)
+    decides_by_chat = not loaders["pipeline_model"] and by_chat_model(settings)
+    loaded = replace(settings, pipeline_model="none") if decides_by_chat else settings
+    worker = Worker(served_models(loaded, loaders), cores=cores)
     observed = Metrics(lambda: queue.pending)
     engine = Engine(worker, queue, observed, pool_threads, settings.stuck_after_s)
     routes = [
@@ -81,8 +84,7 @@ def create_app(
         Route("/metrics", metrics),
     ]
     responses: Responses | None = None
-    if settings.pipeline_model != "none":
-        routes.append(Route("/", Root(settings, engine), methods=["POST"]))
+    root = Root(settings, engine)
     named: list[ModelNames] = []
     if settings.chat_model != "none":
         names = ModelNames(settings.chat_model, engine, "generation")
@@ -90,6 +92,8 @@ def create_app(
         responses = Responses(*shared, open_store(settings))
         decisions = DecisionEndpoint(engine, names, DecisionRequest)
         systemone = DecisionEndpoint(engine, names, SystemOneRequest)
+        if decides_by_chat:
+            root = DecisionRoot(settings, engine, systemone)
         routes += [
             Route("/v1/chat/completions", ChatCompletions(*shared), methods=["POST"]),
             Route("/v1/completions", Completions(*shared), methods=["POST"]),
@@ -113,6 +117,8 @@ def create_app(
         routes.append(Route("/v1/score", Score(settings, engine, scoring), methods=["POST"]))
     if named:
         routes += [*ModelListing(named).routes(), *tokenizer_routes(named)]
+    if settings.pipeline_model != "none":
+        routes.append(Route("/", root, methods=["POST"]))
     routes.append(openapi.route(settings, routes))
     router = Router(routes, lifespan=partial(lifespan, responses=responses))
     return Middleware(router, {route.path_format for route in routes}, settings, engine)
@@ -149,7 +155,7 @@ def served_models(
 
 def turns_of(batch_rows: int) -> Turns[WorkItem]:
     """Of long lists, as many pieces are under way as two batches hold: one runs, one is ready."""
-    return Turns(max(2, 2 * batch_rows // PIECE))
+    return Turns(max(2, 2 * batch_rows // min(PIECE, batch_rows)))
 
 
 def _load(load_own: Callable[[Settings], Any], settings: Settings) -> Any:

@@ -65,7 +65,9 @@ async def _calibrate(app: Middleware, options: Options, say: Callable[[str], Non
     wanted = options.serves or next(name for name in SERVES if SERVES[name] in engine.models)
     if (serves := SERVES[wanted]) not in engine.models:
         raise SettingsError(f"--serves {wanted}: no such model is served")
-    config = uvicorn.Config(app, port=0, lifespan="off", log_config=None, access_log=False)
+    quiet = {"log_config": None, "access_log": False}
+    # connections rest while a rate needs fewer of them
+    config = uvicorn.Config(app, lifespan="off", timeout_keep_alive=3600, **quiet)  # type: ignore[arg-type]
     server = Server(config)
     engine.start()
     with socket.create_server(("127.0.0.1", 0), backlog=config.backlog) as listener:

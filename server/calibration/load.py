@@ -70,7 +70,10 @@ class Load:
             await self._ask(now)
 
     async def _ask(self, due: float) -> None:
-        status = await self._post(next(self.requests.bodies))
+        try:
+            status = await self._post(next(self.requests.bodies))
+        except (OSError, EOFError):
+            status = 0  # the connection was closed
         if 200 <= status < 300:
             self.latencies.append(time.monotonic() - due)
         else:
