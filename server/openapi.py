@@ -34,6 +34,7 @@ from server.rerank import PATHS as RERANK_PATHS
 from server.rerank import RerankRequest
 from server.score import ScoreRequest
 from server.settings import Settings
+from server.version import ICON_TYPE, Version
 from worker.tasks import TASKS, Task
 
 PATH = "/openapi.json"
@@ -151,6 +152,9 @@ OPERATIONS: Mapping[str, Operation] = {
     ),
     "GET /health": Operation("Is the process worth keeping", Health, errors=[503]),
     "GET /ready": Operation("Should it get traffic", Ready, errors=[503]),
+    "GET /ping": Operation("The same as /ready", Ready, errors=[503]),
+    "GET /version": Operation("Which server this is", Version),
+    "GET /favicon.ico": Operation("Its icon", {ICON_TYPE: {}}),
     "GET /metrics": Operation("For Prometheus", {TEXT: {"type": "string"}}),
     "GET /": Operation(
         "A page for browsers; lines of curl for others",

@@ -25,6 +25,7 @@ FOLDERS: dict[str, tuple[set[str], set[str]]] = {
         WEB,
     ),
     "server": (WORKER | {"server/http", *OPENAI}, TORCH),
+    "server/calibration": (WORKER | {"server", "server/http"}, TORCH),
     "server/http": (WORKER | {"server"}, TORCH),
     "server/openai": (WORKER | {"server", "server/http"}, TORCH),
     "server/openai/responses": (WORKER | {"server", "server/http", "server/openai"}, TORCH),

@@ -28,7 +28,8 @@ from tests.serving import Server, serving
 from tests.test_pipeline_http import error_of
 from worker.tasks import TASKS
 
-ALWAYS = {"/", "/assets/{name}", "/health", "/ready", "/metrics", "/openapi.json"}
+ALWAYS = {"/", "/assets/{name}", "/health", "/ready", "/ping", "/version", "/favicon.ico"}
+ALWAYS |= {"/metrics", "/openapi.json"}
 KEY = {"Authorization": "Bearer k"}
 
 

@@ -36,7 +36,8 @@ from server.settings import Settings
 BODIES = 16  # of MAX_BODY_MB each may be there at a time
 # A refused body is still read, and dropped, for so long, so that clients get to the answer.
 LINGER_S = 5.0
-OPEN_PATHS = {"/health", "/ready", "/metrics"}  # for a load balancer's probes
+# These need no key: a load balancer's probes have none, nor has a browser that looks for an icon.
+OPEN_PATHS = {"/health", "/ready", "/ping", "/metrics", "/version", "/favicon.ico"}
 CLOSE = [(b"connection", b"close")]
 _PLAIN_ID = re.compile(rb"[!-~]{1,128}")
 _PROCESS = secrets.token_hex(4).encode()
