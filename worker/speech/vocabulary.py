@@ -7,7 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
-from transformers.models.whisper.tokenization_whisper import LANGUAGES, TO_LANGUAGE_CODE
+from transformers.models.whisper.tokenization_whisper import (
+    LANGUAGES,
+    TO_LANGUAGE_CODE,
+    _combine_tokens_into_words,
+)
 
 from batching.errors import InvalidInput
 from worker.model.loading import LoadingFailed
@@ -48,10 +52,6 @@ class Vocabulary:
             raise InvalidInput.at("language", f"the model does not know {given!r}")
         return code
 
-    def name(self, language: str) -> str:
-        """English: what transformers' splitting into words goes by."""
-        return str(LANGUAGES.get(language, "english"))
-
     def prompt(self, text: str) -> list[int]:
         """What comes before the start: the end of a text, with the mark of one; nothing if empty."""
         if not text.strip():
@@ -79,6 +79,14 @@ class Vocabulary:
         if task == "translate":
             raise InvalidInput("the model does not translate: it knows English alone", "model")
         return []
+
+    def words(self, tokens: Sequence[int], language: str) -> list[tuple[str, list[int]]]:
+        """Text of each word and which of the tokens it has, as transformers' pipeline splits."""
+        if not tokens:
+            return []
+        name = LANGUAGES.get(language, "english")
+        texts, _, places = _combine_tokens_into_words(self.tokenizer, list(tokens), name)
+        return list(zip(texts, places, strict=True))
 
     def text(self, tokens: Sequence[int]) -> str:
         said = [token for token in tokens if token < self.end]

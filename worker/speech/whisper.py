@@ -6,9 +6,10 @@ Windows of several recordings share a forward, and join and leave between any tw
 said is judged in transcript.py; where their words are in time, in alignment.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from math import isnan
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class Window:
     """A stretch of a recording on its way through the decoder, and what has been said so far."""
 
     features: Tensor  # [mels, frames]
+    frames: int  # that are sound
     seek: int  # where it begins, in frames
     before: Sequence[int]  # what its prompt begins with
     language: str | None  # None: it is asked of the model
@@ -39,6 +41,7 @@ class Window:
     logprobs: list[float] = field(default_factory=list)  # of what was said
     no_speech: float = 0.0
     ended: bool = False
+    owner: Any = None  # the item that it is of
 
     def begin_again(self, temperature: float) -> None:
         self.temperature = temperature
@@ -84,7 +87,8 @@ class WhisperRunner:
 
     @torch.inference_mode()
     def prompt(self, windows: Sequence[Window]) -> None:
-        """From the beginning of what is said: the first token of each."""
+        """From the beginning of what is said: the first token of those that have none."""
+        windows = [window for window in windows if not window.said]
         for window in windows:
             assert window.language is not None
             begin = self.vocabulary.begin(window.language, window.task)
@@ -170,9 +174,9 @@ class WhisperRunner:
             if window.temperature > 0:
                 tokens[row] = _drawn(logprobs[row], window)
         found = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+        if any(map(isnan, found)):
+            raise ItemFailed("the model's output for this input is no number")
         for window, token, logprob in zip(windows, tokens.tolist(), found, strict=True):
-            if logprob != logprob:
-                raise ItemFailed("the model's output for this input is no number")
             window.said.append(token)
             window.logprobs.append(logprob)
             window.ended = token == self.vocabulary.end or self._is_full(window)
@@ -192,6 +196,3 @@ def _drawn(logprobs: Tensor, window: Window) -> int:
     bounds = (logprobs / window.temperature).softmax(0).cumsum(0)
     number = uniform(window.seek, window.attempt, len(window.said)) * float(bounds[-1])
     return int(torch.searchsorted(bounds, number).clamp(max=len(bounds) - 1))
-
-
-Watch = Callable[[int, Tensor], None]
