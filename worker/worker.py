@@ -19,18 +19,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from batching.errors import DeviceLost, ItemFailed, OnequeueError, WorkerDown
 from batching.request_queue import WorkItem
 from worker.cores import Cores, pin
 from worker.failures import failure_of
-from worker.models import GenerationModel, Outcome, PipelineModel
+from worker.models import Outcome, PipelineModel, SteppedModel
 from worker.protocol import BatchReport, State, StepOutcome
 
 log = logging.getLogger("onequeue.worker")
 
-Model = PipelineModel | GenerationModel
+Model = PipelineModel | SteppedModel[Any]
 STATES: Sequence[State] = ("loading", "warming", "ready")  # in this order
 
 # When nothing has run for so long, what was freed goes back to the system. glibc would keep it, and
@@ -49,7 +49,7 @@ class Listener(Protocol):
     def on_batch(
         self, model: PipelineModel, report: BatchReport, failed: list[Outcome]
     ) -> None: ...
-    def on_step(self, model: GenerationModel, outcome: StepOutcome) -> None: ...
+    def on_step(self, model: SteppedModel[Any], outcome: StepOutcome) -> None: ...
     def on_rejected(self, items: list[WorkItem]) -> None: ...
     def on_breaker(self, model: Model, is_open: bool) -> None: ...
     def on_state(self, state: State, error: Exception | None) -> None: ...
@@ -149,7 +149,7 @@ class Worker:
         due = [self._tidy_at]
         for model in self.models.values():
             if model.busy:
-                if isinstance(model, GenerationModel):
+                if isinstance(model, SteppedModel):
                     return 0.0
                 due.append(model.batcher.due_at(self._free_since))
             due.append(model.breaker.probe_at)
@@ -170,7 +170,7 @@ class Worker:
             if not model.busy:
                 continue
             try:
-                if isinstance(model, GenerationModel):
+                if isinstance(model, SteppedModel):
                     self._run_step(model)
                 else:
                     self._run_batch(model)
@@ -178,8 +178,8 @@ class Worker:
                 self._blame(model.name, model.clear(), error)
                 self._probe(model)
 
-    def _run_step(self, model: GenerationModel) -> None:
-        """One generation step, of which the engine has bisected and sorted out the failures."""
+    def _run_step(self, model: SteppedModel[Any]) -> None:
+        """One step, of which the engine has bisected and sorted out the failures."""
         self.busy_since = self.clock()
         outcome = model.loaded.step()
         model.busy = model.loaded.busy

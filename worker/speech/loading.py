@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from worker.model.loading import (
     choose_dtype,
     free_bytes,
     loading,
-    local_path,
 )
 from worker.protocol import ModelInfo
 from worker.speech.alignment import Aligner
@@ -109,9 +107,7 @@ def whisper_engine(speech: Speech, options: SpeechOptions) -> SpeechEngine:
         language = next(iter(vocabulary.languages), "en")
         return Window(silence, mel.window, 0, (), language, "transcribe")
 
-    engine = SpeechEngine(
-        runner, open_text, info_of(options, model), example, Aligner(runner)
-    )
+    engine = SpeechEngine(runner, open_text, info_of(options, model), example, Aligner(runner))
     if model.device.type == "cpu" and cpu_linear.packs(model.dtype):
         cpu_linear.pack(model, free_bytes(model.device), engine.warm_up)
         runner.head = model.proj_out
