@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from worker.speech.whisper import Window, WhisperRunner
+from worker.speech.whisper import WhisperRunner, Window
 
 # A state of the encoder lasts so long.
 STATE_S = 0.02

@@ -23,7 +23,6 @@ from worker.model.loading import (
     choose_dtype,
     free_bytes,
     loading,
-    local_path,
 )
 from worker.protocol import ModelInfo
 from worker.speech.alignment import Aligner
@@ -67,7 +66,7 @@ def load_speech(options: SpeechOptions) -> SpeechEngine:
     log.info("loading transcription model=%s", name)
     with loading(f"the transcription model {name!r} could not be loaded"):
         speech = load_checkpoint(options)
-        return whisper_engine(speech, options)
+        return speech_engine(speech, options)
 
 
 def load_checkpoint(options: SpeechOptions) -> Speech:
@@ -93,25 +92,22 @@ def load_checkpoint(options: SpeechOptions) -> Speech:
     return Speech(model, tokenizer, extractor)
 
 
-def whisper_engine(speech: Speech, options: SpeechOptions) -> SpeechEngine:
+def speech_engine(speech: Speech, options: SpeechOptions) -> SpeechEngine:
     model, mel = speech.model, LogMel(speech.extractor)
     config = model.generation_config
     vocabulary = Vocabulary(speech.tokenizer, config, model.config.max_target_positions)
     runner = WhisperRunner(model, vocabulary, rows_of(model))
 
     def open_text(payload: TranscriptionInput) -> Transcript:
-        recording = Recording.open(payload.path, mel.rate)
-        frames = Frames(mel, recording, options.max_audio_s)
-        return Transcript(payload, frames, vocabulary, config)
+        record = partial(Recording, payload.path, mel.rate, options.max_audio_s)
+        return Transcript(payload, Frames(mel, record), vocabulary, config)
 
     def example() -> Window:
         silence = torch.zeros(model.config.num_mel_bins, mel.window)
         language = next(iter(vocabulary.languages), "en")
         return Window(silence, mel.window, 0, (), language, "transcribe")
 
-    engine = SpeechEngine(
-        runner, open_text, info_of(options, model), example, Aligner(runner)
-    )
+    engine = SpeechEngine(runner, open_text, info_of(options, model), example, Aligner(runner))
     if model.device.type == "cpu" and cpu_linear.packs(model.dtype):
         cpu_linear.pack(model, free_bytes(model.device), engine.warm_up)
         runner.head = model.proj_out

@@ -102,9 +102,7 @@ class Transcript:
         window.begin_again(self.temperatures[attempt])
         return True
 
-    def take(
-        self, window: Window, times: Sequence[float] | None = None
-    ) -> list[TranscriptDelta]:
+    def take(self, window: Window, times: Sequence[float] | None = None) -> list[TranscriptDelta]:
         """What a window adds, and on to the next one. `times` are the ends of its tokens in
         seconds of the window, if words are wanted."""
         self.language = window.language
@@ -131,9 +129,7 @@ class Transcript:
         thresholds = self.thresholds
         size = self.vocabulary_bytes
         data = b"".join(token.to_bytes(size, "little") for token in window.said)
-        return (
-            _compression(data) > thresholds.compression or _mean(window) < thresholds.logprob
-        )
+        return _compression(data) > thresholds.compression or _mean(window) < thresholds.logprob
 
     def _remember(self, window: Window, parts: Sequence[Sequence[int]]) -> None:
         """What the next window's prompt begins with."""
