@@ -19,6 +19,7 @@ from worker.speech.loading import Speech, SpeechOptions, speech_engine
 from worker.transcription import TranscriptDelta, TranscriptionInput
 
 RATE = 16000
+WHISPER = "whisper"
 # Thresholds that no attempt exceeds: what random models say looks wrong by any other.
 LENIENT = {
     "compression_ratio_threshold": 1e9,
@@ -28,7 +29,7 @@ LENIENT = {
 
 
 @cache
-def speech(name: str = "whisper") -> Speech:
+def speech(name: str) -> Speech:
     torch.manual_seed(0)
     model, *rest = BUILDERS[name]()
     tokenizer, extractor = sorted(rest, key=lambda each: hasattr(each, "sampling_rate"))
@@ -38,7 +39,7 @@ def speech(name: str = "whisper") -> Speech:
     return Speech(model, tokenizer, extractor)
 
 
-def engine(name: str = "whisper", **settings: Any) -> SpeechEngine:
+def engine(name: str = WHISPER, **settings: Any) -> SpeechEngine:
     return speech_engine(speech(name), SpeechOptions("tiny", **settings))
 
 
