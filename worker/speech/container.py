@@ -24,10 +24,11 @@ import numpy as np
 
 # How a file begins, from which byte on, and FFmpeg's name for what it then is.
 FORMATS = ((4, b"ftyp", "mov"), (0, b"\x1a\x45\xdf\xa3", "matroska"))
-CODECS = frozenset("aac alac flac mp3float opus libopus vorbis libvorbis pcm_s16le".split())  # noqa: SIM905
+CODECS = "aac,alac,flac,mp3float,opus,libopus,vorbis,libvorbis,pcm_s16le"
 # Nothing beside the file that is given is opened; few streams, and no long search for more.
 OPTIONS = {
     "protocol_whitelist": "none",
+    "codec_whitelist": CODECS,
     "max_streams": "8",
     "probesize": "5000000",
     "analyzeduration": "5000000",
@@ -121,7 +122,7 @@ def main() -> None:
     output = sys.stdout.buffer
     with av.open(sys.stdin.buffer, format=sys.argv[1], options=OPTIONS) as container:
         stream = container.streams.audio[0]
-        if stream.codec_context.name not in CODECS:
+        if stream.codec_context.name not in CODECS.split(","):
             raise SystemExit(f"{stream.codec_context.name} is not decoded")
         rate, channels = stream.codec_context.sample_rate, stream.codec_context.channels
         frames = int(seconds(container, stream) * rate)

@@ -9,7 +9,6 @@ bears them out. One thread at a time reads a recording.
 
 import io
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -51,17 +50,11 @@ class Recording:
     ) -> None:
         """`file`: its path, or what is in it. InvalidInput for what cannot be read, or lasts
         longer than `max_s`, and names the request's field `param`."""
+        self.file = file
         self.rate = rate
-        self.param = param
         self.max_s = max_s
-        self._start = 0  # where what is kept begins, in samples
-        self._kept = NOTHING
-        self._ended = False
-        with ExitStack() as stack:
-            source = self._open(file, stack)
-            self.seconds = self._check_header(source)  # as the header says; at the end, the truth
-            self._blocks = self._read(source)
-            self._close = stack.pop_all()
+        self.param = param
+        self._begin()
 
     def __enter__(self) -> Self:
         return self
@@ -70,15 +63,29 @@ class Recording:
         self.close()
 
     def close(self) -> None:
-        """Of what is kept nothing is lost, but nothing more is read."""
+        """Nothing more is read."""
         self._ended = True
-        self._close.close()
+        self._source.close()
+
+    def _begin(self) -> None:
+        self._source = self._open()
+        self._start = 0  # where what is kept begins, in samples
+        self._kept = NOTHING
+        self._ended = False
+        try:
+            self.seconds = self._check_header()  # as the header says; at the end, the truth
+        except BaseException:
+            self.close()
+            raise
+        self._blocks = self._read()
 
     def window(self, start: int, count: int) -> np.ndarray:
         """Samples [n] from the recording's `start`-th on; n is less than `count` at its end only,
-        and 0 beyond. No `start` may lie before that of an earlier call. InvalidInput where the
-        file is broken."""
-        assert start >= self._start
+        and 0 beyond. Where `start` lies before that of an earlier call, the file is read anew.
+        InvalidInput where it is broken."""
+        if start < self._start:
+            self.close()
+            self._begin()
         parts, end = [self._kept], self._start + len(self._kept)
         while end < start + count and not self._ended:
             block = next(self._blocks, None)
@@ -105,29 +112,20 @@ class Recording:
         if self.seconds < MIN_AUDIO_S:
             raise InvalidInput(f"sound must last at least {MIN_AUDIO_S} seconds", self.param)
 
-    def _open(self, file: str | bytes, stack: ExitStack) -> Source:
-        """By libsndfile, or else by FFmpeg, if it looks like something that is left to that."""
-        import soundfile
-
+    def _open(self) -> Source:
+        """By libsndfile, or by FFmpeg what begins like something that is left to that."""
         try:
-            opened = SoundFile(file)
-            stack.callback(opened.close)
-            return opened
-        except (soundfile.LibsndfileError, TypeError):
-            pass
-        try:
-            if (kind := container_format(file)) is not None:
-                container = Container(file, kind)
-                stack.callback(container.close)
-                return container
+            if (kind := container_format(self.file)) is not None:
+                return Container(self.file, kind)
+            return SoundFile(self.file)
         except NoDecoder:
             raise InvalidInput(NO_DECODER, self.param) from None
         except Unreadable:
-            pass
-        raise InvalidInput(UNREADABLE, self.param)
+            raise InvalidInput(UNREADABLE, self.param) from None
 
-    def _check_header(self, source: Source) -> float:
+    def _check_header(self) -> float:
         """The sound's seconds, if it is not too long for what its header says."""
+        source = self._source
         if not MIN_RATE <= source.rate <= MAX_RATE:
             odd = f"the sound has {source.rate} samples a second"
             raise InvalidInput(f"{odd}; {MIN_RATE} to {MAX_RATE} are taken", self.param)
@@ -141,23 +139,24 @@ class Recording:
             most = f"at most {self.max_s:g} seconds and {MAX_SAMPLES} samples are taken"
             raise InvalidInput(f"{long}; {most}", self.param)
 
-    def _read(self, source: Source) -> Iterator[np.ndarray]:
+    def _read(self) -> Iterator[np.ndarray]:
         """Its samples at the recording's rate, block by block."""
         import soxr
 
+        source = self._source
         same = source.rate == self.rate
         resampler = None if same else soxr.ResampleStream(source.rate, self.rate, 1)
         count, frames = max(1, BLOCK // source.channels), 0
-        while len(mono := self._block(source, count)):
+        while len(mono := self._block(count)):
             frames += len(mono)
             self._check_length(frames / source.rate, frames, source.channels)
             yield mono if resampler is None else resampler.resample_chunk(mono)
         if resampler is not None:
             yield resampler.resample_chunk(NOTHING, last=True)
 
-    def _block(self, source: Source, count: int) -> np.ndarray:
+    def _block(self, count: int) -> np.ndarray:
         try:
-            mono = source.read(count)
+            mono = self._source.read(count)
         except Unreadable:
             raise InvalidInput(f"{UNREADABLE}, or it is broken", self.param) from None
         if not np.isfinite(mono).all():
@@ -183,7 +182,10 @@ class SoundFile:
 
         self._broken: type[Exception] = soundfile.LibsndfileError
         given = file if isinstance(file, str) else SoundBytes(file)
-        self._file: Any = soundfile.SoundFile(given)
+        try:
+            self._file: Any = soundfile.SoundFile(given)
+        except (self._broken, TypeError):  # the latter of what has no header
+            raise Unreadable from None
         self.rate, self.channels = int(self._file.samplerate), int(self._file.channels)
         self.frames = int(self._file.frames)
 
