@@ -23,9 +23,9 @@ from batching import errors
 from batching.request_queue import RequestQueue, Stream, WorkItem
 from server.metrics import Metrics
 from server.pool import Pool
-from worker.models import GenerationModel, Outcome, PipelineModel, SteppedModel
+from worker.models import GenerationModel, Outcome, PipelineModel
 from worker.protocol import BatchReport, Generator, Pending, State, StepOutcome
-from worker.worker import Model, Worker
+from worker.worker import Model, SteppedModel, Worker
 
 log = logging.getLogger("onequeue.engine")
 
@@ -191,9 +191,12 @@ class Engine:
         self.metrics.record_batch(model.name, report)
         self.resolve(failed)
 
-    def on_step(self, model: SteppedModel[Any], outcome: StepOutcome) -> None:
+    def on_step(self, model: SteppedModel, outcome: StepOutcome) -> None:
         now, report = self.queue.clock(), outcome.report
-        self.metrics.record_step(model.name, report)
+        if isinstance(model, GenerationModel):
+            self.metrics.record_step(report)
+        else:
+            self.metrics.record_windows(report)
         for item, _ in chain(outcome.deltas, outcome.done):
             if not item.begun:  # those that failed have had their turn too
                 model.lane_for(item.payload).begin(item)

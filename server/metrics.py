@@ -69,17 +69,20 @@ class Metrics:
             "accepted": tokens.labels("accepted").inc,
             "preempted": Counter("preemptions", "Sequences put back to make room", **ours).inc,
         }
-        self._last_step: dict[str, StepReport] = {}  # whoever asks is told what it says
-        for serves, name, metric, text in (
-            ("generation", "running", "running_sequences", "Sequences being generated"),
-            ("generation", "waiting", "waiting_sequences", "Sequences that wait for room"),
-            ("generation", "blocks_used", "kv_blocks_used", "Key-value cache blocks in use"),
-            ("generation", "blocks_total", "kv_blocks", "Blocks of the key-value cache"),
-            ("transcription", "running", "running_windows", "Windows of sound being heard"),
-            ("transcription", "waiting", "waiting_recordings", "Recordings that wait for room"),
-        ):
-            Gauge(metric, text, **ours).set_function(partial(self._of_last_step, serves, name))
-        self.audio_s = Counter("transcribed_seconds", "Seconds of sound transcribed", **ours)
+        windows = "Windows of recordings being decoded", "Recordings that wait for a row"
+        self._of_windows = {
+            "running": Gauge("running_windows", windows[0], **ours),
+            "waiting": Gauge("waiting_recordings", windows[1], **ours),
+        }
+        self._last_step = StepReport()  # whoever asks is told what it says
+        gauges = {
+            "running": Gauge("running_sequences", "Sequences being generated", **ours),
+            "waiting": Gauge("waiting_sequences", "Sequences that wait for room", **ours),
+            "blocks_used": Gauge("kv_blocks_used", "Key-value cache blocks in use", **ours),
+            "blocks_total": Gauge("kv_blocks", "Blocks of the key-value cache", **ours),
+        }
+        for name, gauge in gauges.items():
+            gauge.set_function(partial(self._of_last_step, name))
 
     def record_batch(self, serves: str, report: BatchReport) -> None:
         for name, record in self._of_batch.items():
@@ -88,24 +91,27 @@ class Metrics:
             gauge.labels(serves).set(getattr(report, name))
         self._observe_waits(report)
 
-    def record_step(self, serves: str, report: StepReport) -> None:
-        self._last_step[serves] = report
-        self._observe_waits(report)
-        if serves != "generation":
-            return
+    def record_step(self, report: StepReport) -> None:
+        self._last_step = report
         for name, count in self._counted_of_step.items():
             if more := getattr(report, name):  # in most steps most are 0
                 count(more)
+        self._observe_waits(report)
         if tokens := report.prefill_tokens + report.decode_tokens:
             self._step_tokens.observe(tokens)
             self._step_s.observe(report.total_s)
+
+    def record_windows(self, report: StepReport) -> None:
+        for name, gauge in self._of_windows.items():
+            gauge.set(getattr(report, name))
+        self._observe_waits(report)
 
     def _observe_waits(self, report: BatchReport | StepReport) -> None:
         for wait_s in report.waits_s:
             self._wait.observe(wait_s)
 
-    def _of_last_step(self, serves: str, name: str) -> float:
-        return float(getattr(self._last_step.get(serves), name, 0))
+    def _of_last_step(self, name: str) -> float:
+        return float(getattr(self._last_step, name))
 
     def loaded(self, name: str, info: ModelInfo) -> None:
         self.breaker_open.labels(name).set(0)

@@ -3,13 +3,12 @@
     name · state · lane (rate, share of the places) · breaker · batcher or generation engine
 
 There are two kinds of entries: pipelines, which are served in batches, and models that are served
-in steps, of language or speech. Items are submitted to an entry and know it from then on. Lanes
-belong to the event loop, which reads breakers; the rest, and the models themselves, to the worker's
-thread.
+in steps: language models and those of speech. Items are submitted to an entry and know it from then on. Lanes belong to the
+event loop, which reads breakers; the rest, and the models themselves, to the worker's thread.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -86,16 +85,16 @@ class SteppedModel(ServedModel[S]):
         super().__init__(name, load)
         self.lane = TurnLane(name, places)
 
-    def starved(self, report: StepReport) -> Iterator[tuple[TurnLane, bool]]:
-        """Each lane, and whether some in it had no part in a step."""
-        yield self.lane, report.starved
-
     def close(self) -> None:
         if self.state != "loading":
             self.loaded.close()
 
     def lane_for(self, payload: Any) -> TurnLane:
         return self.lane
+
+    def starved(self, report: StepReport) -> list[tuple[TurnLane, bool]]:
+        """Of each lane, whether others than those who run had no room in a step."""
+        return [(self.lane, report.starved)]
 
     def add(self, item: WorkItem) -> None:
         self.busy = True
@@ -107,8 +106,12 @@ class SteppedModel(ServedModel[S]):
         return self.loaded.clear()
 
 
+class SpeechModel(SteppedModel[Stepped]):
+    """Recordings, of which the speech engine runs windows."""
+
+
 class GenerationModel(SteppedModel[Generator]):
-    """A language model."""
+    """A language model. Background work has a lane of its own."""
 
     def __init__(self, name: str, load: Callable[[], Generator], places: int) -> None:
         super().__init__(name, load, places)
@@ -117,9 +120,8 @@ class GenerationModel(SteppedModel[Generator]):
     def lane_for(self, payload: Any) -> TurnLane:
         return self.background if payload.background else self.lane
 
-    def starved(self, report: StepReport) -> Iterator[tuple[TurnLane, bool]]:
-        yield from super().starved(report)
-        yield self.background, self.background.ahead > 0
+    def starved(self, report: StepReport) -> list[tuple[TurnLane, bool]]:
+        return [*super().starved(report), (self.background, self.background.ahead > 0)]
 
 
 @dataclass(slots=True)

@@ -6,8 +6,9 @@ Pool threads read, one at a time for each recording; the worker's thread looks a
 """
 
 import math
+import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,19 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from batching.errors import InvalidInput
+from worker.speech.recording import Recording
 
 # Frames that are computed at once: 30 seconds.
 BLOCK = 3000
-
-
-class Samples(Protocol):
-    """A recording as mono float32 samples, read lazily (speech/recording.py)."""
-
-    def window(self, start: int, count: int) -> NDArray[np.float32]:
-        """As many samples from `start` on; fewer where the recording ends."""
-
-    def close(self) -> None: ...
 
 
 class LogMel:
@@ -45,8 +37,9 @@ class LogMel:
 
     def whole(self, samples: NDArray[np.float32]) -> Tensor:
         """[mels, window]: a recording of at most a window, silence after it."""
-        made: Tensor = self.extractor(samples, sampling_rate=self.rate, return_tensors="pt")
-        return made["input_features"][0]
+        made = self.extractor(samples, sampling_rate=self.rate, return_tensors="pt")
+        features: Tensor = made["input_features"][0]
+        return features
 
     def logarithms(self, samples: Tensor) -> Tensor:
         """[mels, frames] of samples that reach half an `n_fft` beyond the middles of frames."""
@@ -62,75 +55,79 @@ class Frames:
     """Frames of one recording: `total` of them, silence after a short one included, and the sound
     lasts until `end`, or `seconds`. All known once it is measured."""
 
-    def __init__(self, mel: LogMel, samples: Samples, most_seconds: float) -> None:
+    def __init__(self, mel: LogMel, record: Callable[[], Recording]) -> None:
+        """`record` opens the recording; InvalidInput from any method that reads it."""
         self.mel = mel
-        self.samples = samples
-        self.most = int(most_seconds * mel.rate)
         self.total = self.end = 0
         self.seconds = 0.0
-        self._count = 0  # samples
+        self._record = record
+        self._recording = record()
+        self._reading = threading.Lock()
         self._loudest = -math.inf
         self._kept = 0, torch.zeros(0, 0)  # the first frame that is there, and all of them
 
     # ── in pool threads ──
 
     def measure(self) -> bool:
-        """Whether it is short: then all is known now; if not, `scan`. InvalidInput if too long."""
+        """Whether it is short: then all is known now; if not, `scan`."""
         mel = self.mel
         length = mel.window * mel.hop
-        first = self.samples.window(0, length + 1)
-        if len(first) > length:
+        samples = self._recording.window(0, length + 1)
+        if len(samples) > length:
             return False
-        self._know(len(first))
-        self.total, self.end = mel.window, math.ceil(len(first) / mel.hop)
-        self._kept = 0, mel.whole(first)
+        self.seconds = len(samples) / mel.rate
+        self.total, self.end = mel.window, math.ceil(len(samples) / mel.hop)
+        self._kept = 0, mel.whole(samples)
+        self._recording.close()
         return True
 
     def scan(self, wanted: Callable[[], bool]) -> None:
-        """Read all of it, as long as that is wanted, then the first window."""
-        mel, count, block = self.mel, 0, BLOCK * self.mel.hop
-        while wanted():
-            read = len(self.samples.window(count, block))
-            count += read
-            self._check(count)
-            if read < block:
-                break
-        self._know(count)
-        self.total = self.end = count // mel.hop
-        for start in range(0, self.total, BLOCK):
-            if not wanted():
-                return
-            self._loudest = max(self._loudest, float(self._logarithms(start).max()))
-        self.read(0)
+        """Read all of it, as long as that is wanted, then from the beginning again."""
+        ended = False
+        while wanted() and not ended:
+            made, ended = self._block(self.total)
+            self.total += made.shape[1]
+            if made.numel():
+                self._loudest = max(self._loudest, float(made.max()))
+        self.end = self.total
+        self.seconds = self._recording.seconds
+        self._recording.close()
+        if ended:
+            self._recording = self._record()
+            self.read(0)
 
     def read(self, seek: int) -> None:
         """What a window from `seek` on needs, and a block more; what is before is dropped."""
-        start, kept = self._kept
-        parts = [kept[:, seek - start :]] if seek < start + kept.shape[1] else []
-        at = seek + sum(part.shape[1] for part in parts)
-        while at < min(seek + self.mel.window + BLOCK, self.total):
-            parts.append(self.mel.levelled(self._logarithms(at), self._loudest))
-            at += parts[-1].shape[1]
-        self._kept = seek, torch.cat(parts, 1)
+        with self._reading:
+            start, kept = self._kept
+            parts = [kept[:, seek - start :]] if seek < start + kept.shape[1] else []
+            at = seek + sum(part.shape[1] for part in parts)
+            while at < min(seek + self.mel.window + BLOCK, self.total):
+                parts.append(self.mel.levelled(self._block(at)[0], self._loudest))
+                at += parts[-1].shape[1]
+            self._kept = seek, torch.cat(parts, 1)
 
-    def _know(self, samples: int) -> None:
-        self._check(samples)
-        self._count, self.seconds = samples, samples / self.mel.rate
+    def close(self) -> None:
+        with self._reading:
+            self._recording.close()
 
-    def _check(self, samples: int) -> None:
-        if samples > self.most:
-            seconds = self.most / self.mel.rate
-            raise InvalidInput(f"the recording lasts longer than {seconds:.0f} seconds", "file")
-
-    def _logarithms(self, start: int) -> Tensor:
-        """Of a block of frames, mirrored at the ends of the recording as STFTs are."""
-        mel, half = self.mel, self.mel.n_fft // 2
-        stop = min(start + BLOCK, self.total)
-        first, last = start * mel.hop - half, (stop - 1) * mel.hop + half
-        begin, end = max(0, first), min(last, self._count)
-        samples = torch.from_numpy(self.samples.window(begin, end - begin))
-        mirrored = begin - first, last - end
-        return mel.logarithms(functional.pad(samples[None], mirrored, "reflect")[0])
+    def _block(self, start: int) -> tuple[Tensor, bool]:
+        """Logarithms [mels, frames] from `start` on, mirrored at the ends of the recording as
+        STFTs are, and whether it ends with them."""
+        hop, half = self.mel.hop, self.mel.n_fft // 2
+        first, last = start * hop - half, (start + BLOCK - 1) * hop + half
+        begin = max(0, first)
+        samples = torch.from_numpy(self._recording.window(begin, last - begin))
+        end = begin + len(samples)
+        ended = end < last
+        if ended:
+            frames = end // hop - start
+            if frames <= 0:
+                return torch.zeros(len(self.mel.filters), 0), True
+            last = (start + frames - 1) * hop + half
+        mirrored = begin - first, max(0, last - end)
+        padded = functional.pad(samples[None, : last - begin], mirrored, "reflect")[0]
+        return self.mel.logarithms(padded), ended
 
     # ── on the worker's thread ──
 
@@ -138,7 +135,7 @@ class Frames:
         """[mels, window] from frame `seek` on, zeros beyond the end; None: not read yet."""
         wanted = min(self.mel.window, self.total - seek)
         start, kept = self._kept
-        part = kept[:, seek - start : seek - start + wanted]
-        if seek < start or part.shape[1] < wanted:
+        if seek < start or seek + wanted > start + kept.shape[1]:
             return None
+        part = kept[:, seek - start : seek - start + wanted]
         return functional.pad(part, (0, self.mel.window - wanted))

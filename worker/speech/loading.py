@@ -65,7 +65,7 @@ def load_speech(options: SpeechOptions) -> SpeechEngine:
     log.info("loading transcription model=%s", name)
     with loading(f"the transcription model {name!r} could not be loaded"):
         speech = load_checkpoint(options)
-        return whisper_engine(speech, options)
+        return speech_engine(speech, options)
 
 
 def load_checkpoint(options: SpeechOptions) -> Speech:
@@ -91,16 +91,15 @@ def load_checkpoint(options: SpeechOptions) -> Speech:
     return Speech(model, tokenizer, extractor)
 
 
-def whisper_engine(speech: Speech, options: SpeechOptions) -> SpeechEngine:
+def speech_engine(speech: Speech, options: SpeechOptions) -> SpeechEngine:
     model, mel = speech.model, LogMel(speech.extractor)
     config = model.generation_config
     vocabulary = Vocabulary(speech.tokenizer, config, model.config.max_target_positions)
     runner = WhisperRunner(model, vocabulary, rows_of(model))
 
     def open_text(payload: TranscriptionInput) -> Transcript:
-        recording = Recording.open(payload.path, mel.rate)
-        frames = Frames(mel, recording, options.max_audio_s)
-        return Transcript(payload, frames, vocabulary, config)
+        record = partial(Recording, payload.path, mel.rate, options.max_audio_s)
+        return Transcript(payload, Frames(mel, record), vocabulary, config)
 
     def example() -> Window:
         silence = torch.zeros(model.config.num_mel_bins, mel.window)

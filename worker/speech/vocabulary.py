@@ -53,7 +53,7 @@ class Vocabulary:
         return code
 
     def prompt(self, text: str) -> list[int]:
-        """What comes before the start: the end of a text, with the mark of one; nothing if empty."""
+        """What comes before the start: the mark of a text and its end; nothing if it is empty."""
         if not text.strip():
             return []
         encode: Any = self.tokenizer
