@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.speaking import LENIENT, RATE, WHISPER, engine, noise, saved, speech, tokens_of, transcribed
+from tests.speaking import (
+    LENIENT,
+    RATE,
+    WHISPER,
+    engine,
+    noise,
+    saved,
+    speech,
+    tokens_of,
+    transcribed,
+)
 from worker.transcription import TranscriptionInput
 
 
@@ -59,9 +69,7 @@ def test_recordings_share_steps_and_each_says_what_it_says_alone(tmp_path: Path)
 
 @pytest.mark.parametrize("language", ["en", "de", "German"])
 @pytest.mark.parametrize("task", ["transcribe", "translate"])
-def test_language_and_task_are_told_to_the_model(
-    tmp_path: Path, language: str, task: Any
-) -> None:
+def test_language_and_task_are_told_to_the_model(tmp_path: Path, language: str, task: Any) -> None:
     samples = noise(3.0)
     path = saved(tmp_path, samples)
     [deltas] = transcribed(engine(), [TranscriptionInput(path, task, language)])

@@ -158,8 +158,11 @@ class SpeechEngine:
 
     def warm_up(self) -> None:
         """A window, if there is a row for it."""
-        if len(self.runner.running) == self.runner.rows:
-            return  # all are taken by windows that are running well
+        if len(self.runner.running) < self.runner.rows:
+            self.try_example()
+
+    def try_example(self) -> Any:
+        """The example through everything; the window, with what was said in it."""
         window = self._example()
         try:
             self.runner.begin([window])
@@ -167,6 +170,7 @@ class SpeechEngine:
                 self.runner.step([window])
         finally:
             self.runner.leave(window)
+        return window
 
     def step(self) -> StepOutcome:
         self._started = time.monotonic()
