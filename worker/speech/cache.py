@@ -20,7 +20,7 @@ class RowCache(EncoderDecoderCache):
         config: Any = model.config
         heads = config.decoder_attention_heads
         size = config.d_model // heads
-        made = {"dtype": model.dtype, "device": model.device}
+        made: Any = {"dtype": model.dtype, "device": model.device}
         self.sizes = config.max_target_positions, config.max_source_positions
         own, cross = ((2, rows, heads, length, size) for length in self.sizes)
         layers = range(config.decoder_layers)

@@ -164,7 +164,7 @@ class CtcText:
         return TranscriptDelta(segment.text, segment, seconds=self.frames.seconds)
 
     def _words(self, offsets: Sequence[dict[str, Any]], space: str) -> tuple[Word, ...]:
-        words = []
+        words: list[Word] = []
         for offset in offsets:
             first, end = offset["start_offset"], offset["end_offset"]
             likely = self._probabilities[first:end]
@@ -227,5 +227,6 @@ class CtcRunner:
         if not bool(probabilities.isfinite().all()):
             raise ItemFailed("the model's output for this input is no number")
         rows = zip(windows, ids.tolist(), probabilities.tolist(), strict=True)
-        for window, window.ids, window.probabilities in rows:
+        for window, window_ids, window_probabilities in rows:
+            window.ids, window.probabilities = window_ids, window_probabilities
             window.ended = True

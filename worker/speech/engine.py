@@ -223,7 +223,7 @@ class SpeechEngine:
 
     def _wait(self) -> None:
         """For pool threads: nothing else is to be done."""
-        begun = (work.aligning or work.reading for work in self.live.values())
+        begun: list[Future[Any] | None] = [w.aligning or w.reading for w in self.live.values()]
         wait([future for future in begun if future], PATIENCE_S, FIRST_COMPLETED)
 
     def _judge(self, window: Any) -> None:

@@ -111,7 +111,8 @@ def load_checkpoint(options: SpeechOptions) -> Speech:
     )
     model.to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    extractor = AutoFeatureExtractor.from_pretrained(path, trust_remote_code=False)
+    untyped: Any = AutoFeatureExtractor
+    extractor = untyped.from_pretrained(path, trust_remote_code=False)
     return Speech(model, tokenizer, extractor, missing_weights.names_of(info))
 
 
