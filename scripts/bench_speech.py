@@ -1,5 +1,6 @@
 """Transcriptions over HTTP: clips of 3 to 60 seconds, one client and eight, beside a plain server
-around transformers' pipeline, `transformers serve`, and the pipeline called in process.
+around transformers' pipeline, `transformers serve`, and the pipeline called in process. All say
+each window once: ours is given thresholds that no attempt exceeds.
 
 Without --model one of whisper-base's shape is made, of random weights, which says 100 tokens of
 each window: about what somebody who speaks does. Its clips are noise.
@@ -8,6 +9,7 @@ each window: about what somebody who speaks does. Its clips are noise.
 import argparse
 import asyncio
 import io
+import json
 import statistics
 import subprocess
 import sys
@@ -21,7 +23,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import soundfile
-from bench_servers import ROOT, Launch, Server, free_port, onequeue, running, say
+from bench_servers import ROOT, Launch, Server, free_port, is_ours, onequeue, running, say
 from http_client import Client
 
 RATE = 16000
@@ -55,16 +57,18 @@ def speech(arguments: argparse.Namespace) -> None:
     took: dict[tuple[str, int], list[float]] = {}
     names = [name for name in arguments.servers if name != "in-process"]
     with ExitStack() as stack:
-        launches = [(name, launch(arguments, name, model)) for name in names]
+        once = said_once(Path(model), stack)
+        launches = [(name, launch(arguments, name, model, once)) for name in names]
         servers = [stack.enter_context(running(name, each)) for name, each in launches]
         for server in servers:
-            measure(server, model, clips()[:1], 1)
+            measure(server, model_of(server.name, model, once), clips()[:1], 1)
         for _ in range(arguments.rounds):
             if "in-process" in arguments.servers:
                 note(took, "in-process", 1, in_process(model))
             for server in servers:
                 for clients in CLIENTS:
-                    note(took, server.name, clients, measure(server, model, clips(), clients))
+                    asked = model_of(server.name, model, once)
+                    note(took, server.name, clients, measure(server, asked, clips(), clients))
     middle = {key: statistics.median(each) for key, each in took.items()}
     for (name, clients), ours in middle.items():
         if name.startswith("onequeue"):
@@ -82,7 +86,24 @@ def note(took: dict[tuple[str, int], list[float]], name: str, clients: int, wall
     say(bench="speech", server=name, clients=clients, real_time_factor=factor)
 
 
-def launch(arguments: argparse.Namespace, name: str, model: str) -> Launch:
+def said_once(model: Path, stack: ExitStack) -> str:
+    """The checkpoint, with thresholds by which nothing is said again."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    for file in model.iterdir():
+        (folder / file.name).symlink_to(file)
+    config = folder / "generation_config.json"
+    settings = json.loads(config.read_text())
+    settings |= {"compression_ratio_threshold": 1e9, "logprob_threshold": -1e9}
+    config.unlink()
+    config.write_text(json.dumps(settings | {"no_speech_threshold": 1.0}))
+    return str(folder)
+
+
+def model_of(name: str, model: str, once: str) -> str:
+    return once if is_ours(name) else model
+
+
+def launch(arguments: argparse.Namespace, name: str, model: str, once: str) -> Launch:
     port, offline = free_port(), {"HF_HUB_OFFLINE": "1"}
     if name == "plain":
         script = str(ROOT / "scripts" / "peers" / "serve_speech.py")
@@ -92,9 +113,8 @@ def launch(arguments: argparse.Namespace, name: str, model: str) -> Launch:
         command = [program, "serve", model, "--port", str(port), "--device", "cpu"]
         return Launch(command, port, "/health", offline)
     others = {f"{each}_MODEL": "none" for each in ("CHAT", "PIPELINE", "EMBEDDING", "RERANK")}
-    return onequeue(
-        name, port, {"TRANSCRIPTION_MODEL": model, "REQUEST_TIMEOUT_S": "600", **others}
-    )
+    settings = {"TRANSCRIPTION_MODEL": once, "REQUEST_TIMEOUT_S": "600"}
+    return onequeue(name, port, settings | others)
 
 
 def measure(server: Server, model: str, given: Sequence[bytes], clients: int) -> float:

@@ -132,6 +132,8 @@ class SpeechEngine:
                 work.text.frames.scan(wanted)
             except Exception as error:
                 work.error = error
+            if not wanted():
+                work.text.frames.close()
             again()
 
         self._pool.submit(scan)
