@@ -19,7 +19,7 @@ from worker.speech.loading import Speech, SpeechOptions, speech_engine
 from worker.transcription import TranscriptDelta, TranscriptionInput
 
 RATE = 16000
-WHISPER = "whisper"
+WHISPER, CTC = "whisper", "wav2vec2-ctc"
 # Thresholds that no attempt exceeds: what random models say looks wrong by any other.
 LENIENT = {
     "compression_ratio_threshold": 1e9,
@@ -34,8 +34,9 @@ def speech(name: str) -> Speech:
     model, *rest = BUILDERS[name]()
     tokenizer, extractor = sorted(rest, key=lambda each: hasattr(each, "sampling_rate"))
     model.eval()
-    for key, value in LENIENT.items():
-        setattr(model.generation_config, key, value)
+    if name == WHISPER:
+        for key, value in LENIENT.items():
+            setattr(model.generation_config, key, value)
     return Speech(model, tokenizer, extractor)
 
 

@@ -3,8 +3,9 @@
     name · state · lane (rate, share of the places) · breaker · batcher or generation engine
 
 There are two kinds of entries: pipelines, which are served in batches, and models that are served
-in steps: language models and those of speech. Items are submitted to an entry and know it from then on. Lanes belong to the
-event loop, which reads breakers; the rest, and the models themselves, to the worker's thread.
+in steps: language models and those of speech. Items are submitted to an entry and know it from then
+on. Lanes belong to the event loop, which reads breakers; the rest, and the models themselves, to
+the worker's thread.
 """
 
 import logging

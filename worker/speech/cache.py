@@ -20,7 +20,7 @@ class RowCache(EncoderDecoderCache):
         config: Any = model.config
         heads = config.decoder_attention_heads
         size = config.d_model // heads
-        made = {"dtype": model.dtype, "device": model.device}
+        made: Any = {"dtype": model.dtype, "device": model.device}
         self.sizes = config.max_target_positions, config.max_source_positions
         own, cross = ((2, rows, heads, length, size) for length in self.sizes)
         layers = range(config.decoder_layers)
@@ -44,9 +44,13 @@ class RowCache(EncoderDecoderCache):
         ]
 
     def mask(self) -> Tensor:
-        """[R, 1, N, T]: the positions that each token sees."""
+        """[R, 1, N, T], to be added: 0 for the positions that each token sees."""
         every = torch.arange(self._width, device=self._positions.device)
-        return (every <= self._positions[..., None])[:, None]
+        unseen = (every > self._positions[..., None])[:, None]
+        dtype = self.own[0].dtype
+        return torch.zeros(unseen.shape, dtype=dtype, device=unseen.device).masked_fill_(
+            unseen, torch.finfo(dtype).min
+        )
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

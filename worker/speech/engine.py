@@ -132,6 +132,8 @@ class SpeechEngine:
                 work.text.frames.scan(wanted)
             except Exception as error:
                 work.error = error
+            if not wanted():
+                work.text.frames.close()
             again()
 
         self._pool.submit(scan)
@@ -158,8 +160,11 @@ class SpeechEngine:
 
     def warm_up(self) -> None:
         """A window, if there is a row for it."""
-        if len(self.runner.running) == self.runner.rows:
-            return  # all are taken by windows that are running well
+        if len(self.runner.running) < self.runner.rows:
+            self.try_example()
+
+    def try_example(self) -> Any:
+        """The example through everything; the window, with what was said in it."""
         window = self._example()
         try:
             self.runner.begin([window])
@@ -167,6 +172,7 @@ class SpeechEngine:
                 self.runner.step([window])
         finally:
             self.runner.leave(window)
+        return window
 
     def step(self) -> StepOutcome:
         self._started = time.monotonic()
@@ -219,7 +225,7 @@ class SpeechEngine:
 
     def _wait(self) -> None:
         """For pool threads: nothing else is to be done."""
-        begun = (work.aligning or work.reading for work in self.live.values())
+        begun: list[Future[Any] | None] = [w.aligning or w.reading for w in self.live.values()]
         wait([future for future in begun if future], PATIENCE_S, FIRST_COMPLETED)
 
     def _judge(self, window: Any) -> None:

@@ -55,13 +55,12 @@ class Frames:
     """Frames of one recording: `total` of them, silence after a short one included, and the sound
     lasts until `end`, or `seconds`. All known once it is measured."""
 
-    def __init__(self, mel: LogMel, record: Callable[[], Recording]) -> None:
-        """`record` opens the recording; InvalidInput from any method that reads it."""
+    def __init__(self, mel: LogMel, recording: Recording) -> None:
+        """InvalidInput from any method that reads the recording."""
         self.mel = mel
         self.total = self.end = 0
         self.seconds = 0.0
-        self._record = record
-        self._recording = record()
+        self._recording = recording
         self._reading = threading.Lock()
         self._loudest = -math.inf
         self._kept = 0, torch.zeros(0, 0)  # the first frame that is there, and all of them
@@ -78,7 +77,6 @@ class Frames:
         self.seconds = len(samples) / mel.rate
         self.total, self.end = mel.window, math.ceil(len(samples) / mel.hop)
         self._kept = 0, mel.whole(samples)
-        self._recording.close()
         return True
 
     def scan(self, wanted: Callable[[], bool]) -> None:
@@ -91,9 +89,7 @@ class Frames:
                 self._loudest = max(self._loudest, float(made.max()))
         self.end = self.total
         self.seconds = self._recording.seconds
-        self._recording.close()
         if ended:
-            self._recording = self._record()
             self.read(0)
 
     def read(self, seek: int) -> None:

@@ -184,8 +184,8 @@ class Transcript:
             first, last = places[indices[0]], places[indices[-1]]
             start = times[first - 1] if first else 0.0
             likely = [math.exp(window.logprobs[places[index]]) for index in indices]
-            bounds = (min(offset + at, self.frames.seconds) for at in (start, times[last]))
-            words.append(Word(text, *bounds, sum(likely) / len(likely)))
+            first_s, last_s = (min(offset + at, self.frames.seconds) for at in (start, times[last]))
+            words.append(Word(text, first_s, last_s, sum(likely) / len(likely)))
         return tuple(words)
 
     def _logprobs(self, window: Window, part: Part) -> list[TokenLogprob]:

@@ -56,9 +56,7 @@ class WhisperRunner:
         parts: Any = model
         config, defaults = parts.config, parts.generation_config
         self.model = model
-        self.encoder, self.decoder, self.head = (
-            parts.model.encoder, parts.model.decoder, parts.proj_out,
-        )  # fmt: skip
+        self.encoder, self.decoder = parts.model.encoder, parts.model.decoder
         self.vocabulary = vocabulary
         self.device = model.device
         self.rows = rows
@@ -71,8 +69,8 @@ class WhisperRunner:
         self._heads: int = config.decoder_attention_heads
 
     @property
-    def free(self) -> int:
-        return self.rows - len(self.running)
+    def head(self) -> Any:
+        return self.model.proj_out
 
     @torch.inference_mode()
     def begin(self, windows: Sequence[Window]) -> None:
