@@ -20,8 +20,12 @@ from server import openapi
 from server.engine import Engine
 from server.health import health, ready
 from server.http.request import JsonEndpoint, Middleware
+from server.http.upload import Uploads
 from server.lifespan import lifespan
 from server.metrics import Metrics, metrics
+from server.openai.audio.endpoint import PATHS as AUDIO_PATHS
+from server.openai.audio.endpoint import SpeechEndpoint
+from server.openai.audio.request import TranscriptionRequest, TranslationRequest
 from server.openai.chat import ChatCompletions
 from server.openai.completions import Completions
 from server.openai.decisions.endpoint import DecisionEndpoint
@@ -47,8 +51,8 @@ from server.rerank import Rerank
 from server.score import Score
 from server.settings import Settings, SettingsError, load_settings
 from worker.cores import find_cores
-from worker.models import GenerationModel, PipelineModel
-from worker.protocol import Generator, Runner
+from worker.models import GenerationModel, PipelineModel, SpeechModel
+from worker.protocol import Generator, Runner, Stepped
 from worker.scoring import PIECE
 from worker.worker import Model, Worker
 
@@ -59,10 +63,12 @@ def create_app(
     load_chat: Callable[[], Generator] | None = None,
     load_embedder: Callable[[], Runner] | None = None,
     load_reranker: Callable[[], Runner] | None = None,
+    load_transcriber: Callable[[], Stepped] | None = None,
 ) -> Middleware:
     """The loaders make the models, on the worker thread; by default from the settings, where `none`
     means that there is none. Raises SettingsError for what cannot be served."""
-    loaders = dict(zip(MODELS, (load, load_chat, load_embedder, load_reranker), strict=True))
+    given = load, load_chat, load_embedder, load_reranker, load_transcriber
+    loaders = dict(zip(MODELS, given, strict=True))
     settings = check_models(settings, {name for name, each in loaders.items() if each})
     cores = find_cores(settings.pin_worker, asked_threads())
     pool_threads = max(2, min(8, cores.threads if cores else 2))
@@ -106,8 +112,18 @@ def create_app(
         named.append(names)
     if scoring := [each for each in reversed(named) if each.serves != "generation"]:
         routes.append(Route("/v1/score", Score(settings, engine, scoring), methods=["POST"]))
+    written = [*named]  # models of text, which have tokens that may be asked for
+    if settings.transcription_model != "none":
+        names = ModelNames(settings.transcription_model, engine, "transcription", named)
+        uploads = Uploads(settings.max_audio_mb)
+        for path, kind in zip(AUDIO_PATHS, (TranscriptionRequest, TranslationRequest), strict=True):
+            speech = SpeechEndpoint(settings, engine, names, uploads, kind)
+            routes.append(Route(path, speech, methods=["POST"]))
+        named.append(names)
     if named:
-        routes += [*ModelListing(named).routes(), *tokenizer_routes(named)]
+        routes += ModelListing(named).routes()
+    if written:
+        routes += tokenizer_routes(written)
     routes.append(openapi.route(settings, routes))
     router = Router(routes, lifespan=partial(lifespan, responses=responses))
     return Middleware(router, {route.path_format for route in routes}, settings, engine)
@@ -127,7 +143,7 @@ def served_models(
     models: list[Model] = []
     places, wait_s = settings.max_queue_size, settings.max_batch_wait_ms / 1000
     own: Sequence[Callable[[Settings], Any]]
-    own = _load_pipeline, _load_chat, _load_embedder, _load_reranker
+    own = _load_pipeline, _load_chat, _load_embedder, _load_reranker, _load_transcriber
     for setting, load_own in zip(MODELS, own, strict=True):
         if getattr(settings, setting) == "none":
             continue
@@ -135,6 +151,9 @@ def served_models(
         name = setting.removesuffix("_model")
         if name == "chat":
             models.append(GenerationModel("generation", load, places))
+            continue
+        if name == "transcription":
+            models.append(SpeechModel(name, load, places))
             continue
         batcher = DynamicBatcher(settings.max_batch_size, settings.max_batch_tokens, wait_s)
         turns = None if name == "pipeline" else turns_of(settings.max_batch_size)
@@ -176,6 +195,12 @@ def _load_reranker(settings: Settings) -> Runner:
     from worker.embedding.load import load_reranker
 
     return load_reranker(_chosen(ScoringOptions, settings, model=settings.rerank_model))
+
+
+def _load_transcriber(settings: Settings) -> Stepped:
+    from worker.speech.loading import SpeechOptions, load_speech
+
+    return load_speech(_chosen(SpeechOptions, settings, model=settings.transcription_model))
 
 
 def _chosen(options: Any, settings: Settings, **chosen: str) -> Any:

@@ -70,6 +70,7 @@ class Metrics:
             "preempted": Counter("preemptions", "Sequences put back to make room", **ours).inc,
         }
         windows = "Windows of recordings being decoded", "Recordings that wait for a row"
+        self.audio_s = Counter("transcribed_seconds", "Seconds of sound transcribed", **ours)
         self._of_windows = {
             "running": Gauge("running_windows", windows[0], **ours),
             "waiting": Gauge("waiting_recordings", windows[1], **ours),

@@ -76,10 +76,10 @@ class Form:
         """Where the file is; InvalidInput if none was sent."""
         if not self._path:
             if FILE in self.fields:
-                raise InvalidInput(f"must be a file, with a file name; {CURL}", FILE)
-            raise InvalidInput(f"is required; {CURL}", FILE)
+                raise InvalidInput.at(FILE, f"must be a file, with a file name; {CURL}")
+            raise InvalidInput.at(FILE, f"is required; {CURL}")
         if not self.size:
-            raise InvalidInput("the file is empty", FILE)
+            raise InvalidInput.at(FILE, "is empty")
         return self._path
 
     def remove(self) -> None:
@@ -122,15 +122,15 @@ class Form:
         self._is_file = b"filename" in options
         if self._is_file:
             if self._name != FILE:
-                raise InvalidInput(f"is not taken as a file: send it as {FILE!r}", self._name)
+                raise InvalidInput.at(self._name, f"is not taken as a file: send it as {FILE!r}")
             if self._path:
-                raise InvalidInput("comes twice", FILE)
+                raise InvalidInput.at(FILE, "comes twice")
             self._file, self._path = tempfile.mkstemp(prefix=PREFIX)
 
     def _take(self, data: bytes, start: int, end: int) -> None:
         if not self._is_file:
             if len(self._text) + end - start > MAX_FIELD:
-                raise InvalidInput(f"is longer than {MAX_FIELD} bytes", self._name)
+                raise InvalidInput.at(self._name, f"is longer than {MAX_FIELD} bytes")
             self._text += data[start:end]
             return
         self.size += end - start
@@ -148,7 +148,7 @@ class Form:
         try:
             text = self._text.decode()
         except UnicodeDecodeError:
-            raise InvalidInput("is not valid UTF-8", self._name) from None
+            raise InvalidInput.at(self._name, "is not valid UTF-8") from None
         self.fields.setdefault(self._name, []).append(text)
 
     def _end(self) -> None:

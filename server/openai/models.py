@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -31,8 +31,9 @@ class Model(Struct):
     object: Literal["model"]
     created: int
     owned_by: str
-    max_model_len: int
-    context_length: int
+    # of models of text
+    max_model_len: int | UnsetType = UNSET
+    context_length: int | UnsetType = UNSET
 
 
 class ModelList(Struct):
@@ -68,8 +69,10 @@ class ModelNames:
     def described(self) -> Model:
         if (refusal := self.engine.refusal(self.serves)) is not None:
             raise refusal
-        length = self.loaded.max_model_len
-        return Model(self.id, "model", self.created, "onequeue", length, length)
+        model = Model(self.id, "model", self.created, "onequeue")
+        if self.serves != "transcription":
+            model.max_model_len = model.context_length = self.loaded.max_model_len
+        return model
 
 
 class ModelListing:
