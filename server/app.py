@@ -54,6 +54,7 @@ from worker.cores import find_cores
 from worker.models import GenerationModel, PipelineModel, SpeechModel
 from worker.protocol import Generator, Runner, Stepped
 from worker.scoring import PIECE
+from worker.tasks import resolve_task
 from worker.worker import Model, Worker
 
 
@@ -153,12 +154,21 @@ def served_models(
             models.append(GenerationModel("generation", load, places))
             continue
         if name == "transcription":
+            if not any(loaders.values()) and shares_speech(settings):
+                load = partial(_load_transcriber, settings, models[0])
             models.append(SpeechModel(name, load, places))
             continue
         batcher = DynamicBatcher(settings.max_batch_size, settings.max_batch_tokens, wait_s)
         turns = None if name == "pipeline" else turns_of(settings.max_batch_size)
         models.append(PipelineModel(name, load, places, batcher, turns))
     return models
+
+
+def shares_speech(settings: Settings) -> bool:
+    """Whether POST / recognizes speech with the model that transcribes: it is loaded once."""
+    if settings.pipeline_model != settings.transcription_model:
+        return False
+    return resolve_task(settings.pipeline_task) == "automatic-speech-recognition"
 
 
 def turns_of(batch_rows: int) -> Turns[WorkItem]:
@@ -197,10 +207,13 @@ def _load_reranker(settings: Settings) -> Runner:
     return load_reranker(_chosen(ScoringOptions, settings, model=settings.rerank_model))
 
 
-def _load_transcriber(settings: Settings) -> Stepped:
+def _load_transcriber(settings: Settings, recognizer: Model | None = None) -> Stepped:
+    """`recognizer` has the model loaded already."""
     from worker.speech.loading import SpeechOptions, load_speech
 
-    return load_speech(_chosen(SpeechOptions, settings, model=settings.transcription_model))
+    loaded: Any = recognizer and recognizer.loaded
+    options = _chosen(SpeechOptions, settings, model=settings.transcription_model)
+    return load_speech(options, loaded and loaded.pipe)
 
 
 def _chosen(options: Any, settings: Settings, **chosen: str) -> Any:

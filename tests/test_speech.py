@@ -97,6 +97,22 @@ def test_a_prompt_comes_before_every_window(tmp_path: Path) -> None:
     assert tokens_of(deltas) != tokens_of(without)
 
 
+def test_earlier_windows_are_shown_where_the_checkpoint_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = speech(WHISPER).model.generation_config
+    before = speech(WHISPER).tokenizer.convert_tokens_to_ids("<|startofprev|>")
+    monkeypatch.setattr(config, "prev_sot_token_id", before, raising=False)
+    samples, prompt = noise(9.0), "Sir Ada and"
+    path = saved(tmp_path, samples)
+    [without] = transcribed(engine(), [TranscriptionInput(path, prompt=prompt)])
+    monkeypatch.setattr(config, "condition_on_prev_tokens", True, raising=False)
+    [deltas] = transcribed(engine(), [TranscriptionInput(path, prompt=prompt)])
+    ids = speech(WHISPER).tokenizer.get_prompt_ids(prompt, return_tensors="pt")
+    assert tokens_of(deltas) == says(generated(samples, prompt_ids=ids))
+    assert tokens_of(deltas) != tokens_of(without)
+
+
 def test_words_have_the_times_that_generate_gives_their_tokens(tmp_path: Path) -> None:
     samples = noise(5.0)
     path = saved(tmp_path, samples)

@@ -13,13 +13,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from batching.errors import DeviceLost, OnequeueError
 from batching.request_queue import WorkItem
+from worker.cores import compute_alone
 from worker.failures import failure_of, rerun_in_halves
 from worker.protocol import ModelInfo, Pending, StepOutcome, StepReport
+from worker.speech.work import Align, Runner, Text, Work
 from worker.transcription import TranscriptDelta, TranscriptionInput
 
 log = logging.getLogger("onequeue.speech")
@@ -29,59 +30,6 @@ READERS = 2
 PATIENCE_S = 0.005
 # Windows that go through the encoder together: on a CPU one after another takes no longer.
 ENCODED = {"cpu": 1, "cuda": 8}
-
-
-class Audio(Protocol):
-    """What is heard of a recording, read in pool threads."""
-
-    seconds: float
-
-    def measure(self) -> bool: ...
-    def scan(self, wanted: Callable[[], bool]) -> None: ...
-    def read(self, seek: int) -> None: ...
-    def close(self) -> None: ...
-
-
-class Text(Protocol):
-    """What is said in a recording: transcript.py and ctc.py have the two kinds."""
-
-    payload: TranscriptionInput
-    frames: Any  # an Audio
-    seek: int
-    ended: bool
-
-    def next(self) -> Any: ...
-    def again(self, window: Any) -> bool: ...
-    def take(self, window: Any, times: Any = None) -> list[TranscriptDelta]: ...
-
-
-class Runner(Protocol):
-    """Of windows, a row each. `prompt` is for those that are said again."""
-
-    rows: int
-    running: list[Any]
-
-    def begin(self, windows: Sequence[Any]) -> None: ...
-    def prompt(self, windows: Sequence[Any]) -> None: ...
-    def step(self, windows: Sequence[Any]) -> None: ...
-    def leave(self, window: Any) -> None: ...
-    def clear(self) -> None: ...
-
-
-# Of a window that has ended, while it has its row: what says when its tokens end, in a pool thread.
-Align = Callable[[Any], Callable[[], Sequence[float]]]
-
-
-@dataclass(eq=False, slots=True)
-class Work:
-    """An item that is being transcribed."""
-
-    text: Text
-    error: Exception | None = None  # of its scan
-    begun: bool = False
-    window: Any = None  # the one that runs, or waits for the times of its words
-    reading: Future[None] | None = None
-    aligning: Future[Sequence[float]] | None = None
 
 
 class SpeechEngine:
@@ -103,7 +51,7 @@ class SpeechEngine:
         self._example = example
         self._align = align
         self._encoded = ENCODED[info.device.split(":")[0]]
-        self._pool = ThreadPoolExecutor(READERS, "speech")
+        self._pool = ThreadPoolExecutor(READERS, "speech", compute_alone)
         self.live: dict[WorkItem, Work] = {}
         self._waiting: deque[WorkItem] = deque()  # for a row
         # of the step that is under way
