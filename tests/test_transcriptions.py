@@ -202,7 +202,7 @@ def test_openais_sdk_reads_every_format(server: Server) -> None:
         assert [each.text for each in verbose.segments or ()][1] == " <Jürgen> & co."
         assert getattr(verbose.usage, "seconds", 0) == 1.0
         scored = create(file=sound, model="demo", include=["logprobs"])
-        assert [each.token for each in scored.logprobs or ()][0] == " Good"
+        assert next(each.token for each in scored.logprobs or ()) == " Good"
         events = list(create(file=sound, model="demo", stream=True))
         assert [event.type for event in events][-1] == "transcript.text.done"
         assert client.audio.translations.create(file=sound, model="demo").text == TEXT
