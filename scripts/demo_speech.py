@@ -32,7 +32,7 @@ RATE = 16_000  # samples a second
 WINDOW_S = 6.0
 TICK_S = 0.02  # of timestamps
 BATCH = 12
-STEPS_PER_MINUTE = 150
+STEPS_PER_MINUTE = 450
 PEAK = 3e-3
 HIDDEN = 64
 
@@ -104,7 +104,7 @@ class Examples:
         voice = rng.choice(["en", "de"])
         sound, phrases = self._window(voice)
         task = rng.choice(["transcribe", "transcribe", "translate"])
-        language = voice if rng.random() < 0.9 else rng.choice(["en", "de"])
+        language = voice if rng.random() < 0.95 else rng.choice(["en", "de"])
         timed = rng.random() < 0.8
         spoken = "en" if task == "translate" else language
         begin = [mark["startoftranscript"], mark[language], mark[task]]
@@ -117,7 +117,7 @@ class Examples:
 
     def _before(self, language: str) -> list[int]:
         """What was said before, at times."""
-        if self.rng.random() > 0.2:
+        if self.rng.random() > 0.1:
             return []
         digits = self.rng.choices(range(10), k=self.rng.randint(1, 8))
         return [self.mark["startofprev"], *self.encode(digits, language)]
@@ -151,23 +151,23 @@ class Examples:
         rng = self.rng
         size = round(WINDOW_S * RATE)
         sound = self.noise.standard_normal(size).astype(np.float32)
-        sound *= 10 ** rng.uniform(-5, -2.3)
+        sound *= 10 ** rng.uniform(-5, -3)
         phrases: list[Phrase] = []
         if rng.random() < 0.06:
             return sound, phrases
         until = WINDOW_S if rng.random() < 0.7 else rng.uniform(1, WINDOW_S)  # then silence
-        at, loud = rng.uniform(0.02, 1.0), 10 ** rng.uniform(-0.7, 0.5)
+        at, loud = rng.uniform(0.02, 1.0), 10 ** rng.uniform(-0.3, 0.3)
         while at < until - 0.1:
             digits, start, end = [], at, at
-            for digit in rng.choices(range(10), k=rng.randint(1, 6)):
-                made = loud * tone(digit, rng.uniform(0.25, 0.5), voice)
+            for digit in rng.choices(range(10), k=rng.randint(1, 5)):
+                made = loud * tone(digit, rng.uniform(0.3, 0.4), voice)
                 first = round(at * RATE)
                 part = made[: max(0, size - first)]
                 sound[first : first + len(part)] += part
                 if first + 0.6 * len(made) < size:  # else there is too little of it
                     digits.append(digit)
                 end = at + len(made) / RATE
-                at = end + rng.uniform(0.1, 0.3)
+                at = end + rng.uniform(0.12, 0.2)
             phrases.append(Phrase(digits, start, end))
             at = end + rng.uniform(0.6, 1.8)
         return sound, phrases

@@ -118,7 +118,7 @@ def said(n: int, payload: TranscriptionInput, seconds: float) -> TranscriptDelta
     text = "".join(words)
     timed = [Word(word, n + k / 4, n + k / 4 + 0.2, 0.9) for k, word in enumerate(words)]
     scored = [
-        TokenLogprob(k, word, word.encode(), math.log(0.9), 1, []) for k, word in enumerate(words)
+        TokenLogprob(k, word, word.encode(), math.log(0.9), (), 1) for k, word in enumerate(words)
     ]
     segment = Segment(
         n, 0, float(n), n + 1.0, text, (n, n + 1), words=tuple(timed) if payload.words else ()

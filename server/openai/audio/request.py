@@ -9,15 +9,16 @@ we have not is refused by name. What needs the model (languages, prompts) is che
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
+from server.http.form import FILE
 from server.http.json import Document
 from server.openai.params import convert
 from worker.transcription import TranscriptionInput
 
 Format = Literal["json", "text", "srt", "verbose_json", "vtt"]
-FORMATS: Sequence[str] = Format.__args__  # type: ignore[attr-defined]
 MAX_LANGUAGE = 40  # characters
 
 
@@ -104,6 +105,18 @@ class TranscriptionRequest(TranslationRequest, kw_only=True):
             words=self.words,
             logprobs=self.logprobs,
         )
+
+
+def form_schema(kind: type[TranslationRequest]) -> dict[str, Any]:
+    """For the OpenAPI document: lists have a field of the name and brackets for each entry."""
+    _, components = msgspec.json.schema_components([kind])
+    described = components[kind.__name__]["properties"]
+    fields = {f"{name}[]" if name in kind.lists else name: each for name, each in described.items()}
+    for name, harmless in kind.unimplemented.items():
+        nothing = {"description": "Not implemented: leave it out", "enum": ["", *harmless]}
+        fields[name] = nothing
+    recording = {"type": "string", "format": "binary", "description": "Sound, with a file name"}
+    return {"type": "object", "required": [FILE], "properties": {FILE: recording} | fields}
 
 
 def read_fields(
