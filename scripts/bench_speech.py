@@ -8,6 +8,7 @@ each window: about what somebody who speaks does. Its clips are noise.
 
 import argparse
 import asyncio
+import importlib
 import io
 import json
 import statistics
@@ -175,19 +176,18 @@ def clips() -> list[bytes]:
 
 def make_model() -> str:
     """A random-weight model of whisper-base's shape and vocabulary."""
-    import transformers as hf
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
+    hf: Any = importlib.import_module("transformers")  # untyped in part
     folder = Path(tempfile.gettempdir()) / "onequeue-bench-whisper-base"
     if folder.exists():
         return str(folder)
     words = sorted(ByteLevel.alphabet())
     words += [f"Ġw{number}" for number in range(len(words), 50257)]
     end, start = 50257, 50258
-    made: Any = hf.WhisperTokenizer
     vocabulary = {word: number for number, word in enumerate([*words, "<|endoftext|>"])}
-    tokenizer = made(vocab=vocabulary, merges=[], pad_token="<|endoftext|>")
+    tokenizer = hf.WhisperTokenizer(vocab=vocabulary, merges=[], pad_token="<|endoftext|>")
     languages = [f"<|{code}|>" for code in list(LANGUAGES)[:99]]
     names = ["translate", "transcribe", "startoflm", "startofprev", "nospeech", "notimestamps"]
     special = ["<|startoftranscript|>", *languages, *(f"<|{name}|>" for name in names)]
@@ -200,7 +200,7 @@ def make_model() -> str:
     sizes |= {f"{side}_attention_heads": 8 for side in ("encoder", "decoder")}
     sizes |= {f"{side}_ffn_dim": 2048 for side in ("encoder", "decoder")}
     config = hf.WhisperConfig(vocab_size=len(tokenizer), d_model=512, **sizes, **ends)
-    model: Any = hf.WhisperForConditionalGeneration(config)
+    model = hf.WhisperForConditionalGeneration(config)
     model.generation_config = hf.GenerationConfig(
         max_new_tokens=TOKENS,
         is_multilingual=True,

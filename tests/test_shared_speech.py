@@ -17,6 +17,7 @@ def test_one_model_for_both_is_loaded_once_and_says_the_same(tmp_path: Path) -> 
     model, sound = str(folder(CTC)), Path(saved(tmp_path, noise(3.0))).read_bytes()
     named: dict[str, Any] = {"pipeline_model": model, "transcription_model": model}
     with serving(pipeline_task=ASR, **named) as server:
+        assert httpx.get(f"{server.url}/ready").json()["transcription_model"] == model
         models = server.engine.models
         recognizer, transcriber = models["pipeline"], models["transcription"]
         assert isinstance(recognizer, PipelineModel)

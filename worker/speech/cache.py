@@ -25,7 +25,7 @@ class RowCache(EncoderDecoderCache):
         own, cross = ((2, rows, heads, length, size) for length in self.sizes)
         layers = range(config.decoder_layers)
         self.own = [torch.zeros(own, **made) for _ in layers]  # keys, values
-        self.cross = [torch.zeros(cross, **made) for _ in layers]
+        self.cross = [torch.empty(cross, **made) for _ in layers]  # memory as rows come to use
         self.is_updated = dict.fromkeys(layers, True)  # read by the model's cross-attention
         self.self_attention_cache: Any = self
         self.cross_attention_cache: Any = SimpleNamespace()

@@ -2,7 +2,7 @@
 
     drop who left → windows that are read join, or all that run say a token → judge those that ended
 
-Implements worker.protocol.Transcriber. A step is one batch through the encoder or one token of
+Implements worker.protocol.Stepped. A step is one batch through the encoder or one token of
 every window, so that other models have their turns between. Recordings take turns, a window each.
 How a window is run is for whisper.py and ctc.py to say; pool threads of the engine read recordings
 ahead, and look where words are.
