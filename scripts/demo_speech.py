@@ -31,6 +31,7 @@ SEED = 7
 RATE = 16_000  # samples a second
 WINDOW_S = 6.0
 TICK_S = 0.02  # of timestamps
+GRID = 5  # of which every so many are used: a few are learned sooner than many
 BATCH = 12
 STEPS_PER_MINUTE = 450
 PEAK = 3e-3
@@ -144,7 +145,8 @@ class Examples:
         return ids or [self._time(0)]
 
     def _time(self, seconds: float) -> int:
-        return self.untimed + 1 + min(TIMES - 1, max(0, round(seconds / TICK_S)))
+        tick = GRID * round(seconds / TICK_S / GRID)
+        return self.untimed + 1 + min(TIMES - 1, max(0, tick))
 
     def _window(self, voice: str) -> tuple[Sound, list[Phrase]]:
         """Of a speaker: noise, pauses and a rate of their own."""
