@@ -41,14 +41,16 @@ class LogMel:
         features: Tensor = made["input_features"][0]
         return features
 
-    def logarithms(self, samples: Tensor) -> Tensor:
+    def powers(self, samples: Tensor) -> Tensor:
         """[mels, frames] of samples that reach half an `n_fft` beyond the middles of frames."""
         options: Any = {"window": self.weights, "center": False, "return_complex": True}
         power = torch.stft(samples, self.n_fft, self.hop, **options).abs().square()
-        return (self.filters @ power).clamp(min=1e-10).log10()
+        return self.filters @ power
 
-    def levelled(self, logarithms: Tensor, loudest: float) -> Tensor:
-        return (logarithms.clamp(min=loudest - 8.0) + 4.0) / 4.0
+    def levelled(self, powers: Tensor, loudest: Tensor) -> Tensor:
+        """Features, of a recording whose loudest power is that."""
+        logarithms, most = (each.clamp(min=1e-10).log10() for each in (powers, loudest))
+        return (logarithms.maximum(most - 8.0) + 4.0) / 4.0
 
 
 class Frames:
@@ -62,7 +64,7 @@ class Frames:
         self.seconds = 0.0
         self._recording = recording
         self._reading = threading.Lock()
-        self._loudest = -math.inf
+        self._loudest = torch.zeros(())
         self._kept = 0, torch.zeros(0, 0)  # the first frame that is there, and all of them
 
     # ── in pool threads ──
@@ -86,7 +88,7 @@ class Frames:
             made, ended = self._block(self.total)
             self.total += made.shape[1]
             if made.numel():
-                self._loudest = max(self._loudest, float(made.max()))
+                self._loudest = self._loudest.maximum(made.max())
         self.end = self.total
         self.seconds = self._recording.seconds
         if ended:
@@ -108,7 +110,7 @@ class Frames:
             self._recording.close()
 
     def _block(self, start: int) -> tuple[Tensor, bool]:
-        """Logarithms [mels, frames] from `start` on, mirrored at the ends of the recording as
+        """Powers [mels, frames] from `start` on, mirrored at the ends of the recording as
         STFTs are, and whether it ends with them."""
         hop, half = self.mel.hop, self.mel.n_fft // 2
         first, last = start * hop - half, (start + BLOCK - 1) * hop + half
@@ -123,7 +125,7 @@ class Frames:
             last = (start + frames - 1) * hop + half
         mirrored = begin - first, max(0, last - end)
         padded = functional.pad(samples[None, : last - begin], mirrored, "reflect")[0]
-        return self.mel.logarithms(padded), ended
+        return self.mel.powers(padded), ended
 
     # ── on the worker's thread ──
 
