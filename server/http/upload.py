@@ -56,14 +56,7 @@ class Uploads:
             raise refusal
         form = Form(boundary_of(headers), self.most)
         try:
-            try:
-                await self._read(form, headers, limits.whole, scope, receive)
-            except (OnequeueError, HttpError) as error:
-                if form.received or headers.get(b"expect", b"").lower() != b"100-continue":
-                    await linger(receive)
-                answer = as_http_error(error, scope, app.settings.debug)
-                answer.headers = [*answer.headers, *CLOSE]
-                raise answer from error
+            await self._read(form, headers, limits.whole, scope, receive)
             first = min(time.monotonic() + app.settings.request_timeout_s, limits.whole)
             yield form, Deadlines(first, limits.whole)
         finally:
@@ -74,25 +67,42 @@ class Uploads:
         self, form: Form, headers: Headers, deadline: float, scope: Scope, receive: Receive
     ) -> None:
         """The whole body, into the form."""
+        settings, began = scope["app"].settings, time.monotonic()
         declared = headers.get(b"content-length", b"")
-        announced = int(declared[:20]) if declared.isdigit() else 0
-        patience_s, began = scope["app"].settings.body_timeout_s, time.monotonic()
+        if declared.isdigit() and int(declared[:20]) > self.most + FIELDS:
+            if headers.get(b"expect", b"").lower() != b"100-continue":  # else it will not be sent
+                await linger(receive)
+            raise self._too_large()
         piece, more = bytearray(), True
         while more:
-            if max(announced, form.received) > self.most + FIELDS:
-                raise HttpError(413, f"the file is larger than {self.max_mb:g} MB")
-            slowest = began + patience_s + form.received / SLOWEST
-            until = min(time.monotonic() + patience_s, slowest, deadline)
+            slowest = began + settings.body_timeout_s + form.received / SLOWEST
+            until = min(time.monotonic() + settings.body_timeout_s, slowest, deadline)
             data, more = await receive_until(receive, until)
+            piece += data
             form.received += len(data)
             self.spooled += len(data)
-            if self.spooled > BODIES * self.most:
-                raise QueueFull("uploads take all the disk that there is for them")
-            piece += data
-            if len(piece) >= PIECE or not more:
-                await self._feed(form, bytes(piece))
-                piece.clear()
+            try:
+                self._check(form)
+                if len(piece) >= PIECE or not more:
+                    await self._feed(form, bytes(piece))
+                    piece.clear()
+            except (OnequeueError, HttpError) as error:
+                if not more:
+                    raise
+                await linger(receive)
+                answer = as_http_error(error, scope, settings.debug)
+                answer.headers = [*answer.headers, *CLOSE]
+                raise answer from error
         form.finish()
+
+    def _check(self, form: Form) -> None:
+        if form.received > self.most + FIELDS:
+            raise self._too_large()
+        if self.spooled > BODIES * self.most:
+            raise QueueFull("uploads take all the disk that there is for them")
+
+    def _too_large(self) -> HttpError:
+        return HttpError(413, f"the file is larger than {self.max_mb:g} MB", headers=CLOSE)
 
     async def _feed(self, form: Form, piece: bytes) -> None:
         try:
@@ -117,7 +127,7 @@ async def receive_until(receive: Receive, until: float) -> tuple[bytes, bool]:
         async with asyncio.timeout(until - time.monotonic()):
             message = await receive()
     except TimeoutError:
-        raise HttpError(408, LATE) from None
+        raise HttpError(408, LATE, headers=CLOSE) from None
     if message["type"] == "http.disconnect":
         raise ClientGone("the client has gone")
     return message.get("body", b""), message.get("more_body", False)
