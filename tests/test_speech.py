@@ -87,6 +87,23 @@ def test_the_language_is_that_which_generate_detects(tmp_path: Path) -> None:
         assert model.generation_config.lang_to_id[f"<|{deltas[0].language}|>"] == token
 
 
+def test_a_model_of_one_language_is_told_none_and_refuses_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = speech(WHISPER).model.generation_config
+    monkeypatch.setattr(config, "is_multilingual", False)
+    monkeypatch.delattr(config, "lang_to_id")
+    monkeypatch.delattr(config, "task_to_id")
+    samples = noise(3.0)
+    path = saved(tmp_path, samples)
+    [deltas] = transcribed(engine(), [TranscriptionInput(path, language="english")])
+    assert tokens_of(deltas) == says(generated(samples, task=None))
+    for field, asked in (("language", {"language": "de"}), ("model", {"task": "translate"})):
+        with pytest.raises(InvalidInput) as refusal:
+            accepted(engine(), TranscriptionInput(path, **asked))  # type: ignore[arg-type]
+        assert refusal.value.param == field
+
+
 def test_a_prompt_comes_before_every_window(tmp_path: Path) -> None:
     samples, prompt = noise(5.0), "Sir Ada and"
     path = saved(tmp_path, samples)
