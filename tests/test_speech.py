@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from batching.errors import InvalidInput
 from tests.speaking import (
     LENIENT,
     RATE,
     WHISPER,
+    accepted,
     engine,
     noise,
     saved,
@@ -98,9 +100,11 @@ def test_a_model_of_one_language_is_told_none_and_refuses_others(
     path = saved(tmp_path, samples)
     [deltas] = transcribed(engine(), [TranscriptionInput(path, language="english")])
     assert tokens_of(deltas) == says(generated(samples, task=None))
-    for field, asked in (("language", {"language": "de"}), ("model", {"task": "translate"})):
+    german = TranscriptionInput(path, language="de")
+    english = TranscriptionInput(path, "translate")
+    for field, payload in (("language", german), ("model", english)):
         with pytest.raises(InvalidInput) as refusal:
-            accepted(engine(), TranscriptionInput(path, **asked))  # type: ignore[arg-type]
+            accepted(engine(), payload)
         assert refusal.value.param == field
 
 
