@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from batching.errors import InvalidInput
 from tests.speaking import (
     LENIENT,
     RATE,
     WHISPER,
+    accepted,
     engine,
     noise,
     saved,
@@ -85,6 +87,25 @@ def test_the_language_is_that_which_generate_detects(tmp_path: Path) -> None:
         [token] = model.detect_language(features).tolist()
         [deltas] = transcribed(engine(), [TranscriptionInput(saved(tmp_path, samples))])
         assert model.generation_config.lang_to_id[f"<|{deltas[0].language}|>"] == token
+
+
+def test_a_model_of_one_language_is_told_none_and_refuses_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = speech(WHISPER).model.generation_config
+    monkeypatch.setattr(config, "is_multilingual", False)
+    monkeypatch.delattr(config, "lang_to_id")
+    monkeypatch.delattr(config, "task_to_id")
+    samples = noise(3.0)
+    path = saved(tmp_path, samples)
+    [deltas] = transcribed(engine(), [TranscriptionInput(path, language="english")])
+    assert tokens_of(deltas) == says(generated(samples, task=None))
+    german = TranscriptionInput(path, language="de")
+    english = TranscriptionInput(path, "translate")
+    for field, payload in (("language", german), ("model", english)):
+        with pytest.raises(InvalidInput) as refusal:
+            accepted(engine(), payload)
+        assert refusal.value.param == field
 
 
 def test_a_prompt_comes_before_every_window(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The speech engine: who leaves, who fails, who has to wait."""
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from batching.errors import ItemFailed
 from tests.speaking import accepted, engine, noise, saved, tokens_of, transcribed
 from worker.speech.engine import SpeechEngine
+from worker.speech.features import BLOCK
 from worker.transcription import TranscriptDelta, TranscriptionInput
 
 
@@ -99,3 +101,51 @@ def test_what_is_dropped_leaves_its_rows(tmp_path: Path) -> None:
     assert not speaking.busy
     assert not speaking.runner.running
     speaking.warm_up()
+
+
+def test_a_step_is_one_window_through_the_encoder_or_a_token_of_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speaking = engine()
+    runner, calls = speaking.runner, list[str]()
+    encode, decode = getattr(runner, "_encode"), runner.step  # noqa: B009
+
+    def encoded(windows: Sequence[Any]) -> None:
+        calls.append(f"encode {len(windows)}")
+        encode(windows)
+
+    def said(windows: Sequence[Any]) -> None:
+        calls.append("say")
+        decode(windows)
+
+    monkeypatch.setattr(runner, "_encode", encoded)
+    monkeypatch.setattr(runner, "step", said)
+    for payload in payloads(tmp_path, 5.0, 2.0, 3.0):
+        speaking.add(accepted(speaking, payload))
+    while speaking.busy:
+        calls.clear()
+        speaking.step()
+        assert calls in (["encode 1"], ["say"], [])
+
+
+def test_recordings_are_read_beside_the_worker_and_let_go_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speaking, kept, threads = engine(), list[int](), set[int]()
+    item = accepted(speaking, payloads(tmp_path, 200.0)[0])
+    frames = item.prepared.text.frames
+    powers = frames.mel.powers
+
+    def watched(samples: Any) -> Any:
+        threads.add(threading.get_ident())
+        kept.append(frames._kept[1].shape[1])
+        return powers(samples)
+
+    monkeypatch.setattr(frames.mel, "powers", watched)
+    seek = 0
+    while seek < frames.total:
+        speaking._pool.submit(frames.read, seek).result()
+        assert frames.window(seek) is not None
+        seek += frames.mel.window
+    assert threading.get_ident() not in threads
+    assert max(kept) <= frames.mel.window + 2 * BLOCK < frames.total / 3
