@@ -75,8 +75,6 @@ class Form:
     def path(self) -> str:
         """Where the file is; InvalidInput if none was sent."""
         if not self._path:
-            if FILE in self.fields:
-                raise InvalidInput.at(FILE, f"must be a file, with a file name; {CURL}")
             raise InvalidInput.at(FILE, f"is required; {CURL}")
         if not self.size:
             raise InvalidInput.at(FILE, "is empty")
@@ -120,6 +118,8 @@ class Form:
             raise InvalidInput("a part of the form has no name")
         self._name = options[b"name"].decode(errors="replace")[:100]
         self._is_file = b"filename" in options
+        if not self._is_file and self._name == FILE:
+            raise InvalidInput.at(FILE, f"must be a file, with a file name; {CURL}")
         if self._is_file:
             if self._name != FILE:
                 raise InvalidInput.at(self._name, f"is not taken as a file: send it as {FILE!r}")
