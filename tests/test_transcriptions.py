@@ -93,7 +93,10 @@ def test_all_formats_have_the_same_words(server: Server) -> None:
         else:
             lines = [line for line in content.splitlines() if not re.search(r"^\d+$|-->", line)]
             words[form] = html.unescape(" ".join(lines).removeprefix("WEBVTT")).split()
-    fields = {"response_format": "verbose_json", "timestamp_granularities[]": ["word", "segment"]}
+    fields: dict[str, Any] = {
+        "response_format": "verbose_json",
+        "timestamp_granularities[]": ["word", "segment"],
+    }
     document = post(server, **fields).json()
     words["segments"] = "".join(each["text"] for each in document["segments"]).split()
     assert "".join(each["word"] for each in document["words"]) == TEXT.replace(" ", "")
@@ -120,7 +123,10 @@ def test_verbose_json_has_what_was_asked_for(server: Server, speaker: FakeTransc
     assert [each["id"] for each in whole["segments"]] == [0, 1, 2]
     assert "words" not in whole
     assert not speaker.payloads[0].words
-    fields = {"response_format": "verbose_json", "timestamp_granularities[]": "word"}
+    fields: dict[str, Any] = {
+        "response_format": "verbose_json",
+        "timestamp_granularities[]": "word",
+    }
     timed = post(server, **fields).json()
     assert timed["words"][1] == {"word": "morning", "start": 0.25, "end": 0.45}
     assert "segments" not in timed
@@ -143,7 +149,8 @@ def test_translations_are_asked_for_as_such(server: Server, speaker: FakeTranscr
 
 
 def test_a_stream_has_deltas_and_a_whole_that_they_make(server: Server) -> None:
-    answer = post(server, stream="true", **{"include[]": "logprobs"})
+    fields: dict[str, Any] = {"stream": "true", "include[]": "logprobs"}
+    answer = post(server, **fields)
     assert answer.headers["content-type"].startswith("text/event-stream")
     *frames, last = answer.text.removesuffix("\n\n").split("\n\n")
     assert last == "data: [DONE]"
@@ -268,7 +275,12 @@ def test_what_is_not_done_is_refused_by_name(
 
 
 def test_what_asks_for_nothing_is_taken(server: Server) -> None:
-    fields = {"chunking_strategy": "auto", "language": "", "stream": "false", "unheard_of": "x"}
+    fields: dict[str, Any] = {
+        "chunking_strategy": "auto",
+        "language": "",
+        "stream": "false",
+        "unheard_of": "x",
+    }
     assert post(server, **fields).status_code == 200
 
 

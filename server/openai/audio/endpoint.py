@@ -127,7 +127,8 @@ async def events(
                 event["logprobs"] = list(map(token_document, delta.logprobs))
             yield event
     stream.engine.metrics.audio_s.inc(transcript.seconds)
-    done = {"type": "transcript.text.done", "text": transcript.text, "usage": transcript.usage}
+    done: Document = {"type": "transcript.text.done", "text": transcript.text}
+    done["usage"] = transcript.usage
     if request.logprobs:
         done["logprobs"] = transcript.logprob_documents()
     yield done

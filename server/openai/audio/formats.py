@@ -73,7 +73,8 @@ def as_verbose_json(transcript: Transcript, request: TranslationRequest) -> byte
 
 
 def _segment(segment: Segment) -> Document:
-    told = {"id": segment.id, "seek": segment.seek, "start": segment.start, "end": segment.end}
+    told: Document = {"id": segment.id, "seek": segment.seek}
+    told |= {"start": segment.start, "end": segment.end}
     told |= {"text": segment.text, "tokens": list(segment.tokens)}
     return told | {name: getattr(segment, name) for name in SCORES}
 

@@ -40,11 +40,22 @@ class TranslationRequest(Struct, kw_only=True):
     def format(self) -> Format:
         return self.response_format or "json"
 
-    # what a translation has none of
-    streams: ClassVar[bool] = False
-    words: ClassVar[bool] = False
-    segments: ClassVar[bool] = True
-    logprobs: ClassVar[bool] = False
+    @property
+    def streams(self) -> bool:
+        return False
+
+    @property
+    def words(self) -> bool:
+        return False
+
+    @property
+    def segments(self) -> bool:
+        """Whether verbose_json has them."""
+        return True
+
+    @property
+    def logprobs(self) -> bool:
+        return False
 
     def check(self) -> None:
         """InvalidInput for fields that do not go together."""
