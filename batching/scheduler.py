@@ -206,7 +206,7 @@ class ContinuousScheduler:
         sequence.computed = len(matched) * self.pool.size
         if sequence.cached is None:
             sequence.cached = sequence.computed
-            sequence.tokens = [*sequence.tokens]  # from here on it adds to them
+            sequence.tokens = sequence.tokens.copy()  # from here on it adds to them
             self.admitted.append(sequence)
         bisect.insort(self.running, sequence)
         return True
@@ -247,7 +247,8 @@ class ContinuousScheduler:
         if sequence.scores_prompt:
             sequence.scored = max(sequence.scored, chunk.to_score.stop)
         sequence.computed = chunk.start + chunk.count + max(0, len(sampled) - 1)
-        sequence.tokens += sampled
+        if sampled:
+            sequence.tokens += sampled
         if chunk.drafts:
             self.pool.trim(sequence.table, len(sequence.tokens))
         if sequence.computed // self.pool.size > sequence.table.registered:

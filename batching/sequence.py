@@ -4,11 +4,35 @@ The scheduler (scheduler.py) cuts sequences into chunks; a batch lays the chunks
 model runner and the sampler. No tensors here.
 """
 
+from array import array
 from collections import abc
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 from batching.block_pool import ROOT, BlockTable, Key
+
+
+class Joined(abc.Sequence[int]):
+    """A prompt whose beginning is many prompts': to be run, and never added to."""
+
+    __slots__ = ("own", "shared")
+
+    def __init__(self, shared: abc.Sequence[int], own: abc.Sequence[int]) -> None:
+        self.shared, self.own = shared, array("i", own)
+
+    def copy(self) -> "Joined":
+        return self
+
+    def __len__(self) -> int:
+        return len(self.shared) + len(self.own)
+
+    def __getitem__(self, at: Any) -> Any:
+        before = len(self.shared)
+        if not isinstance(at, slice):
+            return self.shared[at] if at < before else self.own[at - before]
+        start, stop, _ = at.indices(len(self))
+        own = self.own[max(0, start - before) : max(0, stop - before)]
+        return [*self.shared[start:stop], *own]
 
 
 @dataclass(eq=False, slots=True)
@@ -17,7 +41,9 @@ class Sequence:
     its text side (worker/generation/output.py) and `drafter` proposes its next tokens: neither is
     looked at here."""
 
-    tokens: list[int]  # the prompt's, shared by a request's choices until each is admitted
+    # the prompt's, shared by a request's choices until each is admitted; of one that generates
+    # nothing it may be Joined
+    tokens: Any
     output: Any = None
     _: KW_ONLY
     max_tokens: int = 1  # of the output; 0: only the prompt is run

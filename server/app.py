@@ -7,7 +7,7 @@ drains it on SIGTERM, before uvicorn hears of the signal. One process, one worke
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from server.openai.chat import ChatCompletions
 from server.openai.completions import Completions
 from server.openai.decisions.endpoint import DecisionEndpoint
 from server.openai.decisions.request import DecisionRequest
+from server.openai.decisions.root import DecisionRoot, by_chat_model
 from server.openai.decisions.systemone import SystemOneRequest
 from server.openai.embeddings import PATHS as EMBEDDING_PATHS
 from server.openai.embeddings import Embeddings
@@ -74,7 +75,9 @@ def create_app(
     cores = find_cores(settings.pin_worker, asked_threads())
     pool_threads = max(2, min(8, cores.threads if cores else 2))
     queue = RequestQueue(settings.max_queue_size, time.monotonic)
-    worker = Worker(served_models(settings, loaders), cores=cores)
+    decides_by_chat = not loaders["pipeline_model"] and by_chat_model(settings)
+    loaded = replace(settings, pipeline_model="none") if decides_by_chat else settings
+    worker = Worker(served_models(loaded, loaders), cores=cores)
     observed = Metrics(lambda: queue.pending)
     engine = Engine(worker, queue, observed, pool_threads, settings.stuck_after_s)
     routes = [
@@ -83,8 +86,7 @@ def create_app(
         Route("/metrics", metrics),
     ]
     responses: Responses | None = None
-    if settings.pipeline_model != "none":
-        routes.append(Route("/", Root(settings, engine), methods=["POST"]))
+    root = Root(settings, engine)
     named: list[ModelNames] = []
     if settings.chat_model != "none":
         names = ModelNames(settings.chat_model, engine, "generation")
@@ -92,6 +94,8 @@ def create_app(
         responses = Responses(*shared, open_store(settings))
         decisions = DecisionEndpoint(engine, names, DecisionRequest)
         systemone = DecisionEndpoint(engine, names, SystemOneRequest)
+        if decides_by_chat:
+            root = DecisionRoot(settings, engine, systemone)
         routes += [
             Route("/v1/chat/completions", ChatCompletions(*shared), methods=["POST"]),
             Route("/v1/completions", Completions(*shared), methods=["POST"]),
@@ -125,6 +129,8 @@ def create_app(
         routes += ModelListing(named).routes()
     if written:
         routes += tokenizer_routes(written)
+    if settings.pipeline_model != "none":
+        routes.append(Route("/", root, methods=["POST"]))
     routes.append(openapi.route(settings, routes))
     router = Router(routes, lifespan=partial(lifespan, responses=responses))
     return Middleware(router, {route.path_format for route in routes}, settings, engine)
@@ -173,7 +179,7 @@ def shares_speech(settings: Settings) -> bool:
 
 def turns_of(batch_rows: int) -> Turns[WorkItem]:
     """Of long lists, as many pieces are under way as two batches hold: one runs, one is ready."""
-    return Turns(max(2, 2 * batch_rows // PIECE))
+    return Turns(max(2, 2 * batch_rows // min(PIECE, batch_rows)))
 
 
 def _load_pipeline(settings: Settings) -> Runner:

@@ -191,7 +191,10 @@ def document(settings: Settings, routes: Sequence[Route]) -> dict[str, Any]:
         errors[f"Error{status}"]["headers"] = {name: {"schema": {"type": "string"}}}
     components = {"schemas": _schemas(operations.values()), "responses": errors}
     if keyed:
-        components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+        components["securitySchemes"] = {
+            "bearer": {"type": "http", "scheme": "bearer"},
+            "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
     return {
         "openapi": "3.1.0",
         "info": {"title": "onequeue", "version": __version__},
@@ -262,7 +265,7 @@ def _described(method: str, path: str, operation: Operation, keyed: bool) -> dic
         made["requestBody"] = {"required": True, "content": _content(operation.request)}
     if keyed:
         errors.add(401)
-        made["security"] = [{"bearer": []}]
+        made["security"] = [{"bearer": []}, {"key": []}]
     for status in sorted(errors):
         made["responses"][str(status)] = {"$ref": f"{COMPONENTS}/responses/Error{status}"}
     return made

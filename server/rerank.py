@@ -19,12 +19,12 @@ from batching.errors import InvalidInput
 from server.engine import Engine
 from server.http.json import INLINE_BYTES, Document, Parsing, to_json
 from server.http.request import read_json_request, send_json
-from server.openai.embeddings import MOST_INPUTS, checked
+from server.openai.embeddings import MOST_INPUTS, checked, piece_size
 from server.openai.models import ModelNames
 from server.openai.params import FILLED, Count, Filled, decode
 from server.settings import Settings
 from server.submission import submitted, timing_headers
-from worker.scoring import PairsInput, Scored, pieces
+from worker.scoring import PairsInput, PieceSize, Scored, pieces
 
 PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
 
@@ -69,7 +69,7 @@ class RerankRequest(Struct, kw_only=True):
         check_count(read, param)
         return read
 
-    def pieces(self, most: int) -> list[PairsInput]:
+    def pieces(self, most: PieceSize) -> list[PairsInput]:
         documents = self.read()
         param = "texts" if self.is_bare else "documents"
         cuts = bool(self.truncate) if self.is_bare else self.truncate is not False
@@ -113,7 +113,10 @@ def check_count(texts: Sequence[str], param: str) -> None:
 
 
 def pairs_in_pieces(
-    pairs: Sequence[tuple[str, str]], paths: Sequence[tuple[str, str]], most: int, **options: Any
+    pairs: Sequence[tuple[str, str]],
+    paths: Sequence[tuple[str, str]],
+    most: PieceSize,
+    **options: Any,
 ) -> list[PairsInput]:
     sizes = [len(query) + len(document) for query, document in pairs]
     return [
@@ -146,4 +149,4 @@ class Rerank:
 
     def parse(self, body: bytes) -> tuple[RerankRequest, Sequence[PairsInput]]:
         request = decode(body, RerankRequest, self.models.names)
-        return request, checked(request.pieces(self.settings.max_batch_tokens), self.settings)
+        return request, checked(request.pieces(piece_size(self.settings)), self.settings)

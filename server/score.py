@@ -18,13 +18,20 @@ from batching.errors import InvalidInput
 from server.engine import Engine
 from server.http.json import Document, Parsing
 from server.http.request import read_json_request, send_json
-from server.openai.embeddings import checked
+from server.openai.embeddings import checked, piece_size
 from server.openai.models import ModelNames, find
 from server.openai.params import Filled, decode
 from server.rerank import Texts, check_count, pairs_in_pieces
 from server.settings import Settings
 from server.submission import submitted, timing_headers
-from worker.scoring import Embedded, EmbeddingInput, PairsInput, Truncation, pieces
+from worker.scoring import (
+    Embedded,
+    EmbeddingInput,
+    PairsInput,
+    PieceSize,
+    Truncation,
+    pieces,
+)
 
 
 class ScoreRequest(Struct, kw_only=True):
@@ -55,7 +62,7 @@ class ScoreRequest(Struct, kw_only=True):
             raise InvalidInput.at(second, unequal)
         return read[0], read[1]
 
-    def pairs(self, most: int) -> list[PairsInput]:
+    def pairs(self, most: PieceSize) -> list[PairsInput]:
         (first, ones), (second, others) = self.sides()
         count = max(len(ones), len(others))
         return pairs_in_pieces(
@@ -66,7 +73,7 @@ class ScoreRequest(Struct, kw_only=True):
             cuts=bool(self.truncate),
         )
 
-    def texts(self, most: int) -> list[EmbeddingInput]:
+    def texts(self, most: PieceSize) -> list[EmbeddingInput]:
         if self.instruction is not None:
             raise InvalidInput.at("instruction", "is for a reranker; this is an embedding model")
         made = []
@@ -122,7 +129,7 @@ class Score:
         request = decode(body, ScoreRequest, self)
         names = next(each for each in self.models if each.serves == request.model)
         request.model = names.id
-        most = self.settings.max_batch_tokens
+        most = piece_size(self.settings)
         reranks = names.serves == "rerank"
         payloads: Sequence[Any] = request.pairs(most) if reranks else request.texts(most)
         return request, names, checked(payloads, self.settings)

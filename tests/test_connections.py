@@ -281,3 +281,17 @@ def test_apps_of_others_keep_uvicorns_protocol(server: Server) -> None:
         return type(HttpToolsProtocol(config=config, server_state=ServerState(), app_state={}))
 
     assert asyncio.run(protocol()) is HttpToolsProtocol
+
+
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+def test_an_answer_that_nobody_reads_is_dropped(http: Parser) -> None:
+    runner = FakeRunner()
+    runner.finish = lambda item, raw: b"[" + b"1," * 20_000_000 + b"1]"  # type: ignore[method-assign]
+    with serving(lambda: runner, body_timeout_s=1, http=http) as server:
+        with connect(server) as client:
+            client.sendall(POST)
+            wait_until(lambda: bool(runner.batches))
+            wait_until(lambda: not server.uvicorn.server_state.connections)
+        with connect(server) as client:
+            client.sendall(POST)
+            assert len(read_answer(client)[1]) > 40_000_000

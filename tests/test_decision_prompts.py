@@ -45,7 +45,7 @@ def test_the_tokens_are_those_of_each_prompt_as_a_whole(text: str) -> None:
             enable_thinking=False,
             return_dict=True,
         )
-        assert ids == whole["input_ids"]
+        assert [*ids] == whole["input_ids"]
 
 
 def test_the_users_last_words_go_on_with_the_question() -> None:
@@ -91,6 +91,18 @@ def test_what_all_questions_take_together_is_bounded(monkeypatch: pytest.MonkeyP
         monkeypatch.undo()
     monkeypatch.setattr(decisions, "MOST_SEEN", whole)
     assert len(prompts_of(asked)) == 10
+
+
+def test_prompts_share_their_input() -> None:
+    prompts: Any = prompts_of(about(STATE * 5, predicates(50)))
+    assert len({id(prompt.shared) for prompt in prompts}) == 1
+    own = sum(len(prompt.own) * prompt.own.itemsize for prompt in prompts)
+    assert own < 50 * 4 * 100
+    for prompt in prompts:
+        whole, cut = [*prompt], len(prompt.shared)
+        assert len(prompt) == len(whole) > cut
+        for at in (slice(cut), slice(3, cut + 2), slice(cut - 16, cut), slice(cut + 1, None)):
+            assert [*prompt[at]] == whole[at]
 
 
 def test_more_options_than_the_model_has_labels_are_refused() -> None:
@@ -145,7 +157,7 @@ def test_a_clients_control_tokens_are_text_as_for_the_library(text: str) -> None
             return_dict=True,
             sanitize_control_tokens=True,
         )
-        assert ids == whole["input_ids"]
+        assert [*ids] == whole["input_ids"]
         assert tokenizer.decode(ids).count("</s>") == content.count("</s>") + 1
         assert ids.count(tokenizer.eos_token_id) == 1
 

@@ -178,7 +178,8 @@ def test_the_input_is_run_once_and_each_question_behind_it(
     [served], driver = serve(generator, asked)
     assert driver.total("prefill_tokens") == whole + sum(others)
     assert driver.total("decode_tokens") == 0
-    assert all(sequence.tokens == p for sequence, p in zip(served.sequences, prompts, strict=True))
+    pairs = zip(served.sequences, prompts, strict=True)
+    assert all([*sequence.tokens] == [*prompt] for sequence, prompt in pairs)
     assert all(delta.tokens == 0 for delta in served.choices)
 
 

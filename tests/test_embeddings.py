@@ -22,7 +22,7 @@ from tests.fakes import FakeRunner
 from tests.serving import Server, serving, wait_until
 from tests.test_pipeline_http import error_of
 from tests.test_sdk_node import FOLDER, NODE
-from worker.scoring import PIECE, Embedded, pieces
+from worker.scoring import PIECE, Embedded, PieceSize, pieces
 
 PATH = "/v1/embeddings"
 FACTS = ["the capital of france is paris", "a cow says moo", "bread is made from flour"]
@@ -224,10 +224,18 @@ def test_a_list_beyond_the_queue_is_refused() -> None:
         assert post(server, "/embed", {"inputs": ["a"] * 64}).status_code == 200
 
 
+def test_a_batch_is_no_larger_than_it_may_be() -> None:
+    with serving(embedding_model="demo", max_batch_size=3) as small:
+        answer = post(small, "/v1/embeddings", {"input": ["a"] * 10})
+        assert answer.status_code == 200
+        assert len(answer.json()["data"]) == 10
+        assert int(answer.headers["x-batch-size"]) <= 3
+
+
 def test_a_piece_ends_by_count_and_by_size() -> None:
-    found = list(pieces("abcdefgh", [1, 1, 9, 1, 1, 1, 1, 1], 4))
+    found = list(pieces("abcdefgh", [1, 1, 9, 1, 1, 1, 1, 1], PieceSize(16, 4)))
     assert found == [(0, "ab"), (2, "c"), (3, "defg"), (7, "h")]
-    assert [len(part) for _, part in pieces(range(40), [1] * 40, 999)] == [16, 16, 8]
+    assert [len(part) for _, part in pieces(range(40), [1] * 40, PieceSize(16, 999))] == [16, 16, 8]
 
 
 def test_the_loop_is_free_while_a_long_list_is_embedded(server: Server) -> None:

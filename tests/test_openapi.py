@@ -144,7 +144,8 @@ def test_a_key_is_asked_for_where_the_document_says_so(server: Server) -> None:
     assert error_of(CLIENT.get(server.url + "/openapi.json"))["code"] == "invalid_api_key"
     document = fetch(server)
     assert document["components"]["securitySchemes"] == {
-        "bearer": {"type": "http", "scheme": "bearer"}
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     }
     for path, operations in document["paths"].items():
         for operation in operations.values():

@@ -17,6 +17,7 @@ from batching.errors import OnequeueError
 from worker.tasks import resolve_task
 
 DEMO_TASK = "fill-mask"
+CONFIG, DECISIONS = "config.json", "decision.json"
 FETCH_S = 60.0
 HEARS = "(Wav2Vec2|Hubert|UniSpeech|WavLM|SEW|Data2VecAudio|Whisper)"
 # The first that fits the architecture's whole name. What ends in Model is a body without a head.
@@ -67,7 +68,7 @@ def settle_task(task: str, model: str) -> str:
     if task == "auto":
         return _only_task(read_config(model), model)
     task = resolve_task(task)
-    if is_path(model) and (Path(model).expanduser() / "config.json").is_file():
+    if is_path(model) and (Path(model).expanduser() / CONFIG).is_file():
         config = read_config(model)
         fitting = made_for(config)
         if fitting and task not in fitting and task in HEADS:
@@ -120,10 +121,25 @@ def is_path(model: str) -> bool:
     return model.startswith(("/", ".", "~")) or Path(model).is_dir()
 
 
+def decides_in_its_own_way(model: str) -> bool:
+    """Whether the checkpoint has settings for decisions, or that cannot be known."""
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    if is_path(model):
+        return (Path(model).expanduser() / DECISIONS).is_file()
+    try:
+        _fetched(model, DECISIONS)
+    except EntryNotFoundError as error:
+        return isinstance(error, LocalEntryNotFoundError)  # neither there nor looked up
+    except Exception:
+        return True
+    return True
+
+
 def read_config(model: str) -> dict[str, Any]:
     """config.json of a folder, or of a hub id: from the cache, or fetched."""
     try:
-        path = Path(model).expanduser() / "config.json" if is_path(model) else _fetched(model)
+        path = Path(model).expanduser() / CONFIG if is_path(model) else _fetched(model, CONFIG)
         config = json.loads(path.read_text())
     except Exception as error:  # of the hub, the file or its content
         reason = (str(error).splitlines() or [repr(error)])[0]
@@ -134,7 +150,7 @@ def read_config(model: str) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _fetched(model: str) -> Path:
+def _fetched(model: str, name: str) -> Path:
     """By a thread that nobody waits for longer than FETCH_S: a start shall end one way or other."""
     from huggingface_hub import hf_hub_download
 
@@ -142,7 +158,7 @@ def _fetched(model: str) -> Path:
 
     def fetch() -> None:
         try:
-            path.set_result(hf_hub_download(model, "config.json"))
+            path.set_result(hf_hub_download(model, name))
         except BaseException as error:  # raised where the result is awaited
             path.set_exception(error)
 

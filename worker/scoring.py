@@ -6,7 +6,7 @@ thousands of texts in one go and a batch holds pieces of several requests. No to
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,14 +72,21 @@ class Scored:
     tokens: int
 
 
+class PieceSize(NamedTuple):
+    """What a piece may have: inputs, and characters or tokens in all."""
+
+    inputs: int
+    total: int
+
+
 def pieces(
-    inputs: Sequence[T], sizes: Sequence[int], most: int
+    inputs: Sequence[T], sizes: Sequence[int], most: PieceSize
 ) -> Iterator[tuple[int, Sequence[T]]]:
-    """Inputs in pieces, each with the number of its first. A piece has at most PIECE, and at most
-    `most` characters or tokens in all unless one alone has more; `sizes` are theirs."""
+    """Inputs in pieces, each with the number of its first; `sizes` are theirs. A piece has more
+    than `most` only if it is one input that alone has."""
     start = total = 0
     for end, size in enumerate(sizes):
-        if end > start and (end - start == PIECE or total + size > most):
+        if end > start and (end - start == most.inputs or total + size > most.total):
             yield start, inputs[start:end]
             start, total = end, 0
         total += size

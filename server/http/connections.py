@@ -18,13 +18,15 @@ from server.http.json import to_json
 from server.http.request import LINGER_S, Middleware, json_headers
 
 MAX_HEAD = 64_000  # bytes of a header with its request line, or between two pieces of a body
+# So many bytes of an answer that waits to be read a client takes within each time limit.
+LEAST_READ = 64_000
 MOST_AHEAD = 100  # requests of a connection that wait behind another
 APP = "onequeue"  # where the lifespan's state has the app
 
 
 class Bounded(asyncio.Protocol):
-    """Mixed into a protocol of uvicorn's: a time limit for headers, and refusals that are no
-    request's answer. What has been refused is read no further."""
+    """Mixed into a protocol of uvicorn's: a time limit for headers and for reading an answer, and
+    refusals that are no request's answer. What has been refused is read no further."""
 
     app_state: dict[str, Any]
     cycle: Any  # the latest request and its answer
@@ -39,6 +41,7 @@ class Bounded(asyncio.Protocol):
         self.begun = False  # something of the next request is there
         self.refused = False
         self.timer: asyncio.TimerHandle | None = None
+        self.reading: asyncio.TimerHandle | None = None  # while an answer waits to be read
         self._time_header()
 
     def data_received(self, data: bytes) -> None:
@@ -50,7 +53,33 @@ class Bounded(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_reading()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._time_reading()
+
+    def resume_writing(self) -> None:
+        self._stop_reading()
+        super().resume_writing()
+
+    def _time_reading(self) -> None:
+        left = self.transport.get_write_buffer_size()
+        self.reading = self.loop.call_later(self.limit_s, self._check_reading, left)
+
+    def _check_reading(self, before: int) -> None:
+        if self.transport.get_protocol() is not self:
+            return  # it has become a websocket
+        if self.transport.get_write_buffer_size() > before - LEAST_READ:
+            self.transport.abort()  # close() would wait until all is read
+        else:
+            self._time_reading()
+
+    def _stop_reading(self) -> None:
+        if self.reading is not None:
+            self.reading.cancel()
+            self.reading = None
 
     def send_400_response(self, msg: str) -> None:
         self.refuse(HttpError(400, "this is not valid HTTP"))

@@ -114,7 +114,7 @@ class Middleware:
         try:
             scope["api_key"] = b""  # of those that there are
             if self.keys and not self._may_pass(scope):
-                needed = "a valid API key is needed: Authorization: Bearer KEY"
+                needed = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
                 raise HttpError(401, needed, headers=[(b"www-authenticate", b"Bearer")])
             await self.routes(scope, receive, send)
         except Exception as error:
@@ -130,11 +130,13 @@ class Middleware:
     def _may_pass(self, scope: Scope) -> bool:
         if scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
             return True
-        given = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
+        headers = dict(reversed(scope["headers"]))  # of several, the first
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer":
+            key = headers.get(b"x-api-key", b"")
         matches = [hmac.compare_digest(key.strip(), known) for known in self.keys]
         scope["api_key"] = key.strip()
-        return bool(scheme.lower() == b"bearer" and any(matches))
+        return any(matches)
 
 
 class Cors(CORSMiddleware):

@@ -23,7 +23,7 @@ from server.openai.models import ModelNames
 from server.openai.params import TokenId, decode
 from server.settings import Settings
 from server.submission import submitted, timing_headers
-from worker.scoring import Embedded, EmbeddingInput, Truncation, pieces
+from worker.scoring import PIECE, Embedded, EmbeddingInput, PieceSize, Truncation, pieces
 
 PATHS = ("/v1/embeddings", "/embed")
 MOST_INPUTS = 2048
@@ -52,8 +52,8 @@ class EmbeddingRequest(Struct, kw_only=True):
         """Whether it is text-embeddings-inference's."""
         return self.inputs is not None
 
-    def pieces(self, most: int) -> list[EmbeddingInput]:
-        """What is asked for, in pieces of `most` characters or tokens at most."""
+    def pieces(self, most: PieceSize) -> list[EmbeddingInput]:
+        """What is asked for, in pieces."""
         if (self.input is None) == (self.inputs is None):
             required = "is required" if self.input is None else "takes either this or inputs"
             raise InvalidInput.at("input", required)
@@ -131,7 +131,12 @@ class Embeddings:
 
     def parse(self, body: bytes) -> tuple[EmbeddingRequest, Sequence[EmbeddingInput]]:
         request = decode(body, EmbeddingRequest, self.models.names)
-        return request, checked(request.pieces(self.settings.max_batch_tokens), self.settings)
+        return request, checked(request.pieces(piece_size(self.settings)), self.settings)
+
+
+def piece_size(settings: Settings) -> PieceSize:
+    """A batch has room for a piece at least."""
+    return PieceSize(min(PIECE, settings.max_batch_size), settings.max_batch_tokens)
 
 
 def checked(payloads: Sequence[T], settings: Settings) -> Sequence[T]:

@@ -99,7 +99,7 @@ def load_checkpoint(options: ScoringOptions, choose: Callable[[Any], Any]) -> Lo
 
 
 def lay_out(model: PreTrainedModel, check: Callable[[], None]) -> None:
-    """Weights as a CPU that has no bfloat16 multiplies them."""
-    emulates = cpu_linear.packs(model.dtype) and cpu_linear.emulates(model.dtype)
-    if model.device.type == "cpu" and emulates:
-        cpu_linear.pack(model, free_bytes(model.device), check)
+    """Weights as a CPU's matrix kernels want them, but for those of heads: a vocabulary's may be as
+    large as all others, and is not multiplied here."""
+    if model.device.type == "cpu" and cpu_linear.packs(model.dtype):
+        cpu_linear.pack(model.base_model, free_bytes(model.device), check, shares=False)

@@ -24,7 +24,8 @@ from worker.embedding.checkpoint import (
 )
 from worker.embedding.embedder import Embedder
 from worker.embedding.files import activation
-from worker.embedding.reranker import Reranker, asking, by_answer, by_label, cross_encoding
+from worker.embedding.pairs import TextPairs, asking
+from worker.embedding.reranker import Reranker, by_answer, by_label
 from worker.embedding.texts import Row, TextReader
 from worker.model import missing_weights
 from worker.model.language_model import check_generates
@@ -107,7 +108,7 @@ def cross_encoder(made: Loaded) -> Reranker:
     task, reader = "text-classification", made.reader
     rows = made.rows("logits", task)
     info, chosen = made.info(task, rows), made.files.activation or own_activation(made.model)
-    return Reranker(reader, cross_encoding(reader), by_label(rows), chosen, info)
+    return Reranker(reader, TextPairs(reader), by_label(rows), chosen, info)
 
 
 def own_activation(model: PreTrainedModel) -> nn.Module | None:

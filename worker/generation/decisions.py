@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
+from batching.sequence import Joined
 from worker.decisions import LETTERS, YES_NO, DecisionInput, Question
 from worker.deltas import Delta
 from worker.generation.output import Prepared
@@ -29,8 +30,8 @@ from worker.protocol import Chat
 from worker.text.chat_template import ChatTemplate
 from worker.text.control_tokens import ControlTokens
 
-# Of one request: tokens that its questions have beside the input, and tokens of all prompts, each
-# with the input, which are looked up and attended to.
+# Of one request: tokens that its questions have beside the input, which are what is kept of them,
+# and tokens of all prompts, each with the input, which are looked up and attended to.
 MOST_OWN = 1 << 17
 MOST_SEEN = 1 << 22
 WORD_END = re.compile(r"(?<=\w)(?=[\s.,;:!?。、，！？])")
@@ -57,7 +58,7 @@ class Verdict:
     generated."""
 
     def __init__(
-        self, item: WorkItem, number: int, ids: list[int], labels: tuple[int, ...], shared: int
+        self, item: WorkItem, number: int, ids: Any, labels: tuple[int, ...], shared: int
     ) -> None:
         self.item = item
         self.background = item.payload.background or number >= FIRST
@@ -118,8 +119,9 @@ class Decisions:
             text = f"{shared.before}{asked}{shared.after}"
             characters += len(text)
             self._check(characters <= MOST_OWN * self._longest_token, question)
-            ids = shared.ids + self._control.ids(shared.word + text, shared.key)[shared.skip :]
-            own += len(ids) - len(shared.ids)
+            behind = self._control.ids(shared.word + text, shared.key)[shared.skip :]
+            ids = Joined(shared.ids, behind)
+            own += len(behind)
             seen = own + (number + 1) * len(shared.ids)
             self._check(own <= MOST_OWN and seen <= MOST_SEEN, question)
             if len(ids) > self._max_model_len:

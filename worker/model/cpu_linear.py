@@ -161,9 +161,15 @@ def _join(
             model.set_submodule(name, Part(shared, place, biased[place]))
 
 
-def pack(model: nn.Module, free_bytes: int, check: Callable[[], object] = lambda: None) -> None:
+def pack(
+    model: nn.Module,
+    free_bytes: int,
+    check: Callable[[], object] = lambda: None,
+    shares: bool = True,
+) -> None:
     """Lay out all linear layers' weights anew, unless that takes too much memory, or `check`, which
-    runs the model, raises then; what was shared with an embedding is copied."""
+    runs the model, raises then; what was shared with an embedding is copied. `shares`: those that
+    are called on one input become one product, which pays where rows are few."""
     numbers, dtype = _weights(model)
     more = numbers * (packed_dtype(dtype).itemsize - dtype.itemsize)
     if more > COPY_SHARE * free_bytes:
@@ -172,7 +178,7 @@ def pack(model: nn.Module, free_bytes: int, check: Callable[[], object] = lambda
     if more:
         log.info("bfloat16 weights multiplied in float32, which takes %.3f GB more", more / 1e9)
     try:
-        _join(model, find_shared(model, check), PackedLinear)
+        _join(model, find_shared(model, check) if shares else (), PackedLinear)
         _replace(model, nn.Linear, lambda plain: PackedLinear(plain.weight, plain.bias))
         check()
     except Exception as error:  # a model that uses weights without calling their layer

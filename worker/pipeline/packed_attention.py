@@ -121,6 +121,7 @@ class Packing:
         self.calls = 0
         self.looks: set[Look] = set()  # of the layers that have attended
         self.native = False  # the native operation attends (native_packing.py)
+        self.ends_early = False  # kept positions alone go through the rest of the last layer
 
     @contextmanager
     def batch(
@@ -153,6 +154,23 @@ class Packing:
 
         return detach
 
+    def end_early_at(self, join: nn.Module) -> Callable[[], None]:
+        """Kept positions go on alone from this module (last_layer.py); returns what undoes it."""
+
+        def cut(module: nn.Module, args: Any) -> Any:
+            if self.plan is None or self.plan.keep is None:
+                return args
+            kept = self.plan.keep.flatten()
+            return tuple(each.index_select(1, kept) for each in args)
+
+        handle, self.ends_early = join.register_forward_pre_hook(cut), True
+
+        def undo() -> None:
+            handle.remove()
+            self.ends_early = False
+
+        return undo
+
     def _pack(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before the first layer the hidden states become one row; before each layer its per-token
         extras (rotary tables, positions) follow their tokens there."""
@@ -184,6 +202,8 @@ class Packing:
         plan = self.plan
         assert plan is not None
         if plan.keep is not None:
+            if self.ends_early:
+                return packed.view(*plan.keep.shape, packed.shape[-1])
             return packed[0][plan.keep]
         if plan.tokens is None:
             return packed

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.engine import Engine
 from server.http.json import INLINE_BYTES, Document, Parsing, to_json
-from server.http.request import abort_on_disconnect, read_json_request, send_json
+from server.http.request import Deadlines, abort_on_disconnect, read_json_request, send_json
 from server.openai.cache_root import cache_root
 from server.openai.models import ModelNames
 from server.openai.params import Body, decode
@@ -51,6 +51,19 @@ class DecisionEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive, "generation")
         request, payload = await self.parsing.run(self.parse, body, deadlines.first, blocks=True)
+        deltas, usage = await self.ask(scope, receive, deadlines, request, payload)
+        write = partial(content_of, request, deltas, usage)
+        large = len(body) > INLINE_BYTES  # so is the answer
+        await send_json(send, await anyio.to_thread.run_sync(write) if large else write())
+
+    async def ask(
+        self,
+        scope: Scope,
+        receive: Receive,
+        deadlines: Deadlines,
+        request: DecisionBody,
+        payload: DecisionInput,
+    ) -> tuple[list[Delta], Usage]:
         names, salt = self.models.names, request.cache_salt or ""
         payload = replace(payload, cache_root=cache_root(names.id, "", scope["api_key"], salt))
         usage = Usage()
@@ -58,11 +71,7 @@ class DecisionEndpoint:
         stream = TokenStream(self.engine, [payload], deadlines, usage)
         self.engine.loop.create_task(abort_on_disconnect(receive, stream.items))
         try:
-            deltas = await stream.collect()
-            write = partial(content_of, request, deltas, usage)
-            large = len(body) > INLINE_BYTES  # so is the answer
-            content = await anyio.to_thread.run_sync(write) if large else write()
-            await send_json(send, content)
+            return await stream.collect(), usage
         finally:
             stream.close()
 

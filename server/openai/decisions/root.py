@@ -1,0 +1,67 @@
+"""`POST /` with the task `decision`, where its model is the chat model: inputs and answers are
+those of transformers' pipeline, what is run is what `/v1/systemone` runs.
+
+    body → inputs, as for every pipeline → a request of /v1/systemone each, in turn → their answers
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from batching.errors import InvalidInput
+from server.http.json import to_json
+from server.http.request import media_type, read_request, send_json
+from server.openai.decisions.endpoint import DecisionEndpoint
+from server.openai.decisions.systemone import SystemOneRequest
+from server.openai.params import decode
+from server.pipeline import Root
+from server.settings import Settings
+from worker.architectures import decides_in_its_own_way
+from worker.decisions import DecisionInput
+
+
+def by_chat_model(settings: Settings) -> bool:
+    """Whether the chat model answers `POST /`: the same checkpoint is loaded once."""
+    model = settings.pipeline_model
+    same = settings.pipeline_task == "decision" and model == settings.chat_model != "none"
+    return same and not decides_in_its_own_way(model)
+
+
+@dataclass(eq=False)
+class DecisionRoot(Root):
+    """The endpoint, as a bare ASGI app."""
+
+    decisions: DecisionEndpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers, body, deadlines = await read_request(scope, receive)
+        media = media_type(headers)
+        self.check_media(media)
+        read = partial(self.read, media=media)
+        asked, is_list = await self.parsing.run(read, body, deadlines.first, blocks=True)
+        answers = []
+        for request, payload in asked:
+            deltas, usage = await self.decisions.ask(scope, receive, deadlines, request, payload)
+            document = request.document([each.probabilities for each in deltas], usage)
+            answers.append(document["answers"])
+        await send_json(send, answers if is_list else answers[0])
+
+    def read(
+        self, body: bytes, media: str
+    ) -> tuple[list[tuple[SystemOneRequest, DecisionInput]], bool]:
+        """In a pool thread."""
+        inputs, is_list = self.parse(body, media)
+        paths = [f"inputs[{n}]" if is_list else "inputs" for n in range(len(inputs))]
+        return [self._request(*each) for each in zip(paths, inputs, strict=True)], is_list
+
+    def _request(self, path: str, given: Any) -> tuple[SystemOneRequest, DecisionInput]:
+        if not isinstance(given.inputs, dict) or "model" in given.inputs:
+            raise InvalidInput(f"{self.task_name} takes an object of state and questions", path)
+        try:
+            request = decode(to_json(given.inputs), SystemOneRequest, self.decisions.models.names)
+            return request, request.decision_input()
+        except InvalidInput as error:
+            error.param = f"{path}.{error.param}" if error.param else path
+            raise
