@@ -23,7 +23,7 @@ from worker.speech.recording import Recording
 from worker.transcription import Segment, TranscriptDelta, TranscriptionInput, Word
 
 RATE = 16_000
-SAID = [[" Good", " morning", ","], [" <Jürgen>", " &", " co", "."], [" Three", " --> four"]]
+SAID = [[" Good", " morning", ","], [" <Jürgen>", " &", " co", "."], [" Three", " -->", " four"]]
 
 
 @dataclass
@@ -41,6 +41,7 @@ class FakeTranscriber:
     running: list[Running] = field(default_factory=list)
     payloads: list[TranscriptionInput] = field(default_factory=list)
     dropped: int = 0  # whose clients had left
+    max_s: float = 7200.0
 
     def __post_init__(self) -> None:
         self.gate = threading.Event()
@@ -52,7 +53,7 @@ class FakeTranscriber:
         payload: TranscriptionInput = item.payload
         if payload.prompt == "refused":
             raise InvalidInput.at("prompt", "it is refused")
-        with Recording(payload.path, RATE, 7200) as recording:
+        with Recording(payload.path, RATE, self.max_s) as recording:
             start = 0
             while len(window := recording.window(start, 30 * RATE)):
                 start += len(window)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def spool() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def server(spool: Path) -> Iterator[Server]:
-    with serving(load_transcriber=FakeTranscriber, max_audio_mb=2, max_audio_s=60) as made:
+    with serving(load_transcriber=partial(FakeTranscriber, max_s=60), max_audio_mb=2) as made:
         yield made
 
 
@@ -205,7 +206,7 @@ def test_openais_node_sdk_reads_them_too(server: Server, tmp_path: Path) -> None
     told = json.loads(made.stdout)
     assert told["whole"] == told["translated"] == "".join(told["deltas"]) == TEXT
     assert told["done"]["usage"] == {"type": "duration", "seconds": 1.0}
-    assert told["words"] == 9
+    assert told["words"] == 10
     assert told["srt"].startswith("1\n00:00:00,000 --> ")
     assert told["refused"] == "response_format"
 
@@ -247,7 +248,7 @@ def test_the_model_is_listed_and_asked_for_by_name(server: Server) -> None:
         ({"stream": "perhaps"}, "stream"),
         ({"stream": "true", "response_format": "srt"}, "stream"),
         ({"include[]": "logprobs", "response_format": "text"}, "include"),
-        ({"include[]": "all"}, "include[0]"),
+        ({"include[]": "all"}, "include"),
         ({"timestamp_granularities[]": "word"}, "timestamp_granularities"),
         ({"language": "x" * 41}, "language"),
         ({"model": ["demo", "demo"]}, "model"),
@@ -261,7 +262,7 @@ def test_what_is_not_done_is_refused_by_name(
     answer = post(server, **fields)
     assert answer.status_code == 400
     assert error_of(answer)["param"] == param
-    assert param.split("[")[0] in error_of(answer)["message"]
+    assert param in error_of(answer)["message"]
 
 
 def test_what_asks_for_nothing_is_taken(server: Server) -> None:
