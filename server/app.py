@@ -38,6 +38,8 @@ from server.openai.models import ModelListing, ModelNames
 from server.openai.responses.endpoint import Responses
 from server.openai.responses.store import ResponseStore
 from server.openai.tokenize import tokenizer_routes
+from server.page import PATH as ASSETS
+from server.page import Assets, Front
 from server.pipeline import Root
 from server.preflight import (
     MODELS,
@@ -86,7 +88,7 @@ def create_app(
         Route("/metrics", metrics),
     ]
     responses: Responses | None = None
-    root = Root(settings, engine)
+    pipeline = Root(settings, engine) if settings.pipeline_model != "none" else None
     named: list[ModelNames] = []
     if settings.chat_model != "none":
         names = ModelNames(settings.chat_model, engine, "generation")
@@ -95,7 +97,7 @@ def create_app(
         decisions = DecisionEndpoint(engine, names, DecisionRequest)
         systemone = DecisionEndpoint(engine, names, SystemOneRequest)
         if decides_by_chat:
-            root = DecisionRoot(settings, engine, systemone)
+            pipeline = DecisionRoot(settings, engine, systemone)
         routes += [
             Route("/v1/chat/completions", ChatCompletions(*shared), methods=["POST"]),
             Route("/v1/completions", Completions(*shared), methods=["POST"]),
@@ -129,8 +131,10 @@ def create_app(
         routes += ModelListing(named).routes()
     if written:
         routes += tokenizer_routes(written)
-    if settings.pipeline_model != "none":
-        routes.append(Route("/", root, methods=["POST"]))
+    assets = Assets()
+    front = Front(settings, engine, assets.files["index.html"], pipeline)
+    routes.append(Route("/", front, methods=["GET", "POST"] if pipeline else ["GET"]))
+    routes.append(Route(ASSETS, assets, methods=["GET"]))
     routes.append(openapi.route(settings, routes))
     router = Router(routes, lifespan=partial(lifespan, responses=responses))
     return Middleware(router, {route.path_format for route in routes}, settings, engine)

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from server.engine import Engine
 from server.http.errors import HttpError
 from worker.models import GenerationModel
+from worker.tasks import TASKS, Kind
 
 
 class Health(Struct):
@@ -21,6 +22,8 @@ class Ready(Struct):
     status: Literal["ready"]
     compile: Literal["running", "done", "off"]
     task: str | UnsetType = UNSET
+    takes: Kind | UnsetType = UNSET  # what the pipeline's input is
+    mask_token: str | UnsetType = UNSET
     model: str | UnsetType = UNSET
     chat_model: str | UnsetType = UNSET
     embedding_model: str | UnsetType = UNSET
@@ -55,6 +58,7 @@ async def ready(request: Request) -> Ready:
             answer.chat_model, answer.compile = info.model, model.loaded.compile_state
         elif name == "pipeline":
             answer.task, answer.model = info.task, info.model
+            answer.takes, answer.mask_token = TASKS[info.task].kind, info.mask or UNSET
         else:
             setattr(answer, f"{name}_model", info.model)
     return answer

@@ -20,7 +20,7 @@ from server import __version__
 from server import openapi_answers as answers
 from server.health import Health, Ready
 from server.http.json import to_json
-from server.http.request import OPEN_PATHS, JsonEndpoint
+from server.http.request import JsonEndpoint, is_open
 from server.openai.audio.endpoint import PATHS as AUDIO_PATHS
 from server.openai.audio.request import TranscriptionRequest, TranslationRequest, form_schema
 from server.openai.chat import ChatRequest
@@ -40,6 +40,7 @@ from worker.tasks import TASKS, Task
 
 PATH = "/openapi.json"
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
+HTML = "text/html"
 COMPONENTS = "#/components"
 
 Schema = dict[str, Any]
@@ -158,6 +159,11 @@ OPERATIONS: Mapping[str, Operation] = {
     "GET /health": Operation("Is the process worth keeping", Health, errors=[503]),
     "GET /ready": Operation("Should it get traffic", Ready, errors=[503]),
     "GET /metrics": Operation("For Prometheus", {TEXT: {"type": "string"}}),
+    "GET /": Operation(
+        "A page for browsers; lines of curl for others",
+        {HTML: {"type": "string"}, TEXT: {"type": "string"}},
+    ),
+    "GET /assets/{name}": Operation("A file of the page", {"*/*": {}}, errors=[404]),
     "GET /openapi.json": Operation("This document", {JSON: {"type": "object"}}),
 }
 
@@ -181,7 +187,7 @@ def document(settings: Settings, routes: Sequence[Route]) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for key, each in operations.items():
         method, path = key.split()
-        described = _described(method, path, each, keyed and path not in OPEN_PATHS)
+        described = _described(method, path, each, keyed and not is_open(method, path))
         paths.setdefault(path, {})[method.lower()] = described
     errors: dict[str, Any] = {
         f"Error{status}": {"description": meaning, "content": _content(answers.Error)}

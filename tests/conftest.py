@@ -14,6 +14,8 @@ import httpx
 import hypothesis
 import pytest
 
+from tests.browser import Watched, launched
+
 # Without a GPU, Triton's kernels are run by its interpreter: read when they, and triton's own, are
 # defined, and torch or transformers may be what imports triton.
 if not Path("/dev/nvidiactl").exists():
@@ -66,3 +68,20 @@ def native() -> None:
     from worker.model import native_attention  # imports torch
 
     native_attention.load()
+
+
+@pytest.fixture(scope="module")  # no longer: playwright's loop would be in the way of others
+def browser() -> Generator[Any, None, None]:
+    with launched() as made:
+        yield made
+
+
+@pytest.fixture
+def visitor(browser: Any) -> Generator[Any, None, None]:
+    """A page of a fresh browser with a phone's window, in which nothing may go wrong."""
+    with browser.new_context(viewport={"width": 360, "height": 740}) as context:
+        page = context.new_page()
+        page.set_default_timeout(60_000)
+        page.watched = Watched(page)
+        yield page
+        assert page.watched.wrong == []

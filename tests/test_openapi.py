@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from batching.errors import InvalidInput
 from server import openapi
-from server.http.request import OPEN_PATHS
+from server.http.request import is_open
 from server.openai.chat import ChatRequest
 from server.openai.completions import CompletionRequest
 from server.openai.params import GenerationRequest, Names, decode
@@ -29,7 +29,7 @@ from tests.serving import Server, serving
 from tests.test_pipeline_http import error_of
 from worker.tasks import TASKS
 
-ALWAYS = {"/health", "/ready", "/metrics", "/openapi.json"}
+ALWAYS = {"/", "/assets/{name}", "/health", "/ready", "/metrics", "/openapi.json"}
 KEY = {"Authorization": "Bearer k"}
 
 
@@ -92,13 +92,13 @@ def test_each_task_says_what_it_takes(task: str) -> None:
 
 def test_what_is_mounted_is_described_and_nothing_else(server: Server) -> None:
     with serving(FakeRunner, ready=False) as no_chat:
-        assert set(fetch(no_chat)["paths"]) == {*ALWAYS, "/"}
+        assert set(fetch(no_chat)["paths"]) == ALWAYS
     with serving(load_chat=FakeGenerator, ready=False) as no_pipeline:
         generation = set(fetch(no_pipeline)["paths"]) - ALWAYS
         assert generation == no_pipeline.app.paths - ALWAYS
         assert "/v1/chat/completions" in generation
     described = fetch(server)["paths"]
-    assert set(described) == server.app.paths == {*ALWAYS, "/", *generation}
+    assert set(described) == server.app.paths == {*ALWAYS, *generation}
     for path, operations in described.items():
         answer = CLIENT.request("TRACE", server.url + path, headers=KEY)
         allowed = {each.strip().lower() for each in answer.headers["allow"].split(",")}
@@ -148,9 +148,9 @@ def test_a_key_is_asked_for_where_the_document_says_so(server: Server) -> None:
         "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     }
     for path, operations in document["paths"].items():
-        for operation in operations.values():
+        for method, operation in operations.items():
             assert ("security" in operation) == ("401" in operation["responses"])
-            assert ("security" in operation) == (path not in OPEN_PATHS)
+            assert ("security" in operation) != is_open(method.upper(), path)
     with serving(load_chat=FakeGenerator, ready=False) as without:
         assert not every(fetch(without), "security")
 

@@ -32,11 +32,12 @@ FORMATS = ("json", "verbose_json", "text", "srt", "vtt")
 
 
 @pytest.fixture(scope="module")
-def spool() -> Iterator[Path]:
+def spool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where uploads go."""
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tempfile, "tempdir", folder)
-        yield Path(folder)
+    folder = tmp_path_factory.mktemp("spool")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(folder))
+        yield folder
 
 
 @pytest.fixture(scope="module")

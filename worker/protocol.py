@@ -182,6 +182,7 @@ class ModelInfo:
     parameters: int
     batching: Literal["packed", "padded", "same shape", "single", "continuous", "static"]
     why: str = ""  # why not packed
+    mask: str = ""  # what stands for a word to be filled in
 
 
 class Pending(Exception):

@@ -36,13 +36,19 @@ from server.settings import Settings
 BODIES = 16  # of MAX_BODY_MB each may be there at a time
 # A refused body is still read, and dropped, for so long, so that clients get to the answer.
 LINGER_S = 5.0
-OPEN_PATHS = {"/health", "/ready", "/metrics"}  # need no key, like a load balancer's probes
+OPEN_PATHS = {"/health", "/ready", "/metrics"}  # for a load balancer's probes
 CLOSE = [(b"connection", b"close")]
 _PLAIN_ID = re.compile(rb"[!-~]{1,128}")
 _PROCESS = secrets.token_hex(4).encode()
 _COUNT = itertools.count(1)
 
 Headers = Mapping[bytes, bytes]  # names in lower case, as ASGI gives them
+
+
+def is_open(method: str, path: str) -> bool:
+    """Whether no key is needed: by probes, and by the page, which asks for one itself."""
+    page = path == "/" and method in ("GET", "HEAD")
+    return page or path in OPEN_PATHS or path.startswith("/assets/")
 
 
 @dataclass(eq=False)
@@ -128,7 +134,7 @@ class Middleware:
                 raise  # half an answer must not look like a whole one
 
     def _may_pass(self, scope: Scope) -> bool:
-        if scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
+        if scope["method"] == "OPTIONS" or is_open(scope["method"], scope["path"]):
             return True
         headers = dict(reversed(scope["headers"]))  # of several, the first
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")

@@ -31,6 +31,7 @@ class Model(Struct):
     object: Literal["model"]
     created: int
     owned_by: str
+    serves: str  # its name in the registry: generation, embedding, rerank, transcription
     # of models of text
     max_model_len: int | UnsetType = UNSET
     context_length: int | UnsetType = UNSET
@@ -69,7 +70,7 @@ class ModelNames:
     def described(self) -> Model:
         if (refusal := self.engine.refusal(self.serves)) is not None:
             raise refusal
-        model = Model(self.id, "model", self.created, "onequeue")
+        model = Model(self.id, "model", self.created, "onequeue", self.serves)
         if self.serves != "transcription":
             model.max_model_len = model.context_length = self.loaded.max_model_len
         return model

@@ -32,7 +32,8 @@ COPY_SHARE = 0.5
 
 
 class PackedLinear(nn.Module):
-    """x [..., in] → [..., out], as nn.Linear."""
+    """x [..., in] → [..., out], as nn.Linear. `native_width`: how many columns of its weights lie
+    side by side for the native operation (native_linear.py), 0: it is not used."""
 
     packed: Tensor
     bias: Tensor | None
@@ -42,6 +43,7 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self.inside = packed_dtype(weight.dtype)
+        self.native_width = 0
         weight = weight.detach().to(self.inside)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, INT8_ROWS)
         bias = None if bias is None else bias.detach().to(self.inside)
@@ -50,10 +52,17 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         given = x if x.dtype == self.inside else x.to(self.inside)
-        made: Tensor = torch.ops.mkldnn._linear_pointwise(
-            given, self.packed, self.bias, "none", [], ""
-        )
+        if self.native_width:
+            width = self.native_width
+            made: Tensor = torch.ops.onequeue.linear(given, self.packed, self.bias, width)
+        else:
+            made = self.packed_product(given)
         return made if given is x else made.to(x.dtype)
+
+    def packed_product(self, x: Tensor) -> Tensor:
+        """oneDNN's, of x in the dtype of the packed weights."""
+        made: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return made
 
     def unpacked(self) -> nn.Linear:
         bias = None if self.bias is None else self.bias.to(self.dtype)

@@ -1,5 +1,5 @@
 """Attention on a CPU as one native operation, from the C++ in native/: keys and values are written
-to the paged cache and attended to where they lie.
+to the paged cache and attended to where they lie. Linear layers (native_linear.py) come with it.
 
 Built by the compiler that torch.compile uses and into the same folder (TORCHINDUCTOR_CACHE_DIR),
 which processes may share; where that fails, paged_attention.py goes on. Loading it gives the
@@ -19,7 +19,7 @@ from worker.model.attention_function import Attends
 from worker.model.kv_cache import BLOCK, KVCache
 
 FOLDER = Path(__file__).parent / "native"
-SOURCES = ("vectors", "panels", "products", "tile", "attention", "operations")
+SOURCES = ("vectors", "panels", "products", "tile", "attention", "operations", "linear")
 FLAGS = ("-fno-fast-math", "-ffp-contract=fast", "-Wno-psabi")
 DTYPES = (torch.float32, torch.bfloat16)
 _loading = threading.Lock()

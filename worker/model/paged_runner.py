@@ -16,7 +16,7 @@ from torch import Tensor
 
 from batching.sequence import Batch, Span
 from worker.cores import release
-from worker.model import native_attention
+from worker.model import native_attention, native_linear
 from worker.model.attention_function import Attends, forward_context
 from worker.model.compiling import compiled
 from worker.model.cuda_graphs import SIZES, SPARE, CudaGraphs, RowsMetadata, capture_graphs
@@ -105,6 +105,7 @@ class PagedRunner:
         started = time.monotonic()
         try:
             native_attention.load()
+            native_linear.use(language.model)
             self._check_native()
         except Exception as error:
             log.warning("no native attention, torch's serves: %.300s", first_line(error))

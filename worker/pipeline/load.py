@@ -67,6 +67,7 @@ def load_runner(options: LoadOptions, max_rows: int) -> PipelineRunner:
         parameters=sum(p.numel() for p in pipe.model.parameters()),
         batching=batching,
         why=why,
+        mask=pipe.tokenizer.mask_token if task == "fill-mask" else "",
     )
     budget = DecodeBudget(int(options.max_image_mp * 1e6))
     runner = PipelineRunner(pipe, info, packing, budget, max_rows)

@@ -5,9 +5,9 @@
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int ROWS = 8, PANELS = 2;
+constexpr int SUMS = 16, PANELS = 2;  // vectors that are summed at once
 #else
-constexpr int ROWS = 6, PANELS = 1;
+constexpr int SUMS = 6, PANELS = 1;
 #endif
 
 inline Floats add_product(Floats to, const float* a, const float* line) {
@@ -21,8 +21,13 @@ inline Floats add_product(Floats to, const Half* a, const Half* line) {
 #endif
 
 // A product's operands: c [rows, 16 · panels] = a [rows, depth] · panels, or added to what is there.
-template <typename T>
+// Lines of a panel are LINE words apart, where several panels share them; what lies FETCHED bytes
+// ahead is fetched.
+template <typename T, int64_t LINE = LANES, int64_t FETCHED = 0>
 struct Product {
+  static constexpr int P = LINE == LANES ? PANELS : LINE / LANES;
+  static constexpr int R = SUMS / P;
+
   const T* a;
   int64_t a_row;
   const T* panels;
@@ -32,48 +37,57 @@ struct Product {
   int64_t depth;
   bool add;
 
-  template <int R, int P>
+  static void fetch(const T* lines, int64_t bytes) {
+    const char* ahead = reinterpret_cast<const char*>(lines) + FETCHED;
+    for (int64_t n = 0; FETCHED && n < bytes; n += 64) __builtin_prefetch(ahead + n);
+  }
+
+  template <int ROWS, int COUNT>
   void block(int64_t row, int64_t at) const {
     const T* from = a + row * a_row;
     const T* lines = panels + at * panel;
     float* to = c + row * c_row + at * LANES;
-    Floats sums[R][P];
-    for (int r = 0; r < R; ++r)
-      for (int p = 0; p < P; ++p)
+    Floats sums[ROWS][COUNT];
+    for (int r = 0; r < ROWS; ++r)
+      for (int p = 0; p < COUNT; ++p)
         sums[r][p] = add ? load<Floats>(to + r * c_row + p * LANES) : Floats{};
-    for (int64_t k = 0; k < depth; k += PER_WORD<T>)
+    for (int64_t k = 0; k < depth; k += PER_WORD<T>) {
+      fetch(lines + k * LINE, COUNT * LANES * 4);
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-        for (int p = 0; p < P; ++p)
-          sums[r][p] =
-              add_product(sums[r][p], from + r * a_row + k, lines + p * panel + k * LANES);
-    for (int r = 0; r < R; ++r)
-      for (int p = 0; p < P; ++p) store(to + r * c_row + p * LANES, sums[r][p]);
+      for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+        for (int p = 0; p < COUNT; ++p)
+          sums[r][p] = add_product(sums[r][p], from + r * a_row + k, lines + p * panel + k * LINE);
+    }
+    for (int r = 0; r < ROWS; ++r)
+      for (int p = 0; p < COUNT; ++p) store(to + r * c_row + p * LANES, sums[r][p]);
   }
 
-  template <int P, int... R>
-  void rows_block(int64_t rows, int64_t row, int64_t at, std::integer_sequence<int, R...>) const {
-    ((rows == R + 1 ? block<R + 1, P>(row, at) : void()), ...);
+  template <int COUNT, int... N>
+  void rows_block(int64_t rows, int64_t row, int64_t at, std::integer_sequence<int, N...>) const {
+    ((rows == N + 1 ? block<N + 1, COUNT>(row, at) : void()), ...);
   }
 
   void multiply(int64_t rows, int64_t count) const {
-    constexpr auto up_to = std::make_integer_sequence<int, ROWS>();
-    for (int64_t at = 0; at < count; at += PANELS)
-      for (int64_t row = 0; row < rows; row += ROWS) {
-        const int64_t some = std::min<int64_t>(ROWS, rows - row);
-        if (at + PANELS <= count)
-          rows_block<PANELS>(some, row, at, up_to);
+    constexpr auto up_to = std::make_integer_sequence<int, R>();
+    for (int64_t at = 0; at < count; at += P)
+      for (int64_t row = 0; row < rows; row += R) {
+        const int64_t some = std::min<int64_t>(R, rows - row);
+        if (at + P <= count)
+          rows_block<P>(some, row, at, up_to);
         else
           rows_block<1>(some, row, at, up_to);
       }
   }
 };
 
-// What multiplies, while it exists.
+// What multiplies up to so many rows at once, or any number of them, while it exists.
 template <typename T>
 struct Multiplier {
-  void multiply(const Product<T>& product, int64_t rows, int64_t panels) const {
+  explicit Multiplier(int64_t = 2 * LANES) {}
+
+  template <typename Given = Product<T>>
+  void multiply(const Given& product, int64_t rows, int64_t panels) const {
     product.multiply(rows, panels);
   }
 };
@@ -84,11 +98,13 @@ struct Multiplier {
 template <>
 class Multiplier<Half> {
  public:
-  Multiplier() {
+  explicit Multiplier(int64_t rows = 2 * LANES) {
     if (!has_tiles()) return;
     alignas(64) Config ours{};
     ours.palette = 1;
-    for (int tile = 0; tile < 8; ++tile) ours.bytes[tile] = 64, ours.lines[tile] = 16;
+    for (int tile = 0; tile < 8; ++tile) ours.bytes[tile] = 64, ours.lines[tile] = LANES;
+    for (int tile : {0, 1, 4}) ours.lines[tile] = std::min(rows, LANES);
+    for (int tile : {2, 3, 5}) ours.lines[tile] = std::clamp(rows - LANES, int64_t(1), LANES);
     _tile_storeconfig(&before);
     _tile_loadconfig(&ours);
   }
@@ -100,8 +116,9 @@ class Multiplier<Half> {
       _tile_release();
   }
 
-  // Rows are made up to 16 there: so many must lie in `a` and `c`.
-  void multiply(const Product<Half>& of, int64_t rows, int64_t count) const {
+  // More rows than it was made for are made up to 16: so many must lie in `a` and `c`.
+  template <typename Given = Product<Half>>
+  void multiply(const Given& of, int64_t rows, int64_t count) const {
     if (!has_tiles()) return of.multiply(rows, count);
     for (int64_t at = 0; at < count; at += 2)
       for (int64_t row = 0; row < rows; row += 32)
@@ -122,7 +139,9 @@ class Multiplier<Half> {
   }
 
   // Two by two tiles, or fewer.
-  static void block(const Product<Half>& of, int64_t row, int64_t at, bool lower, bool right) {
+  template <int64_t LINE, int64_t FETCHED>
+  static void block(
+      const Product<Half, LINE, FETCHED>& of, int64_t row, int64_t at, bool lower, bool right) {
     const Half* a = of.a + row * of.a_row;
     const Half* b = of.panels + at * of.panel;
     float* c = of.c + row * of.c_row + at * LANES;
@@ -139,11 +158,12 @@ class Multiplier<Half> {
       if (lower && right) _tile_loadd(3, under + LANES, c_bytes);
     }
     for (int64_t k = 0; k < of.depth; k += 32) {
+      of.fetch(b + k * LINE, 64 * LINE);
       _tile_loadd(4, a + k, a_bytes);
-      _tile_loadd(6, b + k * LANES, 64);
+      _tile_loadd(6, b + k * LINE, 4 * LINE);
       _tile_dpbf16ps(0, 4, 6);
       if (right) {
-        _tile_loadd(7, b + of.panel + k * LANES, 64);
+        _tile_loadd(7, b + of.panel + k * LINE, 4 * LINE);
         _tile_dpbf16ps(1, 4, 7);
       }
       if (lower) {

@@ -248,7 +248,8 @@ class Tile {
   void finish(int64_t row) {
     const float* from = summed + row * size;
     T* to = of.out.at(part.span->row + token(row), head(row));
-    for (int64_t d = 0; d < of.values.size; ++d) to[d] = from[d] / totals[row];
+    for (int64_t d = 0; d < of.values.size; d += LANES)
+      store_floats(to + d, load<Floats>(from + d) / totals[row], of.values.size - d);
   }
 };
 

@@ -86,6 +86,15 @@ inline void store_floats(Half* to, Floats given) {
 #endif
 }
 
+// The first `count` of them.
+template <typename T>
+inline void store_floats(T* to, Floats given, int64_t count) {
+  if (count >= LANES) return store_floats(to, given);
+  T made[LANES];
+  store_floats(made, given);
+  if (count > 0) std::copy_n(made, count, to);
+}
+
 template <int S, int... J>
 inline Floats turned(Floats given, std::integer_sequence<int, J...>) {
   return __builtin_shufflevector(given, given, ((J + S) % LANES)...);

@@ -1,0 +1,174 @@
+// A request and its answer, to look at: the JSON of both, and the same request by curl and Python.
+//
+// A request is {path, body} with a value for JSON, {path, file} with bytes, or {path, form, file}.
+// Pictures in JSON are data: URLs; they are shown short, and lines to type read them from files.
+
+import { hasKey } from "./api.js";
+import { element } from "./dom.js";
+import { fileNameOf } from "./files.js";
+
+const LONGEST_TEXT = 400; // of a string that is shown
+const LONGEST_LIST = 12; // of numbers
+
+export function exchange(request, answer) {
+  const views = {
+    Request: () => request.body ? json(request.body) : described(request),
+    Answer: () => json(answer()),
+    curl: () => asCurl(request),
+    Python: () => asPython(request),
+  };
+  const text = element("pre", { tabindex: "0" });
+  const buttons = Object.entries(views).map(([name, view]) => element("button", {
+    type: "button", class: "quiet", "aria-pressed": "false",
+    onclick: event => {
+      buttons.forEach(each => each.setAttribute("aria-pressed", each === event.currentTarget));
+      text.textContent = view();
+    },
+  }, name));
+  const copy = element("button", {
+    type: "button", class: "quiet copy",
+    onclick: async () => {
+      await navigator.clipboard.writeText(text.textContent);
+      copy.textContent = "Copied";
+      setTimeout(() => { copy.textContent = "Copy"; }, 1500);
+    },
+  }, "Copy");
+  copy.hidden = !navigator.clipboard; // there is none on a plain http:// address
+  const made = element("details", { class: "exchange" },
+    element("summary", {}, "Request and answer"),
+    element("div", { class: "toolbar" }, ...buttons, copy), text);
+  made.ontoggle = () => {
+    if (made.open && !text.textContent) buttons[0].click();
+  };
+  return made;
+}
+
+// ── JSON ──
+
+export function json(value) {
+  return JSON.stringify(shortened(value), null, 2) ?? "";
+}
+
+function shortened(value) {
+  if (typeof value === "string" && value.length > LONGEST_TEXT) {
+    return `${value.slice(0, 40)}… (${value.length.toLocaleString("en")} characters)`;
+  }
+  if (Array.isArray(value)) {
+    const long = value.length > LONGEST_LIST && typeof value[0] === "number";
+    if (!long) return value.map(shortened);
+    return [...value.slice(0, 4), `… ${value.length - 4} more numbers`];
+  }
+  if (value && typeof value === "object") {
+    return Object.fromEntries(Object.entries(value).map(([key, each]) => [key, shortened(each)]));
+  }
+  return value;
+}
+
+function described({ file, form }) {
+  const fields = Object.entries(form ?? {}).map(([name, value]) => `${name}: ${value}\n`).join("");
+  return `${fields}${form ? "file: " : ""}${file.name}, ${file.type}, ${file.size.toLocaleString("en")} bytes`;
+}
+
+// ── what can be typed ──
+
+function address(path) {
+  return new URL(path, document.baseURI).href;
+}
+
+export function asCurl(request) {
+  const words = [`curl ${address(request.path)}`];
+  if (hasKey()) words.push('-H "Authorization: Bearer $API_KEY"');
+  if (request.form) {
+    for (const [name, value] of Object.entries(request.form)) words.push(`-F ${quoted(`${name}=${value}`)}`);
+    words.push(`-F ${quoted(`file=@${request.file.name}`)}`);
+  } else if (request.file) {
+    words.push(`-H ${quoted(`content-type: ${request.file.type}`)}`);
+    words.push(`--data-binary ${quoted(`@${request.file.name}`)}`);
+  } else {
+    words.push("-H 'content-type: application/json'");
+    const text = JSON.stringify(request.body, null, 2);
+    words.push(text.includes('"data:') ? `-d @- <<END\n${withFiles(text)}\nEND` : `-d ${quoted(text)}`);
+  }
+  return words.join(" \\\n  ");
+}
+
+const quoted = text => `'${text.replaceAll("'", "'\\''")}'`;
+
+// For a here-document, in which the shell puts files in.
+function withFiles(text) {
+  return text.replace(/[\\$`]/g, "\\$&").replace(/"data:([\w/+.-]+);base64,[^"]*"/g, (url, media) =>
+    `"data:${media};base64,$(base64 < ${quoted(fileNameOf(url.slice(1, -1)))} | tr -d '\\n')"`);
+}
+
+export function asPython(request) {
+  const root = address("v1");
+  const key = hasKey() ? 'os.environ["API_KEY"]' : '"none"';
+  const sdk = {
+    "v1/chat/completions": "chat.completions.create",
+    "v1/embeddings": "embeddings.create",
+    "v1/audio/transcriptions": "audio.transcriptions.create",
+  }[request.path];
+  if (!sdk) return asPythonRequest(request);
+  const fields = Object.entries(request.body ?? request.form).map(
+    ([name, value]) => `    ${name}=${literal(value, 1)},\n`).join("");
+  const file = request.file ? `    file=open(${JSON.stringify(request.file.name)}, "rb"),\n` : "";
+  const imports = [hasKey() && "import os\n", usesFiles(request) && FILE_IMPORTS].filter(Boolean);
+  return `${imports.join("")}${imports.length ? "\n" : ""}from openai import OpenAI
+
+${usesFiles(request) ? DATA_URL : ""}client = OpenAI(base_url="${root}", api_key=${key})
+answer = client.${sdk}(
+${fields}${file})
+${request.body?.stream ? CHUNKS : "print(answer)"}
+`;
+}
+
+const usesFiles = request => request.body && JSON.stringify(request.body).includes('"data:');
+const FILE_IMPORTS = "import base64\nfrom pathlib import Path\n";
+const DATA_URL = `
+def data_url(media, name):
+    return f"data:{media};base64,{base64.b64encode(Path(name).read_bytes()).decode()}"
+
+
+`;
+const CHUNKS = `for chunk in answer:
+    if chunk.choices:
+        print(chunk.choices[0].delta.content or "", end="", flush=True)`;
+
+function asPythonRequest(request) {
+  const headers = hasKey() ? ['"authorization": f"Bearer {os.environ[\'API_KEY\']}"'] : [];
+  let body = `json=${literal(request.body, 1)}`;
+  if (request.file) {
+    headers.push(`"content-type": ${JSON.stringify(request.file.type)}`);
+    body = `content=Path(${JSON.stringify(request.file.name)}).read_bytes()`;
+  }
+  const imports = [hasKey() && "import os\n", usesFiles(request) && "import base64\n",
+    (request.file || usesFiles(request)) && "from pathlib import Path\n"].filter(Boolean).join("");
+  return `${imports}${imports ? "\n" : ""}import httpx
+
+${usesFiles(request) ? DATA_URL : ""}answer = httpx.post(
+    "${address(request.path)}",
+    ${body},
+${headers.length ? `    headers={${headers.join(", ")}},\n` : ""}    timeout=60,
+)
+print(answer.json())
+`;
+}
+
+// A value as Python writes it; `depth` is that of the line it begins on.
+function literal(value, depth) {
+  if (value === null || value === undefined) return "None";
+  if (typeof value === "boolean") return value ? "True" : "False";
+  if (typeof value === "string") {
+    const url = /^data:([\w/+.-]+);base64,/.exec(value);
+    return url ? `data_url("${url[1]}", ${JSON.stringify(fileNameOf(value))})` : JSON.stringify(value);
+  }
+  if (typeof value !== "object") return String(value);
+  const [open, close] = Array.isArray(value) ? "[]" : "{}";
+  const inside = Array.isArray(value)
+    ? value.map(each => literal(each, depth + 1))
+    : Object.entries(value).map(([key, each]) => `${JSON.stringify(key)}: ${literal(each, depth + 1)}`);
+  const line = `${open}${inside.join(", ")}${close}`;
+  if (line.length < 70 && !line.includes("\n")) return line;
+  const indent = "    ".repeat(depth);
+  return `${open}\n${inside.map(each => `${indent}    ${each},\n`).join("")}${indent}${close}`;
+}

@@ -1,0 +1,54 @@
+// Speech: a recording or a file to /v1/audio/transcriptions, and its words by their times.
+
+import { call } from "./api.js";
+import { element, failure, find } from "./dom.js";
+import { exchange } from "./exchange.js";
+import { FileField } from "./files.js";
+
+const PATH = "v1/audio/transcriptions";
+
+export function startSpeech(section, ready) {
+  const form = find("form", section);
+  const field = new FileField(find(".file", form), "audio");
+  form.onsubmit = event => {
+    event.preventDefault();
+    transcribe(section, field.file, ready.transcription_model);
+  };
+  field.onFile = () => form.requestSubmit();
+}
+
+async function transcribe(section, file, model) {
+  const output = find(".output", section);
+  const button = find("[data-action=send]", section);
+  const language = find("[name=language]", section).value.trim();
+  button.disabled = true;
+  output.setAttribute("aria-busy", true);
+  try {
+    if (!file) throw new Error("record something or choose a sound file first");
+    const form = { model, response_format: "verbose_json", ...(language && { language }) };
+    const body = new FormData();
+    for (const [name, value] of Object.entries(form)) body.append(name, value);
+    body.append("file", file, file.name);
+    const answer = await (await call(PATH, { body })).json();
+    output.replaceChildren(...transcript(answer), exchange({ path: PATH, form, file }, () => answer));
+  } catch (error) {
+    output.replaceChildren(failure(error));
+  } finally {
+    button.disabled = false;
+    output.removeAttribute("aria-busy");
+  }
+}
+
+function transcript({ text, segments = [], language, duration }) {
+  const about = [language, duration && `${Number(duration).toFixed(1)} s of sound`].filter(Boolean);
+  const rows = segments.map(({ start, text: said }) => element("li", {},
+    element("time", {}, clock(start)), element("span", {}, said.trim())));
+  return [
+    rows.length > 1 ? element("ol", { class: "segments" }, ...rows) : element("p", { class: "said" }, text || "Nothing was heard."),
+    element("p", { class: "note" }, about.join(" · ")),
+  ];
+}
+
+function clock(at) {
+  return `${Math.floor(at / 60)}:${String(Math.floor(at % 60)).padStart(2, "0")}`;
+}

@@ -1,0 +1,125 @@
+"""The native linear layer gives oneDNN's products from the same packed weights, or is not used."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from worker.model import native_linear
+from worker.model.cpu_linear import PackedLinear
+from worker.model.native_linear import ROUNDING, WIDTHS, gives_the_same
+
+pytestmark = pytest.mark.usefixtures("native")
+
+# in, out: what groups of columns and pairs of rows divide, and what they don't
+SIZES = [(64, 128), (96, 40), (40, 24), (33, 101), (512, 768)]
+# alone, around a tile of rows, as many as are few, more
+ROWS = [1, 2, 8, 15, 16, 17, 31, 32, 33, 100]
+
+
+def packed(
+    inputs: int, outputs: int, dtype: torch.dtype, bias: bool = True, native: bool = True
+) -> PackedLinear:
+    """Skips where this CPU has no kernel for the type."""
+    torch.manual_seed(inputs + outputs)
+    weight = torch.randn(outputs, inputs, dtype=dtype)
+    made = PackedLinear(weight, torch.randn(outputs, dtype=dtype) if bias else None)
+    if native:
+        native_linear.use(nn.Sequential(made))
+        if not made.native_width:
+            pytest.skip(f"no kernel for {dtype}")
+    return made
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def close(got: Tensor, right: Tensor) -> None:
+    largest = float(right.abs().max()) if right.numel() else 0.0
+    torch.testing.assert_close(got, right, rtol=0, atol=ROUNDING[right.dtype] * largest)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_products_are_those_of_the_packed_weights(
+    size: tuple[int, int], bias: bool, dtype: torch.dtype
+) -> None:
+    layer = packed(*size, dtype, bias)
+    for rows in ROWS:
+        x = torch.randn(rows, size[0], dtype=dtype)
+        close(layer(x), layer.packed_product(x))
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("count", [1, 3, 16])
+def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(
+    dtype: torch.dtype, count: int
+) -> None:
+    layer = packed(96, 200, dtype)
+    x = torch.randn(32, 96, dtype=dtype)
+    x[20] = torch.nan
+    together = layer(x)
+    assert together[20].isnan().all()
+    with threads(count):
+        for first, last in ((0, 1), (1, 9), (9, 19), (21, 32), (3, 20)):
+            assert torch.equal(layer(x[first:last]), together[first:last])
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_any_shape_and_strides_are_taken(dtype: torch.dtype) -> None:
+    layer = packed(48, 80, dtype)
+    for x in (
+        torch.randn(1, 3, 48, dtype=dtype),
+        torch.randn(48, dtype=dtype),
+        torch.randn(0, 48, dtype=dtype),
+        torch.randn(2, 0, 48, dtype=dtype),
+        torch.randn(48, 5, dtype=dtype).T,
+        torch.randn(6, 96, dtype=dtype)[:, ::2],
+    ):
+        close(layer(x), layer.packed_product(x.contiguous()))
+        assert layer(x).shape == (*x.shape[:-1], 80)
+        assert layer(x).is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_weights_that_lie_otherwise_are_left_to_onednn(dtype: torch.dtype) -> None:
+    layer = packed(64, 128, dtype)
+    [other] = set(WIDTHS) - {layer.native_width}
+    assert gives_the_same(layer, layer.native_width)
+    assert not gives_the_same(layer, other)
+    assert not gives_the_same(layer, 16)
+    native_linear.use(nn.Sequential(layer))
+    assert layer.native_width not in (0, other)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_what_does_not_fit_raises(dtype: torch.dtype) -> None:
+    layer = packed(64, 128, dtype)
+    product = torch.ops.onequeue.linear
+    x, width = torch.randn(2, 64, dtype=dtype), layer.native_width
+    other = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
+    for arguments in (
+        (x[:, :63], layer.packed, None, width),
+        (x.to(other), layer.packed, None, width),
+        (x, layer.packed, torch.zeros(127, dtype=dtype), width),
+        (x, layer.packed, torch.zeros(128, dtype=other), width),
+        (x, layer.packed, None, 48),
+    ):
+        with pytest.raises(RuntimeError, match=r"a product of|no such kernel"):
+            product(*arguments)
+
+
+def test_layers_of_other_weights_are_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), packed(64, 64, torch.float32))
+    native_linear.use(model)
+    assert [getattr(each, "native_width", None) is None for each in model] == [True, False]

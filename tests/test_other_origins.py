@@ -1,0 +1,62 @@
+"""CORS_ORIGINS, as a browser sees them: pages of other sites that call the server."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.fake_generator import FakeGenerator
+from tests.serving import Server
+from tests.visited import KEY, serving_all, site
+
+
+@pytest.fixture(scope="module")
+def elsewhere() -> Iterator[int]:
+    with site() as port:
+        yield port
+
+
+@pytest.fixture(scope="module")
+def generator() -> FakeGenerator:
+    return FakeGenerator()
+
+
+@pytest.fixture(scope="module")
+def server(browser: Any, elsewhere: int, generator: FakeGenerator) -> Iterator[Server]:
+    with serving_all(generator, cors_origins=(f"http://127.0.0.1:{elsewhere}",)) as made:
+        yield made
+
+
+ASK = """async ([url, key]) => {
+    const answer = await fetch(url + "/v1/chat/completions", {
+        method: "POST",
+        headers: {"content-type": "application/json", authorization: `Bearer ${key}`},
+        body: JSON.stringify({messages: [{role: "user", content: "hi"}], stream: true}),
+    });
+    return [answer.status, answer.headers.get("x-request-id"), await answer.text()];
+}"""
+
+
+def test_a_page_of_an_allowed_origin_can_call(visitor: Any, server: Server, elsewhere: int) -> None:
+    visitor.goto(f"http://127.0.0.1:{elsewhere}/")
+    status, request_id, text = visitor.evaluate(ASK, [server.url, KEY])
+    assert (status, bool(request_id)) == (200, True)
+    assert text.endswith("data: [DONE]\n\n")
+    status, _, text = visitor.evaluate(ASK, [server.url, "wrong"])
+    assert (status, json.loads(text)["error"]["code"]) == (401, "invalid_api_key")
+    visitor.watched.forgive(401)
+
+
+def test_a_page_of_another_origin_cannot(
+    visitor: Any, server: Server, elsewhere: int, generator: FakeGenerator
+) -> None:
+    visitor.goto(f"http://localhost:{elsewhere}/")
+    asked = len(generator.payloads)
+    refused = visitor.evaluate(
+        f"args => ({ASK})(args).catch(error => error.name)", [server.url, KEY]
+    )
+    assert refused == "TypeError"
+    assert len(generator.payloads) == asked
+    assert all("CORS" in each or "ERR_FAILED" in each for each in visitor.watched.wrong)
+    visitor.watched.wrong.clear()

@@ -1,0 +1,167 @@
+"""What models other than a chat's answer with, as the page shows it in a headless Chromium."""
+
+import base64
+import io
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+
+from tests.fake_generator import FakeGenerator
+from tests.serving import Server
+from tests.visited import KEY, serving_all, shell
+
+SVG = "<svg xmlns='http://www.w3.org/2000/svg' width='80' height='40'/>"
+
+
+@pytest.fixture(scope="module")
+def server(browser: Any) -> Iterator[Server]:
+    with serving_all(FakeGenerator()) as made:
+        yield made
+
+
+@pytest.fixture
+def page(visitor: Any, server: Server) -> Any:
+    """The page, with the key."""
+    visitor.add_init_script(f"sessionStorage.setItem('onequeue-key', '{KEY}')")
+    visitor.goto(server.url)
+    visitor.get_by_role("tab", name="Live").wait_for()
+    return visitor
+
+
+def test_a_pipeline(page: Any) -> None:
+    page.get_by_role("tab", name="Pipeline").click()
+    page.get_by_label("Text", exact=True).press("Enter")
+    bars = page.locator("#pipeline .bars li")
+    bars.first.wait_for()
+    assert [bar.inner_text().split() for bar in bars.all()] == [
+        ["paris", "90.0", "%"],
+        ["rome", "10.0", "%"],
+    ]
+    assert page.get_by_text("batch of 1").is_visible()
+    page.locator("#pipeline").get_by_text("Request and answer").click()
+    page.locator("#pipeline").get_by_role("button", name="curl").click()
+    assert json.loads(shell(page.locator("#pipeline pre").text_content()))[0]["score"] == 0.9
+    page.get_by_label("Text", exact=True).fill("refused")
+    page.keyboard.press("Enter")
+    page.locator("#pipeline").get_by_role("alert").get_by_text("this text is refused").wait_for()
+    page.watched.forgive(400)
+
+
+def test_embeddings_become_a_table(page: Any) -> None:
+    page.get_by_role("tab", name="Embeddings").click()
+    page.get_by_label("Texts, one a line").fill("a\nab\n\nb")
+    page.keyboard.press("Control+Enter")
+    rows = page.locator("#embeddings tbody tr")
+    rows.first.wait_for()
+    assert [row.locator("td").all_inner_texts() for row in rows.all()] == [
+        ["1.00", "0.71", "0.00"],
+        ["0.71", "1.00", "0.71"],
+        ["0.00", "0.71", "1.00"],
+    ]
+
+
+def draw(page: Any, answer: Any, **given: Any) -> Any:
+    """What results.js makes of it, in the page."""
+    page.evaluate(
+        """async ([answer, given]) => {
+            const { results } = await import("./assets/results.js");
+            document.body.replaceChildren(...await results(answer, given));
+        }""",
+        [answer, given],
+    )
+    return page.locator("body")
+
+
+def test_found_words_are_marked_where_they_are(page: Any) -> None:
+    found = [
+        {"entity": "B-PER", "word": "Ada", "start": 2, "end": 5, "score": 0.9},
+        {"entity_group": "LOC", "word": "Rom", "start": 9, "end": 12, "score": 0.8},
+    ]
+    shown = draw(page, found, text="😀 Ada in Rom.")
+    assert shown.locator("mark").all_inner_texts() == ["AdaPER", "RomLOC"]
+    assert shown.text_content() == "😀 AdaPER in RomLOC."
+
+
+def test_boxes_lie_over_the_picture(page: Any) -> None:
+    box = {"xmin": 10, "ymin": 5, "xmax": 30, "ymax": 35}
+    shown = draw(
+        page, [{"label": "<b>cat", "score": 0.5, "box": box}], picture=f"data:image/svg+xml,{SVG}"
+    )
+    assert shown.locator("svg").get_attribute("viewBox") == "0 0 80 40"
+    rect = shown.locator("svg rect")
+    assert [rect.get_attribute(each) for each in ("x", "y", "width", "height")] == [
+        "10", "5", "20", "30",
+    ]  # fmt: skip
+    assert shown.locator("svg text").text_content() == "<b>cat 50.0 %"
+
+
+def test_other_shapes(page: Any) -> None:
+    zero_shot = {"sequence": "a", "labels": ["x", "y"], "scores": [0.75, 0.25]}
+    assert draw(page, zero_shot).locator(".bars li").count() == 2
+    assert draw(page, []).inner_text() == "Nothing was found."
+    assert draw(page, {"text": "spoken"}).inner_text() == "spoken"
+    assert draw(page, [{"generated_text": "written"}]).inner_text() == "written"
+    assert "60 more numbers" in draw(page, [list(range(64))]).inner_text()
+
+
+def test_speech_is_recorded_and_sent(visitor: Any, server: Server) -> None:
+    """As the endpoint is described: nothing of it is served here."""
+    sent: list[bytes] = []
+
+    def transcribe(route: Any) -> None:
+        sent.append(route.request.post_data_buffer)
+        segments = [{"start": 0, "text": " one"}, {"start": 61.5, "text": " two"}]
+        route.fulfill(json={"text": "one two", "duration": 62, "segments": segments})
+
+    ready = {"status": "ready", "transcription_model": "whisper"}
+    visitor.route("**/ready", lambda route: route.fulfill(json=ready))
+    visitor.route("**/v1/models", lambda route: route.fulfill(json={"data": []}))
+    visitor.route("**/v1/audio/transcriptions", transcribe)
+    visitor.goto(server.url)
+    visitor.get_by_role("button", name="Record").click()
+    visitor.get_by_text("Stop · 0:01").click()
+    rows = visitor.locator(".segments li")
+    rows.first.wait_for()
+    assert [row.inner_text().split() for row in rows.all()] == [["0:00", "one"], ["1:01", "two"]]
+    wave = sent[0][sent[0].index(b"RIFF") :]
+    samples, rate = soundfile.read(io.BytesIO(wave))
+    assert rate == 16000
+    assert len(samples) > 8000
+    assert np.abs(samples).max() > 0.01, "the fake microphone beeps"
+
+
+def test_a_picture_goes_with_a_message(visitor: Any, server: Server) -> None:
+    """To a model that is listed as one that sees: none is served here."""
+    sent: list[Any] = []
+
+    def answer(route: Any) -> None:
+        sent.append(route.request.post_data_json)
+        choice = {"index": 0, "delta": {"content": "A cat."}, "finish_reason": "stop"}
+        event = json.dumps({"id": "1", "choices": [choice]})
+        body = f"data: {event}\n\ndata: [DONE]\n\n"
+        route.fulfill(body=body, content_type="text/event-stream")
+
+    model = {"id": "seer", "serves": "generation", "input_modalities": ["text", "image"]}
+    visitor.route("**/v1/models", lambda route: route.fulfill(json={"data": [model]}))
+    visitor.route("**/v1/chat/completions", answer)
+    visitor.goto(server.url)
+    picture = {"name": "cat.svg", "mimeType": "image/svg+xml", "buffer": SVG.encode()}
+    visitor.locator("#chat input[type=file]").set_input_files(picture)
+    visitor.get_by_role("button", name="Remove cat.svg").wait_for()
+    visitor.get_by_label("Message", exact=True).fill("What is this?")
+    visitor.keyboard.press("Enter")
+    visitor.get_by_text("A cat.", exact=True).wait_for()
+    [image, text] = sent[0]["messages"][0]["content"]
+    assert text == {"type": "text", "text": "What is this?"}
+    assert base64.b64decode(image["image_url"]["url"].partition(",")[2]).decode() == SVG
+    visitor.get_by_text("Request and answer").click()
+    for view, line in [
+        ("curl", "image/svg+xml;base64,$(base64 < 'cat.svg' | tr -d '\\n')"),
+        ("Python", '"url": data_url("image/svg+xml", "cat.svg")'),
+    ]:
+        visitor.get_by_role("button", name=view, exact=True).click()
+        assert line in visitor.locator(".exchange pre").text_content()

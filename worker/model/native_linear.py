@@ -1,0 +1,62 @@
+"""Linear layers with few rows, as decoding has them, by a native operation (native/linear.cpp).
+
+It reads a weight once, as fast as memory gives it, from where oneDNN has packed it for its own
+products (cpu_linear.py), which go on serving more rows: there is no other copy. A row's result does
+not depend on how many others come with it, up to as many as the operation takes. How oneDNN packs
+is its own affair: a layer uses the operation where both give the same product.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from worker.model.cpu_linear import PackedLinear
+
+log = logging.getLogger("onequeue.native_linear")
+
+# How many columns may lie side by side.
+WIDTHS = (32, 64)
+# Numbers of rows that are compared: one, some, and more than a matrix tile has.
+COMPARED_ROWS = (1, 7, 18)
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+# The C++ implements it. More rows than it is good at go to oneDNN.
+torch.library.define(
+    "onequeue::linear", "(Tensor x, Tensor packed, Tensor? bias, int width) -> Tensor",
+    tags=torch.Tag.flexible_layout,
+)  # fmt: skip
+
+
+@torch.library.register_fake("onequeue::linear")  # type: ignore[untyped-decorator]  # torch's
+def _(x: Any, packed: Any, bias: Any, width: int) -> Tensor:
+    made: Tensor = x.new_empty(*x.shape[:-1], packed.shape[0])
+    return made
+
+
+@torch.inference_mode()
+def use(model: nn.Module) -> None:
+    """From the next call on, in each packed layer for which it gives the same product. It must
+    have been loaded (native_attention.py)."""
+    layers = [each for each in model.modules() if isinstance(each, PackedLinear)]
+    for layer in layers:
+        layer.native_width = next((w for w in WIDTHS if gives_the_same(layer, w)), 0)
+    using = sum(layer.native_width > 0 for layer in layers)
+    log.info("native products layers=%d of %d", using, len(layers))
+
+
+def gives_the_same(layer: PackedLinear, width: int) -> bool:
+    """Whether it does, but for rounding, if the weights' columns lie so many side by side."""
+    generator = torch.Generator().manual_seed(0)
+    for rows in COMPARED_ROWS:
+        x = torch.randn(rows, layer.in_features, generator=generator).to(layer.packed.dtype)
+        reference = layer.packed_product(x)
+        try:
+            got = torch.ops.onequeue.linear(x, layer.packed, layer.bias, width)
+        except RuntimeError:  # this CPU has no kernel, or they are packed in another way
+            return False
+        largest = float(reference.float().abs().max())
+        if not float((got.float() - reference.float()).abs().max()) <= ROUNDING[x.dtype] * largest:
+            return False
+    return True
