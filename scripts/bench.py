@@ -7,6 +7,9 @@
                                        LitServe and Mosec (scripts/peers/): docs litserve mosec
     bench.py generation --model PATH   streaming chats, beside vLLM and transformers serve: vllm
                                        transformers
+    bench.py speech                    transcriptions, beside a server around the pipeline,
+                                       transformers serve and the pipeline: plain transformers
+                                       in-process
 
 A change is measured beside the code before it: --servers onequeue onequeue@../other-checkout.
 Prints one JSON line a measurement, the last with the ratios; generation ends with a table. Without
@@ -28,6 +31,7 @@ from typing import Any, TypeVar
 from bench_generation import generation
 from bench_pipeline import fill_mask, mixed_texts, pipeline
 from bench_servers import Launch, free_port, running, say
+from bench_speech import speech
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -41,6 +45,7 @@ SERVERS: dict[str, list[str]] = {  # each benchmark's own
         *("docs", "litserve", "mosec", "onequeue:DTYPE=float32", "onequeue:DTYPE=bfloat16"),
     ],
     "generation": ["onequeue", "vllm", "transformers"],
+    "speech": ["onequeue", "plain", "transformers", "in-process"],
 }
 
 
@@ -207,6 +212,7 @@ def main() -> None:
     if arguments.bench in ("direct", "pipeline") and not arguments.model:
         arguments.model = make_model()
     benches = {"http": http, "direct": direct, "pipeline": pipeline, "generation": generation}
+    benches["speech"] = speech
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are stopped on the way out
     benches[arguments.bench](arguments)
 

@@ -1,6 +1,6 @@
 """Trains the tiny models that onequeue embeds so that it can be tried without a download.
 
-    python scripts/train_demo.py {fill-mask,chat,embedding} [--out DIR] [--minutes M]
+    python scripts/train_demo.py {fill-mask,chat,embedding,speech} [--out DIR] [--minutes M]
 
 All training text is generated here from the short lists below. The model learns those facts by
 heart in many phrasings; it understands nothing beyond them, and it is no measure of what a real
@@ -19,6 +19,7 @@ from demo_chat import chat
 from demo_embedding import embedding
 from demo_facts import phrases
 from demo_sentences import LEADS, TAILS, plain, sentences
+from demo_speech import speech
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
 from transformers import BertConfig, BertForMaskedLM, BertTokenizer
@@ -202,6 +203,7 @@ def main() -> None:
     for name, train_it, about, minutes in (
         ("fill-mask", fill_mask, "plain facts with one word hidden", 6.0),
         ("chat", chat, "the same facts as answers, and a weather tool", 28.0),
+        ("speech", speech, "ten digits as tones, in two voices", 11.0),
         ("embedding", embedding, "the same facts, near where they say the same", 2.0),
     ):
         command = commands.add_parser(name, help=about)

@@ -22,8 +22,12 @@ from server.engine import Engine
 from server.health import health, ready
 from server.http.fetch import Fetcher
 from server.http.request import JsonEndpoint, Middleware
+from server.http.upload import Uploads
 from server.lifespan import lifespan
 from server.metrics import Metrics, metrics
+from server.openai.audio.endpoint import PATHS as AUDIO_PATHS
+from server.openai.audio.endpoint import SpeechEndpoint
+from server.openai.audio.request import TranscriptionRequest, TranslationRequest
 from server.openai.chat import ChatCompletions
 from server.openai.completions import Completions
 from server.openai.decisions.endpoint import DecisionEndpoint
@@ -54,9 +58,10 @@ from server.score import Score
 from server.settings import Settings, SettingsError, load_settings
 from server.version import icon, version
 from worker.cores import find_cores
-from worker.models import GenerationModel, PipelineModel
-from worker.protocol import Generator, Runner
+from worker.models import GenerationModel, PipelineModel, SpeechModel
+from worker.protocol import Generator, Runner, Stepped
 from worker.scoring import PIECE
+from worker.tasks import resolve_task
 from worker.worker import Model, Worker
 
 
@@ -66,10 +71,12 @@ def create_app(
     load_chat: Callable[[], Generator] | None = None,
     load_embedder: Callable[[], Runner] | None = None,
     load_reranker: Callable[[], Runner] | None = None,
+    load_transcriber: Callable[[], Stepped] | None = None,
 ) -> Middleware:
     """The loaders make the models, on the worker thread; by default from the settings, where `none`
     means that there is none. Raises SettingsError for what cannot be served."""
-    loaders = dict(zip(MODELS, (load, load_chat, load_embedder, load_reranker), strict=True))
+    given = load, load_chat, load_embedder, load_reranker, load_transcriber
+    loaders = dict(zip(MODELS, given, strict=True))
     settings = check_models(settings, {name for name, each in loaders.items() if each})
     cores = find_cores(settings.pin_worker, asked_threads())
     pool_threads = max(2, min(8, cores.threads if cores else 2))
@@ -120,8 +127,18 @@ def create_app(
         named.append(names)
     if scoring := [each for each in reversed(named) if each.serves != "generation"]:
         routes.append(Route("/v1/score", Score(settings, engine, scoring), methods=["POST"]))
+    written = [*named]  # models of text, which have tokens that may be asked for
+    if settings.transcription_model != "none":
+        names = ModelNames(settings.transcription_model, engine, "transcription", named)
+        uploads = Uploads(settings.max_audio_mb)
+        for path, kind in zip(AUDIO_PATHS, (TranscriptionRequest, TranslationRequest), strict=True):
+            speech = SpeechEndpoint(settings, engine, names, uploads, kind)
+            routes.append(Route(path, speech, methods=["POST"]))
+        named.append(names)
     if named:
-        routes += [*ModelListing(named).routes(), *tokenizer_routes(named)]
+        routes += ModelListing(named).routes()
+    if written:
+        routes += tokenizer_routes(written)
     assets = Assets()
     front = Front(settings, engine, assets.files["index.html"], pipeline)
     routes.append(Route("/", front, methods=["GET", "POST"] if pipeline else ["GET"]))
@@ -145,7 +162,7 @@ def served_models(
     models: list[Model] = []
     places, wait_s = settings.max_queue_size, settings.max_batch_wait_ms / 1000
     own: Sequence[Callable[[Settings], Any]]
-    own = _load_pipeline, _load_chat, _load_embedder, _load_reranker
+    own = _load_pipeline, _load_chat, _load_embedder, _load_reranker, _load_transcriber
     for setting, load_own in zip(MODELS, own, strict=True):
         if getattr(settings, setting) == "none":
             continue
@@ -154,10 +171,22 @@ def served_models(
         if name == "chat":
             models.append(GenerationModel("generation", load, places))
             continue
+        if name == "transcription":
+            if not any(loaders.values()) and shares_speech(settings):
+                load = partial(_load_transcriber, settings, models[0])
+            models.append(SpeechModel(name, load, places))
+            continue
         batcher = DynamicBatcher(settings.max_batch_size, settings.max_batch_tokens, wait_s)
         turns = None if name == "pipeline" else turns_of(settings.max_batch_size)
         models.append(PipelineModel(name, load, places, batcher, turns))
     return models
+
+
+def shares_speech(settings: Settings) -> bool:
+    """Whether POST / recognizes speech with the model that transcribes: it is loaded once."""
+    if settings.pipeline_model != settings.transcription_model:
+        return False
+    return resolve_task(settings.pipeline_task) == "automatic-speech-recognition"
 
 
 def turns_of(batch_rows: int) -> Turns[WorkItem]:
@@ -207,6 +236,15 @@ def _load_reranker(settings: Settings) -> Runner:
     from worker.embedding.load import load_reranker
 
     return load_reranker(_chosen(ScoringOptions, settings, model=settings.rerank_model))
+
+
+def _load_transcriber(settings: Settings, recognizer: Model | None = None) -> Stepped:
+    """`recognizer` has the model loaded already."""
+    from worker.speech.loading import SpeechOptions, load_speech
+
+    loaded: Any = recognizer and recognizer.loaded
+    options = _chosen(SpeechOptions, settings, model=settings.transcription_model)
+    return load_speech(options, loaded and loaded.pipe)
 
 
 def _chosen(options: Any, settings: Settings, **chosen: str) -> Any:

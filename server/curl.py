@@ -47,6 +47,9 @@ def curl_lines(settings: Settings, address: str, mask: str = MASK) -> list[Line]
     for setting, about, path, document in ways:
         if getattr(settings, setting) != "none":
             lines.append(Line(about, f"curl {address}{path}{key} {json_body(document)}"))
+    if settings.transcription_model != "none":
+        form = f"-F file=@{FILES['audio']}"
+        lines.append(Line("speech", f"curl {address}/v1/audio/transcriptions{key} {form}"))
     return lines
 
 

@@ -25,7 +25,7 @@ from server.metrics import Metrics
 from server.pool import Pool
 from worker.models import GenerationModel, Outcome, PipelineModel
 from worker.protocol import BatchReport, Generator, Pending, State, StepOutcome
-from worker.worker import Model, Worker
+from worker.worker import Model, SteppedModel, Worker
 
 log = logging.getLogger("onequeue.engine")
 
@@ -191,17 +191,19 @@ class Engine:
         self.metrics.record_batch(model.name, report)
         self.resolve(failed)
 
-    def on_step(self, model: GenerationModel, outcome: StepOutcome) -> None:
+    def on_step(self, model: SteppedModel, outcome: StepOutcome) -> None:
         now, report = self.queue.clock(), outcome.report
-        self.metrics.record_step(report)
+        if isinstance(model, GenerationModel):
+            self.metrics.record_step(report)
+        else:
+            self.metrics.record_windows(report)
         for item, _ in chain(outcome.deltas, outcome.done):
             if not item.begun:  # those that failed have had their turn too
                 model.lane_for(item.payload).begin(item)
         for item, delta in outcome.deltas:
             if item.open and item.stream:
                 item.stream.push(delta)
-        waits = (model.lane, report.starved), (model.background, model.background.ahead > 0)
-        for lane, starved in waits:
+        for lane, starved in model.starved(report):
             if lane.begun or starved != (lane.starved_since is not None):
                 lane.stepped(now, starved)
         self.resolve(outcome.done)

@@ -28,6 +28,7 @@ class Ready(Struct):
     chat_model: str | UnsetType = UNSET
     embedding_model: str | UnsetType = UNSET
     rerank_model: str | UnsetType = UNSET
+    transcription_model: str | UnsetType = UNSET
     failing: list[str] | UnsetType = UNSET
 
 

@@ -70,6 +70,12 @@ class Metrics:
             "accepted": tokens.labels("accepted").inc,
             "preempted": Counter("preemptions", "Sequences put back to make room", **ours).inc,
         }
+        windows = "Windows of recordings being decoded", "Recordings that wait for a row"
+        self.audio_s = Counter("transcribed_seconds", "Seconds of sound transcribed", **ours)
+        self._of_windows = {
+            "running": Gauge("running_windows", windows[0], **ours),
+            "waiting": Gauge("waiting_recordings", windows[1], **ours),
+        }
         self._last_step = StepReport()  # whoever asks is told what it says
         gauges = {
             "running": Gauge("running_sequences", "Sequences being generated", **ours),
@@ -96,6 +102,11 @@ class Metrics:
         if tokens := report.prefill_tokens + report.decode_tokens:
             self._step_tokens.observe(tokens)
             self._step_s.observe(report.total_s)
+
+    def record_windows(self, report: StepReport) -> None:
+        for name, gauge in self._of_windows.items():
+            gauge.set(getattr(report, name))
+        self._observe_waits(report)
 
     def _observe_waits(self, report: BatchReport | StepReport) -> None:
         for wait_s in report.waits_s:

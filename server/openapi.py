@@ -21,6 +21,8 @@ from server import openapi_answers as answers
 from server.health import Health, Ready
 from server.http.json import to_json
 from server.http.request import JsonEndpoint, is_open
+from server.openai.audio.endpoint import PATHS as AUDIO_PATHS
+from server.openai.audio.request import TranscriptionRequest, TranslationRequest, form_schema
 from server.openai.chat import ChatRequest
 from server.openai.completions import CompletionRequest
 from server.openai.decisions.request import DecisionRequest
@@ -45,26 +47,12 @@ COMPONENTS = "#/components"
 Schema = dict[str, Any]
 Body = Mapping[str, Schema]  # by media type
 
-ERRORS = {
-    400: "What was sent is malformed or out of range; `param` names the field",
-    401: "A valid API key is needed",
-    404: "It is not here",
-    405: "The path takes other methods",
-    408: "The body stopped arriving",
-    413: "The body is too large",
-    415: "The body's media type cannot be served",
-    500: "The model failed on this input, or the server made a mistake",
-    503: "Too busy, loading, failing or stopping: try again later",
-    504: "The time limit has passed; the header X-Request-Timeout-Ms shortens it",
-}
-ERROR_HEADERS = {401: "WWW-Authenticate", 405: "Allow", 503: "Retry-After"}
-OF_A_BODY = {400, 408, 413, 415, 503, 504}  # what may become of one
-
 
 @dataclass(frozen=True, slots=True)
 class Operation:
     """One method of a path. A struct alone is a body in JSON; `stream` tells of the events that a
-    request may ask for instead, `bare` of what is in the list that it may. `errors` are the
+    request may ask for instead, `bare` of what is in the list that it may, `others` are media types
+    of texts. `errors` are the
     statuses beyond 401, 405, 500 and what may become of a request's body."""
 
     summary: str
@@ -74,8 +62,12 @@ class Operation:
     stream: str | None = None
     query: Mapping[str, Schema] = field(default_factory=dict)
     bare: Schema | None = None
+    others: Sequence[str] = ()
 
 
+AUDIO = [f"POST {path}" for path in AUDIO_PATHS]
+FORM, SUBTITLES = "multipart/form-data", (TEXT, "application/x-subrip", "text/vtt")
+HEARD = "With stream: true. Deltas of the text, then the whole; the last is [DONE]."
 CHUNKS = "With stream: true. Each event is a chunk, the last is [DONE]."
 RESPONSE_EVENTS = "With stream: true. The last event holds the response."
 
@@ -138,6 +130,21 @@ OPERATIONS: Mapping[str, Operation] = {
         ),
     ),
     "POST /v1/score": Operation("How well texts go together", answers.Scores, ScoreRequest, [404]),
+    AUDIO[0]: Operation(
+        "What a recording says",
+        answers.Transcription,
+        {FORM: form_schema(TranscriptionRequest)},
+        [404],
+        HEARD,
+        others=SUBTITLES,
+    ),
+    AUDIO[1]: Operation(
+        "What a recording says, in English",
+        answers.Transcription,
+        {FORM: form_schema(TranslationRequest)},
+        [404],
+        others=SUBTITLES,
+    ),
     "GET /v1/models": Operation("The models", ModelList, errors=[503]),
     "GET /v1/models/{id}": Operation("A model by its name", Model, errors=[404, 503]),
     "POST /tokenize": Operation(
@@ -188,9 +195,9 @@ def document(settings: Settings, routes: Sequence[Route]) -> dict[str, Any]:
         paths.setdefault(path, {})[method.lower()] = described
     errors: dict[str, Any] = {
         f"Error{status}": {"description": meaning, "content": _content(answers.Error)}
-        for status, meaning in ERRORS.items()
+        for status, meaning in answers.ERRORS.items()
     }
-    for status, name in ERROR_HEADERS.items():
+    for status, name in answers.ERROR_HEADERS.items():
         errors[f"Error{status}"]["headers"] = {name: {"schema": {"type": "string"}}}
     components = {"schemas": _schemas(operations.values()), "responses": errors}
     if keyed:
@@ -246,6 +253,7 @@ def _described(method: str, path: str, operation: Operation, keyed: bool) -> dic
     if operation.bare:
         bare = {"type": "array", "items": operation.bare}
         content[JSON] = {"schema": {"anyOf": [content[JSON]["schema"], bare]}}
+    content |= {media: {"schema": {"type": "string"}} for media in operation.others}
     if operation.stream:
         content[EVENTS] = {"schema": {"description": operation.stream}}
     made: dict[str, Any] = {
@@ -263,7 +271,7 @@ def _described(method: str, path: str, operation: Operation, keyed: bool) -> dic
         made["parameters"] = parameters
     errors = {405, 500, *operation.errors}
     if operation.request:
-        errors |= OF_A_BODY
+        errors |= answers.OF_A_BODY
         made["requestBody"] = {"required": True, "content": _content(operation.request)}
     if keyed:
         errors.add(401)

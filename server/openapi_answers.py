@@ -4,6 +4,21 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+ERRORS = {
+    400: "What was sent is malformed or out of range; `param` names the field",
+    401: "A valid API key is needed",
+    404: "It is not here",
+    405: "The path takes other methods",
+    408: "The body stopped arriving",
+    413: "The body is too large",
+    415: "The body's media type cannot be served",
+    500: "The model failed on this input, or the server made a mistake",
+    503: "Too busy, loading, failing or stopping: try again later",
+    504: "The time limit has passed; the header X-Request-Timeout-Ms shortens it",
+}
+ERROR_HEADERS = {401: "WWW-Authenticate", 405: "Allow", 503: "Retry-After"}
+OF_A_BODY = {400, 408, 413, 415, 503, 504}  # what may become of one
+
 
 class ErrorDetails(Struct):
     message: str
@@ -246,3 +261,21 @@ class Scores(Struct):
     model: str
     data: list[Score]
     usage: EmbeddingUsage
+
+
+class Duration(Struct):
+    type: Literal["duration"]
+    seconds: float
+
+
+class Transcription(Struct):
+    """Whole, or verbose."""
+
+    text: str
+    usage: Duration
+    logprobs: list[dict[str, Any]] | UnsetType = UNSET
+    task: Literal["transcribe", "translate"] | UnsetType = UNSET
+    language: str | UnsetType = UNSET
+    duration: float | UnsetType = UNSET
+    segments: list[dict[str, Any]] | UnsetType = UNSET
+    words: list[dict[str, Any]] | UnsetType = UNSET

@@ -6,12 +6,11 @@ gives way. Nothing is loaded; of a hub's models the two files are fetched, or co
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from server.preflight import MODELS, check_model
-from server.settings import Settings, SettingsError
+from server.settings import SettingsError
 from worker.architectures import architectures, fetched, is_path, made_for
 
 # By what an architecture is made for; everything else is for POST /.
@@ -20,7 +19,6 @@ PLACES = {
     "image-text-to-text": "chat_model",
     "automatic-speech-recognition": "transcription_model",
 }
-LISTENS_AND_WRITES = ("Whisper", "Moonshine")  # architectures that /v1/audio is for
 
 
 def place(model: str, flags: Mapping[str, str | None]) -> dict[str, str | None]:
@@ -40,6 +38,11 @@ def place(model: str, flags: Mapping[str, str | None]) -> dict[str, str | None]:
     return placed | {setting: model}
 
 
+def listens(architecture: str) -> bool:
+    """Whether /v1/audio is for it."""
+    return architecture.startswith("Whisper") or architecture.endswith("ForCTC")
+
+
 def setting_for(model: str) -> str:
     if modules := _read(model, "modules.json"):  # sentence-transformers'
         kinds = [str(module.get("type")) for module in modules]
@@ -51,9 +54,7 @@ def setting_for(model: str) -> str:
         raise SettingsError(f"MODEL {model!r}: it has no config.json")
     [task] = made_for(config)[:1] or [""]
     setting = PLACES.get(task, "pipeline_model")
-    speech = any(name.startswith(LISTENS_AND_WRITES) for name in architectures(config))
-    known = setting in {spec.name for spec in fields(Settings)}
-    if not known or (setting == "transcription_model" and not speech):
+    if setting == "transcription_model" and not any(map(listens, architectures(config))):
         return "pipeline_model"
     return setting
 

@@ -39,6 +39,7 @@ class Settings:
     chat_model: str = setting("demo", "what the chat and completions endpoints run, named likewise")
     embedding_model: str = setting("demo", "what /v1/embeddings runs, named likewise")
     rerank_model: str = setting("none", "what /rerank and /v1/score run, named likewise")
+    transcription_model: str = setting("none", "what /v1/audio/transcriptions runs, named likewise")
     allow_dimensions: bool = setting(
         False, "embeddings may be shortened that were not trained for it (Matryoshka)"
     )
@@ -85,6 +86,8 @@ class Settings:
     image_fetch: tuple[str, ...] = setting(
         (), "comma-separated hosts from which images of chats may be fetched, or any"
     )
+    max_audio_mb: float = setting(200.0, "larger uploads of sound get 413", minimum=0.000001)
+    max_audio_s: float = setting(7200.0, "seconds that a recording may last", minimum=0.03)
     shutdown_grace_s: float = setting(
         30.0, "how long accepted work may take after SIGTERM", minimum=0
     )

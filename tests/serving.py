@@ -14,7 +14,7 @@ import uvicorn
 
 from server.app import create_app
 from server.settings import Settings
-from worker.protocol import Generator, Runner
+from worker.protocol import Generator, Runner, Stepped
 
 Parser = Literal["auto", "httptools", "h11"]
 
@@ -28,8 +28,10 @@ class Server:
         http: Parser,
         load_embedder: Callable[[], Runner] | None = None,
         load_reranker: Callable[[], Runner] | None = None,
+        load_transcriber: Callable[[], Stepped] | None = None,
     ) -> None:
-        self.app = create_app(settings, load, load_chat, load_embedder, load_reranker)
+        loaders = load, load_chat, load_embedder, load_reranker, load_transcriber
+        self.app = create_app(settings, *loaders)
         self.engine = self.app.engine
         config = uvicorn.Config(
             self.app,
@@ -69,18 +71,21 @@ def serving(
     http: Parser = "auto",
     load_embedder: Callable[[], Runner] | None = None,
     load_reranker: Callable[[], Runner] | None = None,
+    load_transcriber: Callable[[], Stepped] | None = None,
     **settings: Any,
 ) -> Iterator[Server]:
     """A started server; unless `ready` is false, one that answers /ready with 200.
 
     It has the models that are named or given, a pipeline if there are none.
     """
-    loaders = {"chat": load_chat, "embedding": load_embedder, "rerank": load_reranker}
+    loaders: dict[str, Any] = {"chat": load_chat, "embedding": load_embedder}
+    loaders |= {"rerank": load_reranker, "transcription": load_transcriber}
     for name, given in loaders.items():
         settings.setdefault(f"{name}_model", "none" if given is None else "demo")
     if load is None and any(settings[f"{name}_model"] != "none" for name in loaders):
         settings.setdefault("pipeline_model", "none")
-    server = Server(Settings(**settings), load, load_chat, http, load_embedder, load_reranker)
+    others = load_embedder, load_reranker, load_transcriber
+    server = Server(Settings(**settings), load, load_chat, http, *others)
     server.start()
     try:
         if ready:

@@ -9,13 +9,14 @@ ROOT = Path(__file__).parent.parent
 WEB = {"starlette", "uvicorn", "prometheus_client"}
 TORCH = {"torch", "transformers"}
 WORKER = {"batching", "worker"}
-OPENAI = {"server/openai", "server/openai/responses", "server/openai/decisions"}
+OPENAI = {f"server/openai{folder}" for folder in ("", "/audio", "/responses", "/decisions")}
 # Of our own, a folder imports from itself and from these; of libraries, none of those.
 FOLDERS: dict[str, tuple[set[str], set[str]]] = {
     "batching": (set(), WEB | TORCH | {"threading", "time", "anyio"}),
     "worker": ({"batching"}, WEB | TORCH),
     "worker/model": (WORKER, WEB),
-    "worker/pipeline": (WORKER | {"worker/model"}, WEB),
+    "worker/speech": (WORKER | {"worker/model"}, WEB),
+    "worker/pipeline": (WORKER | {"worker/model", "worker/speech"}, WEB),
     "worker/embedding": (WORKER | {"worker/model", "worker/pipeline", "worker/text"}, WEB),
     "worker/vision": (WORKER | {"worker/model"}, WEB),
     "worker/text": (WORKER, WEB),
@@ -28,6 +29,7 @@ FOLDERS: dict[str, tuple[set[str], set[str]]] = {
     "server/calibration": (WORKER | {"server", "server/http"}, TORCH),
     "server/http": (WORKER | {"server"}, TORCH),
     "server/openai": (WORKER | {"server", "server/http"}, TORCH),
+    "server/openai/audio": (WORKER | {"server", "server/http", "server/openai"}, TORCH),
     "server/openai/responses": (WORKER | {"server", "server/http", "server/openai"}, TORCH),
     "server/openai/decisions": (WORKER | {"server", "server/http", *OPENAI}, TORCH),
 }

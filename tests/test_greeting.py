@@ -57,7 +57,7 @@ def test_the_line_is_a_short_one_that_works_a_chat_if_there_is_one() -> None:
     with serving(load_chat=FakeGenerator) as server:
         words = shlex.split(line_to_try(server.app.settings, server.engine, server.url))
         assert words[0] == "curl"
-        answer = httpx.post(words[1], content=words[-1], headers=[words[3].split(": ")])
+        answer = httpx.post(words[1], content=words[-1], headers=dict([words[3].split(": ")]))
         assert answer.json()["object"] == "chat.completion"
     with serving(load_embedder=FakeRunner, ready=False) as server:
         line = line_to_try(server.app.settings, server.engine, server.url)

@@ -20,6 +20,7 @@ from worker.decode_budget import DecodeBudget
 from worker.pipeline import media
 from worker.pipeline.limits import check_sound
 from worker.pipeline.media import to_images
+from worker.speech import recording
 
 RATE = 16000
 PIXELS = 64_000_000
@@ -145,7 +146,7 @@ def test_sound_is_mixed_down_and_resampled(rate: int) -> None:
 
 def test_resampling_in_blocks_leaves_no_seams(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = to_audio(tone(1.0, 44100), RATE)
-    monkeypatch.setattr(media, "BLOCK", 1000)
+    monkeypatch.setattr(recording, "BLOCK", 1000)
     np.testing.assert_allclose(to_audio(tone(1.0, 44100), RATE), whole, atol=1e-5)
 
 
@@ -173,7 +174,7 @@ def test_sound_that_is_too_long_is_refused_undecoded(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(soundfile.SoundFile, "read", None)
     with pytest.raises(InvalidInput, match="3 seconds"):
         to_audio(tone(3.0), RATE)
-    monkeypatch.setattr(media, "MAX_SAMPLES", 30_000)
+    monkeypatch.setattr(recording, "MAX_SAMPLES", 30_000)
     with pytest.raises(InvalidInput, match="2 channels"):
         to_audio(tone(1.0, channels=2), RATE)
 
@@ -209,7 +210,7 @@ def test_a_length_that_the_model_does_not_take_is_refused_undecoded(
 def test_sound_that_ends_before_its_header_says_is_read_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(media, "BLOCK", 2000)
+    monkeypatch.setattr(recording, "BLOCK", 2000)
     whole = tone(2.0, kind="MP3")
     assert 0.5 * RATE < len(to_audio(whole[: len(whole) // 2], RATE)) < 1.5 * RATE
 

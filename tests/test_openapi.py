@@ -23,6 +23,7 @@ from server.openai.params import GenerationRequest, Names, decode
 from server.settings import Settings
 from tests.event_streams import CLIENT
 from tests.fake_generator import FakeGenerator
+from tests.fake_transcriber import FakeTranscriber
 from tests.fakes import FakeRunner
 from tests.serving import Server, serving
 from tests.test_pipeline_http import error_of
@@ -111,6 +112,18 @@ def test_embeddings_and_reranking_are_described() -> None:
         check_form(document)
         assert set(document["paths"]) == server.app.paths
         assert {"/v1/embeddings", "/v2/rerank", "/v1/score"} < set(document["paths"])
+
+
+def test_transcriptions_are_described_and_fuzzed(tmp_path: Path) -> None:
+    with serving(load_transcriber=FakeTranscriber, api_keys=("k",)) as server:
+        document = fetch(server)
+        check_form(document)
+        assert set(document["paths"]) == server.app.paths
+        post = document["paths"]["/v1/audio/transcriptions"]["post"]
+        fields = post["requestBody"]["content"]["multipart/form-data"]["schema"]["properties"]
+        assert {"file", "timestamp_granularities[]", "stream"} < set(fields)
+        assert "text/vtt" in post["responses"]["200"]["content"]
+        fuzz(server, tmp_path, 3, "--include-path-regex=audio")
 
 
 def test_it_is_there_before_the_model() -> None:

@@ -16,7 +16,7 @@ from server.settings import Settings, SettingsError
 
 DEMO = Path(__file__).parent.parent / "worker" / "demo"
 NO_FLAGS = dict.fromkeys((spec.name for spec in fields(Settings)), None)
-SPEECH = "transcription_model" if "transcription_model" in NO_FLAGS else "pipeline_model"
+SPEECH = "transcription_model"
 LOGIT_SCORE = "sentence_transformers.cross_encoder.models.LogitScore"
 
 

@@ -23,7 +23,7 @@ from worker.protocol import (
     State,
     StepOutcome,
 )
-from worker.worker import Model, Worker
+from worker.worker import Model, SteppedModel, Worker
 
 
 class Recorder:
@@ -53,7 +53,7 @@ class Recorder:
         self.reports.append(report)
         self.outputs(failed)
 
-    def on_step(self, model: GenerationModel, outcome: StepOutcome) -> None:
+    def on_step(self, model: SteppedModel, outcome: StepOutcome) -> None:
         self.steps.append(outcome)
 
     def on_rejected(self, items: list[WorkItem]) -> None:

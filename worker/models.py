@@ -2,9 +2,10 @@
 
     name · state · lane (rate, share of the places) · breaker · batcher or generation engine
 
-There are two kinds of entries: pipelines, which are served in batches, and language models, which
-are served in steps. Items are submitted to an entry and know it from then on. Lanes belong to the
-event loop, which reads breakers; the rest, and the models themselves, to the worker's thread.
+There are two kinds of entries: pipelines, which are served in batches, and models that are served
+in steps: language models and those of speech. Items are submitted to an entry and know it from then
+on. Lanes belong to the event loop, which reads breakers; the rest, and the models themselves, to
+the worker's thread.
 """
 
 import logging
@@ -17,12 +18,13 @@ from batching.errors import OnequeueError, OutOfMemory, WrongResultCount
 from batching.request_queue import BatchLane, TurnLane, WorkItem
 from batching.turns import Turns
 from worker.failures import rerun_in_halves
-from worker.protocol import BatchReport, Generator, Runner, State
+from worker.protocol import BatchReport, Generator, LoadedModel, Runner, State, Stepped, StepReport
 
 log = logging.getLogger("onequeue.worker")
 
 Outcome = tuple[WorkItem, Any]  # a raw output, an answer or an exception
-M = TypeVar("M", Runner, Generator)
+M = TypeVar("M", bound=LoadedModel)
+S = TypeVar("S", bound=Stepped)
 
 # Of a language model's places, background work may take one in so many.
 BACKGROUND = 4
@@ -77,20 +79,23 @@ class ServedModel(Generic[M]):
         """Nothing is prepared any longer. On the event loop."""
 
 
-class GenerationModel(ServedModel[Generator]):
-    """Served in steps; the generation engine decides what waits and what runs."""
+class SteppedModel(ServedModel[S]):
+    """Served in steps; its engine decides what waits and what runs."""
 
-    def __init__(self, name: str, load: Callable[[], Generator], places: int) -> None:
+    def __init__(self, name: str, load: Callable[[], S], places: int) -> None:
         super().__init__(name, load)
         self.lane = TurnLane(name, places)
-        self.background = TurnLane("background", max(1, places // BACKGROUND))
 
     def close(self) -> None:
         if self.state != "loading":
             self.loaded.close()
 
     def lane_for(self, payload: Any) -> TurnLane:
-        return self.background if payload.background else self.lane
+        return self.lane
+
+    def starved(self, report: StepReport) -> list[tuple[TurnLane, bool]]:
+        """Of each lane, whether others than those who run had no room in a step."""
+        return [(self.lane, report.starved)]
 
     def add(self, item: WorkItem) -> None:
         self.busy = True
@@ -100,6 +105,24 @@ class GenerationModel(ServedModel[Generator]):
         """Drop everything, whatever state it is in; its items."""
         self.busy = False
         return self.loaded.clear()
+
+
+class SpeechModel(SteppedModel[Stepped]):
+    """Recordings, of which the speech engine runs windows."""
+
+
+class GenerationModel(SteppedModel[Generator]):
+    """A language model. Background work has a lane of its own."""
+
+    def __init__(self, name: str, load: Callable[[], Generator], places: int) -> None:
+        super().__init__(name, load, places)
+        self.background = TurnLane("background", max(1, places // BACKGROUND))
+
+    def lane_for(self, payload: Any) -> TurnLane:
+        return self.background if payload.background else self.lane
+
+    def starved(self, report: StepReport) -> list[tuple[TurnLane, bool]]:
+        return [*super().starved(report), (self.background, self.background.ahead > 0)]
 
 
 @dataclass(slots=True)

@@ -6,7 +6,6 @@ from typing import Any, Literal, Protocol
 
 from batching.request_queue import WorkItem
 from worker.decode_budget import RequestBudget
-from worker.deltas import Delta
 
 State = Literal["loading", "warming", "ready", "dead"]
 
@@ -183,7 +182,7 @@ class StepOutcome:
     """What a step gave to whom: new text, and the items that are done (None) or failed."""
 
     report: StepReport
-    deltas: list[tuple[WorkItem, Delta]]
+    deltas: list[tuple[WorkItem, Any]]  # a Delta, or a TranscriptDelta
     done: list[tuple[WorkItem, Exception | None]]
 
 
@@ -250,18 +249,9 @@ class Runner(LoadedModel, Protocol):
         """The answer to an item, from its raw output."""
 
 
-class Generator(LoadedModel, Tokenizing, Protocol):
-    """A loaded causal language model. `add`, `step` and `clear` run on the worker's thread."""
-
-    @property
-    def defaults(self) -> SamplingDefaults: ...
-
-    @property
-    def compile_state(self) -> Literal["running", "done", "off"]: ...
-
-    def call_id(self, name: str, index: int) -> str:
-        """For a call that an answer makes, its conversation's `index`-th: an id that the chat
-        template takes back. At once, from any thread."""
+class Stepped(LoadedModel, Protocol):
+    """A loaded model that is served in steps: `add`, `step` and `clear` run on the worker's
+    thread."""
 
     def add(self, item: WorkItem) -> None:
         """Take a prepared item into the waiting queue."""
@@ -278,3 +268,17 @@ class Generator(LoadedModel, Tokenizing, Protocol):
 
     def close(self) -> None:
         """End what runs beside; nothing is prepared any longer."""
+
+
+class Generator(Stepped, Tokenizing, Protocol):
+    """A loaded causal language model."""
+
+    @property
+    def defaults(self) -> SamplingDefaults: ...
+
+    @property
+    def compile_state(self) -> Literal["running", "done", "off"]: ...
+
+    def call_id(self, name: str, index: int) -> str:
+        """For a call that an answer makes, its conversation's `index`-th: an id that the chat
+        template takes back. At once, from any thread."""

@@ -2,14 +2,14 @@
 
     load → warm up → (receive → a turn for each busy model)* → stopped, or dead with a reason
 
-A turn is an encoder batch or a generation step. All scheduling state belongs to this thread. It is
+A turn is an encoder batch or a step. All scheduling state belongs to this thread. It is
 sent items and a stop through its inbox; a pipeline's outputs go straight to the pool, and one
 report a turn to the event loop.
 
 What is raised while working on an item fails that item; what belongs to none fails all that its
 model had in hand, and the warm-up input tells whether the model still works, or its breaker opens.
-Only a lost device ends the thread. What a batch or a step does is for models.py and the generation
-engine to say; HTTP, the asyncio queue and pre- and post-processing are server/engine.py's.
+Only a lost device ends the thread. What a batch or a step does is for models.py and the engines
+to say; HTTP, the asyncio queue and pre- and post-processing are server/engine.py's.
 """
 
 import ctypes
@@ -25,12 +25,13 @@ from batching.errors import DeviceLost, ItemFailed, OnequeueError, WorkerDown
 from batching.request_queue import WorkItem
 from worker.cores import Cores, pin
 from worker.failures import failure_of
-from worker.models import GenerationModel, Outcome, PipelineModel
+from worker.models import GenerationModel, Outcome, PipelineModel, SpeechModel
 from worker.protocol import BatchReport, State, StepOutcome
 
 log = logging.getLogger("onequeue.worker")
 
-Model = PipelineModel | GenerationModel
+SteppedModel = GenerationModel | SpeechModel
+Model = PipelineModel | SteppedModel
 STATES: Sequence[State] = ("loading", "warming", "ready")  # in this order
 
 # When nothing has run for so long, what was freed goes back to the system. glibc would keep it, and
@@ -49,7 +50,7 @@ class Listener(Protocol):
     def on_batch(
         self, model: PipelineModel, report: BatchReport, failed: list[Outcome]
     ) -> None: ...
-    def on_step(self, model: GenerationModel, outcome: StepOutcome) -> None: ...
+    def on_step(self, model: SteppedModel, outcome: StepOutcome) -> None: ...
     def on_rejected(self, items: list[WorkItem]) -> None: ...
     def on_breaker(self, model: Model, is_open: bool) -> None: ...
     def on_state(self, state: State, error: Exception | None) -> None: ...
@@ -149,7 +150,7 @@ class Worker:
         due = [self._tidy_at]
         for model in self.models.values():
             if model.busy:
-                if isinstance(model, GenerationModel):
+                if not isinstance(model, PipelineModel):
                     return 0.0
                 due.append(model.batcher.due_at(self._free_since))
             due.append(model.breaker.probe_at)
@@ -170,7 +171,7 @@ class Worker:
             if not model.busy:
                 continue
             try:
-                if isinstance(model, GenerationModel):
+                if not isinstance(model, PipelineModel):
                     self._run_step(model)
                 else:
                     self._run_batch(model)
@@ -178,8 +179,8 @@ class Worker:
                 self._blame(model.name, model.clear(), error)
                 self._probe(model)
 
-    def _run_step(self, model: GenerationModel) -> None:
-        """One generation step, of which the engine has bisected and sorted out the failures."""
+    def _run_step(self, model: SteppedModel) -> None:
+        """One step, of which the model's engine has bisected and sorted out the failures."""
         self.busy_since = self.clock()
         outcome = model.loaded.step()
         model.busy = model.loaded.busy

@@ -185,11 +185,11 @@ class Deadlines:
     whole: float  # until it has ended
 
 
-async def read_request(scope: Scope, receive: Receive) -> tuple[Headers, bytes, Deadlines]:
-    """How every POST begins: its headers by name, its whole body, its time limits.
+def begin(scope: Scope) -> tuple[Headers, Deadlines]:
+    """How every POST begins: its headers by name, its time limits.
 
     The header X-Request-Timeout-Ms may only shorten the setting. Raises InvalidInput (400) where
-    it is no time, Draining (503) before the body is read, and what `read_body` raises."""
+    it is no time, and Draining (503)."""
     app: Middleware = scope["app"]
     headers, now = dict(scope["headers"]), time.monotonic()
     whole = math.inf
@@ -197,9 +197,14 @@ async def read_request(scope: Scope, receive: Receive) -> tuple[Headers, bytes, 
         if not given.isdigit() or len(given) > 10 or not int(given):
             raise InvalidInput("must be a positive whole number", "X-Request-Timeout-Ms")
         whole = now + int(given) / 1000
-    deadlines = Deadlines(min(now + app.settings.request_timeout_s, whole), whole)
     if app.engine.draining:
         raise Draining("the server is stopping", 5)
+    return headers, Deadlines(min(now + app.settings.request_timeout_s, whole), whole)
+
+
+async def read_request(scope: Scope, receive: Receive) -> tuple[Headers, bytes, Deadlines]:
+    """Of a POST whose body is kept in memory. Raises what `begin` and `read_body` do."""
+    headers, deadlines = begin(scope)
     return headers, await read_body(scope, receive, headers, deadlines.first), deadlines
 
 
@@ -243,11 +248,16 @@ async def read_body(scope: Scope, receive: Receive, headers: Headers, deadline: 
         late = "the body stopped arriving, or came too slowly for the request's time limit"
         raise HttpError(408, late, headers=CLOSE) from None
     if size or headers.get(b"expect", b"").lower() != b"100-continue":  # else it will not be sent
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_S):
-                while (await receive()).get("more_body", False):
-                    pass
+        await linger(receive)
     raise HttpError(413, f"the body is larger than {limit / 1_000_000:g} MB", headers=CLOSE)
+
+
+async def linger(receive: Receive) -> None:
+    """Read on, for a while, what is sent of a body that is refused."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            while (await receive()).get("more_body", False):
+                pass
 
 
 def media_type(headers: Headers) -> str:

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -31,9 +31,11 @@ class Model(Struct):
     object: Literal["model"]
     created: int
     owned_by: str
-    serves: str  # its name in the registry: generation, embedding, rerank
-    max_model_len: int
-    context_length: int
+    serves: str  # its name in the registry: generation, embedding, rerank, transcription
+    input_modalities: list[Literal["text", "image", "audio"]]
+    # of models of text
+    max_model_len: int | UnsetType = UNSET
+    context_length: int | UnsetType = UNSET
 
 
 class ModelList(Struct):
@@ -69,8 +71,11 @@ class ModelNames:
     def described(self) -> Model:
         if (refusal := self.engine.refusal(self.serves)) is not None:
             raise refusal
-        length = self.loaded.max_model_len
-        return Model(self.id, "model", self.created, "onequeue", self.serves, length, length)
+        model = Model(self.id, "model", self.created, "onequeue", self.serves, ["audio"])
+        if self.serves != "transcription":
+            model.input_modalities = ["text", "image"] if self.loaded.takes_images else ["text"]
+            model.max_model_len = model.context_length = self.loaded.max_model_len
+        return model
 
 
 class ModelListing:

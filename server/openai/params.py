@@ -227,15 +227,20 @@ def decode(body: bytes, kind: type[B], names: Naming, most: int | None = None) -
         for path, length in _lengths(document, kind.__struct_fields__):
             if length > most:
                 raise InvalidInput.at(path, f"takes at most {most} entries, not {length}")
-    try:
-        request = msgspec.convert(document, kind)
-    except msgspec.ValidationError as error:
-        message, param = _explain(str(error))
-        raise InvalidInput.at(param, message) from None
+    request = convert(document, kind)
     request.model = names.of(request.model)
     if isinstance(request, GenerationRequest):
         request.check(document)
     return request
+
+
+def convert(document: Document, kind: type[T], strict: bool = True) -> T:
+    """A struct; unless `strict`, of fields that are all text, as a form has them."""
+    try:
+        return msgspec.convert(document, kind, strict=strict)
+    except msgspec.ValidationError as error:
+        message, param = _explain(str(error))
+        raise InvalidInput.at(param, message) from None
 
 
 def one_of(known: Sequence[str], value: str, path: str) -> None:

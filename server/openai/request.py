@@ -272,10 +272,14 @@ def _scored(chosen: TokenLogprob) -> Document | None:
 
 def logprob_documents(logprobs: Sequence[TokenLogprob]) -> list[Document]:
     """Tokens, their log-probabilities and the likeliest others, as chat and responses have it."""
-    return [_token(each) | {"top_logprobs": [_token(t) for t in each.top]} for each in logprobs]
+    return [
+        token_document(each) | {"top_logprobs": [token_document(t) for t in each.top]}
+        for each in logprobs
+    ]
 
 
-def _token(each: TokenLogprob) -> Document:
+def token_document(each: TokenLogprob) -> Document:
+    """A token and its log-probability."""
     return {"token": each.text, "logprob": finite(each.logprob), "bytes": list(each.raw)}
 
 

@@ -1,0 +1,42 @@
+#!/usr/bin/env python3
+"""serve_speech.py MODEL PORT: a plain server around transformers' pipeline for speech, one
+recording at a time, as its documentation shows. A peer for scripts/bench.py."""
+
+import io
+import sys
+import threading
+from typing import Any
+
+import soundfile
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from transformers import pipeline
+
+ASKED = {"num_beams": 1, "language": "en", "task": "transcribe"}
+
+
+def main() -> None:
+    pipe: Any = pipeline("automatic-speech-recognition", model=sys.argv[1], device="cpu")
+    one = threading.Lock()
+
+    def transcribe(data: bytes) -> Any:
+        samples, rate = soundfile.read(io.BytesIO(data), dtype="float32")
+        sound = {"raw": samples, "sampling_rate": rate}
+        with one:
+            return pipe(sound, return_timestamps=True, generate_kwargs=dict(ASKED))
+
+    async def answer(request: Request) -> JSONResponse:
+        form = await request.form()
+        file: Any = form["file"]
+        return JSONResponse(await run_in_threadpool(transcribe, await file.read()))
+
+    app = Starlette(routes=[Route("/v1/audio/transcriptions", answer, methods=["POST"])])
+    uvicorn.run(app, port=int(sys.argv[2]), log_level="warning")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""The demo of speech, end to end: recordings of known digits give their known words."""
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+from huggingface_hub import InferenceClient
+
+from tests.event_streams import CLIENT
+from tests.serving import Server, serving
+
+DEMO = Path(__file__).parents[1] / "worker" / "demo" / "speech"
+pytestmark = pytest.mark.skipif(not DEMO.is_dir(), reason="it is not trained yet")
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[ModuleType]:
+    """What the model was trained on."""
+    scripts = str(Path(__file__).parents[1] / "scripts")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(scripts)
+        import demo_tones
+
+        yield demo_tones
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(
+        transcription_model="demo",
+        pipeline_model=str(DEMO),
+        pipeline_task="automatic-speech-recognition",
+        compile="off",
+    ) as made:
+        yield made
+
+
+def file_of(sound: np.ndarray, kind: str = "WAV") -> bytes:
+    buffer = io.BytesIO()
+    soundfile.write(buffer, sound, 16_000, format=kind)
+    return buffer.getvalue()
+
+
+def post(server: Server, sound: np.ndarray, path: str = "transcriptions", **fields: Any) -> Any:
+    files = {"file": ("a.wav", file_of(sound))}
+    answer = CLIENT.post(f"{server.url}/v1/audio/{path}", files=files, data=fields)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def words(demo: ModuleType, phrases: list[list[int]], language: str = "en") -> str:
+    return " ".join(demo.WORDS[language][digit] for digits in phrases for digit in digits)
+
+
+SHORT = [[3, 1, 4], [1, 5]]
+LONG = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [0, 9], [8, 7, 6], [5, 4, 3], [2, 1], [0, 1, 2], [3, 4, 5]]
+LONG += [[7, 8, 9], [6], [5, 0, 4], [4, 4], [7, 1, 8], [6, 2]]
+LATE = 13  # the phrase whose second digit is being said when 30 seconds have passed
+
+
+def test_a_recording_gives_its_text(demo: ModuleType, server: Server) -> None:
+    sound, _ = demo.say(SHORT)
+    assert post(server, sound).json()["text"] == "three one four one five"
+
+
+def test_a_voice_is_its_language_and_is_translated(demo: ModuleType, server: Server) -> None:
+    sound, _ = demo.say(SHORT, "de")
+    verbose = post(server, sound, response_format="verbose_json").json()
+    assert (verbose["text"], verbose["language"]) == (words(demo, SHORT, "de"), "de")
+    assert post(server, sound, "translations").json()["text"] == words(demo, SHORT)
+
+
+def test_a_word_on_the_border_of_30_seconds_is_heard_once(demo: ModuleType, server: Server) -> None:
+    pauses = [0.8] * len(LONG)
+    _, said = demo.say(LONG)
+    pauses[LATE] += 30 - (said[LATE].start + 0.5 + 0.175)  # the digit's middle
+    sound, said = demo.say(LONG, "en", pauses)
+    assert said[LATE].start + 0.6 < 30 < said[LATE].start + 0.8
+    heard = {
+        form: post(server, sound, response_format=form).text for form in ("text", "verbose_json")
+    }
+    assert heard["text"].strip() == words(demo, LONG)
+    document = json.loads(heard["verbose_json"])
+    assert "".join(each["text"] for each in document["segments"]).strip() == words(demo, LONG)
+    assert document["duration"] == pytest.approx(len(sound) / 16_000, abs=0.01)
+
+
+def test_words_have_the_times_of_their_tones(demo: ModuleType, server: Server) -> None:
+    sound, said = demo.say(SHORT)
+    fields = {"response_format": "verbose_json", "timestamp_granularities[]": "word"}
+    told = post(server, sound, **fields).json()["words"]
+    assert [each["word"] for each in told] == words(demo, SHORT).split()
+    starts = [phrase.start + 0.5 * n for phrase in said for n in range(len(phrase.digits))]
+    for each, start in zip(told, starts, strict=True):
+        assert each["start"] == pytest.approx(start, abs=0.5)
+
+
+def test_a_stream_says_the_same(demo: ModuleType, server: Server) -> None:
+    sound, _ = demo.say(LONG[:6])
+    frames = post(server, sound, stream="true").text.removesuffix("\n\n").split("\n\n")
+    *deltas, done = [json.loads(frame.removeprefix("data: ")) for frame in frames[:-1]]
+    assert "".join(each["delta"] for each in deltas) == done["text"] == words(demo, LONG[:6])
+    assert len(deltas) > 2
+
+
+def test_hugging_faces_client_is_answered_by_the_same_model(
+    demo: ModuleType, server: Server
+) -> None:
+    sound, _ = demo.say(SHORT)
+    client = InferenceClient(server.url, timeout=60)
+    heard = client.automatic_speech_recognition(file_of(sound, "FLAC"))
+    assert heard.text.strip() == words(demo, SHORT)

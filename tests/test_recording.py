@@ -1,0 +1,131 @@
+"""Recordings as windows: whatever the format, in order, and no more in memory than a window."""
+
+import importlib.util
+import io
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from batching.errors import InvalidInput
+from tests.test_media import tone
+from worker.speech import recording
+from worker.speech.recording import Recording
+
+RATE = 16_000
+av = pytest.importorskip("av")
+
+
+def contained(kind: str, codec: str, seconds: float = 2.0, duration: bool = True) -> bytes:
+    """A tone in m4a or WebM. Without `duration`, as browsers write while they record."""
+    at = np.arange(round(seconds * 48_000)) / 48_000
+    samples = (0.3 * np.sin(2 * np.pi * 440 * at)).astype(np.float32)
+    buffer = io.BytesIO()
+    options = {} if duration else {"live": "1"}
+    with av.open(buffer, "w", format=kind, options=options) as made:
+        stream = made.add_stream(codec, rate=48_000, layout="stereo")
+        both = np.stack([samples, samples])
+        frame = av.AudioFrame.from_ndarray(both, format="fltp", layout="stereo")
+        frame.sample_rate = 48_000
+        for packet in [*stream.encode(frame), *stream.encode(None)]:
+            made.mux(packet)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("kind", "codec", "duration"),
+    [("mp4", "aac", True), ("webm", "libopus", True), ("webm", "libopus", False)],
+)
+def test_what_phones_and_browsers_record_is_read(
+    kind: str, codec: str, duration: bool, tmp_path: Path
+) -> None:
+    sound = contained(kind, codec, 2.0, duration)
+    (tmp_path / "a").write_bytes(sound)
+    for file in (sound, str(tmp_path / "a")):
+        with Recording(file, RATE) as made:
+            assert made.seconds == pytest.approx(2.0, abs=0.1)
+            samples = made.window(0, 10 * RATE)
+        assert len(samples) == pytest.approx(2 * RATE, abs=0.1 * RATE)
+        assert np.abs(samples[RATE // 2 : RATE]).max() == pytest.approx(0.3, abs=0.05)
+
+
+def test_windows_are_parts_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = tone(2.0, 44_100, channels=2)
+    with Recording(sound, RATE) as made:
+        whole = made.window(0, 10 * RATE).copy()
+    monkeypatch.setattr(recording, "BLOCK", 3000)
+    with Recording(sound, RATE) as made:
+        for start, count in ((0, 100), (50, 9000), (9000, 10), (20_000, 20_000), (50_000, 5)):
+            np.testing.assert_allclose(
+                made.window(start, count), whole[start : start + count], atol=1e-5
+            )
+        np.testing.assert_allclose(made.window(10, 90), whole[10:100], atol=1e-5)  # again
+
+
+def test_no_more_is_kept_than_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "BLOCK", 1000)
+    with Recording(tone(5.0, RATE), RATE) as made:
+        for start in range(0, 5 * RATE, 4000):
+            made.window(start, 4000)
+            assert made._kept.base is None
+            assert len(made._kept) <= 5000
+
+
+def test_a_header_that_promises_too_little_or_too_much() -> None:
+    whole = tone(4.0, kind="MP3")
+    with Recording(whole[: len(whole) // 2], RATE) as made:
+        promised = made.seconds
+        made.window(0, 10 * RATE)
+        assert made.seconds < 0.7 * promised
+    with Recording(contained("webm", "libopus", 3.0), RATE) as made:
+        made.max_s = 2.0  # as if the header had said less
+        with pytest.raises(InvalidInput, match="at most 2 seconds"):
+            made.window(0, 10 * RATE)
+
+
+def test_without_pyav_m4a_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = contained("mp4", "aac")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InvalidInput, match=r"extra \[audio\]"):
+        Recording(sound, RATE)
+
+
+@pytest.mark.parametrize("kind", ["mp4", "webm"])
+def test_broken_containers_are_refused(kind: str) -> None:
+    whole = contained(kind, "aac" if kind == "mp4" else "libopus")
+    rng = np.random.default_rng(0)
+    for cut in (16, 40, 200, len(whole) // 2):
+        broken = bytearray(whole[:cut])
+        broken[12:] = rng.integers(0, 256, len(broken) - 12, np.uint8).tobytes()
+        with pytest.raises(InvalidInput, match="can be read"), Recording(bytes(broken), RATE) as it:
+            it.window(0, RATE)
+
+
+def test_only_the_file_that_is_given_is_opened(tmp_path: Path) -> None:
+    """Playlists and lists of files are other formats, which are not read at all."""
+    secret = tmp_path / "secret.wav"
+    secret.write_bytes(tone(1.0))
+    for text in (
+        f"#EXTM3U\n#EXTINF:1,\nfile://{secret}\n",
+        f"ffconcat version 1.0\nfile {secret}\n",
+    ):
+        for head in (b"", b"\0\0\0\x18ftypM4A ", b"\x1a\x45\xdf\xa3"):
+            with pytest.raises(InvalidInput, match="can be read"):
+                Recording(head + text.encode(), RATE)
+
+
+def test_a_recording_that_is_closed_ends_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    popen = subprocess.Popen
+
+    def start(*words: Any, **options: Any) -> Any:
+        started.append(popen(*words, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with Recording(contained("webm", "libopus", 60.0), RATE) as made:
+        made.window(0, 100)
+        assert started[0].poll() is None  # it waits until more is read
+    assert started[0].poll() is not None

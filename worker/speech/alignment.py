@@ -1,0 +1,123 @@
+"""When the tokens of a window were said: dynamic time warping of cross-attention.
+
+The heads that the checkpoint names look at where in the sound they are; what they looked at while
+each token was there is warped into a path through time, as transformers' `generate` does.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from worker.speech.whisper import WhisperRunner, Window
+
+# A state of the encoder lasts so long.
+STATE_S = 0.02
+
+
+class Aligner:
+    """Of a window that has ended. `frames` of it are sound."""
+
+    def __init__(self, runner: WhisperRunner) -> None:
+        model: Any = runner.model
+        self.runner = runner
+        self.width: int = model.config.median_filter_width
+        layers, heads = model.config.decoder_layers, model.config.decoder_attention_heads
+        later = [(layer, head) for layer in range(layers // 2, layers) for head in range(heads)]
+        named = getattr(model.generation_config, "alignment_heads", None)
+        self.heads: Sequence[Sequence[int]] = named or later  # as OpenAI's do without
+
+    def __call__(self, window: Window) -> Callable[[], list[float]]:
+        """On the worker's thread, as it runs the decoder; what is left is for a pool thread: the
+        seconds of the window where each of its tokens ends."""
+        if len(window.said) == 1:
+            return lambda: [0.0]
+        weights = self._attention(window)
+        return lambda: token_ends(weights, self.width)
+
+    @torch.inference_mode()
+    def _attention(self, window: Window) -> Tensor:
+        """[heads, tokens, states]: where each head looked while each token that was said was there,
+        but for the last."""
+        said = window.said[:-1]
+        with _watched(self.runner, {layer for layer, _ in self.heads}) as queries:
+            self.runner.replay(window, said)
+        weights = []
+        for layer, head in self.heads:
+            keys = self.runner.cache.cross[layer][0][window.row, head]
+            size = keys.shape[-1]
+            query = queries[layer][0, -len(said) :, head * size : (head + 1) * size] * size**-0.5
+            looked = (query @ keys.T).softmax(-1).float()
+            weights.append(looked[:, : window.frames // 2])
+        return torch.stack(weights).cpu()
+
+
+@contextmanager
+def _watched(runner: WhisperRunner, layers: set[int]) -> Iterator[dict[int, Tensor]]:
+    """What cross-attention in these layers asked for, [R, N, size] each, in a forward."""
+    queries: dict[int, Tensor] = {}
+
+    def watch(layer: int) -> Any:
+        def hook(module: Any, args: Any, output: Tensor) -> None:
+            queries[layer] = output
+
+        return hook
+
+    with ExitStack() as hooks:
+        for layer in layers:
+            project = runner.decoder.layers[layer].encoder_attn.q_proj
+            hooks.callback(project.register_forward_hook(watch(layer)).remove)
+        yield queries
+
+
+def token_ends(weights: Tensor, width: int) -> list[float]:
+    """Seconds of the window where each token that was said ends, the last as the one before.
+    `weights` as above, `width` of the median filter."""
+    spread, mean = torch.std_mean(weights, dim=-2, keepdim=True, unbiased=False)
+    smooth = _median((weights - mean) / spread, width).mean(0)
+    tokens, states = warp(-smooth.double().numpy())
+    jumps = np.pad(np.diff(tokens), (1, 0), constant_values=1).astype(bool)
+    ends: list[float] = (states[jumps] * STATE_S).tolist()
+    return [*ends, ends[-1]]
+
+
+def _median(values: Tensor, width: int) -> Tensor:
+    """Of each and its neighbours along the last dimension."""
+    side = width // 2
+    if values.shape[-1] <= side:
+        return values
+    padded = functional.pad(values, (side, side), "reflect")
+    return padded.unfold(-1, width, 1).sort()[0][..., side]
+
+
+def warp(costs: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The cheapest path through costs [N, M] from the first corner to the last, a step in one or
+    both directions at a time: the rows and the columns it goes through. By diagonals, each at once.
+    """
+    rows, columns = costs.shape
+    total = np.full((rows + 1, columns + 1), np.inf, np.float32)
+    total[0, 0] = 0
+    came = np.full((rows + 1, columns + 1), 2, np.int8)  # 0: from both; 1: a row on; 2: a column on
+    came[1:, 0] = 1
+    for diagonal in range(2, rows + columns + 1):
+        i = np.arange(max(1, diagonal - columns), min(rows, diagonal - 1) + 1)
+        j = diagonal - i
+        both, row, column = total[i - 1, j - 1], total[i - 1, j], total[i, j - 1]
+        best_both = (both < row) & (both < column)
+        best_row = ~best_both & (row < both) & (row < column)
+        came[i, j] = np.where(best_both, 0, np.where(best_row, 1, 2))
+        least = np.where(best_both, both, np.where(best_row, row, column))
+        total[i, j] = costs[i - 1, j - 1] + least
+    path = []
+    at, to = rows, columns
+    while at > 0 or to > 0:
+        path.append((at - 1, to - 1))
+        step = 1 if to == 0 else 2 if at == 0 else came[at, to]
+        at, to = at - (step != 2), to - (step != 1)
+    turned = np.array(path[::-1])
+    return turned[:, 0], turned[:, 1]

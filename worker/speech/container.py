@@ -1,0 +1,174 @@
+"""m4a and WebM, decoded by FFmpeg (PyAV) in a process of its own.
+
+    Container ═ pipe ═ main: open, of one format → a header → blocks of samples, as they are read
+
+FFmpeg reads much else: playlists, scripts, addresses. So this file runs as a program (`main`) that
+is told the format by how the file begins, is given its open file and no name, knows no protocol,
+and decodes one stream of sound by a codec of a short list. What a broken file costs is the
+process's: it is held to a memory and a time of its own, and its crash is an unreadable file.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Iterator
+from typing import IO, Any
+
+import numpy as np
+
+# How a file begins, from which byte on, and FFmpeg's name for what it then is.
+FORMATS = ((4, b"ftyp", "mov"), (0, b"\x1a\x45\xdf\xa3", "matroska"))
+CODECS = "aac,alac,flac,mp3float,opus,libopus,vorbis,libvorbis,pcm_s16le"
+# Nothing beside the file that is given is opened; few streams, and no long search for more.
+OPTIONS = {
+    "protocol_whitelist": "none",
+    "codec_whitelist": CODECS,
+    "max_streams": "8",
+    "probesize": "5000000",
+    "analyzeduration": "5000000",
+}
+MEMORY_BYTES = 256 << 20  # of address space, beyond the libraries'
+CPU_S = 900  # two hours of sound take some 20
+NICE = 10  # the model goes first
+FLOAT_BYTES = 4
+
+
+class Unreadable(Exception):
+    """It is not what it looks like, or broken."""
+
+
+class NoDecoder(Exception):
+    """PyAV is not installed."""
+
+
+def container_format(file: str | bytes) -> str | None:
+    """FFmpeg's name for a file, by its path or its bytes; None: it is not left to FFmpeg."""
+    if isinstance(file, bytes):
+        head = file[:16]
+    else:
+        with open(file, "rb") as opened:
+            head = opened.read(16)
+    return next((name for at, mark, name in FORMATS if head.startswith(mark, at)), None)
+
+
+class Container:
+    """The server's end: the samples of a file's first stream of sound."""
+
+    def __init__(self, file: str | bytes, kind: str) -> None:
+        if importlib.util.find_spec("av") is None:
+            raise NoDecoder
+        # By its file, which imports nothing of ours: `worker` may not be on the path. In a session
+        # of its own, so that a terminal's signals do not reach it.
+        with contextlib.ExitStack() as stack:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", __file__, kind],
+                stdin=stack.enter_context(_opened(file)),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._end = weakref.finalize(self, _stop, self._process)
+        try:
+            header = json.loads(self._output.readline(1000))
+            self.rate, self.channels, self.frames = map(int, header)
+        except (ValueError, TypeError):
+            self.close()
+            raise Unreadable from None
+
+    @property
+    def _output(self) -> IO[bytes]:
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+    def read(self, count: int) -> np.ndarray:
+        data = self._output.read(count * FLOAT_BYTES)
+        if not data and self._process.wait():
+            raise Unreadable
+        return np.frombuffer(data, np.float32, len(data) // FLOAT_BYTES)
+
+    def close(self) -> None:
+        self._end()
+
+
+def _opened(file: str | bytes) -> IO[bytes]:
+    """A real file, as the process needs one that it can seek in."""
+    if isinstance(file, str):
+        return open(file, "rb")
+    spooled = tempfile.TemporaryFile()  # noqa: SIM115  # the caller's to close
+    spooled.write(file)
+    spooled.seek(0)
+    return spooled
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    with contextlib.suppress(OSError), process:
+        pass
+
+
+# ── the process ──
+
+
+def main() -> None:
+    import av
+
+    limit()
+    output = sys.stdout.buffer
+    with av.open(sys.stdin.buffer, format=sys.argv[1], options=OPTIONS) as container:
+        stream = container.streams.audio[0]
+        if stream.codec_context.name not in CODECS.split(","):
+            raise SystemExit(f"{stream.codec_context.name} is not decoded")
+        rate, channels = stream.codec_context.sample_rate, stream.codec_context.channels
+        frames = int(seconds(container, stream) * rate)
+        output.write(json.dumps([rate, channels, frames]).encode() + b"\n")
+        for mono in blocks(container, stream):
+            output.write(mono.tobytes())
+    output.flush()
+
+
+def limit() -> None:
+    """What the kernel lets the process have from here on; it writes no files."""
+    os.nice(NICE)
+    limits = {resource.RLIMIT_CPU: CPU_S, resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}
+    with contextlib.suppress(OSError), open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+        limits[resource.RLIMIT_AS] = used + MEMORY_BYTES
+    for kind, most in limits.items():
+        resource.setrlimit(kind, (most, most))
+
+
+def seconds(container: Any, stream: Any) -> float:
+    """As the header says. A browser writes while it records, and leaves it out: then as the times
+    of the stream's packets say."""
+    if container.duration is not None:
+        return float(container.duration / 1_000_000)
+    last = 0.0
+    for packet in container.demux(stream):
+        if packet.pts is not None:
+            last = max(last, float((packet.pts + (packet.duration or 0)) * packet.time_base))
+    container.seek(0)
+    return last
+
+
+def blocks(container: Any, stream: Any) -> Iterator[np.ndarray]:
+    """Mono float32 samples; what cannot be decoded is left out, as players do."""
+    import av
+
+    planes = av.AudioResampler(format="fltp")
+    for packet in container.demux(stream):
+        frames: list[Any] = []
+        with contextlib.suppress(av.error.InvalidDataError):
+            frames = packet.decode()
+        for frame in frames:
+            for plane in planes.resample(frame):
+                yield plane.to_ndarray().mean(axis=0, dtype=np.float32)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""The speech engine: windows of many recordings, one step at a time.
+
+    drop who left → windows that are read join, or all that run say a token → judge those that ended
+
+Implements worker.protocol.Stepped. A step is one batch through the encoder or one token of
+every window, so that other models have their turns between. Recordings take turns, a window each.
+How a window is run is for whisper.py and ctc.py to say; pool threads of the engine read recordings
+ahead, and look where words are.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from batching.errors import DeviceLost, OnequeueError
+from batching.request_queue import WorkItem
+from worker.cores import compute_alone
+from worker.failures import failure_of, rerun_in_halves
+from worker.protocol import ModelInfo, Pending, StepOutcome, StepReport
+from worker.speech.work import Align, Runner, Text, Work
+from worker.transcription import TranscriptDelta, TranscriptionInput
+
+log = logging.getLogger("onequeue.speech")
+
+# Threads that read ahead, and how long the worker waits for them where nothing else is to be done.
+READERS = 2
+PATIENCE_S = 0.005
+# Windows that go through the encoder together: on a CPU one after another takes no longer.
+ENCODED = {"cpu": 1, "cuda": 8}
+
+
+class SpeechEngine:
+    """`prepare` runs in pool threads, the rest on the worker's."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        open_text: Callable[[TranscriptionInput], Text],
+        info: ModelInfo,
+        example: Callable[[], Any],
+        align: Align | None = None,
+    ) -> None:
+        """`open_text` raises InvalidInput for what cannot be transcribed; `example` is a window to
+        warm up with; without `align`, texts know of themselves where their words are."""
+        self.runner = runner
+        self.info = info
+        self._open = open_text
+        self._example = example
+        self._align = align
+        self._encoded = ENCODED[info.device.split(":")[0]]
+        self._pool = ThreadPoolExecutor(READERS, "speech", compute_alone)
+        self.live: dict[WorkItem, Work] = {}
+        self._waiting: deque[WorkItem] = deque()  # for a row
+        # of the step that is under way
+        self._started = 0.0
+        self._deltas: list[tuple[WorkItem, TranscriptDelta]] = []
+        self._done: dict[WorkItem, Exception | None] = {}
+        self._waits: list[float] = []
+
+    # ── in pool threads ──
+
+    def prepare(self, item: WorkItem) -> None:
+        """A long recording is read once, in a thread of ours, before it is served."""
+        work: Work | None = item.prepared
+        if work is None:
+            work = item.prepared = Work(self._open(item.payload))
+            if work.text.frames.measure():
+                return
+            scanned = work
+            raise Pending(lambda wanted, again: self._scan(scanned, wanted, again))
+        if work.error:
+            raise work.error
+
+    def _scan(self, work: Work, wanted: Callable[[], bool], again: Callable[[], None]) -> None:
+        def scan() -> None:
+            try:
+                work.text.frames.scan(wanted)
+            except Exception as error:
+                work.error = error
+            if not wanted():
+                work.text.frames.close()
+            again()
+
+        self._pool.submit(scan)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # ── on the worker's thread ──
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.live)
+
+    def add(self, item: WorkItem) -> None:
+        self.live[item] = item.prepared
+        self._waiting.append(item)
+
+    def clear(self) -> list[WorkItem]:
+        items = list(self.live)
+        for item in items:
+            self._forget(item)
+        self.runner.clear()
+        return items
+
+    def warm_up(self) -> None:
+        """A window, if there is a row for it."""
+        if len(self.runner.running) < self.runner.rows:
+            self.try_example()
+
+    def try_example(self) -> Any:
+        """The example through everything; the window, with what was said in it."""
+        window = self._example()
+        try:
+            self.runner.begin([window])
+            if not window.ended:
+                self.runner.step([window])
+        finally:
+            self.runner.leave(window)
+        return window
+
+    def step(self) -> StepOutcome:
+        self._started = time.monotonic()
+        self._deltas, self._done, self._waits = [], {}, []
+        self._drop_closed()
+        self._take_aligned()
+        running, said = self.runner.running, 0
+        if joining := self._joining():
+            self._guarded(self.runner.begin, joining)
+        elif again := [window for window in running if not window.said]:
+            self._guarded(self.runner.prompt, again)
+        elif running:
+            said = len(running)
+            self._guarded(self.runner.step, list(running))
+        else:
+            self._wait()
+        for window in [window for window in running if window.ended]:
+            self._judge(window)
+        return self._outcome(said)
+
+    def _drop_closed(self) -> None:
+        for item in [item for item in self.live if not item.open]:
+            self._forget(item)
+
+    def _joining(self) -> list[Any]:
+        """Windows whose turn it is, and for which there is a row; they run from now on."""
+        room = min(self._encoded, self.runner.rows - len(self.runner.running))
+        windows: list[Any] = []
+        for item in list(self._waiting):
+            if len(windows) >= room:
+                break
+            if (window := self._next(item)) is not None:
+                windows.append(window)
+        return windows
+
+    def _next(self, item: WorkItem) -> Any:
+        """The item's next window, if it is read."""
+        work = self.live[item]
+        if work.reading and work.reading.done() and (error := work.reading.exception()):
+            self._fail(item, error)
+            return None
+        if (window := work.text.next()) is None:
+            return None
+        self._waiting.remove(item)
+        if not work.begun:
+            work.begun = True
+            self._waits.append(self._started - item.accepted_at)
+        work.window, window.owner = window, item
+        return window
+
+    def _wait(self) -> None:
+        """For pool threads: nothing else is to be done."""
+        begun: list[Future[Any] | None] = [w.aligning or w.reading for w in self.live.values()]
+        wait([future for future in begun if future], PATIENCE_S, FIRST_COMPLETED)
+
+    def _judge(self, window: Any) -> None:
+        """It has ended: is it said again, and if not, what does it add?"""
+        item: WorkItem = window.owner
+        work = self.live[item]
+        try:
+            if work.text.again(window):
+                return
+            if self._align and work.text.payload.words:
+                work.aligning = self._pool.submit(self._align(window))
+            self.runner.leave(window)
+            if not work.aligning:
+                self._take(item, None)
+        except BaseException as error:
+            self._fail(item, error)
+
+    def _take_aligned(self) -> None:
+        for item, work in list(self.live.items()):
+            if (aligning := work.aligning) and aligning.done():
+                work.aligning = None
+                try:
+                    self._take(item, aligning.result())
+                except BaseException as error:
+                    self._fail(item, error)
+
+    def _take(self, item: WorkItem, times: Sequence[float] | None) -> None:
+        """What a window adds, and the recording waits for its next turn."""
+        work = self.live[item]
+        text, window = work.text, work.window
+        work.window = None
+        self._deltas += ((item, delta) for delta in text.take(window, times))
+        if text.ended:
+            self._done[item] = None
+        else:
+            self._waiting.append(item)
+            work.reading = self._pool.submit(text.frames.read, text.seek)
+
+    # ── failures and ends ──
+
+    def _guarded(self, run: Callable[[Sequence[Any]], None], windows: list[Any]) -> None:
+        try:
+            run(windows)
+        except BaseException as error:
+            rerun_in_halves(windows, error, run, self._forward_failed, self._is_running)
+
+    def _is_running(self, window: Any) -> bool:
+        return window.owner not in self._done
+
+    def _forward_failed(self, windows: Sequence[Any], failure: OnequeueError) -> None:
+        if len(windows) == 1:
+            self._fail(windows[0].owner, failure)
+
+    def _fail(self, item: WorkItem, error: BaseException) -> None:
+        """It raised while working on this item alone, which is dropped."""
+        if isinstance(failure := failure_of(error), DeviceLost):
+            raise error
+        log.warning("transcription failed error=%r", failure.__cause__ or failure)
+        error.with_traceback(None)
+        self._done[item] = failure
+        if (window := self.live[item].window) is not None:
+            self.runner.leave(window)
+
+    def _forget(self, item: WorkItem) -> None:
+        work = self.live.pop(item)
+        if work.window is not None:
+            self.runner.leave(work.window)
+        if item in self._waiting:
+            self._waiting.remove(item)
+        if work.reading:  # which may be under way
+            work.reading.add_done_callback(lambda _: work.text.frames.close())
+        else:
+            work.text.frames.close()
+
+    def _outcome(self, said: int) -> StepOutcome:
+        for item in self._done:
+            self._forget(item)
+        failed = {item for item, error in self._done.items() if error}
+        running = len(self.runner.running)
+        report = StepReport(
+            decode_tokens=said,
+            admitted=len(self._waits),
+            running=running,
+            waiting=len(self._waiting),
+            starved=bool(self._waiting) and running == self.runner.rows,
+            total_s=time.monotonic() - self._started,
+            waits_s=tuple(self._waits),
+        )
+        deltas = [(item, delta) for item, delta in self._deltas if item not in failed]
+        return StepOutcome(report, deltas, list(self._done.items()))

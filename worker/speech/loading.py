@@ -1,0 +1,177 @@
+"""From settings to a speech engine with its model, on the worker's thread."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    AutoConfig,
+    AutoFeatureExtractor,
+    AutoModelForCTC,
+    AutoModelForSpeechSeq2Seq,
+    AutoTokenizer,
+)
+
+from worker.model import cpu_linear, missing_weights
+from worker.model.loading import (
+    LoadingFailed,
+    Pipe,
+    attention_keywords,
+    check_fits,
+    choose_device,
+    choose_dtype,
+    free_bytes,
+    loading,
+    local_path,
+)
+from worker.protocol import ModelInfo
+from worker.speech.alignment import Aligner
+from worker.speech.cache import row_bytes
+from worker.speech.ctc import Chunk, Chunks, CtcRunner, CtcText
+from worker.speech.engine import ENCODED, SpeechEngine
+from worker.speech.features import Frames, LogMel
+from worker.speech.recording import Recording
+from worker.speech.transcript import Transcript
+from worker.speech.vocabulary import Vocabulary
+from worker.speech.whisper import WhisperRunner, Window
+from worker.transcription import TranscriptionInput
+
+log = logging.getLogger("onequeue.speech")
+
+DEMO_FOLDER = Path(__file__).parent.parent / "demo" / "speech"
+# Windows that are decoded together at most, and the share of free memory that their rows may take.
+MOST_ROWS = {"cpu": 16, "cuda": 64}
+ROWS_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechOptions:
+    model: str
+    device: str = "auto"
+    dtype: str = "auto"
+    attention: str = "auto"
+    max_audio_s: float = 7200.0
+
+
+@dataclass(frozen=True, slots=True)
+class Speech:
+    """A checkpoint in memory."""
+
+    model: Any  # a PreTrainedModel; what one of speech has besides is not in its type
+    tokenizer: Any
+    extractor: Any
+    lacking: Mapping[str, str] = field(default_factory=dict)  # weights that it has not, by name
+
+
+def load_speech(options: SpeechOptions, pipe: Pipe | None = None) -> SpeechEngine:
+    """LoadingFailed if the model cannot be served. `pipe` has it loaded already, for POST /."""
+    name = options.model
+    with loading(f"the transcription model {name!r} could not be loaded"):
+        if pipe is not None:
+            speech = Speech(pipe.model, pipe.tokenizer, pipe.feature_extractor)
+        else:
+            log.info("loading transcription model=%s", name)
+            speech = load_checkpoint(options)
+        engine = speech_engine(speech, options)
+        check_weights(speech, engine)
+    if speech.model.device.type == "cpu" and cpu_linear.packs(speech.model.dtype):
+        cpu_linear.pack(speech.model, free_bytes(speech.model.device), engine.warm_up)
+    return engine
+
+
+def check_weights(speech: Speech, engine: SpeechEngine) -> None:
+    """LoadingFailed where what is said depends on weights that the checkpoint has not."""
+    lacking = dict(speech.lacking)
+    if missing_weights.matter(speech.model, lacking, lambda: repr(engine.try_example()).encode()):
+        raise LoadingFailed(f"its checkpoint has no weights for {missing_weights.shown(lacking)}")
+
+
+def load_checkpoint(options: SpeechOptions) -> Speech:
+    path = local_path(options.model, DEMO_FOLDER)
+    device = choose_device(options.device)
+    check_fits(path, options.dtype, device)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    kinds = config.architectures or ()
+    auto: Any = AutoModelForSpeechSeq2Seq
+    if any(kind.endswith("ForCTC") for kind in kinds):
+        auto = AutoModelForCTC
+    elif config.model_type != "whisper":
+        raise LoadingFailed(f"it is neither Whisper nor a CTC model, but {', '.join(kinds)}")
+    model, info = auto.from_pretrained(
+        path,
+        dtype=choose_dtype(options.dtype, path, device),
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        trust_remote_code=False,
+        **attention_keywords(options.attention),
+    )
+    model.to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    untyped: Any = AutoFeatureExtractor
+    extractor = untyped.from_pretrained(path, trust_remote_code=False)
+    return Speech(model, tokenizer, extractor, missing_weights.names_of(info))
+
+
+def speech_engine(speech: Speech, options: SpeechOptions) -> SpeechEngine:
+    make = whisper_engine if speech.model.config.model_type == "whisper" else ctc_engine
+    return make(speech, options)
+
+
+def whisper_engine(speech: Speech, options: SpeechOptions) -> SpeechEngine:
+    model, mel = speech.model, LogMel(speech.extractor)
+    config = model.generation_config
+    vocabulary = Vocabulary(speech.tokenizer, config, model.config.max_target_positions)
+    runner = WhisperRunner(model, vocabulary, rows_of(model))
+
+    def open_text(payload: TranscriptionInput) -> Transcript:
+        recording = Recording(payload.path, mel.rate, options.max_audio_s)
+        return Transcript(payload, Frames(mel, recording), vocabulary, config)
+
+    def example() -> Window:
+        silence = torch.zeros(model.config.num_mel_bins, mel.window)
+        language = next(iter(vocabulary.languages), "en")
+        return Window(silence, mel.window, 0, (), language, "transcribe")
+
+    info = info_of(options, model, "continuous")
+    return SpeechEngine(runner, open_text, info, example, Aligner(runner))
+
+
+def rows_of(model: Any) -> int:
+    fit = int(ROWS_SHARE * free_bytes(model.device)) // row_bytes(model)
+    if not fit:
+        raise LoadingFailed(f"a window needs {row_bytes(model) / 1e9:.1f} GB of memory")
+    return min(fit, MOST_ROWS[model.device.type])
+
+
+def ctc_engine(speech: Speech, options: SpeechOptions) -> SpeechEngine:
+    model, extractor = speech.model, speech.extractor
+    rate: int = extractor.sampling_rate
+    moment = int(getattr(model.config, "inputs_to_logits_ratio", 1))
+
+    def open_text(payload: TranscriptionInput) -> CtcText:
+        recording = Recording(payload.path, rate, options.max_audio_s)
+        chunks = Chunks(extractor, moment, recording)
+        return CtcText(payload, chunks, speech.tokenizer, moment / rate)
+
+    def example() -> Chunk:
+        asked = {"return_tensors": "pt", "return_attention_mask": True}
+        inputs = extractor(np.zeros(rate, np.float32), sampling_rate=rate, **asked)
+        return Chunk(dict(inputs), rate, 0, 0, True)
+
+    runner = CtcRunner(model, ENCODED[model.device.type])
+    return SpeechEngine(runner, open_text, info_of(options, model, "same shape"), example)
+
+
+def info_of(options: SpeechOptions, model: Any, batching: Any) -> ModelInfo:
+    return ModelInfo(
+        task="automatic-speech-recognition",
+        model=options.model,
+        device=str(model.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        parameters=model.num_parameters(),
+        batching=batching,
+    )

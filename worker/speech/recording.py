@@ -1,0 +1,202 @@
+"""A recording, from its file to windows of samples: read in order, never whole in memory.
+
+    file → header, within bounds → blocks, mono → resampled as a stream → window, window, …
+
+WAV, FLAC, OGG, Opus and MP3 are read by libsndfile; what phones and browsers record, m4a and WebM,
+by FFmpeg in a process of its own (container.py). Headers are believed only as far as what follows
+bears them out. One thread at a time reads a recording.
+"""
+
+import io
+from collections.abc import Iterator
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from batching.errors import InvalidInput
+from worker.speech.container import Container, NoDecoder, Unreadable, container_format
+
+MIN_AUDIO_S = 0.03  # speech models take one frame of 25 ms at least
+MAX_AUDIO_S = 2 * 3600.0
+MIN_RATE, MAX_RATE = 1000, 384_000
+MAX_SAMPLES = 1 << 30  # of all channels, before resampling
+BLOCK = 1 << 18  # samples of all channels decoded at a time
+NOTHING = np.zeros(0, np.float32)
+UNREADABLE = "this is not a sound file that can be read (WAV, FLAC, OGG, MP3, m4a, WebM)"
+NO_DECODER = (
+    "m4a, WebM and their like are read where the server has its extra [audio] installed, and here "
+    "it is not: send WAV, FLAC, OGG or MP3"
+)
+
+
+class Source(Protocol):
+    """A sound file's samples, whoever decodes them."""
+
+    rate: int  # samples a second
+    channels: int
+    frames: int  # samples of one channel, as the header says
+
+    def read(self, count: int) -> np.ndarray:
+        """Mono float32 [n], at most `count`; none at the end. Unreadable for a broken file."""
+
+    def close(self) -> None: ...
+
+
+class Recording:
+    """Windows of a file's samples: mono, float32, at `rate` Hz. Close it in the end."""
+
+    def __init__(
+        self, file: str | bytes, rate: int, max_s: float = MAX_AUDIO_S, param: str = "file"
+    ) -> None:
+        """`file`: its path, or what is in it. InvalidInput for what cannot be read, or lasts
+        longer than `max_s`, and names the request's field `param`."""
+        self.file = file
+        self.rate = rate
+        self.max_s = max_s
+        self.param = param
+        self._begin()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing more is read."""
+        self._ended = True
+        self._source.close()
+
+    def _begin(self) -> None:
+        self._source = self._open()
+        self._start = 0  # where what is kept begins, in samples
+        self._kept = NOTHING
+        self._ended = False
+        try:
+            self.seconds = self._check_header()  # as the header says; at the end, the truth
+        except BaseException:
+            self.close()
+            raise
+        self._blocks = self._read()
+
+    def window(self, start: int, count: int) -> np.ndarray:
+        """Samples [n] from the recording's `start`-th on; n is less than `count` at its end only,
+        and 0 beyond. Where `start` lies before that of an earlier call, the file is read anew.
+        InvalidInput where it is broken."""
+        if start < self._start:
+            self.close()
+            self._begin()
+        parts, end = [self._kept], self._start + len(self._kept)
+        while end < start + count and not self._ended:
+            block = next(self._blocks, None)
+            if block is None:
+                self._end(end)
+            elif end + len(block) > start:
+                parts.append(block)
+            else:  # skipped
+                parts = [NOTHING]
+                self._start = end + len(block)
+            end += 0 if block is None else len(block)
+        kept = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        dropped = min(max(0, start - self._start), len(kept))
+        self._kept = kept[dropped:].copy() if dropped else kept
+        self._start += dropped
+        return self._kept[:count] if self._start == start else NOTHING
+
+    def _end(self, samples: int) -> None:
+        self._ended = True
+        self.seconds = samples / self.rate
+        self._check_shortest()
+
+    def _check_shortest(self) -> None:
+        if self.seconds < MIN_AUDIO_S:
+            raise InvalidInput(f"sound must last at least {MIN_AUDIO_S} seconds", self.param)
+
+    def _open(self) -> Source:
+        """By libsndfile, or by FFmpeg what begins like something that is left to that."""
+        try:
+            if (kind := container_format(self.file)) is not None:
+                return Container(self.file, kind)
+            return SoundFile(self.file)
+        except NoDecoder:
+            raise InvalidInput(NO_DECODER, self.param) from None
+        except Unreadable:
+            raise InvalidInput(UNREADABLE, self.param) from None
+
+    def _check_header(self) -> float:
+        """The sound's seconds, if it is not too long for what its header says."""
+        source = self._source
+        if not MIN_RATE <= source.rate <= MAX_RATE:
+            odd = f"the sound has {source.rate} samples a second"
+            raise InvalidInput(f"{odd}; {MIN_RATE} to {MAX_RATE} are taken", self.param)
+        seconds = source.frames / source.rate
+        self._check_length(seconds, source.frames, source.channels)
+        return seconds
+
+    def _check_length(self, seconds: float, frames: int, channels: int) -> None:
+        if seconds > self.max_s or frames * channels > MAX_SAMPLES:
+            long = f"the sound lasts {seconds:.0f} seconds in {channels} channels"
+            most = f"at most {self.max_s:g} seconds and {MAX_SAMPLES} samples are taken"
+            raise InvalidInput(f"{long}; {most}", self.param)
+
+    def _read(self) -> Iterator[np.ndarray]:
+        """Its samples at the recording's rate, block by block."""
+        import soxr
+
+        source = self._source
+        same = source.rate == self.rate
+        resampler = None if same else soxr.ResampleStream(source.rate, self.rate, 1)
+        count, frames = max(1, BLOCK // source.channels), 0
+        while len(mono := self._block(count)):
+            frames += len(mono)
+            self._check_length(frames / source.rate, frames, source.channels)
+            yield mono if resampler is None else resampler.resample_chunk(mono)
+        if resampler is not None:
+            yield resampler.resample_chunk(NOTHING, last=True)
+
+    def _block(self, count: int) -> np.ndarray:
+        try:
+            mono = self._source.read(count)
+        except Unreadable:
+            raise InvalidInput(f"{UNREADABLE}, or it is broken", self.param) from None
+        if not np.isfinite(mono).all():
+            raise InvalidInput("the sound has samples that are not finite numbers", self.param)
+        return mono
+
+
+class SoundBytes(io.BytesIO):
+    """libsndfile seeks before the start of broken files, and its callbacks must not raise."""
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        try:
+            return super().seek(offset, whence)
+        except ValueError:
+            return super().seek(0)
+
+
+class SoundFile:
+    """What libsndfile reads. Never more than the header says, but perhaps less."""
+
+    def __init__(self, file: str | bytes) -> None:
+        import soundfile
+
+        self._broken: type[Exception] = soundfile.LibsndfileError
+        given = file if isinstance(file, str) else SoundBytes(file)
+        try:
+            self._file: Any = soundfile.SoundFile(given)
+        except (self._broken, TypeError):  # the latter of what has no header
+            raise Unreadable from None
+        self.rate, self.channels = int(self._file.samplerate), int(self._file.channels)
+        self.frames = int(self._file.frames)
+
+    def read(self, count: int) -> np.ndarray:
+        try:
+            block = self._file.read(count, "float32", always_2d=True)
+        except self._broken as error:
+            raise Unreadable from error
+        with np.errstate(all="ignore"):  # broken files hold any number
+            mono: np.ndarray = block.mean(axis=1)
+        return mono
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,209 @@
+"""One recording's way through a Whisper-type model: window after window, each where the last one's
+timestamps end, and what was said in them as segments.
+
+    window → (judge → again, at a higher temperature)* → segments → window → …
+
+The sequential long-form method of section 3.8 of "Robust Speech Recognition via Large-Scale Weak
+Supervision", as transformers' `generate` does it. A window that repeats itself, or that the model
+is unsure of, is said again at a higher temperature, where the request leaves the temperature to us;
+one that has nothing but silence in it is left out.
+"""
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from worker.deltas import TokenLogprob
+from worker.speech.features import Frames
+from worker.speech.segments import Part, split
+from worker.speech.vocabulary import Vocabulary
+from worker.speech.whisper import Window
+from worker.transcription import Segment, TranscriptDelta, TranscriptionInput, Word
+
+# Of the attempts at a window, where the request does not say which.
+TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+# From here on, what was said is too random to be shown to the next window.
+RANDOM = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """When an attempt looks wrong: OpenAI's, in `generate`'s units, unless the checkpoint's
+    generation_config has others."""
+
+    compression: float  # of its tokens' bytes
+    logprob: float  # mean
+    no_speech: float  # probability
+
+    @classmethod
+    def of(cls, config: Any) -> "Thresholds":
+        named = {
+            "compression_ratio_threshold": 1.35,
+            "logprob_threshold": -1.0,
+            "no_speech_threshold": 0.6,
+        }
+        given = [getattr(config, name, None) for name in named]
+        return cls(*(d if g is None else g for g, d in zip(given, named.values(), strict=True)))
+
+
+class Transcript:
+    """`next` and `take` are called on the worker's thread, in turn."""
+
+    def __init__(
+        self,
+        payload: TranscriptionInput,
+        frames: Frames,
+        vocabulary: Vocabulary,
+        config: Any,
+    ) -> None:
+        """`config` is the generation_config. InvalidInput if the model cannot do what is asked."""
+        self.payload = payload
+        self.frames = frames
+        self.vocabulary = vocabulary
+        self.thresholds = Thresholds.of(config)
+        self.language = vocabulary.language(payload.language)
+        vocabulary.task(payload.task)
+        self.prompt = vocabulary.prompt(payload.prompt)
+        self.temperatures = (payload.temperature,) if payload.temperature else TEMPERATURES
+        self.conditions = bool(getattr(config, "condition_on_prev_tokens", False))
+        self.vocabulary_bytes = int(math.log2(len(vocabulary.tokenizer)) / 8) + 1
+        self.seek = 0
+        self.segments = 0
+        self.ended = False
+        self._before = self.prompt
+        self._said = self.prompt[1:]  # in earlier windows, as far as the next is shown it
+
+    def next(self) -> Window | None:
+        """The next window; None if its features are not read yet."""
+        features = self.frames.window(self.seek)
+        if features is None:
+            return None
+        payload = self.payload
+        temperature = self.temperatures[0]
+        return Window(
+            features,
+            min(self.frames.mel.window, self.frames.end - self.seek),
+            self.seek,
+            self._before,
+            self.language,
+            payload.task,
+            temperature,
+        )
+
+    def again(self, window: Window) -> bool:
+        """Whether it is to be said again; then it is made ready for that."""
+        attempt = window.attempt + 1
+        if self._is_silent(window) or not self._looks_wrong(window):
+            return False
+        if attempt == len(self.temperatures):
+            return False
+        window.begin_again(self.temperatures[attempt])
+        return True
+
+    def take(self, window: Window, times: Sequence[float] | None = None) -> list[TranscriptDelta]:
+        """What a window adds, and on to the next one. `times` are the ends of its tokens in
+        seconds of the window, if words are wanted."""
+        self.language = window.language
+        left = self.frames.total - self.seek
+        frames = min(self.frames.mel.window, left)
+        said = window.said[:-1] if window.said[-1] == self.vocabulary.end else window.said
+        deltas: list[TranscriptDelta] = []
+        covered = frames
+        if not self._is_silent(window) and said:
+            parts, covered = split(said, self.vocabulary.timestamps, frames)
+            deltas = [delta for part in parts if (delta := self._delta(window, part, times))]
+            self._remember(window, [said[part.begin : part.end] for part in parts])
+        self.seek += covered
+        self.ended = self.seek >= self.frames.end
+        if self.ended and not self.segments:
+            deltas.append(self._empty())
+        return deltas
+
+    def _is_silent(self, window: Window) -> bool:
+        thresholds = self.thresholds
+        return _mean(window) < thresholds.logprob and window.no_speech > thresholds.no_speech
+
+    def _looks_wrong(self, window: Window) -> bool:
+        thresholds = self.thresholds
+        size = self.vocabulary_bytes
+        data = b"".join(token.to_bytes(size, "little") for token in window.said)
+        return _compression(data) > thresholds.compression or _mean(window) < thresholds.logprob
+
+    def _remember(self, window: Window, parts: Sequence[Sequence[int]]) -> None:
+        """What the next window's prompt begins with."""
+        if not self.conditions:
+            return
+        first, most = self.vocabulary.timestamps, self.vocabulary.most_prompt
+        for part in parts:
+            doubled = len(part) > 2 and part[-2] >= first
+            self._said += part[:-1] if doubled else part
+        self._said = self._said[-most:]
+        shown = window.temperature < RANDOM
+        self._before = [self.vocabulary.before, *self._said] if shown else self.prompt
+
+    # ── what is sent ──
+
+    def _delta(
+        self, window: Window, part: Part, times: Sequence[float] | None
+    ) -> TranscriptDelta | None:
+        """None: it has no text."""
+        tokens = window.said[part.begin : part.end]
+        text = self.vocabulary.text(tokens)
+        if not text.strip():
+            return None
+        hop = self.frames.mel.hop / self.frames.mel.rate
+        start, end = ((self.seek + frame) * hop for frame in (part.first, part.last))
+        segment = Segment(
+            id=self.segments,
+            seek=self.seek,
+            start=min(start, self.frames.seconds),
+            end=min(end, self.frames.seconds),
+            text=text,
+            tokens=tuple(tokens),
+            temperature=window.temperature,
+            avg_logprob=_mean(window),
+            compression_ratio=_compression(text.encode()),
+            no_speech_prob=window.no_speech,
+            words=() if times is None else self._words(window, part, times),
+        )
+        self.segments += 1
+        logprobs = self._logprobs(window, part) if self.payload.logprobs else ()
+        return TranscriptDelta(text, segment, logprobs, self.language or "", self.frames.seconds)
+
+    def _empty(self) -> TranscriptDelta:
+        return TranscriptDelta("", language=self.language or "", seconds=self.frames.seconds)
+
+    def _words(self, window: Window, part: Part, times: Sequence[float]) -> tuple[Word, ...]:
+        places = self._text_places(window, part)
+        offset = self.seek * self.frames.mel.hop / self.frames.mel.rate
+        tokens = [window.said[at] for at in places]
+        words = []
+        for text, indices in self.vocabulary.words(tokens, self.language or "en"):
+            first, last = places[indices[0]], places[indices[-1]]
+            start = times[first - 1] if first else 0.0
+            likely = [math.exp(window.logprobs[places[index]]) for index in indices]
+            first_s, last_s = (min(offset + at, self.frames.seconds) for at in (start, times[last]))
+            words.append(Word(text, first_s, last_s, sum(likely) / len(likely)))
+        return tuple(words)
+
+    def _logprobs(self, window: Window, part: Part) -> list[TokenLogprob]:
+        made = []
+        for at in self._text_places(window, part):
+            token = window.said[at]
+            text = self.vocabulary.text([token])
+            made.append(TokenLogprob(token, text, text.encode(), window.logprobs[at]))
+        return made
+
+    def _text_places(self, window: Window, part: Part) -> list[int]:
+        end = self.vocabulary.end
+        return [at for at in range(part.begin, part.end) if window.said[at] < end]
+
+
+def _mean(window: Window) -> float:
+    return sum(window.logprobs) / len(window.logprobs)
+
+
+def _compression(data: bytes) -> float:
+    return len(data) / len(zlib.compress(data))
