@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from batching.errors import InvalidInput
 from server import openapi
-from server.http.request import is_open
+from server.http.access import is_open
 from server.openai.chat import ChatRequest
 from server.openai.completions import CompletionRequest
 from server.openai.params import GenerationRequest, Names, decode

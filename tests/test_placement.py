@@ -16,7 +16,6 @@ from server.settings import Settings, SettingsError
 
 DEMO = Path(__file__).parent.parent / "worker" / "demo"
 NO_FLAGS = dict.fromkeys((spec.name for spec in fields(Settings)), None)
-SPEECH = "transcription_model"
 LOGIT_SCORE = "sentence_transformers.cross_encoder.models.LogitScore"
 
 
@@ -32,8 +31,8 @@ def served(flags: dict[str, str | None]) -> dict[str, str | None]:
         ("Qwen2_5_VLForConditionalGeneration", "chat_model"),
         ("BertForMaskedLM", "pipeline_model"),
         ("BertForSequenceClassification", "pipeline_model"),  # a cross-encoder among them
-        ("Wav2Vec2ForCTC", "pipeline_model"),
-        ("WhisperForConditionalGeneration", SPEECH),
+        ("Wav2Vec2ForCTC", "transcription_model"),
+        ("WhisperForConditionalGeneration", "transcription_model"),
         ("BertModel", "pipeline_model"),
         ("SomethingNew", "pipeline_model"),
     ],
