@@ -23,6 +23,7 @@ from worker.speech.recording import Recording
 from worker.transcription import Segment, TranscriptDelta, TranscriptionInput, Word
 
 RATE = 16_000
+LANGUAGES = {"de": "german", "en": "english"}
 SAID = [[" Good", " morning", ","], [" <Jürgen>", " &", " co", "."], [" Three", " -->", " four"]]
 
 
@@ -125,4 +126,4 @@ def said(n: int, payload: TranscriptionInput, seconds: float) -> TranscriptDelta
         n, 0, float(n), n + 1.0, text, (n, n + 1), words=tuple(timed) if payload.words else ()
     )
     logprobs = scored if payload.logprobs else []
-    return TranscriptDelta(text, segment, logprobs, payload.language or "en", seconds)
+    return TranscriptDelta(text, segment, logprobs, LANGUAGES[payload.language or "en"], seconds)

@@ -3,16 +3,20 @@
 import importlib.util
 import io
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 
-from batching.errors import InvalidInput
+from batching.errors import InvalidInput, QueueFull
+from tests.speaking import CTC, WHISPER, accepted, engine
 from tests.test_media import tone
-from worker.speech import recording
+from worker.speech import container, recording
 from worker.speech.recording import Recording
+from worker.transcription import TranscriptionInput
 
 RATE = 16_000
 av = pytest.importorskip("av")
@@ -129,3 +133,53 @@ def test_a_recording_that_is_closed_ends_its_process(monkeypatch: pytest.MonkeyP
         made.window(0, 100)
         assert started[0].poll() is None  # it waits until more is read
     assert started[0].poll() is not None
+
+
+def test_processes_are_bounded_and_a_short_recording_keeps_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(container, "_places", threading.BoundedSemaphore(1))
+    (tmp_path / "a.webm").write_bytes(contained("webm", "libopus"))
+    payload = TranscriptionInput(str(tmp_path / "a.webm"))
+    waiting = [accepted(engine(kind), payload) for kind in (WHISPER, CTC, WHISPER)]
+    with Recording(payload.path, RATE), pytest.raises(QueueFull, match="m4a and WebM"):
+        Recording(payload.path, RATE)
+    with pytest.raises(InvalidInput):
+        Recording(b"\x1a\x45\xdf\xa3 and no more", RATE)
+    Recording(payload.path, RATE).close()
+    assert len(waiting) == 3
+
+
+def unknown_length(samples: int) -> bytes:
+    """FLAC as a pipe gives it: nobody went back to write down how long it became."""
+    buffer = io.BytesIO()
+    soundfile.write(buffer, np.zeros(samples, np.int16), RATE, format="FLAC")
+    sound = bytearray(buffer.getvalue())
+    sound[21] &= 0xF0  # of 36 bits, the first 4
+    sound[22:26] = bytes(4)
+    return bytes(sound)
+
+
+def test_flac_of_unknown_length_is_read_to_its_end_within_bounds() -> None:
+    with Recording(unknown_length(3 * RATE), RATE) as made:
+        assert made.seconds == 0
+        assert len(made.window(0, 10 * RATE)) == 3 * RATE
+        assert made.seconds == 3
+    with Recording(unknown_length(3 * RATE), RATE) as made:
+        assert made.length() == 3
+        assert len(made.window(0, 10 * RATE)) == 3 * RATE
+    with (
+        Recording(unknown_length(3 * RATE), RATE, max_s=2) as made,
+        pytest.raises(InvalidInput, match="at most 2 seconds"),
+    ):
+        made.length()
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, 3e38])
+def test_samples_whose_power_is_no_number_are_refused(odd: float) -> None:
+    samples = np.zeros(RATE, np.float32)
+    samples[-1] = odd
+    buffer = io.BytesIO()
+    soundfile.write(buffer, samples, RATE, format="WAV", subtype="FLOAT")
+    with Recording(buffer.getvalue(), RATE) as made, pytest.raises(InvalidInput, match="too large"):
+        made.window(0, RATE)

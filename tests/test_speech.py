@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from batching.errors import InvalidInput
 from tests.speaking import (
@@ -76,7 +77,7 @@ def test_language_and_task_are_told_to_the_model(tmp_path: Path, language: str, 
     path = saved(tmp_path, samples)
     [deltas] = transcribed(engine(), [TranscriptionInput(path, task, language)])
     assert tokens_of(deltas) == says(generated(samples, language=language, task=task))
-    assert deltas[0].language == language.lower()[:2].replace("ge", "de")
+    assert deltas[0].language == {"en": "english"}.get(language, "german")
 
 
 def test_the_language_is_that_which_generate_detects(tmp_path: Path) -> None:
@@ -86,7 +87,10 @@ def test_the_language_is_that_which_generate_detects(tmp_path: Path) -> None:
         features = extractor(samples, sampling_rate=RATE, return_tensors="pt")["input_features"]
         [token] = model.detect_language(features).tolist()
         [deltas] = transcribed(engine(), [TranscriptionInput(saved(tmp_path, samples))])
-        assert model.generation_config.lang_to_id[f"<|{deltas[0].language}|>"] == token
+        assert (
+            model.generation_config.lang_to_id[f"<|{TO_LANGUAGE_CODE[deltas[0].language]}|>"]
+            == token
+        )
 
 
 def test_a_model_of_one_language_is_told_none_and_refuses_others(
@@ -173,3 +177,14 @@ def test_silence_says_nothing_and_still_has_an_answer(
     monkeypatch.setattr(config, "no_speech_threshold", -1.0)
     [deltas] = transcribed(engine(), [TranscriptionInput(saved(tmp_path, noise(5.0)))])
     assert [(delta.text, delta.segment, delta.seconds) for delta in deltas] == [("", None, 5.0)]
+
+
+def test_logprobs_have_the_bytes_of_characters_that_tokens_share(tmp_path: Path) -> None:
+    payload = TranscriptionInput(saved(tmp_path, noise(5.0)), logprobs=True)
+    [deltas] = transcribed(engine(), [payload])
+    shared = 0
+    for delta in deltas:
+        data = b"".join(each.raw for each in delta.logprobs)
+        assert data.decode(errors="replace") == delta.text
+        shared += sum(each.raw != each.text.encode() for each in delta.logprobs)
+    assert shared

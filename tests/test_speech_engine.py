@@ -4,6 +4,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -149,3 +150,18 @@ def test_recordings_are_read_beside_the_worker_and_let_go_of(
         seek += frames.mel.window
     assert threading.get_ident() not in threads
     assert max(kept) <= frames.mel.window + 2 * BLOCK < frames.total / 3
+
+
+def test_recordings_that_are_read_through_hold_up_no_other(tmp_path: Path) -> None:
+    speaking, gate = engine(), threading.Event()
+    item = accepted(speaking, payloads(tmp_path, 70.0)[0])
+    scans = [Mock() for _ in range(3)]
+    for work in scans:
+        work.text.frames.scan = lambda wanted: gate.wait(60)
+        speaking._scan(work, lambda: True, work.ended)
+    speaking.add(item)
+    try:
+        assert finish(speaking, [item])[item]
+        assert not any(work.ended.called for work in scans)
+    finally:
+        gate.set()

@@ -120,7 +120,7 @@ def test_subtitles_have_a_cue_for_each_segment(server: Server) -> None:
 
 def test_verbose_json_has_what_was_asked_for(server: Server, speaker: FakeTranscriber) -> None:
     whole = post(server, response_format="verbose_json").json()
-    assert (whole["task"], whole["language"], whole["duration"]) == ("transcribe", "en", 1.0)
+    assert (whole["task"], whole["language"], whole["duration"]) == ("transcribe", "english", 1.0)
     assert [each["id"] for each in whole["segments"]] == [0, 1, 2]
     assert "words" not in whole
     assert not speaker.payloads[0].words
@@ -144,7 +144,7 @@ def test_translations_are_asked_for_as_such(server: Server, speaker: FakeTranscr
     assert post(server, path=path).json()["text"] == TEXT
     assert speaker.payloads[0].task == "translate"
     verbose = post(server, path=path, response_format="verbose_json").json()
-    assert (verbose["task"], verbose["language"]) == ("translate", "en")
+    assert (verbose["task"], verbose["language"]) == ("translate", "english")
     assert error_of(post(server, path=path, language="de"))["param"] == "language"
     assert error_of(post(server, path=path, stream="true"))["param"] == "stream"
 

@@ -1,10 +1,12 @@
 """Uploads over real sockets: forms that are none, files that are too large, slow or endless."""
 
 import json
+import os
 import socket
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from server.http.form import PREFIX, Form
 from tests.event_streams import CLIENT
 from tests.fake_transcriber import RATE, FakeTranscriber
 from tests.serving import Server, read_answer, serving, wait_until
@@ -196,3 +199,26 @@ def test_an_upload_of_200_mb_is_never_whole_in_memory(spool: Path) -> None:
 def resident() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096
+
+
+def test_a_form_that_is_removed_while_it_is_fed_leaves_nothing(
+    spool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form, writing, gate = Form(b"xyz", 1_000_000), threading.Event(), threading.Event()
+    write = os.write
+
+    def slowly(file: int, data: bytes) -> int:
+        writing.set()
+        assert gate.wait(60)
+        return write(file, data)
+
+    with ThreadPoolExecutor(2) as pool:
+        monkeypatch.setattr(os, "write", slowly)
+        feeding = pool.submit(form.feed, multipart(FILE))
+        assert writing.wait(60)
+        removing = pool.submit(form.remove)
+        gate.set()
+        feeding.result()
+        removing.result()
+    form.feed(multipart(FILE))
+    assert not list(spool.glob(PREFIX + "*"))

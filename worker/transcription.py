@@ -58,7 +58,7 @@ class Segment:
 @dataclass(frozen=True, slots=True)
 class TranscriptDelta:
     """What was added to a transcript: a segment, or none where nothing was said. There is at least
-    one; `language` is a code such as `en`, or empty where the model has no notion of it."""
+    one; `language` is a name such as `english`, or empty where the model has no notion of it."""
 
     text: str
     segment: Segment | None = None

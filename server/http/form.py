@@ -8,6 +8,7 @@ Runs in pool threads. How the pieces get here is upload.py's matter.
 import contextlib
 import os
 import tempfile
+import threading
 from collections.abc import Callable
 
 from python_multipart.exceptions import FormParserError
@@ -43,6 +44,8 @@ class Form:
         self._header = [bytearray(), bytearray()]  # a name and its value
         self._disposition = b""
         self._ended = False
+        self._removed = False
+        self._using = threading.Lock()
         try:
             self._parser = MultipartParser(
                 boundary,
@@ -62,7 +65,9 @@ class Form:
 
     def feed(self, piece: bytes) -> None:
         try:
-            self._parser.write(piece)
+            with self._using:
+                if not self._removed:
+                    self._parser.write(piece)
         except FormParserError:
             wrong = "the body is not the form that its Content-Type says: its boundary may be wrong"
             raise InvalidInput(wrong) from None
@@ -81,12 +86,15 @@ class Form:
         return self._path
 
     def remove(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-        if self._path:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path)
+        """A piece may still be fed by another thread, where the server was stopped meanwhile."""
+        with self._using:
+            self._removed = True
+            if self._file >= 0:
+                os.close(self._file)
+                self._file = -1
+            if self._path:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._path)
 
     # ── what the parser finds ──
 

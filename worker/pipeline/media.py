@@ -65,8 +65,9 @@ def to_audio(
 
     `check_seconds` raises for a length that is not taken."""
     with Recording(to_bytes(value, param), sampling_rate, MAX_AUDIO_S, param) as recording:
-        check_seconds(recording.seconds)
-        count = int(recording.seconds * sampling_rate)
+        seconds = recording.length()
+        check_seconds(seconds)
+        count = int(seconds * sampling_rate)
         lease.take(count)
         return recording.window(0, count + sampling_rate)  # a header may be a little off
 

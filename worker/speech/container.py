@@ -16,6 +16,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import IO, Any
@@ -35,12 +36,19 @@ OPTIONS = {
 }
 MEMORY_BYTES = 256 << 20  # of address space, beyond the libraries'
 CPU_S = 900  # two hours of sound take some 20
+MOST = 32  # processes at a time
 NICE = 10  # the model goes first
 FLOAT_BYTES = 4
+
+_places = threading.BoundedSemaphore(MOST)
 
 
 class Unreadable(Exception):
     """It is not what it looks like, or broken."""
+
+
+class TooMany(Exception):
+    """As many are being read as may be at a time."""
 
 
 class NoDecoder(Exception):
@@ -63,16 +71,13 @@ class Container:
     def __init__(self, file: str | bytes, kind: str) -> None:
         if importlib.util.find_spec("av") is None:
             raise NoDecoder
-        # By its file, which imports nothing of ours: `worker` may not be on the path. In a session
-        # of its own, so that a terminal's signals do not reach it.
-        with contextlib.ExitStack() as stack:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", __file__, kind],
-                stdin=stack.enter_context(_opened(file)),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+        if not _places.acquire(blocking=False):
+            raise TooMany
+        try:
+            self._process = self._start(file, kind)
+        except BaseException:
+            _places.release()
+            raise
         self._end = weakref.finalize(self, _stop, self._process)
         try:
             header = json.loads(self._output.readline(1000))
@@ -80,6 +85,19 @@ class Container:
         except (ValueError, TypeError):
             self.close()
             raise Unreadable from None
+
+    @staticmethod
+    def _start(file: str | bytes, kind: str) -> "subprocess.Popen[bytes]":
+        # By its file, which imports nothing of ours: `worker` may not be on the path. In a session
+        # of its own, so that a terminal's signals do not reach it.
+        with contextlib.ExitStack() as stack:
+            return subprocess.Popen(
+                [sys.executable, "-P", __file__, kind],
+                stdin=stack.enter_context(_opened(file)),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
 
     @property
     def _output(self) -> IO[bytes]:
@@ -110,6 +128,7 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
     process.kill()
     with contextlib.suppress(OSError), process:
         pass
+    _places.release()
 
 
 # ── the process ──

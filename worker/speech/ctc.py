@@ -86,6 +86,8 @@ class Chunks:
     def _chunk(self, at: int) -> Chunk:
         read = self._recording.window(at, self.length + 1)
         samples, last = read[: self.length], len(read) <= self.length
+        if last:
+            self._recording.close()
         rate = self._recording.rate
         asked = {"return_tensors": "pt", "return_attention_mask": True}
         inputs = dict(self.extractor(samples, sampling_rate=rate, **asked))
@@ -130,7 +132,7 @@ class CtcText:
         delta = self._delta(end)
         self._moment += end
         del self._ids[:end], self._probabilities[:end]
-        if delta is None and self.ended and not self._segments:
+        if delta is None and self.ended:
             delta = TranscriptDelta("", seconds=self.frames.seconds)
         return [delta] if delta else []
 

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import Any
 
 from batching.errors import DeviceLost, OnequeueError
@@ -25,6 +26,8 @@ from worker.transcription import TranscriptDelta, TranscriptionInput
 
 log = logging.getLogger("onequeue.speech")
 
+# Threads that read long recordings through before their turn, so that others do not wait for them.
+SCANNERS = 2
 # Threads that read ahead, and how long the worker waits for them where nothing else is to be done.
 READERS = 2
 PATIENCE_S = 0.005
@@ -52,6 +55,7 @@ class SpeechEngine:
         self._align = align
         self._encoded = ENCODED[info.device.split(":")[0]]
         self._pool = ThreadPoolExecutor(READERS, "speech", compute_alone)
+        self._scans = ThreadPoolExecutor(SCANNERS, "scan", compute_alone)
         self.live: dict[WorkItem, Work] = {}
         self._waiting: deque[WorkItem] = deque()  # for a row
         # of the step that is under way
@@ -84,10 +88,11 @@ class SpeechEngine:
                 work.text.frames.close()
             again()
 
-        self._pool.submit(scan)
+        self._scans.submit(scan)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._scans):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     # ── on the worker's thread ──
 
@@ -243,10 +248,8 @@ class SpeechEngine:
             self.runner.leave(work.window)
         if item in self._waiting:
             self._waiting.remove(item)
-        if work.reading:  # which may be under way
-            work.reading.add_done_callback(lambda _: work.text.frames.close())
-        else:
-            work.text.frames.close()
+        with suppress(RuntimeError):  # the engine is closed
+            self._pool.submit(work.text.frames.close)
 
     def _outcome(self, said: int) -> StepOutcome:
         for item in self._done:

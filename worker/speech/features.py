@@ -79,6 +79,7 @@ class Frames:
         self.seconds = len(samples) / mel.rate
         self.total, self.end = mel.window, math.ceil(len(samples) / mel.hop)
         self._kept = 0, mel.whole(samples)
+        self._recording.close()
         return True
 
     def scan(self, wanted: Callable[[], bool]) -> None:

@@ -13,14 +13,16 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from batching.errors import InvalidInput
-from worker.speech.container import Container, NoDecoder, Unreadable, container_format
+from batching.errors import InvalidInput, QueueFull
+from worker.speech.container import Container, NoDecoder, TooMany, Unreadable, container_format
 
 MIN_AUDIO_S = 0.03  # speech models take one frame of 25 ms at least
 MAX_AUDIO_S = 2 * 3600.0
 MIN_RATE, MAX_RATE = 1000, 384_000
 MAX_SAMPLES = 1 << 30  # of all channels, before resampling
 BLOCK = 1 << 18  # samples of all channels decoded at a time
+LOUDEST = 1e9  # a sample, where 1 is full scale: powers of larger ones are no numbers
+UNKNOWN = (1 << 63) - 1  # frames of a FLAC file that was piped, in libsndfile's words
 NOTHING = np.zeros(0, np.float32)
 UNREADABLE = "this is not a sound file that can be read (WAV, FLAC, OGG, MP3, m4a, WebM)"
 NO_DECODER = (
@@ -34,7 +36,7 @@ class Source(Protocol):
 
     rate: int  # samples a second
     channels: int
-    frames: int  # samples of one channel, as the header says
+    frames: int  # samples of one channel, as the header says; 0 where it does not
 
     def read(self, count: int) -> np.ndarray:
         """Mono float32 [n], at most `count`; none at the end. Unreadable for a broken file."""
@@ -73,11 +75,18 @@ class Recording:
         self._kept = NOTHING
         self._ended = False
         try:
-            self.seconds = self._check_header()  # as the header says; at the end, the truth
+            self.seconds = self._check_header()  # 0: it does not say; at the end, the truth
         except BaseException:
             self.close()
             raise
         self._blocks = self._read()
+
+    def length(self) -> float:
+        """Its seconds; where the header does not say, all of it is read to tell."""
+        at = 0
+        while not self.seconds and not self._ended:
+            at += len(self.window(at, BLOCK))
+        return self.seconds
 
     def window(self, start: int, count: int) -> np.ndarray:
         """Samples [n] from the recording's `start`-th on; n is less than `count` at its end only,
@@ -120,6 +129,8 @@ class Recording:
             return SoundFile(self.file)
         except NoDecoder:
             raise InvalidInput(NO_DECODER, self.param) from None
+        except TooMany:
+            raise QueueFull("as many m4a and WebM recordings are being read as may be") from None
         except Unreadable:
             raise InvalidInput(UNREADABLE, self.param) from None
 
@@ -159,8 +170,10 @@ class Recording:
             mono = self._source.read(count)
         except Unreadable:
             raise InvalidInput(f"{UNREADABLE}, or it is broken", self.param) from None
-        if not np.isfinite(mono).all():
-            raise InvalidInput("the sound has samples that are not finite numbers", self.param)
+        if not (np.abs(mono) <= LOUDEST).all():
+            raise InvalidInput(
+                "samples of the sound are not finite numbers, or too large", self.param
+            )
         return mono
 
 
@@ -175,7 +188,7 @@ class SoundBytes(io.BytesIO):
 
 
 class SoundFile:
-    """What libsndfile reads. Never more than the header says, but perhaps less."""
+    """What libsndfile reads. Never more than the header says, if it does, but perhaps less."""
 
     def __init__(self, file: str | bytes) -> None:
         import soundfile
@@ -188,6 +201,10 @@ class SoundFile:
             raise Unreadable from None
         self.rate, self.channels = int(self._file.samplerate), int(self._file.channels)
         self.frames = int(self._file.frames)
+        if self.frames == UNKNOWN:
+            self.frames = 0
+            # else soundfile looks for its place after each read, and at the end there is none
+            self._file.seekable = lambda: False
 
     def read(self, count: int) -> np.ndarray:
         try:

@@ -170,10 +170,12 @@ class Transcript:
         )
         self.segments += 1
         logprobs = self._logprobs(window, part) if self.payload.logprobs else ()
-        return TranscriptDelta(text, segment, logprobs, self.language or "", self.frames.seconds)
+        language = self.vocabulary.language_name(self.language)
+        return TranscriptDelta(text, segment, logprobs, language, self.frames.seconds)
 
     def _empty(self) -> TranscriptDelta:
-        return TranscriptDelta("", language=self.language or "", seconds=self.frames.seconds)
+        language = self.vocabulary.language_name(self.language)
+        return TranscriptDelta("", language=language, seconds=self.frames.seconds)
 
     def _words(self, window: Window, part: Part, times: Sequence[float]) -> tuple[Word, ...]:
         places = self._text_places(window, part)
@@ -192,8 +194,8 @@ class Transcript:
         made = []
         for at in self._text_places(window, part):
             token = window.said[at]
-            text = self.vocabulary.text([token])
-            made.append(TokenLogprob(token, text, text.encode(), window.logprobs[at]))
+            text, data = self.vocabulary.token(token)
+            made.append(TokenLogprob(token, text, data, window.logprobs[at]))
         return made
 
     def _text_places(self, window: Window, part: Part) -> list[int]:

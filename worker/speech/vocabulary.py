@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.whisper.tokenization_whisper import (
     LANGUAGES,
     TO_LANGUAGE_CODE,
@@ -16,6 +17,8 @@ from transformers.models.whisper.tokenization_whisper import (
 from batching.errors import InvalidInput
 from worker.model.loading import LoadingFailed
 
+alphabet: Any = bytes_to_unicode  # of byte-level BPE; it has no types
+BYTE_OF: dict[str, int] = {letter: byte for byte, letter in alphabet().items()}
 START_OF_PROMPT = "<|startofprev|>"
 
 
@@ -52,6 +55,10 @@ class Vocabulary:
             raise InvalidInput.at("language", f"the model does not know {given!r}")
         return code
 
+    def language_name(self, code: str | None) -> str:
+        """As OpenAI names it; empty where there is none."""
+        return LANGUAGES.get(code, code) if code else ""
+
     def prompt(self, text: str) -> list[int]:
         """What comes before the start: the mark of a text and its end; nothing if it is empty."""
         if not text.strip():
@@ -87,6 +94,15 @@ class Vocabulary:
         name = LANGUAGES.get(language, "english")
         texts, _, places = _combine_tokens_into_words(self.tokenizer, list(tokens), name)
         return list(zip(texts, places, strict=True))
+
+    def token(self, token: int) -> tuple[str, bytes]:
+        """One of a text: as it reads, and its bytes, which may be part of a character."""
+        letters: Any = self.tokenizer.convert_ids_to_tokens(token)
+        if all(letter in BYTE_OF for letter in letters):
+            data = bytes(BYTE_OF[letter] for letter in letters)
+        else:  # an added one
+            data = letters.encode()
+        return self.text([token]), data
 
     def text(self, tokens: Sequence[int]) -> str:
         said = [token for token in tokens if token < self.end]

@@ -60,7 +60,7 @@ def as_json(transcript: Transcript, request: TranslationRequest) -> bytes:
 def as_verbose_json(transcript: Transcript, request: TranslationRequest) -> bytes:
     document: Document = {
         "task": request.task,
-        "language": "en" if request.task == "translate" else transcript.language,
+        "language": "english" if request.task == "translate" else transcript.language,
         "duration": round(transcript.seconds, 3),
         "text": transcript.text,
     }
