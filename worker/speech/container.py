@@ -35,7 +35,7 @@ OPTIONS = {
     "analyzeduration": "5000000",
 }
 MEMORY_BYTES = 256 << 20  # of address space, beyond the libraries'
-CPU_S = 900  # two hours of sound take some 20
+CPU_S = 180  # two hours of sound take some 20
 MOST = 32  # processes at a time
 NICE = 10  # the model goes first
 FLOAT_BYTES = 4
