@@ -58,3 +58,13 @@ def test_what_a_ctc_model_has_no_notion_of_is_refused_by_name(
     with pytest.raises(InvalidInput) as refusal:
         accepted(engine(CTC), TranscriptionInput(path, **asked))
     assert refusal.value.param == field
+
+
+def test_times_of_words_and_segments_can_be_sent(tmp_path: Path) -> None:
+    """They are counted in numpy's numbers, which JSON has not."""
+    path = saved(tmp_path, noise(12.0))
+    [deltas] = transcribed(engine(CTC), [TranscriptionInput(path, words=True)])
+    segments = [delta.segment for delta in deltas if delta.segment]
+    words = [word for segment in segments for word in segment.words]
+    assert words
+    assert {type(at) for each in (*segments, *words) for at in (each.start, each.end)} == {float}

@@ -168,7 +168,7 @@ class CtcText:
     def _words(self, offsets: Sequence[dict[str, Any]], space: str) -> tuple[Word, ...]:
         words: list[Word] = []
         for offset in offsets:
-            first, end = offset["start_offset"], offset["end_offset"]
+            first, end = int(offset["start_offset"]), int(offset["end_offset"])  # numpy's
             likely = self._probabilities[first:end]
             start_s, end_s = ((self._moment + at) * self.moment_s for at in (first, end))
             before = space if not words else " "
