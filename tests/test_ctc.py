@@ -67,4 +67,5 @@ def test_times_of_words_and_segments_can_be_sent(tmp_path: Path) -> None:
     segments = [delta.segment for delta in deltas if delta.segment]
     words = [word for segment in segments for word in segment.words]
     assert words
-    assert {type(at) for each in (*segments, *words) for at in (each.start, each.end)} == {float}
+    times = [(each.start, each.end) for each in segments] + [(w.start, w.end) for w in words]
+    assert {type(at) for pair in times for at in pair} == {float}
