@@ -1,4 +1,4 @@
-"""The real speech engine behind the real app: over sockets, what `generate` of transformers says."""
+"""The real speech engine behind the real app: in every format what `generate` says."""
 
 import html
 from collections.abc import Iterator
