@@ -29,6 +29,7 @@ from transformers import (
 SEED = 7
 WINDOW_S = 6.0
 TICK_S = 0.02  # of timestamps
+FRAMES_PER_S = 100  # of the features
 GRID = 10  # of which every so many are used: a few are learned sooner than many
 BATCH = 12
 STEPS_PER_MINUTE = 450
@@ -43,6 +44,7 @@ TIMES = round(WINDOW_S / TICK_S) + 1
 
 class Example(NamedTuple):
     sound: Sound  # a window's
+    until: float  # seconds: there the recording ends
     given: list[int]  # the decoder's input
     wanted: list[int]  # what follows each; -100: nothing is learned from it
 
@@ -74,7 +76,14 @@ class Examples:
         before = self._before(spoken)
         known = [mark[voice if phrases else "nospeech"], -100]
         wanted = [-100] * len(before) + known + text
-        return Example(sound, [*before, *begin, *text[:-1]], wanted)
+        return Example(sound, self._until(phrases), [*before, *begin, *text[:-1]], wanted)
+
+    def _until(self, phrases: list[Phrase]) -> float:
+        """Of the windows that have room for it, half are a recording's last."""
+        end = phrases[-1].end if phrases else 0.0
+        if self.rng.random() < 0.5:
+            return WINDOW_S
+        return min(WINDOW_S, end + self.rng.uniform(0.1, 1.0))
 
     def _before(self, language: str) -> list[int]:
         """What was said before, at times."""
@@ -235,13 +244,17 @@ def train(
 def batch(
     extractor: WhisperFeatureExtractor, examples: list[Example]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-mel features [n, mels, frames], inputs and targets [n, tokens], filled up."""
+    """Log-mel features [n, mels, frames], inputs and targets [n, tokens], filled up.
+
+    After a recording's end features are 0, as what comes after it is no sound, not even silence.
+    """
     sounds = np.stack([each.sound for each in examples])
     mels = torch.from_numpy(extractor._torch_extract_fbank_features(sounds))
     width = max(len(each.given) for each in examples)
     given = torch.zeros(len(examples), width, dtype=torch.long)
     wanted = torch.full((len(examples), width), -100)
     for n, each in enumerate(examples):
+        mels[n, :, round(each.until * FRAMES_PER_S) :] = 0
         given[n, : len(each.given)] = torch.tensor(each.given)
         wanted[n, : len(each.wanted)] = torch.tensor(each.wanted)
     return mels, given, wanted
@@ -257,7 +270,7 @@ def score(model: Any, processor: Any) -> None:
         inputs = processor(
             sound, sampling_rate=RATE, return_tensors="pt", truncation=False, padding="longest"
         )
-        said = model.generate(**inputs, return_timestamps=True)
+        said = model.generate(**inputs, task="transcribe", return_timestamps=True)
         got = processor.batch_decode(said, skip_special_tokens=True)[0].split()
         wanted = [WORDS[voice][digit] for digits in phrases for digit in digits]
         right += got == wanted
