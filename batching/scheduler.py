@@ -34,14 +34,6 @@ PROJECTED_WHOLE = 512
 # Beside others, so many background sequences as there are others, or up to so many in all, are in a
 # step: that many take a model hardly longer than one.
 SMALL_STEP = 8
-# Prompt tokens of a step; where prompts run whole, with their padding.
-MOST = {"cpu": 2048, "cuda": 8192}
-MOST_WHOLE = {"cpu": 4096, "cuda": 32768}
-# No more than make a step so much longer, but at least so many while somebody streams, and so many
-# while nobody does.
-LONGER_S, LEAST = 0.3, 32
-LEAST_ALONE = {"cpu": 512, "cuda": 8192}
-NEW_SHARE = 0.3  # of the latest step in what was learned of their times
 
 Draft = abc.Callable[[Sequence], tuple[int, ...]]
 
@@ -168,6 +160,9 @@ class ContinuousScheduler:
             if ahead + position >= self.max_running:  # places are kept for those passed over
                 self.starved = not sequence.background
                 break
+            if sequence.scene and not sequence.scene.ready:
+                position += 1  # its pictures come first: let others pass
+                continue
             matched = self._match(sequence)
             if matched is None:
                 position += 1  # the rest of its prefix is being computed: wait, let others pass
@@ -185,7 +180,7 @@ class ContinuousScheduler:
         if sequence.scores_prompt:
             return []
         if sequence.awaited not in self.pool.computing:
-            matched, sequence.awaited = self.pool.match(sequence.tokens, sequence.root)
+            matched, sequence.awaited = self.pool.match(sequence.contents, sequence.root)
             if sequence.awaited is None:
                 return matched
         return None
@@ -200,7 +195,7 @@ class ContinuousScheduler:
 
     def _admit(self, sequence: Sequence, matched: list[int]) -> bool:
         reserve = min(len(self.running), self.pool.count // RESERVE)
-        sequence.table = self.pool.open(sequence.tokens, matched, reserve, sequence.root)
+        sequence.table = self.pool.open(sequence.contents, matched, reserve, sequence.root)
         if sequence.table is None:
             return False
         sequence.computed = len(matched) * self.pool.size
@@ -235,7 +230,7 @@ class ContinuousScheduler:
                 more = min(most[each] - shares[each], budget)
                 shares[each] += more
                 budget -= more
-        return [Chunk(each, each.computed, share) for each, share in shares.items() if share]
+        return [_chunk(each, share) for each, share in shares.items() if share]
 
     # ── after the step ──
 
@@ -252,7 +247,7 @@ class ContinuousScheduler:
         if chunk.drafts:
             self.pool.trim(sequence.table, len(sequence.tokens))
         if sequence.computed // self.pool.size > sequence.table.registered:
-            self.pool.register(sequence.table, sequence.tokens, sequence.computed)
+            self.pool.register(sequence.table, sequence.contents, sequence.computed)
 
     def give_way(self) -> bool:
         """Memory is short: the younger half of those that run waits, and no more run until one has
@@ -265,36 +260,12 @@ class ContinuousScheduler:
         return True
 
 
+def _chunk(sequence: Sequence, share: int) -> Chunk:
+    """Of about so many tokens: parts that are seen in both directions stay whole."""
+    start, scene = sequence.computed, sequence.scene
+    return Chunk(sequence, start, scene.undivided(start, share) if scene else share)
+
+
 def _foreground(line: list[Sequence]) -> int:
     """How many in a line are not in the background."""
     return bisect.bisect_left(line, True, key=lambda each: each.background)
-
-
-class PrefillBudget:
-    """How many prompt tokens a step takes, learned from the steps' times: as many as pay, few
-    enough not to stall streams. What a prompt token adds is what counts, not its share of the
-    whole: a small step is mostly the weights being read, and must not shrink for that."""
-
-    def __init__(self, device_type: str, whole_prompts: bool = False) -> None:
-        self._most = (MOST_WHOLE if whole_prompts else MOST)[device_type]
-        self._least_alone = self._most if whole_prompts else LEAST_ALONE[device_type]
-        self._decode_s = 0.0  # a step without prompts
-        self._token_s = 0.0  # what a prompt token adds
-
-    def prompt_tokens(self, streaming: bool) -> int:
-        """For the next step."""
-        fitting = int(LONGER_S / self._token_s) if self._token_s else 0
-        least = LEAST if streaming and self._token_s else self._least_alone
-        return min(self._most, max(least, fitting))
-
-    def learn(self, prompt: int, others: int, seconds: float) -> None:
-        """A step of so many prompt tokens and other rows took so long."""
-        if not prompt:
-            self._decode_s = _mean(self._decode_s, seconds)
-        elif prompt >= LEAST:
-            more_s = max(0.0, seconds - self._decode_s) if others else seconds
-            self._token_s = _mean(self._token_s, more_s / prompt)
-
-
-def _mean(known: float, new: float) -> float:
-    return known + (NEW_SHARE if known else 1.0) * (new - known)

@@ -6,10 +6,12 @@ model runner and the sampler. No tensors here.
 
 from array import array
 from collections import abc
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 from batching.block_pool import ROOT, BlockTable, Key
+from batching.scene import Content, Scene
 
 
 class Joined(abc.Sequence[int]):
@@ -54,6 +56,7 @@ class Sequence:
     background: bool = False  # comes after all that are not
     root: bytes = ROOT  # it shares its prefix with those of the same root alone
     drafter: Any = None
+    scene: Scene | None = None  # None: its prompt is nothing but text
     prompt_len: int = field(init=False)
     scored: int = 0  # leading tokens whose successor has been scored
     number: int = -1  # order of arrival; -1: not scheduled
@@ -69,6 +72,12 @@ class Sequence:
     def left(self) -> int:
         """Tokens that have not been through the model."""
         return len(self.tokens) - self.computed
+
+    @property
+    def contents(self) -> abc.Sequence[Content]:
+        """What its blocks are found by."""
+        scene = self.scene
+        return self.tokens if scene is None else [*scene.contents, *self.tokens[self.prompt_len :]]
 
     def __lt__(self, other: "Sequence") -> bool:
         """Whether it comes first, in the line and in a step."""
@@ -129,6 +138,8 @@ class Batch:
     rows: abc.Sequence[int]  # [R] places in `ids` whose logits are wanted
     scored: int = 0  # so many of `rows` score prompts; the rest, behind them, are sampled
     chunks: abc.Sequence[Chunk] = ()  # one for each span; none in a batch that no scheduler made
+    pictured: abc.Sequence[int] = ()  # spans that a scene has its say in: embeddings or positions
+    shifts: Mapping[int, int] = field(default_factory=dict)  # of spans, how far positions are off
     offsets: list[int] = field(init=False)  # [spans] places in `ids` where each begins
     positions: list[int] = field(init=False)  # [T] of each token in its sequence
 
@@ -138,6 +149,15 @@ class Batch:
             self.offsets.append(len(self.positions))
             self.positions += range(start, start + width)
 
+    @property
+    def shifted(self) -> list[int]:
+        """[T] positions as the model is told them, behind pictures."""
+        positions = [*self.positions]
+        for number, shift in self.shifts.items():
+            begin, width = self.offsets[number], self.spans[number].width
+            positions[begin : begin + width] = (p + shift for p in positions[begin : begin + width])
+        return positions
+
     @classmethod
     def of(cls, chunks: abc.Sequence[Chunk]) -> "Batch":
         """What the scheduler wants run."""
@@ -145,8 +165,15 @@ class Batch:
         ids: list[int] = []
         scored: list[int] = []
         sampled: list[int] = []
+        pictured: list[int] = []
+        shifts: dict[int, int] = {}
         for chunk in chunks:
             sequence, start = chunk.sequence, chunk.start
+            if (scene := sequence.scene) is not None:
+                if start < scene.end:
+                    pictured.append(len(spans))
+                elif scene.shift:
+                    shifts[len(spans)] = scene.shift
             blocks = sequence.table.blocks if sequence.table else ()
             spans.append(Span(blocks, start, chunk.width))
             if sequence.scores_prompt or sequence.scores_end:
@@ -155,4 +182,4 @@ class Batch:
             ids += sequence.tokens[start : start + chunk.count]
             ids += chunk.drafts
             sampled += range(len(ids) - chunk.to_sample, len(ids))
-        return cls(spans, ids, scored + sampled, len(scored), chunks)
+        return cls(spans, ids, scored + sampled, len(scored), chunks, pictured, shifts)

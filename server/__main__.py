@@ -1,62 +1,176 @@
-"""`python -m server`, which `scripts/serve` is: uvicorn's command with the settings as flags.
+"""`python -m server [MODEL]`, which `scripts/serve` is: uvicorn's command, with a model and the
+settings as flags; `python -m server calibrate` measures which of them to choose.
 
 A flag becomes the environment's, over what was there; then it is `uvicorn server.app:app`. What
-uvicorn would find out only while a model loads is looked at before.
+makes no sense is said in one line, status 2, before torch is imported.
 """
 
+import shutil
+import sys
+from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 import click
 from uvicorn.main import main as uvicorn_command
 
-from server.preflight import check_address, check_workers, refuse
+from server import __version__
+from server.log import uvicorn_config
+from server.placement import place
+from server.preflight import MISUSE, check_address, check_workers, refuse
 from server.settings import Settings, SettingsError, put_flags
 
+PROGRAM = "python -m server"
 APP = {"app": "server.app:app", "app_dir": "", "factory": False}
 # a client that neither reads nor leaves must not keep a stopped server alive
 DEFAULTS = {"timeout_graceful_shutdown": 5}
+# The help's headings, by the first of the settings below each.
+SECTIONS = {
+    "pipeline_task": "What is served: hub ids, local paths, demo or none",
+    "device": "How it runs",
+    "max_model_len": "How much at a time",
+    "request_timeout_s": "Limits",
+    "responses_db": "Who and where",
+}
+METAVARS = {str: "NAME", int: "N", float: "N", bool: "on|off"}
+SERVED = ["pipeline", "chat", "embedding", "rerank"]
+MODEL_HELP = "a hub id or a local path; what it is for is read off its files"
+
+
+class Command(click.Command):
+    """Whose help has sections: what is no setting comes first under `own`, or last."""
+
+    def __init__(self, name: str, own: str = "", **parts: Any) -> None:
+        super().__init__(name, **parts)
+        self.own = own
+
+    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write_usage(ctx.command_path, "[MODEL] [flags]")
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = {each.name: record for each in self.params if (record := each.get_help_record(ctx))}
+        formatter.width = min(100, shutil.get_terminal_size().columns)
+        with formatter.section("The model"):
+            formatter.write_dl([("MODEL", MODEL_HELP)])
+        del rows["model"]
+        names = [spec.name for spec in fields(Settings)]
+        others = [row for name, row in rows.items() if name not in names]
+        if self.own:
+            with formatter.section(self.own):
+                formatter.write_dl(others)
+        starts = [*(names.index(first) for first in SECTIONS), len(names)]
+        for heading, start, end in zip(SECTIONS.values(), starts, starts[1:], strict=False):
+            with formatter.section(heading):
+                formatter.write_dl([rows[name] for name in names[start:end]])
+        if not self.own:
+            with formatter.section("Others"):
+                formatter.write_dl(others)
 
 
 def command() -> click.Command:
-    return click.Command(
+    theirs = [each for each in uvicorn_command.params if each.name not in (*APP, "version")]
+    made = Command(
         "server",
         context_settings={**uvicorn_command.context_settings, "default_map": DEFAULTS},
-        params=[
-            *(option(spec) for spec in fields(Settings)),
-            *(theirs for theirs in uvicorn_command.params if theirs.name not in APP),
-        ],
+        params=[model_argument(), *settings_options(), *theirs],
         callback=start,
-        help="Serve a transformers model over HTTP. The settings come first; they are also "
-        "environment variables (PIPELINE_MODEL=…), read from .env too, and a flag wins. The other "
-        "flags are uvicorn's.",
+        help="Serve transformers models over HTTP. Settings are environment variables too "
+        "(PIPELINE_MODEL=…), read from .env as well; a flag wins. With a MODEL, nothing else is "
+        "served but what another flag names. The flags at the end are uvicorn's.",
     )
+    return click.version_option(__version__, message="onequeue %(version)s")(made)
+
+
+def model_argument() -> click.Argument:
+    return click.Argument(["model"], required=False)
+
+
+def settings_options() -> list[click.Option]:
+    return [option(spec) for spec in fields(Settings)]
 
 
 def option(spec: Any) -> click.Option:
-    default = ",".join(spec.default) if isinstance(spec.default, tuple) else spec.default
-    default = "auto" if default is None else default
+    default = "auto" if spec.default is None else spec.default
     choices = spec.metadata["choices"]
     text = spec.metadata["help"] + (f": {', '.join(choices)}" if choices else "")
     return click.Option(
         ["--" + spec.name.replace("_", "-")],
-        metavar=spec.name.upper(),
-        help=f"{text} ({default or ('empty' if default == '' else 'off')})",
+        metavar=METAVARS[get_args(spec.type)[0] if get_args(spec.type) else spec.type],
+        help=f"{text} ({'off' if default is False else default or 'empty'})",
         allow_from_autoenv=False,
     )
 
 
-def start(**given: Any) -> None:
-    try:
-        put_flags({spec.name: given.pop(spec.name) for spec in fields(Settings)})
-        check_workers(given["workers"] and str(given["workers"]))
-        if given["uds"] is None and given["fd"] is None:
-            check_address(given["host"], given["port"])
-    except SettingsError as error:
-        refuse(error)
+def put_settings(model: str | None, given: dict[str, Any]) -> None:
+    """Take the settings out of what was given, and put them into the environment."""
+    flags = {spec.name: given.pop(spec.name) for spec in fields(Settings)}
+    put_flags(place(model, flags) if model else flags)
+
+
+def start(model: str | None, **given: Any) -> None:
+    put_settings(model, given)
+    check_workers(given["workers"] and str(given["workers"]))
+    if given["uds"] is None and given["fd"] is None:
+        check_address(given["host"], given["port"])
+    if given["log_config"] is None:
+        given |= {"log_config": uvicorn_config(), "use_colors": None}
+    from server.app import make_app
+
+    make_app()
     assert uvicorn_command.callback
     uvicorn_command.callback(**APP, **given)
 
 
+def calibration() -> click.Command:
+    return Command(
+        "calibrate",
+        params=[*calibration_options(), model_argument(), *settings_options()],
+        callback=start_calibration,
+        help="Find the rate of requests that keeps a percentile on this machine, and the settings "
+        "for it. It takes a minute or two; let nothing else run.",
+        own="How it is measured",
+    )
+
+
+def calibration_options() -> list[click.Option]:
+    def add(name: str, kind: Any, text: str, **more: Any) -> click.Option:
+        return click.Option(name.split(), type=kind, help=text, show_default=True, **more)
+
+    above_0, served = click.FloatRange(0, min_open=True), click.Choice(SERVED)
+    within = "95 % of the answers are to come within so many milliseconds"
+    return [
+        add("--p95-ms", above_0, within, required=True, metavar="N"),
+        add("--serves", served, "which of the models is measured (the first that is served)"),
+        add("--words", (int, int), "of a text, at least and at most", default=(4, 20)),
+        add("--tokens", click.IntRange(1), "of a chat's answer", default=32, metavar="N"),
+        add("--input file", click.File("rb"), "what to post to /, in place of something made up"),
+    ]
+
+
+def start_calibration(model: str | None, **given: Any) -> None:
+    put_settings(model, given)
+    from server.app import make_app
+    from server.calibration.command import Options, calibrate
+
+    file = given.pop("file")
+    options = Options(**given, file=file.read() if file else None)
+    if calibrate(make_app(), options, click.echo) is None:
+        raise SystemExit(1)
+
+
+def main(words: Sequence[str]) -> None:
+    made, name = command(), PROGRAM
+    if words[:1] == ["calibrate"]:
+        made, name, words = calibration(), f"{PROGRAM} calibrate", words[1:]
+    try:
+        made.main(list(words), prog_name=name, standalone_mode=False)
+    except click.Abort:  # Ctrl-C
+        raise SystemExit(130) from None
+    except click.ClickException as error:
+        refuse(f"{error.format_message()} ({name} --help lists them)", MISUSE)
+    except SettingsError as error:
+        refuse(error, MISUSE)
+
+
 if __name__ == "__main__":
-    command().main(prog_name="python -m server")
+    main(sys.argv[1:])

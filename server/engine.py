@@ -222,7 +222,6 @@ class Engine:
             for model in self.models.values():
                 self.metrics.loaded(model.name, model.loaded.info)
         elif state == "ready":
-            log.info("ready")
             self.loaded.set_result(None)
         elif state == "dead":
             self.failure = error

@@ -1,4 +1,4 @@
-"""`GET /health`: is the process worth keeping. `GET /ready`: should it get traffic.
+"""`GET /health`: is the process worth keeping. `GET /ready`, or `/ping`: should it get traffic.
 
 It should as long as one of its models answers; those that keep failing are named.
 """

@@ -6,9 +6,11 @@ the main thread has signals and the process to itself.
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import sys
+import time
 import traceback
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -18,8 +20,10 @@ from typing import Any
 import uvicorn
 
 from server.engine import Engine
+from server.greeting import greet
 from server.http.connections import APP, bound_connections
 from server.http.request import Middleware
+from server.log import configure_log
 from server.openai.responses.endpoint import Responses
 
 log = logging.getLogger("onequeue.lifespan")
@@ -42,12 +46,13 @@ async def lifespan(
     handler = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     server = handler if isinstance(handler, uvicorn.Server) else None
     engine.start()
-    engine.loaded.add_done_callback(partial(end_unloaded, app.settings.debug, server))
+    engine.loaded.add_done_callback(partial(settle, app, server, time.monotonic()))
     restore_signals = drain_on_signal(engine, grace_s)
     try:
         yield {APP: app}
     finally:
         restore_signals()
+        gc.unfreeze()  # so that libraries find all of theirs at the end
         if not engine.draining:
             await drain(engine, grace_s)
         engine.stop()
@@ -58,44 +63,44 @@ async def lifespan(
             server.started = False  # so that uvicorn ends with its status for a failed start, 3
 
 
-class OneLine(logging.Formatter):
-    """Line breaks in a message or a traceback would make two events of one."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return super().format(record).replace("\n", "\\n")
-
-
-def configure_log() -> None:
-    """Show our log at INFO, one line per event with `key=value` after the message, on stderr
-    beside uvicorn's lines; unless whoever embeds us has set it up."""
-    ours = logging.getLogger("onequeue")
-    if ours.handlers or logging.getLogger().handlers:
-        return
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(name)s %(message)s"))
-    ours.addHandler(handler)
-    ours.setLevel(logging.INFO)
-    ours.propagate = False
-
-
 def load_failure(loaded: "asyncio.Future[None]") -> BaseException | None:
     return loaded.exception() if loaded.done() and not loaded.cancelled() else None
 
 
-def end_unloaded(
-    debug: bool, server: uvicorn.Server | None, loaded: "asyncio.Future[None]"
+def settle(
+    app: Middleware, server: uvicorn.Server | None, began: float, loaded: "asyncio.Future[None]"
 ) -> None:
+    """The models are there, or one could not be loaded."""
+    if error := load_failure(loaded):
+        end_unloaded(error, app.settings.debug, server)
+    elif server and not loaded.cancelled():
+        gc.freeze()  # what is there stays: later collections leave it out
+        welcome(app, server, time.monotonic() - began)
+
+
+def welcome(app: Middleware, server: uvicorn.Server, seconds: float) -> None:
+    """As soon as it listens: the models may have been there before."""
+    if server.started:
+        greet(app.settings, app.engine, server, seconds)
+    elif not server.should_exit:
+        app.engine.loop.call_later(0.05, welcome, app, server, seconds)
+
+
+def end_unloaded(error: BaseException, debug: bool, server: uvicorn.Server | None) -> None:
     """Says why there is no model; the server ends as soon as everybody has an answer."""
-    if (error := load_failure(loaded)) is None:
-        return
-    cause = error.__cause__
-    reason = str(cause).strip().partition("\n")[0] or repr(cause)
-    known = cause is None or reason in str(error)
-    print(f"onequeue: {error}" + ("" if known else f": {reason}"), file=sys.stderr)
+    print(f"onequeue: {with_cause(error)}", file=sys.stderr)
     if debug:
         traceback.print_exception(error)
     if server:
         server.should_exit = True
+
+
+def with_cause(error: BaseException) -> str:
+    """On one line: what happened, and why if that does not say it."""
+    cause = error.__cause__
+    reason = str(cause).strip().partition("\n")[0] or repr(cause)
+    known = cause is None or reason in str(error)
+    return str(error) if known else f"{error}: {reason}"
 
 
 async def drain(engine: Engine, grace_s: float) -> None:
@@ -126,7 +131,11 @@ def drain_on_signal(engine: Engine, grace_s: float) -> Callable[[], None]:
         before[number](number, frame)
 
     async def drain_first(number: int, frame: FrameType | None) -> None:
-        log.info("draining unanswered=%d grace_s=%g", engine.queue.pending, grace_s)
+        log.info(
+            "draining unanswered=%d grace_s=%g: a second signal, or Ctrl-C, ends the wait at once",
+            engine.queue.pending,
+            grace_s,
+        )
         await drain(engine, grace_s)
         if signal.getsignal(number) is on_signal:
             hand_on(number, frame)

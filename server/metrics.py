@@ -34,6 +34,7 @@ class Metrics:
         Gauge("queue_depth", "Inputs accepted and unanswered", **ours).set_function(queue_depth)
         self._wait = Histogram("queue_wait_seconds", "Acceptance to forward", **in_seconds)
         self.errors = Counter("errors", "Requests not served, by kind", ["kind"], **ours)
+        self.fetch_seconds = Histogram("image_fetch_seconds", "An image's link", **in_seconds)
         refused = "Responses that the store did not take"
         self.not_stored = Counter("responses_not_stored", refused, **ours)
         failing = "1 while the model keeps failing"

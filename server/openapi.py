@@ -2,13 +2,13 @@
 
 routes → their operations in the table → paths, and schemas of the structs they name
 
-What answers look like is in openapi_answers.py; what of a request is not implemented, its struct
-says itself. A path that is mounted and not in the table, or not as it is there, fails a test.
+The table is in openapi_operations.py, what answers look like in openapi_answers.py; what of a
+request is not implemented, its struct says itself. A path that is mounted and not in the table, or
+not as it is there, fails a test.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -18,154 +18,15 @@ from starlette.routing import Route
 
 from server import __version__
 from server import openapi_answers as answers
-from server.health import Health, Ready
+from server.http.access import is_open
 from server.http.json import to_json
-from server.http.request import JsonEndpoint, is_open
-from server.openai.audio.endpoint import PATHS as AUDIO_PATHS
-from server.openai.audio.request import TranscriptionRequest, TranslationRequest, form_schema
-from server.openai.chat import ChatRequest
-from server.openai.completions import CompletionRequest
-from server.openai.decisions.request import DecisionRequest
-from server.openai.decisions.systemone import SystemOneRequest
-from server.openai.embeddings import PATHS as EMBEDDING_PATHS
-from server.openai.embeddings import EmbeddingRequest
-from server.openai.models import LoadRequest, Model, ModelList
-from server.openai.responses.request import ResponseRequest
-from server.openai.tokenize import DetokenizeRequest, Prompt, TokenizeRequest, Tokens
-from server.rerank import PATHS as RERANK_PATHS
-from server.rerank import RerankRequest
-from server.score import ScoreRequest
+from server.http.request import JsonEndpoint
+from server.openapi_operations import EVENTS, JSON, OPERATIONS, TEXT, Body, Operation, Schema
 from server.settings import Settings
 from worker.tasks import TASKS, Task
 
 PATH = "/openapi.json"
-JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
-HTML = "text/html"
 COMPONENTS = "#/components"
-
-Schema = dict[str, Any]
-Body = Mapping[str, Schema]  # by media type
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """One method of a path. A struct alone is a body in JSON; `stream` tells of the events that a
-    request may ask for instead, `bare` of what is in the list that it may, `others` are media types
-    of texts. `errors` are the
-    statuses beyond 401, 405, 500 and what may become of a request's body."""
-
-    summary: str
-    answer: type[Struct] | Body
-    request: type[Struct] | Body | None = None
-    errors: Sequence[int] = ()
-    stream: str | None = None
-    query: Mapping[str, Schema] = field(default_factory=dict)
-    bare: Schema | None = None
-    others: Sequence[str] = ()
-
-
-AUDIO = [f"POST {path}" for path in AUDIO_PATHS]
-FORM, SUBTITLES = "multipart/form-data", (TEXT, "application/x-subrip", "text/vtt")
-HEARD = "With stream: true. Deltas of the text, then the whole; the last is [DONE]."
-CHUNKS = "With stream: true. Each event is a chunk, the last is [DONE]."
-RESPONSE_EVENTS = "With stream: true. The last event holds the response."
-
-OPERATIONS: Mapping[str, Operation] = {
-    "POST /v1/chat/completions": Operation(
-        "The next message of a conversation", answers.ChatCompletion, ChatRequest, [404], CHUNKS
-    ),
-    "POST /v1/completions": Operation(
-        "What follows a text or token ids", answers.Completion, CompletionRequest, [404], CHUNKS
-    ),
-    "POST /v1/responses": Operation(
-        "A model's response to items or a text, stored unless store is false",
-        answers.Response,
-        ResponseRequest,
-        [404],
-        RESPONSE_EVENTS,
-    ),
-    "GET /v1/responses/{id}": Operation("A response", answers.Response, errors=[400, 404]),
-    "DELETE /v1/responses/{id}": Operation("Forget a response", answers.Deleted, errors=[404]),
-    "GET /v1/responses/{id}/input_items": Operation(
-        "What a response was given, newest first",
-        answers.ItemList,
-        errors=[400, 404],
-        query={
-            "order": {"enum": ["asc", "desc"], "default": "desc"},
-            "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
-            "after": {"type": "string", "description": "The id of an item"},
-        },
-    ),
-    "POST /v1/responses/{id}/cancel": Operation(
-        "End a response that runs in the background", answers.Response, errors=[400, 404]
-    ),
-    "POST /v1/decisions": Operation(
-        "How likely the answers to questions about an input are",
-        answers.Decision,
-        DecisionRequest,
-        [404],
-    ),
-    "POST /v1/systemone": Operation(
-        "The same, of named questions about a state", answers.SystemOne, SystemOneRequest, [404]
-    ),
-    **dict.fromkeys(
-        (f"POST {path}" for path in EMBEDDING_PATHS),
-        Operation(
-            "The vectors of texts or token ids; of `inputs` as a bare list",
-            answers.Embeddings,
-            EmbeddingRequest,
-            [404],
-            bare={"type": "array", "items": {"type": "number"}},
-        ),
-    ),
-    **dict.fromkeys(
-        (f"POST {path}" for path in RERANK_PATHS),
-        Operation(
-            "Documents by relevance to a query; `texts` as a bare list",
-            answers.Reranked,
-            RerankRequest,
-            [404],
-            bare={"type": "object", "required": ["index", "score"]},
-        ),
-    ),
-    "POST /v1/score": Operation("How well texts go together", answers.Scores, ScoreRequest, [404]),
-    AUDIO[0]: Operation(
-        "What a recording says",
-        answers.Transcription,
-        {FORM: form_schema(TranscriptionRequest)},
-        [404],
-        HEARD,
-        others=SUBTITLES,
-    ),
-    AUDIO[1]: Operation(
-        "What a recording says, in English",
-        answers.Transcription,
-        {FORM: form_schema(TranslationRequest)},
-        [404],
-        others=SUBTITLES,
-    ),
-    "GET /v1/models": Operation("The models", ModelList, errors=[503]),
-    "GET /v1/models/{id}": Operation("A model by its name", Model, errors=[404, 503]),
-    "POST /tokenize": Operation(
-        "The token ids of a text or a conversation", Tokens, TokenizeRequest, [404]
-    ),
-    "POST /detokenize": Operation("The text of token ids", Prompt, DetokenizeRequest, [404]),
-    "POST /load_model": Operation(
-        "An event that says that the model is ready",
-        {EVENTS: {"description": "One event, a JSON object."}},
-        LoadRequest,
-        [404],
-    ),
-    "GET /health": Operation("Is the process worth keeping", Health, errors=[503]),
-    "GET /ready": Operation("Should it get traffic", Ready, errors=[503]),
-    "GET /metrics": Operation("For Prometheus", {TEXT: {"type": "string"}}),
-    "GET /": Operation(
-        "A page for browsers; lines of curl for others",
-        {HTML: {"type": "string"}, TEXT: {"type": "string"}},
-    ),
-    "GET /assets/{name}": Operation("A file of the page", {"*/*": {}}, errors=[404]),
-    "GET /openapi.json": Operation("This document", {JSON: {"type": "object"}}),
-}
 
 
 def route(settings: Settings, others: Sequence[Route]) -> Route:

@@ -23,6 +23,7 @@ from worker.architectures import TaskUnclear, settle_task
 from worker.cores import Cores
 from worker.tasks import TASKS, UnservedTask
 
+MISUSE = 2  # what a shell's commands end with for words that make no sense
 STARTUP_FAILURE = 3  # uvicorn's own; at this exit status its supervisor does not start another
 _HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
@@ -42,9 +43,9 @@ class SeveralWorkers(SettingsError):
     pass
 
 
-def refuse(error: SettingsError) -> NoReturn:
-    """uvicorn's supervisor imports the app in several processes: the first one speaks. It would
-    end with status 0 itself, as if all had been well."""
+def refuse(error: Exception | str, status: int = STARTUP_FAILURE) -> NoReturn:
+    """Say it in one line and end. uvicorn's supervisor imports the app in several processes: the
+    first one speaks. It would end with status 0 itself, as if all had been well."""
     name = multiprocessing.current_process().name
     if not name.startswith("SpawnProcess-") or name == "SpawnProcess-1":
         print(f"onequeue: {error}", file=sys.stderr, flush=True)
@@ -53,26 +54,28 @@ def refuse(error: SettingsError) -> NoReturn:
     if supervisor and supervisor.pid and uvicorns and isinstance(error, SeveralWorkers):
         with contextlib.suppress(ProcessLookupError):
             os.kill(supervisor.pid, signal.SIGKILL)
-    raise SystemExit(STARTUP_FAILURE)
+    raise SystemExit(status)
 
 
 def check_models(settings: Settings, given: Container[str] = ()) -> Settings:
     """The settings with the task that is to run; the models of `given` settings are not loaded from
     them."""
+    if not _DEVICE.fullmatch(settings.device):
+        raise SettingsError(f"DEVICE={settings.device!r}: must be auto, cpu, cuda or cuda:N")
     if "pipeline_model" not in given:
-        _check_model("PIPELINE_MODEL", settings.pipeline_model, settings.device)
+        check_model("PIPELINE_MODEL", settings.pipeline_model)
         demo, task = settings.pipeline_model == "demo", settings.pipeline_task
         if demo and task not in ("auto", "fill-mask") and task in TASKS:
             only = f"PIPELINE_MODEL=demo serves fill-mask only: name a model for {task}"
             raise SettingsError(only)
     if "chat_model" not in given:
-        _check_model("CHAT_MODEL", settings.chat_model, settings.device)
+        check_model("CHAT_MODEL", settings.chat_model)
         if settings.quantization == "int8" and settings.device.startswith("cuda"):
             both = f"QUANTIZATION=int8 and DEVICE={settings.device}: int8 is for models on a CPU"
             raise SettingsError(both)
     for name in MODELS[2:]:
         if name not in given:
-            _check_model(name.upper(), getattr(settings, name), settings.device)
+            check_model(name.upper(), getattr(settings, name))
     if settings.rerank_model == "demo" and "rerank_model" not in given:
         raise SettingsError("RERANK_MODEL=demo: there is no such demo, name a model")
     try:
@@ -87,7 +90,8 @@ def check_models(settings: Settings, given: Container[str] = ()) -> Settings:
     return replace(settings, pipeline_task=task)
 
 
-def _check_model(name: str, model: str, device: str) -> None:
+def check_model(name: str, model: str) -> None:
+    """Whether there may be such a model, which a setting, or a word of the command, names."""
     folder = Path(os.path.expanduser(model))
     if folder.is_dir():
         if not any((folder / config).is_file() for config in _CONFIGS):
@@ -96,8 +100,6 @@ def _check_model(name: str, model: str, device: str) -> None:
         raise SettingsError(f"{name}={model!r}: there is no such folder")
     elif not _HUB_ID.fullmatch(model):
         raise SettingsError(f"{name}={model!r}: is neither a folder nor a hub id (owner/name)")
-    if not _DEVICE.fullmatch(device):
-        raise SettingsError(f"DEVICE={device!r}: must be auto, cpu, cuda or cuda:N")
 
 
 def check_workers(flag: str | None = None) -> None:

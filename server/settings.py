@@ -83,6 +83,9 @@ class Settings:
     max_image_mp: float = setting(
         64.0, "megapixels of one image, and of all that are decoded at a time", minimum=1
     )
+    image_fetch: tuple[str, ...] = setting(
+        (), "comma-separated hosts from which images of chats may be fetched, or any"
+    )
     max_audio_mb: float = setting(200.0, "larger uploads of sound get 413", minimum=0.000001)
     max_audio_s: float = setting(7200.0, "seconds that a recording may last", minimum=0.03)
     shutdown_grace_s: float = setting(

@@ -55,6 +55,7 @@ class Running:
 class FakeGenerator:
     info = INFO
     max_model_len = 4096
+    takes_images = False  # a test may say so
     compile_state: Literal["running", "done", "off"] = "off"
     defaults = Defaults()
 

@@ -65,19 +65,19 @@ class Sdk(NamedTuple):
 
 @contextmanager
 def demo() -> Iterator[Sdk]:
-    with _sdk(chat_model="demo") as made:
+    with of(chat_model="demo") as made:
         yield made
 
 
 @contextmanager
 def tiny(template: str = tiny_chat.TEMPLATE) -> Iterator[Sdk]:
     folder = tiny_chat.folder(template=template)
-    with _sdk(chat_model=str(folder), dtype="float32", kv_cache_gb=0.05) as made:
+    with of(chat_model=str(folder), dtype="float32", kv_cache_gb=0.05) as made:
         yield made
 
 
 @contextmanager
-def _sdk(**settings: Any) -> Iterator[Sdk]:
+def of(**settings: Any) -> Iterator[Sdk]:
     with serving(compile="off", **settings) as server:
         url = server.url + "/v1"
         with openai.OpenAI(base_url=url, api_key="-", max_retries=0) as client:

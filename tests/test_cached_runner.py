@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from batching import scheduler
+from batching import prefill_budget
 from batching.errors import ItemFailed, OutOfMemory
 from batching.request_queue import WorkItem
 from tests import generating, tiny_decoders
@@ -346,7 +346,7 @@ def test_no_more_rows_run_than_allowed() -> None:
 
 
 def test_a_step_takes_no_more_than_one_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "MOST_WHOLE", {"cpu": 60})
+    monkeypatch.setattr(prefill_budget, "MOST_WHOLE", {"cpu": 60})
     driver = Driver(fresh())
     for length in (20, 20, 100, 20):
         driver.add(request(prompts(10, [length])[0], max_tokens=2))

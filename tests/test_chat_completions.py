@@ -311,9 +311,14 @@ MESSAGE = {"role": "assistant", "content": "yes"}
             "is required",
         ),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].image_url",
+            "is required",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video_url", "text": "a"}]}]},
             "messages[0].content[0].type",
-            "takes text, not 'image_url'",
+            "takes text, not 'video_url'",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},

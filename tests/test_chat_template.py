@@ -144,3 +144,24 @@ def test_a_template_that_changes_its_input_changes_nothing_of_ours() -> None:
         llama_tokenizer("{% set _ = messages[0].pop('content') %}{% set _ = tools.pop() %}")
     )
     assert before == (QUESTION, TOOLS)
+
+
+PARTS_ALONE = (
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% for part in m.content | selectattr('type', 'equalto', 'text') %}{{ part.text }}{% endfor %}"
+    "</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_template_that_shows_parts_alone_is_given_them() -> None:
+    template = ChatTemplate(llama_tokenizer(PARTS_ALONE))
+    messages = {"role": "system", "content": "brief"}, *HI
+    assert template.render(Chat(messages)) == "<|system|>brief</s><|user|>hi</s><|assistant|>"
+    pictured = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]}
+    assert template.render(Chat((pictured,))) == "<|user|>hi</s><|assistant|>"
+    begun = Chat(
+        (*HI, {"role": "assistant", "content": "I"}),
+        add_generation_prompt=False,
+        continue_final_message=True,
+    )
+    assert template.render(begun) == "<|user|>hi</s><|assistant|>I"

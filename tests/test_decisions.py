@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from batching import scheduler
+from batching import prefill_budget
 from batching.errors import ItemFailed
 from batching.request_queue import WorkItem
 from server.http.json import to_json
@@ -168,7 +168,7 @@ def to_run(prompts: list[list[int]], known: Sequence[list[int]] = ()) -> list[in
 def test_the_input_is_run_once_and_each_question_behind_it(
     budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "MOST", {"cpu": budget})
+    monkeypatch.setattr(prefill_budget, "MOST", {"cpu": budget})
     asked = about(STATE, predicates(100))
     prompts = prompts_of(asked)
     whole, *others = to_run(prompts)
@@ -207,7 +207,7 @@ def test_the_input_counts_once() -> None:
 
 
 def test_a_chat_does_not_wait_for_many_questions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "MOST", {"cpu": 128})
+    monkeypatch.setattr(prefill_budget, "MOST", {"cpu": 128})
     driver = Driver(tiny_decisions.engine(blocks=1200, max_running=16))
     many = driver.add(WorkItem(about(STATE, predicates(200)), float("inf"), 0.0))
     for _ in range(8):
@@ -223,7 +223,7 @@ def test_a_chat_does_not_wait_for_many_questions(monkeypatch: pytest.MonkeyPatch
 
 
 def test_they_are_right_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "MOST", {"cpu": 48})
+    monkeypatch.setattr(prefill_budget, "MOST", {"cpu": 48})
     asked = [about(STATE, predicates(20)), about(STATE[::-1], predicates(20))]
     wanted = [probabilities(tiny_decisions.engine(), each) for each in asked]
     served, _ = serve(tiny_decisions.engine(blocks=40), *asked)

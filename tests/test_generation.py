@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from batching import scheduler
+from batching import prefill_budget
 from batching.block_pool import BlockPool
 from batching.sequence import Batch
 from tests.generating import assert_greedy, engine, greedy, prompts, request, serve
@@ -51,8 +51,8 @@ def check_parity(
     """32 prompts at random times; what is switched on must have happened, what is off not."""
     given = prompts(seed, LENGTHS)
     most = MOST if "chunked prefill" in features else 512
-    monkeypatch.setattr(scheduler, "MOST", {"cpu": most})
-    monkeypatch.setattr(scheduler, "LEAST", most)  # whatever it has learned of the time
+    monkeypatch.setattr(prefill_budget, "MOST", {"cpu": most})
+    monkeypatch.setattr(prefill_budget, "LEAST", most)  # whatever it has learned of the time
     if "prefix cache" not in features:
         monkeypatch.setattr(BlockPool, "match", lambda pool, tokens, root: ([], None))
     if "speculation" in features:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from batching import scheduler
+from batching import prefill_budget
 from batching.scheduler import PROJECTED
 from tests.generating import (
     GREEDY,
@@ -104,8 +104,8 @@ def test_an_echoed_prompt_is_scored_whole_and_takes_nothing_from_the_cache(lengt
 def test_an_echoed_prompt_is_scored_once_though_it_is_put_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scheduler, "MOST", {"cpu": 24})
-    monkeypatch.setattr(scheduler, "LEAST", 24)
+    monkeypatch.setattr(prefill_budget, "MOST", {"cpu": 24})
+    monkeypatch.setattr(prefill_budget, "LEAST", 24)
     older, younger = request(prompt_of(14), BUSY, 20), request(prompt_of(110, 1), BUSY, echo=True)
     # the older needs its second block while the younger is in its prompt
     served, driver = serve(engine("llama", blocks=8), [older, younger])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from batching import scheduler
+from batching import prefill_budget
 from batching.errors import InvalidInput, ItemFailed, OutOfMemory
 from tests.generating import (
     Driver,
@@ -28,8 +28,8 @@ NEW = 8
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "MOST", {"cpu": 40})
-    monkeypatch.setattr(scheduler, "LEAST", 40)
+    monkeypatch.setattr(prefill_budget, "MOST", {"cpu": 40})
+    monkeypatch.setattr(prefill_budget, "LEAST", 40)
 
 
 @contextmanager

@@ -4,6 +4,8 @@ import asyncio
 import importlib
 import json
 import math
+import os
+import pty
 import signal
 import socket
 import subprocess
@@ -19,6 +21,7 @@ from xml.etree import ElementTree
 import pytest
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -41,6 +44,14 @@ class Target:
         self.headers.append(dict(request.headers))
         self.asked.set()
         return PlainTextResponse("ok")
+
+    async def form(self, request: Request) -> Response:
+        async with request.form() as form:
+            file = form["file"]
+            assert isinstance(file, UploadFile)
+            self.bodies.append(await file.read())
+            self.headers.append({"model": str(form["model"]), "language": str(form["language"])})
+            return PlainTextResponse(f"{file.filename} {file.content_type}")
 
     async def busy(self, request: Request) -> Response:
         return PlainTextResponse("busy", 503, {"Retry-After": "7"})
@@ -77,6 +88,8 @@ def target() -> Iterator[Target]:
         Route("/busy", target.busy, methods=["POST"]),
         Route("/wrong", target.wrong, methods=["POST"]),
         Route("/v1/chat/completions", target.chat, methods=["POST"]),
+        Route("/v1/embeddings", target.answer, methods=["POST"]),
+        Route("/v1/audio/transcriptions", target.form, methods=["POST"]),
     ]
     config = uvicorn.Config(Starlette(routes=routes), log_level="error", lifespan="off")
     server = uvicorn.Server(config)
@@ -276,6 +289,67 @@ def test_a_stream_that_fails_is_an_error(target: Target) -> None:
     assert failing["statuses"] == {"StreamError": 2}
     assert failing["first_errors"] == {"StreamError": '{"message": "no"}'}
     assert run(target.url, *chat, "--model", "cut-off")["statuses"] == {"IncompleteStreamError": 2}
+
+
+def test_embeddings_are_asked_for_by_texts_of_their_own(target: Target) -> None:
+    run(target.url, "--kind", "embeddings", "--model", "m", "--requests", "5")
+    asked = [json.loads(body) for body in target.bodies]
+    assert {each["model"] for each in asked} == {"m"}
+    assert len({each["input"] for each in asked}) == 5
+
+
+def test_files_are_posted_as_they_are_or_in_a_form(target: Target, tmp_path: Path) -> None:
+    (tmp_path / "a.wav").write_bytes(b"\x00\r\n--sound")
+    (tmp_path / "b.wav").write_bytes(b"other")
+    files = ("--file", tmp_path / "a.wav", "--file", tmp_path / "b.wav", "--requests", "3")
+    fields = ("--model", "m", "--fields", '{"language": "de"}')
+    assert run(target.url, "--kind", "upload", *fields, *files)["ok"] == 3
+    assert target.bodies == [b"\x00\r\n--sound", b"other", b"\x00\r\n--sound"]
+    assert target.headers[0] == {"model": "m", "language": "de"}
+    run(target.url, "--kind", "file", *files)
+    assert target.bodies[3:] == target.bodies[:3]
+    assert target.headers[3]["content-type"] in ("audio/wav", "audio/x-wav")
+
+
+def test_targets_are_loaded_in_turn_and_shown_side_by_side(target: Target) -> None:
+    command = [sys.executable, str(SCRIPT), target.url, f"{target.url}/busy", "--requests", "7"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    *lines, last = done.stdout.splitlines()
+    first, second = json.loads(last)["targets"]
+    assert (first["ok"], second["ok"]) == (7, 0)
+    assert first["settings"]["url"] == target.url
+    errors = next(line for line in lines if line.startswith("errors"))
+    assert errors.split() == ["errors", "0", "7"]
+
+
+def test_a_second_target_gets_other_texts(load_test: ModuleType) -> None:
+    args = load_test.make_parser().parse_args(["http://x", "http://x", "--requests", "9"])
+    first, second = ({next(bodies) for _ in range(9)} for bodies in bodies_of(load_test, args))
+    assert not first & second
+
+
+def bodies_of(load_test: ModuleType, args: Any) -> list[Iterator[bytes]]:
+    return [load_test.LoadTest(args, None, number).bodies for number in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(2050.4, "2,050 ms"), (41.23, "41.2 ms"), (0.354, "0.35 ms")]
+)
+def test_times_read_well(load_test: ModuleType, value: float, text: str) -> None:
+    assert load_test.milliseconds(value) == text
+
+
+def test_a_terminal_sees_a_line_while_it_runs(target: Target) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, str(SCRIPT), f"{target.url}/wrong", "--duration", "60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True) as process:
+        seen = b""
+        while b"first 4" not in seen:
+            seen += os.read(ours, 4096)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert b"done " in seen
+    assert b"in flight 1" in seen
 
 
 def test_an_interrupted_run_still_reports(target: Target) -> None:

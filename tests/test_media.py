@@ -15,10 +15,11 @@ import soundfile
 from PIL import Image
 
 from batching.errors import InvalidInput
+from worker.data_urls import to_bytes
 from worker.decode_budget import DecodeBudget
 from worker.pipeline import media
 from worker.pipeline.limits import check_sound
-from worker.pipeline.media import to_bytes, to_images
+from worker.pipeline.media import to_images
 from worker.speech import recording
 
 RATE = 16000

@@ -115,4 +115,4 @@ def test_an_image_is_refused_by_name(server: Server) -> None:
     content = [{"type": "input_text", "text": "What is this?"}, image]
     answer = post(server, "/v1/responses", {"input": [{"role": "user", "content": content}]})
     assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "input[0].content[1].type"
+    assert answer.json()["error"]["param"] == "input[0].content[1].image_url"

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from batching.errors import InvalidInput
 from server import openapi
-from server.http.request import is_open
+from server.http.access import is_open
 from server.openai.chat import ChatRequest
 from server.openai.completions import CompletionRequest
 from server.openai.params import GenerationRequest, Names, decode
@@ -29,7 +29,8 @@ from tests.serving import Server, serving
 from tests.test_pipeline_http import error_of
 from worker.tasks import TASKS
 
-ALWAYS = {"/", "/assets/{name}", "/health", "/ready", "/metrics", "/openapi.json"}
+ALWAYS = {"/", "/assets/{name}", "/health", "/ready", "/ping", "/version", "/favicon.ico"}
+ALWAYS |= {"/metrics", "/openapi.json"}
 KEY = {"Authorization": "Bearer k"}
 
 

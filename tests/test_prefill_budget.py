@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from batching.scheduler import (
+from batching.prefill_budget import (
     LEAST,
     LEAST_ALONE,
     LONGER_S,

@@ -277,7 +277,7 @@ def deep(levels: int) -> Any:
     return made
 
 
-PICTURE = {"type": "input_image", "image_url": "data:,"}
+PICTURE = {"type": "input_image", "image_url": "data:;base64,"}
 ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}
 
 
@@ -304,8 +304,8 @@ ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}
                     {"role": "user", "content": [{"type": "input_text", "text": "a"}, PICTURE]}
                 ]
             },
-            "input[0].content[1].type",
-            "takes text, not 'input_image'",
+            "input[0].content[1].image_url",
+            "takes text, no images",
         ),
         (
             {"input": [USER, {"role": "user", "content": [{"type": "input_text"}]}]},

@@ -1,4 +1,6 @@
-"""Starting: what is wrong is said in one sentence, early, and ends the process with status 3."""
+"""Starting: what is wrong is said in one sentence, early, and ends the process: with status 2 where
+our command can tell, with uvicorn's 3 for a start that failed, and from uvicorn's own command.
+"""
 
 import os
 import shutil
@@ -15,6 +17,7 @@ import httpx
 import pytest
 
 from server.app import create_app
+from server.preflight import MISUSE, STARTUP_FAILURE
 from server.settings import Settings, SettingsError
 from tests.serving import read_answer, wait_until
 
@@ -66,8 +69,10 @@ def run(command: Sequence[str], **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def assert_refused(done: subprocess.CompletedProcess[str], *says: str) -> None:
-    assert done.returncode == 3
+def assert_refused(
+    done: subprocess.CompletedProcess[str], *says: str, status: int = MISUSE
+) -> None:
+    assert done.returncode == status
     (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("onequeue: ")]
     assert all(part in sentence for part in says)
     assert "Traceback" not in done.stderr
@@ -153,9 +158,10 @@ def test_a_model_may_be_a_folder_or_a_hub_id(model: str) -> None:
     create_app(Settings(chat_model=model))
 
 
-def test_every_way_of_starting_refuses_in_one_sentence_with_status_3(script: list[str]) -> None:
-    for command in (UVICORN, SERVER, script):
-        assert_refused(run(command, PIPELINE_MODEL="/nowhere"), "PIPELINE_MODEL='/nowhere'")
+def test_every_way_of_starting_refuses_in_one_sentence(script: list[str]) -> None:
+    for command, status in ((UVICORN, STARTUP_FAILURE), (SERVER, MISUSE), (script, MISUSE)):
+        done = run(command, PIPELINE_MODEL="/nowhere")
+        assert_refused(done, "PIPELINE_MODEL='/nowhere'", status=status)
 
 
 def test_flags_win_over_the_environment() -> None:
@@ -175,6 +181,30 @@ def test_an_address_that_cannot_be_had_is_said_before_the_model_loads(
     flags: list[str], says: str
 ) -> None:
     assert_refused(run([*SERVER, *flags], PIPELINE_MODEL="/nowhere"), says)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["/nowhere"], "MODEL='/nowhere': there is no such folder"),
+        (["a b"], "MODEL='a b': is neither a folder nor a hub id"),
+        (["demo", "again"], "unexpected extra argument (again)"),
+        (["--max-batch-sise", "8"], "--max-batch-size"),
+        (["--port", "many"], "'many' is not a valid integer"),
+        ([str(ROOT / "worker/demo/chat"), "--chat-model", "demo"], "give one of them"),
+    ],
+)
+def test_words_that_make_no_sense_are_said_in_one_line(words: list[str], says: str) -> None:
+    done = run([*SERVER, *words])
+    assert_refused(done, says)
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_command_needs_no_torch() -> None:
+    code = "import sys, server.__main__ as command; command.main(['--help']); print(*sys.modules)"
+    done = run([sys.executable, "-c", code])
+    assert done.returncode == 0
+    assert not {"torch", "transformers"} & set(done.stdout.splitlines()[-1].split())
 
 
 def test_a_taken_port_is_said_before_the_model_loads() -> None:
@@ -238,7 +268,7 @@ def test_a_checkpoint_that_cannot_be_loaded_ends_the_server(tmp_path: Path) -> N
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     model = {"PIPELINE_MODEL": str(tmp_path), "PIPELINE_TASK": "fill-mask", "CHAT_MODEL": "none"}
     done = run([*SERVER, "--port", "0"], **model)
-    assert_refused(done, str(tmp_path), "could not be loaded")
+    assert_refused(done, str(tmp_path), "could not be loaded", status=STARTUP_FAILURE)
 
 
 def test_a_worker_that_dies_later_leaves_the_server_to_say_so() -> None:

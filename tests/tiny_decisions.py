@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from batching.prefill_budget import PrefillBudget
 from batching.request_queue import WorkItem
-from batching.scheduler import PrefillBudget
 from server.openai.decisions.systemone import SystemOneRequest
 from server.openai.params import Names, decode
 from tests import tiny_chat

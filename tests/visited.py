@@ -32,6 +32,7 @@ class Letters(FakeRunner):
     """A text's vector says whether it has an a, and whether a b."""
 
     max_model_len = 8
+    takes_images = False
 
     def prepare(self, item: WorkItem) -> None:
         item.prepared = list(item.payload.inputs)

@@ -128,7 +128,7 @@ def decides_in_its_own_way(model: str) -> bool:
     if is_path(model):
         return (Path(model).expanduser() / DECISIONS).is_file()
     try:
-        _fetched(model, DECISIONS)
+        fetched(model, DECISIONS)
     except EntryNotFoundError as error:
         return isinstance(error, LocalEntryNotFoundError)  # neither there nor looked up
     except Exception:
@@ -139,7 +139,7 @@ def decides_in_its_own_way(model: str) -> bool:
 def read_config(model: str) -> dict[str, Any]:
     """config.json of a folder, or of a hub id: from the cache, or fetched."""
     try:
-        path = Path(model).expanduser() / CONFIG if is_path(model) else _fetched(model, CONFIG)
+        path = Path(model).expanduser() / CONFIG if is_path(model) else fetched(model, CONFIG)
         config = json.loads(path.read_text())
     except Exception as error:  # of the hub, the file or its content
         reason = (str(error).splitlines() or [repr(error)])[0]
@@ -150,8 +150,9 @@ def read_config(model: str) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _fetched(model: str, name: str) -> Path:
-    """By a thread that nobody waits for longer than FETCH_S: a start shall end one way or other."""
+def fetched(model: str, name: str) -> Path:
+    """A file of a hub's model, from the cache or fetched. By a thread that nobody waits for longer
+    than FETCH_S: a start shall end one way or other."""
     from huggingface_hub import hf_hub_download
 
     path: Future[str] = Future()

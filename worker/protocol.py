@@ -22,9 +22,23 @@ class PipelineInput:
 
 
 @dataclass(frozen=True, slots=True)
+class Picture:
+    """An image of a conversation, as a file's bytes, not yet decoded. `detail`: how large it is to
+    be looked at. `param`: the field of the request that errors about it name. `link`: where its
+    bytes are still to be fetched from."""
+
+    data: bytes
+    detail: str
+    param: str
+    link: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Chat:
     """A conversation, to be rendered by the model's chat template. Messages have `role` and
-    `content` (text or None), or whatever else the template reads."""
+    `content` (text or None), or whatever else the template reads. The content of one with pictures
+    is a list of parts, {"type": "text", "text": …} and {"type": "image"}: `pictures` are those
+    of all such parts, in order."""
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -33,6 +47,7 @@ class Chat:
     continue_final_message: bool = False
     effort: str | None = None  # how much to think first: `none`, `minimal`, `low`, …
     effort_param: str = "reasoning_effort"  # the field of the request that it comes from
+    pictures: tuple[Picture, ...] = ()
 
     @property
     def calls(self) -> int:
@@ -213,6 +228,7 @@ class Tokenizing(Protocol):
     """What is asked of a model that is called by its name. In pool threads, several at once."""
 
     max_model_len: int  # tokens that it takes at most, output included
+    takes_images: bool  # in chats
 
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt; InvalidInput if the chat template refuses it."""

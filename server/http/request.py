@@ -5,12 +5,11 @@
 
 One pure ASGI layer in the place of Starlette's application and its middleware: a short request
 pays for each of them. What a header may cost is bounded in connections.py, what JSON may in
-json.py.
+json.py, and who may come in at all is access.py's.
 """
 
 import asyncio
 import contextlib
-import hmac
 import itertools
 import math
 import re
@@ -20,15 +19,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import Counter, Histogram
-from starlette.datastructures import Headers as AnyHeaders
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batching.errors import ClientGone, DeadlineExceeded, Draining, InvalidInput, QueueFull
 from batching.request_queue import WorkItem
 from server.engine import Engine, fail
+from server.http.access import Cors, check_key
 from server.http.errors import HttpError, as_http_error
 from server.http.json import Header, to_json
 from server.settings import Settings
@@ -36,19 +33,12 @@ from server.settings import Settings
 BODIES = 16  # of MAX_BODY_MB each may be there at a time
 # A refused body is still read, and dropped, for so long, so that clients get to the answer.
 LINGER_S = 5.0
-OPEN_PATHS = {"/health", "/ready", "/metrics"}  # for a load balancer's probes
 CLOSE = [(b"connection", b"close")]
 _PLAIN_ID = re.compile(rb"[!-~]{1,128}")
 _PROCESS = secrets.token_hex(4).encode()
 _COUNT = itertools.count(1)
 
 Headers = Mapping[bytes, bytes]  # names in lower case, as ASGI gives them
-
-
-def is_open(method: str, path: str) -> bool:
-    """Whether no key is needed: by probes, and by the page, which asks for one itself."""
-    page = path == "/" and method in ("GET", "HEAD")
-    return page or path in OPEN_PATHS or path.startswith("/assets/")
 
 
 @dataclass(eq=False)
@@ -75,6 +65,14 @@ class Middleware:
                 allow_headers=["*"],
                 expose_headers=["X-Request-Id", "X-Batch-Size", "Server-Timing", "Retry-After"],
             )
+
+    def count_body(self, scope: Scope, more: int) -> None:
+        """Bytes that a request holds, until there is an answer; QueueFull where those of all take
+        too much memory."""
+        if self.body_bytes + more > BODIES * self.max_body:
+            raise QueueFull("the bodies of the requests take all memory there is for them")
+        self.body_bytes += more
+        scope["body_bytes"] += more
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self
@@ -118,10 +116,7 @@ class Middleware:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A route's answer, or the envelope of what it raised."""
         try:
-            scope["api_key"] = b""  # of those that there are
-            if self.keys and not self._may_pass(scope):
-                needed = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
-                raise HttpError(401, needed, headers=[(b"www-authenticate", b"Bearer")])
+            check_key(scope, self.keys)
             await self.routes(scope, receive, send)
         except Exception as error:
             answer = as_http_error(error, scope, self.settings.debug)
@@ -132,28 +127,6 @@ class Middleware:
                     await send_json(send, answer.document, answer.status, answer.headers)
             elif not isinstance(error, ClientGone):
                 raise  # half an answer must not look like a whole one
-
-    def _may_pass(self, scope: Scope) -> bool:
-        if scope["method"] == "OPTIONS" or is_open(scope["method"], scope["path"]):
-            return True
-        headers = dict(reversed(scope["headers"]))  # of several, the first
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer":
-            key = headers.get(b"x-api-key", b"")
-        matches = [hmac.compare_digest(key.strip(), known) for known in self.keys]
-        scope["api_key"] = key.strip()
-        return any(matches)
-
-
-class Cors(CORSMiddleware):
-    """Starlette's, with our envelope for a preflight that is refused."""
-
-    def preflight_response(self, request_headers: AnyHeaders) -> Response:
-        response = super().preflight_response(request_headers)
-        if response.status_code < 400:
-            return response
-        refused = HttpError(400, bytes(response.body).decode())
-        return Response(to_json(refused.document), 400, media_type="application/json")
 
 
 def _request_id(scope: Scope) -> bytes:
@@ -231,11 +204,8 @@ async def read_body(scope: Scope, receive: Receive, headers: Headers, deadline: 
                 if message["type"] == "http.disconnect":
                     raise ClientGone("the client has gone")
                 chunks.append(message.get("body", b""))
-                more = len(chunks[-1])
-                if app.body_bytes + more > BODIES * limit:
-                    raise QueueFull("the bodies of the requests take all memory there is for them")
-                app.body_bytes += more  # until there is an answer
-                size = scope["body_bytes"] = size + more
+                app.count_body(scope, len(chunks[-1]))
+                size += len(chunks[-1])
                 if size <= limit and not message.get("more_body", False):
                     return b"".join(chunks)
     except TimeoutError:

@@ -1,124 +1,21 @@
-"""`POST /v1/chat/completions`: a conversation in, the next message out, whole or in chunks.
-
-Messages become what chat templates read, also those that the Responses API's items make. Parts of
-text are joined with line breaks, as vLLM does for templates that take strings.
-"""
+"""`POST /v1/chat/completions`: a conversation in, the next message out, whole or in chunks."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar
 
-from msgspec import Meta, Struct, to_builtins
+from msgspec import Meta
 
 from batching.errors import InvalidInput
 from server.http.json import Document
-from server.openai.params import (
-    FILLED,
-    Count,
-    Effort,
-    GenerationRequest,
-    TextPart,
-    TopLogprobs,
-    any_of,
-    decode,
-    one_of,
-)
+from server.openai.messages import Messages, conversation
+from server.openai.params import FILLED, Count, Effort, GenerationRequest, TopLogprobs, decode
 from server.openai.request import ChoicesReply, GenerationEndpoint, logprob_documents
 from server.openai.tools import TOOL_CHOICE, Tools, chat_calls
 from worker.deltas import Delta, Part, TokenLogprob
 from worker.protocol import Chat, GenerationInput
 
 CallId = Callable[[str, int], str]  # for a call of this function, its conversation's n-th
-ROLES = ("system", "developer", "user", "assistant", "tool")
-PARTS = ("text", "refusal")
-# For the OpenAPI document.
-FULL_PART = any_of(
-    *(({"type": {"const": kind}, kind: {"type": "string"}}, [kind]) for kind in PARTS)
-)
-CALLING = {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}}
-FULL_MESSAGE = any_of(
-    ({"content": {"type": ["string", "array"]}}, ["content"]), (CALLING, ["tool_calls"])
-)
-
-
-class ContentPart(TextPart):
-    type: Annotated[str, Meta(extra_json_schema={"enum": PARTS})]
-
-
-class CalledFunction(Struct):
-    name: str
-    arguments: str | dict[str, Any] = ""
-
-
-class ToolCall(Struct):
-    function: CalledFunction
-    id: str | None = None
-    type: str = "function"
-
-
-class Message(Struct):
-    role: Annotated[str, Meta(extra_json_schema={"enum": ROLES})]
-    content: str | Annotated[list[Annotated[ContentPart, FULL_PART]], FILLED] | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None  # the same, as vLLM names it
-
-    def rendered(self, path: str) -> Document:
-        """What the template gets; `path` is what errors call this message."""
-        one_of(ROLES, self.role, f"{path}.role")
-        content = self.content
-        if isinstance(content, list):
-            if not content:
-                raise InvalidInput.at(f"{path}.content", "must not be empty")
-            parts = enumerate(content)
-            content = "\n".join(part.read(f"{path}.content[{n}]", PARTS) for n, part in parts)
-        elif content is None and not (self.role == "assistant" and self.tool_calls):
-            raise InvalidInput.at(f"{path}.content", "is required")
-        role = "system" if self.role == "developer" else self.role
-        thoughts = self.reasoning_content or self.reasoning or self.reasoning_content
-        if self.reasoning and self.reasoning != thoughts:
-            raise InvalidInput.at(f"{path}.reasoning", "differs from reasoning_content")
-        made: Document = {
-            "name": self.name,
-            "tool_call_id": self.tool_call_id,
-            "reasoning_content": thoughts,
-        }
-        made = {key: value for key, value in made.items() if value is not None}
-        if self.tool_calls:
-            made["tool_calls"] = [to_builtins(call) for call in self.tool_calls]
-        return {"role": role, "content": content, **made}
-
-
-Messages = Annotated[list[Annotated[Message, FULL_MESSAGE]], FILLED]
-
-
-class Conversing(Protocol):
-    """What a request says about how its conversation is rendered."""
-
-    add_generation_prompt: bool | None
-    continue_final_message: bool | None
-    chat_template_kwargs: dict[str, Any] | None
-
-
-def conversation(
-    asked: Conversing,
-    messages: list[Message],
-    tools: Sequence[Document] | None,
-    effort: str | None = None,
-) -> Chat:
-    if not messages:
-        raise InvalidInput.at("messages", "must not be empty")
-    prompted = asked.add_generation_prompt
-    return Chat(
-        tuple([each.rendered(f"messages[{n}]") for n, each in enumerate(messages)]),
-        tuple(tools or ()),
-        asked.chat_template_kwargs or {},
-        not asked.continue_final_message if prompted is None else prompted,
-        bool(asked.continue_final_message),
-        effort,
-    )
 
 
 class ChatRequest(GenerationRequest, kw_only=True):

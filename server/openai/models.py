@@ -32,6 +32,7 @@ class Model(Struct):
     created: int
     owned_by: str
     serves: str  # its name in the registry: generation, embedding, rerank, transcription
+    input_modalities: list[Literal["text", "image", "audio"]]
     # of models of text
     max_model_len: int | UnsetType = UNSET
     context_length: int | UnsetType = UNSET
@@ -70,8 +71,9 @@ class ModelNames:
     def described(self) -> Model:
         if (refusal := self.engine.refusal(self.serves)) is not None:
             raise refusal
-        model = Model(self.id, "model", self.created, "onequeue", self.serves)
+        model = Model(self.id, "model", self.created, "onequeue", self.serves, ["audio"])
         if self.serves != "transcription":
+            model.input_modalities = ["text", "image"] if self.loaded.takes_images else ["text"]
             model.max_model_len = model.context_length = self.loaded.max_model_len
         return model
 

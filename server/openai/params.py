@@ -51,7 +51,7 @@ def any_of(*needs: tuple[Document, list[str]]) -> Meta:
 
 
 class TextPart(Struct):
-    """Of a message, in either API. This model takes text only: others are refused by name."""
+    """Of a message, in either API. What is neither text nor an image is refused by name."""
 
     type: str
     text: str | None = None

@@ -1,6 +1,6 @@
 """The way of a generation request through HTTP, whatever its endpoint.
 
-    body → parse → submit → first delta or refusal → headers → events, or one document
+    body → parse → images → submit → first delta or refusal → headers → events, or one document
 
 A stream's headers wait for the first delta, so that refusals and early failures are real status
 codes; what fails later is an event. What an answer looks like is its Reply's matter.
@@ -26,6 +26,7 @@ from server.http.sse import DONE, EventStream
 from server.openai.cache_root import cache_root
 from server.openai.models import ModelNames
 from server.openai.params import GenerationRequest
+from server.openai.pictures import Pictures
 from server.settings import Settings
 from server.token_stream import TokenStream, Usage
 from worker.deltas import Delta, TokenLogprob
@@ -89,6 +90,7 @@ class GenerationEndpoint(ABC, Generic[R]):
     settings: Settings
     engine: Engine
     models: ModelNames
+    pictures: Pictures
     parsing: Parsing = field(init=False, default_factory=Parsing)
 
     @abstractmethod
@@ -102,9 +104,9 @@ class GenerationEndpoint(ABC, Generic[R]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive, "generation")
         reply = await self.parsing.run(self.parse, body, deadlines.first, self.blocks)
-        salt = reply.payloads[0].cache_salt
-        root = cache_root(self.models.names.id, "", scope["api_key"], salt)
-        reply.payloads = [replace(each, cache_root=root) for each in reply.payloads]
+        payloads = await self.pictures.fetched(scope, receive, reply.payloads, deadlines.first)
+        root = cache_root(self.models.names.id, "", scope["api_key"], payloads[0].cache_salt)
+        reply.payloads = [replace(each, cache_root=root) for each in payloads]
         await self.answer(scope, receive, send, reply, deadlines)
 
     async def answer(

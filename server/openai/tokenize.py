@@ -15,9 +15,10 @@ from starlette.types import Receive, Scope, Send
 from batching.errors import InvalidInput
 from server.http.json import in_thread
 from server.http.request import read_json_request, send_json
-from server.openai.chat import Messages, conversation
+from server.openai.messages import Messages, conversation
 from server.openai.models import ModelNames, find
 from server.openai.params import TokenId, decode
+from server.openai.pictures import check_pictures
 from server.openai.tools import Tools
 from worker.protocol import Chat, Tokenizing
 
@@ -53,9 +54,18 @@ class TokenizeRequest(Struct):
             return self.prompt or ""
         return conversation(self, self.messages, self.tools)
 
+    def _checked(self, model: Tokenizing) -> Chat | str:
+        text = self.text()
+        if isinstance(text, Chat):
+            check_pictures(text, model)
+            for each in text.pictures:
+                if each.link:
+                    raise InvalidInput.at(each.param, "must be a data: URL: nothing is fetched")
+        return text
+
     def answer(self, model: Tokenizing) -> Tokens:
         special = True if self.add_special_tokens is None else self.add_special_tokens
-        ids = model.encode(self.text(), special)
+        ids = model.encode(self._checked(model), special)
         strings = [model.token(each) for each in ids] if self.return_token_strs else None
         return Tokens(len(ids), model.max_model_len, ids, strings)
 

@@ -49,6 +49,7 @@ class Embedder:
         self.sizes = sizes
         self.info = info
         self.max_model_len = reader.limit
+        self.takes_images = False
         self.encode, self.decode, self.token = reader.encode, reader.decode, reader.token
         self.head = Head(files, rows.device)
         [vector] = self.forward([[Row(rows.tokenizer("a")["input_ids"])]])

@@ -40,6 +40,7 @@ class Reranker:
         self.activation = activation or nn.Sigmoid()
         self.info = info
         self.max_model_len = reader.limit
+        self.takes_images = False
         self.encode, self.decode, self.token = reader.encode, reader.decode, reader.token
 
     # ── pool threads ──

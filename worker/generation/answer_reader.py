@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from batching.request_queue import WorkItem
 from worker.deltas import Delta
-from worker.generation.frontend import answer_parser, begun_answer, proved
+from worker.generation.answers import answer_parser, begun_answer, proved
 from worker.generation.output import Prepared, make_choices
 from worker.model.logits_processors import SamplingParams
 from worker.model.sampler import SampledToken

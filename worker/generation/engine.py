@@ -14,31 +14,32 @@ from collections.abc import Callable
 from itertools import chain, islice, zip_longest
 from typing import Literal
 
-from torch import Tensor
-
 from batching.block_pool import BlockPool
 from batching.errors import DeviceLost, ItemFailed, OnequeueError, OutOfMemory
+from batching.prefill_budget import PrefillBudget
 from batching.request_queue import WorkItem
-from batching.scheduler import ContinuousScheduler, PrefillBudget
+from batching.scheduler import ContinuousScheduler
 from batching.sequence import Batch, Chunk, Sequence
 from worker.deltas import Delta
 from worker.failures import failure_of, rerun_in_halves
 from worker.generation.frontend import Frontend
 from worker.generation.ngram_drafter import NgramDrafter
 from worker.generation.output import SequenceOutput
-from worker.grammar.bitmask import MaskRequest, Masks
+from worker.generation.step import draws_of, report_of, scores_of
+from worker.grammar.bitmask import Masks
 from worker.model.cached_runner import CachedRunner
-from worker.model.logits_processors import Draw
 from worker.model.paged_runner import PagedRunner
 from worker.model.sampler import SampledToken, sample
-from worker.protocol import StepOutcome, StepReport
+from worker.protocol import StepOutcome
+from worker.vision.prompt import PicturePrompt
+from worker.vision.seeing import Sight
+from worker.vision.tower import Tower
+from worker.vision.viewing import Viewing
 
 log = logging.getLogger("onequeue.generation")
 
 # A decode step costs about the same for so many rows: drafts are free up to here.
 FREE_ROWS = {"cpu": 8, "cuda": 64}
-
-MaskedRow = tuple[int, MaskRequest]  # the first row that it is for
 
 
 class GenerationEngine(Frontend):
@@ -51,9 +52,10 @@ class GenerationEngine(Frontend):
         new_scheduler: Callable[[], ContinuousScheduler],
         speculates: bool = False,
         why: str = "",
+        sight: Sight | None = None,
     ) -> None:
         language, device = runner.language, runner.language.device.type
-        super().__init__(language, runner.max_model_len, why)
+        super().__init__(language, runner.max_model_len, why, sight)
         self.runner = runner
         self.speculates = speculates
         self.live: dict[WorkItem, list[Sequence]] = {}  # until their end is reported
@@ -62,11 +64,16 @@ class GenerationEngine(Frontend):
         self.scheduler = new_scheduler()
         self._budget = PrefillBudget(device, self.scheduler.whole_prompts)
         self._free_rows = FREE_ROWS[device]
+        self._viewing = self._new_viewing()
         self._masks = Masks(language.vocab_size, self.eos_ids)
         # of the step that is under way
-        self._started, self._rows_run = 0.0, 0
+        self._started, self._rows_run, self._viewed_s = 0.0, 0, 0.0
         self._counts: Counter[str] = Counter()  # what StepReport counts
         self._deltas: list[tuple[WorkItem, Delta]] = []
+
+    def _new_viewing(self) -> Viewing | None:
+        entrance = self.runner.entrance
+        return Viewing(Tower(entrance), self._not_viewed) if entrance else None
 
     @property
     def pool(self) -> BlockPool:
@@ -90,11 +97,14 @@ class GenerationEngine(Frontend):
                 scores_end=bool(output.prepared.labels),
                 background=output.background,
                 root=item.payload.cache_root,
+                scene=output.prepared.scene,
                 drafter=NgramDrafter() if self.speculates and output.prepared.max_tokens else None,
             )
             for output in item.prepared
         ]
         for sequence in sequences:
+            if sequence.scene and not self._viewing:
+                sequence.scene.ready = True  # its pictures run with it
             self.scheduler.add(sequence)
 
     def clear(self) -> list[WorkItem]:
@@ -105,6 +115,7 @@ class GenerationEngine(Frontend):
         self.live.clear()
         self._failed.clear()
         self.scheduler = self._new_scheduler()
+        self._viewing = self._new_viewing()
         return items
 
     def warm_up(self) -> None:
@@ -125,10 +136,13 @@ class GenerationEngine(Frontend):
     # ── a step ──
 
     def step(self) -> StepOutcome:
-        self._started, self._rows_run = time.monotonic(), 0
+        self._started, self._rows_run, self._viewed_s = time.monotonic(), 0, 0.0
         self._counts, self._deltas = Counter(), []
         self._drop_closed()
         streaming = any(sequence.left <= 1 for sequence in self.scheduler.running)
+        if self._viewing:
+            self._viewing.turn(self.scheduler, streaming)
+            self._viewed_s = time.monotonic() - self._started
         chunks = self.scheduler.schedule(self._budget.prompt_tokens(streaming), self._draft)
         if chunks := list(filter(self._is_running, chunks)):
             try:
@@ -158,10 +172,10 @@ class GenerationEngine(Frontend):
     def _run(self, chunks: abc.Sequence[Chunk]) -> None:
         """Through the model, and on with what it gives; raises before anything has changed."""
         batch = Batch.of(chunks)
-        rows, masks = self._rows(chunks)
+        rows, masks = draws_of(chunks)
         allowed = self._masks.begin(masks) if masks else None  # computed while the model runs
         logits = self.runner.forward(batch)
-        scores = self._score(batch, logits)
+        scores = scores_of(batch, logits)
         sampled = sample(logits[batch.scored :], rows, allowed.result() if allowed else None)
         self._rows_run += len(batch.ids)
         remaining = iter(sampled)
@@ -172,30 +186,6 @@ class GenerationEngine(Frontend):
                     self._advance(chunk, scores.get(chunk.sequence, []), drawn)
                 except BaseException as error:
                     self._fail(chunk.sequence.output.item, error)
-
-    def _rows(self, chunks: abc.Sequence[Chunk]) -> tuple[list[Draw], list[MaskedRow]]:
-        """What is sampled, and which tokens may be in some of the rows."""
-        rows: list[Draw] = []
-        masks: list[MaskedRow] = []
-        for chunk in chunks:
-            if count := chunk.to_sample:
-                output: SequenceOutput = chunk.sequence.output
-                if output.guide and (mask := output.guide.mask(chunk.drafts)):
-                    masks.append((len(rows), mask))
-                first, drafts = output.count, chunk.drafts
-                rows += [Draw(output.sampling, first + n, drafts[:n]) for n in range(count)]
-        return rows, masks
-
-    def _score(self, batch: Batch, logits: Tensor) -> dict[Sequence, list[SampledToken]]:
-        """How likely prompts' tokens are, or what may follow one, where that is asked."""
-        scores: dict[Sequence, list[SampledToken]] = {}
-        row = 0
-        for chunk in batch.chunks if batch.scored else ():
-            if positions := chunk.to_score:
-                end = row + len(positions)
-                scores[chunk.sequence] = chunk.sequence.output.score(logits[row:end], positions)
-                row = end
-        return scores
 
     def _advance(self, chunk: Chunk, scores: list[SampledToken], drawn: list[SampledToken]) -> None:
         sequence, counts = chunk.sequence, self._counts
@@ -238,6 +228,12 @@ class GenerationEngine(Frontend):
 
     # ── failures ──
 
+    def _not_viewed(self, prompt: PicturePrompt, error: BaseException) -> None:
+        """A picture of the prompt failed, and what it belongs to."""
+        for item, sequences in list(self.live.items()):
+            if item not in self._failed and any(each.scene is prompt for each in sequences):
+                self._fail(item, error)
+
     def _is_running(self, chunk: Chunk) -> bool:
         return chunk.sequence.table is not None
 
@@ -267,10 +263,13 @@ class GenerationEngine(Frontend):
     # ── what comes of it ──
 
     def _outcome(self) -> StepOutcome:
-        report = self._report()
+        if self._viewing:
+            self._viewing.close_those_that_ran(self.scheduler)
+        report = report_of(self.scheduler, self._counts, self._started)
         if self._rows_run:
             prefill = report.prefill_tokens
-            self._budget.learn(prefill, self._rows_run - prefill, report.total_s)
+            seconds = report.total_s - self._viewed_s
+            self._budget.learn(prefill, self._rows_run - prefill, seconds)
         deltas = [(item, delta) for item, delta in self._deltas if item not in self._failed]
         active = dict.fromkeys(item for item, _ in deltas)
         ended = [i for i in active if all(each.output.ended for each in self.live[i])]
@@ -279,20 +278,3 @@ class GenerationEngine(Frontend):
             del self.live[item]
         self._failed.clear()
         return StepOutcome(report, deltas, done)
-
-    def _report(self) -> StepReport:
-        scheduler = self.scheduler
-        admitted, paged = scheduler.admitted, not scheduler.whole_prompts
-        return StepReport(
-            **self._counts,
-            cached_tokens=sum(sequence.cached or 0 for sequence in admitted),
-            preempted=scheduler.preempted,
-            admitted=len(admitted),
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            starved=scheduler.starved,
-            blocks_used=self.pool.used if paged else 0,
-            blocks_total=self.pool.count if paged else 0,
-            total_s=time.monotonic() - self._started,
-            waits_s=tuple(self._started - s.output.item.accepted_at for s in admitted),
-        )

@@ -8,39 +8,54 @@ request leaves open comes from the checkpoint's generation_config.
 """
 
 import secrets
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from worker.decisions import DecisionInput
+from worker.generation.answers import (
+    answer_parser,
+    begun_answer,
+    called_tools,
+    content_headers,
+    proved,
+    shall_think,
+)
 from worker.generation.decisions import Decisions
 from worker.generation.defaults import LEFT_OPEN, default_sampling, end_ids
 from worker.generation.output import Prepared, make_choices
-from worker.grammar.calls import accepts, calls_grammar
+from worker.grammar.calls import calls_grammar
 from worker.grammar.compiler import Grammar, Grammars
 from worker.grammar.guide import Plan
 from worker.grammar.notation import either, unusable
 from worker.model.language_model import LanguageModel
 from worker.model.logits_processors import SamplingParams
 from worker.protocol import Calls, Chat, GenerationInput, ModelInfo, Sampling, Stopping
-from worker.text.answer_form import ANSWER, AnswerForm
+from worker.text.answer_form import AnswerForm
 from worker.text.call_form import CallForm
-from worker.text.chat_template import ChatTemplate, thoughts_in
+from worker.text.chat_template import ChatTemplate
 from worker.text.detokenizer import Vocabulary
 from worker.text.parser import Parser
-from worker.text.probes import ARGUMENTS, TOOLS
-from worker.text.renderer import SWITCHES
+from worker.vision.prompt import PicturePrompt
+from worker.vision.seeing import Sight
 
 
 class Frontend:
     """`max_model_len`: tokens in all. `why`: why the model does not run on paged memory, if so."""
 
-    def __init__(self, language: LanguageModel, max_model_len: int, why: str = "") -> None:
+    def __init__(
+        self,
+        language: LanguageModel,
+        max_model_len: int,
+        why: str = "",
+        sight: Sight | None = None,
+    ) -> None:
         tokenizer, defaults, vocab_size = language.tokenizer, language.defaults, language.vocab_size
         self.language = language
+        self.sight = sight
         self.max_model_len = max_model_len
+        self.takes_images = sight is not None
         self.info = ModelInfo(
             "text-generation",
             language.name,
@@ -67,6 +82,8 @@ class Frontend:
         item.tokens = len(prepared.ids)
 
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
+        if isinstance(prompt, Chat) and prompt.pictures and self.sight:
+            return self.sight.again(self.template.render(prompt), prompt.pictures).ids
         return self._encoded(prompt, add_special_tokens, "messages")[1]
 
     def decode(self, ids: list[int]) -> str:
@@ -86,7 +103,7 @@ class Frontend:
 
     def prepared(self, request: GenerationInput) -> Prepared:
         """InvalidInput says what cannot be served."""
-        text, ids = self._prompt(request)
+        text, ids, scene = self._prompt(request)
         ends: dict[int, int | None] = {id_: id_ for id_ in request.stopping.stop_token_ids}
         self._check_ids(request.stopping.stop_token_ids, "stop_token_ids")
         if not request.stopping.ignore_eos:
@@ -99,6 +116,7 @@ class Frontend:
             ends,
             echoed if request.prompt_logprobs is None else request.prompt_logprobs,
             *self._answer(request, text),
+            scene=scene,
         )
 
     def _answer(self, request: GenerationInput, text: str) -> tuple[Parser | None, Plan | None]:
@@ -125,7 +143,7 @@ class Frontend:
         single = calls is not None and not calls.parallel
         if not (answer or call or single or budget is not None):
             return None
-        opens = answer and _shall_think(request) and not form.ends_thoughts(begun)
+        opens = answer and shall_think(request) and not form.ends_thoughts(begun)
         return Plan(
             tokenizer=self.grammars.tokenizer("tools") if answer or call else None,
             answer=answer,
@@ -169,9 +187,13 @@ class Frontend:
             raise InvalidInput(f"{constraint.param}: {both}", constraint.param)
         return grammars.compiled(either(constraint, written), constraint.param), None
 
-    def _prompt(self, request: GenerationInput) -> tuple[str, list[int]]:
-        """The prompt's text, if it is one, and its tokens."""
-        if isinstance(request.prompt, tuple):
+    def _prompt(self, request: GenerationInput) -> tuple[str, list[int], PicturePrompt | None]:
+        """The prompt's text, if it is one, its tokens, and what of them is pictures."""
+        scene = None
+        if isinstance(request.prompt, Chat) and request.prompt.pictures:
+            text, scene = self._pictured(request.prompt)
+            ids = [*scene.ids]
+        elif isinstance(request.prompt, tuple):
             self._check_ids(request.prompt, request.param)
             text, ids = "", list(request.prompt)
         else:
@@ -184,20 +206,33 @@ class Frontend:
                 f"{self.max_model_len}, with the answer",
                 request.param,
             )
-        return text, ids
+        return text, ids, scene
+
+    def _pictured(self, chat: Chat) -> tuple[str, PicturePrompt]:
+        """Its text, and its pictures with their tokens."""
+        sight = self.sight
+        if sight is None:
+            raise InvalidInput("this model takes text, no images", chat.pictures[0].param)
+        text = self.template.render(chat)
+        self._check_length(text, "messages")
+        made = sight.process(text, chat.pictures)
+        return text, PicturePrompt.of(made, lambda: sight.again(text, chat.pictures))
 
     def _encoded(self, prompt: Chat | str, special: bool, param: str) -> tuple[str, list[int]]:
         """Text and ids. `special`: the tokenizer adds its own; templates write them."""
         if isinstance(prompt, Chat):
             prompt, special = self.template.render(prompt), False
+        self._check_length(prompt, param)
+        call: Any = self.language.tokenizer
+        return prompt, call(prompt, add_special_tokens=special, verbose=False)["input_ids"]
+
+    def _check_length(self, prompt: str, param: str) -> None:
         if len(prompt) > self.max_model_len * self.longest_token:
             raise InvalidInput(
                 f"the prompt has more than {len(prompt) // self.longest_token} tokens; this "
                 f"model's context holds {self.max_model_len}",
                 param,
             )
-        call: Any = self.language.tokenizer
-        return prompt, call(prompt, add_special_tokens=special, verbose=False)["input_ids"]
 
     def _check_ids(self, ids: Any, param: str) -> None:
         for id_ in ids:
@@ -231,56 +266,3 @@ class Frontend:
             end_ids=ends if stopping.min_tokens else (),
             **{name: value for name, value in chosen.items() if value is not None},
         )
-
-
-def proved(template: ChatTemplate) -> ChatTemplate:
-    """The grammar of its calls takes those that it writes; else their form is not used. Where it
-    writes Python without its quotes, there is nothing to compare."""
-    form = template.answers.calls
-    if form and (form.arguments.style != "python" or form.arguments.quotes):
-        written = [text for text, calls in template.examples if calls[0][1] == ARGUMENTS]
-        if not all(accepts(form, TOOLS, text) for text in written):
-            template.refuse_calls("their grammar does not take what the template writes")
-    return template
-
-
-def begun_answer(template: ChatTemplate, request: GenerationInput, text: str) -> str:
-    """What a chat's prompt has already written of the answer."""
-    chat = request.prompt
-    assert isinstance(chat, Chat)
-    if chat.continue_final_message:
-        content = chat.messages[-1].get("content")
-        return content if isinstance(content, str) else ""
-    form, _ = template.forms(request.calls)
-    return thoughts_in(form, text) if chat.add_generation_prompt else ""
-
-
-def answer_parser(
-    template: ChatTemplate, request: GenerationInput, begun: str, document: bool = False
-) -> Parser | None:
-    """What reads the answers to a chat; None: they are nothing but text."""
-    form, _ = template.forms(request.calls)
-    if form.begins == ANSWER and not form.marks and not request.calls:
-        return None
-    return Parser(form, begun, bool(request.calls), called_tools(request), document)
-
-
-def content_headers(form: AnswerForm) -> tuple[str, ...]:
-    """What may stand before content."""
-    return tuple(filter(None, (form.start, form.content and form.content[0])))
-
-
-def called_tools(request: GenerationInput) -> list[Mapping[str, Any]]:
-    """Those of the request's tools that may be called."""
-    names = request.calls.names if request.calls else ()
-    tools = request.prompt.tools if isinstance(request.prompt, Chat) else ()
-    return [tool for tool in tools if tool["function"]["name"] in names]
-
-
-def _shall_think(request: GenerationInput) -> bool:
-    """Whether thinking is asked for: else an answer with a grammar begins with it."""
-    chat = request.prompt
-    if not isinstance(chat, Chat):
-        return False
-    switched = any(chat.template_kwargs.get(switch) for switch in SWITCHES)
-    return switched or chat.effort not in (None, "none") or request.thinking_tokens is not None

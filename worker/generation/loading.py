@@ -3,16 +3,24 @@ that transformers gives it where that does not fit. On the worker's thread.
 """
 
 import logging
+from functools import partial
+from typing import Any
 
 from batching.block_pool import BlockPool
 from batching.scheduler import ContinuousScheduler
 from worker.generation.engine import GenerationEngine
 from worker.model.cached_runner import CachedRunner
 from worker.model.kv_cache import BLOCK
-from worker.model.language_model import GeneratorOptions, load_language_model
+from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
+from worker.model.loading import first_line
 from worker.model.paged_runner import PagedRunner
 from worker.model.paging import load_paged_runner
 from worker.model.self_check import CannotRun
+from worker.vision.cached import PicturedRunner
+from worker.vision.check import check_pictures
+from worker.vision.processor import Processor
+from worker.vision.processor_loading import load_processor
+from worker.vision.seeing import Sight
 
 log = logging.getLogger("onequeue.generation")
 
@@ -26,26 +34,54 @@ PREFIX_SHARE = 0.25
 def load_generator(options: GeneratorOptions) -> GenerationEngine:
     """LoadingFailed if the model cannot be served."""
     language = load_language_model(options)
+    sight = load_sight(language, int(options.max_image_mp * 1e6))
+    runner: PagedRunner | CachedRunner
     try:
-        runner = load_paged_runner(language, options)
+        also = partial(check_pictures, language, sight.processor) if sight else lambda: None
+        runner = load_paged_runner(language, options, also)
     except CannotRun as error:
         log.warning("static batches: %s", error)
         language.lay_out(options.quantization)
-        return cached_engine(CachedRunner(language, options.max_model_len), options, str(error))
-    return paged_engine(runner, options)
+        length = options.max_model_len
+        if sight:
+            runner = PicturedRunner(language, length, sight.processor)
+        else:
+            runner = CachedRunner(language, length)
+        return cached_engine(runner, options, str(error), sight)
+    return paged_engine(runner, options, sight)
 
 
-def paged_engine(runner: PagedRunner, options: GeneratorOptions) -> GenerationEngine:
+def load_sight(language: LanguageModel, most_pixels: int) -> Sight | None:
+    """None, with a line in the log, where the checkpoint's does not load: it serves text."""
+    if not language.sees:
+        return None
+    config: Any = language.model.config
+    try:
+        made = load_processor(language.folder)
+        processor = Processor(made, config.image_token_id, language.context)
+    except Exception as error:
+        log.warning("images are refused, its processor does not load: %s", first_line(error))
+        return None
+    language.tokenizer = processor.tokenizer
+    return Sight(processor, most_pixels)
+
+
+def paged_engine(
+    runner: PagedRunner, options: GeneratorOptions, sight: Sight | None = None
+) -> GenerationEngine:
     set_aside = options.kv_cache_gb is not None or runner.language.device.type == "cuda"
     share = 1.0 if set_aside else PREFIX_SHARE
     return GenerationEngine(
         runner,
         lambda: ContinuousScheduler(BlockPool(runner.blocks, BLOCK, share), options.max_running),
         speculates=options.speculation == "auto",
+        sight=sight,
     )
 
 
-def cached_engine(runner: CachedRunner, options: GeneratorOptions, why: str) -> GenerationEngine:
+def cached_engine(
+    runner: CachedRunner, options: GeneratorOptions, why: str, sight: Sight | None = None
+) -> GenerationEngine:
     """`why`: why the model is not paged."""
     most = min(options.max_running, MOST_CACHED)
     # any sequence fits into a block, no block is ever full, and there are more than can run
@@ -54,4 +90,5 @@ def cached_engine(runner: CachedRunner, options: GeneratorOptions, why: str) -> 
         runner,
         lambda: ContinuousScheduler(BlockPool(blocks, size), most, whole_prompts=True),
         why=why,
+        sight=sight,
     )

@@ -21,6 +21,7 @@ from worker.model.sampler import SampledToken, prompt_logprobs
 from worker.text.detokenizer import CONTEXT, Piece, Share, Tokens, Vocabulary
 from worker.text.parser import Event, Parser
 from worker.text.stop_strings import StopStrings
+from worker.vision.prompt import PicturePrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Prepared:
     parser: Parser | None = None  # at the answer's beginning; None: an answer is nothing but text
     plan: Plan | None = None  # None: it may be anything
     labels: tuple[int, ...] = ()  # not to be generated: how likely each is to come is wanted
+    scene: PicturePrompt | None = None  # None: there are no pictures in it
 
 
 class Echo(NamedTuple):

@@ -79,6 +79,7 @@ class Place(NamedTuple):
 
 class CachedRunner:
     compile_state: Literal["running", "done", "off"] = "off"
+    entrance: None = None
 
     def __init__(self, language: LanguageModel, max_model_len: int | None = None) -> None:
         self.language = language
@@ -110,7 +111,7 @@ class CachedRunner:
         ongoing: dict[Group, list[Sequence]] = {}
         fresh: list[Sequence] = []
         for sequence in sequences:
-            place: Place | None = _table(sequence).kept
+            place: Place | None = table_of(sequence).kept
             missing = len(sequence.tokens) - place.tokens if place else -1
             if place and place.group.past and missing == 1:
                 ongoing.setdefault(place.group, []).append(sequence)
@@ -138,18 +139,18 @@ class CachedRunner:
         past = None
         if group:
             past, group.past = group.past, None  # in doubt until all went well
-            rows = [_table(each).kept.row for each in members]
+            rows = [table_of(each).kept.row for each in members]
             if past and rows != list(range(group.rows)):
                 past = self.keep(past, rows)
         texts = [each.tokens for each in members]
         logits, past = self.run(texts, past)
         made = Group(len(texts), len(texts) * max(map(len, texts)), logits, past)
         for row, each in enumerate(members):
-            _table(each).kept = Place(made, row, len(each.tokens))
+            table_of(each).kept = Place(made, row, len(each.tokens))
 
     def _logits(self, sequence: Sequence) -> Tensor:
         """[1, V] after its last token."""
-        place: Place = _table(sequence).kept
+        place: Place = table_of(sequence).kept
         return place.group.logits[place.row : place.row + 1]
 
     def _scored(self, chunk: Chunk) -> Tensor:
@@ -221,7 +222,7 @@ class CachedRunner:
             alone = cached
         except Exception as error:
             self.caches = False
-            _log_refusal("cached", error)
+            log_refusal("cached", error)
         tolerance = max(BATCHED, TOLERANCE[self.language.dtype])
         ways: tuple[Any, ...] = (("padded", slice(0, 2)), ("same length", slice(1, 3)))
         for way, part in ways:
@@ -230,7 +231,7 @@ class CachedRunner:
                 self.batching = way
                 return
             except Exception as error:
-                _log_refusal(way, error)
+                log_refusal(way, error)
 
     def _stepped(self, texts: list[list[int]]) -> list[list[Tensor]]:
         """The last logits of each text, as batches give them: others have their turns between,
@@ -250,7 +251,7 @@ class CachedRunner:
         return gave
 
 
-def _table(sequence: Sequence) -> BlockTable:
+def table_of(sequence: Sequence) -> BlockTable:
     assert sequence.table is not None
     return sequence.table
 
@@ -261,7 +262,7 @@ def _compare(got: Steps, reference: Steps, tolerance: float) -> None:
             compare(logits, right, tolerance)
 
 
-def _log_refusal(way: str, error: Exception) -> None:
+def log_refusal(way: str, error: Exception) -> None:
     if isinstance(failure_of(error), DeviceLost):
         raise error
     log.info("not %s: %.200s", way, first_line(error))

@@ -49,15 +49,16 @@ class RowsMetadata(Attends):
         self.programs = PROGRAMS
         if cache.device.type == "cuda":
             self.programs *= torch.cuda.get_device_properties(cache.device).multi_processor_count
-        self._filled = torch.zeros(4, rows, dtype=torch.long, device=cache.device)
-        # `rests`: places after it in a block that the step begins
-        self.ids, self.positions, self.slots, self.rests = self._filled
+        self._filled = torch.zeros(5, rows, dtype=torch.long, device=cache.device)
+        # `rests`: places after it in a block that the step begins; `told`: positions as the model
+        # is told them, behind pictures
+        self.ids, self.positions, self.slots, self.rests, self.told = self._filled
         self.tables = torch.zeros(rows, table, dtype=torch.int32, device=cache.device)
 
     def first(self, rows: int) -> "RowsMetadata":
         """A view of the first rows."""
         view = copy.copy(self)
-        view.ids, view.positions, view.slots, view.rests = self._filled[:, :rows]
+        view.ids, view.positions, view.slots, view.rests, view.told = self._filled[:, :rows]
         view.tables = self.tables[:rows]
         return view
 
@@ -79,9 +80,10 @@ class RowsMetadata(Attends):
         positions = np.array(batch.positions)
         tables = np.full((rows, blocks.shape[1]), spare, np.int32)
         tables[:count] = blocks[span]
-        filled = np.zeros((4, rows), np.int64)
+        filled = np.zeros((5, rows), np.int64)
         filled[0, :count] = batch.ids
         filled[1, :count] = positions
+        filled[4, :count] = batch.shifted if batch.shifts else positions
         filled[2] = spare * BLOCK
         filled[2, :count] = (
             blocks[span, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
@@ -155,7 +157,7 @@ class CudaGraphs:
     def _run(self, size: int) -> Tensor:
         metadata = self._metadata.first(size)
         # clones are to the compiler what an eager step passes: it compiles no more
-        ids, positions = metadata.ids[None].clone(), metadata.positions[None].clone()
+        ids, positions = metadata.ids[None].clone(), metadata.told[None].clone()
         with forward_context(metadata):
             output = self._model(input_ids=ids, position_ids=positions, use_cache=False)
         logits: Tensor = output.logits[0]

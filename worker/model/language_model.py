@@ -6,6 +6,7 @@ cached_runner.py.
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from worker.architectures import advice
 from worker.model import cpu_linear, missing_weights
@@ -33,7 +37,7 @@ from worker.model.loading import (
     loading,
     local_path,
 )
-from worker.model.self_check import TOLERANCE, compare
+from worker.model.self_check import TOLERANCE, compare, explicit_masks
 
 log = logging.getLogger("onequeue.language_model")
 
@@ -57,13 +61,23 @@ class GeneratorOptions:
     max_model_len: int | None = None
     kv_cache_gb: float | None = None
     max_running: int = 256
+    max_image_mp: float = 64.0
 
 
 class LanguageModel:
+    """`folder`: the checkpoint's, or its name on a hub. `sees`: it takes pictures."""
+
     def __init__(
-        self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+        self,
+        name: str,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        folder: str = "",
+        sees: bool = False,
     ) -> None:
         self.name = name
+        self.folder = folder
+        self.sees = sees
         self.model = model
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
@@ -81,6 +95,12 @@ class LanguageModel:
     def defaults(self) -> GenerationConfig:
         empty: Any = GenerationConfig  # not annotated
         return self.model.generation_config or empty()
+
+    @property
+    def decoder(self) -> Any:
+        """The part that runs paged: of a model that sees, what its pictures' rows go into."""
+        model: Any = self.model  # not annotated
+        return model.get_decoder() if self.sees else model
 
     @property
     def context(self) -> int:
@@ -116,13 +136,15 @@ def load_language_model(options: GeneratorOptions) -> LanguageModel:
     """LoadingFailed names the model and says why."""
     name = options.model
     log.info("loading chat model=%s", name)
-    auto: Any = AutoModelForCausalLM
     with loading(f"the chat model {name!r} could not be loaded"):
         path = local_path(name, DEMO_FOLDER)
         device = choose_device(options.device)
         if device.type == "cuda":
             torch.cuda.set_device(device.index or 0)  # where this thread's kernels and graphs go
         check_fits(path, options.dtype, device)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         model, info = auto.from_pretrained(
             path,
             dtype=choose_dtype(options.dtype, path, device),
@@ -132,9 +154,10 @@ def load_language_model(options: GeneratorOptions) -> LanguageModel:
             **attention_keywords(options.attention),
         )
         model.to(device).eval()
-        check_generates(model, missing_weights.names_of(info))
+        with explicit_masks(model.get_decoder()) if sees else nullcontext():
+            check_generates(model, missing_weights.names_of(info))
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    return LanguageModel(name, model, tokenizer)
+    return LanguageModel(name, model, tokenizer, path, sees)
 
 
 def check_generates(model: PreTrainedModel, lacking: dict[str, str]) -> None:

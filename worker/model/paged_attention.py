@@ -98,7 +98,7 @@ class AttentionMetadata(Attends):
     def _members(self, window: int, chunk: int) -> Iterator[Any]:
         """Numbers of the spans of each group: they see themselves or blocks, of similar reach and
         width."""
-        first = self._first_seen(self.starts, window, chunk)
+        first = self._first_gathered(slice(None), window, chunk)
         reach = self.starts + self.widths - first // BLOCK * BLOCK
         fresh = (self.starts == 0) & (self.widths > 1)
         for members in (np.flatnonzero(fresh), np.flatnonzero(~fresh)):
@@ -112,6 +112,9 @@ class AttentionMetadata(Attends):
                 if end == len(members) or not _share_a_call(reach[more], self.widths[more]):
                     yield np.sort(members[begin:end])
                     begin = end
+
+    def _first_gathered(self, members: Any, window: int, chunk: int) -> Any:
+        return self._first_seen(self.starts[members], window, chunk)
 
     def _first_seen(self, position: Any, window: int, chunk: int) -> Any:
         first = np.maximum(position - window + 1, 0) if window else np.zeros_like(position)
@@ -130,9 +133,10 @@ class AttentionMetadata(Attends):
         if t == 1 or starts.any():
             gathered, keys = self._gathered(members, window, chunk)
             blocks = self._tensor(gathered.ravel())
-            mask = self._mask(queries, keys, window, chunk)
+            mask = self._mask(queries, keys, window, chunk, rows)
         elif masked or 0 < window < t or 0 < chunk < t:
-            mask = self._mask(queries, np.broadcast_to(within, (b, t)), window, chunk)
+            keys = np.broadcast_to(within, (b, t))
+            mask = self._mask(queries, keys, window, chunk, rows)
         target = None if every else self._tensor(rows[real])
         rows = None if every else self._tensor(rows.ravel())
         return Group(rows, places, target, (b, t), blocks, mask)
@@ -140,7 +144,7 @@ class AttentionMetadata(Attends):
     def _gathered(self, members: Any, window: int, chunk: int) -> tuple[Any, Any]:
         """The members' blocks [b, n] from the first that is seen, and the positions in them."""
         starts, widths = self.starts[members], self.widths[members]
-        first = self._first_seen(starts, window, chunk) // BLOCK
+        first = self._first_gathered(members, window, chunk) // BLOCK
         last = (starts + widths - 1) // BLOCK
         n = int((last - first).max()) + 1
         blocks = np.empty((len(members), n), dtype=np.int64)
@@ -150,14 +154,19 @@ class AttentionMetadata(Attends):
             blocks[row, len(seen) :] = seen[-1]
         return blocks, first[:, None] * BLOCK + np.arange(n * BLOCK)
 
-    def _mask(self, queries: Any, keys: Any, window: int, chunk: int) -> Tensor:
+    def _mask(self, queries: Any, keys: Any, window: int, chunk: int, rows: Any) -> Tensor:
+        seen = self._seen(queries, keys, window, chunk, rows)
+        mask = torch.zeros(seen.shape, dtype=self.cache.dtype)
+        mask.masked_fill_(torch.from_numpy(~seen), -torch.inf)
+        return mask.unsqueeze(1).to(self.cache.device)
+
+    def _seen(self, queries: Any, keys: Any, window: int, chunk: int, rows: Any) -> Any:
+        """[b, t, keys] whether a query sees a key; `rows`: of the queries in the step."""
         position = queries[:, :, None]
         seen = keys[:, None, :] <= position
         if window or chunk:
             seen &= keys[:, None, :] >= self._first_seen(position, window, chunk)
-        mask = torch.zeros(seen.shape, dtype=self.cache.dtype)
-        mask.masked_fill_(torch.from_numpy(~seen), -torch.inf)
-        return mask.unsqueeze(1).to(self.cache.device)
+        return seen
 
     def _tensor(self, values: Any) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.cache.device)

@@ -18,13 +18,16 @@ from batching.sequence import Batch, Span
 from worker.cores import release
 from worker.model import native_attention, native_linear
 from worker.model.attention_function import Attends, forward_context
+from worker.model.both_ways import BothWaysMetadata, has_blocks
 from worker.model.compiling import compiled
 from worker.model.cuda_graphs import SIZES, SPARE, CudaGraphs, RowsMetadata, capture_graphs
+from worker.model.entrance import Entrance
 from worker.model.kv_cache import BLOCK, KVCache
 from worker.model.language_model import LanguageModel
 from worker.model.loading import first_line
 from worker.model.native_attention import NativeMetadata
 from worker.model.paged_attention import AttentionMetadata
+from worker.model.pictures import rows_of, told_positions
 from worker.model.self_check import length_beyond_windows
 
 log = logging.getLogger("onequeue.paged_runner")
@@ -42,6 +45,7 @@ class PagedRunner:
         self, language: LanguageModel, blocks: int, max_model_len: int, max_running: int
     ) -> None:
         self.language = language
+        self.entrance = Entrance(language.model) if language.sees else None
         self.blocks = blocks
         self.max_model_len = max_model_len
         self.compile_state: Literal["running", "done", "off"] = "off"
@@ -57,6 +61,8 @@ class PagedRunner:
         of all its tokens are written."""
         if self._compiled:
             self._take_over(self._compiled)
+        if batch.pictured:
+            return self._run_pictured(batch)
         if self._graphs and self._graphs.takes(batch):
             return self._graphs.forward(batch)
         return self._run(batch)
@@ -70,6 +76,15 @@ class PagedRunner:
 
     def _run(self, batch: Batch) -> Tensor:
         return run(self.model, batch, self.metadata(self.cache, batch))
+
+    def _run_pictured(self, batch: Batch) -> Tensor:
+        """By the eager model, whatever else there is: pictures join on the way to its decoder."""
+        assert self.entrance is not None
+        metadata = (BothWaysMetadata if has_blocks(batch) else self.metadata)(self.cache, batch)
+        positions = told_positions(batch).to(self.cache.device)
+        places, rows = rows_of(batch)
+        with self.entrance.bringing(places.to(self.cache.device), rows):
+            return run(self.entrance.model, batch, metadata, positions)
 
     # ── compiling ──
 
@@ -154,14 +169,20 @@ class PagedRunner:
 
 
 @torch.inference_mode()
-def run(model: Callable[..., Any], batch: Batch, metadata: Attends) -> Tensor:
-    """Logits [R, vocabulary] by the model, whose layers attend by the metadata."""
+def run(
+    model: Callable[..., Any], batch: Batch, metadata: Attends, positions: Tensor | None = None
+) -> Tensor:
+    """Logits [R, vocabulary] by the model, whose layers attend by the metadata. `positions`: as the
+    model is told them, where that is not [1, T]."""
     device = metadata.cache.device
+    if positions is None:  # made here, for the compiler's guards
+        told = torch.tensor(batch.shifted, device=device) if batch.shifts else metadata.positions
+        positions = told[None].clone()
     rows = torch.tensor(list(batch.rows), dtype=torch.long, device=device)
     with forward_context(metadata):
         output = model(
             input_ids=torch.tensor([list(batch.ids)], device=device),
-            position_ids=metadata.positions[None].clone(),  # made here, for the compiler's guards
+            position_ids=positions,
             use_cache=False,
             logits_to_keep=rows,
         )

@@ -10,7 +10,8 @@ but that are not told the window, are found whatever its size.
 import functools
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from worker.model.paged_runner import PagedRunner, run
 from worker.model.self_check import (
     SHORTEST,
     CannotRun,
+    explicit_masks,
     length_beyond_windows,
     random_prompts,
     set_attention,
@@ -45,10 +47,13 @@ NARROW = 5
 CACHE_SHARE = {"cpu": 0.5, "cuda": 0.85}
 
 
-def load_paged_runner(language: LanguageModel, options: GeneratorOptions) -> PagedRunner:
-    """CannotRun, and the model is as it was; LoadingFailed if there is no room for a cache."""
+def load_paged_runner(
+    language: LanguageModel, options: GeneratorOptions, also: Callable[[], None] = lambda: None
+) -> PagedRunner:
+    """CannotRun, and the model is as it was; LoadingFailed if there is no room for a cache. `also`:
+    what else is to be checked once its layers attend over one."""
     check = PagingCheck(language)
-    check.page()
+    check.page(also)
     language.lay_out(options.quantization, check.compare)
     wanted = min(options.max_model_len or language.context, language.context)
     blocks = cache_blocks(language, options.kv_cache_gb, options.max_running * wanted)
@@ -98,20 +103,23 @@ class PagingCheck:
         longest = length_beyond_windows(language.config, limit, SHORTEST + BLOCK)
         widths = [min(3, longest), longest, longest - longest // 4]
         self.prompts = random_prompts(self.model, language.tokenizer, widths)
-        self.reference = [self._reference(prompt) for prompt in self.prompts]
-        self.narrow_reference = self._narrow_reference()
+        with explicit_masks(language.decoder) if language.sees else nullcontext():
+            self.reference = [self._reference(prompt) for prompt in self.prompts]
+            self.narrow_reference = self._narrow_reference()
 
-    def page(self) -> None:
+    def page(self, also: Callable[[], None] = lambda: None) -> None:
         """Have the layers attend over a paged cache; CannotRun if they don't, or not rightly."""
-        before = self.model.config._attn_implementation
+        decoder = self.language.decoder
+        before = decoder.config._attn_implementation
         try:
             self._probe_layers()
-            set_attention(self.model, ATTENTION)
+            set_attention(decoder, ATTENTION)
             self.compare()
             if self.narrow_reference is not None:
                 self._compare_narrow(self.narrow_reference)
+            also()
         except Exception as error:
-            self.model.set_attn_implementation(before)
+            decoder.set_attn_implementation(before)
             if isinstance(error, CannotRun):
                 raise
             raise CannotRun(f"a packed step failed: {first_line(error)[:200]}") from error
@@ -122,8 +130,9 @@ class PagingCheck:
     def _probe_layers(self) -> None:
         """Fills in the language model's layers and windows."""
         found: dict[int, tuple[LayerShape, int]] = {}
-        AttentionInterface.register(PROBE, functools.partial(_record, found))
-        set_attention(self.model, PROBE)
+        record = functools.partial(_record, found, self.language.sees)
+        AttentionInterface.register(PROBE, record)
+        set_attention(self.language.decoder, PROBE)
         positions = torch.arange(2, device=self.model.device)[None]
         self.model(input_ids=positions * 0, position_ids=positions, use_cache=False)
         config = self.language.config
@@ -219,16 +228,17 @@ class PagingCheck:
 
 
 def _record(
-    found: dict[int, tuple[LayerShape, int]],
+    found: dict[int, tuple[LayerShape, int]], masked: bool,
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
     sliding_window: int | None = None, position_bias: Tensor | None = None,
     is_causal: bool | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """In place of attention: a layer's shape and window are noted, its output is nothing."""
+    """In place of attention: a layer's shape and window are noted, its output is nothing.
+    `masked`: its model's masks may be what makes it causal."""
     if position_bias is not None:
         raise CannotRun("its attention adds a bias")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if not causal or not hasattr(module, "layer_idx"):
+    if not (causal or masked) or not hasattr(module, "layer_idx"):
         raise CannotRun("its attention is not causal, or does not know its layer")
     if module.layer_idx in found:
         raise CannotRun("a layer attends twice")

@@ -5,7 +5,8 @@ pipeline/load.py.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +34,18 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
         raise CannotRun(f"it takes no attention function: {error}") from error
     if model.config._attn_implementation != name:  # some only log that
         raise CannotRun("it takes no attention function")
+
+
+@contextmanager
+def explicit_masks(part: PreTrainedModel) -> Iterator[None]:
+    """Its layers attend by the masks that the model makes, inside: without one, those of some
+    models that see would look ahead."""
+    before = part.config._attn_implementation
+    part.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        part.set_attn_implementation(before)
 
 
 def compare(got: Tensor, reference: Tensor, tolerance: float, words: str = "logits differ") -> None:

@@ -17,6 +17,7 @@ from transformers.utils import chat_template_utils
 
 from worker.text.turns import Message
 
+WORD = "qpartq"  # occurs nowhere else
 SWITCHES = ("enable_thinking", "thinking")  # what templates call it
 EFFORT = "reasoning_effort"
 utils: Any = chat_template_utils
@@ -27,7 +28,8 @@ Render = Callable[..., str]
 
 class Renderer:
     """`source`: of the template; nothing if there is none. `thinking`: its variables that say
-    whether and how much to think."""
+    whether and how much to think. Some templates of models that see take no text as content, but
+    lists of parts alone: they are given those."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -42,6 +44,8 @@ class Renderer:
             found = set()
         self.thinking = [name for name in (EFFORT, *SWITCHES) if name in found]
         self.reserved = self._reserved()
+        self._wants_parts = False
+        self._wants_parts = self._shows_parts_alone()
 
     def text(self, messages: list[Message], tools: Sequence[Message], **variables: Any) -> str:
         """Raises what the template raises; but some fail only where there are no tools, or where
@@ -73,7 +77,8 @@ class Renderer:
             known = {"add_generation_prompt": True, **variables}
             try:
                 template = sandbox.from_string(self.source)
-                messages, tools = copy.deepcopy((messages, list(tools)))  # it may change them
+                given = self._given(messages)
+                messages, tools = copy.deepcopy((given, list(tools)))  # it may change them
                 known |= {"messages": messages, "tools": tools or None}
                 return template.render(self._tokenizer.special_tokens_map, **known)
             except Exception:  # whatever it is
@@ -83,6 +88,7 @@ class Renderer:
 
     def _text(self, messages: list[Message], tools: Sequence[Message], **variables: Any) -> str:
         render: Any = self._tokenizer.apply_chat_template
+        messages = self._given(messages)
         given = {"tokenize": False, **variables}
         try:
             text = render(messages, tools=list(tools) or None, **given)
@@ -92,6 +98,13 @@ class Renderer:
             text = render(messages, tools=[], **given)  # some take no None
         assert isinstance(text, str)
         return text
+
+    def _shows_parts_alone(self) -> bool:
+        asked = {"role": "user", "content": WORD}
+        return WORD not in self.tried([asked]) and WORD in self.tried([_in_parts(asked)])
+
+    def _given(self, messages: list[Message]) -> list[Message]:
+        return [_in_parts(each) for each in messages] if self._wants_parts else messages
 
     def _reserved(self) -> set[str]:
         """Names that `chat_template_kwargs` may not set: arguments on the way to the template,
@@ -111,6 +124,13 @@ class Renderer:
             *self._environment.globals,
             *(name for name, _ in self._environment.filters.items() - FILTERS.items()),
         }
+
+
+def _in_parts(message: Message) -> Message:
+    content = message.get("content")
+    if not content or not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def _described(tool: Message) -> Message:

@@ -8,8 +8,17 @@ from msgspec import Meta, Struct
 from batching.errors import InvalidInput
 from server.http.json import Document, parse_json, to_json
 from server.openai.decisions.questions import AnyQuestion, QuestionPart
-from server.openai.params import FILLED, Filled, Salt, TextPart, required
-from server.openai.responses.items import MESSAGE_PARTS, ROLES, Item, documents, messages
+from server.openai.messages import read_messages
+from server.openai.params import FILLED, Filled, Salt, required
+from server.openai.responses.items import (
+    IMAGE,
+    MESSAGE_PARTS,
+    ROLES,
+    InputPart,
+    Item,
+    documents,
+    messages,
+)
 from server.token_stream import Usage
 from worker.decisions import MOST_QUESTIONS, DecisionInput
 
@@ -21,10 +30,12 @@ CUSTOM = {"custom_tool_call": KINDS[1], "custom_tool_call_output": KINDS[2]}
 class ItemPart(QuestionPart):
     type: Annotated[str, Meta(extra_json_schema={"enum": ["input_json", *MESSAGE_PARTS]})]
 
-    def plain(self, path: str) -> TextPart:
+    def plain(self, path: str) -> InputPart:
         if self.type == "input_json":
-            return TextPart("input_text", self.shown(path))
-        return self
+            return InputPart("input_text", self.shown(path))
+        if self.type == IMAGE:
+            self.read(path, MESSAGE_PARTS)  # decisions are about text
+        return InputPart(self.type, self.text, self.refusal)
 
 
 class DecisionItem(Struct):
@@ -35,7 +46,7 @@ class DecisionItem(Struct):
     name: str | None = None
     arguments: str | None = None
     input: str | None = None
-    output: str | list[TextPart] | None = None
+    output: str | list[InputPart] | None = None
 
     def plain(self, path: str) -> Item:
         """What a response would be given."""
@@ -52,7 +63,7 @@ class DecisionItem(Struct):
             output=self.output,
         )
 
-    def _plain_content(self, path: str) -> str | list[TextPart] | None:
+    def _plain_content(self, path: str) -> str | list[InputPart] | None:
         if not isinstance(self.content, list):
             return self.content
         return [each.plain(f"{path}[{n}]") for n, each in enumerate(self.content)]
@@ -84,7 +95,7 @@ class DecisionRequest(Struct, kw_only=True):
             given = [each.plain(f"input[{n}]") for n, each in enumerate(self.input)]
         shown = messages((), documents(given, lambda ids: {}))
         return DecisionInput(
-            tuple(each.rendered("input") for each in shown),
+            read_messages(shown)[0],
             tuple(each.asked(f"questions[{n}]") for n, each in enumerate(self.questions)),
         )
 

@@ -3,7 +3,7 @@
     Item  --document-->  what is stored and listed  --messages-->  what the chat template reads
 
 An assistant's reasoning, text and calls are separate items; a template takes them as one
-message. This model takes text only, so that other items and parts are refused by name.
+message. Images are in messages of the user; other items and parts are refused by name.
 """
 
 import secrets
@@ -15,8 +15,9 @@ from msgspec import Meta, Struct
 from batching.errors import InvalidInput
 from server.http.errors import HttpError
 from server.http.json import Document
-from server.openai.chat import CalledFunction, Message, ToolCall
+from server.openai.messages import CalledFunction, ContentPart, Message, ToolCall
 from server.openai.params import TextPart, any_of, one_of, required
+from server.openai.pictures import Detail, ImageUrl
 
 PREFIXES = {
     "message": "msg_",
@@ -34,6 +35,7 @@ NEEDS = {
 }
 ROLES = ("user", "assistant", "system", "developer")
 MESSAGE_PARTS = ("input_text", "output_text", "refusal")
+IMAGE = "input_image"
 # For the OpenAPI document: what an item needs, beyond its fields' types. A type may be left out
 # where `Item.document` tells it from other fields.
 UNTYPED = ("message", "item_reference")
@@ -52,7 +54,22 @@ def new_id(kind: str) -> str:
     return PREFIXES[kind] + secrets.token_hex(24)
 
 
-Parts = str | list[TextPart]
+class InputPart(TextPart):
+    """`image_url`: a data: URL or a link."""
+
+    image_url: str | None = None
+    detail: Detail | None = None
+    file_id: str | None = None
+
+    def image(self, path: str) -> Document:
+        """As it is stored. What it refers to is read when the conversation is."""
+        if self.file_id is not None:
+            raise InvalidInput.at(f"{path}.file_id", "there are no stored files here")
+        url = required(self.image_url, f"{path}.image_url")
+        return {"type": IMAGE, "image_url": url, "detail": self.detail or "auto"}
+
+
+Parts = str | list[InputPart]
 
 
 class Item(Struct):
@@ -60,7 +77,7 @@ class Item(Struct):
     id: str | None = None
     role: Annotated[str, Meta(extra_json_schema={"enum": ROLES})] | None = None
     content: Parts | None = None
-    summary: list[TextPart] | None = None
+    summary: list[InputPart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
@@ -92,7 +109,7 @@ class Item(Struct):
     def _message(self, path: str) -> Document:
         role = required(self.role, f"{path}.role")
         one_of(ROLES, role, f"{path}.role")
-        content = _parts(self.content, f"{path}.content", MESSAGE_PARTS)
+        content = _parts(self.content, f"{path}.content", MESSAGE_PARTS, role == "user")
         if not content:
             raise InvalidInput.at(f"{path}.content", "must not be empty")
         if role == "assistant":
@@ -138,9 +155,11 @@ def documents(
     return [item.document(f"input[{n}]", stored) for n, item in enumerate(items)]
 
 
-def messages(before: Sequence[Document], items: Sequence[Document]) -> list[Message]:
-    """The conversation: what came before, then a request's items."""
+def messages(before: Sequence[Document], items: Sequence[Document]) -> list[tuple[str, Message]]:
+    """The conversation: what came before, then a request's items. Each message after the path
+    by which errors call it."""
     made: list[Message] = []
+    paths: list[str] = []
     names: dict[str, str] = {}  # of the functions called, by call_id
     for n, item in enumerate((*before, *items), start=-len(before)):
         kind, turn = item["type"], _open_turn(made, item)
@@ -155,10 +174,12 @@ def messages(before: Sequence[Document], items: Sequence[Document]) -> list[Mess
             names[item["call_id"]] = item["name"]
             called = CalledFunction(item["name"], item["arguments"])
             turn.tool_calls = [*(turn.tool_calls or ()), ToolCall(called, item["call_id"])]
+        if len(made) > len(paths):
+            paths.append(f"input[{n}]" if n >= 0 else "previous_response_id")
     for message in made:
         if message.content is None and not message.tool_calls:
             message.content = ""  # reasoning, cut off before any text
-    return made
+    return list(zip(paths, made, strict=True))
 
 
 def _open_turn(made: list[Message], item: Document) -> Message | None:
@@ -177,7 +198,7 @@ def _open_turn(made: list[Message], item: Document) -> Message | None:
 
 def _of_others(item: Document, names: dict[str, str], path: str) -> Message:
     if item["type"] == "message":
-        return Message(item["role"], _joined(item["content"]))
+        return Message(item["role"], _shown(item["content"]))
     call_id = item["call_id"]
     if call_id not in names:
         raise InvalidInput.at(path, "no function_call before it has this call_id")
@@ -188,13 +209,30 @@ def _joined(parts: str | list[Document]) -> str:
     return parts if isinstance(parts, str) else "\n".join(part["text"] for part in parts)
 
 
-def _parts(given: Parts | None, path: str, kinds: Sequence[str]) -> list[Document]:
-    """As the first of the kinds that they may be of."""
+def _shown(parts: list[Document]) -> str | list[ContentPart]:
+    """Parts as long as there are images."""
+    if all(part["type"] != IMAGE for part in parts):
+        return _joined(parts)
+    return [
+        ContentPart("image_url", image_url=ImageUrl(part["image_url"], part["detail"]))
+        if part["type"] == IMAGE
+        else ContentPart("text", part["text"])
+        for part in parts
+    ]
+
+
+def _parts(
+    given: Parts | None, path: str, kinds: Sequence[str], images: bool = False
+) -> list[Document]:
+    """Text as the first of the kinds that it may be of; `images`, too, if they may be there."""
     if given is None:
         raise InvalidInput.at(path, "is required")
     if isinstance(given, str):
-        texts = [given]
-    else:
-        prefix = f"must be {' or '.join(kinds)}: "
-        texts = [part.read(f"{path}[{n}]", kinds, prefix) for n, part in enumerate(given)]
-    return [{"type": kinds[0], "text": text} for text in texts]
+        return [{"type": kinds[0], "text": given}]
+    prefix = f"must be {' or '.join(kinds)}: "
+    return [
+        part.image(f"{path}[{n}]")
+        if images and part.type == IMAGE
+        else {"type": kinds[0], "text": part.read(f"{path}[{n}]", kinds, prefix)}
+        for n, part in enumerate(given)
+    ]

@@ -7,7 +7,7 @@ from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
 from server.http.json import Document
-from server.openai.chat import Message
+from server.openai.messages import Message, read_messages
 from server.openai.params import (
     FILLED,
     Count,
@@ -119,15 +119,17 @@ class ResponseRequest(GenerationRequest, kw_only=True):
         """Of a checked request, what came before in its conversation, and its items."""
         conversation = messages(before, items)
         if self.instructions is not None:
-            conversation.insert(0, Message("system", self.instructions))
+            conversation.insert(0, ("instructions", Message("system", self.instructions)))
         tools = self.tools or ()
         calls = flat_calls(tools, self.tool_choice, self.parallel_tool_calls)
+        rendered, pictures = read_messages(conversation)
         prompt = Chat(
-            tuple(message.rendered("input") for message in conversation),
+            rendered,
             tuple(tool.nested() for tool in tools if calls),
             self.chat_template_kwargs or {},
             effort=self.reasoning.effort if self.reasoning else None,
             effort_param="reasoning.effort",
+            pictures=pictures,
         )
         return self._input(
             prompt,

@@ -1,0 +1,42 @@
+"""How many prompt tokens a step takes: as many as pay, few enough not to stall streams. Learned
+from the times of steps; no clock here.
+"""
+
+# Prompt tokens of a step; where prompts run whole, with their padding.
+MOST = {"cpu": 2048, "cuda": 8192}
+MOST_WHOLE = {"cpu": 4096, "cuda": 32768}
+# No more than make a step so much longer, but at least so many while somebody streams, and so many
+# while nobody does.
+LONGER_S, LEAST = 0.3, 32
+LEAST_ALONE = {"cpu": 512, "cuda": 8192}
+NEW_SHARE = 0.3  # of the latest step in what was learned of their times
+
+
+class PrefillBudget:
+    """How many prompt tokens a step takes, learned from the steps' times: as many as pay, few
+    enough not to stall streams. What a prompt token adds is what counts, not its share of the
+    whole: a small step is mostly the weights being read, and must not shrink for that."""
+
+    def __init__(self, device_type: str, whole_prompts: bool = False) -> None:
+        self._most = (MOST_WHOLE if whole_prompts else MOST)[device_type]
+        self._least_alone = self._most if whole_prompts else LEAST_ALONE[device_type]
+        self._decode_s = 0.0  # a step without prompts
+        self._token_s = 0.0  # what a prompt token adds
+
+    def prompt_tokens(self, streaming: bool) -> int:
+        """For the next step."""
+        fitting = int(LONGER_S / self._token_s) if self._token_s else 0
+        least = LEAST if streaming and self._token_s else self._least_alone
+        return min(self._most, max(least, fitting))
+
+    def learn(self, prompt: int, others: int, seconds: float) -> None:
+        """A step of so many prompt tokens and other rows took so long."""
+        if not prompt:
+            self._decode_s = _mean(self._decode_s, seconds)
+        elif prompt >= LEAST:
+            more_s = max(0.0, seconds - self._decode_s) if others else seconds
+            self._token_s = _mean(self._token_s, more_s / prompt)
+
+
+def _mean(known: float, new: float) -> float:
+    return known + (NEW_SHARE if known else 1.0) * (new - known)

@@ -1,0 +1,154 @@
+"""What load_test.py says in the end: a document for programs, tables for people."""
+
+import argparse
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+from latency_plot import percentile
+from load_samples import Record
+
+MAX_SHOWN = 200  # characters of an error
+
+
+def shortened(text: str) -> str:
+    """On one line, of what a terminal can show."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return line if len(line) <= MAX_SHOWN else line[: MAX_SHOWN - 1] + "…"
+
+
+def spread(seconds: Sequence[float], *percents: float) -> dict[str, float] | None:
+    """Percentiles and the largest, in milliseconds."""
+    if not seconds:
+        return None
+    ordered = sorted(seconds)
+    found = {f"p{percent:g}": percentile(ordered, percent) for percent in percents}
+    return {name: round(1000 * value, 3) for name, value in (found | {"max": ordered[-1]}).items()}
+
+
+def milliseconds(value: float) -> str:
+    """To three digits where it is short: 2,050 ms, 41.2 ms, 0.35 ms."""
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2
+    return f"{value:,.{digits}f} ms"
+
+
+def summarize(args: argparse.Namespace, url: str, record: Record) -> dict[str, Any]:
+    elapsed = time.perf_counter() - record.started
+    samples, ok = record.samples, [sample for sample in record.samples if sample.ok]
+    statuses = dict(sorted(Counter(sample.status for sample in samples).items()))
+    lag = spread([sample.send_lag for sample in samples], 99) if args.rate else None
+    result: dict[str, Any] = {
+        "requests": len(samples),
+        "ok": len(ok),
+        "errors": len(samples) - len(ok),
+        "dropped": record.dropped,
+        "unfinished": record.unfinished,
+        "interrupted": record.interrupted,
+        "elapsed_s": round(elapsed, 3),
+        "requests_per_s": round(len(samples) / elapsed, 3),
+        "ok_per_s": round(len(ok) / elapsed, 3),
+        "statuses": statuses,
+        "latency_ms": spread(record.latencies, 50, 90, 95, 99),
+        "latency_ms_by_status": {
+            status: spread([x.latency for x in samples if x.status == status], 50, 90, 95, 99)
+            for status in statuses
+        },
+        "first_errors": record.first_errors,
+        "retry_after": dict(record.retry_after),
+        "send_lag_p99_ms": lag and lag["p99"],
+        "generator_cpu_share": round((time.process_time() - record.cpu_started) / elapsed, 3),
+    }
+    if args.kind == "chat":
+        tokens = sum(sample.output_tokens for sample in ok)
+        first = [sample.ttft for sample in ok if sample.ttft is not None]
+        result |= {
+            "prompt_tokens": sum(sample.prompt_tokens for sample in ok),
+            "output_tokens": tokens,
+            "output_tokens_per_s": round(tokens / elapsed, 3),
+            "ttft_ms": spread(first, 50, 95),
+            "inter_token_ms": spread([gap for sample in ok for gap in sample.gaps], 50, 95),
+        }
+    # Header values stay out: they may hold a key.
+    settings = vars(args) | {"url": url, "header": [name for name, _ in args.header]}
+    result["settings"] = {k: None if v == math.inf else v for k, v in settings.items()}
+    return result
+
+
+def describe(args: argparse.Namespace, url: str) -> str:
+    loop = f"closed loop, concurrency {args.concurrency}"
+    if args.rate:
+        loop = f"open loop, {args.rate:g}/s {args.arrivals}"
+    kind = "streamed chat" if args.stream else args.kind
+    return f"{kind}, {loop}, {url}"
+
+
+def totals(result: dict[str, Any]) -> str:
+    counts = ", ".join(f"{result[key]} {key}" for key in ("errors", "dropped", "unfinished"))
+    rate = f"{result['elapsed_s']:.2f} s, {result['requests_per_s']:,.1f}/s"
+    return f"{result['requests']:,} requests in {rate}, {counts}"
+
+
+def table(args: argparse.Namespace, url: str, result: dict[str, Any]) -> str:
+    columns = ("p50", "p90", "p95", "p99", "max")
+    lines = [
+        describe(args, url) + (" (interrupted)" if result["interrupted"] else ""),
+        totals(result),
+        "",
+        f"{'status':24}{'requests':>10}" + "".join(f"{name:>11}" for name in columns),
+    ]
+    for status, values in result["latency_ms_by_status"].items():
+        count = result["statuses"][status]
+        lines.append(
+            f"{status:24}{count:10,}" + "".join(f"{milliseconds(values[c]):>11}" for c in columns)
+        )
+    lines.append("")
+    lines += [f"{'first ' + s:24}{said}" for s, said in result["first_errors"].items() if said]
+    if result.get("output_tokens"):
+        rate = result["output_tokens_per_s"]
+        lines.append(f"{'output tokens':24}{result['output_tokens']:,}, {rate:,.1f}/s")
+    for name, key in (("first token", "ttft_ms"), ("inter-token", "inter_token_ms")):
+        if values := result.get(key):
+            p50, p95 = milliseconds(values["p50"]), milliseconds(values["p95"])
+            lines.append(f"{name:24}p50 {p50}, p95 {p95}")
+    if result["retry_after"]:
+        seen = ", ".join(f"{value!r} x {count}" for value, count in result["retry_after"].items())
+        lines.append(f"{'Retry-After on 503':24}{seen}")
+    lag, share = result["send_lag_p99_ms"], result["generator_cpu_share"]
+    line = f"{'load generator':24}{100 * share:.0f} % of one core"
+    line += "" if lag is None else f", send lag p99 {milliseconds(lag)}"
+    if share > 0.9 or (lag or 0) > 20:
+        line += "; it may be the bottleneck itself"
+    return "\n".join([*lines, line])
+
+
+def side_by_side(urls: Sequence[str], results: Sequence[dict[str, Any]]) -> str:
+    """A column for each target, and how many times the first one each other has."""
+    latencies = ("p50", "p90", "p95", "p99", "max")
+    rows: list[tuple[str, Callable[[dict[str, Any]], Any], Callable[[float], str]]] = [
+        ("answered (2xx)/s", itemgetter("ok_per_s"), "{:,.1f}".format),
+        ("errors", itemgetter("errors"), "{:,}".format),
+        *((name, partial(_nested, "latency_ms", name), milliseconds) for name in latencies),
+        ("first token p50", partial(_nested, "ttft_ms", "p50"), milliseconds),
+        ("output tokens/s", lambda each: each.get("output_tokens_per_s"), "{:,.1f}".format),
+    ]
+    lines = [" " * 20 + "".join(f"{url[-28:]:>30}" for url in urls)]
+    for label, read, show in rows:
+        values = [read(each) for each in results]
+        if any(value is not None for value in values):
+            cells = [_cell(value, values[0], show, n) for n, value in enumerate(values)]
+            lines.append(f"{label:20}" + "".join(f"{cell:>30}" for cell in cells))
+    return "\n".join(lines)
+
+
+def _cell(value: float | None, first: float | None, show: Callable[[float], str], n: int) -> str:
+    if value is None:
+        return "–"
+    return show(value) + (f" (× {value / first:.2f})" if n and first else "")
+
+
+def _nested(key: str, name: str, result: dict[str, Any]) -> Any:
+    return (result.get(key) or {}).get(name)

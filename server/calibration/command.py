@@ -1,0 +1,119 @@
+"""`python -m server calibrate --p95-ms 250`: which rate can be had, and the settings for it.
+
+The models that the settings name are loaded, one of them is put under load, and the search's stages
+are told as they end. Requests come over HTTP, from this process: the client's work is a part of
+what is measured. A rate is of this machine, as quiet as it is now.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import uvicorn
+
+from server.calibration import report
+from server.calibration.load import Load
+from server.calibration.requests import requests_for
+from server.calibration.search import CAPS, Knobs, Search, Stage
+from server.engine import Engine
+from server.http.request import Middleware
+from server.lifespan import with_cause
+from server.log import configure_log
+from server.settings import SettingsError
+
+SERVES = {
+    "pipeline": "pipeline",
+    "chat": "generation",
+    "embedding": "embedding",
+    "rerank": "rerank",
+}
+LEAST_S, LIMITS = 3.0, 8  # a stage's seconds: at least so many, and so many times the percentile
+LEAST_REQUESTS = 100  # that a stage is to have, for a 95th percentile to mean something
+MOST_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    p95_ms: float
+    serves: str | None = None
+    words: tuple[int, int] = (4, 20)
+    tokens: int = 32
+    file: bytes | None = None
+
+
+def calibrate(app: Middleware, options: Options, say: Callable[[str], None]) -> Stage | None:
+    """What was found, told by `say`; None if nothing holds the percentile. SettingsError for what
+    cannot be measured, or loaded."""
+    configure_log()
+    logging.getLogger("onequeue.engine").setLevel(logging.WARNING)
+    return asyncio.run(_calibrate(app, options, say))
+
+
+class Server(uvicorn.Server):
+    """Ctrl-C ends the calibration, whose server it is."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _calibrate(app: Middleware, options: Options, say: Callable[[str], None]) -> Stage | None:
+    engine = app.engine
+    wanted = options.serves or next(name for name in SERVES if SERVES[name] in engine.models)
+    if (serves := SERVES[wanted]) not in engine.models:
+        raise SettingsError(f"--serves {wanted}: no such model is served")
+    quiet = {"log_config": None, "access_log": False}
+    # connections rest while a rate needs fewer of them
+    config = uvicorn.Config(app, lifespan="off", timeout_keep_alive=3600, **quiet)  # type: ignore[arg-type]
+    server = Server(config)
+    engine.start()
+    with socket.create_server(("127.0.0.1", 0), backlog=config.backlog) as listener:
+        serving = asyncio.create_task(server.serve([listener]))
+        try:
+            await loaded(engine)
+            requests = requests_for(engine, serves, options.words, options.tokens, options.file)
+            model = engine.models[serves].loaded.info.model
+            say(f"{requests.path} of {model}: which rate keeps 95 % within {options.p95_ms:g} ms?")
+            load = Load(app, requests, listener.getsockname()[1])
+            return await _search(load, options, say)
+        finally:
+            server.should_exit = server.force_exit = True
+            await serving
+            engine.stop()
+
+
+async def loaded(engine: Engine) -> None:
+    try:
+        await engine.loaded
+    except Exception as error:
+        raise SettingsError(with_cause(error)) from error
+
+
+async def _search(load: Load, options: Options, say: Callable[[str], None]) -> Stage | None:
+    limit_ms, generates = options.p95_ms, load.requests.serves == "generation"
+    most = load.app.settings.max_running if generates else max(CAPS)
+    knobs = Knobs(min(4, most))
+    await load(knobs, 0, 1.0)  # nothing is as slow as the first time
+    first = await load(knobs, 0, 1.0)
+    if first.failed:
+        raise SettingsError(f"{first.failed} requests failed: is the input one that it takes?")
+    seconds = max(LEAST_S, LIMITS * limit_ms / 1000, LEAST_REQUESTS / max(first.served, 0.1))
+    search = Search(
+        load,
+        limit_ms,
+        min(MOST_S, seconds),
+        caps=(most,) if generates else CAPS,  # a chat model's batches form by themselves
+        waits_ms=(knobs.wait_ms,) if generates else (1.0, 0.0, 5.0),
+        tell=lambda stage: say(report.line(stage, limit_ms)),
+    )
+    say(report.HEADER)
+    found = await search.run()
+    if found is None:
+        say(f"no rate keeps 95 % of the answers within {limit_ms:g} ms here")
+    else:
+        for each in report.summary(search.stages, found, limit_ms, generates):
+            say(each)
+    return found

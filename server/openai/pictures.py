@@ -1,0 +1,132 @@
+"""Images of a conversation: parts of a message, checked, and fetched where they are links.
+
+    part → Picture (parse) → its link's bytes (http/fetch.py) → decoded with the prompt (a pool)
+
+A part is a data: URL or a link, never a path. How many a request may have is known before any is
+decoded from its base64.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, TypeVar
+
+from msgspec import Meta, Struct
+from starlette.types import Receive, Scope
+
+from batching.errors import ClientGone, DeadlineExceeded, InvalidInput, QueueFull
+from server.engine import Engine
+from server.http.fetch import Fetcher
+from server.openai.params import one_of
+from worker.data_urls import to_bytes
+from worker.protocol import Chat, GenerationInput, Picture, Tokenizing
+
+MOST_PICTURES = 20  # of a request
+DETAILS = ("auto", "low", "high", "original")
+Detail = Annotated[str, Meta(extra_json_schema={"enum": DETAILS})]
+T = TypeVar("T")
+
+
+class ImageUrl(Struct):
+    url: str
+    detail: Detail | None = None
+
+
+def picture(url: str, detail: str | None, path: str) -> Picture:
+    """Of a part at `path`, whose URL errors call `path`.image_url."""
+    detail = detail or "auto"
+    one_of(DETAILS, detail, f"{path}.detail")
+    param, scheme = f"{path}.image_url", url[:8].lower()
+    if scheme.startswith(("http://", "https://")):
+        return Picture(b"", detail, param, url)
+    if not scheme.startswith("data:"):
+        raise InvalidInput.at(param, "must be a data: URL, or a link; paths are not opened")
+    return Picture(to_bytes(url, param), detail, param)
+
+
+def check_pictures(chat: Chat, model: Tokenizing) -> None:
+    """InvalidInput for images that the model does not see."""
+    if chat.pictures and not model.takes_images:
+        raise InvalidInput.at(chat.pictures[0].param, "this model takes text, no images")
+
+
+@dataclass(eq=False)
+class Pictures:
+    """What fetches the images of requests."""
+
+    engine: Engine
+    fetcher: Fetcher
+    fetching: int = 0  # requests: they have no place in the queue yet
+
+    async def fetched(
+        self,
+        scope: Scope,
+        receive: Receive,
+        payloads: Sequence[GenerationInput],
+        deadline: float,
+    ) -> list[GenerationInput]:
+        """The payloads, with the bytes of their links. InvalidInput where one is not fetched,
+        QueueFull, DeadlineExceeded, ClientGone."""
+        made = list(payloads)
+        for n, payload in enumerate(made):
+            if not isinstance(chat := payload.prompt, Chat) or not chat.pictures:
+                continue
+            check_pictures(chat, self.engine.generator)
+            if any(each.link for each in chat.pictures):
+                work = self._chat(scope, chat, deadline)
+                made[n] = replace(payload, prompt=await while_there(receive, work))
+        return made
+
+    async def _chat(self, scope: Scope, chat: Chat, deadline: float) -> Chat:
+        for each in chat.pictures:
+            if each.link:
+                self.fetcher.check(each.link, each.param)
+        queue = self.engine.queue
+        if queue.pending + self.fetching >= queue.capacity:
+            full = f"the queue is full: {queue.pending + self.fetching} places are taken"
+            raise QueueFull(full, 1.0)
+        self.fetching += 1
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()), asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._picture(scope, each)) for each in chat.pictures]
+        except TimeoutError:
+            late = "the images were not fetched within the request's time limit"
+            raise DeadlineExceeded(late) from None
+        except BaseExceptionGroup as several:
+            raise several.exceptions[0] from None
+        finally:
+            self.fetching -= 1
+        return replace(chat, pictures=tuple(task.result() for task in tasks))
+
+    async def _picture(self, scope: Scope, picture: Picture) -> Picture:
+        if not picture.link:
+            return picture
+        app = scope["app"]
+
+        def count(more: int) -> None:
+            app.count_body(scope, more)
+
+        data = await self.fetcher.fetch(picture.link, picture.param, count)
+        return replace(picture, data=data, link="")
+
+
+async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What work gives; it ends with ClientGone as soon as the client leaves."""
+
+    async def leaves() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    watch, task = asyncio.ensure_future(leaves()), asyncio.ensure_future(work)
+    try:
+        await asyncio.wait((watch, task), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone("the client has gone")
+        return task.result()
+    finally:
+        for each in (watch, task):
+            each.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await each

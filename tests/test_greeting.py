@@ -1,0 +1,89 @@
+"""What a start says: one form of line, an address, a request that works; and what it leaves out."""
+
+import shlex
+import signal
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from server import greeting
+from server.curl import line_to_try
+from server.log import uvicorn_config
+from tests.fake_generator import FakeGenerator
+from tests.fakes import FakeRunner
+from tests.serving import serving, wait_until
+from tests.test_start import pipe, program, started
+
+FAKE = """
+    import uvicorn
+    from server.app import create_app
+    from server.log import uvicorn_config
+    from server.settings import Settings
+    from tests.fakes import FakeRunner
+
+    app = create_app(Settings(chat_model="none", embedding_model="none"), FakeRunner)
+    uvicorn.run(app, port=0, log_config=uvicorn_config())
+"""
+
+
+def test_a_process_says_where_it_is_what_to_try_and_what_it_waits_for() -> None:
+    with started(program(FAKE)) as (child, port):
+        url = f"http://127.0.0.1:{port}"
+        lines = []
+        for line in pipe(child.stderr):
+            lines.append(line)
+            if " try: " in line:
+                break
+        assert any(f"address={url} page={url}/" in line for line in lines)
+        httpx.get(url + "/health")
+        httpx.get(url + "/metrics?name=a")
+        command = shlex.split(lines[-1].partition(" try: ")[2])
+        assert command[:3] == ["curl", url + "/", "-d"]
+        assert httpx.post(command[1], content=command[3]).status_code == 200
+        child.send_signal(signal.SIGINT)
+        said = pipe(child.stderr).read()
+    assert '"POST / HTTP/1.1" 200' in said
+    assert "/health" not in said
+    assert "/metrics" not in said
+    assert "a second signal, or Ctrl-C, ends the wait" in said
+    for line in (*lines, *said.splitlines()):
+        assert line.split()[2] in ("INFO", "WARNING"), line  # behind a date and a time
+        assert "startup" not in line
+
+
+def test_the_line_is_a_short_one_that_works_a_chat_if_there_is_one() -> None:
+    with serving(load_chat=FakeGenerator) as server:
+        words = shlex.split(line_to_try(server.app.settings, server.engine, server.url))
+        assert words[0] == "curl"
+        answer = httpx.post(words[1], content=words[-1], headers=dict([words[3].split(": ")]))
+        assert answer.json()["object"] == "chat.completion"
+    with serving(load_embedder=FakeRunner, ready=False) as server:
+        line = line_to_try(server.app.settings, server.engine, server.url)
+        assert "/v1/embeddings" in line
+    task = "table-question-answering"
+    with serving(FakeRunner, pipeline_task=task, pipeline_model="a/b", ready=False) as server:
+        assert "\n" not in line_to_try(server.app.settings, server.engine, server.url)
+
+
+@pytest.mark.parametrize(
+    ("config", "address"),
+    [
+        ({"port": 9000}, ("http://127.0.0.1:9000", "curl")),
+        ({"host": "0.0.0.0"}, ("http://localhost:8000", "curl")),
+        ({"host": "::1"}, ("http://[::1]:8000", "curl")),
+        ({"uds": "/run/q"}, ("http://localhost", "curl --unix-socket /run/q")),
+    ],
+)
+def test_the_address_is_one_that_can_be_called(config: dict[str, Any], address: Any) -> None:
+    made = uvicorn.Config("a:b", log_config=uvicorn_config(), **config)
+    assert greeting.address(uvicorn.Server(made)) == address
+
+
+def test_an_icon_a_version_and_a_ping_need_no_key() -> None:
+    with serving(FakeRunner, api_keys=("k",)) as server:
+        assert httpx.get(server.url + "/version").json().keys() == {"version"}
+        wait_until(lambda: httpx.get(server.url + "/ping").status_code == 200)
+        assert httpx.get(server.url + "/favicon.ico").headers["content-type"] == "image/svg+xml"
+        assert httpx.get(server.url + "/openapi.json").status_code == 401

@@ -1,0 +1,159 @@
+"""A text and images become what the checkpoint's own processor makes of them, image by image."""
+
+import json
+import threading
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoConfig
+
+from batching.errors import InvalidInput
+from tests import tiny_seeing
+from tests.tiny import hf
+from worker.vision.processor import Processor, Seen
+from worker.vision.processor_loading import load_processor
+
+# Some versions of transformers have no image processor for these without torchvision.
+MISSING = [
+    name
+    for name, kind in {"smolvlm": "SmolVLM", "idefics3": "Idefics3"}.items()
+    if getattr(getattr(hf, f"{kind}ImageProcessorPil"), "is_dummy", False)
+]
+FAMILIES = [name for name in tiny_seeing.BUILDERS if name not in MISSING]
+needs_splits = pytest.mark.skipif("smolvlm" in MISSING, reason="no image processor for it")
+
+
+@cache
+def loaded(family: str) -> Processor:
+    path = str(tiny_seeing.folder(family))
+    config: Any = AutoConfig.from_pretrained(path)
+    return Processor(load_processor(path), config.image_token_id, 4000)
+
+
+def picture(shade: int, width: int = 80, height: int = 56) -> Image.Image:
+    image = Image.linear_gradient("L").resize((width, height))
+    return Image.merge(
+        "RGB", (image, image.point(lambda x: 255 - x), Image.new("L", image.size, shade))
+    )
+
+
+def text(processor: Processor, *words: str) -> str:
+    return processor.mark.join(words)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_processor_without_torchvision_makes_what_the_whole_one_makes(family: str) -> None:
+    processor = loaded(family)
+    asked = text(processor, "<|user|>What is", " and", " together?</s>")
+    images = [picture(40), picture(200, 48, 96)]
+    plain = {"add_special_tokens": False}
+    whole = processor._processor(
+        images=[images], text=[asked], text_kwargs=plain, return_tensors="pt"
+    )
+    got = processor.process(asked, map(Seen, images))
+    assert got.ids == whole.pop("input_ids")[0].tolist()
+    inputs = got.inputs | processor.joined([each.inputs for each in got.images])
+    for name in whole.keys() - {"attention_mask", "labels"}:
+        assert torch.equal(inputs[name], whole[name]), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_image_has_its_span(family: str) -> None:
+    processor = loaded(family)
+    first, second = picture(40), picture(200, 48, 96)
+    asked = text(processor, "one", "", " two", "")
+    got = processor.process(asked, map(Seen, (first, second, first)))
+    places = [n for n, each in enumerate(got.ids) if each == processor.image_id]
+    spanned = [n for start, stop, _ in got.spans for n in places if start <= n < stop]
+    assert spanned == places
+    one, two, again = (digest for *_, digest in got.spans)
+    assert one == again != two
+
+
+@needs_splits
+def test_rough_look_takes_fewer_places_where_images_are_split() -> None:
+    processor, large = loaded("smolvlm"), picture(1, 256, 256)
+    asked = text(processor, "a", "b")
+    fine, rough = (processor.process(asked, [Seen(large, each)]) for each in (False, True))
+    count = fine.ids.count(processor.image_id)
+    assert rough.ids.count(processor.image_id) < count
+    assert fine.spans[0][2] != rough.spans[0][2]
+
+
+@pytest.mark.parametrize(
+    ("words", "count", "reason"),
+    [
+        (("no mark",), 1, "does not show the images"),
+        (("a", "b", "c"), 1, "stands for an image"),
+        (("a", "b"), 2, "stands for an image"),
+    ],
+)
+def test_marks_that_a_user_writes_are_refused(
+    words: tuple[str, ...], count: int, reason: str
+) -> None:
+    processor = loaded("llava")
+    with pytest.raises(InvalidInput, match=reason):
+        processor.process(text(processor, *words), [Seen(picture(1))] * count)
+
+
+def test_places_that_a_user_writes_are_refused() -> None:
+    processor = loaded("gemma3")  # whose mark is another token than its places
+    asked = text(processor, "see", "and <image_soft_token>")
+    with pytest.raises(InvalidInput, match="stand for images"):
+        processor.process(asked, [Seen(picture(1))])
+
+
+def test_images_beyond_the_context_end_the_looking() -> None:
+    processor = Processor(loaded("llava")._processor, loaded("llava").image_id, 20)
+    looked = []
+
+    def images() -> Any:
+        for n in range(5):
+            looked.append(n)
+            yield Seen(picture(n), param=f"image {n}")
+
+    with pytest.raises(InvalidInput, match="fill more than the 20 tokens") as refused:
+        processor.process("", images())
+    assert (looked, refused.value.param) == ([0, 1], "image 1")
+
+
+def test_image_that_the_model_does_not_take_is_named() -> None:
+    processor = loaded("qwen2-vl")
+    with pytest.raises(InvalidInput, match="1 × 300 pixels") as refused:
+        processor.process(text(processor, "", ""), [Seen(picture(1, 1, 300), param="here")])
+    assert refused.value.param == "here"
+
+
+@needs_splits
+def test_threads_share_a_processor() -> None:
+    processor = loaded("smolvlm")
+    expected = {}
+    for n in range(4):
+        asked = text(processor, *["word"] * (n + 2))
+        expected[n] = asked, processor.process(asked, [Seen(picture(n))] * (n + 1))
+    wrong: list[int] = []
+
+    def work(n: int) -> None:
+        asked, once = expected[n]
+        for _ in range(5):
+            got = processor.process(asked, [Seen(picture(n))] * (n + 1))
+            if (got.ids, got.spans) != (once.ids, once.spans):
+                wrong.append(n)
+
+    threads = [threading.Thread(target=work, args=[n]) for n in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not wrong
+
+
+def test_template_that_only_the_processor_has_is_the_tokenizers_too(tmp_path: Any) -> None:
+    made = tiny_seeing.llava()[1]
+    template, made.tokenizer.chat_template, made.chat_template = made.chat_template, None, None
+    made.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    assert load_processor(str(tmp_path)).tokenizer.chat_template == template

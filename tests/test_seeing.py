@@ -1,0 +1,170 @@
+"""Image files on their way into a prompt: what they may be, and what they may cost."""
+
+import io
+import struct
+import threading
+import tracemalloc
+import zlib
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from batching.errors import InvalidInput
+from tests.test_processors import loaded
+from worker.protocol import Pending, Picture
+from worker.vision.seeing import TIMES_IN_ALL, Sight
+
+MEGAPIXEL = 1_000_000
+RED, WHITE = (255, 0, 0), (255, 255, 255)
+
+
+def file(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    made = io.BytesIO()
+    image.save(made, kind, **options)
+    return made.getvalue()
+
+
+def plain(width: int = 40, height: int = 20, mode: str = "RGB", color: Any = RED) -> Image.Image:
+    return Image.new(mode, (width, height), color)
+
+
+def header_of(width: int, height: int) -> bytes:
+    """A PNG of so many pixels, all of them zero."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        checksum = struct.pack(">I", zlib.crc32(kind + data))
+        return struct.pack(">I", len(data)) + kind + data + checksum
+
+    sizes = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    rows = zlib.compress(bytes(min(4 * MEGAPIXEL, height * (3 * width + 1))), 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", sizes) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def sight(megapixels: int = 1, **options: Any) -> Sight:
+    return Sight(loaded("llava"), megapixels * MEGAPIXEL, **options)
+
+
+def looked_at(data: bytes, detail: str = "auto") -> Image.Image:
+    [seen] = sight()._seen([Picture(data, detail, "here")])
+    return seen.image
+
+
+def refusal(*files: bytes) -> str:
+    pictures = [Picture(data, "auto", f"image {n}") for n, data in enumerate(files)]
+    with pytest.raises(InvalidInput) as refused:
+        sight().process("<image>" * len(files), pictures)
+    assert refused.value.param == f"image {len(files) - 1}"
+    return str(refused.value)
+
+
+SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="4" height="4"><rect width="4"/></svg>'
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\nshowpage\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (file(Image.effect_noise((400, 300), 90))[:-4000], "not an image that can be read"),
+        (SVG, "not an image that can be read"),
+        (EPS, "not an image that can be read"),
+        (b"", "not an image that can be read"),
+        (b"GIF89a", "not an image that can be read"),
+        (header_of(20_000, 20_000), "20000 x 20000 pixels; at most 1000000 are taken"),
+        (header_of(1001, 1000), "1001 x 1000 pixels"),
+        (file(plain(1, 201)), "at most 200 times the other"),
+    ],
+)
+def test_files_that_are_refused(data: bytes, says: str) -> None:
+    assert says in refusal(data)
+    assert says in refusal(file(plain()), data)
+
+
+def test_bomb_takes_no_memory() -> None:
+    bomb = header_of(20_000, 20_000)
+    assert len(bomb) < 10_000
+    tracemalloc.start()
+    refusal(bomb)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5_000_000
+
+
+def test_images_have_a_sum_that_is_known_before_any_is_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker.vision.seeing.decode_image", None)
+    large = header_of(1000, 1000)
+    assert f"at most {TIMES_IN_ALL * MEGAPIXEL}" in refusal(*[large] * (TIMES_IN_ALL + 1))
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (file(plain(mode="CMYK", color=(0, 255, 255, 0)), "JPEG"), RED),
+        (file(plain().quantize(4)), RED),
+        (file(plain(mode="L", color=255)), WHITE),
+        (file(plain(mode="1", color=1)), WHITE),
+        (file(plain(mode="RGBA", color=(0, 0, 0, 0))), WHITE),
+        (file(plain(mode="RGBA", color=(*RED, 255))), RED),
+        (file(plain(mode="LA", color=(0, 0))), WHITE),
+        (file(plain(mode="P", color=0), transparency=0), WHITE),
+        (file(plain(mode="I;16", color=65535)), WHITE),
+        (file(plain(mode="I;16", color=32768)), (128, 128, 128)),
+        (
+            file(plain(), "GIF", save_all=True, append_images=[plain(color=WHITE)], duration=10),
+            RED,
+        ),
+    ],
+)
+def test_images_are_seen_in_rgb(data: bytes, expected: tuple[int, int, int]) -> None:
+    image = looked_at(data)
+    assert (image.mode, image.size) == ("RGB", (40, 20))
+    assert image.getpixel((20, 10)) == pytest.approx(expected, abs=3)
+
+
+def test_photo_is_turned_upright() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn it to the right
+    image = plain(40, 20)
+    image.paste(WHITE, (0, 0, 20, 20))  # on the left, that is on top
+    upright = looked_at(file(image, exif=exif))
+    assert upright.size == (20, 40)
+    assert (upright.getpixel((10, 5)), upright.getpixel((10, 35))) == (WHITE, RED)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_glance_sees_fewer_pixels(kind: str) -> None:
+    large = file(plain(1000, 500), kind)
+    assert looked_at(large, "low").size == (512, 256)
+    for detail in ("auto", "high", "original"):
+        assert looked_at(large, detail).size == (1000, 500)
+    assert looked_at(file(plain()), "low").size == (40, 20)
+
+
+def test_budget_is_free_again_after_a_failure() -> None:
+    eyes = sight()
+    broken = file(Image.effect_noise((900, 900), 90))[:-4000]
+    kept = []
+    for _ in range(3):
+        with pytest.raises(InvalidInput) as refused:
+            eyes.process("<image>", [Picture(broken, "auto", "here")])
+        kept.append(refused)
+    assert eyes.budget.taken == 0
+
+
+def test_requests_wait_while_the_tensors_of_others_take_all_memory() -> None:
+    eyes, asked = sight(held_bytes=1), ("<image>", [Picture(file(plain()), "auto", "here")])
+    first = eyes.process(*asked)
+    with pytest.raises(Pending) as pending:
+        eyes.process(*asked)
+    called, gone = threading.Event(), threading.Event()
+    pending.value.then(lambda: True, called.set)
+    pending.value.then(lambda: False, gone.set)
+    assert not called.is_set()
+    assert eyes.again(*asked).ids == first.ids
+    del first
+    assert called.is_set()
+    assert not gone.is_set()
+    assert eyes.held.taken == 0
+    eyes.process(*asked)

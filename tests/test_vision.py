@@ -1,0 +1,268 @@
+"""Images in chat, on tiny models of eight families: what `generate` makes of them, whatever else is
+in a step, found in the cache or put back."""
+
+from collections.abc import Sequence
+from itertools import takewhile
+from operator import eq
+
+import pytest
+
+from batching.scene import Content, Scene
+from tests import tiny_seeing
+from tests.generating import Driver, Served, serve
+from tests.seeing import (
+    assert_generated,
+    engine,
+    in_small_chunks,
+    loaded,
+    png,
+    request,
+    unpaged,
+)
+from worker.generation.engine import GenerationEngine
+from worker.model.entrance import Rows
+from worker.model.kv_cache import BLOCK
+from worker.model.self_check import CannotRun
+from worker.vision import layout
+from worker.vision.cached import PicturedRunner
+from worker.vision.check import check_pictures
+from worker.vision.prompt import PicturePrompt
+from worker.vision.tower import Look, Tower
+from worker.vision.viewing import Viewing
+
+FAMILIES = list(tiny_seeing.BUILDERS)
+ONE, OTHER, TALL = png(0), png(1), png(2, 40, 72)
+LONG = "Tell me all that you see in these two, and then some more of it: "
+
+
+def viewing(generator: GenerationEngine) -> Viewing:
+    assert generator._viewing is not None
+    return generator._viewing
+
+
+def scene_of(served: Served) -> PicturePrompt:
+    scene = served.item.prepared[0].prepared.scene
+    assert isinstance(scene, PicturePrompt)
+    return scene
+
+
+def in_common(one: Sequence[Content], other: Sequence[Content]) -> int:
+    """How many they begin with."""
+    return sum(takewhile(bool, map(eq, one, other)))
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_a_picture_alone_is_answered_as_generate_does(model: str) -> None:
+    served, _ = serve(engine(model), [request("What is ", ONE, "here?")])
+    assert_generated(model, served)
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+@pytest.mark.parametrize("tokens", [None, 5])
+def test_pictures_beside_text_and_in_chunks_change_nothing(model: str, tokens: int | None) -> None:
+    generator = engine(model)
+    if tokens:
+        in_small_chunks(generator, tokens)
+    items = [
+        request("No picture here, but a number of words."),
+        request("What is ", ONE, "here?"),
+        request(LONG, TALL, " and of ", ONE, "now", n=2),
+        request("Nor here."),
+        request(OTHER, "this?"),
+    ]
+    served, driver = serve(generator, items, seed=1)
+    assert_generated(model, served)
+    assert bool(driver.partial) == bool(tokens)
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_the_same_picture_is_found_and_another_in_its_place_is_not(model: str) -> None:
+    generator = engine(model)
+    question = "What are these, and what are they for? "
+    known: list[Sequence[Content]] = []
+    asked = ((ONE, ""), (OTHER, ""), (ONE, " And more?"), (OTHER, " And more?"), (ONE, ""))
+    for number, (picture, more) in enumerate(asked):
+        item = request(question, picture, " Tell me what you see here, please!" + more)
+        served, driver = serve(generator, [item])
+        assert_generated(model, served)
+        contents = scene_of(served[0]).contents
+        shared = max((in_common(contents, each) for each in known), default=0)
+        found = driver.total("cached_tokens")
+        assert found == min(shared, len(contents) - 1) // BLOCK * BLOCK
+        if number == 1:
+            assert shared <= scene_of(served[0]).spans[0][0]
+        if number == 4:
+            assert shared == len(contents)
+        known.append(contents)
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_prompts_that_are_put_back_go_on_as_before(model: str) -> None:
+    generator = engine(model, blocks=22)
+    items = [request("One ", png(seed), "or two", max_tokens=40 + seed) for seed in range(6)]
+    served, driver = serve(generator, items)
+    assert driver.total("preempted")
+    assert_generated(model, served)
+
+
+def test_a_picture_goes_through_the_tower_once() -> None:
+    generator = engine("qwen2-vl")
+    items = [request(f"Number {n} ", ONE, " and ", ONE) for n in range(3)]
+    serve(generator, items)
+    assert viewing(generator).tower.runs == 1
+
+
+def test_a_picture_that_is_cut_into_frames_goes_through_frame_by_frame() -> None:
+    generator = engine("smolvlm")
+    driver, tower = Driver(generator), viewing(generator).tower
+    driver.add(request("Words.", max_tokens=40))
+    driver.step()
+    beside = driver.add(request("What is ", png(7, 64, 64), "?"))
+    frames = len(scene_of(beside).spans)
+    assert frames == 5  # four quarters, and the whole
+    for seen in range(1, frames + 1):
+        driver.step()
+        assert tower.runs == seen
+    driver.finish()
+    assert_generated("smolvlm", [beside])
+
+
+def test_while_somebody_streams_a_turn_looks_at_one_picture() -> None:
+    generator = engine("llava")
+    driver, tower = Driver(generator), viewing(generator).tower
+    driver.add(request("Words.", max_tokens=40))
+    driver.step()
+    beside = driver.add(request(*(png(seed) for seed in range(4)), "?"))
+    for seen in (1, 2, 3, 4):
+        driver.step()
+        assert tower.runs == seen
+        assert driver.deltas  # of the stream
+    driver.finish()
+    assert_generated("llava", [beside])
+
+
+def test_pictures_of_several_requests_are_looked_at_together() -> None:
+    generator = engine("qwen3-vl")
+    driver, tower = Driver(generator), viewing(generator).tower
+    served = [driver.add(request(png(seed), "?")) for seed in range(4)]
+    driver.step()
+    assert tower.runs == 4
+    driver.finish()
+    assert_generated("qwen3-vl", served)
+
+
+def test_rows_are_dropped_once_the_prompt_has_run() -> None:
+    generator = engine("qwen3-vl")
+    driver = Driver(generator)
+    served = driver.add(request(ONE, "?", max_tokens=6))
+    assert scene_of(served).processed is not None
+    generator._viewing, watched = None, viewing(generator)
+    watched.turn(generator.scheduler, streaming=False)
+    assert scene_of(served).processed is None
+    assert scene_of(served).rows
+    generator._viewing = watched
+    driver.step()
+    assert scene_of(served).rows == ()
+    driver.finish()
+
+
+def test_the_tower_keeps_no_more_than_it_may() -> None:
+    generator = engine("llava")
+    tower = viewing(generator).tower
+    tower.most_bytes = 3 * 16 * 32 * 4  # of three pictures
+    served, _ = serve(generator, [request(*(png(seed) for seed in range(5)), "?")])
+    assert_generated("llava", served)
+    assert [tower.find(digest) is not None for digest in scene_of(served[0]).digests] == [
+        False, False, True, True, True,
+    ]  # fmt: skip
+
+
+def test_a_prompt_put_back_after_its_rows_are_gone_is_looked_at_again() -> None:
+    generator = engine("qwen2-vl", blocks=22)
+    viewing(generator).tower.most_bytes = 0
+    items = [request("One ", png(n), "or two", max_tokens=40 + n) for n in range(6)]
+    served, driver = serve(generator, items)
+    assert driver.total("preempted")
+    assert_generated("qwen2-vl", served)
+
+
+def test_a_picture_that_fails_takes_nobody_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = engine("llava")
+    driver, original = Driver(generator), Tower.look
+    served = [driver.add(request(png(seed), "?")) for seed in range(4)]
+    guilty = scene_of(served[2]).digests[0]
+
+    def look(self: Tower, looks: Sequence[Look]) -> Sequence[Rows]:
+        if any(each.digest == guilty for each in looks):
+            raise RuntimeError("too odd a picture")
+        return original(self, looks)
+
+    monkeypatch.setattr(Tower, "look", look)
+    driver.finish()
+    assert served[2].error is not None
+    assert_generated("llava", [served[0], served[1], served[3]])
+
+
+def test_who_leaves_in_the_middle_of_a_prompt_leaves_nothing() -> None:
+    generator = in_small_chunks(engine("gemma3"), 5)
+    driver = Driver(generator)
+    gone = driver.add(request(LONG, ONE, LONG, OTHER, "?"))
+    unseen = driver.add(request(png(5), "?"))
+    stays = driver.add(request("What is ", ONE, "here?"))
+    driver.step()
+    driver.step()
+    gone.item.open = unseen.item.open = False
+    driver.finish()
+    assert_generated("gemma3", [stays])
+    assert scene_of(gone).rows == ()
+
+
+def test_usage_counts_the_tokens_that_pictures_fill() -> None:
+    served, _ = serve(engine("llava"), [request("What is ", ONE, "here?")])
+    [delta] = served[0].choices
+    assert delta.prompt_tokens == len(served[0].prompt) > 16
+
+
+# Run anew, LLaVA says "<image>" itself here, which then stands for no picture.
+CACHED = [(model, True) for model in ("llava", "qwen2-vl", "gemma3", "smolvlm")]
+
+
+@pytest.mark.parametrize(
+    ("model", "keeps"), [*CACHED, ("qwen2-vl", False), ("gemma3", False), ("smolvlm", False)]
+)
+def test_a_model_that_is_not_paged_runs_pictures_on_its_own_cache(model: str, keeps: bool) -> None:
+    generator = unpaged(model)
+    runner = generator.runner
+    assert isinstance(runner, PicturedRunner)
+    assert runner._keeps
+    runner._keeps = keeps
+    items = [
+        request("No picture here, but a number of words."),
+        request("What is ", ONE, "here?"),
+        request(LONG, TALL, " and of ", ONE, "now", n=2),
+        request(OTHER, "this?"),
+    ]
+    served, _ = serve(generator, items, seed=2)
+    runner._keeps = True
+    assert_generated(model, served)
+
+
+def test_a_block_seen_in_both_directions_is_not_divided() -> None:
+    scene = Scene(blocks=[(4, 10), (12, 14)])
+    assert [scene.undivided(0, count) for count in (3, 4, 7, 10, 13)] == [3, 4, 4, 10, 12]
+    assert [scene.undivided(4, count) for count in (1, 6, 9)] == [6, 6, 8]
+    assert scene.undivided(6, 1) == 4
+
+
+def test_a_model_says_that_it_runs_paged() -> None:
+    assert all(loaded(model).info.batching == "continuous" for model in FAMILIES)
+
+
+def test_rows_that_come_out_wrong_are_found_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    language, sight = loaded("qwen2-vl").language, loaded("qwen2-vl").sight
+    assert sight
+    right = layout._positions
+    flat = lambda given, width: right(None, width)  # noqa: E731
+    monkeypatch.setattr(layout, "_positions", flat)
+    with pytest.raises(CannotRun, match="logits differ"):
+        check_pictures(language, sight.processor)

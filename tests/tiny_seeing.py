@@ -1,0 +1,201 @@
+"""Tiny random-weight vision-language models of several families, made like those of tiny.py.
+
+Their chat template writes a message's parts, an image as the family's token for it. Pictures are
+small, and each family's cut into few patches. The answers of these models mean nothing.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.tiny import SMALL
+from tests.tiny import hf as hf
+from tests.tiny_decoders import CONTEXT, MIXED, WINDOW, _lively
+from tests.tiny_tokenizers import llama_tokenizer
+
+SIDE = 32
+PATCH = 8
+SIZE = {"height": SIDE, "width": SIDE}
+GROUPED = {"num_key_value_heads": 2}
+SEES = {**SMALL, "image_size": SIDE, "patch_size": PATCH}
+_root = tempfile.TemporaryDirectory(prefix="tiny-seeing-")
+
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}"
+    "{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@cache
+def folder(name: str) -> Path:
+    path = Path(_root.name) / name
+    torch.manual_seed(sum(name.encode()))
+    for part in BUILDERS[name]():
+        if isinstance(part, dict):
+            (path / "processor_config.json").write_text(json.dumps(part))
+        else:
+            part.save_pretrained(path)
+    return path
+
+
+def tokenizer(*tokens: str, image: str, **named: str) -> Any:
+    """With special tokens for pictures; `image`: what the template writes for one."""
+    made = llama_tokenizer(TEMPLATE.replace("IMAGE", image))
+    made.add_special_tokens({"additional_special_tokens": list(tokens)})
+    for name, token in named.items():
+        setattr(made, name, token)
+    made.model_max_length = CONTEXT
+    return made
+
+
+def text(words: Any, config: str, **more: Any) -> Any:
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    sizes = {**SMALL, "vocab_size": len(words), "max_position_embeddings": CONTEXT}
+    return getattr(hf, config)(**{**sizes, **ids, **more})
+
+
+def llava() -> list[Any]:
+    words = tokenizer("<image>", image="<image>")
+    config = hf.LlavaConfig(
+        vision_config=hf.CLIPVisionConfig(**SEES),
+        text_config=text(words, "LlamaConfig", **GROUPED),
+        image_token_id=words.convert_tokens_to_ids("<image>"),
+        vision_feature_layer=-1,
+    )
+    processor = hf.LlavaProcessor(
+        hf.CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size=SIZE),
+        words,
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=words.chat_template,
+    )
+    return [_lively(hf.LlavaForConditionalGeneration(config)), processor]
+
+
+QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+QWEN_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+QWEN_SEES = {
+    "depth": 2, "num_heads": 4, "patch_size": PATCH, "temporal_patch_size": 2,
+    "spatial_merge_size": 2, "in_channels": 3, "initializer_range": 0.5,
+}  # fmt: skip
+
+
+def qwen(family: str, vision: dict[str, Any], **more: Any) -> list[Any]:
+    words = tokenizer(*QWEN_TOKENS, image=QWEN_IMAGE)
+    ids = dict(zip(
+        ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"),
+        words.convert_tokens_to_ids(list(QWEN_TOKENS)), strict=True,
+    ))  # fmt: skip
+    config = getattr(hf, f"{family}Config")(
+        vision_config={**QWEN_SEES, **vision},
+        text_config=text(
+            words, f"{family}TextConfig", **GROUPED, rope_parameters=QWEN_ROPE, **more
+        ).to_dict(),
+        **ids,
+    )
+    model = getattr(hf, f"{family}ForConditionalGeneration")(config)
+    images = hf.Qwen2VLImageProcessorPil(
+        patch_size=PATCH, min_pixels=16 * 16, max_pixels=64 * 64, merge_size=2
+    )
+    return [_lively(model), images, words]
+
+
+def qwen2_vl() -> list[Any]:
+    return qwen("Qwen2VL", {"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2})
+
+
+def qwen2_5_vl() -> list[Any]:
+    sizes = {"hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 64}
+    return qwen("Qwen2_5_VL", {**sizes, "window_size": 32, "fullatt_block_indexes": [1]})
+
+
+def qwen3_vl() -> list[Any]:
+    sizes = {"hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 64}
+    more = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+    return qwen("Qwen3VL", {**sizes, **more}, head_dim=8)
+
+
+SPLIT = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
+SPLIT_TOKENS = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
+
+
+def split(family: str) -> list[Any]:
+    """Pictures are cut into four parts, and seen as a whole beside."""
+    words = tokenizer(*SPLIT_TOKENS, *SPLIT, image="<image>")
+    config = getattr(hf, f"{family}Config")(
+        vision_config=SEES,
+        text_config=text(words, "LlamaConfig", **GROUPED).to_dict(),
+        image_token_id=words.convert_tokens_to_ids("<image>"),
+        scale_factor=2,
+        pad_token_id=2,
+    )
+    images = getattr(hf, f"{family}ImageProcessorPil")(
+        size={"longest_edge": 2 * SIDE}, max_image_size={"longest_edge": SIDE}
+    )
+    model = getattr(hf, f"{family}ForConditionalGeneration")(config)
+    return [_lively(model), images, words, {"image_seq_len": 4}]
+
+
+def gemma3() -> list[Any]:
+    tokens = ("<start_of_image>", "<image_soft_token>", "<end_of_image>")
+    words = tokenizer(*tokens, image="<start_of_image>")
+    boi, soft, eoi = words.convert_tokens_to_ids(list(tokens))
+    words.init_kwargs |= {
+        "boi_token": tokens[0], "image_token": tokens[1], "eoi_token": tokens[2],
+        "extra_special_tokens": {
+            "boi_token": tokens[0], "image_token": tokens[1], "eoi_token": tokens[2]
+        },
+    }  # fmt: skip
+    config = hf.Gemma3Config(
+        vision_config=hf.SiglipVisionConfig(**SEES).to_dict(),
+        text_config=text(
+            words, "Gemma3TextConfig", **GROUPED, head_dim=8, sliding_window=WINDOW,
+            layer_types=MIXED, query_pre_attn_scalar=8,
+        ).to_dict(),
+        mm_tokens_per_image=4,
+        boi_token_index=boi,
+        eoi_token_index=eoi,
+        image_token_index=soft,
+        image_token_id=soft,
+    )  # fmt: skip
+    images = hf.Gemma3ImageProcessorPil(size=SIZE, image_seq_length=4)
+    model = _lively(hf.Gemma3ForConditionalGeneration(config))
+    return [model, images, words, {"image_seq_length": 4}]
+
+
+def paligemma() -> list[Any]:
+    words = tokenizer("<image>", image="<image>")
+    config = hf.PaliGemmaConfig(
+        vision_config=hf.SiglipVisionConfig(**SEES).to_dict(),
+        text_config=text(
+            words, "GemmaConfig", num_key_value_heads=1, head_dim=8
+        ).to_dict(),
+        image_token_id=words.convert_tokens_to_ids("<image>"),
+        projection_dim=32,
+    )  # fmt: skip
+    images = hf.SiglipImageProcessorPil(size=SIZE)
+    images.image_seq_length = 16
+    return [_lively(hf.PaliGemmaForConditionalGeneration(config)), images, words]
+
+
+BUILDERS: dict[str, Callable[[], list[Any]]] = {
+    "llava": llava,
+    "qwen2-vl": qwen2_vl,
+    "qwen2.5-vl": qwen2_5_vl,
+    "qwen3-vl": qwen3_vl,
+    "smolvlm": lambda: split("SmolVLM"),
+    "idefics3": lambda: split("Idefics3"),
+    "gemma3": gemma3,
+    "paligemma": paligemma,
+}

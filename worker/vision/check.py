@@ -1,0 +1,89 @@
+"""Whether a model that sees runs its pictures paged, which is asked of the model itself at load.
+
+A prompt with two pictures, and one without, go through paged steps in chunks, and whole through the
+model's own forward; where logits differ, or the forward does not tell what it passes to its
+decoder, the model runs with the cache that it came with.
+"""
+
+import inspect
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from batching.block_pool import BlockTable
+from batching.sequence import Batch, Chunk, Sequence
+from worker.model.kv_cache import BLOCK
+from worker.model.language_model import LanguageModel
+from worker.model.paged_runner import PagedRunner
+from worker.model.self_check import explicit_masks
+from worker.vision.processor import Processed, Processor, Seen
+from worker.vision.prompt import PicturePrompt
+from worker.vision.tower import Tower
+
+WORDS = "A picture, {0} another one, {0} and what is to be seen in them."
+SIZES = (64, 48), (32, 64)  # pixels
+
+
+def check_pictures(language: LanguageModel, processor: Processor) -> None:
+    """CannotRun unless they do."""
+    made = sample(processor)
+    with explicit_masks(language.decoder):
+        reference = own_logits(language, processor, made)
+        ids = [1 + 7 * n % (language.vocab_size - 1) for n in range(2 * BLOCK)]
+        text_reference = own_logits(language, processor, Processed(ids, {}, [], [], 0, {}))
+    blocks = -(-len(made.ids) // BLOCK)
+    runner = PagedRunner(language, blocks + 2, language.context, 0)
+    assert runner.entrance is not None
+    tower, prompt = Tower(runner.entrance), PicturePrompt.of(made, lambda: made)
+    for look in prompt.missing(tower, len(prompt.spans)):
+        (prompt.found[look.digest],) = tower.look([look])
+    prompt.open(tower)
+    pictured = _sequence(made.ids, range(blocks))
+    pictured.scene = prompt
+    text = _sequence(ids, range(blocks, blocks + 2))
+    while pictured.left:
+        half = prompt.undivided(pictured.computed, min(pictured.left, -(-len(made.ids) // 2)))
+        chunks = [Chunk(text, text.computed, min(text.left, BLOCK))] if text.left else []
+        chunks.append(Chunk(pictured, pictured.computed, half))
+        batch = Batch.of(chunks)
+        batch.rows = range(len(batch.ids))
+        logits = runner.forward(batch)
+        for chunk, row in zip(chunks, batch.offsets, strict=True):
+            part = slice(chunk.start, chunk.start + chunk.count)
+            expected = reference if chunk.sequence is pictured else text_reference
+            language.compare(logits[row : row + chunk.count], expected[part])
+            chunk.sequence.computed += chunk.count
+
+
+def sample(processor: Processor) -> Processed:
+    """Two small pictures of noise."""
+    noise = np.random.default_rng(0)
+    images = [
+        Image.fromarray(noise.integers(0, 256, (height, width, 3), np.uint8))
+        for width, height in SIZES
+    ]
+    text = WORDS.format(processor.mark)
+    return processor.process(text, [Seen(image, rough=True) for image in images])
+
+
+@torch.inference_mode()
+def own_logits(language: LanguageModel, processor: Processor, made: Processed) -> Tensor:
+    """[T, V] by the model's own forward."""
+    takes = inspect.signature(language.model.forward).parameters
+    images = processor.joined([each.inputs for each in made.images]) if made.images else {}
+    inputs = {
+        name: each.to(language.device)
+        for name, each in {**made.inputs, **images}.items()
+        if name in takes and isinstance(each, Tensor)
+    }
+    ids = torch.tensor([made.ids], device=language.device)
+    logits: Tensor = language.model(input_ids=ids, **inputs, use_cache=False).logits[0]
+    return logits
+
+
+def _sequence(ids: list[int], blocks: range) -> Sequence:
+    sequence = Sequence([*ids])
+    sequence.table = BlockTable([*blocks], 0, 0)
+    return sequence

@@ -1,0 +1,132 @@
+"""Image files of a conversation as they are looked at: decoded within bounds, one after the other.
+
+    headers of all → sizes and their sum → one: decoded, upright, RGB → processor.py → the next
+
+How many pixels are decoded at a time is bounded over all requests, and so is what their tensors
+take until the model has looked at them: beyond that, requests wait here. In pool threads.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+
+from PIL import Image
+from torch import Tensor
+
+from batching.errors import InvalidInput
+from worker.decode_budget import DecodeBudget
+from worker.image_files import decode_image, open_image, upright_rgb
+from worker.protocol import Pending, Picture
+from worker.vision.processor import Processed, Processor, Seen
+
+# Pixels of a request's images together: so many times those that one may have.
+TIMES_IN_ALL = 4
+# Longer images would be blown up: many processors scale by the shorter side.
+MOST_RATIO = 200
+ROUGH_SIDE = 512  # pixels, of what is looked at with `detail: low`
+HELD_BYTES = 1 << 30
+
+
+class Sight:
+    """How a model sees. `most_pixels`: of an image, and of all that are decoded at a time."""
+
+    def __init__(
+        self, processor: Processor, most_pixels: int, held_bytes: int = HELD_BYTES
+    ) -> None:
+        self.processor = processor
+        self.budget = DecodeBudget(most_pixels)
+        self.held = Held(held_bytes)
+
+    def process(self, text: str, pictures: Sequence[Picture]) -> Processed:
+        """As processor.py's; InvalidInput for images that are broken or too large, and Pending
+        while those of other requests take all memory there is for them."""
+        if self.held.full:
+            raise Pending(self.held.then)
+        made = self.again(text, pictures)
+        self.held.take(made)
+        return made
+
+    def again(self, text: str, pictures: Sequence[Picture]) -> Processed:
+        """At once, whatever memory others take."""
+        with closing(self._seen(pictures)) as images:
+            return self.processor.process(text, images)
+
+    def _seen(self, pictures: Sequence[Picture]) -> Generator[Seen, None, None]:
+        in_all = 0
+        for each in pictures:
+            width, height = self._opened(each).size
+            in_all += width * height
+            if in_all > TIMES_IN_ALL * self.budget.size:
+                most = f"at most {TIMES_IN_ALL * self.budget.size} are taken"
+                raise InvalidInput.at(each.param, f"the images have {in_all} pixels so far; {most}")
+        for each in pictures:
+            with self.budget.lease() as lease:
+                image, rough = self._opened(each), each.detail == "low"
+                if rough:
+                    image.draft("RGB", (ROUGH_SIDE, ROUGH_SIDE))  # of JPEG, fewer are decoded
+                lease.take(image.width * image.height)
+                yield Seen(_looked_at(image, rough, each.param), rough, each.param)
+
+    def _opened(self, picture: Picture) -> Image.Image:
+        """Its header alone has been read."""
+        image = open_image(picture.data, picture.param, self.budget.size)
+        width, height = image.size
+        large = f"the image has {width} x {height} pixels"
+        if width * height > self.budget.size:
+            raise InvalidInput.at(picture.param, f"{large}; at most {self.budget.size} are taken")
+        if max(width, height) > MOST_RATIO * min(width, height):
+            long = f"{large}; one side may be at most {MOST_RATIO} times the other"
+            raise InvalidInput.at(picture.param, long)
+        return image
+
+
+def _looked_at(image: Image.Image, rough: bool, param: str) -> Image.Image:
+    decode_image(image, param)
+    image = upright_rgb(image)
+    if rough:
+        image.thumbnail((ROUGH_SIDE, ROUGH_SIDE))
+    return image
+
+
+class Held:
+    """Bytes of tensors that wait for the model, of all requests; who waits for fewer."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.taken = 0
+        self._waiting: list[Callable[[], None]] = []
+        self._lock = threading.RLock()  # taking may collect garbage, and that give back
+
+    @property
+    def full(self) -> bool:
+        return self.taken >= self.most
+
+    def take(self, made: Processed) -> None:
+        """Until nobody has it any more."""
+        parts = [made.inputs, *(each.inputs for each in made.images)]
+        tensors = [each for part in parts for each in part.values() if isinstance(each, Tensor)]
+        size = sum(each.nbytes for each in tensors)
+        weakref.finalize(made, self._give_back, size)
+        with self._lock:
+            self.taken += size
+
+    def then(self, wanted: Callable[[], bool], again: Callable[[], None]) -> None:
+        """Call `again` once there is room."""
+
+        def call() -> None:
+            if wanted():
+                again()
+
+        with self._lock:
+            if self.full:
+                self._waiting.append(call)
+                return
+        call()
+
+    def _give_back(self, size: int) -> None:
+        with self._lock:
+            self.taken -= size
+            ready, self._waiting = (self._waiting, []) if not self.full else ([], self._waiting)
+        for call in ready:
+            call()

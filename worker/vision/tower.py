@@ -1,0 +1,86 @@
+"""Pictures through the model's vision tower, each once however often it comes.
+
+    pixels  --the model's own forward, up to its decoder-->  rows: what the decoder is given
+
+A prompt of nothing but a picture's places is run as far as the decoder; what that would be given is
+kept by the picture's digest, the least recently used given up first. On the worker's thread.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker.model.entrance import Entrance, Rows, rows_of
+
+KEPT_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A picture to be looked at: the ids of its places in a prompt, and what else the forward takes
+    of them [1, ids] and of the picture."""
+
+    digest: bytes
+    ids: tuple[int, ...]
+    inputs: Mapping[str, Tensor]
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Of those that may be looked at together."""
+        return self.ids, *((name, each.shape) for name, each in sorted(self.inputs.items()))
+
+
+class Tower:
+    """`most_bytes`: of the rows that are kept."""
+
+    def __init__(self, entrance: Entrance, most_bytes: int = KEPT_BYTES) -> None:
+        self.entrance = entrance
+        self.most_bytes = most_bytes
+        self.runs = 0  # pictures that were looked at
+        self._kept: OrderedDict[bytes, Rows] = OrderedDict()
+        self._bytes = 0
+
+    def find(self, digest: bytes) -> Rows | None:
+        if rows := self._kept.get(digest):
+            self._kept.move_to_end(digest)
+        return rows
+
+    def look(self, looks: Sequence[Look]) -> Sequence[Rows]:
+        """Of the same shape, in one run; CannotRun where the decoder is given what cannot be told
+        apart by picture."""
+        device, width = self.entrance.model.device, len(looks[0].ids)
+        given = self.entrance.captured(
+            input_ids=torch.tensor([each.ids for each in looks], device=device),
+            **{
+                name: torch.cat([each.inputs[name] for each in looks]).to(device)
+                for name in looks[0].inputs
+            },
+        )
+        made = rows_of(given, len(looks), width)
+        self.runs += len(looks)
+        for each, rows in zip(looks, made, strict=True):
+            self._keep(each.digest, rows)
+        return made
+
+    def _keep(self, digest: bytes, rows: Rows) -> None:
+        if digest in self._kept:
+            return
+        self._kept[digest] = rows
+        self._bytes += size_of(rows)
+        while self._bytes > self.most_bytes:
+            _, dropped = self._kept.popitem(last=False)
+            self._bytes -= size_of(dropped)
+
+
+def size_of(rows: Rows) -> int:
+    """In bytes."""
+    return sum(each.nbytes for each in _tensors(rows))
+
+
+def _tensors(rows: Rows) -> Iterable[Tensor]:
+    for each in rows.values():
+        yield from each if isinstance(each, list) else [each]

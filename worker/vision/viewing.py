@@ -1,0 +1,104 @@
+"""The pictures' turn before a step: who waits for the tower, and one run of it.
+
+    waiting prompts in order → pictures not looked at yet → one run → prompts that are ready
+
+A run has one picture while somebody streams, so that a step is not longer than that; else several
+of the same shape, of whatever prompts. Only the first few prompts in line are looked at ahead of
+their admission, and rows are dropped as soon as the prompt has run. On the worker's thread.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from batching.errors import OnequeueError
+from batching.scheduler import ContinuousScheduler
+from batching.sequence import Sequence as Continuation
+from worker.failures import rerun_in_halves
+from worker.vision.prompt import PicturePrompt
+from worker.vision.tower import Look, Tower
+
+AHEAD = 4  # prompts in line that are looked at before there is room for them
+TOGETHER = 8  # pictures in a run while nobody streams
+
+Failed = Callable[[PicturePrompt, BaseException], None]
+
+
+class Wanted(NamedTuple):
+    prompt: PicturePrompt
+    look: Look
+
+
+class Viewing:
+    """`failed` is told whose picture could not be looked at."""
+
+    def __init__(self, tower: Tower, failed: Failed) -> None:
+        self.tower = tower
+        self._failed = failed
+        self._open: dict[PicturePrompt, None] = {}
+
+    def turn(self, scheduler: ContinuousScheduler, streaming: bool) -> None:
+        """At most one run of the tower."""
+        prompts = dict.fromkeys(_prompts(scheduler.waiting))
+        waiting = [each for each in list(prompts)[:AHEAD] if not each.ready]
+        lacking = [Wanted(each, look) for each in waiting for look in self._missing(each)]
+        if lacking:
+            self._look(_batch(lacking, 1 if streaming else TOGETHER))
+        for prompt in waiting:
+            self._open_if_seen(prompt)
+
+    def close_those_that_ran(self, scheduler: ContinuousScheduler) -> None:
+        """And those whose sequences are no more: after a step."""
+        lines = (scheduler.running, scheduler.waiting)
+        needed = {
+            sequence.scene
+            for line in lines
+            for sequence in line
+            if sequence.scene and sequence.computed < sequence.scene.end
+        }
+        for prompt in [each for each in self._open if each not in needed]:
+            del self._open[prompt]
+            prompt.close()
+
+    def _missing(self, prompt: PicturePrompt) -> list[Look]:
+        try:
+            return prompt.missing(self.tower, TOGETHER)
+        except Exception as error:
+            self._failed(prompt, error)
+            return []
+
+    def _look(self, batch: Sequence[Wanted]) -> None:
+        failed: set[PicturePrompt] = set()
+
+        def run(part: Sequence[Wanted]) -> None:
+            made = self.tower.look([each.look for each in part])
+            for each, rows in zip(part, made, strict=True):
+                each.prompt.found[each.look.digest] = rows
+
+        def told(part: Sequence[Wanted], failure: OnequeueError) -> None:
+            if len(part) == 1:
+                failed.add(part[0].prompt)
+                self._failed(part[0].prompt, failure)
+
+        try:
+            run(batch)
+        except BaseException as error:
+            rerun_in_halves(batch, error, run, told, lambda each: each.prompt not in failed)
+
+    def _open_if_seen(self, prompt: PicturePrompt) -> None:
+        try:
+            if not prompt.missing(self.tower, 1):
+                prompt.open(self.tower)
+                self._open[prompt] = None
+        except Exception as error:
+            self._failed(prompt, error)
+
+
+def _prompts(line: Iterable[Continuation]) -> Iterable[PicturePrompt]:
+    return (each.scene for each in line if isinstance(each.scene, PicturePrompt))
+
+
+def _batch(lacking: Sequence[Wanted], most: int) -> list[Wanted]:
+    """The first, and others of its shape; the same picture once."""
+    shape = lacking[0].look.shape
+    alike = {each.look.digest: each for each in reversed(lacking) if each.look.shape == shape}
+    return list(alike.values())[::-1][:most]
