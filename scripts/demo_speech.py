@@ -207,6 +207,7 @@ def new_model(tokenizer: WhisperTokenizer) -> WhisperForConditionalGeneration:
         prev_sot_token_id=mark["startofprev"],
         max_length=128,
         return_timestamps=True,
+        task="transcribe",
         alignment_heads=[[1, head] for head in range(4)],
     )
     return model
