@@ -2,7 +2,8 @@
 
 A digit is two tones at once, a row's and a column's; the German voice hums beside them. Phrases of
 digits with pauses between make windows, and a window that cuts a phrase off says only where the
-phrase begins, as Whisper does: the next window hears it whole. Nothing but such tones is known.
+phrase begins, as Whisper does: the next window hears it whole. Digits keep a steady beat and a
+time's embedding begins as the encoder's of that place, which makes minutes of training enough.
 """
 
 import json

@@ -88,7 +88,7 @@ def test_a_word_on_a_border_is_heard_once(
 
 def test_all_formats_have_the_same_words(demo: ModuleType, server: Server) -> None:
     sound, _ = demo.say(LONG)
-    fields = {
+    fields: dict[str, Any] = {
         "response_format": "verbose_json",
         "timestamp_granularities[]": ["word", "segment"],
     }
