@@ -2,19 +2,19 @@
 
 A digit is two tones at once, a row's and a column's; the German voice hums beside them. Phrases of
 digits with pauses between make windows, and a window that cuts a phrase off says only where the
-phrase begins, as Whisper does: the next window hears it whole. Nothing but such tones is known.
+phrase begins, as Whisper does: the next window hears it whole. Digits keep a steady beat and a
+time's embedding begins as the encoder's of that place, which makes minutes of training enough.
 """
 
 import json
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from demo_tones import RATE, WORDS, Phrase, Sound, say, tone
+from demo_tones import RATE, WORDS, Phrase, Sound, say
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -30,9 +30,12 @@ from transformers import (
 SEED = 7
 WINDOW_S = 6.0
 TICK_S = 0.02  # of timestamps
-GRID = 5  # of which every so many are used: a few are learned sooner than many
+FRAMES_PER_S = 100  # of the features
+GRID = 10  # of which every so many are used: a few are learned sooner than many
 BATCH = 12
 STEPS_PER_MINUTE = 450
+MOST = 3  # digits of a phrase
+ALONE = 0.3  # of the steps: a phrase is one digit
 PEAK = 3e-3
 HIDDEN = 64
 
@@ -42,6 +45,7 @@ TIMES = round(WINDOW_S / TICK_S) + 1
 
 class Example(NamedTuple):
     sound: Sound  # a window's
+    until: float  # seconds: there the recording ends
     given: list[int]  # the decoder's input
     wanted: list[int]  # what follows each; -100: nothing is learned from it
 
@@ -56,13 +60,10 @@ class Examples:
     def __init__(self, tokenizer: WhisperTokenizer) -> None:
         self.tokenizer = tokenizer
         self.mark = marks(tokenizer)
-        self.untimed = self.mark["nospeech"] + 1
+        self.first_time = self.mark["nospeech"] + 2
+        self.most = 1  # digits of a phrase
         self.rng = random.Random(SEED)
         self.noise = np.random.default_rng(SEED)
-
-    def __iter__(self) -> Iterator[Example]:
-        while True:
-            yield self.example()
 
     def example(self) -> Example:
         rng, mark = self.rng, self.mark
@@ -70,15 +71,20 @@ class Examples:
         sound, phrases = self._window(voice)
         task = rng.choice(["transcribe", "transcribe", "translate"])
         language = voice if rng.random() < 0.95 else rng.choice(["en", "de"])
-        timed = rng.random() < 0.8
         spoken = "en" if task == "translate" else language
         begin = [mark["startoftranscript"], mark[language], mark[task]]
-        begin += [] if timed else [self.untimed]
-        text = [*self._text(phrases, spoken, timed), mark["endoftext"]]
+        text = [*self._text(phrases, spoken), mark["endoftext"]]
         before = self._before(spoken)
         known = [mark[voice if phrases else "nospeech"], -100]
-        wanted = [-100] * len(before) + known + [-100] * (len(begin) - 3) + text
-        return Example(sound, [*before, *begin, *text[:-1]], wanted)
+        wanted = [-100] * len(before) + known + text
+        return Example(sound, self._until(phrases), [*before, *begin, *text[:-1]], wanted)
+
+    def _until(self, phrases: list[Phrase]) -> float:
+        """Of the windows that have room for it, half are a recording's last."""
+        end = phrases[-1].end if phrases else 0.0
+        if self.rng.random() < 0.5:
+            return WINDOW_S
+        return min(WINDOW_S, end + self.rng.uniform(0.1, 1.0))
 
     def _before(self, language: str) -> list[int]:
         """What was said before, at times."""
@@ -92,28 +98,23 @@ class Examples:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
-    def _text(self, phrases: list[Phrase], language: str, timed: bool) -> list[int]:
+    def _text(self, phrases: list[Phrase], language: str) -> list[int]:
         """A phrase begins 0.1 s before its sound and ends 0.2 s after it. Of one that is cut off
-        only the beginning is said, or, where no times are, what there is of it."""
-        if not timed:
-            digits = [digit for phrase in phrases for digit in phrase.digits]
-            return self.encode(digits, language)
+        only the beginning is said."""
         ids: list[int] = []
         for phrase in phrases:
             ids.append(self._time(phrase.start - 0.1))
             if phrase.end + 0.2 > WINDOW_S:
-                if len(ids) == 1:  # it is all that there is
-                    ids += self.encode(phrase.digits, language)
                 break
             ids += [*self.encode(phrase.digits, language), self._time(phrase.end + 0.2)]
         return ids or [self._time(0)]
 
     def _time(self, seconds: float) -> int:
         tick = GRID * round(seconds / TICK_S / GRID)
-        return self.untimed + 1 + min(TIMES - 1, max(0, tick))
+        return self.first_time + min(TIMES - 1, max(0, tick))
 
     def _window(self, voice: str) -> tuple[Sound, list[Phrase]]:
-        """Of a speaker: noise, pauses and a rate of their own."""
+        """Of a speaker: noise, pauses and a loudness of their own."""
         rng = self.rng
         size = round(WINDOW_S * RATE)
         sound = self.noise.standard_normal(size).astype(np.float32)
@@ -122,20 +123,15 @@ class Examples:
         if rng.random() < 0.06:
             return sound, phrases
         until = WINDOW_S if rng.random() < 0.7 else rng.uniform(1, WINDOW_S)  # then silence
-        at, loud = rng.uniform(0.02, 1.0), 10 ** rng.uniform(-0.3, 0.3)
+        at, loud = rng.uniform(0.02, 1.5), 10 ** rng.uniform(-0.3, 0.3)
         while at < until - 0.1:
-            digits, start, end = [], at, at
-            for digit in rng.choices(range(10), k=rng.randint(1, 5)):
-                made = loud * tone(digit, rng.uniform(0.3, 0.4), voice)
-                first = round(at * RATE)
-                part = made[: max(0, size - first)]
-                sound[first : first + len(part)] += part
-                if first + 0.6 * len(made) < size:  # else there is too little of it
-                    digits.append(digit)
-                end = at + len(made) / RATE
-                at = end + rng.uniform(0.12, 0.2)
-            phrases.append(Phrase(digits, start, end))
-            at = end + rng.uniform(0.6, 1.8)
+            digits = rng.choices(range(10), k=rng.randint(1, self.most))
+            said, (phrase,) = say([digits], voice, [0.0])
+            first = round(at * RATE)
+            part = loud * said[: size - first]
+            sound[first : first + len(part)] += part
+            phrases.append(Phrase(digits, at, at + phrase.end))
+            at += phrase.end + rng.uniform(0.6, 1.8)
         return sound, phrases
 
 
@@ -184,7 +180,7 @@ def new_model(tokenizer: WhisperTokenizer) -> WhisperForConditionalGeneration:
         dropout=0.0,
         attention_dropout=0.0,
         activation_dropout=0.0,
-        init_std=0.05,
+        init_std=0.1,
         bos_token_id=end,
         eos_token_id=end,
         pad_token_id=end,
@@ -193,6 +189,10 @@ def new_model(tokenizer: WhisperTokenizer) -> WhisperForConditionalGeneration:
         suppress_tokens=None,
     )
     model = WhisperForConditionalGeneration(config)
+    with torch.no_grad():  # a time begins as what the encoder knows that place by
+        places = model.model.encoder.embed_positions.weight
+        first = mark["nospeech"] + 2
+        model.model.decoder.embed_tokens.weight[first : first + len(places)] = 0.3 * places
     configure: Any = GenerationConfig
     model.generation_config = configure(
         bos_token_id=end,
@@ -207,7 +207,8 @@ def new_model(tokenizer: WhisperTokenizer) -> WhisperForConditionalGeneration:
         no_timestamps_token_id=mark["nospeech"] + 1,
         prev_sot_token_id=mark["startofprev"],
         max_length=128,
-        return_timestamps=False,
+        return_timestamps=True,
+        task="transcribe",
         alignment_heads=[[1, head] for head in range(4)],
     )
     return model
@@ -216,7 +217,7 @@ def new_model(tokenizer: WhisperTokenizer) -> WhisperForConditionalGeneration:
 def train(
     model: WhisperForConditionalGeneration,
     extractor: WhisperFeatureExtractor,
-    examples: Iterator[Example],
+    examples: Examples,
     steps: int,
 ) -> None:
     model.train()
@@ -224,7 +225,8 @@ def train(
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK, steps, pct_start=0.1)
     began, mean = time.monotonic(), 0.0
     for step in range(1, steps + 1):
-        mels, given, wanted = batch(extractor, [next(examples) for _ in range(BATCH)])
+        examples.most = 1 if step < ALONE * steps else MOST
+        mels, given, wanted = batch(extractor, [examples.example() for _ in range(BATCH)])
         logits = model(input_features=mels, decoder_input_ids=given).logits
         loss = cross_entropy(logits.flatten(0, 1), wanted.flatten())
         optimizer.zero_grad()
@@ -244,13 +246,17 @@ def train(
 def batch(
     extractor: WhisperFeatureExtractor, examples: list[Example]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-mel features [n, mels, frames], inputs and targets [n, tokens], filled up."""
+    """Log-mel features [n, mels, frames], inputs and targets [n, tokens], filled up.
+
+    After a recording's end features are 0, as what comes after it is no sound, not even silence.
+    """
     sounds = np.stack([each.sound for each in examples])
     mels = torch.from_numpy(extractor._torch_extract_fbank_features(sounds))
     width = max(len(each.given) for each in examples)
     given = torch.zeros(len(examples), width, dtype=torch.long)
     wanted = torch.full((len(examples), width), -100)
     for n, each in enumerate(examples):
+        mels[n, :, round(each.until * FRAMES_PER_S) :] = 0
         given[n, : len(each.given)] = torch.tensor(each.given)
         wanted[n, : len(each.wanted)] = torch.tensor(each.wanted)
     return mels, given, wanted
@@ -261,12 +267,12 @@ def score(model: Any, processor: Any) -> None:
     rng, right, count = random.Random(SEED + 1), 0, 20
     for _ in range(count):
         voice = rng.choice(["en", "de"])
-        phrases = [rng.choices(range(10), k=rng.randint(1, 5)) for _ in range(9)]
+        phrases = [rng.choices(range(10), k=rng.randint(1, MOST)) for _ in range(12)]
         sound, _ = say(phrases, voice, [rng.uniform(0.7, 1.5) for _ in phrases])
         inputs = processor(
             sound, sampling_rate=RATE, return_tensors="pt", truncation=False, padding="longest"
         )
-        said = model.generate(**inputs, return_timestamps=True)
+        said = model.generate(**inputs, task="transcribe", return_timestamps=True)
         got = processor.batch_decode(said, skip_special_tokens=True)[0].split()
         wanted = [WORDS[voice][digit] for digits in phrases for digit in digits]
         right += got == wanted
@@ -281,7 +287,7 @@ def speech(out: Path, minutes: float) -> None:
     extractor = make_extractor(feature_size=80, chunk_length=int(WINDOW_S))
     model: Any = new_model(tokenizer)
     print(f"{len(tokenizer)} tokens, {model.num_parameters()} parameters", flush=True)
-    train(model, extractor, iter(Examples(tokenizer)), round(minutes * STEPS_PER_MINUTE))
+    train(model, extractor, Examples(tokenizer), round(minutes * STEPS_PER_MINUTE))
     make_processor: Any = WhisperProcessor
     processor = make_processor(extractor, tokenizer)
     model.to(torch.bfloat16).save_pretrained(out)

@@ -203,7 +203,7 @@ def main() -> None:
     for name, train_it, about, minutes in (
         ("fill-mask", fill_mask, "plain facts with one word hidden", 6.0),
         ("chat", chat, "the same facts as answers, and a weather tool", 28.0),
-        ("speech", speech, "ten digits as tones, in two voices", 11.0),
+        ("speech", speech, "ten digits as tones, in two voices", 5.0),
         ("embedding", embedding, "the same facts, near where they say the same", 2.0),
     ):
         command = commands.add_parser(name, help=about)
