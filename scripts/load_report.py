@@ -106,7 +106,7 @@ def table(args: argparse.Namespace, url: str, result: dict[str, Any]) -> str:
             f"{status:24}{count:10,}" + "".join(f"{milliseconds(values[c]):>11}" for c in columns)
         )
     lines.append("")
-    lines += [f"{'first ' + s:24}{said}" for s, said in result["first_errors"].items() if said]
+    lines += [f"{'first ' + s:23} {said}" for s, said in result["first_errors"].items() if said]
     if result.get("output_tokens"):
         rate = result["output_tokens_per_s"]
         lines.append(f"{'output tokens':24}{result['output_tokens']:,}, {rate:,.1f}/s")
@@ -135,7 +135,7 @@ def side_by_side(urls: Sequence[str], results: Sequence[dict[str, Any]]) -> str:
         ("first token p50", partial(_nested, "ttft_ms", "p50"), milliseconds),
         ("output tokens/s", lambda each: each.get("output_tokens_per_s"), "{:,.1f}".format),
     ]
-    lines = [" " * 20 + "".join(f"{url[-28:]:>30}" for url in urls)]
+    lines = [" " * 20 + "".join(f"{url.removeprefix('http://')[-28:]:>30}" for url in urls)]
     for label, read, show in rows:
         values = [read(each) for each in results]
         if any(value is not None for value in values):

@@ -33,7 +33,7 @@ SECTIONS = {
     "responses_db": "Who and where",
 }
 METAVARS = {str: "NAME", int: "N", float: "N", bool: "on|off"}
-SERVED = ["pipeline", "chat", "embedding", "rerank"]
+SERVED = ["pipeline", "chat", "embedding", "rerank", "speech"]
 MODEL_HELP = "a hub id or a local path; what it is for is read off its files"
 
 
@@ -76,7 +76,8 @@ def command() -> click.Command:
         callback=start,
         help="Serve transformers models over HTTP. Settings are environment variables too "
         "(PIPELINE_MODEL=…), read from .env as well; a flag wins. With a MODEL, nothing else is "
-        "served but what another flag names. The flags at the end are uvicorn's.",
+        "served but what another flag names. The flags at the end are uvicorn's. Which numbers to "
+        f"choose is measured: {PROGRAM} calibrate --help.",
     )
     return click.version_option(__version__, message="onequeue %(version)s")(made)
 
@@ -137,13 +138,15 @@ def calibration_options() -> list[click.Option]:
         return click.Option(name.split(), type=kind, help=text, show_default=True, **more)
 
     above_0, served = click.FloatRange(0, min_open=True), click.Choice(SERVED)
+    file = "what to post to /, or to transcribe, in place of something made up"
+    words = "of a text, at least and at most"
     within = "95 % of the answers are to come within so many milliseconds"
     return [
         add("--p95-ms", above_0, within, required=True, metavar="N"),
         add("--serves", served, "which of the models is measured (the first that is served)"),
-        add("--words", (int, int), "of a text, at least and at most", default=(4, 20)),
+        add("--words", (int, int), words, default=(4, 20), metavar="LOW HIGH"),
         add("--tokens", click.IntRange(1), "of a chat's answer", default=32, metavar="N"),
-        add("--input file", click.File("rb"), "what to post to /, in place of something made up"),
+        add("--input file", click.File("rb"), file, metavar="FILE"),
     ]
 
 

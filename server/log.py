@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
-PROBES = {"/health", "/ready", "/ping", "/metrics"}
+PROBES = ("/health", "/ready", "/ping", "/metrics")
 # What uvicorn tells of its stages; what they mean here is said by ours.
 STAGES = {
     "Started server process [%d]",
@@ -31,9 +31,10 @@ class OneLine(logging.Formatter):
 
 
 def is_no_probe(record: logging.LogRecord) -> bool:
-    """Of uvicorn's access log: a client, a method, a path, a version, a status."""
+    """Of uvicorn's access log: a client, a method, a path (behind the prefix that `--root-path`
+    says), a version, a status."""
     path = record.args[2] if isinstance(record.args, tuple) and len(record.args) > 2 else ""
-    return str(path).partition("?")[0] not in PROBES
+    return not str(path).partition("?")[0].endswith(PROBES)
 
 
 def is_no_stage(record: logging.LogRecord) -> bool:
@@ -41,7 +42,7 @@ def is_no_stage(record: logging.LogRecord) -> bool:
 
 
 def configure_log() -> None:
-    """Show our log at INFO beside uvicorn's lines."""
+    """Show our log beside uvicorn's lines, from the level that `--log-level` gave them."""
     logging.getLogger("uvicorn.access").addFilter(is_no_probe)
     ours = logging.getLogger("onequeue")
     if ours.handlers or logging.getLogger().handlers:
@@ -49,7 +50,7 @@ def configure_log() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(OneLine(FORMAT))
     ours.addHandler(handler)
-    ours.setLevel(logging.INFO)
+    ours.setLevel(logging.getLogger("uvicorn.error").level or logging.INFO)
     ours.propagate = False
 
 

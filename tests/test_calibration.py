@@ -14,6 +14,7 @@ from server.calibration.command import Options, calibrate
 from server.calibration.search import Knobs, Search, Stage
 from server.settings import Settings, SettingsError
 from tests.fake_generator import FakeGenerator
+from tests.fake_transcriber import FakeTranscriber
 from tests.fakes import FakeRunner
 
 ONLY = {"chat_model": "none", "embedding_model": "none"}
@@ -115,6 +116,18 @@ def test_a_chat_model_is_measured_by_whole_answers() -> None:
     found, said = run(create_app(settings, load_chat=FakeGenerator))
     assert found is not None
     assert [line for line in said if line.startswith("MAX_")] == ["MAX_QUEUE_SIZE=" + said[-1][15:]]
+
+
+@pytest.mark.usefixtures("short")
+def test_a_model_of_speech_alone_is_measured_by_recordings() -> None:
+    nothing = {"pipeline_model": "none", "embedding_model": "none", "chat_model": "none"}
+    transcriber = FakeTranscriber()
+    settings = Settings(**nothing, transcription_model="a/model")  # type: ignore[arg-type]
+    app = create_app(settings, load_transcriber=lambda: transcriber)
+    found, said = run(app)
+    assert found is not None
+    assert said[0].startswith("/v1/audio/transcriptions of fake")
+    assert transcriber.payloads
 
 
 def lost() -> FakeRunner:

@@ -1,5 +1,6 @@
 """What a start says: one form of line, an address, a request that works; and what it leaves out."""
 
+import logging
 import shlex
 import signal
 from typing import Any
@@ -10,7 +11,7 @@ import uvicorn
 
 from server import greeting
 from server.curl import line_to_try
-from server.log import uvicorn_config
+from server.log import configure_log, is_no_probe, uvicorn_config
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
 from tests.serving import serving, wait_until
@@ -79,6 +80,31 @@ def test_the_line_is_a_short_one_that_works_a_chat_if_there_is_one() -> None:
 def test_the_address_is_one_that_can_be_called(config: dict[str, Any], address: Any) -> None:
     made = uvicorn.Config("a:b", log_config=uvicorn_config(), **config)
     assert greeting.address(uvicorn.Server(made)) == address
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics?name=a", "/a/prefix/ready"])
+def test_probes_are_in_no_access_log(path: str) -> None:
+    def logged(path: str) -> bool:
+        args = ("127.0.0.1:9", "GET", path, "1.1", 200)
+        return is_no_probe(logging.LogRecord("uvicorn.access", 20, "", 0, "%s", args, None))
+
+    assert not logged(path)
+    assert logged(path.replace("?", "s?") + "/of/what")
+
+
+@pytest.mark.parametrize(("asked", "level"), [([], logging.INFO), (["warning"], logging.WARNING)])
+def test_our_log_has_the_level_that_uvicorn_was_given(
+    asked: list[str], level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = logging.Logger("ours")
+    theirs = logging.Logger("uvicorn.error")
+    for name in asked:
+        theirs.setLevel(name.upper())
+    empty = logging.Logger("others")
+    loggers = {"onequeue": ours, "uvicorn.error": theirs}
+    monkeypatch.setattr(logging, "getLogger", lambda name="": loggers.get(name, empty))
+    configure_log()
+    assert ours.level == level
 
 
 def test_an_icon_a_version_and_a_ping_need_no_key() -> None:

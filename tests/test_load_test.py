@@ -231,6 +231,14 @@ def test_refused_connections_are_counted_by_name() -> None:
     assert result["latency_ms"] is None
 
 
+def test_the_name_of_an_error_stands_apart_from_its_text() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    command = [sys.executable, str(SCRIPT), f"http://127.0.0.1:{port}", "--requests", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "first ConnectionRefusedError [Errno" in done.stdout
+
+
 def test_503_is_counted_with_its_retry_after(target: Target) -> None:
     result = run(f"{target.url}/busy", "--requests", "5")
     assert result["statuses"] == {"503": 5}
@@ -320,6 +328,8 @@ def test_targets_are_loaded_in_turn_and_shown_side_by_side(target: Target) -> No
     assert first["settings"]["url"] == target.url
     errors = next(line for line in lines if line.startswith("errors"))
     assert errors.split() == ["errors", "0", "7"]
+    hosts = [each.removeprefix("http://") for each in command[2:4]]
+    assert hosts in [line.split() for line in lines]
 
 
 def test_a_second_target_gets_other_texts(load_test: ModuleType) -> None:

@@ -32,6 +32,51 @@ def page(visitor: Any, server: Server) -> Any:
     return visitor
 
 
+WRITTEN = """
+1. one
+   goes on
+
+   - inside `a`
+     1. deeper
+2. two
+- another list
+***
+Figures:
+| a | b\\|c |
+| --- | :-: |
+| **1** | 2 |
+| 3
+> said"""
+SHOWN = (
+    "<ol start=1><li>one goes on<ul><li>inside <code>a</code><ol start=1><li>deeper</li></ol></li>"
+    "</ul></li><li>two</li></ol><ul><li>another list</li></ul><hr><p>Figures:</p>"
+    "<div class=scroll tabindex=0><table><thead><tr><th>a</th><th>b|c</th></tr></thead><tbody>"
+    "<tr><td><strong>1</strong></td><td>2</td></tr><tr><td>3</td><td></td></tr></tbody></table>"
+    "</div><blockquote>said</blockquote>"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "markup"),
+    [
+        (WRITTEN, SHOWN),
+        ("a | b\n--\n\n| a\nb", "<p>a | b\n--</p><p>| a\nb</p>"),
+        ("- - -\n- [ ] x", "<hr><ul><li>[ ] x</li></ul>"),
+        ("| a |\n|---|", "<div class=scroll tabindex=0><table><thead><tr><th>a</th></tr></thead>"
+         "<tbody></tbody></table></div>"),
+    ],
+)  # fmt: skip
+def test_markdown_becomes_elements(page: Any, text: str, markup: str) -> None:
+    made = page.evaluate(
+        """async text => {
+            const { markdown } = await import("./assets/markdown.js");
+            return markdown(text).map(each => each.outerHTML).join("").replaceAll('"', "");
+        }""",
+        text,
+    )
+    assert made == markup
+
+
 def test_a_pipeline(page: Any) -> None:
     page.get_by_role("tab", name="Pipeline").click()
     page.get_by_label("Text", exact=True).press("Enter")

@@ -1,7 +1,8 @@
 // Where the page begins: what is served, a tab for each of it, the server's state in words.
 //
 //   page.js → api.js (requests, the key) → chat.js, pipeline.js, embeddings.js, speech.js, live.js
-//             dom.js, exchange.js (a request and its answer, to look at), results.js, files.js
+//             answer.js (of a chat), exchange.js (a request and its answer, to look at), results.js,
+//             files.js, dom.js
 
 import { call, hasKey, forgetKey, whenKeyChanges } from "./api.js";
 import { element, find } from "./dom.js";

@@ -7,12 +7,13 @@ import { FileField } from "./files.js";
 
 const PATH = "v1/audio/transcriptions";
 
-export function startSpeech(section, ready) {
+export function startSpeech(section, ready, models) {
+  const model = models.find(each => each.serves === "transcription")?.id ?? ready.transcription_model;
   const form = find("form", section);
   const field = new FileField(find(".file", form), "audio");
   form.onsubmit = event => {
     event.preventDefault();
-    transcribe(section, field.file, ready.transcription_model);
+    transcribe(section, field.file, model);
   };
   field.onFile = () => form.requestSubmit();
 }

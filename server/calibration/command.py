@@ -29,7 +29,9 @@ SERVES = {
     "chat": "generation",
     "embedding": "embedding",
     "rerank": "rerank",
+    "speech": "transcription",
 }
+STEPPED = {"generation", "transcription"}  # their batches form by themselves, step by step
 LEAST_S, LIMITS = 3.0, 8  # a stage's seconds: at least so many, and so many times the percentile
 LEAST_REQUESTS = 100  # that a stage is to have, for a 95th percentile to mean something
 MOST_S = 30.0
@@ -93,7 +95,7 @@ async def loaded(engine: Engine) -> None:
 
 
 async def _search(load: Load, options: Options, say: Callable[[str], None]) -> Stage | None:
-    limit_ms, generates = options.p95_ms, load.requests.serves == "generation"
+    limit_ms, generates = options.p95_ms, load.requests.serves in STEPPED
     most = load.app.settings.max_running if generates else max(CAPS)
     knobs = Knobs(min(4, most))
     await load(knobs, 0, 1.0)  # nothing is as slow as the first time
@@ -105,7 +107,7 @@ async def _search(load: Load, options: Options, say: Callable[[str], None]) -> S
         load,
         limit_ms,
         min(MOST_S, seconds),
-        caps=(most,) if generates else CAPS,  # a chat model's batches form by themselves
+        caps=(most,) if generates else CAPS,
         waits_ms=(knobs.wait_ms,) if generates else (1.0, 0.0, 5.0),
         tell=lambda stage: say(report.line(stage, limit_ms)),
     )

@@ -21,6 +21,7 @@ bright heavy simple open runs keeps finds moves answers over under beside before
 SIDE = 320  # pixels of a picture, of which there are a few
 SOUND_S, SOUND_HZ = 3, 16_000
 JSON = "application/json"
+BOUNDARY = "a-part-of-a-calibration"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,10 @@ def requests_for(
     if serves == "embedding":
         bodies = (json.dumps({"input": text}).encode() for text in texts)
         return Requests(serves, "/v1/embeddings", JSON, bodies)
+    if serves == "transcription":
+        sounds = [_form(_sound(n)) for n in range(4)] if file is None else [_form(file)]
+        media = f"multipart/form-data; boundary={BOUNDARY}"
+        return Requests(serves, "/v1/audio/transcriptions", media, itertools.cycle(sounds))
     if serves == "rerank":
         bodies = (
             json.dumps({"query": text, "documents": [next(texts)]}).encode() for text in texts
@@ -84,3 +89,8 @@ def _sound(seed: int) -> bytes:
         sound.setframerate(SOUND_HZ)
         sound.writeframes(random.Random(seed).randbytes(2 * SOUND_HZ * SOUND_S))
     return file.getvalue()
+
+
+def _form(file: bytes) -> bytes:
+    head = f'--{BOUNDARY}\r\ncontent-disposition: form-data; name="file"; filename="sound"\r\n\r\n'
+    return head.encode() + file + f"\r\n--{BOUNDARY}--\r\n".encode()
