@@ -162,7 +162,8 @@ def test_requests_wait_while_the_tensors_of_others_take_all_memory() -> None:
     pending.value.then(lambda: True, called.set)
     pending.value.then(lambda: False, gone.set)
     assert not called.is_set()
-    assert eyes.again(*asked).ids == first.ids
+    assert eyes.again(*asked).result().ids == first.ids
+    eyes.close()
     del first
     assert called.is_set()
     assert not gone.is_set()

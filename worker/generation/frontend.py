@@ -83,7 +83,7 @@ class Frontend:
 
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
         if isinstance(prompt, Chat) and prompt.pictures and self.sight:
-            return self.sight.again(self.template.render(prompt), prompt.pictures).ids
+            return self.sight.ids(self.template.render(prompt), prompt.pictures)
         return self._encoded(prompt, add_special_tokens, "messages")[1]
 
     def decode(self, ids: list[int]) -> str:
@@ -98,6 +98,8 @@ class Frontend:
 
     def close(self) -> None:
         self.grammars.close()
+        if self.sight:
+            self.sight.close()
 
     # ── a request ──
 

@@ -9,6 +9,7 @@ take until the model has looked at them: beyond that, requests wait here. In poo
 import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 
 from PIL import Image
@@ -37,20 +38,31 @@ class Sight:
         self.processor = processor
         self.budget = DecodeBudget(most_pixels)
         self.held = Held(held_bytes)
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="pictures")  # for those put back
 
     def process(self, text: str, pictures: Sequence[Picture]) -> Processed:
         """As processor.py's; InvalidInput for images that are broken or too large, and Pending
         while those of other requests take all memory there is for them."""
         if self.held.full:
             raise Pending(self.held.then)
-        made = self.again(text, pictures)
+        return self._held(text, pictures)
+
+    def again(self, text: str, pictures: Sequence[Picture]) -> Future[Processed]:
+        """The same in a thread of its own, whatever memory others take: they may wait for it."""
+        return self._threads.submit(self._held, text, pictures)
+
+    def ids(self, text: str, pictures: Sequence[Picture]) -> list[int]:
+        with closing(self._seen(pictures)) as images:
+            return self.processor.process(text, images).ids
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _held(self, text: str, pictures: Sequence[Picture]) -> Processed:
+        with closing(self._seen(pictures)) as images:
+            made = self.processor.process(text, images)
         self.held.take(made)
         return made
-
-    def again(self, text: str, pictures: Sequence[Picture]) -> Processed:
-        """At once, whatever memory others take."""
-        with closing(self._seen(pictures)) as images:
-            return self.processor.process(text, images)
 
     def _seen(self, pictures: Sequence[Picture]) -> Generator[Seen, None, None]:
         in_all = 0
