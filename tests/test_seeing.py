@@ -11,7 +11,13 @@ import pytest
 from PIL import Image
 
 from batching.errors import InvalidInput
+from tests import tiny_seeing
+from tests.generating import serve
+from tests.seeing import assert_generated, png, request
 from tests.test_processors import loaded
+from worker.generation import loading
+from worker.generation.loading import load_generator
+from worker.model.language_model import GeneratorOptions
 from worker.protocol import Pending, Picture
 from worker.vision.seeing import TIMES_IN_ALL, Sight
 
@@ -169,3 +175,25 @@ def test_requests_wait_while_the_tensors_of_others_take_all_memory() -> None:
     assert not gone.is_set()
     assert eyes.held.taken == 0
     eyes.process(*asked)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(ImportError("\nPackage `num2words` is required"), "num2words"), (OSError("/a/path"), "log")],
+)
+def test_a_model_whose_processor_does_not_load_serves_text(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, told: str
+) -> None:
+    def fail(folder: str) -> None:
+        raise error
+
+    monkeypatch.setattr(loading, "load_processor", fail)
+    folder = str(tiny_seeing.folder("llava"))
+    options = GeneratorOptions(folder, dtype="float32", device="cpu", kv_cache_gb=0.01)
+    generator = load_generator(options)
+    served, _ = serve(generator, [request("Only words.")])
+    assert_generated("llava", served)
+    with pytest.raises(InvalidInput, match=told) as refused:
+        generator.prepare(request("What is ", png(0), "here?"))
+    assert "/a/path" not in str(refused.value)
+    assert told in generator.no_images

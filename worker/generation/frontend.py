@@ -55,7 +55,7 @@ class Frontend:
         self.language = language
         self.sight = sight
         self.max_model_len = max_model_len
-        self.takes_images = sight is not None
+        self.no_images = "" if sight else language.no_images
         self.info = ModelInfo(
             "text-generation",
             language.name,
@@ -214,7 +214,7 @@ class Frontend:
         """Its text, and its pictures with their tokens."""
         sight = self.sight
         if sight is None:
-            raise InvalidInput("this model takes text, no images", chat.pictures[0].param)
+            raise InvalidInput(self.no_images, chat.pictures[0].param)
         text = self.template.render(chat)
         self._check_length(text, "messages")
         made = sight.process(text, chat.pictures)

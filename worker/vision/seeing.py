@@ -23,8 +23,6 @@ from worker.vision.processor import Processed, Processor, Seen
 
 # Pixels of a request's images together: so many times those that one may have.
 TIMES_IN_ALL = 4
-# Longer images would be blown up: many processors scale by the shorter side.
-MOST_RATIO = 200
 ROUGH_SIDE = 512  # pixels, of what is looked at with `detail: low`
 HELD_BYTES = 1 << 30
 
@@ -84,12 +82,9 @@ class Sight:
         """Its header alone has been read."""
         image = open_image(picture.data, picture.param, self.budget.size)
         width, height = image.size
-        large = f"the image has {width} x {height} pixels"
         if width * height > self.budget.size:
-            raise InvalidInput.at(picture.param, f"{large}; at most {self.budget.size} are taken")
-        if max(width, height) > MOST_RATIO * min(width, height):
-            long = f"{large}; one side may be at most {MOST_RATIO} times the other"
-            raise InvalidInput.at(picture.param, long)
+            large = f"the image has {width} x {height} pixels; at most {self.budget.size} are taken"
+            raise InvalidInput.at(picture.param, large)
         return image
 
 
