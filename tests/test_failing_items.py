@@ -41,7 +41,7 @@ OF_A_CHOICE: dict[str, Callable[[Any], Any]] = {
 }
 # Places that belong to nobody in particular.
 OF_THE_GENERATOR = [
-    "scheduler.schedule", "scheduler.remove", "scheduler.add", "pool.close", "step", "_report",
+    "scheduler.schedule", "scheduler.remove", "scheduler.add", "pool.close", "step", "_outcome",
 ]  # fmt: skip
 OF_THE_BATCHER = ["add", "take", "due_at", "succeeded"]
 
@@ -190,7 +190,7 @@ def test_an_error_in_the_sampler_or_the_masks_leaves_the_generator_working(
 def test_who_failed_in_a_step_that_raises_is_answered_too(stage: Stage) -> None:
     """Its own failure was not told yet."""
     stage.poison("push", RecursionError)
-    stage.raise_in(stage.generator, "_report", ValueError)
+    stage.raise_in(stage.generator, "_outcome", ValueError)
     assert stage.chat(POISON).status_code == 500
 
 

@@ -30,6 +30,7 @@ def test_the_model_is_listed_and_found_by_its_name(server: Server) -> None:
         "object": "model",
         "owned_by": "onequeue",
         "serves": "generation",
+        "input_modalities": ["text"],
         "max_model_len": 4096,
         "context_length": 4096,
     }
