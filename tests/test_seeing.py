@@ -177,6 +177,23 @@ def test_requests_wait_while_the_tensors_of_others_take_all_memory() -> None:
     eyes.process(*asked)
 
 
+def test_images_of_one_request_are_read_at_a_time() -> None:
+    """Those of others take no thread meanwhile."""
+    eyes, asked = sight(), ("<image>", [Picture(file(plain()), "auto", "here")])
+    assert eyes.held.enter()
+    with pytest.raises(Pending) as pending:
+        eyes.process(*asked)
+    called = threading.Event()
+    pending.value.then(lambda: True, called.set)
+    assert not called.is_set()
+    eyes.held.leave()
+    assert called.is_set()
+    eyes.process(*asked)
+    with pytest.raises(InvalidInput):
+        eyes.process("<image>", [Picture(b"", "auto", "here")])
+    eyes.process(*asked)
+
+
 @pytest.mark.parametrize(
     ("error", "told"),
     [(ImportError("\nPackage `num2words` is required"), "num2words"), (OSError("/a/path"), "log")],

@@ -215,6 +215,7 @@ class Frontend:
         sight = self.sight
         if sight is None:
             raise InvalidInput(self.no_images, chat.pictures[0].param)
+        sight.check_room()
         text = self.template.render(chat)
         self._check_length(text, "messages")
         made = sight.process(text, chat.pictures)

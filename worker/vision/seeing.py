@@ -2,8 +2,8 @@
 
     headers of all → sizes and their sum → one: decoded, upright, RGB → processor.py → the next
 
-How many pixels are decoded at a time is bounded over all requests, and so is what their tensors
-take until the model has looked at them: beyond that, requests wait here. In pool threads.
+In pool threads, a request at a time, so that those of text have the others. What the tensors of all
+take until the model has looked at them is bounded: beyond that, requests wait without a thread.
 """
 
 import threading
@@ -40,10 +40,18 @@ class Sight:
 
     def process(self, text: str, pictures: Sequence[Picture]) -> Processed:
         """As processor.py's; InvalidInput for images that are broken or too large, and Pending
-        while those of other requests take all memory there is for them."""
+        while those of another request are read, or take all memory there is for them."""
+        if not self.held.enter():
+            raise Pending(self.held.then)
+        try:
+            return self._held(text, pictures)
+        finally:
+            self.held.leave()
+
+    def check_room(self) -> None:
+        """Pending where `process` would raise it: before the text is made."""
         if self.held.full:
             raise Pending(self.held.then)
-        return self._held(text, pictures)
 
     def again(self, text: str, pictures: Sequence[Picture]) -> Future[Processed]:
         """The same in a thread of its own, whatever memory others take: they may wait for it."""
@@ -97,17 +105,32 @@ def _looked_at(image: Image.Image, rough: bool, param: str) -> Image.Image:
 
 
 class Held:
-    """Bytes of tensors that wait for the model, of all requests; who waits for fewer."""
+    """Bytes of tensors that wait for the model, of all requests; whether one's are being read; who
+    waits for room."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.taken = 0
+        self.reading = False
         self._waiting: list[Callable[[], None]] = []
         self._lock = threading.RLock()  # taking may collect garbage, and that give back
 
     @property
     def full(self) -> bool:
-        return self.taken >= self.most
+        return self.reading or self.taken >= self.most
+
+    def enter(self) -> bool:
+        """False if there is no room."""
+        with self._lock:
+            if self.full:
+                return False
+            self.reading = True
+            return True
+
+    def leave(self) -> None:
+        with self._lock:
+            self.reading = False
+        self._call_those_that_wait()
 
     def take(self, made: Processed) -> None:
         """Until nobody has it any more."""
@@ -134,6 +157,10 @@ class Held:
     def _give_back(self, size: int) -> None:
         with self._lock:
             self.taken -= size
+        self._call_those_that_wait()
+
+    def _call_those_that_wait(self) -> None:
+        with self._lock:
             ready, self._waiting = (self._waiting, []) if not self.full else ([], self._waiting)
         for call in ready:
             call()
