@@ -22,7 +22,7 @@ from batching.errors import ClientGone, InvalidInput, ItemFailed
 from batching.request_queue import WorkItem
 from worker.decisions import DecisionInput
 from worker.deltas import Delta, FinishReason, Kind, Part, TokenLogprob
-from worker.protocol import Chat, GenerationInput, ModelInfo, StepOutcome, StepReport
+from worker.protocol import TEXT_ALONE, Chat, GenerationInput, ModelInfo, StepOutcome, StepReport
 
 INFO = ModelInfo("text-generation", "fake", "cpu", "float32", 0, "continuous")
 
@@ -55,7 +55,7 @@ class Running:
 class FakeGenerator:
     info = INFO
     max_model_len = 4096
-    takes_images = False  # a test may say so
+    no_images = TEXT_ALONE  # a test may empty it
     compile_state: Literal["running", "done", "off"] = "off"
     defaults = Defaults()
 

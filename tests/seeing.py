@@ -104,7 +104,7 @@ def generated(model: str, served: Served, count: int = COUNT) -> list[int]:
     scene, sight = served.item.prepared[0].prepared.scene, loaded(model).sight
     inputs: dict[str, Any] = {}
     if isinstance(scene, PicturePrompt) and sight:
-        made = scene.process()
+        made = scene.process().result()
         inputs = {**made.inputs, **sight.processor.joined([each.inputs for each in made.images])}
     takes = inspect.signature(oracle(model).forward).parameters
     inputs = {name: each for name, each in inputs.items() if name in takes}

@@ -24,7 +24,7 @@ DATA = "data:image/png;base64," + base64.b64encode(b"png").decode()
 @pytest.fixture(scope="module")
 def generator() -> FakeGenerator:
     made = FakeGenerator()
-    made.takes_images = True
+    made.no_images = ""
     return made
 
 

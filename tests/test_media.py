@@ -232,6 +232,14 @@ def test_an_image_that_many_masks_are_made_of_has_fewer_pixels() -> None:
         to_image(large, values=64 * media.FREE_VALUES_PER_PIXEL)
 
 
+@pytest.mark.parametrize("size", [(1, 201), (201, 1)])
+def test_an_image_that_would_be_blown_up_is_refused(size: tuple[int, int]) -> None:
+    """Where its shorter side is made so many pixels."""
+    with pytest.raises(InvalidInput, match="at most 200 times the other"):
+        to_image(picture(size=size))
+    assert to_image(picture(size=(200, 1))).size == (200, 1)
+
+
 def test_a_small_image_in_a_large_tile_is_refused() -> None:
     """libtiff unpacks a tile whole."""
     name, long, side = range(256, 260), 4, 30_000

@@ -11,7 +11,13 @@ import pytest
 from PIL import Image
 
 from batching.errors import InvalidInput
+from tests import tiny_seeing
+from tests.generating import serve
+from tests.seeing import assert_generated, png, request
 from tests.test_processors import loaded
+from worker.generation import loading
+from worker.generation.loading import load_generator
+from worker.model.language_model import GeneratorOptions
 from worker.protocol import Pending, Picture
 from worker.vision.seeing import TIMES_IN_ALL, Sight
 
@@ -162,9 +168,49 @@ def test_requests_wait_while_the_tensors_of_others_take_all_memory() -> None:
     pending.value.then(lambda: True, called.set)
     pending.value.then(lambda: False, gone.set)
     assert not called.is_set()
-    assert eyes.again(*asked).ids == first.ids
+    assert eyes.again(*asked).result().ids == first.ids
+    eyes.close()
     del first
     assert called.is_set()
     assert not gone.is_set()
     assert eyes.held.taken == 0
     eyes.process(*asked)
+
+
+def test_images_of_one_request_are_read_at_a_time() -> None:
+    """Those of others take no thread meanwhile."""
+    eyes, asked = sight(), ("<image>", [Picture(file(plain()), "auto", "here")])
+    assert eyes.held.enter()
+    with pytest.raises(Pending) as pending:
+        eyes.process(*asked)
+    called = threading.Event()
+    pending.value.then(lambda: True, called.set)
+    assert not called.is_set()
+    eyes.held.leave()
+    assert called.is_set()
+    eyes.process(*asked)
+    with pytest.raises(InvalidInput):
+        eyes.process("<image>", [Picture(b"", "auto", "here")])
+    eyes.process(*asked)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(ImportError("\nPackage `num2words` is required"), "num2words"), (OSError("/a/path"), "log")],
+)
+def test_a_model_whose_processor_does_not_load_serves_text(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, told: str
+) -> None:
+    def fail(folder: str) -> None:
+        raise error
+
+    monkeypatch.setattr(loading, "load_processor", fail)
+    folder = str(tiny_seeing.folder("llava"))
+    options = GeneratorOptions(folder, dtype="float32", device="cpu", kv_cache_gb=0.01)
+    generator = load_generator(options)
+    served, _ = serve(generator, [request("Only words.")])
+    assert_generated("llava", served)
+    with pytest.raises(InvalidInput, match=told) as refused:
+        generator.prepare(request("What is ", png(0), "here?"))
+    assert "/a/path" not in str(refused.value)
+    assert told in generator.no_images

@@ -1,7 +1,8 @@
 """Images in chat, on tiny models of eight families: what `generate` makes of them, whatever else is
 in a step, found in the cache or put back."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from operator import eq
 
@@ -26,6 +27,7 @@ from worker.model.self_check import CannotRun
 from worker.vision import layout
 from worker.vision.cached import PicturedRunner
 from worker.vision.check import check_pictures
+from worker.vision.processor import Processed, Processor, Seen
 from worker.vision.prompt import PicturePrompt
 from worker.vision.tower import Look, Tower
 from worker.vision.viewing import Viewing
@@ -177,12 +179,23 @@ def test_the_tower_keeps_no_more_than_it_may() -> None:
     ]  # fmt: skip
 
 
-def test_a_prompt_put_back_after_its_rows_are_gone_is_looked_at_again() -> None:
+def test_a_prompt_put_back_after_its_rows_are_gone_is_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     generator = engine("qwen2-vl", blocks=22)
     viewing(generator).tower.most_bytes = 0
     items = [request("One ", png(n), "or two", max_tokens=40 + n) for n in range(6)]
-    served, driver = serve(generator, items)
+    driver, original, threads = Driver(generator), Processor.process, set()
+    served = [driver.add(item) for item in items]
+
+    def process(self: Processor, text: str, images: Iterable[Seen]) -> Processed:
+        threads.add(threading.current_thread().name.partition("_")[0])
+        return original(self, text, images)
+
+    monkeypatch.setattr(Processor, "process", process)
+    driver.finish()
     assert driver.total("preempted")
+    assert threads == {"pictures"}  # never that which steps
     assert_generated("qwen2-vl", served)
 
 

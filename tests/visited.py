@@ -14,6 +14,7 @@ from batching.request_queue import WorkItem
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
 from tests.serving import Server, serving
+from worker.protocol import TEXT_ALONE
 from worker.scoring import Embedded
 
 KEY = "the-key"
@@ -32,7 +33,7 @@ class Letters(FakeRunner):
     """A text's vector says whether it has an a, and whether a b."""
 
     max_model_len = 8
-    takes_images = False
+    no_images = TEXT_ALONE
 
     def prepare(self, item: WorkItem) -> None:
         item.prepared = list(item.payload.inputs)

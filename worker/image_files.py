@@ -20,6 +20,8 @@ Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit; ours is a setting
 Image.core.set_block_size(64 << 20)  # type: ignore[attr-defined]  # not annotated
 KNOWN: list[str] = ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF"]
 FORMATS = [kind for kind in KNOWN if kind in Image.OPEN]  # Pillow may be built without some
+# Longer images would be blown up: many processors scale by the shorter side.
+MOST_RATIO = 200
 # A progressive JPEG costs a pass over all its pixels for each scan, and a scan may be empty: in all
 # no more than so many passes over the largest image. Cameras and encoders make about ten scans.
 MAX_SCANS = 64
@@ -40,8 +42,12 @@ def open_image(data: bytes, param: str, most: int) -> Image.Image:
         raise _unreadable(param) from None
     if tile > MAX_TILE:
         raise InvalidInput("the image is stored in tiles that are too large", param)
+    width, height = image.size
+    if max(width, height) > MOST_RATIO * min(width, height):
+        long = f"one side may be at most {MOST_RATIO} times the other"
+        raise InvalidInput(f"the image has {width} x {height} pixels; {long}", param)
     scans = data.count(b"\xff\xda") if "progressive" in image.info else 0
-    if scans * image.width * image.height > MAX_SCANS * most:
+    if scans * width * height > MAX_SCANS * most:
         raise InvalidInput(f"the image is drawn in {scans} scans: save it with fewer", param)
     return image
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 from batching.request_queue import WorkItem
 from worker.decode_budget import RequestBudget
 
+TEXT_ALONE = "this model takes text, no images"
 State = Literal["loading", "warming", "ready", "dead"]
 
 
@@ -228,7 +229,7 @@ class Tokenizing(Protocol):
     """What is asked of a model that is called by its name. In pool threads, several at once."""
 
     max_model_len: int  # tokens that it takes at most, output included
-    takes_images: bool  # in chats
+    no_images: str  # why those of chats are refused; empty where they are taken
 
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt; InvalidInput if the chat template refuses it."""

@@ -73,7 +73,7 @@ class ModelNames:
             raise refusal
         model = Model(self.id, "model", self.created, "onequeue", self.serves, ["audio"])
         if self.serves != "transcription":
-            model.input_modalities = ["text", "image"] if self.loaded.takes_images else ["text"]
+            model.input_modalities = ["text"] if self.loaded.no_images else ["text", "image"]
             model.max_model_len = model.context_length = self.loaded.max_model_len
         return model
 

@@ -48,8 +48,8 @@ def picture(url: str, detail: str | None, path: str) -> Picture:
 
 def check_pictures(chat: Chat, model: Tokenizing) -> None:
     """InvalidInput for images that the model does not see."""
-    if chat.pictures and not model.takes_images:
-        raise InvalidInput.at(chat.pictures[0].param, "this model takes text, no images")
+    if chat.pictures and model.no_images:
+        raise InvalidInput.at(chat.pictures[0].param, model.no_images)
 
 
 @dataclass(eq=False)

@@ -22,7 +22,7 @@ from worker.embedding.files import SentenceFiles
 from worker.embedding.head import Head
 from worker.embedding.rows import RowModel
 from worker.embedding.texts import Row, TextReader
-from worker.protocol import ModelInfo
+from worker.protocol import TEXT_ALONE, ModelInfo
 from worker.scoring import Embedded, EmbeddingInput
 
 Vectors = NDArray[np.float32]
@@ -49,7 +49,7 @@ class Embedder:
         self.sizes = sizes
         self.info = info
         self.max_model_len = reader.limit
-        self.takes_images = False
+        self.no_images = TEXT_ALONE
         self.encode, self.decode, self.token = reader.encode, reader.decode, reader.token
         self.head = Head(files, rows.device)
         [vector] = self.forward([[Row(rows.tokenizer("a")["input_ids"])]])

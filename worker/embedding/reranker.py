@@ -19,7 +19,7 @@ from batching.request_queue import WorkItem
 from worker.embedding.pairs import Pairs
 from worker.embedding.rows import RowModel
 from worker.embedding.texts import Row, TextReader
-from worker.protocol import ModelInfo
+from worker.protocol import TEXT_ALONE, ModelInfo
 from worker.scoring import PairsInput, Scored
 
 
@@ -40,7 +40,7 @@ class Reranker:
         self.activation = activation or nn.Sigmoid()
         self.info = info
         self.max_model_len = reader.limit
-        self.takes_images = False
+        self.no_images = TEXT_ALONE
         self.encode, self.decode, self.token = reader.encode, reader.decode, reader.token
 
     # ── pool threads ──

@@ -55,7 +55,7 @@ class Frontend:
         self.language = language
         self.sight = sight
         self.max_model_len = max_model_len
-        self.takes_images = sight is not None
+        self.no_images = "" if sight else language.no_images
         self.info = ModelInfo(
             "text-generation",
             language.name,
@@ -83,7 +83,7 @@ class Frontend:
 
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
         if isinstance(prompt, Chat) and prompt.pictures and self.sight:
-            return self.sight.again(self.template.render(prompt), prompt.pictures).ids
+            return self.sight.ids(self.template.render(prompt), prompt.pictures)
         return self._encoded(prompt, add_special_tokens, "messages")[1]
 
     def decode(self, ids: list[int]) -> str:
@@ -98,6 +98,8 @@ class Frontend:
 
     def close(self) -> None:
         self.grammars.close()
+        if self.sight:
+            self.sight.close()
 
     # ── a request ──
 
@@ -212,7 +214,8 @@ class Frontend:
         """Its text, and its pictures with their tokens."""
         sight = self.sight
         if sight is None:
-            raise InvalidInput("this model takes text, no images", chat.pictures[0].param)
+            raise InvalidInput(self.no_images, chat.pictures[0].param)
+        sight.check_room()
         text = self.template.render(chat)
         self._check_length(text, "messages")
         made = sight.process(text, chat.pictures)

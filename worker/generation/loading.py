@@ -60,7 +60,10 @@ def load_sight(language: LanguageModel, most_pixels: int) -> Sight | None:
         made = load_processor(language.folder)
         processor = Processor(made, config.image_token_id, language.context)
     except Exception as error:
-        log.warning("images are refused, its processor does not load: %s", first_line(error))
+        why = first_line(error)
+        log.warning("images are refused, its processor does not load: %s", why)
+        told = why if isinstance(error, ImportError) else "the server's log says why"
+        language.no_images = f"this model's processor of images does not load here: {told}"
         return None
     language.tokenizer = processor.tokenizer
     return Sight(processor, most_pixels)

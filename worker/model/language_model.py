@@ -38,6 +38,7 @@ from worker.model.loading import (
     local_path,
 )
 from worker.model.self_check import TOLERANCE, compare, explicit_masks
+from worker.protocol import TEXT_ALONE
 
 log = logging.getLogger("onequeue.language_model")
 
@@ -78,6 +79,7 @@ class LanguageModel:
         self.name = name
         self.folder = folder
         self.sees = sees
+        self.no_images = TEXT_ALONE  # why they are refused, if nothing reads them
         self.model = model
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()

@@ -125,7 +125,7 @@ class PicturedRunner(CachedRunner):
     def _check_pictures(self) -> None:
         """Whether what it keeps of pictures is right; texts have their turns between."""
         made = sample(self._processor)
-        prompt = PicturePrompt.of(made, lambda: made)
+        prompt = PicturePrompt.of(made)
         [more] = random_prompts(self.model, self.language.tokenizer, [STEPS])
         texts = [[*made.ids, *more[:count]] for count in range(STEPS)]
         try:

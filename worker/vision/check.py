@@ -36,7 +36,7 @@ def check_pictures(language: LanguageModel, processor: Processor) -> None:
     blocks = -(-len(made.ids) // BLOCK)
     runner = PagedRunner(language, blocks + 2, language.context, 0)
     assert runner.entrance is not None
-    tower, prompt = Tower(runner.entrance), PicturePrompt.of(made, lambda: made)
+    tower, prompt = Tower(runner.entrance), PicturePrompt.of(made)
     for look in prompt.missing(tower, len(prompt.spans)):
         (prompt.found[look.digest],) = tower.look([look])
     prompt.open(tower)

@@ -3,8 +3,8 @@ forgotten but for its numbers once it has run. Shared by a request's choices.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -16,21 +16,25 @@ from worker.vision.pieces import Piece, pieces_of
 from worker.vision.processor import Processed
 from worker.vision.tower import Look, Tower
 
+Again = Callable[[], Future[Processed]]
+NEVER: Again = Future  # of what is looked at once: it does not come
+
 
 @dataclass(eq=False, slots=True)
 class PicturePrompt(Pictures):
-    """`process` makes of the request what went in, should that be needed once more: a prompt that
-    was put back after it had run."""
+    """`process` makes of the request what went in, in another thread, should that be needed once
+    more: a prompt that was put back after it had run."""
 
-    process: Callable[[], Processed] = field(kw_only=True)
+    process: Again = field(kw_only=True)
     ids: Sequence[int] = field(kw_only=True)
     digests: Sequence[bytes] = field(kw_only=True)
     processed: Processed | None = field(kw_only=True)
     pieces: Sequence[Piece] = field(kw_only=True)
     found: dict[bytes, Rows] = field(default_factory=dict)
+    coming: Future[Processed] | None = None
 
     @classmethod
-    def of(cls, made: Processed, process: Callable[[], Processed]) -> "PicturePrompt":
+    def of(cls, made: Processed, process: Again = NEVER) -> "PicturePrompt":
         pieces = pieces_of(made)
         spans = [(each.start, each.stop) for each in pieces]
         digests = [each.digest for each in pieces]
@@ -40,12 +44,33 @@ class PicturePrompt(Pictures):
         )  # fmt: skip
 
     def missing(self, tower: Tower, most: int) -> list[Look]:
-        """The first `most` of its pictures that have not been looked at, each once."""
+        """The first `most` of its pictures that have not been looked at, each once; none while
+        they are made again."""
+        unseen = self._unseen(tower)
+        if not unseen or not self._is_made():
+            return []
+        return [self._look(number, tower) for number in unseen[:most]]
+
+    def is_seen(self, tower: Tower) -> bool:
+        return not self._unseen(tower)
+
+    def _unseen(self, tower: Tower) -> list[int]:
         for digest in self.digests:
             if digest not in self.found and (rows := tower.find(digest)) is not None:
                 self.found[digest] = rows
-        wanted = {d: n for n, d in enumerate(self.digests) if d not in self.found}
-        return [self._look(number, tower) for number in islice(wanted.values(), most)]
+        return [*{d: n for n, d in enumerate(self.digests) if d not in self.found}.values()]
+
+    def _is_made(self) -> bool:
+        """Whether what went in is here; else it is on its way, in `coming`."""
+        if self.processed:
+            return True
+        self.coming = self.coming or self.process()
+        if not self.coming.done():
+            return False
+        coming, self.coming = self.coming, None
+        self.processed = coming.result()
+        self.pieces = pieces_of(self.processed)
+        return True
 
     def _look(self, number: int, tower: Tower) -> Look:
         made = self.made()
@@ -78,10 +103,8 @@ class PicturePrompt(Pictures):
         self.rows, self.ready = (), False
 
     def made(self) -> Processed:
-        """What went in, made again if need be."""
-        if self.processed is None:
-            self.processed = self.process()
-            self.pieces = pieces_of(self.processed)
+        """What went in, until it has been looked at."""
+        assert self.processed
         return self.processed
 
 

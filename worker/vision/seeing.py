@@ -2,13 +2,14 @@
 
     headers of all → sizes and their sum → one: decoded, upright, RGB → processor.py → the next
 
-How many pixels are decoded at a time is bounded over all requests, and so is what their tensors
-take until the model has looked at them: beyond that, requests wait here. In pool threads.
+In pool threads, a request at a time, so that those of text have the others. What the tensors of all
+take until the model has looked at them is bounded: beyond that, requests wait without a thread.
 """
 
 import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 
 from PIL import Image
@@ -22,8 +23,6 @@ from worker.vision.processor import Processed, Processor, Seen
 
 # Pixels of a request's images together: so many times those that one may have.
 TIMES_IN_ALL = 4
-# Longer images would be blown up: many processors scale by the shorter side.
-MOST_RATIO = 200
 ROUGH_SIDE = 512  # pixels, of what is looked at with `detail: low`
 HELD_BYTES = 1 << 30
 
@@ -37,20 +36,39 @@ class Sight:
         self.processor = processor
         self.budget = DecodeBudget(most_pixels)
         self.held = Held(held_bytes)
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="pictures")  # for those put back
 
     def process(self, text: str, pictures: Sequence[Picture]) -> Processed:
         """As processor.py's; InvalidInput for images that are broken or too large, and Pending
-        while those of other requests take all memory there is for them."""
+        while those of another request are read, or take all memory there is for them."""
+        if not self.held.enter():
+            raise Pending(self.held.then)
+        try:
+            return self._held(text, pictures)
+        finally:
+            self.held.leave()
+
+    def check_room(self) -> None:
+        """Pending where `process` would raise it: before the text is made."""
         if self.held.full:
             raise Pending(self.held.then)
-        made = self.again(text, pictures)
+
+    def again(self, text: str, pictures: Sequence[Picture]) -> Future[Processed]:
+        """The same in a thread of its own, whatever memory others take: they may wait for it."""
+        return self._threads.submit(self._held, text, pictures)
+
+    def ids(self, text: str, pictures: Sequence[Picture]) -> list[int]:
+        with closing(self._seen(pictures)) as images:
+            return self.processor.process(text, images).ids
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _held(self, text: str, pictures: Sequence[Picture]) -> Processed:
+        with closing(self._seen(pictures)) as images:
+            made = self.processor.process(text, images)
         self.held.take(made)
         return made
-
-    def again(self, text: str, pictures: Sequence[Picture]) -> Processed:
-        """At once, whatever memory others take."""
-        with closing(self._seen(pictures)) as images:
-            return self.processor.process(text, images)
 
     def _seen(self, pictures: Sequence[Picture]) -> Generator[Seen, None, None]:
         in_all = 0
@@ -72,12 +90,9 @@ class Sight:
         """Its header alone has been read."""
         image = open_image(picture.data, picture.param, self.budget.size)
         width, height = image.size
-        large = f"the image has {width} x {height} pixels"
         if width * height > self.budget.size:
-            raise InvalidInput.at(picture.param, f"{large}; at most {self.budget.size} are taken")
-        if max(width, height) > MOST_RATIO * min(width, height):
-            long = f"{large}; one side may be at most {MOST_RATIO} times the other"
-            raise InvalidInput.at(picture.param, long)
+            large = f"the image has {width} x {height} pixels; at most {self.budget.size} are taken"
+            raise InvalidInput.at(picture.param, large)
         return image
 
 
@@ -90,17 +105,32 @@ def _looked_at(image: Image.Image, rough: bool, param: str) -> Image.Image:
 
 
 class Held:
-    """Bytes of tensors that wait for the model, of all requests; who waits for fewer."""
+    """Bytes of tensors that wait for the model, of all requests; whether one's are being read; who
+    waits for room."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.taken = 0
+        self.reading = False
         self._waiting: list[Callable[[], None]] = []
         self._lock = threading.RLock()  # taking may collect garbage, and that give back
 
     @property
     def full(self) -> bool:
-        return self.taken >= self.most
+        return self.reading or self.taken >= self.most
+
+    def enter(self) -> bool:
+        """False if there is no room."""
+        with self._lock:
+            if self.full:
+                return False
+            self.reading = True
+            return True
+
+    def leave(self) -> None:
+        with self._lock:
+            self.reading = False
+        self._call_those_that_wait()
 
     def take(self, made: Processed) -> None:
         """Until nobody has it any more."""
@@ -127,6 +157,10 @@ class Held:
     def _give_back(self, size: int) -> None:
         with self._lock:
             self.taken -= size
+        self._call_those_that_wait()
+
+    def _call_those_that_wait(self) -> None:
+        with self._lock:
             ready, self._waiting = (self._waiting, []) if not self.full else ([], self._waiting)
         for call in ready:
             call()

@@ -8,6 +8,7 @@ their admission, and rows are dropped as soon as the prompt has run. On the work
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from typing import NamedTuple
 
 from batching.errors import OnequeueError
@@ -19,6 +20,7 @@ from worker.vision.tower import Look, Tower
 
 AHEAD = 4  # prompts in line that are looked at before there is room for them
 TOGETHER = 8  # pictures in a run while nobody streams
+AGAIN_S = 0.01  # how long nothing else is looked for while what was put back is made again
 
 Failed = Callable[[PicturePrompt, BaseException], None]
 
@@ -45,6 +47,9 @@ class Viewing:
             self._look(_batch(lacking, 1 if streaming else TOGETHER))
         for prompt in waiting:
             self._open_if_seen(prompt)
+        coming = [each.coming for each in waiting if each.coming]
+        if coming and not lacking and not scheduler.running:
+            wait(coming, AGAIN_S, FIRST_COMPLETED)
 
     def close_those_that_ran(self, scheduler: ContinuousScheduler) -> None:
         """And those whose sequences are no more: after a step."""
@@ -86,7 +91,7 @@ class Viewing:
 
     def _open_if_seen(self, prompt: PicturePrompt) -> None:
         try:
-            if not prompt.missing(self.tower, 1):
+            if prompt.is_seen(self.tower):
                 prompt.open(self.tower)
                 self._open[prompt] = None
         except Exception as error:
