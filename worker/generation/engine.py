@@ -39,7 +39,7 @@ from worker.vision.viewing import Viewing
 log = logging.getLogger("onequeue.generation")
 
 # A decode step costs about the same for so many rows: drafts are free up to here.
-FREE_ROWS = {"cpu": 8, "cuda": 64}
+FREE_ROWS = {"cpu": 16, "cuda": 64}
 
 
 class GenerationEngine(Frontend):
