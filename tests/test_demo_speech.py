@@ -68,7 +68,7 @@ def test_a_recording_gives_its_text(demo: ModuleType, server: Server) -> None:
 def test_a_voice_is_its_language_and_is_translated(demo: ModuleType, server: Server) -> None:
     sound, _ = demo.say(SHORT, "de")
     verbose = post(server, sound, response_format="verbose_json").json()
-    assert (verbose["text"], verbose["language"]) == ("drei eins vier eins fünf", "de")
+    assert (verbose["text"], verbose["language"]) == ("drei eins vier eins fünf", "german")
     assert post(server, sound, "translations").json()["text"] == words(demo, SHORT)
 
 
