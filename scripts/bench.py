@@ -7,6 +7,7 @@
                                        LitServe and Mosec (scripts/peers/): docs litserve mosec
     bench.py generation --model PATH   streaming chats, beside vLLM and transformers serve: vllm
                                        transformers
+    bench.py vision                    streaming chats with a picture each, beside the same
     bench.py speech                    transcriptions, beside a server around the pipeline,
                                        transformers serve and the pipeline: plain transformers
                                        in-process
@@ -32,6 +33,7 @@ from bench_generation import generation
 from bench_pipeline import fill_mask, mixed_texts, pipeline
 from bench_servers import Launch, free_port, running, say
 from bench_speech import speech
+from bench_vision import vision
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -45,6 +47,7 @@ SERVERS: dict[str, list[str]] = {  # each benchmark's own
         *("docs", "litserve", "mosec", "onequeue:DTYPE=float32", "onequeue:DTYPE=bfloat16"),
     ],
     "generation": ["onequeue", "vllm", "transformers"],
+    "vision": ["onequeue", "vllm", "transformers"],
     "speech": ["onequeue", "plain", "transformers", "in-process"],
 }
 
@@ -207,12 +210,13 @@ def main() -> None:
     add("--requests", type=int, default=3, help="a client in each sweep")
     add("--shared-prompt", action="store_true", help="also one that sixteen chats share")
     add("--json", metavar="FILE", help="write all figures")
+    add("--side", type=int, default=512, help="vision: pixels of a picture's sides")
     arguments = parser.parse_args()
     arguments.servers = arguments.servers or SERVERS[arguments.bench]
     if arguments.bench in ("direct", "pipeline") and not arguments.model:
         arguments.model = make_model()
     benches = {"http": http, "direct": direct, "pipeline": pipeline, "generation": generation}
-    benches["speech"] = speech
+    benches |= {"speech": speech, "vision": vision}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are stopped on the way out
     benches[arguments.bench](arguments)
 

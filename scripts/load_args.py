@@ -78,6 +78,8 @@ def make_parser(text: str = "") -> argparse.ArgumentParser:
         metavar="JSON",
         help="chat, embeddings, upload: more",
     )
+    add("--picture", type=count, help="chat: a picture of so many pixels a side, each another")
+    add("--same-picture", action="store_true", help="chat: not another, but the same one again")
     add("--stream", action="store_true", help="chat: measure first-token and inter-token times")
     add("--header", type=header, action="append", default=[], metavar='"K: V"')
     add("--seed", type=int, default=0)

@@ -1,10 +1,13 @@
 """What load_test.py sends: texts, chats and embeddings of random words, or files."""
 
 import argparse
+import base64
 import itertools
 import json
 import mimetypes
 import random
+import struct
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,8 +56,24 @@ def make_bodies(args: argparse.Namespace, number: int = 0) -> Iterator[bytes]:
             yield json.dumps(named | {"input": text}).encode()
         else:
             system = [{"role": "system", "content": args.system}] if args.system else []
-            messages = [*system, {"role": "user", "content": text}]
+            content: Any = text
+            if args.picture:
+                drawn = random.Random(args.seed) if args.same_picture else rng
+                content = [{"type": "text", "text": text}, stripes(drawn, args.picture)]
+            messages = [*system, {"role": "user", "content": content}]
             yield json.dumps(chat | {"messages": messages}).encode()
+
+
+def stripes(rng: random.Random, side: int) -> dict[str, Any]:
+    """A part of a message: a PNG of lines of random colours, which takes no time to make."""
+    lines = zlib.compress(b"".join(b"\0" + rng.randbytes(3) * side for _ in range(side)), 1)
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    file = b"\x89PNG\r\n\x1a\n"
+    for kind, data in ((b"IHDR", header), (b"IDAT", lines), (b"IEND", b"")):
+        file += struct.pack(">I", len(data)) + kind + data
+        file += struct.pack(">I", zlib.crc32(kind + data))
+    url = "data:image/png;base64," + base64.b64encode(file).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def form(args: argparse.Namespace, name: str, content: bytes) -> bytes:

@@ -120,6 +120,15 @@ def test_images_beyond_the_context_end_the_looking() -> None:
     assert (looked, refused.value.param) == ([0, 1], "image 1")
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_an_image_fills_is_known_by_its_size_where_the_processor_tells(family: str) -> None:
+    processor = loaded(family)
+    tells = hasattr(processor._processor.image_processor, "get_number_of_image_patches")
+    for size in ((64, 48), (40, 72), (200, 30), (90, 300)):
+        count = processor._look(Seen(picture(1, *size)))[1]
+        assert processor.filled(*size) == (count if tells else 0)
+
+
 def test_image_that_the_model_does_not_take_is_named() -> None:
     processor = loaded("qwen2-vl")
     with pytest.raises(InvalidInput, match="1 × 300 pixels") as refused:

@@ -19,6 +19,7 @@ from worker.generation import loading
 from worker.generation.loading import load_generator
 from worker.model.language_model import GeneratorOptions
 from worker.protocol import Pending, Picture
+from worker.vision.processor import Processor
 from worker.vision.seeing import TIMES_IN_ALL, Sight
 
 MEGAPIXEL = 1_000_000
@@ -102,6 +103,49 @@ def test_images_have_a_sum_that_is_known_before_any_is_decoded(
     monkeypatch.setattr("worker.vision.seeing.decode_image", None)
     large = header_of(1000, 1000)
     assert f"at most {TIMES_IN_ALL * MEGAPIXEL}" in refusal(*[large] * (TIMES_IN_ALL + 1))
+
+
+@pytest.mark.parametrize("model", ["qwen2-vl", "smolvlm"])
+def test_images_that_do_not_fit_are_refused_before_any_is_decoded(
+    monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    known = loaded(model)
+    eyes = Sight(Processor(known._processor, known.image_id, 100), MEGAPIXEL)
+    monkeypatch.setattr("worker.vision.seeing.decode_image", None)
+    pictures = [Picture(file(plain(64, 64)), "auto", f"image {n}") for n in range(20)]
+    for words in ("", "word " * 100):
+        with pytest.raises(InvalidInput, match="fill more than the 100 tokens") as refused:
+            eyes.process(words + known.mark * 20, pictures)
+        assert (refused.value.param == "image 0") == bool(words)
+
+
+def test_only_one_request_for_token_ids_has_its_images_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    eyes, asked = sight(), ("<image>", [Picture(file(plain()), "auto", "here")])
+    original, reading, most = Processor.process, threading.Semaphore(1), threading.Barrier(3)
+
+    def process(self: Processor, text: str, images: Any) -> Any:
+        assert reading.acquire(blocking=False)
+        try:
+            return original(self, text, images)
+        finally:
+            reading.release()
+
+    def ask() -> None:
+        most.wait()
+        for _ in range(20):
+            answers.append(eyes.ids(*asked))
+
+    monkeypatch.setattr(Processor, "process", process)
+    answers: list[list[int]] = []
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    eyes.close()
+    assert len(answers) == 60
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,8 @@ class Frontend:
         self.language = language
         self.sight = sight
         self.max_model_len = max_model_len
+        if sight:
+            sight.processor.limit = max_model_len
         self.no_images = "" if sight else language.no_images
         self.info = ModelInfo(
             "text-generation",

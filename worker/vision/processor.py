@@ -23,6 +23,7 @@ from batching.errors import InvalidInput
 NOT_INPUTS = ("input_ids", "attention_mask", "labels")
 # Where a processor cuts a large image into parts, one that is looked at roughly stays whole.
 ROUGH = {"do_image_splitting": False}
+SIZES = (64, 64), (320, 192)  # of images by which a processor is known
 
 Tensors = dict[str, Tensor]
 # From an image processor's options to what it makes of the images that are looked at.
@@ -80,20 +81,39 @@ class Processor:
         splits = hasattr(processor.image_processor, "do_image_splitting")
         self._rough = {"images_kwargs": ROUGH} if splits else {}
         self._axes = self._learned_axes()
+        self._filled = self._learned_filling()
+
+    def check_fits(self, ids: int, param: str) -> None:
+        """InvalidInput unless so many leave room for an answer."""
+        if ids >= self.limit:
+            much = f"its images and text fill more than the {self.limit} tokens of the context"
+            raise InvalidInput(much, param)
+
+    def words(self, text: str) -> int:
+        """How many ids a text has beside its images' places."""
+        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return len(ids) - text.count(self.mark)
+
+    def filled(self, width: int, height: int) -> int:
+        """How many ids an image of so many pixels fills at least, as far as that is known without
+        looking at it."""
+        patches, ids = self._filled
+        try:
+            return min(self._patches(width, height), self._patches(height, width)) * ids // patches
+        except Exception:  # whatever the library raises: looking at it says what is wrong
+            return 0
 
     def process(self, text: str, images: Iterable[Seen]) -> Processed:
         """A text with a mark for each image, special tokens included. Images are taken one at a
         time. InvalidInput for more ids than the context holds, and for what the model's processor
         does not take."""
-        features, counts, digests = [], [], []
+        features, counts, digests, words = [], [], [], self.words(text)
         for seen in images:
             made, count = self._look(seen)
             features.append(made)
             counts.append(count)
             digests.append(seen.digest)
-            if sum(counts) >= self.limit:
-                much = f"the images fill more than the {self.limit} tokens of the model's context"
-                raise InvalidInput(much, seen.param)
+            self.check_fits(words + sum(counts), seen.param)
         if text.count(self.mark) != len(features):
             marked = f"the text has {self.mark!r} in it, which stands for an image here"
             lost = "the model's chat template does not show the images"
@@ -157,6 +177,22 @@ class Processor:
             "verbose": False,
         }
         return processor(images=dots, text=[text], text_kwargs=plain, **options)
+
+    def _patches(self, width: int, height: int) -> int:
+        """As many image processors tell. Some tell rows and columns, too."""
+        told = self._processor.image_processor.get_number_of_image_patches(height, width, {})
+        return int(told[0] if isinstance(told, tuple) else told)
+
+    def _learned_filling(self) -> tuple[int, int]:
+        """Patches of an image, and the ids that it fills; no ids where these do not go together."""
+        try:
+            (patches, ids), (more, filled) = (
+                (self._patches(*size), self._look(Seen(Image.new("RGB", size)))[1])
+                for size in SIZES
+            )
+        except Exception:  # it does not tell
+            return 1, 0
+        return (patches, ids) if patches * filled == more * ids else (1, 0)
 
     def _learned_axes(self) -> dict[str, int]:
         """Along which axis the tensors of several images are joined: where those of two are as long

@@ -58,26 +58,35 @@ class Sight:
         return self._threads.submit(self._held, text, pictures)
 
     def ids(self, text: str, pictures: Sequence[Picture]) -> list[int]:
-        with closing(self._seen(pictures)) as images:
-            return self.processor.process(text, images).ids
+        """Those of `process`, in that thread: no request takes more than it does."""
+        return self._threads.submit(self._made, text, pictures).result().ids
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _held(self, text: str, pictures: Sequence[Picture]) -> Processed:
-        with closing(self._seen(pictures)) as images:
-            made = self.processor.process(text, images)
+        made = self._made(text, pictures)
         self.held.take(made)
         return made
 
-    def _seen(self, pictures: Sequence[Picture]) -> Generator[Seen, None, None]:
-        in_all = 0
+    def _made(self, text: str, pictures: Sequence[Picture]) -> Processed:
+        self._check_sizes(text, pictures)
+        with closing(self._seen(pictures)) as images:
+            return self.processor.process(text, images)
+
+    def _check_sizes(self, text: str, pictures: Sequence[Picture]) -> None:
+        """InvalidInput for what is too much by the headers alone."""
+        pixels, ids = 0, self.processor.words(text)
         for each in pictures:
             width, height = self._opened(each).size
-            in_all += width * height
-            if in_all > TIMES_IN_ALL * self.budget.size:
+            pixels += width * height
+            if pixels > TIMES_IN_ALL * self.budget.size:
                 most = f"at most {TIMES_IN_ALL * self.budget.size} are taken"
-                raise InvalidInput.at(each.param, f"the images have {in_all} pixels so far; {most}")
+                raise InvalidInput.at(each.param, f"the images have {pixels} pixels so far; {most}")
+            ids += self.processor.filled(width, height) if each.detail != "low" else 0
+            self.processor.check_fits(ids, each.param)
+
+    def _seen(self, pictures: Sequence[Picture]) -> Generator[Seen, None, None]:
         for each in pictures:
             with self.budget.lease() as lease:
                 image, rough = self._opened(each), each.detail == "low"
