@@ -105,7 +105,7 @@ def generated(model: str, served: Served, count: int = COUNT) -> list[int]:
     inputs: dict[str, Any] = {}
     if isinstance(scene, PicturePrompt) and sight:
         made = scene.process().result()
-        inputs = {**made.inputs, **sight.processor.joined([each.inputs for each in made.images])}
+        inputs = {**made.inputs, **sight.processor.joined(made.images)}
     takes = inspect.signature(oracle(model).forward).parameters
     inputs = {name: each for name, each in inputs.items() if name in takes}
     ids = torch.tensor([list(served.prompt)])

@@ -2,10 +2,14 @@
 loopback server counts as public where a test says so."""
 
 import asyncio
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import httpcore
@@ -23,20 +27,24 @@ Answer = bytes | Callable[[socket.socket], None]
 
 
 @contextmanager
-def answering(*answers: Answer) -> Iterator[tuple[int, list[bytes]]]:
+def answering(
+    *answers: Answer, secure: ssl.SSLContext | None = None
+) -> Iterator[tuple[int, list[bytes]]]:
     """A server that answers a connection after the other; its port, and the requests it got."""
     listener, requests = socket.create_server(("127.0.0.1", 0)), list[bytes]()
+
+    def wrapped(accepted: socket.socket) -> socket.socket:
+        return secure.wrap_socket(accepted, server_side=True) if secure else accepted
 
     def serve() -> None:
         for answer in answers:
             try:
-                client, _ = listener.accept()
+                accepted, _ = listener.accept()
             except OSError:
                 return
-            with client:
+            with suppress(OSError), wrapped(accepted) as client:
                 requests.append(client.recv(10_000))
-                with suppress(OSError):
-                    answer(client) if callable(answer) else client.sendall(answer)
+                answer(client) if callable(answer) else client.sendall(answer)
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
@@ -241,3 +249,32 @@ def test_host_header_keeps_the_name_of_a_pinned_address(monkeypatch: pytest.Monk
 
 def test_addresses_are_those_of_the_system() -> None:
     assert asyncio.run(addresses_of("2130706433", 80)) == ["127.0.0.1"]
+
+
+@pytest.mark.usefixtures("loopback_is_public")
+@pytest.mark.skipif(not shutil.which("openssl"), reason="there is no openssl to make certificates")
+def test_certificate_is_checked_against_the_links_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    made = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=test"
+    named = ["-addext", "subjectAltName=DNS:here.test", "-keyout", str(key)]
+    subprocess.run(
+        ["openssl", *made.split(), *named, "-out", str(certificate)],
+        check=True,
+        capture_output=True,
+    )
+    secure = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    secure.load_cert_chain(certificate, key)
+
+    async def addresses(host: str, port: int) -> list[str]:
+        return ["127.0.0.1"]
+
+    monkeypatch.setattr(fetch, "addresses_of", addresses)
+    with answering(*[IMAGE] * 3, secure=secure) as (port, requests):
+        link = f"https://here.test:{port}/"
+        assert "connection to its host fails" in refusal(link)  # nobody vouches for it
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert "connection to its host fails" in refusal(link.replace("here", "elsewhere"))
+        assert not requests
+        assert fetched(link) == b"png"

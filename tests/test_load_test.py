@@ -1,7 +1,9 @@
 """Runs scripts/load_test.py against a small real server on loopback."""
 
 import asyncio
+import base64
 import importlib
+import io
 import json
 import math
 import os
@@ -20,6 +22,7 @@ from xml.etree import ElementTree
 
 import pytest
 import uvicorn
+from PIL import Image
 from starlette.applications import Starlette
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
@@ -304,6 +307,19 @@ def test_embeddings_are_asked_for_by_texts_of_their_own(target: Target) -> None:
     asked = [json.loads(body) for body in target.bodies]
     assert {each["model"] for each in asked} == {"m"}
     assert len({each["input"] for each in asked}) == 5
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_pictures_are_of_their_own_or_the_same(target: Target, same: bool) -> None:
+    flags = ["--kind", "chat", "--picture", "20", *(["--same-picture"] if same else [])]
+    run(target.url, *flags, "--requests", "3")
+    parts = [json.loads(body)["messages"][0]["content"] for body in target.bodies]
+    urls = [picture["image_url"]["url"] for _, picture in parts]
+    assert len(set(urls)) == (1 if same else 3)
+    assert len({text["text"] for text, _ in parts}) == 3
+    image = Image.open(io.BytesIO(base64.b64decode(urls[0].partition(",")[2])))
+    image.load()
+    assert (image.mode, image.size) == ("RGB", (20, 20))
 
 
 def test_files_are_posted_as_they_are_or_in_a_form(target: Target, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_processor_without_torchvision_makes_what_the_whole_one_makes(family: st
     )
     got = processor.process(asked, map(Seen, images))
     assert got.ids == whole.pop("input_ids")[0].tolist()
-    inputs = got.inputs | processor.joined([each.inputs for each in got.images])
+    inputs = got.inputs | processor.joined(got.images)
     for name in whole.keys() - {"attention_mask", "labels"}:
         assert torch.equal(inputs[name], whole[name]), name
 

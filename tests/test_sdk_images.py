@@ -71,6 +71,42 @@ def test_answers_about_images_are_held_to_a_form(seeing: Sdk) -> None:
     assert isinstance(answer.choices[0].message.parsed, Place)
 
 
+def test_tools_are_called_about_images(seeing: Sdk) -> None:
+    place = {"type": "string", "enum": ["here", "there"]}
+    parameters = {"type": "object", "properties": {"place": place}, "required": ["place"]}
+    look: Any = {"type": "function", "function": {"name": "look", "parameters": parameters}}
+    messages: list[Any] = user("Where is it?", url())
+    asked: dict[str, Any] = {"model": seeing.model, "tools": [look], "seed": 2, "max_tokens": 200}
+    answer = seeing.client.chat.completions.create(
+        messages=messages, tool_choice="required", parallel_tool_calls=False, **asked
+    )
+    [choice] = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls
+    [call] = choice.message.tool_calls
+    assert call.type == "function"
+    assert call.function.name == "look"
+    assert json.loads(call.function.arguments)["place"] in ("here", "there")
+    said = {"role": "tool", "tool_call_id": call.id, "content": "nothing"}
+    turns = [*messages, choice.message.model_dump(exclude_none=True), said, *user("And?", url(2))]
+    further = seeing.client.chat.completions.create(messages=turns, **asked | {"max_tokens": 8})
+    assert answer.usage
+    assert further.usage
+    assert further.usage.prompt_tokens > answer.usage.prompt_tokens + PLACES
+
+
+def test_seeds_repeat_answers_about_images(seeing: Sdk) -> None:
+    def said(seed: int, image: str) -> str | None:
+        answer = seeing.client.chat.completions.create(
+            model=seeing.model, messages=user("What?", image), seed=seed, max_tokens=12
+        )
+        return answer.choices[0].message.content
+
+    first = said(1, url(1))
+    assert said(1, url(1)) == first
+    assert said(2, url(1)) != first
+
+
 def test_responses_see_images_and_remember_them(seeing: Sdk) -> None:
     text, image = {"type": "input_text", "text": "What?"}, {"type": "input_image", "detail": "auto"}
     content: list[Any] = [text, image | {"image_url": url()}]

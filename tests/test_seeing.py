@@ -123,7 +123,7 @@ def test_only_one_request_for_token_ids_has_its_images_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     eyes, asked = sight(), ("<image>", [Picture(file(plain()), "auto", "here")])
-    original, reading, most = Processor.process, threading.Semaphore(1), threading.Barrier(3)
+    original, reading, start = Processor.process, threading.Semaphore(1), threading.Barrier(3)
 
     def process(self: Processor, text: str, images: Any) -> Any:
         assert reading.acquire(blocking=False)
@@ -133,9 +133,8 @@ def test_only_one_request_for_token_ids_has_its_images_read(
             reading.release()
 
     def ask() -> None:
-        most.wait()
-        for _ in range(20):
-            answers.append(eyes.ids(*asked))
+        start.wait()
+        answers.extend(eyes.ids(*asked) for _ in range(20))
 
     monkeypatch.setattr(Processor, "process", process)
     answers: list[list[int]] = []

@@ -27,9 +27,10 @@ from worker.model.self_check import CannotRun
 from worker.vision import layout
 from worker.vision.cached import PicturedRunner
 from worker.vision.check import check_pictures
+from worker.vision.pieces import Piece
 from worker.vision.processor import Processed, Processor, Seen
 from worker.vision.prompt import PicturePrompt
-from worker.vision.tower import Look, Tower
+from worker.vision.tower import Tower
 from worker.vision.viewing import Viewing
 
 FAMILIES = list(tiny_seeing.BUILDERS)
@@ -205,10 +206,10 @@ def test_a_picture_that_fails_takes_nobody_with_it(monkeypatch: pytest.MonkeyPat
     served = [driver.add(request(png(seed), "?")) for seed in range(4)]
     guilty = scene_of(served[2]).digests[0]
 
-    def look(self: Tower, looks: Sequence[Look]) -> Sequence[Rows]:
-        if any(each.digest == guilty for each in looks):
+    def look(self: Tower, pieces: Sequence[Piece]) -> Sequence[Rows]:
+        if any(each.digest == guilty for each in pieces):
             raise RuntimeError("too odd a picture")
-        return original(self, looks)
+        return original(self, pieces)
 
     monkeypatch.setattr(Tower, "look", look)
     driver.finish()

@@ -15,9 +15,10 @@ import torch
 
 from tests.tiny import SMALL
 from tests.tiny import hf as hf
-from tests.tiny_decoders import CONTEXT, MIXED, WINDOW, _lively
+from tests.tiny_decoders import MIXED, WINDOW, _lively
 from tests.tiny_tokenizers import llama_tokenizer
 
+CONTEXT = 1024
 SIDE = 32
 PATCH = 8
 SIZE = {"height": SIDE, "width": SIDE}

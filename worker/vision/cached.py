@@ -116,7 +116,7 @@ class PicturedRunner(CachedRunner):
         }
         image = self._processor.image_id  # if the model says it, there is no picture for it
         said = [self.pad if each == image else each for each in tokens[len(prompt.ids) :]]
-        joined = self._processor.joined([each.inputs for each in made.images])
+        joined = self._processor.joined(made.images)
         ids = torch.tensor([[*prompt.ids, *said]], device=self.device)
         others = {**of_text, **taken(joined, self.takes)}
         given = {name: each.to(self.device) for name, each in others.items()}

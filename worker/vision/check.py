@@ -37,8 +37,8 @@ def check_pictures(language: LanguageModel, processor: Processor) -> None:
     runner = PagedRunner(language, blocks + 2, language.context, 0)
     assert runner.entrance is not None
     tower, prompt = Tower(runner.entrance), PicturePrompt.of(made)
-    for look in prompt.missing(tower, len(prompt.spans)):
-        (prompt.found[look.digest],) = tower.look([look])
+    for piece in prompt.missing(tower, len(prompt.spans)):
+        (prompt.found[piece.digest],) = tower.look([piece])
     prompt.open(tower)
     pictured = _sequence(made.ids, range(blocks))
     pictured.scene = prompt
@@ -72,7 +72,7 @@ def sample(processor: Processor) -> Processed:
 def own_logits(language: LanguageModel, processor: Processor, made: Processed) -> Tensor:
     """[T, V] by the model's own forward."""
     takes = inspect.signature(language.model.forward).parameters
-    images = processor.joined([each.inputs for each in made.images]) if made.images else {}
+    images = processor.joined(made.images) if made.images else {}
     inputs = {
         name: each.to(language.device)
         for name, each in {**made.inputs, **images}.items()

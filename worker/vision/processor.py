@@ -47,13 +47,6 @@ class Seen:
         return digest.digest()
 
 
-@dataclass(frozen=True, slots=True)
-class ImageInputs:
-    """Of one image, what the model's forward takes, by name."""
-
-    inputs: Tensors
-
-
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Processed:
     """`ids`: with as many places for each image as it fills. `inputs`: what else the forward takes
@@ -63,7 +56,7 @@ class Processed:
 
     ids: list[int]
     inputs: Tensors
-    images: list[ImageInputs]
+    images: list[Tensors]
     spans: list[tuple[int, int, bytes]]
     image_id: int
     axes: Mapping[str, int]
@@ -131,8 +124,7 @@ class Processor:
             spans.append((filled[0], filled[-1] + 1, digest))
             start += count
         taken = [{name: each[name] for name in each.keys() & made.keys()} for each in features]
-        kept = [ImageInputs(each) for each in taken]
-        return Processed(ids, inputs, kept, spans, self.image_id, self._axes)
+        return Processed(ids, inputs, taken, spans, self.image_id, self._axes)
 
     def joined(self, images: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What several images' tensors are together; the smaller are filled up with zeros."""

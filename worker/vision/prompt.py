@@ -14,7 +14,7 @@ from worker.model.pictures import Pictures
 from worker.vision.layout import PIXELS, lay_out
 from worker.vision.pieces import Piece, pieces_of
 from worker.vision.processor import Processed
-from worker.vision.tower import Look, Tower
+from worker.vision.tower import Tower
 
 Again = Callable[[], Future[Processed]]
 NEVER: Again = Future  # of what is looked at once: it does not come
@@ -43,13 +43,13 @@ class PicturePrompt(Pictures):
             ids=made.ids, digests=digests, processed=made, pieces=pieces,
         )  # fmt: skip
 
-    def missing(self, tower: Tower, most: int) -> list[Look]:
+    def missing(self, tower: Tower, most: int) -> list[Piece]:
         """The first `most` of its pictures that have not been looked at, each once; none while
         they are made again."""
         unseen = self._unseen(tower)
         if not unseen or not self._is_made():
             return []
-        return [self._look(number, tower) for number in unseen[:most]]
+        return [self.pieces[number] for number in unseen[:most]]
 
     def is_seen(self, tower: Tower) -> bool:
         return not self._unseen(tower)
@@ -72,17 +72,10 @@ class PicturePrompt(Pictures):
         self.pieces = pieces_of(self.processed)
         return True
 
-    def _look(self, number: int, tower: Tower) -> Look:
-        made = self.made()
-        start, stop, digest, inputs = self.pieces[number]
-        of_text = {name: each[:, start:stop] for name, each in made.inputs.items()}
-        known = taken({**of_text, **inputs}, tower.entrance.takes)
-        return Look(digest, tuple(self.ids[start:stop]), known)
-
     def lay_out(self, entrance: Entrance) -> None:
         """CannotRun as in layout.py."""
         made = self.made()
-        images = [taken(each.inputs, entrance.takes) for each in made.images]
+        images = [taken(each, entrance.takes) for each in made.images]
         joined = {
             name: torch.cat([each[name] for each in images])
             for name in images[0]

@@ -143,9 +143,8 @@ class Held:
 
     def take(self, made: Processed) -> None:
         """Until nobody has it any more."""
-        parts = [made.inputs, *(each.inputs for each in made.images)]
-        tensors = [each for part in parts for each in part.values() if isinstance(each, Tensor)]
-        size = sum(each.nbytes for each in tensors)
+        parts = [each for part in (made.inputs, *made.images) for each in part.values()]
+        size = sum(each.nbytes for each in parts if isinstance(each, Tensor))
         weakref.finalize(made, self._give_back, size)
         with self._lock:
             self.taken += size

@@ -7,31 +7,15 @@ kept by the picture's digest, the least recently used given up first. On the wor
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from worker.model.entrance import Entrance, Rows, rows_of
+from worker.vision.pieces import Piece
 
 KEPT_BYTES = 256 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """A picture to be looked at: the ids of its places in a prompt, and what else the forward takes
-    of them [1, ids] and of the picture."""
-
-    digest: bytes
-    ids: tuple[int, ...]
-    inputs: Mapping[str, Tensor]
-
-    @property
-    def shape(self) -> tuple[Any, ...]:
-        """Of those that may be looked at together."""
-        return self.ids, *((name, each.shape) for name, each in sorted(self.inputs.items()))
 
 
 class Tower:
@@ -49,20 +33,20 @@ class Tower:
             self._kept.move_to_end(digest)
         return rows
 
-    def look(self, looks: Sequence[Look]) -> Sequence[Rows]:
+    def look(self, pieces: Sequence[Piece]) -> Sequence[Rows]:
         """Of the same shape, in one run; CannotRun where the decoder is given what cannot be told
         apart by picture."""
-        device, width = self.entrance.model.device, len(looks[0].ids)
+        device, width = self.entrance.model.device, len(pieces[0].ids)
         given = self.entrance.captured(
-            input_ids=torch.tensor([each.ids for each in looks], device=device),
+            input_ids=torch.tensor([each.ids for each in pieces], device=device),
             **{
-                name: torch.cat([each.inputs[name] for each in looks]).to(device)
-                for name in looks[0].inputs
+                name: torch.cat([each.inputs[name] for each in pieces]).to(device)
+                for name in pieces[0].inputs.keys() & self.entrance.takes
             },
         )
-        made = rows_of(given, len(looks), width)
-        self.runs += len(looks)
-        for each, rows in zip(looks, made, strict=True):
+        made = rows_of(given, len(pieces), width)
+        self.runs += len(pieces)
+        for each, rows in zip(pieces, made, strict=True):
             self._keep(each.digest, rows)
         return made
 

@@ -15,8 +15,9 @@ from batching.errors import OnequeueError
 from batching.scheduler import ContinuousScheduler
 from batching.sequence import Sequence as Continuation
 from worker.failures import rerun_in_halves
+from worker.vision.pieces import Piece
 from worker.vision.prompt import PicturePrompt
-from worker.vision.tower import Look, Tower
+from worker.vision.tower import Tower
 
 AHEAD = 4  # prompts in line that are looked at before there is room for them
 TOGETHER = 8  # pictures in a run while nobody streams
@@ -27,7 +28,7 @@ Failed = Callable[[PicturePrompt, BaseException], None]
 
 class Wanted(NamedTuple):
     prompt: PicturePrompt
-    look: Look
+    piece: Piece
 
 
 class Viewing:
@@ -42,7 +43,7 @@ class Viewing:
         """At most one run of the tower."""
         prompts = dict.fromkeys(_prompts(scheduler.waiting))
         waiting = [each for each in list(prompts)[:AHEAD] if not each.ready]
-        lacking = [Wanted(each, look) for each in waiting for look in self._missing(each)]
+        lacking = [Wanted(each, piece) for each in waiting for piece in self._missing(each)]
         if lacking:
             self._look(_batch(lacking, 1 if streaming else TOGETHER))
         for prompt in waiting:
@@ -64,7 +65,7 @@ class Viewing:
             del self._open[prompt]
             prompt.close()
 
-    def _missing(self, prompt: PicturePrompt) -> list[Look]:
+    def _missing(self, prompt: PicturePrompt) -> list[Piece]:
         try:
             return prompt.missing(self.tower, TOGETHER)
         except Exception as error:
@@ -75,9 +76,9 @@ class Viewing:
         failed: set[PicturePrompt] = set()
 
         def run(part: Sequence[Wanted]) -> None:
-            made = self.tower.look([each.look for each in part])
+            made = self.tower.look([each.piece for each in part])
             for each, rows in zip(part, made, strict=True):
-                each.prompt.found[each.look.digest] = rows
+                each.prompt.found[each.piece.digest] = rows
 
         def told(part: Sequence[Wanted], failure: OnequeueError) -> None:
             if len(part) == 1:
@@ -104,6 +105,6 @@ def _prompts(line: Iterable[Continuation]) -> Iterable[PicturePrompt]:
 
 def _batch(lacking: Sequence[Wanted], most: int) -> list[Wanted]:
     """The first, and others of its shape; the same picture once."""
-    shape = lacking[0].look.shape
-    alike = {each.look.digest: each for each in reversed(lacking) if each.look.shape == shape}
+    shape = lacking[0].piece.shape
+    alike = {each.piece.digest: each for each in reversed(lacking) if each.piece.shape == shape}
     return list(alike.values())[::-1][:most]
