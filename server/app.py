@@ -95,7 +95,9 @@ def create_app(
         Route("/metrics", metrics),
     ]
     responses: Responses | None = None
-    pipeline = Root(settings, engine) if settings.pipeline_model != "none" else None
+    assets = Assets()
+    front = Front(settings, engine, assets.files["index.html"])
+    pipeline = Root(settings, engine, front) if settings.pipeline_model != "none" else None
     named: list[ModelNames] = []
     if settings.chat_model != "none":
         names = ModelNames(settings.chat_model, engine, "generation")
@@ -105,7 +107,7 @@ def create_app(
         decisions = DecisionEndpoint(engine, names, DecisionRequest)
         systemone = DecisionEndpoint(engine, names, SystemOneRequest)
         if decides_by_chat:
-            pipeline = DecisionRoot(settings, engine, systemone)
+            pipeline = DecisionRoot(settings, engine, front, systemone)
         routes += [
             Route("/v1/chat/completions", ChatCompletions(*shared), methods=["POST"]),
             Route("/v1/completions", Completions(*shared), methods=["POST"]),
@@ -139,9 +141,8 @@ def create_app(
         routes += ModelListing(named).routes()
     if written:
         routes += tokenizer_routes(written)
-    assets = Assets()
-    front = Front(settings, engine, assets.files["index.html"], pipeline)
-    routes.append(Route("/", front, methods=["GET", "POST"] if pipeline else ["GET"]))
+    methods = ["GET", "POST"] if pipeline else ["GET"]
+    routes.append(Route("/", pipeline or front, methods=methods))
     routes.append(Route(ASSETS, assets, methods=["GET"]))
     routes.append(openapi.route(settings, routes))
     router = Router(routes, lifespan=partial(lifespan, responses=responses))

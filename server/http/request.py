@@ -22,10 +22,9 @@ from prometheus_client import Counter, Histogram
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from batching.errors import ClientGone, DeadlineExceeded, Draining, InvalidInput, QueueFull
-from batching.request_queue import WorkItem
-from server.engine import Engine, fail
-from server.http.access import Cors, check_key
+from batching.errors import ClientGone, Draining, InvalidInput, QueueFull
+from server.engine import Engine
+from server.http.access import Cors, key_of
 from server.http.errors import HttpError, as_http_error
 from server.http.json import Header, to_json
 from server.settings import Settings
@@ -34,6 +33,7 @@ BODIES = 16  # of MAX_BODY_MB each may be there at a time
 # A refused body is still read, and dropped, for so long, so that clients get to the answer.
 LINGER_S = 5.0
 CLOSE = [(b"connection", b"close")]
+JSON = b"application/json"
 _PLAIN_ID = re.compile(rb"[!-~]{1,128}")
 _PROCESS = secrets.token_hex(4).encode()
 _COUNT = itertools.count(1)
@@ -116,7 +116,7 @@ class Middleware:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A route's answer, or the envelope of what it raised."""
         try:
-            check_key(scope, self.keys)
+            scope["api_key"] = key_of(scope, self.keys) if self.keys else b""
             await self.routes(scope, receive, send)
         except Exception as error:
             answer = as_http_error(error, scope, self.settings.debug)
@@ -229,40 +229,35 @@ def media_type(headers: Headers) -> str:
     return headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
 
 
-async def abort_on_disconnect(receive: Receive, items: Sequence[WorkItem]) -> None:
-    """Resolve the items once the client leaves; after the answer, when that is reported too, this
-    does nothing."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    fail(items, ClientGone("the client has gone"))
-
-
-def expire(items: Sequence[WorkItem]) -> None:
-    """The items' deadline has passed, wherever they are."""
-    fail(items, DeadlineExceeded("the request did not finish within its time limit"))
-
-
 # ── out ──
 
 
-def json_headers(length: int) -> list[Header]:
-    return [(b"content-type", b"application/json"), (b"content-length", b"%d" % length)]
+def content_headers(length: int, media: bytes = JSON) -> list[Header]:
+    return [(b"content-type", media), (b"content-length", b"%d" % length)]
 
 
 async def send_json(
-    send: Send, document: object | bytes, status: int = 200, headers: Sequence[Header] = ()
+    send: Send,
+    document: object | bytes,
+    status: int = 200,
+    headers: Sequence[Header] = (),
+    media: bytes = JSON,
 ) -> None:
-    """A whole answer: `document`, or bytes that are JSON already, as they are. `headers` come after
-    the content's own."""
+    """A whole answer: `document`, or bytes of a media type, as they are. `headers` come after the
+    content's own."""
     content = document if isinstance(document, bytes) else to_json(document)
-    await send_parts(send, [content], headers, status)
+    await send_parts(send, [content], headers, status, media)
 
 
 async def send_parts(
-    send: Send, parts: Sequence[bytes], headers: Sequence[Header], status: int = 200
+    send: Send,
+    parts: Sequence[bytes],
+    headers: Sequence[Header],
+    status: int = 200,
+    media: bytes = JSON,
 ) -> None:
-    """A whole answer, of JSON that comes in parts: large ones need not be joined."""
-    fields = [*json_headers(sum(map(len, parts))), *headers]
+    """A whole answer that comes in parts: large ones need not be joined."""
+    fields = [*content_headers(sum(map(len, parts)), media), *headers]
     await send({"type": "http.response.start", "status": status, "headers": fields})
     for n, part in enumerate(parts, start=1):
         await send({"type": "http.response.body", "body": part, "more_body": n < len(parts)})

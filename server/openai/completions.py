@@ -8,8 +8,9 @@ from msgspec import Meta
 
 from batching.errors import InvalidInput
 from server.http.json import Document
+from server.openai.logprobs import finite
 from server.openai.params import Filled, GenerationRequest, TopLogprobs, decode
-from server.openai.request import ChoicesReply, GenerationEndpoint, finite
+from server.openai.request import ChoicesReply, GenerationEndpoint
 from worker.deltas import Delta, TokenLogprob
 from worker.protocol import GenerationInput
 

@@ -22,7 +22,7 @@ from server.http.request import read_json_request, send_parts
 from server.openai.models import ModelNames
 from server.openai.params import TokenId, decode
 from server.settings import Settings
-from server.submission import submitted, timing_headers
+from server.submission import Submission
 from worker.scoring import PIECE, Embedded, EmbeddingInput, PieceSize, Truncation, pieces
 
 PATHS = ("/v1/embeddings", "/embed")
@@ -117,8 +117,8 @@ class Embeddings:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive, "embedding")
         request, payloads = await self.parsing.run(self.parse, body, deadlines.first)
-        with submitted(self.engine, "embedding", payloads, deadlines.first, receive) as items:
-            answers: list[Embedded] = [await item.future for item in items]
+        with Submission(self.engine, "embedding", payloads, deadlines, receive) as work:
+            answers: list[Embedded] = await work.answers()
         parts = [part for each in answers for part in (b",", each.content)][1:]
         if request.is_bare:
             parts = [b"[", *parts, b"]"]
@@ -127,7 +127,7 @@ class Embeddings:
             usage = {"prompt_tokens": tokens, "total_tokens": tokens}
             tail = b'],"model":%b,"usage":%b}' % (orjson.dumps(request.model), orjson.dumps(usage))
             parts = [b'{"object":"list","data":[', *parts, tail]
-        await send_parts(send, parts, timing_headers(items))
+        await send_parts(send, parts, work.timing_headers())
 
     def parse(self, body: bytes) -> tuple[EmbeddingRequest, Sequence[EmbeddingInput]]:
         request = decode(body, EmbeddingRequest, self.models.names)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from server.http.json import Document, to_json
 from server.openai.audio.request import Format, TranslationRequest
-from server.openai.request import token_document
+from server.openai.logprobs import token_document
 from worker.deltas import TokenLogprob
 from worker.transcription import Segment, TranscriptDelta, Word
 

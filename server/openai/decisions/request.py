@@ -19,7 +19,7 @@ from server.openai.responses.items import (
     documents,
     messages,
 )
-from server.token_stream import Usage
+from server.submission import Usage
 from worker.decisions import MOST_QUESTIONS, DecisionInput
 
 # As a response has them, and what that has instead of calls of tools that take a text.

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
 from server.http.json import to_json
-from server.http.request import media_type, read_request, send_json
+from server.http.request import Deadlines, send_json
 from server.openai.decisions.endpoint import DecisionEndpoint
 from server.openai.decisions.systemone import SystemOneRequest
 from server.openai.params import decode
@@ -31,14 +31,17 @@ def by_chat_model(settings: Settings) -> bool:
 
 @dataclass(eq=False)
 class DecisionRoot(Root):
-    """The endpoint, as a bare ASGI app."""
-
     decisions: DecisionEndpoint
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers, body, deadlines = await read_request(scope, receive)
-        media = media_type(headers)
-        self.check_media(media)
+    async def answer(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        body: bytes,
+        media: str,
+        deadlines: Deadlines,
+    ) -> None:
         read = partial(self.read, media=media)
         asked, is_list = await self.parsing.run(read, body, deadlines.first, blocks=True)
         answers = []

@@ -19,7 +19,8 @@ import orjson
 from server.http.errors import HttpError
 from server.http.json import Document
 from server.openai.chat import CallId
-from server.openai.request import Reply, logprob_documents
+from server.openai.logprobs import logprob_documents
+from server.openai.request import GenerationReply
 from server.openai.responses.items import new_id
 from server.openai.responses.request import ResponseRequest
 from server.openai.responses.store import Stored
@@ -44,7 +45,7 @@ TEXT_EVENTS = {
 }
 
 
-class ResponseReply(Reply):
+class ResponseReply(GenerationReply):
     """`items` are the request's input. One that failed has the error `invalid_prompt`, if the
     request was wrong, or `server_error`."""
 
