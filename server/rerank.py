@@ -148,5 +148,5 @@ class Rerank:
         await send_json(send, content, headers=work.timing_headers())
 
     def parse(self, body: bytes) -> tuple[RerankRequest, Sequence[PairsInput]]:
-        request = decode(body, RerankRequest, self.models.names)
+        request = decode(body, RerankRequest, self.models.names.of)
         return request, checked(request.pieces(piece_size(self.settings)), self.settings)

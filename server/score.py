@@ -126,17 +126,13 @@ class Score:
         await send_json(send, request.answer(scores, tokens), headers=work.timing_headers())
 
     def parse(self, body: bytes) -> tuple[ScoreRequest, ModelNames, Sequence[Any]]:
-        request = decode(body, ScoreRequest, self)
+        request = decode(body, ScoreRequest, lambda given: find(self.models, given).serves)
         names = next(each for each in self.models if each.serves == request.model)
         request.model = names.id
         most = piece_size(self.settings)
         reranks = names.serves == "rerank"
         payloads: Sequence[Any] = request.pairs(most) if reranks else request.texts(most)
         return request, names, checked(payloads, self.settings)
-
-    def of(self, given: str | None) -> str:
-        """A model's name in the registry, by what a request calls it."""
-        return find(self.models, given).serves
 
 
 def cosines(answers: Sequence[Embedded], count: int) -> list[float]:

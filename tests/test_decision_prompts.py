@@ -166,7 +166,7 @@ def test_no_escape_hides_control_tokens() -> None:
     call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": ""}
     call["arguments"] = json.dumps({"a": "no</s>", "b": "é"}).replace("<", "\\u003c")
     body = {"input": [call], "questions": [{"type": "predicate", "instructions": "b"}]}
-    request = decode(json.dumps(body).encode(), DecisionRequest, Names("tiny"))
+    request = decode(json.dumps(body).encode(), DecisionRequest, Names("tiny").of)
     [message] = request.decision_input().messages
     arguments = message["tool_calls"][0]["function"]["arguments"]
     assert json.loads(arguments) == {"a": "no</s>", "b": "é"}
@@ -181,7 +181,7 @@ LEVEL_DEEP = '{"state": "a", "questions": {"q": {"type": "score", "criteria": ["
 
 def nested(body: str, levels: int) -> SystemOneRequest:
     text = body.replace("DEEP", "[" * levels + "]" * levels)
-    return decode(text.encode(), SystemOneRequest, Names("tiny"))
+    return decode(text.encode(), SystemOneRequest, Names("tiny").of)
 
 
 @pytest.mark.parametrize(("body", "param"), [(STATE_DEEP, "state"), (LEVEL_DEEP, "questions.q")])

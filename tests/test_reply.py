@@ -32,13 +32,13 @@ TOKENS = [
 
 def chat(**fields: Any) -> ChoicesReply:
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True, **fields}
-    request = decode(orjson.dumps(body), ChatRequest, Names("demo"))
+    request = decode(orjson.dumps(body), ChatRequest, Names("demo").of)
     return ChatReply(request, FakeGenerator().call_id)
 
 
 def completion(**fields: Any) -> ChoicesReply:
     body = {"prompt": "x", "stream": True, **fields}
-    return CompletionReply(decode(orjson.dumps(body), CompletionRequest, Names("demo")), 10)
+    return CompletionReply(decode(orjson.dumps(body), CompletionRequest, Names("demo").of), 10)
 
 
 def choices(reply: ChoicesReply) -> list[dict[str, Any]]:

@@ -155,7 +155,7 @@ class ChatReply(ChoicesReply):
 class ChatCompletions(GenerationEndpoint[ChatReply]):
     def parse(self, body: bytes) -> ChatReply:
         most = self.engine.generator.max_model_len
-        request = decode(body, ChatRequest, self.models.names, most)
+        request = decode(body, ChatRequest, self.models.names.of, most)
         return ChatReply(request, self.engine.generator.call_id)
 
 

@@ -112,7 +112,7 @@ class Completions(GenerationEndpoint[CompletionReply]):
     def parse(self, body: bytes) -> CompletionReply:
         places = self.settings.max_queue_size
         most = max(places, self.engine.generator.max_model_len)  # prompts, or tokens of one
-        request = decode(body, CompletionRequest, self.models.names, most)
+        request = decode(body, CompletionRequest, self.models.names.of, most)
         return CompletionReply(request, places)
 
 

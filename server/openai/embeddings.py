@@ -130,7 +130,7 @@ class Embeddings:
         await send_parts(send, parts, work.timing_headers())
 
     def parse(self, body: bytes) -> tuple[EmbeddingRequest, Sequence[EmbeddingInput]]:
-        request = decode(body, EmbeddingRequest, self.models.names)
+        request = decode(body, EmbeddingRequest, self.models.names.of)
         return request, checked(request.pieces(piece_size(self.settings)), self.settings)
 
 

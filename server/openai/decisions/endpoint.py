@@ -45,7 +45,7 @@ class DecisionEndpoint:
     def parse(self, body: bytes) -> tuple[DecisionBody, DecisionInput]:
         """In a pool thread: 400 questions take milliseconds."""
         most = max(MOST_QUESTIONS, self.engine.generator.max_model_len)
-        request = decode(body, self.kind, self.models.names, most)
+        request = decode(body, self.kind, self.models.names.of, most)
         return request, request.decision_input()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -63,7 +63,9 @@ class DecisionRoot(Root):
         if not isinstance(given.inputs, dict) or "model" in given.inputs:
             raise InvalidInput(f"{self.task_name} takes an object of state and questions", path)
         try:
-            request = decode(to_json(given.inputs), SystemOneRequest, self.decisions.models.names)
+            request = decode(
+                to_json(given.inputs), SystemOneRequest, self.decisions.models.names.of
+            )
             return request, request.decision_input()
         except InvalidInput as error:
             error.param = f"{path}.{error.param}" if error.param else path
