@@ -17,7 +17,7 @@ from server.http.json import Document
 from server.http.request import Deadlines
 from server.http.upload import Uploads
 from server.openai.audio.formats import Transcript, render
-from server.openai.audio.request import TranslationRequest, read_fields
+from server.openai.audio.request import TranscriptionRequest, read_fields
 from server.openai.logprobs import token_document
 from server.openai.request import Endpoint, Reply
 from server.submission import TranscriptStream
@@ -30,18 +30,18 @@ class TranscriptReply(Reply[TranscriptDelta]):
     """Events are as OpenAI's SDKs type them. `seconds` counts what has been transcribed."""
 
     def __init__(
-        self, request: TranslationRequest, payload: TranscriptionInput, seconds: Counter
+        self, request: TranscriptionRequest, payload: TranscriptionInput, seconds: Counter
     ) -> None:
         self.request = request
         self.payload = payload
         self.seconds = seconds
-        self.streams = request.streams
+        self.streams = bool(request.stream)
         self.transcript = Transcript()
 
     def add(self, delta: TranscriptDelta) -> Iterator[Document]:
         if new := self.transcript.add(delta):
             event: Document = {"type": "transcript.text.delta", "delta": new}
-            if self.request.logprobs:
+            if self.request.include:
                 event["logprobs"] = list(map(token_document, delta.logprobs))
             yield event
 
@@ -50,7 +50,7 @@ class TranscriptReply(Reply[TranscriptDelta]):
         self.seconds.inc(transcript.seconds)
         done: Document = {"type": "transcript.text.done", "text": transcript.text}
         done["usage"] = transcript.usage
-        if self.request.logprobs:
+        if self.request.include:
             done["logprobs"] = transcript.logprob_documents()
         yield done
 
@@ -70,7 +70,7 @@ class SpeechEndpoint(Endpoint[TranscriptReply]):
     """`kind` says whether it transcribes or translates."""
 
     uploads: Uploads
-    kind: type[TranslationRequest]
+    kind: type[TranscriptionRequest]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self.uploads.form(scope, receive, "transcription") as (form, deadlines):

@@ -25,6 +25,7 @@ from server.openai.responses.items import new_id
 from server.openai.responses.request import ResponseRequest
 from server.openai.responses.store import Stored
 from server.openai.structured import Format
+from server.submission import Usage
 from worker.deltas import Delta, TokenLogprob
 from worker.protocol import Chat, GenerationInput, Generator, SamplingDefaults
 
@@ -111,18 +112,21 @@ class ResponseReply(GenerationReply):
         self._end(status)
 
     def _end(self, status: str) -> None:
-        usage = self.usage
         self.document["status"] = status
-        if usage.prompt:
-            self.document["usage"] = {
-                "input_tokens": usage.prompt,
-                "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
-                "output_tokens": usage.completion,
-                "output_tokens_details": {"reasoning_tokens": usage.reasoning},
-                "total_tokens": usage.prompt + usage.completion,
-            }
+        if self.usage.prompt:
+            self.document["usage"] = usage_document(self.usage)
         if status == "completed":
             self.document["completed_at"] = int(time.time())
+
+
+def usage_document(usage: Usage) -> Document:
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+        "output_tokens": usage.completion,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "total_tokens": usage.prompt + usage.completion,
+    }
 
 
 class ResponseOutput:
