@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -59,8 +60,10 @@ class Pool:
             self._groups.put(None)
 
     def _run(self) -> None:
+        alone = False
         while (group := self._groups.get()) is not None:
-            compute_alone()
+            if not alone and (alone := "torch" in sys.modules):
+                compute_alone()
             started = time.perf_counter()
             try:
                 self.work(group)
