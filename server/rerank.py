@@ -19,7 +19,7 @@ from batching.errors import InvalidInput
 from server.engine import Engine
 from server.http.json import INLINE_BYTES, Document, Parsing, to_json
 from server.http.request import read_json_request, send_json
-from server.openai.embeddings import MOST_INPUTS, checked, piece_size
+from server.openai.embeddings import MOST_INPUTS, in_pieces
 from server.openai.models import ModelNames
 from server.openai.params import FILLED, Count, Filled, decode
 from server.settings import Settings
@@ -147,6 +147,6 @@ class Rerank:
             content = to_json(document)
         await send_json(send, content, headers=work.timing_headers())
 
-    def parse(self, body: bytes) -> tuple[RerankRequest, Sequence[PairsInput]]:
+    def parse(self, body: bytes) -> tuple[RerankRequest, list[PairsInput]]:
         request = decode(body, RerankRequest, self.models.names.of)
-        return request, checked(request.pieces(piece_size(self.settings)), self.settings)
+        return request, in_pieces(request.pieces, self.settings)

@@ -18,7 +18,7 @@ from batching.errors import InvalidInput
 from server.engine import Engine
 from server.http.json import Document, Parsing
 from server.http.request import read_json_request, send_json
-from server.openai.embeddings import checked, piece_size
+from server.openai.embeddings import in_pieces
 from server.openai.models import ModelNames, find
 from server.openai.params import Filled, decode
 from server.rerank import Texts, check_count, pairs_in_pieces
@@ -125,14 +125,12 @@ class Score:
             scores = await anyio.to_thread.run_sync(cosines, answers, count)
         await send_json(send, request.answer(scores, tokens), headers=work.timing_headers())
 
-    def parse(self, body: bytes) -> tuple[ScoreRequest, ModelNames, Sequence[Any]]:
+    def parse(self, body: bytes) -> tuple[ScoreRequest, ModelNames, list[Any]]:
         request = decode(body, ScoreRequest, lambda given: find(self.models, given).serves)
         names = next(each for each in self.models if each.serves == request.model)
         request.model = names.id
-        most = piece_size(self.settings)
-        reranks = names.serves == "rerank"
-        payloads: Sequence[Any] = request.pairs(most) if reranks else request.texts(most)
-        return request, names, checked(payloads, self.settings)
+        make: Any = request.pairs if names.serves == "rerank" else request.texts
+        return request, names, in_pieces(make, self.settings)
 
 
 def cosines(answers: Sequence[Embedded], count: int) -> list[float]:

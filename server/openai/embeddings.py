@@ -7,7 +7,7 @@ text-embeddings-inference and Hugging Face's client know. What needs the model (
 lengths) is checked in a pool (worker/embedding).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -129,19 +129,15 @@ class Embeddings:
             parts = [b'{"object":"list","data":[', *parts, tail]
         await send_parts(send, parts, work.timing_headers())
 
-    def parse(self, body: bytes) -> tuple[EmbeddingRequest, Sequence[EmbeddingInput]]:
+    def parse(self, body: bytes) -> tuple[EmbeddingRequest, list[EmbeddingInput]]:
         request = decode(body, EmbeddingRequest, self.models.names.of)
-        return request, checked(request.pieces(piece_size(self.settings)), self.settings)
+        return request, in_pieces(request.pieces, self.settings)
 
 
-def piece_size(settings: Settings) -> PieceSize:
-    """A batch has room for a piece at least."""
-    return PieceSize(min(PIECE, settings.max_batch_size), settings.max_batch_tokens)
-
-
-def checked(payloads: Sequence[T], settings: Settings) -> Sequence[T]:
-    """InvalidInput for more pieces than the queue could ever take."""
-    if len(payloads) > settings.max_queue_size:
-        places = f"{len(payloads)} places; the queue has {settings.max_queue_size}"
+def in_pieces(make: Callable[[PieceSize], list[T]], settings: Settings) -> list[T]:
+    """Of a size that a batch has room for; InvalidInput for more than the queue could ever take."""
+    made = make(PieceSize(min(PIECE, settings.max_batch_size), settings.max_batch_tokens))
+    if len(made) > settings.max_queue_size:
+        places = f"{len(made)} places; the queue has {settings.max_queue_size}"
         raise InvalidInput(f"these inputs are too many or too long together: they need {places}")
-    return payloads
+    return made
