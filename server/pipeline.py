@@ -15,7 +15,7 @@ from batching.errors import InvalidInput
 from server.engine import Engine
 from server.http.errors import HttpError
 from server.http.json import INLINE_BYTES, Document, Parsing, parse_json
-from server.http.request import Deadlines, media_type, read_request, send_json
+from server.http.request import Posted, read_request, send_json
 from server.settings import Settings
 from server.submission import Submission
 from worker.decode_budget import RequestBudget
@@ -43,20 +43,12 @@ class Root:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] != "POST":
             return await self.page(scope, receive, send)
-        headers, body, deadlines = await read_request(scope, receive)
-        media = media_type(headers)
-        self.check_media(media)
-        await self.answer(scope, receive, send, body, media, deadlines)
+        posted = await read_request(scope, receive)
+        self.check_media(posted.media)
+        await self.answer(scope, receive, send, posted)
 
-    async def answer(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        body: bytes,
-        media: str,
-        deadlines: Deadlines,
-    ) -> None:
+    async def answer(self, scope: Scope, receive: Receive, send: Send, posted: Posted) -> None:
+        media, body, deadlines = posted
         if len(body) > INLINE_BYTES and (self.task.kind == "text" or may_be_json(body, media)):
             parse = partial(self.parse, media=media)
             inputs, is_list = await self.parsing.run(parse, body, deadlines.first)

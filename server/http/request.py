@@ -17,6 +17,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from prometheus_client import Counter, Histogram
 from starlette.requests import Request
@@ -166,10 +167,19 @@ def begin(scope: Scope) -> tuple[Headers, Deadlines]:
     return headers, Deadlines(min(now + app.settings.request_timeout_s, whole), whole)
 
 
-async def read_request(scope: Scope, receive: Receive) -> tuple[Headers, bytes, Deadlines]:
-    """Of a POST whose body is kept in memory. Raises what `begin` and `read_body` do."""
+class Posted(NamedTuple):
+    """A body that is kept in memory."""
+
+    media: str  # its type, in lower case, without parameters; empty if there is none
+    body: bytes
+    deadlines: Deadlines
+
+
+async def read_request(scope: Scope, receive: Receive) -> Posted:
+    """Raises what `begin` and `read_body` do."""
     headers, deadlines = begin(scope)
-    return headers, await read_body(scope, receive, headers, deadlines.first), deadlines
+    body = await read_body(scope, receive, headers, deadlines.first)
+    return Posted(media_type(headers), body, deadlines)
 
 
 async def read_json_request(scope: Scope, receive: Receive, model: str) -> tuple[bytes, Deadlines]:
@@ -178,8 +188,8 @@ async def read_json_request(scope: Scope, receive: Receive, model: str) -> tuple
 
     Beyond what `read_request` raises: HttpError (415) for a media type that cannot be JSON,
     and a Refused (503) if the model takes nothing now."""
-    headers, body, deadlines = await read_request(scope, receive)
-    media = media_type(headers)  # curl's form type can be: it is what `curl -d '{…}'` sends
+    media, body, deadlines = await read_request(scope, receive)
+    # curl's form type can be: it is what `curl -d '{…}'` sends
     if media.partition("/")[0] in ("multipart", "image", "audio", "video"):
         raise HttpError(415, f"this takes application/json, not {media[:100]!r}")
     if (refusal := scope["app"].engine.refusal(model)) is not None:
@@ -225,7 +235,6 @@ async def linger(receive: Receive) -> None:
 
 
 def media_type(headers: Headers) -> str:
-    """In lower case, without its parameters; empty if there is none."""
     return headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
 
 

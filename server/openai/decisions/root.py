@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
 from server.http.json import to_json
-from server.http.request import Deadlines, send_json
+from server.http.request import Posted, send_json
 from server.openai.decisions.endpoint import DecisionEndpoint
 from server.openai.decisions.systemone import SystemOneRequest
 from server.openai.params import decode
@@ -33,15 +33,8 @@ def by_chat_model(settings: Settings) -> bool:
 class DecisionRoot(Root):
     decisions: DecisionEndpoint
 
-    async def answer(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        body: bytes,
-        media: str,
-        deadlines: Deadlines,
-    ) -> None:
+    async def answer(self, scope: Scope, receive: Receive, send: Send, posted: Posted) -> None:
+        media, body, deadlines = posted
         read = partial(self.read, media=media)
         asked, is_list = await self.parsing.run(read, body, deadlines.first, blocks=True)
         answers = []
