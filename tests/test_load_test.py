@@ -311,8 +311,8 @@ def test_embeddings_are_asked_for_by_texts_of_their_own(target: Target) -> None:
 
 @pytest.mark.parametrize("same", [False, True])
 def test_pictures_are_of_their_own_or_the_same(target: Target, same: bool) -> None:
-    flags = ["--kind", "chat", "--picture", "20", *(["--same-picture"] if same else [])]
-    run(target.url, *flags, "--requests", "3")
+    flags = "--kind chat --stream --model m --picture 20 --requests 3".split()
+    run(target.url, *flags, *["--same-picture"] * same)
     parts = [json.loads(body)["messages"][0]["content"] for body in target.bodies]
     urls = [picture["image_url"]["url"] for _, picture in parts]
     assert len(set(urls)) == (1 if same else 3)
