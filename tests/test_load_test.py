@@ -311,7 +311,7 @@ def test_embeddings_are_asked_for_by_texts_of_their_own(target: Target) -> None:
 
 @pytest.mark.parametrize("same", [False, True])
 def test_pictures_are_of_their_own_or_the_same(target: Target, same: bool) -> None:
-    flags = "--kind chat --stream --model m --picture 20 --requests 3".split()
+    flags = ["--kind", "chat", "--stream", "--model", "m", "--picture", "20", "--requests", "3"]
     run(target.url, *flags, *["--same-picture"] * same)
     parts = [json.loads(body)["messages"][0]["content"] for body in target.bodies]
     urls = [picture["image_url"]["url"] for _, picture in parts]
