@@ -20,6 +20,7 @@ from worker.vision.cached import PicturedRunner
 from worker.vision.check import check_pictures
 from worker.vision.processor import Processor
 from worker.vision.processor_loading import load_processor
+from worker.vision.quickening import quicken
 from worker.vision.seeing import Sight
 
 log = logging.getLogger("onequeue.generation")
@@ -48,6 +49,8 @@ def load_generator(options: GeneratorOptions) -> GenerationEngine:
         else:
             runner = CachedRunner(language, length)
         return cached_engine(runner, options, str(error), sight)
+    if sight:
+        quicken(language)
     return paged_engine(runner, options, sight)
 
 

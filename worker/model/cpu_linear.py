@@ -44,6 +44,7 @@ class PackedLinear(nn.Module):
         self.dtype = weight.dtype
         self.inside = packed_dtype(weight.dtype)
         self.native_width = 0
+        self.activation: tuple[str, str] | None = None  # of what it makes, as oneDNN calls it
         weight = weight.detach().to(self.inside)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, INT8_ROWS)
         bias = None if bias is None else bias.detach().to(self.inside)
@@ -61,7 +62,8 @@ class PackedLinear(nn.Module):
 
     def packed_product(self, x: Tensor) -> Tensor:
         """oneDNN's, of x in the dtype of the packed weights."""
-        made: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        name, kind = self.activation or ("none", "")
+        made: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, name, [], kind)
         return made
 
     def unpacked(self) -> nn.Linear:

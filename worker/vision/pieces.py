@@ -26,6 +26,11 @@ class Piece(NamedTuple):
         """Of those that may be looked at together."""
         return self.ids, *((name, each.shape) for name, each in sorted(self.inputs.items()))
 
+    @property
+    def numbers(self) -> int:
+        """How many the largest of its tensors has."""
+        return max(each.numel() for each in self.inputs.values())
+
 
 def pieces_of(made: Processed) -> list[Piece]:
     """In the order of their places."""

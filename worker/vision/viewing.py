@@ -3,8 +3,9 @@
     waiting prompts in order → pictures not looked at yet → one run → prompts that are ready
 
 A run has one picture while somebody streams, so that a step is not longer than that; else several
-of the same shape, of whatever prompts. Only the first few prompts in line are looked at ahead of
-their admission, and rows are dropped as soon as the prompt has run. On the worker's thread.
+of the same shape, of whatever prompts, but on a CPU only small ones: of large ones each takes
+longer together. Only the first few prompts in line are looked at ahead of their admission, and rows
+are dropped as soon as the prompt has run. On the worker's thread.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,7 @@ from worker.vision.tower import Tower
 
 AHEAD = 4  # prompts in line that are looked at before there is room for them
 TOGETHER = 8  # pictures in a run while nobody streams
+CPU_NUMBERS = 3 * 512 * 512  # that a run has on a CPU, if not a picture alone has more
 AGAIN_S = 0.01  # how long nothing else is looked for while what was put back is made again
 
 Failed = Callable[[PicturePrompt, BaseException], None]
@@ -45,7 +47,7 @@ class Viewing:
         waiting = [each for each in list(prompts)[:AHEAD] if not each.ready]
         lacking = [Wanted(each, piece) for each in waiting for piece in self._missing(each)]
         if lacking:
-            self._look(_batch(lacking, 1 if streaming else TOGETHER))
+            self._look(_batch(lacking, 1 if streaming else self._together(lacking[0].piece)))
         for prompt in waiting:
             self._open_if_seen(prompt)
         coming = [each.coming for each in waiting if each.coming]
@@ -64,6 +66,11 @@ class Viewing:
         for prompt in [each for each in self._open if each not in needed]:
             del self._open[prompt]
             prompt.close()
+
+    def _together(self, piece: Piece) -> int:
+        if self.tower.entrance.model.device.type != "cpu":
+            return TOGETHER
+        return max(1, min(TOGETHER, CPU_NUMBERS // piece.numbers))
 
     def _missing(self, prompt: PicturePrompt) -> list[Piece]:
         try:
