@@ -34,7 +34,7 @@ MODELS = (
     "rerank_model",
     "transcription_model",
 )
-_CONFIGS = ("config.json", "adapter_config.json", "modules.json")
+_CONFIGS = ("config.json", "modules.json")
 SPINS = 20_000  # some 0.3 ms to 1 ms, by how long the processor's pause is
 _OPENMP_THREADS = re.compile(r"\s*(\d{1,4})\s*(,.*)?")  # the first is for what is not nested
 
@@ -93,13 +93,25 @@ def check_models(settings: Settings, given: Container[str] = ()) -> Settings:
 def check_model(name: str, model: str) -> None:
     """Whether there may be such a model, which a setting, or a word of the command, names."""
     folder = Path(os.path.expanduser(model))
+    if folder.is_file():
+        raise SettingsError(f"{name}={model!r}: is a file, not a checkpoint's folder{_gguf(folder)}")
     if folder.is_dir():
-        if not any((folder / config).is_file() for config in _CONFIGS):
-            raise SettingsError(f"{name}={model!r}: there is no config.json in this folder")
-    elif model.startswith(("/", ".", "~")):
+        if any((folder / config).is_file() for config in _CONFIGS):
+            return
+        if (folder / "adapter_config.json").is_file():
+            alone = "is an adapter (LoRA), which is not served: merge it into its model first"
+            raise SettingsError(f"{name}={model!r}: {alone}")
+        held = next(folder.glob("*.gguf"), folder)
+        raise SettingsError(f"{name}={model!r}: there is no config.json in this folder{_gguf(held)}")
+    if model.startswith(("/", ".", "~")):
         raise SettingsError(f"{name}={model!r}: there is no such folder")
-    elif not _HUB_ID.fullmatch(model):
+    if not _HUB_ID.fullmatch(model):
         raise SettingsError(f"{name}={model!r}: is neither a folder nor a hub id (owner/name)")
+
+
+def _gguf(path: Path) -> str:
+    """For those who come from llama.cpp."""
+    return "; GGUF is not served, give the model's safetensors" if path.suffix == ".gguf" else ""
 
 
 def check_workers(flag: str | None = None) -> None:

@@ -79,8 +79,7 @@ def assert_refused(
 
 
 @contextmanager
-def started(command: Sequence[str], **env: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A process that listens, and its port; its model may still be loading."""
+def process(command: Sequence[str], **env: str) -> Iterator[subprocess.Popen[str]]:
     child = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -90,11 +89,18 @@ def started(command: Sequence[str], **env: str) -> Iterator[tuple[subprocess.Pop
         text=True,
     )
     try:
-        running = next(line for line in pipe(child.stderr) if "Uvicorn running on" in line)
-        yield child, int(running.split(" (")[0].rpartition(":")[2])
+        yield child
     finally:
         child.kill()
         child.communicate()
+
+
+@contextmanager
+def started(command: Sequence[str], **env: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that listens, and its port; its model may still be loading."""
+    with process(command, **env) as child:
+        running = next(line for line in pipe(child.stderr) if "Uvicorn running on" in line)
+        yield child, int(running.split(" (")[0].rpartition(":")[2])
 
 
 def pipe(end: IO[str] | None) -> IO[str]:
@@ -149,6 +155,24 @@ def test_what_the_settings_tell_is_refused_before_anything_is_loaded(
     with pytest.raises(SettingsError) as refused:
         create_app(Settings(**settings))  # type: ignore[arg-type]  # these are strings
     assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("files", "model", "says"),
+    [
+        (["model.gguf"], "model.gguf", "is a file, not a checkpoint's folder; GGUF is not served"),
+        (["model.gguf"], "", "no config.json in this folder; GGUF is not served"),
+        (["notes.txt"], "notes.txt", "is a file, not a checkpoint's folder$"),
+        (["adapter_config.json"], "", r"is an adapter \(LoRA\), which is not served"),
+    ],
+)
+def test_what_is_no_checkpoint_is_told_for_what_it_is(
+    tmp_path: Path, files: list[str], model: str, says: str
+) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    with pytest.raises(SettingsError, match=says):
+        create_app(Settings(chat_model=str(tmp_path / model)))
 
 
 @pytest.mark.parametrize(
