@@ -68,10 +68,11 @@ def _read(model: str, name: str) -> Any:
         path = Path(model).expanduser() / name if is_path(model) else fetched(model, name)
         return json.loads(path.read_text())
     except LocalEntryNotFoundError as error:  # nor is it known whether there is one
-        if name == "config.json":
-            raise SettingsError(f"MODEL={model!r}: there is no such folder; {reason(error)}") from None
-        return None
+        if name != "config.json":
+            return None
+        why = f"there is no such folder; {reason(error)}"
     except (EntryNotFoundError, FileNotFoundError):
         return None
     except Exception as error:  # of the hub, the file or its content
-        raise SettingsError(f"MODEL={model!r}: its {name} cannot be read: {reason(error)}") from None
+        why = f"its {name} cannot be read: {reason(error)}"
+    raise SettingsError(f"MODEL={model!r}: {why}")

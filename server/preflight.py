@@ -92,21 +92,25 @@ def check_models(settings: Settings, given: Container[str] = ()) -> Settings:
 
 def check_model(name: str, model: str) -> None:
     """Whether there may be such a model, which a setting, or a word of the command, names."""
+    if wrong := _wrong_with(model):
+        raise SettingsError(f"{name}={model!r}: {wrong}")
+
+
+def _wrong_with(model: str) -> str:
+    """Empty where it may be a hub id, or a checkpoint's folder."""
     folder = Path(os.path.expanduser(model))
     if folder.is_file():
-        raise SettingsError(f"{name}={model!r}: is a file, not a checkpoint's folder{_gguf(folder)}")
+        return "is a file, not a checkpoint's folder" + _gguf(folder)
     if folder.is_dir():
         if any((folder / config).is_file() for config in _CONFIGS):
-            return
+            return ""
         if (folder / "adapter_config.json").is_file():
-            alone = "is an adapter (LoRA), which is not served: merge it into its model first"
-            raise SettingsError(f"{name}={model!r}: {alone}")
+            return "is an adapter (LoRA), which is not served: merge it into its model first"
         held = next(folder.glob("*.gguf"), folder)
-        raise SettingsError(f"{name}={model!r}: there is no config.json in this folder{_gguf(held)}")
+        return "there is no config.json in this folder" + _gguf(held)
     if model.startswith(("/", ".", "~")):
-        raise SettingsError(f"{name}={model!r}: there is no such folder")
-    if not _HUB_ID.fullmatch(model):
-        raise SettingsError(f"{name}={model!r}: is neither a folder nor a hub id (owner/name)")
+        return "there is no such folder"
+    return "" if _HUB_ID.fullmatch(model) else "is neither a folder nor a hub id (owner/name)"
 
 
 def _gguf(path: Path) -> str:

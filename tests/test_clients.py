@@ -139,9 +139,7 @@ def test_open_webui_embeds_documents(client: httpx.Client, models: list[str]) ->
     assert vectors == [[1, 0], [0, 1], [1, 1]]
 
 
-def test_open_webui_sends_speech_as_it_reads_it(
-    client: httpx.Client, models: list[str]
-) -> None:
+def test_open_webui_sends_speech_as_it_reads_it(client: httpx.Client, models: list[str]) -> None:
     """Of a length that is not told, the sound last and without a media type of its own."""
     sound = io.BytesIO()
     soundfile.write(sound, np.zeros(16_000), 16_000, format="WAV")

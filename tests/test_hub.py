@@ -1,4 +1,4 @@
-"""A model by its name on a hub: fetched with the token, served without the hub, refused in a line."""
+"""A model by its name on a hub: fetched with the token, served without the hub, or refused."""
 
 from pathlib import Path
 

@@ -158,24 +158,6 @@ def test_what_the_settings_tell_is_refused_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize(
-    ("files", "model", "says"),
-    [
-        (["model.gguf"], "model.gguf", "is a file, not a checkpoint's folder; GGUF is not served"),
-        (["model.gguf"], "", "no config.json in this folder; GGUF is not served"),
-        (["notes.txt"], "notes.txt", "is a file, not a checkpoint's folder$"),
-        (["adapter_config.json"], "", r"is an adapter \(LoRA\), which is not served"),
-    ],
-)
-def test_what_is_no_checkpoint_is_told_for_what_it_is(
-    tmp_path: Path, files: list[str], model: str, says: str
-) -> None:
-    for name in files:
-        (tmp_path / name).touch()
-    with pytest.raises(SettingsError, match=says):
-        create_app(Settings(chat_model=str(tmp_path / model)))
-
-
-@pytest.mark.parametrize(
     "model", ["demo", "Qwen/Qwen3-0.6B", "gpt2", str(ROOT / "worker/demo/chat")]
 )
 def test_a_model_may_be_a_folder_or_a_hub_id(model: str) -> None:
