@@ -8,9 +8,10 @@ from msgspec import Meta
 
 from batching.errors import InvalidInput
 from server.http.json import Document
+from server.openai.logprobs import logprob_documents
 from server.openai.messages import Messages, conversation
 from server.openai.params import FILLED, Count, Effort, GenerationRequest, TopLogprobs, decode
-from server.openai.request import ChoicesReply, GenerationEndpoint, logprob_documents
+from server.openai.request import ChoicesReply, GenerationEndpoint
 from server.openai.tools import TOOL_CHOICE, Tools, chat_calls
 from worker.deltas import Delta, Part, TokenLogprob
 from worker.protocol import Chat, GenerationInput
@@ -155,7 +156,7 @@ class ChatCompletions(GenerationEndpoint[ChatReply]):
     def parse(self, body: bytes) -> ChatReply:
         most = self.engine.generator.max_model_len
         try:
-            request = decode(body, ChatRequest, self.models.names, most)
+            request = decode(body, ChatRequest, self.models.names.of, most)
         except InvalidInput as error:
             if error.param == "messages" and b'"input"' in body:
                 meant = "is required; a request with `input` goes to /v1/responses"
