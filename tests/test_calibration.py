@@ -130,8 +130,10 @@ def test_a_model_of_speech_alone_is_measured_by_recordings() -> None:
     assert transcriber.payloads
 
 
-@pytest.mark.usefixtures("short")
-def test_the_demo_of_speech_is_measured() -> None:
+@pytest.mark.slow
+def test_the_demo_of_speech_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LEAST_S": 1.0, "LIMITS": 0, "LEAST_REQUESTS": 1}.items():
+        monkeypatch.setattr(command, name, value)
     nothing = {"pipeline_model": "none", "embedding_model": "none", "chat_model": "none"}
     settings = Settings(**nothing, transcription_model="demo", compile="off")  # type: ignore[arg-type]
     found, said = run(create_app(settings))

@@ -197,6 +197,7 @@ def test_a_picture_goes_with_a_message(visitor: Any, server: Server) -> None:
     visitor.route("**/v1/models", lambda route: route.fulfill(json={"data": [model]}))
     visitor.route("**/v1/chat/completions", answer)
     visitor.goto(server.url)
+    visitor.get_by_role("tab", name="Live").wait_for()
     picture = {"name": "cat.svg", "mimeType": "image/svg+xml", "buffer": SVG.encode()}
     visitor.locator("#chat input[type=file]").set_input_files(picture)
     visitor.get_by_role("button", name="Remove cat.svg").wait_for()
