@@ -19,9 +19,10 @@ from batching.errors import InvalidInput
 from server.engine import Engine
 from server.http.json import INLINE_BYTES, Document, Parsing, to_json
 from server.http.request import read_json_request, send_json
+from server.openai.cache_root import rooted
 from server.openai.embeddings import MOST_INPUTS, checked, piece_size
 from server.openai.models import ModelNames
-from server.openai.params import FILLED, Count, Filled, decode
+from server.openai.params import FILLED, Count, Filled, Salt, decode
 from server.settings import Settings
 from server.submission import submitted, timing_headers
 from worker.scoring import PairsInput, PieceSize, Scored, pieces
@@ -48,6 +49,7 @@ class RerankRequest(Struct, kw_only=True):
     instruction: str | None = None
     raw_scores: bool | None = None
     truncate: bool | None = None
+    cache_salt: Salt | None = None
 
     @property
     def is_bare(self) -> bool:
@@ -137,6 +139,7 @@ class Rerank:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive, "rerank")
         request, payloads = await self.parsing.run(self.parse, body, deadlines.first)
+        payloads = rooted(payloads, scope, self.models.id, request.cache_salt)
         with submitted(self.engine, "rerank", payloads, deadlines.first, receive) as items:
             answers: list[Scored] = [await item.future for item in items]
         scores = [score for each in answers for score in each.scores]

@@ -18,9 +18,10 @@ from batching.errors import InvalidInput
 from server.engine import Engine
 from server.http.json import Document, Parsing
 from server.http.request import read_json_request, send_json
+from server.openai.cache_root import rooted
 from server.openai.embeddings import checked, piece_size
 from server.openai.models import ModelNames, find
-from server.openai.params import Filled, decode
+from server.openai.params import Filled, Salt, decode
 from server.rerank import Texts, check_count, pairs_in_pieces
 from server.settings import Settings
 from server.submission import submitted, timing_headers
@@ -42,6 +43,7 @@ class ScoreRequest(Struct, kw_only=True):
     model: str | None = None
     instruction: str | None = None
     truncate: bool | None = None
+    cache_salt: Salt | None = None
 
     def sides(self) -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:
         """Both fields and their texts: as many of either, or one of one."""
@@ -115,6 +117,7 @@ class Score:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive, self.models[0].serves)
         request, names, payloads = await self.parsing.run(self.parse, body, deadlines.first)
+        payloads = rooted(payloads, scope, names.id, request.cache_salt)
         with submitted(self.engine, names.serves, payloads, deadlines.first, receive) as items:
             answers: list[Any] = [await item.future for item in items]
         tokens = sum(each.tokens for each in answers)

@@ -8,6 +8,13 @@ key, never larger ones.
 
 import hashlib
 import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from starlette.types import Scope
+
+P = TypeVar("P", bound=Any)  # a payload, which has a `cache_root`
 
 _SECRET = secrets.token_bytes(32)  # so that nobody finds a key by its digests
 
@@ -19,3 +26,9 @@ def cache_root(model: str, adapter: str, key: bytes, salt: str) -> bytes:
         digest.update(len(part).to_bytes(8))
         digest.update(part)
     return digest.digest()
+
+
+def rooted(payloads: Sequence[P], scope: Scope, model: str, salt: str | None) -> list[P]:
+    """Those of a request, which share their prefixes from here on."""
+    root = cache_root(model, "", scope["api_key"], salt or "")
+    return [replace(each, cache_root=root) for each in payloads]

@@ -11,7 +11,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, Generic, TypeVar
 
 import orjson
@@ -23,7 +23,7 @@ from server.http.errors import HttpError, as_http_error
 from server.http.json import Document, Parsing
 from server.http.request import Deadlines, abort_on_disconnect, read_json_request, send_json
 from server.http.sse import DONE, EventStream
-from server.openai.cache_root import cache_root
+from server.openai.cache_root import rooted
 from server.openai.models import ModelNames
 from server.openai.params import GenerationRequest
 from server.openai.pictures import Pictures
@@ -105,8 +105,8 @@ class GenerationEndpoint(ABC, Generic[R]):
         body, deadlines = await read_json_request(scope, receive, "generation")
         reply = await self.parsing.run(self.parse, body, deadlines.first, self.blocks)
         payloads = await self.pictures.fetched(scope, receive, reply.payloads, deadlines.first)
-        root = cache_root(self.models.names.id, "", scope["api_key"], payloads[0].cache_salt)
-        reply.payloads = [replace(each, cache_root=root) for each in payloads]
+        model, salt = self.models.names.id, payloads[0].cache_salt
+        reply.payloads = rooted(payloads, scope, model, salt)
         await self.answer(scope, receive, send, reply, deadlines)
 
     async def answer(

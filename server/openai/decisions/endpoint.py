@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from server.engine import Engine
 from server.http.json import INLINE_BYTES, Document, Parsing, to_json
 from server.http.request import Deadlines, abort_on_disconnect, read_json_request, send_json
-from server.openai.cache_root import cache_root
+from server.openai.cache_root import rooted
 from server.openai.models import ModelNames
 from server.openai.params import Body, decode
 from server.token_stream import TokenStream, Usage
@@ -64,11 +64,10 @@ class DecisionEndpoint:
         request: DecisionBody,
         payload: DecisionInput,
     ) -> tuple[list[Delta], Usage]:
-        names, salt = self.models.names, request.cache_salt or ""
-        payload = replace(payload, cache_root=cache_root(names.id, "", scope["api_key"], salt))
+        payloads = rooted([payload], scope, self.models.names.id, request.cache_salt)
         usage = Usage()
         deadlines = replace(deadlines, whole=deadlines.first)
-        stream = TokenStream(self.engine, [payload], deadlines, usage)
+        stream = TokenStream(self.engine, payloads, deadlines, usage)
         self.engine.loop.create_task(abort_on_disconnect(receive, stream.items))
         try:
             return await stream.collect(), usage
