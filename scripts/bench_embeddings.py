@@ -7,8 +7,9 @@
 Texts of 4 to 200 words: clients with one text each under way, and one that sends all of them as a
 list; beside `SentenceTransformer.encode` of 32 texts at a time, in order of arrival, and of the
 whole list, which it sorts by length. Then 100 documents in one request beside
-`CrossEncoder.predict` of as many pairs. Other servers of embeddings are named by their programs. All
-take turns, a server that is not measured stands still. Ends with a table of medians. Needs sentence-transformers, which the server does not.
+`CrossEncoder.predict` of as many pairs. Peers are programs that serve embeddings, infinity_emb's or
+vllm's. All take turns, a server that is not measured stands still. Ends with a table of medians.
+Needs sentence-transformers, which the server does not.
 """
 
 import argparse
