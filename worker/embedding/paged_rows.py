@@ -24,7 +24,7 @@ from worker.embedding.rows import Reduce
 from worker.embedding.texts import Row
 from worker.model.kv_cache import BLOCK
 from worker.model.language_model import LanguageModel
-from worker.model.loading import worth_compiling
+from worker.model.loading import first_line, worth_compiling
 from worker.model.paged_runner import PagedRunner
 from worker.model.paging import PagingCheck, cache_blocks
 from worker.model.self_check import CannotRun
@@ -118,7 +118,10 @@ def paged_rows(language: LanguageModel, limit: int, compile: str, max_running: i
         if cache_blocks(language, None, limit + BLOCK) * BLOCK < limit or limit > language.context:
             raise CannotRun(f"there is no room for keys and values of {limit} tokens")
 
-    check = PagingCheck(language)
+    try:
+        check = PagingCheck(language)
+    except Exception as error:  # as encoders refuse what decoders are given
+        raise CannotRun(f"it is not called like a decoder: {first_line(error)[:200]}") from error
     check.page(check_room)
     language.lay_out("none", check.compare)
     blocks = cache_blocks(language, None, limit + CACHED)
