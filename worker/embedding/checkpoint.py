@@ -69,9 +69,10 @@ class Loaded:
         """Through this model or part of it, in the way that it can take."""
         if wanted == STATES:
             language = LanguageModel(self.options.model, model, self.tokenizer)
-            most, compile = self.options.max_running, self.options.compile
             try:
-                return paged_rows(language, self.limit, compile, most)
+                return paged_rows(
+                    language, self.limit, self.options.compile, self.options.max_running
+                )
             except CannotRun as error:
                 log.info("not paged: %s", error)
         rows = RowModel(model, self.tokenizer, self.limit, wanted)

@@ -22,12 +22,12 @@ def _weighted(states: Tensor, first: int) -> Tensor:
 
 # From a text's states [tokens, H], after `first` that are left out, to a vector [H].
 POOL: Mapping[str, Callable[[Tensor, int], Tensor]] = {
-    "cls": lambda states, first: states[0],
+    "cls": lambda states, first: states[0].clone(),  # the rest is not to be kept
     "max": lambda states, first: states.amax(0),
     "mean": lambda states, first: states.mean(0),
     "mean_sqrt_len_tokens": lambda states, first: states.sum(0) / math.sqrt(len(states)),
     "weightedmean": _weighted,
-    "lasttoken": lambda states, first: states[-1],
+    "lasttoken": lambda states, first: states[-1].clone(),
 }
 
 

@@ -87,10 +87,8 @@ class PagedRows:
         batch = Batch.of(chunks)
         batch.rows = range(len(batch.ids))  # what is wanted of a prompt is usually less
         states = self.runner.forward(batch)
-        slots = [
-            self._slots(each.blocks, each.start, each.start + each.width) for each in batch.spans
-        ]
-        self._states[torch.cat(slots)] = states
+        slots = torch.cat([slots_of(blocks, start, start + n) for blocks, start, n in batch.spans])
+        self._states[slots.to(self.device)] = states
         return batch
 
     def _advance(self, chunk: Chunk, reduce: Reduce) -> None:
@@ -99,15 +97,17 @@ class PagedRows:
             return
         row, table = chunk.sequence.output, chunk.sequence.table
         assert table is not None
-        row.made = reduce(self._states[self._slots(table.blocks, 0, len(row.ids))], row)
+        slots = slots_of(table.blocks, 0, len(row.ids)).to(self.device)
+        row.made = reduce(self._states[slots], row)
         self._scheduler.remove(self._under_way.pop(row))
 
-    def _slots(self, blocks: abc.Sequence[int], start: int, end: int) -> Tensor:
-        """Where in memory the positions from `start` to `end` lie."""
-        first = start // BLOCK
-        begins = torch.tensor(blocks[first : -(-end // BLOCK)]) * BLOCK
-        slots = (begins[:, None] + torch.arange(BLOCK)).flatten()
-        return slots[start - first * BLOCK : end - first * BLOCK].to(self.device)
+
+def slots_of(blocks: abc.Sequence[int], start: int, end: int) -> Tensor:
+    """Where in memory a sequence's positions from `start` to `end` lie."""
+    first = start // BLOCK
+    begins = torch.tensor(blocks[first : -(-end // BLOCK)]) * BLOCK
+    slots = (begins[:, None] + torch.arange(BLOCK)).flatten()
+    return slots[start - first * BLOCK : end - first * BLOCK]
 
 
 def paged_rows(language: LanguageModel, limit: int, compile: str, max_running: int) -> PagedRows:
