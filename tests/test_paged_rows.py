@@ -30,7 +30,7 @@ from worker.scoring import EmbeddingInput
 
 hf: Any = importlib.import_module("transformers")  # half of it is not annotated
 PROMPT = "the cat sat on the mat and a dog is in the city of light " * 3
-LONG = "a cow says moo " * 40
+LONG = "a cow says moo " * 20
 
 
 def counted(rows: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
