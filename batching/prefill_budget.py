@@ -23,9 +23,10 @@ class PrefillBudget:
         self._decode_s = 0.0  # a step without prompts
         self._token_s = 0.0  # what a prompt token adds
 
-    def prompt_tokens(self, streaming: bool) -> int:
-        """For the next step."""
-        fitting = int(LONGER_S / self._token_s) if self._token_s else 0
+    def prompt_tokens(self, streaming: bool, spent_s: float = 0.0) -> int:
+        """For the next step, which is so much longer already."""
+        left_s = max(0.0, LONGER_S - spent_s)
+        fitting = int(left_s / self._token_s) if self._token_s else 0
         least = LEAST if streaming and self._token_s else self._least_alone
         return min(self._most, max(least, fitting))
 

@@ -85,7 +85,7 @@ def refuse(*_: Any) -> None:
 
 def in_small_chunks(generator: GenerationEngine, tokens: int) -> GenerationEngine:
     budget: Any = generator._budget
-    budget.prompt_tokens = lambda streaming: tokens
+    budget.prompt_tokens = lambda streaming, spent_s: tokens
     return generator
 
 

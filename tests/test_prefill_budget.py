@@ -90,3 +90,11 @@ def test_a_steps_last_few_prompt_tokens_teach_nothing() -> None:
     usual = pace.prompt_tokens(streaming=True)
     pace.learn(1, ROWS, DECODE_S + 0.2)
     assert pace.prompt_tokens(streaming=True) == usual
+
+
+def test_what_a_picture_took_of_a_step_is_not_there_for_prompts() -> None:
+    pace = taught(0.001, random.Random(3))
+    usual = pace.prompt_tokens(streaming=True)
+    assert pace.prompt_tokens(streaming=True, spent_s=LONGER_S / 2) == pytest.approx(usual / 2, 0.1)
+    assert pace.prompt_tokens(streaming=True, spent_s=2 * LONGER_S) == LEAST
+    assert pace.prompt_tokens(streaming=False, spent_s=2 * LONGER_S) == LEAST_ALONE["cpu"]

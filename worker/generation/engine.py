@@ -143,7 +143,8 @@ class GenerationEngine(Frontend):
         if self._viewing:
             self._viewing.turn(self.scheduler, streaming)
             self._viewed_s = time.monotonic() - self._started
-        chunks = self.scheduler.schedule(self._budget.prompt_tokens(streaming), self._draft)
+        count = self._budget.prompt_tokens(streaming, self._viewed_s)
+        chunks = self.scheduler.schedule(count, self._draft)
         if chunks := list(filter(self._is_running, chunks)):
             try:
                 self._run(chunks)
