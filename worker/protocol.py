@@ -142,6 +142,13 @@ class GenerationInput:
     cache_salt: str = ""  # what the client makes its own part of the prefix cache by
     cache_root: bytes = b""  # prefixes are shared with inputs of the same root alone
 
+    @property
+    def called_tools(self) -> list[Mapping[str, Any]]:
+        """Those of the chat's tools that may be called."""
+        names = self.calls.names if self.calls else ()
+        tools = self.prompt.tools if isinstance(self.prompt, Chat) else ()
+        return [tool for tool in tools if tool["function"]["name"] in names]
+
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:

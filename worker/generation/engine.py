@@ -14,6 +14,8 @@ from collections.abc import Callable
 from itertools import chain, islice, zip_longest
 from typing import Literal
 
+from torch import Tensor
+
 from batching.block_pool import BlockPool
 from batching.errors import DeviceLost, ItemFailed, OnequeueError, OutOfMemory
 from batching.prefill_budget import PrefillBudget
@@ -25,12 +27,12 @@ from worker.failures import failure_of, rerun_in_halves
 from worker.generation.frontend import Frontend
 from worker.generation.ngram_drafter import NgramDrafter
 from worker.generation.output import SequenceOutput
-from worker.generation.step import draws_of, report_of, scores_of
-from worker.grammar.bitmask import Masks
+from worker.grammar.bitmask import MaskRequest, Masks
 from worker.model.cached_runner import CachedRunner
+from worker.model.logits_processors import Draw
 from worker.model.paged_runner import PagedRunner
 from worker.model.sampler import SampledToken, sample
-from worker.protocol import StepOutcome
+from worker.protocol import StepOutcome, StepReport
 from worker.vision.prompt import PicturePrompt
 from worker.vision.seeing import Sight
 from worker.vision.tower import Tower
@@ -172,11 +174,18 @@ class GenerationEngine(Frontend):
     def _run(self, chunks: abc.Sequence[Chunk]) -> None:
         """Through the model, and on with what it gives; raises before anything has changed."""
         batch = Batch.of(chunks)
-        rows, masks = draws_of(chunks)
+        draws: list[Draw] = []
+        masks: list[tuple[int, MaskRequest]] = []  # with the first row that each is for
+        for chunk in chunks:
+            if count := chunk.to_sample:
+                output, drafts = chunk.sequence.output, chunk.drafts
+                if output.guide and (mask := output.guide.mask(drafts)):
+                    masks.append((len(draws), mask))
+                draws += [Draw(output.sampling, output.count + n, drafts[:n]) for n in range(count)]
         allowed = self._masks.begin(masks) if masks else None  # computed while the model runs
         logits = self.runner.forward(batch)
-        scores = scores_of(batch, logits)
-        sampled = sample(logits[batch.scored :], rows, allowed.result() if allowed else None)
+        scores = self._scores(batch, logits) if batch.scored else {}
+        sampled = sample(logits[batch.scored :], draws, allowed.result() if allowed else None)
         self._rows_run += len(batch.ids)
         remaining = iter(sampled)
         for chunk in chunks:
@@ -186,6 +195,16 @@ class GenerationEngine(Frontend):
                     self._advance(chunk, scores.get(chunk.sequence, []), drawn)
                 except BaseException as error:
                     self._fail(chunk.sequence.output.item, error)
+
+    def _scores(self, batch: Batch, logits: Tensor) -> dict[Sequence, list[SampledToken]]:
+        """How likely prompts' tokens are, or what may follow one, where that is asked."""
+        scores, row = {}, 0
+        for chunk in batch.chunks:
+            if positions := chunk.to_score:
+                end = row + len(positions)
+                scores[chunk.sequence] = chunk.sequence.output.score(logits[row:end], positions)
+                row = end
+        return scores
 
     def _advance(self, chunk: Chunk, scores: list[SampledToken], drawn: list[SampledToken]) -> None:
         sequence, counts = chunk.sequence, self._counts
@@ -265,7 +284,7 @@ class GenerationEngine(Frontend):
     def _outcome(self) -> StepOutcome:
         if self._viewing:
             self._viewing.close_those_that_ran(self.scheduler)
-        report = report_of(self.scheduler, self._counts, self._started)
+        report = self._report()
         if self._rows_run:
             prefill = report.prefill_tokens
             seconds = report.total_s - self._viewed_s
@@ -278,3 +297,20 @@ class GenerationEngine(Frontend):
             del self.live[item]
         self._failed.clear()
         return StepOutcome(report, deltas, done)
+
+    def _report(self) -> StepReport:
+        scheduler, admitted = self.scheduler, self.scheduler.admitted
+        paged = not scheduler.whole_prompts
+        return StepReport(
+            **self._counts,
+            cached_tokens=sum(sequence.cached or 0 for sequence in admitted),
+            preempted=scheduler.preempted,
+            admitted=len(admitted),
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            starved=scheduler.starved,
+            blocks_used=scheduler.pool.used if paged else 0,
+            blocks_total=scheduler.pool.count if paged else 0,
+            total_s=time.monotonic() - self._started,
+            waits_s=tuple(self._started - s.output.item.accepted_at for s in admitted),
+        )

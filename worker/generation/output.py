@@ -7,18 +7,19 @@ A request's outputs are made in a pool thread, whatever its prompt takes to be r
 they belong to the worker's thread, where each token costs as much as it adds.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
 from batching.request_queue import WorkItem
 from worker.deltas import Delta, FinishReason, Kind, Part, TokenLogprob
+from worker.generation.logprobs import ContentLogprobs, token_logprob
 from worker.grammar.guide import Guide, Plan
 from worker.model.logits_processors import SamplingParams, SamplingState
 from worker.model.sampler import SampledToken, prompt_logprobs
-from worker.text.detokenizer import CONTEXT, Piece, Share, Tokens, Vocabulary
+from worker.text.detokenizer import CONTEXT, Piece, Vocabulary
 from worker.text.parser import Event, Parser
 from worker.text.stop_strings import StopStrings
 from worker.vision.prompt import PicturePrompt
@@ -237,63 +238,3 @@ class SequenceOutput:
         delta.finish_reason = "tool_calls" if called else reason
         delta.stop_reason = stop
         self.ended = True
-
-
-class ContentLogprobs:
-    """The log-probabilities of the tokens whose text is shown as content, as far as it is."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
-        self._silent: list[TokenLogprob] = []  # without text: part of a character that is to come
-        self._last: Tokens | None = None  # those of the last text
-        self._shown: Tokens | None = None  # the last whose text is shown to its end
-        self._open: Tokens | None = None  # shown in part
-        self._text = ""  # as much of it
-
-    def piece(self, text: str, sampled: SampledToken) -> Piece:
-        """The text that a token has made certain."""
-        self._silent.append(token_logprob(self._vocabulary, sampled, text))
-        if not text:
-            return Piece("")
-        tokens, self._silent = tuple(self._silent), []
-        self._last = tokens
-        return Piece(text, [Share(text, tokens)])
-
-    def rest(self, text: str, sampled: SampledToken) -> Piece:
-        """Half a character in the end: of the last token without text; if none, of `sampled`."""
-        if not self._silent:
-            return self.piece(text, sampled)
-        *silent, last = self._silent
-        self._silent, self._last = [], (*silent, replace(last, text=text))
-        return Piece(text, [Share(text, self._last)])
-
-    def show(self, piece: Piece) -> Iterator[TokenLogprob]:
-        """The tokens whose text is shown with this piece."""
-        for share in piece.shares:
-            if share.tokens is not self._open:
-                yield from self.close()
-                self._open, self._text = share.tokens, ""
-            self._text += share.text
-            if share.ends:
-                self._shown = share.tokens
-                yield from self.close()
-
-    def finish(self) -> Iterator[TokenLogprob]:
-        """Tokens that never got a text go with the content before them."""
-        if self._last is self._shown:
-            yield from self._silent
-
-    def close(self) -> Iterator[TokenLogprob]:
-        """The token of which a part is shown, if there is one: no more of it will be."""
-        if self._open is not None:
-            *silent, token = self._open
-            yield from silent
-            part = self._text != token.text
-            yield replace(token, text=self._text, raw=self._text.encode()) if part else token
-            self._open = None
-
-
-def token_logprob(vocabulary: Vocabulary, sampled: SampledToken, text: str) -> TokenLogprob:
-    raw = vocabulary.token(sampled.token)[1]
-    top = (TokenLogprob(id_, *vocabulary.token(id_), logprob) for id_, logprob in sampled.top)
-    return TokenLogprob(sampled.token, text, raw, sampled.logprob, tuple(top), sampled.rank)
