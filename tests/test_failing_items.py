@@ -41,7 +41,7 @@ OF_A_CHOICE: dict[str, Callable[[Any], Any]] = {
 }
 # Places that belong to nobody in particular.
 OF_THE_GENERATOR = [
-    "scheduler.schedule", "scheduler.remove", "scheduler.add", "pool.close", "step", "_outcome",
+    "scheduler.schedule", "scheduler.remove", "scheduler.add", "scheduler.pool.close", "step", "_outcome",
 ]  # fmt: skip
 OF_THE_BATCHER = ["add", "take", "due_at", "succeeded"]
 
@@ -106,7 +106,7 @@ def stage(shared: Stage) -> Iterator[Stage]:
     assert shared.pipeline().status_code == 200
     assert httpx.get(shared.server.url + "/health").status_code == 200
     assert not shared.generator.live
-    assert not shared.generator.pool.used
+    assert not shared.generator.scheduler.pool.used
 
 
 @pytest.mark.parametrize("error", ERRORS)

@@ -16,7 +16,6 @@ from typing import Literal
 
 from torch import Tensor
 
-from batching.block_pool import BlockPool
 from batching.errors import DeviceLost, ItemFailed, OnequeueError, OutOfMemory
 from batching.prefill_budget import PrefillBudget
 from batching.request_queue import WorkItem
@@ -26,7 +25,7 @@ from worker.deltas import Delta
 from worker.failures import failure_of, rerun_in_halves
 from worker.generation.frontend import Frontend
 from worker.generation.ngram_drafter import NgramDrafter
-from worker.generation.output import SequenceOutput
+from worker.generation.output import SequenceOutput, sequence_of
 from worker.grammar.bitmask import MaskRequest, Masks
 from worker.model.cached_runner import CachedRunner
 from worker.model.logits_processors import Draw
@@ -78,10 +77,6 @@ class GenerationEngine(Frontend):
         return Viewing(Tower(entrance), self._not_viewed) if entrance else None
 
     @property
-    def pool(self) -> BlockPool:
-        return self.scheduler.pool
-
-    @property
     def compile_state(self) -> Literal["running", "done", "off"]:
         return self.runner.compile_state
 
@@ -90,21 +85,10 @@ class GenerationEngine(Frontend):
         return bool(self.live)
 
     def add(self, item: WorkItem) -> None:
-        self.live[item] = sequences = [
-            Sequence(
-                output.prepared.ids,
-                output,
-                max_tokens=output.prepared.max_tokens,
-                scores_prompt=output.prepared.prompt_logprobs is not None,
-                scores_end=bool(output.prepared.labels),
-                background=output.background,
-                root=item.payload.cache_root,
-                scene=output.prepared.scene,
-                drafter=NgramDrafter() if self.speculates and output.prepared.max_tokens else None,
-            )
-            for output in item.prepared
-        ]
-        for sequence in sequences:
+        self.live[item] = [sequence_of(output) for output in item.prepared]
+        for sequence in self.live[item]:
+            if self.speculates and sequence.max_tokens:
+                sequence.drafter = NgramDrafter()
             if sequence.scene and not self._viewing:
                 sequence.scene.ready = True  # its pictures run with it
             self.scheduler.add(sequence)
@@ -122,8 +106,8 @@ class GenerationEngine(Frontend):
 
     def warm_up(self) -> None:
         """Two steps of a sequence, in a free block if there is one."""
-        sequence = Sequence([0, 0])
-        sequence.table = self.pool.open(sequence.tokens, [])
+        sequence, pool = Sequence([0, 0]), self.scheduler.pool
+        sequence.table = pool.open(sequence.tokens, [])
         if sequence.table is None:
             return  # everything is taken by sequences that are running well
         try:
@@ -133,7 +117,7 @@ class GenerationEngine(Frontend):
                     raise ItemFailed("the model's output is no number")
                 sequence.tokens.append(0)
         finally:
-            self.pool.close(sequence.table)
+            pool.close(sequence.table)
 
     # ── a step ──
 
@@ -275,7 +259,7 @@ class GenerationEngine(Frontend):
         """`broken`: nobody shall take its prefix from the cache."""
         for sequence in self.live[item]:
             if broken and sequence.table:
-                self.pool.forget(sequence.table)
+                self.scheduler.pool.forget(sequence.table)
             if sequence.number >= 0:
                 self.scheduler.remove(sequence)
 

@@ -7,13 +7,14 @@ A request's outputs are made in a pool thread, whatever its prompt takes to be r
 they belong to the worker's thread, where each token costs as much as it adds.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import abc
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from batching.request_queue import WorkItem
+from batching.sequence import Sequence
 from worker.deltas import Delta, FinishReason, Kind, Part, TokenLogprob
 from worker.generation.logprobs import ContentLogprobs, token_logprob
 from worker.grammar.guide import Guide, Plan
@@ -66,6 +67,21 @@ def make_choices(
     ]
 
 
+def sequence_of(output: Any) -> Sequence:
+    """What is scheduled and run for an output, or for a verdict (decisions.py)."""
+    prepared: Prepared = output.prepared
+    return Sequence(
+        prepared.ids,
+        output,
+        max_tokens=prepared.max_tokens,
+        scores_prompt=prepared.prompt_logprobs is not None,
+        scores_end=bool(prepared.labels),
+        background=output.background,
+        root=output.item.payload.cache_root,
+        scene=prepared.scene,
+    )
+
+
 class SequenceOutput:
     def __init__(
         self,
@@ -107,7 +123,7 @@ class SequenceOutput:
         targets = self.prepared.ids[positions.start + 1 : positions.stop + 1]
         return prompt_logprobs(logits, targets, self.prepared.prompt_logprobs or 0)
 
-    def score_prompt(self, scores: Sequence[SampledToken]) -> None:
+    def score_prompt(self, scores: abc.Sequence[SampledToken]) -> None:
         """How likely the prompt's next tokens are."""
         assert self._echo is not None
         texts = self._echo.texts[len(self._prompt) : len(self._prompt) + len(scores)]
@@ -183,7 +199,7 @@ class SequenceOutput:
             constrained = self.guide is not None and self.guide.constrains
             self._emit(self._parser.feed(piece, constrained))
 
-    def _emit(self, events: Iterable[Event]) -> None:
+    def _emit(self, events: abc.Iterable[Event]) -> None:
         for kind, piece, name in events:
             if kind == "content":
                 self._content(piece)
