@@ -9,6 +9,7 @@ from worker.decode_budget import RequestBudget
 
 TEXT_ALONE = "this model takes text, no images"
 State = Literal["loading", "warming", "ready", "dead"]
+Batching = Literal["packed", "padded", "same shape", "single", "continuous", "static"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +204,7 @@ class ModelInfo:
     device: str
     dtype: str
     parameters: int
-    batching: Literal["packed", "padded", "same shape", "single", "continuous", "static"]
+    batching: Batching
     why: str = ""  # why not packed
     mask: str = ""  # what stands for a word to be filled in
 

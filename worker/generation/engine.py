@@ -129,7 +129,8 @@ class GenerationEngine(Frontend):
         if self._viewing:
             self._viewing.turn(self.scheduler, streaming)
             self._viewed_s = time.monotonic() - self._started
-        chunks = self.scheduler.schedule(self._budget.prompt_tokens(streaming), self._draft)
+        budget, draft = self._budget.prompt_tokens(streaming), self._draft
+        chunks = self.scheduler.schedule(budget, draft if self.speculates else None)
         if chunks := list(filter(self._is_running, chunks)):
             try:
                 self._run(chunks)
@@ -193,7 +194,7 @@ class GenerationEngine(Frontend):
     def _advance(self, chunk: Chunk, scores: list[SampledToken], drawn: list[SampledToken]) -> None:
         sequence, counts = chunk.sequence, self._counts
         output: SequenceOutput = sequence.output
-        if any(each.token < 0 for each in (*scores, *drawn[:1])):
+        if (drawn and drawn[0].token < 0) or any(score.token < 0 for score in scores):
             raise ItemFailed("the model's output for this input is no number")
         if chunk.start < sequence.prompt_len or chunk.count > 1:
             counts["prefill_tokens"] += chunk.count

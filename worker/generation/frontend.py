@@ -20,8 +20,9 @@ from worker.generation.output import Prepared, make_choices
 from worker.generation.plans import Plans, proved
 from worker.grammar.guide import Plan
 from worker.model.language_model import LanguageModel
+from worker.model.loading import model_info
 from worker.model.logits_processors import SamplingParams
-from worker.protocol import Chat, GenerationInput, ModelInfo, Sampling, Stopping
+from worker.protocol import Batching, Chat, GenerationInput, Sampling, Stopping
 from worker.text.answer_form import ANSWER
 from worker.text.chat_template import ChatTemplate, thoughts_in
 from worker.text.detokenizer import Vocabulary
@@ -45,15 +46,9 @@ class Frontend:
         self.sight = sight
         self.max_model_len = max_model_len
         self.no_images = "" if sight else language.no_images
-        self.info = ModelInfo(
-            "text-generation",
-            language.name,
-            str(language.device),
-            str(language.dtype).removeprefix("torch."),
-            language.parameters,
-            "static" if why else "continuous",
-            why,
-        )
+        batching: Batching = "static" if why else "continuous"
+        model = language.model
+        self.info = model_info("text-generation", language.name, model, batching, why)
         self.eos_ids = tuple(id_ for id_ in end_ids(defaults, tokenizer) if id_ < vocab_size)
         self.defaults = default_sampling(defaults)
         self.template = proved(ChatTemplate(tokenizer))
