@@ -13,7 +13,13 @@ from worker.embedding.files import SentenceFiles, read_files
 from worker.embedding.rows import RowModel
 from worker.embedding.texts import TextReader
 from worker.model import cpu_linear, loading
-from worker.model.loading import free_bytes, local_path, model_info, worth_compiling
+from worker.model.loading import (
+    ModelOptions,
+    free_bytes,
+    local_path,
+    model_info,
+    worth_compiling,
+)
 from worker.pipeline import native_packing
 from worker.pipeline.limits import context_limit, vocabulary
 from worker.protocol import ModelInfo
@@ -22,11 +28,7 @@ DEMO_FOLDER = Path(__file__).parent.parent / "demo" / "embedding"
 
 
 @dataclass(frozen=True, slots=True)
-class ScoringOptions:
-    model: str
-    device: str = "auto"
-    dtype: str = "auto"
-    attention: str = "auto"
+class ScoringOptions(ModelOptions):
     compile: str = "auto"
     allow_dimensions: bool = False
 

@@ -28,6 +28,7 @@ from worker.model import cpu_linear, missing_weights
 from worker.model.kv_cache import LayerShape
 from worker.model.loading import (
     LoadingFailed,
+    ModelOptions,
     free_bytes,
     load_checkpoint,
     loading,
@@ -47,11 +48,7 @@ CONTEXT_NAMES = (
 
 
 @dataclass(frozen=True, slots=True)
-class GeneratorOptions:
-    model: str
-    device: str = "auto"
-    dtype: str = "auto"
-    attention: str = "auto"
+class GeneratorOptions(ModelOptions):
     quantization: str = "none"
     compile: str = "auto"
     speculation: str = "auto"

@@ -8,9 +8,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import safe_open
@@ -39,30 +39,21 @@ class LoadingFailed(OnequeueError):
 
 
 @dataclass(frozen=True, slots=True)
-class LoadOptions:
-    task: str
+class ModelOptions:
+    """What loading any model goes by."""
+
     model: str
     device: str = "auto"  # auto, cpu, cuda, cuda:1, …
     dtype: str = "auto"  # auto, float32, bfloat16, float16
     attention: str = "auto"  # auto, or a name transformers knows
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions(ModelOptions):
+    _: KW_ONLY
+    task: str
     compile: str = "auto"  # auto, on, off
     max_image_mp: float = 64.0
-
-
-class ModelOptions(Protocol):
-    """What loading any model goes by."""
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def device(self) -> str: ...
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def attention(self) -> str: ...
 
 
 def load_checkpoint(

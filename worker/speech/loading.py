@@ -18,6 +18,7 @@ from transformers import (
 from worker.model import cpu_linear, missing_weights
 from worker.model.loading import (
     LoadingFailed,
+    ModelOptions,
     Pipe,
     free_bytes,
     load_checkpoint,
@@ -46,11 +47,7 @@ ROWS_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class SpeechOptions:
-    model: str
-    device: str = "auto"
-    dtype: str = "auto"
-    attention: str = "auto"
+class SpeechOptions(ModelOptions):
     max_audio_s: float = 7200.0
 
 
