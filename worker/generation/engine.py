@@ -275,8 +275,8 @@ class GenerationEngine(Frontend):
             seconds = report.total_s - self._viewed_s
             self._budget.learn(prefill, self._rows_run - prefill, seconds)
         deltas = [(item, delta) for item, delta in self._deltas if item not in self._failed]
-        active = dict.fromkeys(item for item, _ in deltas)
-        ended = [i for i in active if all(each.output.ended for each in self.live[i])]
+        ending = dict.fromkeys(item for item, delta in deltas if delta.finish_reason)
+        ended = [i for i in ending if all(each.output.ended for each in self.live[i])]
         done = [*self._failed.items(), *((item, None) for item in ended)]
         for item, _ in done:
             del self.live[item]
