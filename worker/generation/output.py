@@ -15,7 +15,7 @@ from torch import Tensor
 
 from batching.request_queue import WorkItem
 from batching.sequence import Sequence
-from worker.deltas import Delta, FinishReason, Kind, Part, TokenLogprob
+from worker.deltas import Delta, FinishReason, TokenLogprob
 from worker.generation.logprobs import ContentLogprobs, token_logprob
 from worker.grammar.guide import Guide, Plan
 from worker.model.logits_processors import SamplingParams, SamplingState
@@ -142,7 +142,7 @@ class SequenceOutput:
         if payload.prompt_logprobs is not None:
             self._delta.prompt_logprobs = self._prompt
         if payload.echo and self._echo is not None:
-            self._add("content", self._echo.text)
+            self._delta.add("content", self._echo.text)
             if payload.sampling.logprobs is not None:
                 self._delta.logprobs = list(self._prompt)
         self._prompt = []
@@ -208,7 +208,7 @@ class SequenceOutput:
                 if kind == "end of thoughts":
                     self._delta.end_thoughts()
                 else:
-                    self._add(kind, piece.text, name)
+                    self._delta.add(kind, piece.text, name)
 
     def _content(self, piece: Piece) -> None:
         """Goes out as far as no stop string can come of it."""
@@ -224,16 +224,9 @@ class SequenceOutput:
             self._delta.logprobs += self._logprobs.close()
 
     def _show(self, piece: Piece) -> None:
-        self._add("content", piece.text)
+        self._delta.add("content", piece.text)
         if self._logprobs:
             self._delta.logprobs += self._logprobs.show(piece)
-
-    def _add(self, kind: Kind, text: str, name: str | None = None) -> None:
-        parts = self._delta.parts
-        if parts and name is None and parts[-1].kind == kind:
-            parts[-1].text += text
-        elif text or name is not None:
-            parts.append(Part(kind, text, name))
 
     def _finish(self, reason: FinishReason, stop: str | int | None, sampled: SampledToken) -> None:
         """The text ends with `sampled`: unless by a stop string, what was pending for one, for
