@@ -161,7 +161,7 @@ def _numbers(kind: str, draws: Sequence[Draw], device: torch.device) -> Tensor:
         [uniform(s.params.seed, s.choice, d.position) for s, d in zip(states, draws, strict=True)],
     ]
     if kind != "any":
-        rows += zip(*((each.top_p, each.top_k, each.min_p) for each in every), strict=True)
+        rows += [[e.top_p for e in every], [e.top_k for e in every], [e.min_p for e in every]]
     return torch.tensor(rows, dtype=torch.float64, device=device)
 
 
