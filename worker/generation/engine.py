@@ -22,7 +22,7 @@ from batching.request_queue import WorkItem
 from batching.scheduler import ContinuousScheduler
 from batching.sequence import Batch, Chunk, Sequence
 from worker.deltas import Delta
-from worker.failures import failure_of, rerun_in_halves
+from worker.failures import failure_of, run_in_halves
 from worker.generation.frontend import Frontend
 from worker.generation.ngram_drafter import NgramDrafter
 from worker.generation.output import SequenceOutput, sequence_of
@@ -132,10 +132,7 @@ class GenerationEngine(Frontend):
         budget, draft = self._budget.prompt_tokens(streaming), self._draft
         chunks = self.scheduler.schedule(budget, draft if self.speculates else None)
         if chunks := list(filter(self._is_running, chunks)):
-            try:
-                self._run(chunks)
-            except BaseException as error:
-                rerun_in_halves(chunks, error, self._run, self._forward_failed, self._is_running)
+            run_in_halves(chunks, self._run, self._forward_failed, self._is_running)
         return self._outcome()
 
     def _drop_closed(self) -> None:
