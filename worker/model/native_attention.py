@@ -51,13 +51,12 @@ class NativeMetadata(Attends):
     def __init__(self, cache: KVCache, batch: Batch) -> None:
         self.cache = cache
         self.positions = torch.tensor(batch.positions)
+        spans: list[int] = []
         tables: list[int] = []
-        places: list[int] = []
-        for blocks, start, width in batch.spans:
-            places.append(len(tables))
+        for offset, (blocks, start, width) in zip(batch.offsets, batch.spans, strict=True):
+            spans += (offset, width, start, len(tables))
             tables += blocks[: (start + width - 1) // BLOCK + 1]
-        _, starts, widths = zip(*batch.spans, strict=True)
-        self._spans = torch.tensor([batch.offsets, widths, starts, places]).T.contiguous()
+        self._spans = torch.tensor(spans).view(-1, 4)
         self._tables = torch.tensor(tables, dtype=torch.int32)
 
     def begin(self) -> None:
