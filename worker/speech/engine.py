@@ -19,7 +19,7 @@ from typing import Any
 from batching.errors import DeviceLost, OnequeueError
 from batching.request_queue import WorkItem
 from worker.cores import compute_alone
-from worker.failures import failure_of, rerun_in_halves
+from worker.failures import failure_of, run_in_halves
 from worker.protocol import ModelInfo, Pending, StepOutcome, StepReport
 from worker.speech.work import Align, Runner, Text, Work
 from worker.transcription import TranscriptDelta, TranscriptionInput
@@ -220,10 +220,7 @@ class SpeechEngine:
     # ── failures and ends ──
 
     def _guarded(self, run: Callable[[Sequence[Any]], None], windows: list[Any]) -> None:
-        try:
-            run(windows)
-        except BaseException as error:
-            rerun_in_halves(windows, error, run, self._forward_failed, self._is_running)
+        run_in_halves(windows, run, self._forward_failed, self._is_running)
 
     def _is_running(self, window: Any) -> bool:
         return window.owner not in self._done
