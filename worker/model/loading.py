@@ -17,7 +17,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, pipeline
 
 from batching.errors import OnequeueError
-from worker.architectures import DEMO_TASK, is_path
+from worker.architectures import DEMO_TASK, is_path, reason
 from worker.model import missing_weights
 from worker.protocol import Batching, ModelInfo
 from worker.tasks import resolve_task
@@ -123,7 +123,7 @@ def loading(failed: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise LoadingFailed(f"{failed}: {first_line(error)}") from error
+        raise LoadingFailed(f"{failed}: {reason(error)}") from error
     log.info("loaded seconds=%.1f", time.monotonic() - started)
 
 
