@@ -54,7 +54,12 @@ def load_paged_runner(
     what else is to be checked once its layers attend over one."""
     check = PagingCheck(language)
     check.page(also)
-    language.lay_out(options.quantization, check.compare)
+
+    def recheck() -> None:
+        check.compare()
+        also()
+
+    language.lay_out(options.quantization, recheck)
     wanted = min(options.max_model_len or language.context, language.context)
     blocks = cache_blocks(language, options.kv_cache_gb, options.max_running * wanted)
     max_model_len = min(wanted, blocks * BLOCK)
