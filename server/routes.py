@@ -89,7 +89,7 @@ def make_routes(
     if texts := [each for serves, each in named.items() if serves != "transcription"]:
         routes += tokenizer_routes(texts)
     methods = ["GET", "POST"] if pipeline else ["GET"]
-    routes.append(Route("/", pipeline or front, methods=methods))
+    routes.insert(0, Route("/", pipeline or front, methods=methods))  # they are tried in order
     routes.append(Route(ASSETS, assets, methods=["GET"]))
     routes.append(openapi.route(settings, routes))
     return routes, responses
