@@ -82,8 +82,7 @@ def make_routes(
             post("/v1/decisions", DecisionEndpoint(engine, names, DecisionRequest)),
             post("/v1/systemone", systemone),
         ]
-    routes += scoring_routes(settings, engine, named)
-    routes += speech_routes(settings, engine, named)
+    routes += other_routes(settings, engine, named)
     if named:
         routes += ModelListing([*named.values()]).routes()
     if texts := [each for serves, each in named.items() if serves != "transcription"]:
@@ -104,9 +103,10 @@ def named_models(settings: Settings, engine: Engine) -> dict[str, ModelNames]:
     return named
 
 
-def scoring_routes(
+def other_routes(
     settings: Settings, engine: Engine, named: Mapping[str, ModelNames]
 ) -> Iterator[Route]:
+    """Of models that generate no text."""
     if names := named.get("embedding"):
         embeddings = Embeddings(settings, engine, names)
         yield from (post(path, embeddings) for path in EMBEDDING_PATHS)
@@ -115,11 +115,6 @@ def scoring_routes(
         yield from (post(path, rerank) for path in RERANK_PATHS)
     if scoring := [named[serves] for serves in ("rerank", "embedding") if serves in named]:
         yield post("/v1/score", Score(settings, engine, scoring))
-
-
-def speech_routes(
-    settings: Settings, engine: Engine, named: Mapping[str, ModelNames]
-) -> Iterator[Route]:
     if names := named.get("transcription"):
         uploads, kinds = Uploads(settings.max_audio_mb), (TranscriptionRequest, TranslationRequest)
         for path, kind in zip(AUDIO_PATHS, kinds, strict=True):
