@@ -57,7 +57,9 @@ def create_app(
     pool_threads = max(2, min(8, cores.threads if cores else 2))
     queue = RequestQueue(settings.max_queue_size, time.monotonic)
     decides_by_chat = not loaders["pipeline_model"] and by_chat_model(settings)
-    loaded = replace(settings, pipeline_model="none") if decides_by_chat else settings
+    loaded = settings
+    if decides_by_chat:
+        loaded = replace(settings, pipeline_model="none", chat_model=settings.pipeline_model)
     worker = Worker(served_models(loaded, loaders), cores=cores)
     observed = Metrics(lambda: queue.pending)
     engine = Engine(worker, queue, observed, pool_threads, settings.stuck_after_s)

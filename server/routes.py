@@ -60,27 +60,28 @@ PROBES = [
 def make_routes(
     settings: Settings, engine: Engine, decides_by_chat: bool
 ) -> tuple[list[Route], Responses | None]:
-    """`decides_by_chat`: the chat model answers `POST /`. Responses are to be closed in the end."""
+    """`decides_by_chat`: a chat model answers `POST /`. Responses are to be closed in the end."""
     routes, named = [*PROBES], named_models(settings, engine)
     responses: Responses | None = None
     assets = Assets()
     front = Front(settings, engine, assets.files["index.html"])
     pipeline = Root(settings, engine, front) if settings.pipeline_model != "none" else None
-    if names := named.get("generation"):
+    if decides_by_chat:
+        names = ModelNames(settings.pipeline_model, engine, "generation")
+        asked = DecisionEndpoint(engine, names, SystemOneRequest)
+        pipeline = DecisionRoot(settings, engine, front, asked)
+    if chat := named.get("generation"):
         most_bytes = int(settings.max_body_mb * 1_000_000)
         fetcher = Fetcher(settings.image_fetch, most_bytes, engine.metrics)
-        shared = settings, engine, names, Pictures(engine, fetcher)
+        shared = settings, engine, chat, Pictures(engine, fetcher)
         responses = Responses(*shared, open_store(settings))
-        systemone = DecisionEndpoint(engine, names, SystemOneRequest)
-        if decides_by_chat:
-            pipeline = DecisionRoot(settings, engine, front, systemone)
         routes += [
             post("/v1/chat/completions", ChatCompletions(*shared)),
             post("/v1/completions", Completions(*shared)),
             post("/v1/responses", responses),
             *responses.routes(),
-            post("/v1/decisions", DecisionEndpoint(engine, names, DecisionRequest)),
-            post("/v1/systemone", systemone),
+            post("/v1/decisions", DecisionEndpoint(engine, chat, DecisionRequest)),
+            post("/v1/systemone", DecisionEndpoint(engine, chat, SystemOneRequest)),
         ]
     routes += other_routes(settings, engine, named)
     if named:

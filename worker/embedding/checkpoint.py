@@ -2,41 +2,42 @@
 rerankers have in common. On the worker's thread.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from worker.embedding.files import SentenceFiles, read_files
-from worker.embedding.rows import RowModel
+from worker.embedding.paged_rows import PagedRows, paged_rows
+from worker.embedding.rows import STATES, RowModel
 from worker.embedding.texts import TextReader
-from worker.model import cpu_linear, missing_weights
+from worker.model import cpu_linear, loading
+from worker.model.language_model import LanguageModel
 from worker.model.loading import (
-    attention_keywords,
-    check_fits,
-    choose_device,
-    choose_dtype,
+    ModelOptions,
     free_bytes,
     local_path,
+    model_info,
     worth_compiling,
 )
+from worker.model.self_check import CannotRun
 from worker.pipeline import native_packing
 from worker.pipeline.limits import context_limit, vocabulary
 from worker.protocol import ModelInfo
+
+log = logging.getLogger("onequeue.embedding")
 
 DEMO_FOLDER = Path(__file__).parent.parent / "demo" / "embedding"
 
 
 @dataclass(frozen=True, slots=True)
-class ScoringOptions:
-    model: str
-    device: str = "auto"
-    dtype: str = "auto"
-    attention: str = "auto"
+class ScoringOptions(ModelOptions):
     compile: str = "auto"
     allow_dimensions: bool = False
+    max_running: int = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,48 +59,40 @@ class Loaded:
     def reader(self) -> TextReader:
         return TextReader(self.tokenizer, self.limit, vocabulary(self), self.files.lower_case)
 
-    def rows(self, wanted: str, task: str, model: PreTrainedModel | None = None) -> RowModel:
-        """Through the whole model, or that part of it."""
-        rows = RowModel(model or self.model, self.tokenizer, self.limit, wanted, task)
+    def rows(self, model: PreTrainedModel, wanted: str) -> RowModel | PagedRows:
+        """Through this model or part of it, in the way that it can take."""
+        if wanted == STATES:
+            language = LanguageModel(self.options.model, model, self.tokenizer)
+            try:
+                return paged_rows(
+                    language, self.limit, self.options.compile, self.options.max_running
+                )
+            except CannotRun as error:
+                log.info("not paged: %s", error)
+        rows = RowModel(model, self.tokenizer, self.limit, wanted)
         if rows.packing and worth_compiling(self.options.compile, self.model.num_parameters()):
             native_packing.begin(rows.packing)
         return rows
 
-    def info(self, task: str, rows: RowModel) -> ModelInfo:
-        return ModelInfo(
-            task=task,
-            model=self.options.model,
-            device=str(self.model.device),
-            dtype=str(self.model.dtype).removeprefix("torch."),
-            parameters=self.model.num_parameters(),
-            batching=rows.batching,
-            why=rows.why,
-        )
+    def lay_out(self, rows: RowModel | PagedRows, check: Callable[[], None]) -> None:
+        """Weights as a CPU's matrix kernels want them, where paging has not seen to it, but for
+        those of heads: a vocabulary's may be as large as all others, and is not multiplied here."""
+        model = self.model
+        if not isinstance(rows, RowModel) or model.device.type != "cpu":
+            return
+        if cpu_linear.packs(model.dtype):
+            cpu_linear.pack(model.base_model, free_bytes(model.device), check, shares=False)
+
+    def info(self, task: str, rows: RowModel | PagedRows) -> ModelInfo:
+        return model_info(task, self.options.model, self.model, rows.batching, rows.why)
 
 
 def load_checkpoint(options: ScoringOptions, choose: Callable[[Any], Any]) -> Loaded:
     """By one of transformers' auto classes, which `choose` knows from the configuration."""
     path = local_path(options.model, DEMO_FOLDER)
-    files, device = read_files(path), choose_device(options.device)
+    files = read_files(path)
     if files.subfolder:
         path = str(Path(path) / files.subfolder)  # as old versions saved it
-    check_fits(path, options.dtype, device)
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    model, info = choose(config).from_pretrained(
-        path,
-        dtype=choose_dtype(options.dtype, path, device),
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-        trust_remote_code=False,
-        **attention_keywords(options.attention),
-    )
-    model.to(device).eval()
+    model, lacking = loading.load_checkpoint(options, path, choose)
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    return Loaded(options, model, tokenizer, files, missing_weights.names_of(info))
-
-
-def lay_out(model: PreTrainedModel, check: Callable[[], None]) -> None:
-    """Weights as a CPU's matrix kernels want them, but for those of heads: a vocabulary's may be as
-    large as all others, and is not multiplied here."""
-    if model.device.type == "cpu" and cpu_linear.packs(model.dtype):
-        cpu_linear.pack(model.base_model, free_bytes(model.device), check, shares=False)
+    return Loaded(options, model, tokenizer, files, lacking)
