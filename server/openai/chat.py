@@ -85,7 +85,7 @@ class ChatReply(ChoicesReply):
         super().__init__(request, [payload])
         assert isinstance(payload.prompt, Chat)
         self.called: Counter[int] = Counter()  # calls so far, by choice
-        self._called_before = payload.prompt.calls
+        self._called_before = payload.prompt.calls if payload.calls else 0
         self._call_id = call_id
 
     def begin(self, first: Sequence[Delta]) -> Iterator[Document]:
@@ -155,7 +155,13 @@ class ChatReply(ChoicesReply):
 class ChatCompletions(GenerationEndpoint[ChatReply]):
     def parse(self, body: bytes) -> ChatReply:
         most = self.engine.generator.max_model_len
-        request = decode(body, ChatRequest, self.models.names.of, most)
+        try:
+            request = decode(body, ChatRequest, self.models.names.of, most)
+        except InvalidInput as error:
+            if error.param == "messages" and b'"input"' in body:
+                meant = "is required; a request with `input` goes to /v1/responses"
+                raise InvalidInput.at("messages", meant) from None
+            raise
         return ChatReply(request, self.engine.generator.call_id)
 
 
