@@ -12,15 +12,13 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from worker.embedding.files import SentenceFiles, read_files
 from worker.embedding.rows import RowModel
 from worker.embedding.texts import TextReader
-from worker.model import cpu_linear, missing_weights
+from worker.model import missing_weights
 from worker.model.loading import (
     attention_keywords,
     check_fits,
     choose_device,
     choose_dtype,
-    free_bytes,
     local_path,
-    worth_compiling,
 )
 from worker.pipeline import native_packing
 from worker.pipeline.limits import context_limit, vocabulary
@@ -61,8 +59,8 @@ class Loaded:
     def rows(self, wanted: str, task: str, model: PreTrainedModel | None = None) -> RowModel:
         """Through the whole model, or that part of it."""
         rows = RowModel(model or self.model, self.tokenizer, self.limit, wanted, task)
-        if rows.packing and worth_compiling(self.options.compile, self.model.num_parameters()):
-            native_packing.begin(rows.packing)
+        if rows.packing:
+            native_packing.begin(rows.packing, rows.warm_up, self.options.compile)
         return rows
 
     def info(self, task: str, rows: RowModel) -> ModelInfo:
@@ -96,10 +94,3 @@ def load_checkpoint(options: ScoringOptions, choose: Callable[[Any], Any]) -> Lo
     model.to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     return Loaded(options, model, tokenizer, files, missing_weights.names_of(info))
-
-
-def lay_out(model: PreTrainedModel, check: Callable[[], None]) -> None:
-    """Weights as a CPU's matrix kernels want them, but for those of heads: a vocabulary's may be as
-    large as all others, and is not multiplied here."""
-    if model.device.type == "cpu" and cpu_linear.packs(model.dtype):
-        cpu_linear.pack(model.base_model, free_bytes(model.device), check, shares=False)

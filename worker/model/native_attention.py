@@ -19,7 +19,9 @@ from worker.model.attention_function import Attends
 from worker.model.kv_cache import BLOCK, KVCache
 
 FOLDER = Path(__file__).parent / "native"
-SOURCES = ("vectors", "panels", "products", "tile", "attention", "operations", "linear")
+SOURCES = (
+    "vectors", "panels", "products", "tile", "attention", "operations", "linear", "tile_linear",
+)  # fmt: skip
 FLAGS = ("-fno-fast-math", "-ffp-contract=fast", "-Wno-psabi")
 DTYPES = (torch.float32, torch.bfloat16)
 _loading = threading.Lock()

@@ -24,7 +24,6 @@ from worker.model.loading import (
     Pipe,
     free_bytes,
     load_pipeline,
-    worth_compiling,
 )
 from worker.model.self_check import (
     TOLERANCE,
@@ -74,9 +73,8 @@ def load_runner(options: LoadOptions, max_rows: int) -> PipelineRunner:
     on_cpu, dtype = pipe.device.type == "cpu", pipe.dtype
     if on_cpu and cpu_linear.packs(dtype) and cpu_linear.emulates(dtype):
         cpu_linear.pack(pipe.model, free_bytes(pipe.device), runner.warm_up)
-    if packing and worth_compiling(options.compile, info.parameters):
-        runner.warm_up()  # the packing sees how its layers look
-        native_packing.begin(packing)
+    if packing:
+        native_packing.begin(packing, runner.warm_up, options.compile)
     return runner
 
 
