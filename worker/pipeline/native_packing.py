@@ -44,11 +44,12 @@ def _take(packing: Packing) -> None:
         native_attention.load()
         for look in list(packing.looks):
             check(look, packing.model.dtype)
+    except Exception as error:
+        log.warning("no native attention, torch's serves: %.300s", first_line(error))
+    else:
         packing.native = True
         log.info("native attention")
         tile_linear.use(packing.model.base_model, free_bytes(packing.model.device))
-    except Exception as error:
-        log.warning("torch's functions go on: %.300s", first_line(error))
 
 
 @torch.inference_mode()

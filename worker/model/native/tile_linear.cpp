@@ -1,4 +1,4 @@
-// Linear layers by the CPU's matrix tiles, which multiply bfloat16 and sum in float32: of float32 too.
+// Linear layers of float32 by the CPU's matrix tiles, which multiply bfloat16 and sum in float32.
 //
 // A float32 number is the sum of three bfloat16 numbers with eight bits of it each, from high to low:
 // a = a0 + a1 + a2. Of the nine products that a·b then is, six weigh as much as float32 can tell:
@@ -16,21 +16,17 @@ constexpr int64_t SIDE = 2 * LANES;  // rows and columns of a block: two by two 
 constexpr int64_t CHAIN = 768;  // depth that is summed at a time; the sums are added then
 constexpr int64_t ROOM = 1 << 20;  // bytes of a thread's rows, which stay in its level 2 cache
 
-template <typename T>
-constexpr int64_t PARTS = sizeof(T) / sizeof(Half) == 1 ? 1 : 3;
-// A side of a block, as deep as a tile: [PARTS, 2, LANES, DEEP]
-template <typename T>
-constexpr int64_t SLICE = PARTS<T> * 2 * TILE;
+constexpr int64_t PARTS = 3;
+constexpr int64_t SLICE = PARTS * 2 * TILE;  // a side of a block, as deep as a tile
 
 inline int64_t steps(int64_t depth) { return (depth + DEEP - 1) / DEEP; }
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
 
 // 16 numbers to the lines of their parts.
-template <int64_t COUNT>
 inline void split(Floats given, Half* to) {
 #pragma GCC unroll 3
-  for (int64_t part = 0; part < COUNT; ++part) {
+  for (int64_t part = 0; part < PARTS; ++part) {
     const Halves high = (Halves)_mm512_cvtneps_pbh((__m512)given);
     store(to + part * 2 * TILE, high);
     given -= floats(words(high) << 16);
@@ -42,27 +38,25 @@ inline Ints too_large(Floats given) { return ((Words)given & 0x7fffffffu) >= 0x7
 
 inline bool any(Ints lanes) { return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes); }
 
-// A row in slices, zeros after its end; whether all its numbers could be split.
-template <typename T>
-bool slice(const T* row, int64_t depth, Half* to) {
+// A row in slices [PARTS, 2, LANES, DEEP], zeros after its end; whether all its numbers could be split.
+bool slice(const float* row, int64_t depth, Half* to) {
   Ints large{};
   for (int64_t k = 0; k < steps(depth); ++k)
     for (int64_t n = 0; n < DEEP; n += LANES) {
       const Floats given = load_floats(row + k * DEEP + n, depth - k * DEEP - n);
-      if (PARTS<T> > 1) large |= too_large(given);
-      split<PARTS<T>>(given, to + k * SLICE<T> + n);
+      large |= too_large(given);
+      split(given, to + k * SLICE + n);
     }
   return !any(large);
 }
 
 // Where the first slice of a row begins.
-template <typename T>
 Half* slice_of(Half* slices, int64_t row, int64_t depth) {
-  return slices + row / SIDE * steps(depth) * SLICE<T> + row % SIDE * DEEP;
+  return slices + row / SIDE * steps(depth) * SLICE + row % SIDE * DEEP;
 }
 
 // sums [SIDE, SIDE] = rows' slices · columns' slices; LOWER: more than 16 rows are wanted.
-template <typename T, bool LOWER>
+template <bool LOWER>
 void multiply_slices(const Half* rows, const Half* columns, int64_t count, float* sums) {
   const auto take_rows = [&](int64_t part) {
     _tile_loadd(4, rows + 2 * part * TILE, 64);
@@ -82,18 +76,14 @@ void multiply_slices(const Half* rows, const Half* columns, int64_t count, float
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (int64_t k = 0; k < count; ++k, rows += SLICE<T>, columns += SLICE<T>) {
-    take_rows(0);
-    if constexpr (PARTS<T> > 1) {  // the next product shares a side with the last one
-      take_columns(2), add_products();
-      take_columns(1), add_products();
-      take_rows(1), add_products();
-      take_columns(0), add_products();
-      take_rows(2), add_products();
-      take_rows(0), add_products();
-    } else {
-      take_columns(0), add_products();
-    }
+  for (int64_t k = 0; k < count; ++k, rows += SLICE, columns += SLICE) {
+    take_rows(0);  // each product shares a side with the one before
+    take_columns(2), add_products();
+    take_columns(1), add_products();
+    take_rows(1), add_products();
+    take_columns(0), add_products();
+    take_rows(2), add_products();
+    take_rows(0), add_products();
   }
   _tile_stored(0, sums, SIDE * 4);
   _tile_stored(1, sums + LANES, SIDE * 4);
@@ -102,18 +92,17 @@ void multiply_slices(const Half* rows, const Half* columns, int64_t count, float
 }
 
 // x [rows, depth], tiles [columns / SIDE, steps(depth), SLICE], out [rows, columns]
-template <typename T>
 struct TileLinear {
-  const T* x;
+  const float* x;
   const Half* tiles;
-  const T* bias;
-  T* out;
+  const float* bias;
+  float* out;
   int64_t rows, depth, columns;
 
   // A thread takes some rows, or, where they are few, some columns of them.
   void multiply() const {
     const int64_t threads = at::get_num_threads(), groups = (columns + SIDE - 1) / SIDE;
-    const int64_t row_bytes = steps(depth) * SLICE<T> / SIDE * sizeof(Half);
+    const int64_t row_bytes = steps(depth) * SLICE / SIDE * sizeof(Half);
     const int64_t fitting = std::max(ROOM / row_bytes / SIDE * SIDE, SIDE);
     int64_t shares = rounded_up((rows + fitting - 1) / fitting, threads);
     shares = std::min(shares, (rows + SIDE - 1) / SIDE);
@@ -131,17 +120,17 @@ struct TileLinear {
 
   void multiply(int64_t first, int64_t last, int64_t begin, int64_t end) const {
     thread_local std::vector<Half> memory;
-    const int64_t count = rounded_up(last - first, SIDE) * steps(depth) * SLICE<T> / SIDE;
+    const int64_t count = rounded_up(last - first, SIDE) * steps(depth) * SLICE / SIDE;
     if (int64_t(memory.size()) < count + DEEP) memory.resize(count + DEEP);
     Half* slices = memory.data() + (-uintptr_t(memory.data()) % 64) / sizeof(Half);
     std::vector<int64_t> unsplit;
     for (int64_t row = first; row < last; ++row)
-      if (!slice(x + row * depth, depth, slice_of<T>(slices, row - first, depth)))
+      if (!slice(x + row * depth, depth, slice_of(slices, row - first, depth)))
         unsplit.push_back(row);
     written(slices);
     for (int64_t group = begin; group < end; ++group) {
       for (int64_t row = first; row < last; row += SIDE)
-        multiply(slice_of<T>(slices, row - first, depth), row, std::min(row + SIDE, last), group);
+        multiply(slice_of(slices, row - first, depth), row, std::min(row + SIDE, last), group);
       for (int64_t row : unsplit) multiply_plainly(row, group);
     }
   }
@@ -149,12 +138,12 @@ struct TileLinear {
   void multiply(const Half* slices, int64_t row, int64_t last, int64_t group) const {
     constexpr int64_t chain = CHAIN / DEEP;
     const int64_t all = steps(depth);
-    const Half* weights = tiles + group * all * SLICE<T>;
+    const Half* weights = tiles + group * all * SLICE;
     const auto multiply_some =
-        last - row > LANES ? multiply_slices<T, true> : multiply_slices<T, false>;
+        last - row > LANES ? multiply_slices<true> : multiply_slices<false>;
     alignas(64) float totals[SIDE * SIDE], sums[SIDE * SIDE];
     for (int64_t k = 0; k < all; k += chain) {
-      const int64_t at = k * SLICE<T>;
+      const int64_t at = k * SLICE;
       multiply_some(slices + at, weights + at, std::min(chain, all - k), k ? sums : totals);
       if (k)
         for (int64_t n = 0; n < (last - row) * SIDE; n += LANES)
@@ -168,16 +157,16 @@ struct TileLinear {
   // Of numbers that have no parts, in float32, of which the weights' parts are made up again.
   void multiply_plainly(int64_t row, int64_t group) const {
     for (int64_t half = 0; half < 2; ++half) {
-      const Half* weights = tiles + group * steps(depth) * SLICE<T> + half * TILE;
+      const Half* weights = tiles + group * steps(depth) * SLICE + half * TILE;
       Floats sums{};
       for (int64_t k = 0; k < depth; ++k) {
-        const Half* line = weights + k / DEEP * SLICE<T> + k % DEEP / 2 * DEEP;
+        const Half* line = weights + k / DEEP * SLICE + k % DEEP / 2 * DEEP;
         Floats weight{};
-        for (int64_t part = 0; part < PARTS<T>; ++part) {
+        for (int64_t part = 0; part < PARTS; ++part) {
           const Words pairs = load<Words>(line + part * 2 * TILE);
           weight += floats(k % 2 ? pairs & 0xffff0000u : pairs << 16);
         }
-        sums += float(x[row * depth + k]) * weight;
+        sums += x[row * depth + k] * weight;
       }
       put(sums, row, group * SIDE + half * LANES);
     }
@@ -191,17 +180,16 @@ struct TileLinear {
 };
 
 // Slices of columns are those of rows, but for lines of a tile, which are columns of pairs.
-template <typename T>
 void lay_out(const Tensor& weight, Half* tiles) {
   const int64_t depth = weight.size(1);
-  const T* rows = weight.const_data_ptr<T>();
+  const float* rows = weight.const_data_ptr<float>();
   at::parallel_for(0, (weight.size(0) + SIDE - 1) / SIDE, 1, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin * SIDE; row < std::min(end * SIDE, weight.size(0)); ++row)
       TORCH_CHECK(
-          slice(rows + row * depth, depth, slice_of<T>(tiles, row, depth)),
+          slice(rows + row * depth, depth, slice_of(tiles, row, depth)),
           "weights that are not finite");
-    Half* last = slice_of<T>(tiles, end * SIDE, depth);
-    for (Half* tile = slice_of<T>(tiles, begin * SIDE, depth); tile < last; tile += TILE) {
+    Half* last = slice_of(tiles, end * SIDE, depth);
+    for (Half* tile = slice_of(tiles, begin * SIDE, depth); tile < last; tile += TILE) {
       Line lines[LANES];
       for (int64_t n = 0; n < LANES; ++n) lines[n] = load<Line>(tile + n * DEEP);
       transpose(lines);
@@ -217,47 +205,41 @@ Tensor weight_tiles(const Tensor& weight) {
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
   TORCH_CHECK(Tiles::there(), "this CPU lets us have no matrix tiles");
   const Tensor given = weight.contiguous();
-  Tensor tiles;
-  with_type_of(given, [&](auto kind) {
-    using T = decltype(kind);
-    tiles = at::zeros(
-        {(given.size(0) + SIDE - 1) / SIDE, steps(given.size(1)), SLICE<T>},
-        given.options().dtype(at::kBFloat16));
-    lay_out<T>(given, tiles.mutable_data_ptr<Half>());
-  });
+  const Tensor tiles = at::zeros(
+      {(given.size(0) + SIDE - 1) / SIDE, steps(given.size(1)), SLICE},
+      given.options().dtype(at::kBFloat16));
+  lay_out(given, tiles.mutable_data_ptr<Half>());
   return tiles;
 #else
   TORCH_CHECK(false, "this CPU has no matrix tiles");
 #endif
 }
 
-// x [..., in], what weight_tiles made of a weight [out, in] of its type, → [..., out]
+// x [..., in], what weight_tiles made of a weight [out, in], → [..., out]
 Tensor tile_linear(
     const Tensor& x, const Tensor& tiles, const std::optional<Tensor>& bias, int64_t columns) {
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
   const Tensor given = x.contiguous();
   const Tensor added = bias ? bias->contiguous() : Tensor();
+  const int64_t depth = given.size(-1), groups = (columns + SIDE - 1) / SIDE;
+  TORCH_CHECK(
+      tiles.sizes() == at::IntArrayRef({groups, steps(depth), SLICE}) &&
+          x.scalar_type() == at::kFloat &&
+          (!bias || (added.numel() == columns && added.scalar_type() == at::kFloat)),
+      "a product of ", x.sizes(), " ", x.scalar_type(), " with tiles ", tiles.sizes());
   auto sizes = x.sizes().vec();
   sizes.back() = columns;
   const Tensor out = at::empty(sizes, x.options());
-  with_type_of(given, [&](auto kind) {
-    using T = decltype(kind);
-    const int64_t depth = given.size(-1), groups = (columns + SIDE - 1) / SIDE;
-    TORCH_CHECK(
-        tiles.sizes() == at::IntArrayRef({groups, steps(depth), SLICE<T>}) &&
-            (!bias || (added.numel() == columns && added.scalar_type() == x.scalar_type())),
-        "a product of ", x.sizes(), " ", x.scalar_type(), " with tiles ", tiles.sizes());
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
-    if (out.numel())
-      TileLinear<T>{
-          given.const_data_ptr<T>(), tiles.const_data_ptr<Half>(),
-          bias ? added.const_data_ptr<T>() : nullptr, out.mutable_data_ptr<T>(),
-          out.numel() / columns, depth, columns}
-          .multiply();
-#else
-    TORCH_CHECK(false, "this CPU has no matrix tiles");
-#endif
-  });
+  if (out.numel())
+    TileLinear{
+        given.const_data_ptr<float>(), tiles.const_data_ptr<Half>(),
+        bias ? added.const_data_ptr<float>() : nullptr, out.mutable_data_ptr<float>(),
+        out.numel() / columns, depth, columns}
+        .multiply();
   return out;
+#else
+  TORCH_CHECK(false, "this CPU has no matrix tiles");
+#endif
 }
 
 }  // namespace
