@@ -14,7 +14,7 @@ constexpr int64_t DEEP = 32;  // numbers in a line of a tile, which has LANES li
 constexpr int64_t TILE = LANES * DEEP;
 constexpr int64_t SIDE = 2 * LANES;  // rows and columns of a block: two by two tiles
 constexpr int64_t CHAIN = 768;  // depth that is summed at a time; the sums are added then
-constexpr int64_t ROOM = 1 << 20;  // bytes of a thread's rows, which stay in its level 2 cache
+constexpr int64_t ROOM = 5 << 18;  // bytes of a thread's rows, which stay in its level 2 cache
 
 constexpr int64_t PARTS = 3;
 constexpr int64_t SLICE = PARTS * 2 * TILE;  // a side of a block, as deep as a tile
