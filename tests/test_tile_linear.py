@@ -190,7 +190,7 @@ def test_an_encoder_takes_them_and_its_head_stays(name: str) -> None:
     with torch.inference_mode():
         before = model(input_ids=ids).logits
         packing = Packing(model)
-        native_packing.begin(packing, lambda: model(input_ids=ids), "off")
+        native_packing.begin(model, packing, lambda: model(input_ids=ids), "off")
         assert linears(model.base_model) == {PackedLinear}
         taken_by(packing)
         assert linears(model.base_model) == {TileLinear}

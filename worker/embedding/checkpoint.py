@@ -2,6 +2,7 @@
 rerankers have in common. On the worker's thread.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from worker.embedding.files import SentenceFiles, read_files
-from worker.embedding.rows import RowModel
+from worker.embedding.paged_rows import PagedRows, paged_rows
+from worker.embedding.rows import STATES, RowModel
 from worker.embedding.texts import TextReader
 from worker.model import missing_weights
+from worker.model.language_model import LanguageModel
 from worker.model.loading import (
     attention_keywords,
     check_fits,
@@ -20,9 +23,12 @@ from worker.model.loading import (
     choose_dtype,
     local_path,
 )
+from worker.model.self_check import CannotRun
 from worker.pipeline import native_packing
 from worker.pipeline.limits import context_limit, vocabulary
 from worker.protocol import ModelInfo
+
+log = logging.getLogger("onequeue.embedding")
 
 DEMO_FOLDER = Path(__file__).parent.parent / "demo" / "embedding"
 
@@ -35,6 +41,7 @@ class ScoringOptions:
     attention: str = "auto"
     compile: str = "auto"
     allow_dimensions: bool = False
+    max_running: int = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +63,21 @@ class Loaded:
     def reader(self) -> TextReader:
         return TextReader(self.tokenizer, self.limit, vocabulary(self), self.files.lower_case)
 
-    def rows(self, wanted: str, task: str, model: PreTrainedModel | None = None) -> RowModel:
-        """Through the whole model, or that part of it."""
-        rows = RowModel(model or self.model, self.tokenizer, self.limit, wanted, task)
-        if rows.packing:
-            native_packing.begin(rows.packing, rows.warm_up, self.options.compile)
+    def rows(self, model: PreTrainedModel, wanted: str) -> RowModel | PagedRows:
+        """Through this model or part of it, in the way that it can take."""
+        if wanted == STATES:
+            language = LanguageModel(self.options.model, model, self.tokenizer)
+            try:
+                return paged_rows(
+                    language, self.limit, self.options.compile, self.options.max_running
+                )
+            except CannotRun as error:
+                log.info("not paged: %s", error)
+        rows = RowModel(model, self.tokenizer, self.limit, wanted)
+        native_packing.begin(rows.model, rows.packing, rows.warm_up, self.options.compile)
         return rows
 
-    def info(self, task: str, rows: RowModel) -> ModelInfo:
+    def info(self, task: str, rows: RowModel | PagedRows) -> ModelInfo:
         return ModelInfo(
             task=task,
             model=self.options.model,

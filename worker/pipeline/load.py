@@ -74,7 +74,7 @@ def load_runner(options: LoadOptions, max_rows: int) -> PipelineRunner:
     if on_cpu and cpu_linear.packs(dtype) and cpu_linear.emulates(dtype):
         cpu_linear.pack(pipe.model, free_bytes(pipe.device), runner.warm_up)
     if packing:
-        native_packing.begin(packing, runner.warm_up, options.compile)
+        native_packing.begin(pipe.model, packing, runner.warm_up, options.compile)
     return runner
 
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 import torch
+from transformers import PreTrainedModel
 
 from worker.cores import compute_alone, release
 from worker.model import cpu_linear, native_attention, tile_linear
@@ -23,16 +24,17 @@ from worker.pipeline.packed_attention import (
 log = logging.getLogger("onequeue.native_packing")
 
 
-def begin(packing: Packing, run: Callable[[], object], compile: str) -> None:
+def begin(
+    model: PreTrainedModel, packing: Packing | None, run: Callable[[], object], compile: str
+) -> None:
     """`run` runs the model; `packing.native` tells when the rest, which takes a thread of its own
     if it is worth it, is used. Heads stay as they are: a vocabulary's may be as large as all other
     layers, and is multiplied by few rows or none."""
-    model = packing.model
     if model.device.type != "cpu" or model.dtype not in native_attention.DTYPES:
         return
     if cpu_linear.packs(model.dtype):
         cpu_linear.pack(model.base_model, free_bytes(model.device), run, shares=False)
-    if worth_compiling(compile, model.num_parameters()):
+    if packing and worth_compiling(compile, model.num_parameters()):
         run()  # the packing sees how its layers look
         threading.Thread(target=_take, args=(packing,), name="compile", daemon=True).start()
 
