@@ -24,6 +24,7 @@ from worker.model.loading import (
     Pipe,
     free_bytes,
     load_pipeline,
+    worth_compiling,
 )
 from worker.model.self_check import (
     TOLERANCE,
@@ -73,7 +74,7 @@ def load_runner(options: LoadOptions, max_rows: int) -> PipelineRunner:
     on_cpu, dtype = pipe.device.type == "cpu", pipe.dtype
     if on_cpu and cpu_linear.packs(dtype) and cpu_linear.emulates(dtype):
         cpu_linear.pack(pipe.model, free_bytes(pipe.device), runner.warm_up)
-    if packing:
+    if packing and worth_compiling(options.compile, info.parameters):
         native_packing.begin(pipe.model, packing, runner.warm_up, options.compile)
     return runner
 
