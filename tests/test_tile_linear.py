@@ -187,15 +187,19 @@ def test_bfloat16_stays(emulated: bool, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("name", ["bert-mlm", "modernbert-mlm"])
 def test_an_encoder_takes_them_and_its_head_stays(name: str) -> None:
     model, ids = fresh_model(name), torch.arange(5, 25)[None]
-    with torch.inference_mode():
-        before = model(input_ids=ids).logits
-        packing = Packing(model)
-        native_packing.begin(model, packing, lambda: model(input_ids=ids), "off")
-        assert linears(model.base_model) == {PackedLinear}
-        taken_by(packing)
-        assert linears(model.base_model) == {TileLinear}
-        assert type(model.get_output_embeddings()) is nn.Linear  # type: ignore[no-untyped-call]
-        torch.testing.assert_close(model(input_ids=ids).logits, before, rtol=1e-5, atol=1e-5)
+
+    @torch.inference_mode()
+    def logits() -> Tensor:
+        made: Tensor = model(input_ids=ids).logits
+        return made
+
+    before, packing = logits(), Packing(model)
+    native_packing.begin(model, packing, logits, "off")
+    assert linears(model.base_model) == {PackedLinear}
+    taken_by(packing)
+    assert linears(model.base_model) == {TileLinear}
+    assert type(model.get_output_embeddings()) is nn.Linear  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(logits(), before, rtol=1e-5, atol=1e-5)
 
 
 def linears(model: nn.Module) -> set[type]:
