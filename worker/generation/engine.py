@@ -15,6 +15,7 @@ from itertools import chain, islice, zip_longest
 from typing import Literal
 
 from batching.block_pool import BlockPool
+from batching.draft_budget import DraftBudget
 from batching.errors import DeviceLost, ItemFailed, OnequeueError, OutOfMemory
 from batching.prefill_budget import PrefillBudget
 from batching.request_queue import WorkItem
@@ -38,9 +39,6 @@ from worker.vision.viewing import Viewing
 
 log = logging.getLogger("onequeue.generation")
 
-# A decode step costs about the same for so many rows: drafts are free up to here.
-FREE_ROWS = {"cpu": 16, "cuda": 64}
-
 
 class GenerationEngine(Frontend):
     """`prepare`, `encode`, `decode` and `token` run in pool threads, the rest on the worker's.
@@ -63,7 +61,7 @@ class GenerationEngine(Frontend):
         self._new_scheduler = new_scheduler
         self.scheduler = new_scheduler()
         self._budget = PrefillBudget(device, self.scheduler.whole_prompts)
-        self._free_rows = FREE_ROWS[device]
+        self._drafts = DraftBudget(device)
         self._viewing = self._new_viewing()
         self._masks = Masks(language.vocab_size, self.eos_ids)
         # of the step that is under way
@@ -143,6 +141,7 @@ class GenerationEngine(Frontend):
         if self._viewing:
             self._viewing.turn(self.scheduler, streaming)
             self._viewed_s = time.monotonic() - self._started
+        self._drafts.begin(len(self.scheduler.running))
         chunks = self.scheduler.schedule(self._budget.prompt_tokens(streaming), self._draft)
         if chunks := list(filter(self._is_running, chunks)):
             try:
@@ -157,14 +156,17 @@ class GenerationEngine(Frontend):
             del self.live[item]
 
     def _draft(self, sequence: Sequence) -> tuple[int, ...]:
-        share = self._free_rows // len(self.scheduler.running) - 1
-        if sequence.drafter is None or share < 1:
+        if sequence.drafter is None:
             return ()
         output: SequenceOutput = sequence.output
-        most = min(share, sequence.max_tokens - output.count - 1)
+        most = min(self._drafts.room(), sequence.max_tokens - output.count - 1)
+        worth = self._drafts.worth(sequence.drafter.acceptance, most)
         try:
-            drafts: tuple[int, ...] = sequence.drafter.draft(sequence.tokens, most)
-            return output.guide.draft(drafts, most) if output.guide else drafts
+            drafts: tuple[int, ...] = sequence.drafter.draft(sequence.tokens, worth)
+            if output.guide:
+                drafts = output.guide.draft(drafts, most)
+            self._drafts.take(len(drafts))
+            return drafts
         except BaseException as error:
             self._fail(output.item, error)
             return ()
@@ -270,6 +272,8 @@ class GenerationEngine(Frontend):
             prefill = report.prefill_tokens
             seconds = report.total_s - self._viewed_s
             self._budget.learn(prefill, self._rows_run - prefill, seconds)
+            if not prefill:
+                self._drafts.learn(self._rows_run, report.decode_tokens, seconds)
         deltas = [(item, delta) for item, delta in self._deltas if item not in self._failed]
         active = dict.fromkeys(item for item, _ in deltas)
         ended = [i for i in active if all(each.output.ended for each in self.live[i])]
