@@ -7,7 +7,7 @@ drains it on SIGTERM, before uvicorn hears of the signal. One process, one worke
 import gc
 import sqlite3
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -95,7 +95,9 @@ def create_app(
         Route("/metrics", metrics),
     ]
     responses: Responses | None = None
-    pipeline = Root(settings, engine) if settings.pipeline_model != "none" else None
+    assets = Assets()
+    front = Front(settings, engine, assets.files["index.html"])
+    pipeline = Root(settings, engine, front) if settings.pipeline_model != "none" else None
     named: list[ModelNames] = []
     if settings.chat_model != "none":
         names = ModelNames(settings.chat_model, engine, "generation")
@@ -105,7 +107,7 @@ def create_app(
         decisions = DecisionEndpoint(engine, names, DecisionRequest)
         systemone = DecisionEndpoint(engine, names, SystemOneRequest)
         if decides_by_chat:
-            pipeline = DecisionRoot(settings, engine, systemone)
+            pipeline = DecisionRoot(settings, engine, front, systemone)
         routes += [
             Route("/v1/chat/completions", ChatCompletions(*shared), methods=["POST"]),
             Route("/v1/completions", Completions(*shared), methods=["POST"]),
@@ -139,9 +141,8 @@ def create_app(
         routes += ModelListing(named).routes()
     if written:
         routes += tokenizer_routes(written)
-    assets = Assets()
-    front = Front(settings, engine, assets.files["index.html"], pipeline)
-    routes.append(Route("/", front, methods=["GET", "POST"] if pipeline else ["GET"]))
+    methods = ["GET", "POST"] if pipeline else ["GET"]
+    routes.append(Route("/", pipeline or front, methods=methods))
     routes.append(Route(ASSETS, assets, methods=["GET"]))
     routes.append(openapi.route(settings, routes))
     router = Router(routes, lifespan=partial(lifespan, responses=responses))
@@ -161,19 +162,17 @@ def served_models(
     """What the settings name, to be loaded on the worker's thread: torch takes seconds."""
     models: list[Model] = []
     places, wait_s = settings.max_queue_size, settings.max_batch_wait_ms / 1000
-    own: Sequence[Callable[[Settings], Any]]
-    own = _load_pipeline, _load_chat, _load_embedder, _load_reranker, _load_transcriber
-    for setting, load_own in zip(MODELS, own, strict=True):
+    for setting in MODELS:
         if getattr(settings, setting) == "none":
             continue
-        load: Callable[[], Any] = loaders[setting] or partial(_load, load_own, settings)
         name = setting.removesuffix("_model")
+        load: Callable[[], Any] = loaders[setting] or partial(_load, name, settings)
         if name == "chat":
             models.append(GenerationModel("generation", load, places))
             continue
         if name == "transcription":
             if not any(loaders.values()) and shares_speech(settings):
-                load = partial(_load_transcriber, settings, models[0])
+                load = partial(_load, name, settings, models[0])
             models.append(SpeechModel(name, load, places))
             continue
         batcher = DynamicBatcher(settings.max_batch_size, settings.max_batch_tokens, wait_s)
@@ -194,9 +193,35 @@ def turns_of(batch_rows: int) -> Turns[WorkItem]:
     return Turns(max(2, 2 * batch_rows // min(PIECE, batch_rows)))
 
 
-def _load(load_own: Callable[[Settings], Any], settings: Settings) -> Any:
-    """After the imports: what they make stays, and to look for garbage in it takes a fifth of
-    their time."""
+def _load(name: str, settings: Settings, recognizer: Model | None = None) -> Any:
+    """The model that a setting names; `recognizer` has that of speech loaded already."""
+    _import()
+    match name:
+        case "pipeline":
+            from worker.model.loading import LoadOptions
+            from worker.pipeline.load import load_runner
+
+            return load_runner(_options(LoadOptions, name, settings), settings.max_batch_size)
+        case "chat":
+            from worker.generation.loading import load_generator
+            from worker.model.language_model import GeneratorOptions
+
+            return load_generator(_options(GeneratorOptions, name, settings))
+        case "transcription":
+            from worker.speech.loading import SpeechOptions, load_speech
+
+            loaded: Any = recognizer and recognizer.loaded
+            return load_speech(_options(SpeechOptions, name, settings), loaded and loaded.pipe)
+        case _:
+            from worker.embedding.checkpoint import ScoringOptions
+            from worker.embedding.load import load_embedder, load_reranker
+
+            load = load_embedder if name == "embedding" else load_reranker
+            return load(_options(ScoringOptions, name, settings))
+
+
+def _import() -> None:
+    """What is made meanwhile stays, and to look for garbage in it takes a fifth of the time."""
     gc.disable()
     try:
         import worker.model.loading  # noqa: F401
@@ -204,54 +229,18 @@ def _load(load_own: Callable[[Settings], Any], settings: Settings) -> Any:
     finally:
         gc.enable()
     use_our_log()
-    return load_own(settings)
 
 
-def _load_pipeline(settings: Settings) -> Runner:
-    from worker.model.loading import LoadOptions
-    from worker.pipeline.load import load_runner
-
-    task, model = settings.pipeline_task, settings.pipeline_model
-    return load_runner(
-        _chosen(LoadOptions, settings, task=task, model=model), settings.max_batch_size
-    )
-
-
-def _load_chat(settings: Settings) -> Generator:
-    from worker.generation.loading import load_generator
-    from worker.model.language_model import GeneratorOptions
-
-    return load_generator(_chosen(GeneratorOptions, settings, model=settings.chat_model))
-
-
-def _load_embedder(settings: Settings) -> Runner:
-    from worker.embedding.checkpoint import ScoringOptions
-    from worker.embedding.load import load_embedder
-
-    return load_embedder(_chosen(ScoringOptions, settings, model=settings.embedding_model))
-
-
-def _load_reranker(settings: Settings) -> Runner:
-    from worker.embedding.checkpoint import ScoringOptions
-    from worker.embedding.load import load_reranker
-
-    return load_reranker(_chosen(ScoringOptions, settings, model=settings.rerank_model))
-
-
-def _load_transcriber(settings: Settings, recognizer: Model | None = None) -> Stepped:
-    """`recognizer` has the model loaded already."""
-    from worker.speech.loading import SpeechOptions, load_speech
-
-    loaded: Any = recognizer and recognizer.loaded
-    options = _chosen(SpeechOptions, settings, model=settings.transcription_model)
-    return load_speech(options, loaded and loaded.pipe)
-
-
-def _chosen(options: Any, settings: Settings, **chosen: str) -> Any:
-    """A loader's options: what is not chosen here is a setting of the same name."""
-    chosen["attention"] = settings.attn_implementation
-    names = {each.name for each in fields(options)} - set(chosen)
-    return options(**chosen, **{name: getattr(settings, name) for name in names})
+def _options(kind: Any, name: str, settings: Settings) -> Any:
+    """A loader's options: but for these, each is the setting of its name."""
+    chosen = {
+        "task": settings.pipeline_task,
+        "model": getattr(settings, f"{name}_model"),
+        "attention": settings.attn_implementation,
+    }
+    names = {each.name for each in fields(kind)}
+    others = {name: getattr(settings, name) for name in names - set(chosen)}
+    return kind(**others, **{name: chosen[name] for name in names & set(chosen)})
 
 
 def make_app() -> Middleware:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from server import __version__
 from server.curl import ASSETS, shown_lines
@@ -90,17 +90,13 @@ class Assets:
 
 @dataclass(eq=False)
 class Front:
-    """All methods of `/`: GET is answered here, POST by the pipeline, where there is one."""
+    """`GET /`."""
 
     settings: Settings
     engine: Engine
     page: File
-    pipeline: ASGIApp | None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] == "POST" and self.pipeline:
-            await self.pipeline(scope, receive, send)
-            return
         scope["counted_as"] = PATH  # apart from the pipeline's times
         request = Request(scope)
         headers = {**HEADERS, "vary": "accept"}

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from batching.errors import InvalidInput
 from server.engine import Engine
 from server.http.errors import HttpError
 from server.http.json import INLINE_BYTES, Document, Parsing, parse_json
-from server.http.request import media_type, read_request, send_json
+from server.http.request import Posted, read_request, send_json
 from server.settings import Settings
-from server.submission import submitted, timing_headers
+from server.submission import Submission
 from worker.decode_budget import RequestBudget
 from worker.protocol import PipelineInput
 from worker.tasks import TASKS, check_parameters
@@ -29,10 +29,11 @@ CURL = "with curl, post a file by --data-binary @FILE: -d leaves out its line br
 
 @dataclass(eq=False)
 class Root:
-    """The endpoint, as a bare ASGI app: this is the hot path."""
+    """All methods of `/`, as a bare ASGI app: `page` answers GET. This is the hot path."""
 
     settings: Settings
     engine: Engine
+    page: ASGIApp
 
     def __post_init__(self) -> None:
         self.task_name = self.settings.pipeline_task
@@ -40,9 +41,14 @@ class Root:
         self.parsing = Parsing()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers, body, deadlines = await read_request(scope, receive)
-        media = media_type(headers)
-        self.check_media(media)
+        if scope["method"] != "POST":
+            return await self.page(scope, receive, send)
+        posted = await read_request(scope, receive)
+        self.check_media(posted.media)
+        await self.answer(scope, receive, send, posted)
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send, posted: Posted) -> None:
+        media, body, deadlines = posted
         if len(body) > INLINE_BYTES and (self.task.kind == "text" or may_be_json(body, media)):
             parse = partial(self.parse, media=media)
             inputs, is_list = await self.parsing.run(parse, body, deadlines.first)
@@ -50,8 +56,8 @@ class Root:
             inputs, is_list = self.parse(body, media)
         answers: list[bytes] = []
         try:
-            with submitted(self.engine, "pipeline", inputs, deadlines.first, receive) as items:
-                for item in items:
+            with Submission(self.engine, "pipeline", inputs, deadlines, receive) as work:
+                for item in work.items:
                     answers.append(await item.future)  # noqa: PERF401  # its length says which failed
         except InvalidInput as error:
             if is_list and error.param and error.param.startswith("inputs"):
@@ -63,7 +69,7 @@ class Root:
             content = answers[0]
         else:
             content = b"[" + b",".join(answers) + b"]"
-        await send_json(send, content, headers=timing_headers(items))
+        await send_json(send, content, headers=work.timing_headers())
 
     def check_media(self, media: str) -> None:
         """415 for a content type that the task does not take. curl's form type counts as raw."""

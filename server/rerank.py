@@ -19,11 +19,11 @@ from batching.errors import InvalidInput
 from server.engine import Engine
 from server.http.json import INLINE_BYTES, Document, Parsing, to_json
 from server.http.request import read_json_request, send_json
-from server.openai.embeddings import MOST_INPUTS, checked, piece_size
+from server.openai.embeddings import MOST_INPUTS, in_pieces
 from server.openai.models import ModelNames
 from server.openai.params import FILLED, Count, Filled, decode
 from server.settings import Settings
-from server.submission import submitted, timing_headers
+from server.submission import Submission
 from worker.scoring import PairsInput, PieceSize, Scored, pieces
 
 PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
@@ -137,16 +137,16 @@ class Rerank:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive, "rerank")
         request, payloads = await self.parsing.run(self.parse, body, deadlines.first)
-        with submitted(self.engine, "rerank", payloads, deadlines.first, receive) as items:
-            answers: list[Scored] = [await item.future for item in items]
+        with Submission(self.engine, "rerank", payloads, deadlines, receive) as work:
+            answers: list[Scored] = await work.answers()
         scores = [score for each in answers for score in each.scores]
         document = request.answer(scores, sum(each.tokens for each in answers))
         if request.shown and len(body) > INLINE_BYTES:
             content = await anyio.to_thread.run_sync(to_json, document)
         else:
             content = to_json(document)
-        await send_json(send, content, headers=timing_headers(items))
+        await send_json(send, content, headers=work.timing_headers())
 
-    def parse(self, body: bytes) -> tuple[RerankRequest, Sequence[PairsInput]]:
-        request = decode(body, RerankRequest, self.models.names)
-        return request, checked(request.pieces(piece_size(self.settings)), self.settings)
+    def parse(self, body: bytes) -> tuple[RerankRequest, list[PairsInput]]:
+        request = decode(body, RerankRequest, self.models.names.of)
+        return request, in_pieces(request.pieces, self.settings)

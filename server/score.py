@@ -18,12 +18,12 @@ from batching.errors import InvalidInput
 from server.engine import Engine
 from server.http.json import Document, Parsing
 from server.http.request import read_json_request, send_json
-from server.openai.embeddings import checked, piece_size
+from server.openai.embeddings import in_pieces
 from server.openai.models import ModelNames, find
 from server.openai.params import Filled, decode
 from server.rerank import Texts, check_count, pairs_in_pieces
 from server.settings import Settings
-from server.submission import submitted, timing_headers
+from server.submission import Submission
 from worker.scoring import (
     Embedded,
     EmbeddingInput,
@@ -115,28 +115,22 @@ class Score:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive, self.models[0].serves)
         request, names, payloads = await self.parsing.run(self.parse, body, deadlines.first)
-        with submitted(self.engine, names.serves, payloads, deadlines.first, receive) as items:
-            answers: list[Any] = [await item.future for item in items]
+        with Submission(self.engine, names.serves, payloads, deadlines, receive) as work:
+            answers: list[Any] = await work.answers()
         tokens = sum(each.tokens for each in answers)
         if names.serves == "rerank":
             scores = [score for each in answers for score in each.scores]
         else:
             count = len(request.sides()[0][1])
             scores = await anyio.to_thread.run_sync(cosines, answers, count)
-        await send_json(send, request.answer(scores, tokens), headers=timing_headers(items))
+        await send_json(send, request.answer(scores, tokens), headers=work.timing_headers())
 
-    def parse(self, body: bytes) -> tuple[ScoreRequest, ModelNames, Sequence[Any]]:
-        request = decode(body, ScoreRequest, self)
+    def parse(self, body: bytes) -> tuple[ScoreRequest, ModelNames, list[Any]]:
+        request = decode(body, ScoreRequest, lambda given: find(self.models, given).serves)
         names = next(each for each in self.models if each.serves == request.model)
         request.model = names.id
-        most = piece_size(self.settings)
-        reranks = names.serves == "rerank"
-        payloads: Sequence[Any] = request.pairs(most) if reranks else request.texts(most)
-        return request, names, checked(payloads, self.settings)
-
-    def of(self, given: str | None) -> str:
-        """A model's name in the registry, by what a request calls it."""
-        return find(self.models, given).serves
+        make: Any = request.pairs if names.serves == "rerank" else request.texts
+        return request, names, in_pieces(make, self.settings)
 
 
 def cosines(answers: Sequence[Embedded], count: int) -> list[float]:

@@ -1,44 +1,260 @@
-"""A request's work items in batches: submitted, awaited, and let go whatever becomes of them.
+"""A request's work items: submitted, awaited or streamed, and let go whatever becomes of them.
 
-For what is answered all at once: POST /, embeddings, reranking. What is generated goes by
-token_stream.py.
+    submit, or the refusal → the items' answers, or deltas as they come → their places are free
+
+Event loop only. What is answered at once comes by the items' futures. What is generated or heard
+comes in parts, after each step: an AnswerStream keeps them until the client reads.
 """
 
+import asyncio
+import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Self, TypeVar
 
 from starlette.types import Receive
 
-from batching.request_queue import WorkItem
-from server.engine import Engine
+from batching.errors import ClientGone, DeadlineExceeded, ItemFailed
+from batching.request_queue import Stream
+from server.engine import Engine, fail
 from server.http.json import Header
-from server.http.request import abort_on_disconnect, expire
+from server.http.request import Deadlines
+from worker.decisions import DecisionInput
+from worker.deltas import Delta
+from worker.protocol import GenerationInput
+from worker.transcription import TranscriptDelta, TranscriptionInput
+
+D = TypeVar("D")
 
 
-@contextmanager
-def submitted(
-    engine: Engine, name: str, payloads: Sequence[Any], deadline: float, receive: Receive
-) -> Iterator[list[WorkItem]]:
-    """Items on their way to a model by its name in the registry, whose futures get an answer, the
-    deadline's error or the client's leave. Refused if they are not accepted."""
-    items = engine.submit(name, payloads, deadline)
-    timer = engine.loop.call_later(deadline - time.monotonic(), expire, items)
-    engine.loop.create_task(abort_on_disconnect(receive, items))  # receive() holds it
-    try:
-        yield items
-    finally:
-        timer.cancel()
-        engine.queue.forget(items)
+class Submission:
+    """Items on their way to the model of a name in the registry, as long as the block lasts. Their
+    futures get an answer, the deadline's error or the client's leave.
+
+    Raises a Refused if they are not accepted. Without `receive` no client waits for them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        serves: str,
+        payloads: Sequence[Any],
+        deadlines: Deadlines,
+        receive: Receive | None,
+        stream: Stream | None = None,
+    ) -> None:
+        self.engine = engine
+        self._timer: asyncio.TimerHandle | None = None
+        self.items = engine.submit(serves, payloads, deadlines.first, stream)
+        self._expire_at(min(deadlines.first, deadlines.whole))
+        if receive:
+            engine.loop.create_task(self._abort_on_disconnect(receive))  # receive() holds it
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the places back; what still runs is aborted."""
+        self._expire_at(math.inf)
+        self.engine.queue.forget(self.items)
+
+    async def answers(self) -> list[Any]:
+        """Of all items, in order; raises the first error there is."""
+        return [await item.future for item in self.items]
+
+    def timing_headers(self) -> list[Header]:
+        """Where the time went, in milliseconds; of several items, the one that took longest."""
+        items = self.items
+        item = items[0] if len(items) == 1 else max(items, key=lambda item: item.finished_at)
+        timing = b"queue;dur=%.2f, batch;dur=%.2f, model;dur=%.2f" % (
+            (item.arrived_at - item.accepted_at) * 1e3,
+            (item.started_at - item.arrived_at) * 1e3,
+            (item.finished_at - item.started_at) * 1e3,
+        )
+        return [(b"server-timing", timing), (b"x-batch-size", b"%d" % item.batch_size)]
+
+    def _expire_at(self, deadline: float) -> None:
+        """From now on this is the time limit."""
+        if self._timer:
+            self._timer.cancel()
+        if deadline < math.inf:
+            left_s = deadline - time.monotonic()
+            self._timer = self.engine.loop.call_later(left_s, self._expire)
+
+    def _expire(self) -> None:
+        late = "the request did not finish within its time limit"
+        fail(self.items, DeadlineExceeded(late))
+
+    async def _abort_on_disconnect(self, receive: Receive) -> None:
+        """After the answer, when that is reported too, this does nothing."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        fail(self.items, ClientGone("the client has gone"))
 
 
-def timing_headers(items: list[WorkItem]) -> list[Header]:
-    """Where the time went, in milliseconds; of several items, the one that took longest."""
-    item = items[0] if len(items) == 1 else max(items, key=lambda item: item.finished_at)
-    timing = b"queue;dur=%.2f, batch;dur=%.2f, model;dur=%.2f" % (
-        (item.arrived_at - item.accepted_at) * 1e3,
-        (item.started_at - item.arrived_at) * 1e3,
-        (item.finished_at - item.started_at) * 1e3,
-    )
-    return [(b"server-timing", timing), (b"x-batch-size", b"%d" % item.batch_size)]
+class AnswerStream(Submission, ABC, Generic[D]):
+    """One request's deltas, of all its items."""
+
+    unfinished: int  # parts of the answer whose end has not been read
+
+    def __init__(
+        self,
+        engine: Engine,
+        serves: str,
+        payloads: Sequence[Any],
+        deadlines: Deadlines,
+        receive: Receive | None,
+    ) -> None:
+        self.deadlines = deadlines
+        self.arrival = asyncio.Event()  # set it to wake the reader
+        self._error: BaseException | None = None  # what ends the stream after what is unread
+        self.begun = False  # the first deltas have been read
+        super().__init__(engine, serves, payloads, deadlines, receive, self)
+        self._running = len(self.items)
+        for item in self.items:
+            item.future.add_done_callback(self._on_done)
+
+    @abstractmethod
+    def push(self, delta: D) -> None:
+        """What a step gave; sets `arrival`."""
+
+    @abstractmethod
+    def take(self) -> list[D]:
+        """What is unread, if anything."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """The worker is done with all items, and nothing failed; sets `arrival`."""
+
+    def merged(self, deltas: list[D]) -> list[D]:
+        """All that were read, as an answer at once has them."""
+        return deltas
+
+    async def read(self) -> list[D]:
+        """What is new; nothing if woken. Raises whatever ended the request."""
+        await self.arrival.wait()
+        deltas = self.take()
+        if self._error is None:
+            self.arrival.clear()
+        elif not deltas:
+            raise self._error
+        if deltas and not self.begun:
+            self.begun = True
+            self._expire_at(self.deadlines.whole)
+        return deltas
+
+    async def collect(self) -> list[D]:
+        """The whole answer."""
+        whole: list[D] = []
+        while self.unfinished:
+            whole += await self.read()
+            if self.unfinished:  # the rest is kept here; nobody looks at it step by step
+                futures = [item.future for item in self.items]
+                await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
+        return self.merged(whole)
+
+    def _on_done(self, future: "asyncio.Future[None]") -> None:
+        """The worker is done with an item: no more deltas will come."""
+        self._running -= 1
+        if self._error is not None:
+            return  # the first failure is the one that counts
+        self._error = ClientGone("the server is gone") if future.cancelled() else future.exception()
+        if self._error is not None:
+            self.arrival.set()
+        elif not self._running:
+            self.end()
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens so far, of all choices."""
+
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+    reasoning: int = 0  # of the completion
+
+    def count(self, delta: Delta) -> None:
+        self.prompt += delta.prompt_tokens
+        self.cached += delta.cached_tokens
+        self.completion += delta.tokens
+        self.reasoning += delta.reasoning_tokens
+
+
+class TokenStream(AnswerStream[Delta]):
+    """All choices of all a request's prompts, counted in `usage` when they are read.
+
+    What has not been read yet is merged, one delta a choice, so a slow reader costs no more memory
+    than its text.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        payloads: Sequence[GenerationInput | DecisionInput],
+        deadlines: Deadlines,
+        usage: Usage,
+        receive: Receive | None = None,
+    ) -> None:
+        self.usage = usage
+        self.unfinished = sum(payload.n for payload in payloads)  # choices
+        self._unread: dict[int, Delta] = {}
+        super().__init__(engine, "generation", payloads, deadlines, receive)
+
+    def push(self, delta: Delta) -> None:
+        merge(self._unread, delta)
+        self.arrival.set()
+
+    def take(self) -> list[Delta]:
+        """One delta a choice."""
+        if self._unread and not self.begun:
+            waited_s = time.monotonic() - self.items[0].accepted_at
+            self.engine.metrics.first_token.observe(waited_s)
+        deltas = list(self._unread.values())
+        self._unread = {}
+        for delta in deltas:
+            self.usage.count(delta)
+            self.unfinished -= delta.finish_reason is not None
+        return deltas
+
+    def end(self) -> None:
+        self._error = ItemFailed("the model ended without a finish_reason")
+        self.arrival.set()
+
+    def merged(self, deltas: list[Delta]) -> list[Delta]:
+        """One delta a choice, in order."""
+        whole: dict[int, Delta] = {}
+        for delta in deltas:
+            merge(whole, delta)
+        return [whole[choice] for choice in sorted(whole)]
+
+
+def merge(choices: dict[int, Delta], delta: Delta) -> None:
+    if (earlier := choices.setdefault(delta.choice, delta)) is not delta:
+        earlier.merge(delta)
+
+
+class TranscriptStream(AnswerStream[TranscriptDelta]):
+    """What is heard of a recording, until it has ended."""
+
+    def __init__(
+        self, engine: Engine, payload: TranscriptionInput, deadlines: Deadlines, receive: Receive
+    ) -> None:
+        self.unfinished = 1
+        self._ended = False
+        self._unread: list[TranscriptDelta] = []
+        super().__init__(engine, "transcription", [payload], deadlines, receive)
+
+    def push(self, delta: TranscriptDelta) -> None:
+        self._unread.append(delta)
+        self.arrival.set()
+
+    def take(self) -> list[TranscriptDelta]:
+        self.unfinished = not self._ended
+        deltas, self._unread = self._unread, []
+        return deltas
+
+    def end(self) -> None:
+        self._ended = True
+        self.arrival.set()

@@ -181,7 +181,7 @@ def test_the_worker_and_openmps_threads_stay_and_helpers_do_not() -> None:
 ALONE_IN_THE_POOL = """
     import os, queue, threading
     import torch
-    from server.pool import Pool
+    from server.engine import Pool
 
     tasks = lambda: set(os.listdir("/proc/self/task"))
     torch.set_num_threads(2)

@@ -227,7 +227,7 @@ def test_a_field_is_described_as_it_is_checked(
 
 def is_taken(body: dict[str, Any], kind: type[GenerationRequest]) -> bool:
     try:
-        request = decode(orjson.dumps(body), kind, Names("demo"))
+        request = decode(orjson.dumps(body), kind, Names("demo").of)
         if isinstance(request, CompletionRequest):
             request.generation_inputs(64)
         elif isinstance(request, ChatRequest):

@@ -147,7 +147,7 @@ def test_each_task_has_a_line_whose_body_it_takes(tmp_path: Path) -> None:
         elif body.startswith(b"@"):
             body = (tmp_path / body[1:].decode()).read_bytes()
         unused: Any = None
-        inputs, _ = Root(settings, unused).parse(body, JSON if "-H" in given else FORM)
+        inputs, _ = Root(settings, unused, unused).parse(body, JSON if "-H" in given else FORM)
         assert (url, len(inputs)) == ("http://here/", 1)
         assert ("<mask>" in line.command) is (task == "fill-mask")
         assert "$FILE" not in str(inputs)

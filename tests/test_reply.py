@@ -9,7 +9,7 @@ import orjson
 from server.openai.chat import ChatReply, ChatRequest
 from server.openai.completions import CompletionReply, CompletionRequest
 from server.openai.params import Names, decode
-from server.openai.request import Reply
+from server.openai.request import ChoicesReply
 from tests.fake_generator import FakeGenerator
 from worker.deltas import Delta, Part, TokenLogprob
 
@@ -30,18 +30,18 @@ TOKENS = [
 ]
 
 
-def chat(**fields: Any) -> Reply:
+def chat(**fields: Any) -> ChoicesReply:
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True, **fields}
-    request = decode(orjson.dumps(body), ChatRequest, Names("demo"))
+    request = decode(orjson.dumps(body), ChatRequest, Names("demo").of)
     return ChatReply(request, FakeGenerator().call_id)
 
 
-def completion(**fields: Any) -> Reply:
+def completion(**fields: Any) -> ChoicesReply:
     body = {"prompt": "x", "stream": True, **fields}
-    return CompletionReply(decode(orjson.dumps(body), CompletionRequest, Names("demo")), 10)
+    return CompletionReply(decode(orjson.dumps(body), CompletionRequest, Names("demo").of), 10)
 
 
-def choices(reply: Reply) -> list[dict[str, Any]]:
+def choices(reply: ChoicesReply) -> list[dict[str, Any]]:
     deltas = copy.deepcopy(TOKENS)  # they are the reply's, once they are added
     made = [*reply.begin([]), *(event for each in deltas for event in reply.add(each))]
     return [event["choices"][0] for event in made]

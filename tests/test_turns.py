@@ -44,7 +44,7 @@ def template_of(source: str) -> ChatTemplate:
 
 def chat(messages: list[Any], **fields: Any) -> tuple[ChatRequest, Chat]:
     body = {"messages": messages, "tools": TOOLS, **fields}
-    request = decode(orjson.dumps(body), ChatRequest, Names("demo"))
+    request = decode(orjson.dumps(body), ChatRequest, Names("demo").of)
     prompt = request.generation_input().prompt
     assert isinstance(prompt, Chat)
     return request, prompt

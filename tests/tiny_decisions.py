@@ -77,7 +77,7 @@ def cached() -> GenerationEngine:
 
 def read(questions: Any, state: Any = STATE) -> SystemOneRequest:
     body = json.dumps({"state": state, "questions": questions}).encode()
-    return decode(body, SystemOneRequest, Names("tiny"))
+    return decode(body, SystemOneRequest, Names("tiny").of)
 
 
 def predicates(count: int, words: str = "the parcel") -> tuple[Question, ...]:

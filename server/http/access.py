@@ -15,12 +15,10 @@ from server.http.json import to_json
 OPEN_PATHS = {"/health", "/ready", "/ping", "/metrics", "/version", "/favicon.ico"}
 
 
-def check_key(scope: Scope, keys: Sequence[bytes]) -> None:
-    """Puts the request's `api_key` into the scope, empty where there are no `keys`. HttpError (401)
-    if it is none of them and one is needed."""
-    scope["api_key"] = b""
-    if not keys or scope["method"] == "OPTIONS" or is_open(scope["method"], scope["path"]):
-        return
+def key_of(scope: Scope, keys: Sequence[bytes]) -> bytes:
+    """The request's API key, empty where it needs none; HttpError (401) if it is none of `keys`."""
+    if scope["method"] == "OPTIONS" or is_open(scope["method"], scope["path"]):
+        return b""
     headers = dict(reversed(scope["headers"]))  # of several, the first
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() != b"bearer":
@@ -29,7 +27,7 @@ def check_key(scope: Scope, keys: Sequence[bytes]) -> None:
     if not any(matches):
         needed = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
         raise HttpError(401, needed, headers=[(b"www-authenticate", b"Bearer")])
-    scope["api_key"] = key.strip()
+    return bytes(key.strip())
 
 
 def is_open(method: str, path: str) -> bool:

@@ -15,7 +15,7 @@ from uvicorn.server import ServerState
 
 from server.http.errors import HttpError
 from server.http.json import to_json
-from server.http.request import LINGER_S, Middleware, json_headers
+from server.http.request import LINGER_S, Middleware, content_headers
 
 MAX_HEAD = 64_000  # bytes of a header with its request line, or between two pieces of a body
 # So many bytes of an answer that waits to be read a client takes within each time limit.
@@ -102,7 +102,7 @@ class Bounded(asyncio.Protocol):
             self.transport.close()
             return
         content = to_json(error.document)
-        headers = [*self.server_state.default_headers, *json_headers(len(content))]
+        headers = [*self.server_state.default_headers, *content_headers(len(content))]
         lines = [b"%b: %b\r\n" % header for header in [*headers, (b"connection", b"close")]]
         self.transport.write(STATUS_LINE[error.status] + b"".join(lines) + b"\r\n" + content)
         if self.unanswered:

@@ -17,15 +17,15 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from prometheus_client import Counter, Histogram
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from batching.errors import ClientGone, DeadlineExceeded, Draining, InvalidInput, QueueFull
-from batching.request_queue import WorkItem
-from server.engine import Engine, fail
-from server.http.access import Cors, check_key
+from batching.errors import ClientGone, Draining, InvalidInput, QueueFull
+from server.engine import Engine
+from server.http.access import Cors, key_of
 from server.http.errors import HttpError, as_http_error
 from server.http.json import Header, to_json
 from server.settings import Settings
@@ -34,6 +34,7 @@ BODIES = 16  # of MAX_BODY_MB each may be there at a time
 # A refused body is still read, and dropped, for so long, so that clients get to the answer.
 LINGER_S = 5.0
 CLOSE = [(b"connection", b"close")]
+JSON = b"application/json"
 _PLAIN_ID = re.compile(rb"[!-~]{1,128}")
 _PROCESS = secrets.token_hex(4).encode()
 _COUNT = itertools.count(1)
@@ -116,7 +117,7 @@ class Middleware:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A route's answer, or the envelope of what it raised."""
         try:
-            check_key(scope, self.keys)
+            scope["api_key"] = key_of(scope, self.keys) if self.keys else b""
             await self.routes(scope, receive, send)
         except Exception as error:
             answer = as_http_error(error, scope, self.settings.debug)
@@ -166,10 +167,19 @@ def begin(scope: Scope) -> tuple[Headers, Deadlines]:
     return headers, Deadlines(min(now + app.settings.request_timeout_s, whole), whole)
 
 
-async def read_request(scope: Scope, receive: Receive) -> tuple[Headers, bytes, Deadlines]:
-    """Of a POST whose body is kept in memory. Raises what `begin` and `read_body` do."""
+class Posted(NamedTuple):
+    """A body that is kept in memory."""
+
+    media: str  # its type, in lower case, without parameters; empty if there is none
+    body: bytes
+    deadlines: Deadlines
+
+
+async def read_request(scope: Scope, receive: Receive) -> Posted:
+    """Raises what `begin` and `read_body` do."""
     headers, deadlines = begin(scope)
-    return headers, await read_body(scope, receive, headers, deadlines.first), deadlines
+    body = await read_body(scope, receive, headers, deadlines.first)
+    return Posted(media_type(headers), body, deadlines)
 
 
 async def read_json_request(scope: Scope, receive: Receive, model: str) -> tuple[bytes, Deadlines]:
@@ -178,8 +188,8 @@ async def read_json_request(scope: Scope, receive: Receive, model: str) -> tuple
 
     Beyond what `read_request` raises: HttpError (415) for a media type that cannot be JSON,
     and a Refused (503) if the model takes nothing now."""
-    headers, body, deadlines = await read_request(scope, receive)
-    media = media_type(headers)  # curl's form type can be: it is what `curl -d '{…}'` sends
+    media, body, deadlines = await read_request(scope, receive)
+    # curl's form type can be: it is what `curl -d '{…}'` sends
     if media.partition("/")[0] in ("multipart", "image", "audio", "video"):
         raise HttpError(415, f"this takes application/json, not {media[:100]!r}")
     if (refusal := scope["app"].engine.refusal(model)) is not None:
@@ -225,44 +235,38 @@ async def linger(receive: Receive) -> None:
 
 
 def media_type(headers: Headers) -> str:
-    """In lower case, without its parameters; empty if there is none."""
     return headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
-
-
-async def abort_on_disconnect(receive: Receive, items: Sequence[WorkItem]) -> None:
-    """Resolve the items once the client leaves; after the answer, when that is reported too, this
-    does nothing."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    fail(items, ClientGone("the client has gone"))
-
-
-def expire(items: Sequence[WorkItem]) -> None:
-    """The items' deadline has passed, wherever they are."""
-    fail(items, DeadlineExceeded("the request did not finish within its time limit"))
 
 
 # ── out ──
 
 
-def json_headers(length: int) -> list[Header]:
-    return [(b"content-type", b"application/json"), (b"content-length", b"%d" % length)]
+def content_headers(length: int, media: bytes = JSON) -> list[Header]:
+    return [(b"content-type", media), (b"content-length", b"%d" % length)]
 
 
 async def send_json(
-    send: Send, document: object | bytes, status: int = 200, headers: Sequence[Header] = ()
+    send: Send,
+    document: object | bytes,
+    status: int = 200,
+    headers: Sequence[Header] = (),
+    media: bytes = JSON,
 ) -> None:
-    """A whole answer: `document`, or bytes that are JSON already, as they are. `headers` come after
-    the content's own."""
+    """A whole answer: `document`, or bytes of a media type, as they are. `headers` come after the
+    content's own."""
     content = document if isinstance(document, bytes) else to_json(document)
-    await send_parts(send, [content], headers, status)
+    await send_parts(send, [content], headers, status, media)
 
 
 async def send_parts(
-    send: Send, parts: Sequence[bytes], headers: Sequence[Header], status: int = 200
+    send: Send,
+    parts: Sequence[bytes],
+    headers: Sequence[Header],
+    status: int = 200,
+    media: bytes = JSON,
 ) -> None:
-    """A whole answer, of JSON that comes in parts: large ones need not be joined."""
-    fields = [*json_headers(sum(map(len, parts))), *headers]
+    """A whole answer that comes in parts: large ones need not be joined."""
+    fields = [*content_headers(sum(map(len, parts)), media), *headers]
     await send({"type": "http.response.start", "status": status, "headers": fields})
     for n, part in enumerate(parts, start=1):
         await send({"type": "http.response.body", "body": part, "more_body": n < len(parts)})

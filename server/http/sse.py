@@ -6,7 +6,7 @@ once the client has left (the watcher of the request notices that).
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 from starlette.types import Send
 
@@ -21,6 +21,7 @@ HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": keep-alive\n\n"
 
 
 class EventStream:
@@ -34,17 +35,20 @@ class EventStream:
         self._task = asyncio.current_task()
         self._wrote_at = self._loop.time()
         self._writing = self._stalled = False
-        self._timer: asyncio.TimerHandle | None = None
 
-    async def open(self) -> None:
+    async def send_all(self, frames: AsyncIterator[bytes | None]) -> None:
+        """Events as they are written, and None where there is nothing but an idle connection.
+        ClientGone if the client does not read."""
         await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
         self._timer = self._loop.call_later(KEEP_ALIVE_S, self._look)
+        try:
+            async for frame in frames:
+                await self._write(frame or COMMENT)
+        finally:
+            self._timer.cancel()
+        await self._send({"type": "http.response.body", "body": b""})
 
-    async def comment(self) -> None:
-        await self.write(b": keep-alive\n\n")
-
-    async def write(self, frame: bytes) -> None:
-        """ClientGone if the client does not read."""
+    async def _write(self, frame: bytes) -> None:
         self._wrote_at = self._loop.time()
         self._writing = True
         try:
@@ -56,15 +60,6 @@ class EventStream:
             raise ClientGone("the client stopped reading") from None
         finally:
             self._writing = False
-
-    async def end(self, last: bytes) -> None:
-        await self.write(last)
-        self.close()
-        await self._send({"type": "http.response.body", "body": b""})
-
-    def close(self) -> None:
-        if self._timer:
-            self._timer.cancel()
 
     def _look(self) -> None:
         limit_s = STALLED_S if self._writing else KEEP_ALIVE_S

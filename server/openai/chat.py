@@ -8,9 +8,10 @@ from msgspec import Meta
 
 from batching.errors import InvalidInput
 from server.http.json import Document
+from server.openai.logprobs import logprob_documents
 from server.openai.messages import Messages, conversation
 from server.openai.params import FILLED, Count, Effort, GenerationRequest, TopLogprobs, decode
-from server.openai.request import ChoicesReply, GenerationEndpoint, logprob_documents
+from server.openai.request import ChoicesReply, GenerationEndpoint
 from server.openai.tools import TOOL_CHOICE, Tools, chat_calls
 from worker.deltas import Delta, Part, TokenLogprob
 from worker.protocol import Chat, GenerationInput
@@ -154,7 +155,7 @@ class ChatReply(ChoicesReply):
 class ChatCompletions(GenerationEndpoint[ChatReply]):
     def parse(self, body: bytes) -> ChatReply:
         most = self.engine.generator.max_model_len
-        request = decode(body, ChatRequest, self.models.names, most)
+        request = decode(body, ChatRequest, self.models.names.of, most)
         return ChatReply(request, self.engine.generator.call_id)
 
 

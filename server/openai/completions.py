@@ -8,8 +8,9 @@ from msgspec import Meta
 
 from batching.errors import InvalidInput
 from server.http.json import Document
+from server.openai.logprobs import finite
 from server.openai.params import Filled, GenerationRequest, TopLogprobs, decode
-from server.openai.request import ChoicesReply, GenerationEndpoint, finite
+from server.openai.request import ChoicesReply, GenerationEndpoint
 from worker.deltas import Delta, TokenLogprob
 from worker.protocol import GenerationInput
 
@@ -111,7 +112,7 @@ class Completions(GenerationEndpoint[CompletionReply]):
     def parse(self, body: bytes) -> CompletionReply:
         places = self.settings.max_queue_size
         most = max(places, self.engine.generator.max_model_len)  # prompts, or tokens of one
-        request = decode(body, CompletionRequest, self.models.names, most)
+        request = decode(body, CompletionRequest, self.models.names.of, most)
         return CompletionReply(request, places)
 
 

@@ -7,7 +7,7 @@ text-embeddings-inference and Hugging Face's client know. What needs the model (
 lengths) is checked in a pool (worker/embedding).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -22,7 +22,7 @@ from server.http.request import read_json_request, send_parts
 from server.openai.models import ModelNames
 from server.openai.params import TokenId, decode
 from server.settings import Settings
-from server.submission import submitted, timing_headers
+from server.submission import Submission
 from worker.scoring import PIECE, Embedded, EmbeddingInput, PieceSize, Truncation, pieces
 
 PATHS = ("/v1/embeddings", "/embed")
@@ -117,8 +117,8 @@ class Embeddings:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive, "embedding")
         request, payloads = await self.parsing.run(self.parse, body, deadlines.first)
-        with submitted(self.engine, "embedding", payloads, deadlines.first, receive) as items:
-            answers: list[Embedded] = [await item.future for item in items]
+        with Submission(self.engine, "embedding", payloads, deadlines, receive) as work:
+            answers: list[Embedded] = await work.answers()
         parts = [part for each in answers for part in (b",", each.content)][1:]
         if request.is_bare:
             parts = [b"[", *parts, b"]"]
@@ -127,21 +127,17 @@ class Embeddings:
             usage = {"prompt_tokens": tokens, "total_tokens": tokens}
             tail = b'],"model":%b,"usage":%b}' % (orjson.dumps(request.model), orjson.dumps(usage))
             parts = [b'{"object":"list","data":[', *parts, tail]
-        await send_parts(send, parts, timing_headers(items))
+        await send_parts(send, parts, work.timing_headers())
 
-    def parse(self, body: bytes) -> tuple[EmbeddingRequest, Sequence[EmbeddingInput]]:
-        request = decode(body, EmbeddingRequest, self.models.names)
-        return request, checked(request.pieces(piece_size(self.settings)), self.settings)
-
-
-def piece_size(settings: Settings) -> PieceSize:
-    """A batch has room for a piece at least."""
-    return PieceSize(min(PIECE, settings.max_batch_size), settings.max_batch_tokens)
+    def parse(self, body: bytes) -> tuple[EmbeddingRequest, list[EmbeddingInput]]:
+        request = decode(body, EmbeddingRequest, self.models.names.of)
+        return request, in_pieces(request.pieces, self.settings)
 
 
-def checked(payloads: Sequence[T], settings: Settings) -> Sequence[T]:
-    """InvalidInput for more pieces than the queue could ever take."""
-    if len(payloads) > settings.max_queue_size:
-        places = f"{len(payloads)} places; the queue has {settings.max_queue_size}"
+def in_pieces(make: Callable[[PieceSize], list[T]], settings: Settings) -> list[T]:
+    """Of a size that a batch has room for; InvalidInput for more than the queue could ever take."""
+    made = make(PieceSize(min(PIECE, settings.max_batch_size), settings.max_batch_tokens))
+    if len(made) > settings.max_queue_size:
+        places = f"{len(made)} places; the queue has {settings.max_queue_size}"
         raise InvalidInput(f"these inputs are too many or too long together: they need {places}")
-    return payloads
+    return made

@@ -105,7 +105,7 @@ class ModelListing:
         """What `transformers chat` asks before its first message. It waits for an event that says
         `ready`: the model is loaded from the start, so that this is the only one."""
         body, deadlines = await read_json_request(request.scope, request.receive, "generation")
-        read = partial(decode, kind=LoadRequest, names=self.models[0].names)
+        read = partial(decode, kind=LoadRequest, name=self.models[0].names.of)
         model = (await self.parsing.run(read, body, deadlines.first)).model
         event = to_json({"status": "ready", "model": model, "cached": True})
         return Response(b"data: %b\n\n" % event, media_type="text/event-stream")

@@ -8,7 +8,7 @@ documented default. What needs the model (token ids, lengths) is checked in `Gen
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
@@ -210,15 +210,11 @@ def unknown_model(given: str, known: str) -> HttpError:
     return HttpError(404, unknown, "model", code="model_not_found")
 
 
-class Naming(Protocol):
-    """What models are called: by `Names`, or something wider."""
-
-    def of(self, given: str | None) -> str: ...
-
-
-def decode(body: bytes, kind: type[B], names: Naming, most: int | None = None) -> B:
-    """A checked request, its `model` by the listed id; InvalidInput names the first field that does
-    not fit.
+def decode(
+    body: bytes, kind: type[B], name: Callable[[str | None], str], most: int | None = None
+) -> B:
+    """A checked request; InvalidInput names the first field that does not fit. `name` says what its
+    `model` is called here.
 
     `most` entries its lists may have, and the lists in those: what is to become tokens is not
     looked at one by one if it cannot fit into the context."""
@@ -228,7 +224,7 @@ def decode(body: bytes, kind: type[B], names: Naming, most: int | None = None) -
             if length > most:
                 raise InvalidInput.at(path, f"takes at most {most} entries, not {length}")
     request = convert(document, kind)
-    request.model = names.of(request.model)
+    request.model = name(request.model)
     if isinstance(request, GenerationRequest):
         request.check(document)
     return request

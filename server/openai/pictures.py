@@ -9,7 +9,7 @@ decoded from its base64.
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
 
@@ -21,7 +21,7 @@ from server.engine import Engine
 from server.http.fetch import Fetcher
 from server.openai.params import one_of
 from worker.data_urls import to_bytes
-from worker.protocol import Chat, GenerationInput, Picture, Tokenizing
+from worker.protocol import Chat, Picture, Tokenizing
 
 MOST_PICTURES = 20  # of a request
 DETAILS = ("auto", "low", "high", "original")
@@ -60,24 +60,13 @@ class Pictures:
     fetcher: Fetcher
     fetching: int = 0  # requests: they have no place in the queue yet
 
-    async def fetched(
-        self,
-        scope: Scope,
-        receive: Receive,
-        payloads: Sequence[GenerationInput],
-        deadline: float,
-    ) -> list[GenerationInput]:
-        """The payloads, with the bytes of their links. InvalidInput where one is not fetched,
-        QueueFull, DeadlineExceeded, ClientGone."""
-        made = list(payloads)
-        for n, payload in enumerate(made):
-            if not isinstance(chat := payload.prompt, Chat) or not chat.pictures:
-                continue
-            check_pictures(chat, self.engine.generator)
-            if any(each.link for each in chat.pictures):
-                work = self._chat(scope, chat, deadline)
-                made[n] = replace(payload, prompt=await while_there(receive, work))
-        return made
+    async def fetched(self, scope: Scope, receive: Receive, chat: Chat, deadline: float) -> Chat:
+        """With the bytes of its links. InvalidInput where one is not fetched, QueueFull,
+        DeadlineExceeded, ClientGone."""
+        check_pictures(chat, self.engine.generator)
+        if not any(each.link for each in chat.pictures):
+            return chat
+        return await while_there(receive, self._chat(scope, chat, deadline))
 
     async def _chat(self, scope: Scope, chat: Chat, deadline: float) -> Chat:
         for each in chat.pictures:

@@ -1,4 +1,4 @@
-"""The way of a generation request through HTTP, whatever its endpoint.
+"""The way of a request through HTTP whose answer comes in parts, whatever its endpoint.
 
     body → parse → images → submit → first delta or refusal → headers → events, or one document
 
@@ -6,13 +6,14 @@ A stream's headers wait for the first delta, so that refusals and early failures
 codes; what fails later is an event. What an answer looks like is its Reply's matter.
 """
 
+import hashlib
 import logging
 import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import orjson
 from starlette.types import Receive, Scope, Send
@@ -21,40 +22,38 @@ from batching.errors import ClientGone
 from server.engine import Engine
 from server.http.errors import HttpError, as_http_error
 from server.http.json import Document, Parsing
-from server.http.request import Deadlines, abort_on_disconnect, read_json_request, send_json
+from server.http.request import Deadlines, read_json_request, send_json
 from server.http.sse import DONE, EventStream
-from server.openai.cache_root import cache_root
+from server.openai.logprobs import prompt_document
 from server.openai.models import ModelNames
 from server.openai.params import GenerationRequest
 from server.openai.pictures import Pictures
 from server.settings import Settings
-from server.token_stream import TokenStream, Usage
-from worker.deltas import Delta, TokenLogprob
-from worker.protocol import GenerationInput
+from server.submission import AnswerStream, TokenStream, Usage
+from worker.deltas import Delta
+from worker.protocol import Chat, GenerationInput
 
-log = logging.getLogger("onequeue.generation")
+log = logging.getLogger("onequeue.answers")
 
-LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
+_SECRET = secrets.token_bytes(32)  # so that nobody finds a key by its digests
+D = TypeVar("D")
 
 
-class Reply(ABC):
+class Reply(ABC, Generic[D]):
     """The answer to one request: events while it is made, or one document.
 
-    `payloads` are what it asks the model for. Events may share parts with later ones: send each
-    before the next is made.
+    Events may share parts with later ones: send each before the next is made.
     """
 
-    def __init__(self, payloads: Sequence[GenerationInput], streams: bool) -> None:
-        self.payloads = payloads
-        self.streams = streams
-        self.usage = Usage()
+    streams: bool  # it is sent as events
+    media = b"application/json"  # of what `whole` gives
 
-    def begin(self, first: Sequence[Delta]) -> Iterator[Document]:
+    def begin(self, first: Sequence[D]) -> Iterator[Document]:
         """The events before those of the first deltas."""
         return iter(())
 
     @abstractmethod
-    def add(self, delta: Delta) -> Iterator[Document]:
+    def add(self, delta: D) -> Iterator[Document]:
         """The events of what is new."""
 
     @abstractmethod
@@ -66,8 +65,8 @@ class Reply(ABC):
         """The events of a failure after the start."""
 
     @abstractmethod
-    def whole(self, deltas: Sequence[Delta]) -> Document:
-        """The answer at once, from one delta a choice."""
+    def whole(self, deltas: Sequence[D]) -> Document | bytes:
+        """The answer at once, from all deltas."""
 
     def frame(self, event: Document) -> bytes:
         """An event as it is sent."""
@@ -78,51 +77,54 @@ class Reply(ABC):
         return DONE
 
 
-R = TypeVar("R", bound=Reply)
+R = TypeVar("R", bound=Reply[Any])
 
 
 @dataclass(eq=False)
-class GenerationEndpoint(ABC, Generic[R]):
+class Endpoint(ABC, Generic[R]):
     """A bare ASGI app."""
-
-    blocks: ClassVar = False  # whether parsing even a small body would hold up the loop
 
     settings: Settings
     engine: Engine
     models: ModelNames
-    pictures: Pictures
-    parsing: Parsing = field(init=False, default_factory=Parsing)
 
     @abstractmethod
-    def parse(self, body: bytes) -> R:
-        """What is asked for; raises InvalidInput. In a pool thread if the body is large."""
+    def submit(self, reply: R, deadlines: Deadlines, receive: Receive) -> AnswerStream[Any]:
+        """What it asks the model for, on its way; raises a Refused."""
 
     async def keep(self, reply: R) -> bool:
         """Store an answer before its last event is sent, so that a client can build on it."""
         return False
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, deadlines = await read_json_request(scope, receive, "generation")
-        reply = await self.parsing.run(self.parse, body, deadlines.first, self.blocks)
-        payloads = await self.pictures.fetched(scope, receive, reply.payloads, deadlines.first)
-        root = cache_root(self.models.names.id, "", scope["api_key"], payloads[0].cache_salt)
-        reply.payloads = [replace(each, cache_root=root) for each in payloads]
-        await self.answer(scope, receive, send, reply, deadlines)
-
     async def answer(
         self, scope: Scope, receive: Receive, send: Send, reply: R, deadlines: Deadlines
     ) -> None:
-        stream = TokenStream(self.engine, reply.payloads, deadlines, reply.usage)
-        self.engine.loop.create_task(abort_on_disconnect(receive, stream.items))
-        try:
-            if reply.streams:
-                await self._stream(scope, send, reply, stream, await stream.read())
-            else:
-                document = reply.whole(await stream.collect())
+        with self.submit(reply, deadlines, receive) as stream:
+            if not reply.streams:
+                content = reply.whole(await stream.collect())
                 await self.keep(reply)
-                await send_json(send, document)
-        finally:
-            stream.close()
+                return await send_json(send, content, media=reply.media)
+            frames = self._frames(scope, reply, stream, await stream.read())
+            try:
+                await EventStream(send, stream.arrival.set).send_all(frames)
+            except ClientGone as error:
+                self.engine.metrics.errors.labels("client_gone").inc()
+                log.info("stream ended id=%s because=%r", scope["request_id"].decode(), str(error))
+
+    async def _frames(
+        self, scope: Scope, reply: R, stream: AnswerStream[Any], first: list[Any]
+    ) -> AsyncIterator[bytes | None]:
+        """All that a stream says, a failure too; None if the reader was woken."""
+        try:
+            async for event in events(reply, stream, first):
+                yield None if event is None else reply.frame(event)
+        except ClientGone:
+            raise
+        except Exception as error:
+            for event in reply.fail(self.failed(error, scope)):
+                yield reply.frame(event)
+        await self.keep(reply)
+        yield reply.last_frame()
 
     def failed(self, error: Exception, scope: Scope) -> HttpError:
         """Counts a failure; its envelope."""
@@ -130,34 +132,9 @@ class GenerationEndpoint(ABC, Generic[R]):
         self.engine.metrics.errors.labels(envelope.kind).inc()
         return envelope
 
-    async def _stream(
-        self, scope: Scope, send: Send, reply: R, stream: TokenStream, first: list[Delta]
-    ) -> None:
-        connection = EventStream(send, stream.arrival.set)
-        try:
-            await connection.open()
-            try:
-                async for event in events(reply, stream, first):
-                    if event is None:
-                        await connection.comment()
-                    else:
-                        await connection.write(reply.frame(event))
-            except ClientGone:
-                raise
-            except Exception as error:
-                for event in reply.fail(self.failed(error, scope)):
-                    await connection.write(reply.frame(event))
-            await self.keep(reply)
-            await connection.end(reply.last_frame())
-        except ClientGone as error:
-            self.engine.metrics.errors.labels("client_gone").inc()
-            log.info("stream ended id=%s because=%r", scope["request_id"].decode(), str(error))
-        finally:
-            connection.close()
-
 
 async def events(
-    reply: Reply, stream: TokenStream, deltas: list[Delta]
+    reply: Reply[D], stream: AnswerStream[D], deltas: list[D]
 ) -> AsyncIterator[Document | None]:
     """The events of an answer, from the first deltas on; None if the reader was woken."""
     for event in reply.begin(deltas):
@@ -169,19 +146,70 @@ async def events(
         if not stream.unfinished:
             break
         deltas = await stream.read()
-        if not deltas:
+        if not deltas and stream.unfinished:
             yield None
     for event in reply.finish():
         yield event
 
 
-class ChoicesReply(Reply):
+class GenerationReply(Reply[Delta]):
+    """`payloads` are what it asks the language model for."""
+
+    def __init__(self, payloads: list[GenerationInput], streams: bool) -> None:
+        self.payloads = payloads
+        self.streams = streams
+        self.usage = Usage()
+
+
+G = TypeVar("G", bound=GenerationReply)
+
+
+@dataclass(eq=False)
+class GenerationEndpoint(Endpoint[G]):
+    blocks: ClassVar = False  # whether parsing even a small body would hold up the loop
+
+    pictures: Pictures
+    parsing: Parsing = field(init=False, default_factory=Parsing)
+
+    @abstractmethod
+    def parse(self, body: bytes) -> G:
+        """What is asked for; raises InvalidInput. In a pool thread if the body is large."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body, deadlines = await read_json_request(scope, receive, "generation")
+        reply = await self.parsing.run(self.parse, body, deadlines.first, self.blocks)
+        payloads, reply.payloads = reply.payloads, []
+        root = cache_root(self.models.names.id, scope["api_key"], payloads[0].cache_salt)
+        for payload in payloads:
+            prompt = payload.prompt
+            if isinstance(prompt, Chat) and prompt.pictures:
+                prompt = await self.pictures.fetched(scope, receive, prompt, deadlines.first)
+            reply.payloads.append(replace(payload, prompt=prompt, cache_root=root))
+        await self.answer(scope, receive, send, reply, deadlines)
+
+    def submit(self, reply: G, deadlines: Deadlines, receive: Receive | None) -> TokenStream:
+        return TokenStream(self.engine, reply.payloads, deadlines, reply.usage, receive)
+
+
+def cache_root(model: str, key: bytes, salt: str) -> bytes:
+    """Whose prefix cache a request shares: a shared one tells by its times what others have asked.
+
+    16 bytes that say nothing of what they are made of. Without API_KEYS there is one room for all;
+    a client's salt makes smaller rooms within that of its key, never larger ones."""
+    digest = hashlib.blake2b(digest_size=16, key=_SECRET)
+    for part in (model.encode(), key, salt.encode()):
+        digest.update(len(part).to_bytes(8))
+        digest.update(part)
+    return digest.digest()
+
+
+class ChoicesReply(GenerationReply):
     """Numbered choices, in chunks or together: what chat and text completions have in common."""
 
     id_prefix: str
     objects: tuple[str, str]  # what the document is called, and a chunk
 
-    def __init__(self, request: GenerationRequest, payloads: Sequence[GenerationInput]) -> None:
+    def __init__(self, request: GenerationRequest, payloads: list[GenerationInput]) -> None:
         super().__init__(payloads, bool(request.stream))
         options = request.stream_options
         self.includes_usage = bool(options and options.include_usage)
@@ -211,7 +239,7 @@ class ChoicesReply(Reply):
         if delta.prompt_ids:
             told["prompt_token_ids"] = delta.prompt_ids
         if delta.prompt_logprobs:
-            told["prompt_logprobs"] = list(map(_scored, delta.prompt_logprobs))
+            told["prompt_logprobs"] = list(map(prompt_document, delta.prompt_logprobs))
         return told
 
     def add(self, delta: Delta) -> Iterator[Document]:
@@ -256,32 +284,3 @@ class ChoicesReply(Reply):
             "prompt_tokens_details": {"cached_tokens": usage.cached},
             "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
         }
-
-
-def _scored(chosen: TokenLogprob) -> Document | None:
-    """A prompt's token and the likeliest in its place, by their ids."""
-    if chosen.logprob is None:
-        return None
-    ranked = [*enumerate(chosen.top, start=1), (chosen.rank, chosen)]
-    told: Document = {}
-    for rank, each in ranked:
-        scored = {"logprob": finite(each.logprob), "rank": rank, "decoded_token": each.text}
-        told.setdefault(str(each.token_id), scored)
-    return told
-
-
-def logprob_documents(logprobs: Sequence[TokenLogprob]) -> list[Document]:
-    """Tokens, their log-probabilities and the likeliest others, as chat and responses have it."""
-    return [
-        token_document(each) | {"top_logprobs": [token_document(t) for t in each.top]}
-        for each in logprobs
-    ]
-
-
-def token_document(each: TokenLogprob) -> Document:
-    """A token and its log-probability."""
-    return {"token": each.text, "logprob": finite(each.logprob), "bytes": list(each.raw)}
-
-
-def finite(logprob: float | None) -> float | None:
-    return None if logprob is None else max(logprob, LEAST_LOGPROB)

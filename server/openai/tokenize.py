@@ -114,13 +114,11 @@ class TokenizerEndpoint:
     def _answer(self, body: bytes) -> Tokens | Prompt:
         longest = max(each.loaded.max_model_len for each in self.models)
         try:
-            request = decode(body, self.kind, self, longest)
+            request = decode(
+                body, self.kind, lambda given: find(self.models, given).serves, longest
+            )
             return request.answer(self.served[request.model or ""].loaded)
         except Exception:
             raise
         except BaseException as error:  # a panic in a tokenizer is no Exception
             raise InvalidInput("the tokenizer cannot take this") from error
-
-    def of(self, given: str | None) -> str:
-        """A model's name in the registry, by what a request calls it."""
-        return find(self.models, given).serves

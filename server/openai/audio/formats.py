@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from server.http.json import Document, to_json
-from server.openai.audio.request import Format, TranslationRequest
-from server.openai.request import token_document
+from server.openai.audio.request import Format, TranscriptionRequest
+from server.openai.logprobs import token_document
 from worker.deltas import TokenLogprob
 from worker.transcription import Segment, TranscriptDelta, Word
 
@@ -44,20 +44,20 @@ class Transcript:
         return [token_document(each) for each in self.logprobs]
 
 
-def render(transcript: Transcript, request: TranslationRequest) -> tuple[bytes, bytes]:
+def render(transcript: Transcript, request: TranscriptionRequest) -> tuple[bytes, bytes]:
     """A whole answer and its media type."""
     media, make = FORMATS[request.format]
     return make(transcript, request), media
 
 
-def as_json(transcript: Transcript, request: TranslationRequest) -> bytes:
+def as_json(transcript: Transcript, request: TranscriptionRequest) -> bytes:
     document: Document = {"text": transcript.text, "usage": transcript.usage}
-    if request.logprobs:
+    if request.include:
         document["logprobs"] = transcript.logprob_documents()
     return to_json(document)
 
 
-def as_verbose_json(transcript: Transcript, request: TranslationRequest) -> bytes:
+def as_verbose_json(transcript: Transcript, request: TranscriptionRequest) -> bytes:
     document: Document = {
         "task": request.task,
         "language": "english" if request.task == "translate" else transcript.language,
@@ -83,11 +83,11 @@ def _word(word: Word) -> Document:
     return {"word": word.text.strip(), "start": word.start, "end": word.end}
 
 
-def as_text(transcript: Transcript, request: TranslationRequest) -> bytes:
+def as_text(transcript: Transcript, request: TranscriptionRequest) -> bytes:
     return f"{transcript.text}\n".encode()
 
 
-def as_srt(transcript: Transcript, request: TranslationRequest) -> bytes:
+def as_srt(transcript: Transcript, request: TranscriptionRequest) -> bytes:
     cues = [
         f"{n}\n{clock(each.start, ',')} --> {clock(each.end, ',')}\n{_line(each.text)}\n\n"
         for n, each in enumerate(_spoken(transcript), start=1)
@@ -95,7 +95,7 @@ def as_srt(transcript: Transcript, request: TranslationRequest) -> bytes:
     return "".join(cues).encode()
 
 
-def as_vtt(transcript: Transcript, request: TranslationRequest) -> bytes:
+def as_vtt(transcript: Transcript, request: TranscriptionRequest) -> bytes:
     cues = [
         f"{clock(each.start, '.')} --> {clock(each.end, '.')}\n{_escaped(each.text)}\n\n"
         for each in _spoken(transcript)
@@ -124,7 +124,7 @@ def clock(seconds: float, point: str) -> str:
     return f"{hours:02}:{rest // 60:02}:{rest % 60:02}{point}{thousandths:03}"
 
 
-Maker = Callable[[Transcript, TranslationRequest], bytes]
+Maker = Callable[[Transcript, TranscriptionRequest], bytes]
 FORMATS: Mapping[Format, tuple[bytes, Maker]] = {
     "json": (b"application/json", as_json),
     "verbose_json": (b"application/json", as_verbose_json),

@@ -22,68 +22,29 @@ Format = Literal["json", "text", "srt", "verbose_json", "vtt"]
 MAX_LANGUAGE = 40  # characters
 
 
-class TranslationRequest(Struct, kw_only=True):
-    task: ClassVar[Literal["transcribe", "translate"]] = "translate"
-    lists: ClassVar[Sequence[str]] = ()  # fields that may come several times
-    # Parameters of the API that nothing is done with, and the values that ask for nothing.
-    unimplemented: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "stream": ("false",),
-        **dict.fromkeys(("language", "timestamp_granularities", "include"), ()),
-    }
-
-    model: str | None = None
-    prompt: str | None = None
-    response_format: Format | None = None
-    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
-
-    @property
-    def format(self) -> Format:
-        return self.response_format or "json"
-
-    @property
-    def streams(self) -> bool:
-        return False
-
-    @property
-    def words(self) -> bool:
-        return False
-
-    @property
-    def segments(self) -> bool:
-        """Whether verbose_json has them."""
-        return True
-
-    @property
-    def logprobs(self) -> bool:
-        return False
-
-    def check(self) -> None:
-        """InvalidInput for fields that do not go together."""
-
-    def input(self, path: str) -> TranscriptionInput:
-        """`path`: where the recording is."""
-        return TranscriptionInput(
-            path, self.task, prompt=self.prompt or "", temperature=self.temperature or 0.0
-        )
-
-
-class TranscriptionRequest(TranslationRequest, kw_only=True):
+class TranscriptionRequest(Struct, kw_only=True):
     task: ClassVar[Literal["transcribe", "translate"]] = "transcribe"
+    # fields that may come several times
     lists: ClassVar[Sequence[str]] = ("timestamp_granularities", "include")
+    # Parameters of the API that nothing is done with, and the values that ask for nothing.
     unimplemented: ClassVar[dict[str, tuple[Any, ...]]] = {
         **dict.fromkeys(("keywords", "languages"), ()),
         **dict.fromkeys(("known_speaker_names", "known_speaker_references"), ()),
         "chunking_strategy": ("auto",),
     }
 
+    model: str | None = None
+    prompt: str | None = None
+    response_format: Format | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     language: Annotated[str, Meta(max_length=MAX_LANGUAGE)] | None = None
     stream: bool | None = None
     timestamp_granularities: list[Literal["word", "segment"]] | None = None
     include: list[Literal["logprobs"]] | None = None
 
     @property
-    def streams(self) -> bool:
-        return bool(self.stream)
+    def format(self) -> Format:
+        return self.response_format or "json"
 
     @property
     def words(self) -> bool:
@@ -94,11 +55,8 @@ class TranscriptionRequest(TranslationRequest, kw_only=True):
         """Whether verbose_json has them."""
         return "segment" in (self.timestamp_granularities or ("segment",))
 
-    @property
-    def logprobs(self) -> bool:
-        return bool(self.include)
-
     def check(self) -> None:
+        """InvalidInput for fields that do not go together."""
         if self.timestamp_granularities and self.format != "verbose_json":
             only = "goes with response_format: verbose_json only"
             raise InvalidInput.at("timestamp_granularities", only)
@@ -107,6 +65,7 @@ class TranscriptionRequest(TranslationRequest, kw_only=True):
                 raise InvalidInput.at(name, "goes with response_format: json only")
 
     def input(self, path: str) -> TranscriptionInput:
+        """`path`: where the recording is."""
         return TranscriptionInput(
             path,
             self.task,
@@ -114,11 +73,20 @@ class TranscriptionRequest(TranslationRequest, kw_only=True):
             prompt=self.prompt or "",
             temperature=self.temperature or 0.0,
             words=self.words,
-            logprobs=self.logprobs,
+            logprobs=bool(self.include),
         )
 
 
-def form_schema(kind: type[TranslationRequest]) -> dict[str, Any]:
+class TranslationRequest(TranscriptionRequest, kw_only=True):
+    task: ClassVar[Literal["transcribe", "translate"]] = "translate"
+    lists: ClassVar[Sequence[str]] = ()
+    unimplemented: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "stream": ("false",),
+        **dict.fromkeys(("language", "timestamp_granularities", "include"), ()),
+    }
+
+
+def form_schema(kind: type[TranscriptionRequest]) -> dict[str, Any]:
     """For the OpenAPI document: lists have a field of the name and brackets for each entry."""
     _, components = msgspec.json.schema_components([kind])
     described = components[kind.__name__]["properties"]
@@ -131,8 +99,8 @@ def form_schema(kind: type[TranslationRequest]) -> dict[str, Any]:
 
 
 def read_fields(
-    fields: Mapping[str, Sequence[str]], kind: type[TranslationRequest]
-) -> TranslationRequest:
+    fields: Mapping[str, Sequence[str]], kind: type[TranscriptionRequest]
+) -> TranscriptionRequest:
     """A checked request, of a form's fields; InvalidInput names the first that does not fit."""
     document: Document = {}
     for given, values in fields.items():

@@ -16,11 +16,11 @@ from starlette.types import Receive, Scope, Send
 
 from server.engine import Engine
 from server.http.json import INLINE_BYTES, Document, Parsing, to_json
-from server.http.request import Deadlines, abort_on_disconnect, read_json_request, send_json
-from server.openai.cache_root import cache_root
+from server.http.request import Deadlines, read_json_request, send_json
 from server.openai.models import ModelNames
 from server.openai.params import Body, decode
-from server.token_stream import TokenStream, Usage
+from server.openai.request import cache_root
+from server.submission import TokenStream, Usage
 from worker.decisions import MOST_QUESTIONS, DecisionInput
 from worker.deltas import Delta
 
@@ -45,7 +45,7 @@ class DecisionEndpoint:
     def parse(self, body: bytes) -> tuple[DecisionBody, DecisionInput]:
         """In a pool thread: 400 questions take milliseconds."""
         most = max(MOST_QUESTIONS, self.engine.generator.max_model_len)
-        request = decode(body, self.kind, self.models.names, most)
+        request = decode(body, self.kind, self.models.names.of, most)
         return request, request.decision_input()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,15 +65,11 @@ class DecisionEndpoint:
         payload: DecisionInput,
     ) -> tuple[list[Delta], Usage]:
         names, salt = self.models.names, request.cache_salt or ""
-        payload = replace(payload, cache_root=cache_root(names.id, "", scope["api_key"], salt))
+        payload = replace(payload, cache_root=cache_root(names.id, scope["api_key"], salt))
         usage = Usage()
         deadlines = replace(deadlines, whole=deadlines.first)
-        stream = TokenStream(self.engine, [payload], deadlines, usage)
-        self.engine.loop.create_task(abort_on_disconnect(receive, stream.items))
-        try:
+        with TokenStream(self.engine, [payload], deadlines, usage, receive) as stream:
             return await stream.collect(), usage
-        finally:
-            stream.close()
 
 
 def content_of(request: DecisionBody, deltas: Sequence[Delta], usage: Usage) -> bytes:

@@ -10,6 +10,7 @@ from server.http.json import Document, parse_json, to_json
 from server.openai.decisions.questions import AnyQuestion, QuestionPart
 from server.openai.messages import read_messages
 from server.openai.params import FILLED, Filled, Salt, required
+from server.openai.responses.events import usage_document
 from server.openai.responses.items import (
     IMAGE,
     MESSAGE_PARTS,
@@ -19,7 +20,7 @@ from server.openai.responses.items import (
     documents,
     messages,
 )
-from server.token_stream import Usage
+from server.submission import Usage
 from worker.decisions import MOST_QUESTIONS, DecisionInput
 
 # As a response has them, and what that has instead of calls of tools that take a text.
@@ -109,11 +110,5 @@ class DecisionRequest(Struct, kw_only=True):
                 for each, found in pairs
             ],
             "model": self.model,
-            "usage": {
-                "input_tokens": usage.prompt,
-                "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
-                "output_tokens": 0,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": usage.prompt,
-            },
+            "usage": usage_document(usage),
         }

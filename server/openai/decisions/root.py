@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
 from server.http.json import to_json
-from server.http.request import media_type, read_request, send_json
+from server.http.request import Posted, send_json
 from server.openai.decisions.endpoint import DecisionEndpoint
 from server.openai.decisions.systemone import SystemOneRequest
 from server.openai.params import decode
@@ -31,14 +31,10 @@ def by_chat_model(settings: Settings) -> bool:
 
 @dataclass(eq=False)
 class DecisionRoot(Root):
-    """The endpoint, as a bare ASGI app."""
-
     decisions: DecisionEndpoint
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers, body, deadlines = await read_request(scope, receive)
-        media = media_type(headers)
-        self.check_media(media)
+    async def answer(self, scope: Scope, receive: Receive, send: Send, posted: Posted) -> None:
+        media, body, deadlines = posted
         read = partial(self.read, media=media)
         asked, is_list = await self.parsing.run(read, body, deadlines.first, blocks=True)
         answers = []
@@ -60,7 +56,9 @@ class DecisionRoot(Root):
         if not isinstance(given.inputs, dict) or "model" in given.inputs:
             raise InvalidInput(f"{self.task_name} takes an object of state and questions", path)
         try:
-            request = decode(to_json(given.inputs), SystemOneRequest, self.decisions.models.names)
+            request = decode(
+                to_json(given.inputs), SystemOneRequest, self.decisions.models.names.of
+            )
             return request, request.decision_input()
         except InvalidInput as error:
             error.param = f"{path}.{error.param}" if error.param else path

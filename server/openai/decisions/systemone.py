@@ -14,7 +14,7 @@ from server.http.json import Document
 from server.openai.decisions import confidence
 from server.openai.decisions.questions import described, written
 from server.openai.params import Salt
-from server.token_stream import Usage
+from server.submission import Usage
 from worker.decisions import MOST_OPTIONS, DecisionInput, Question
 
 MOST_NAMED = 64

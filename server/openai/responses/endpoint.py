@@ -32,7 +32,7 @@ from server.openai.responses.events import ResponseReply
 from server.openai.responses.items import documents
 from server.openai.responses.request import ResponseRequest
 from server.openai.responses.store import NotStored, ResponseStore, Stored, TooLarge
-from server.token_stream import TokenStream
+from server.submission import TokenStream
 
 log = logging.getLogger("onequeue.responses")
 
@@ -79,7 +79,7 @@ class Responses(GenerationEndpoint[ResponseReply]):
 
     def parse(self, body: bytes) -> ResponseReply:
         most = self.engine.generator.max_model_len
-        request = decode(body, ResponseRequest, self.models.names, most)
+        request = decode(body, ResponseRequest, self.models.names.of, most)
         most_mb = self.settings.max_body_mb
         look_up = partial(self.store.items, most_bytes=most_mb * 1_000_000)
         try:
@@ -113,22 +113,21 @@ class Responses(GenerationEndpoint[ResponseReply]):
         if not reply.payloads[0].background:
             return await super().answer(scope, receive, send, reply, deadlines)
         deadlines = replace(deadlines, first=math.inf)  # it begins when there is time for it
-        stream = TokenStream(self.engine, reply.payloads, deadlines, reply.usage)
+        stream = self.submit(reply, deadlines, None)
         task = self.engine.loop.create_task(self._run(scope, reply, stream))
         self.jobs[reply.id] = Job(reply, stream.items, task)
         await send_json(send, reply.document)
 
     async def _run(self, scope: Scope, reply: ResponseReply, stream: TokenStream) -> None:
         """In the background: whatever ends it is what its response says."""
-        try:
-            async for _ in events(reply, stream, await stream.read()):
-                pass
-        except ClientGone:
-            reply.break_off("cancelled")
-        except Exception as error:
-            reply.fail(self.failed(error, scope))
-        finally:
-            stream.close()
+        with stream:
+            try:
+                async for _ in events(reply, stream, await stream.read()):
+                    pass
+            except ClientGone:
+                reply.break_off("cancelled")
+            except Exception as error:
+                reply.fail(self.failed(error, scope))
         try:
             if not await self.keep(reply):  # the client has no other way to it
                 await anyio.to_thread.run_sync(self.unstored.put, reply.stored)

@@ -19,11 +19,13 @@ import orjson
 from server.http.errors import HttpError
 from server.http.json import Document
 from server.openai.chat import CallId
-from server.openai.request import Reply, logprob_documents
+from server.openai.logprobs import logprob_documents
+from server.openai.request import GenerationReply
 from server.openai.responses.items import new_id
 from server.openai.responses.request import ResponseRequest
 from server.openai.responses.store import Stored
 from server.openai.structured import Format
+from server.submission import Usage
 from worker.deltas import Delta, TokenLogprob
 from worker.protocol import Chat, GenerationInput, Generator, SamplingDefaults
 
@@ -44,7 +46,7 @@ TEXT_EVENTS = {
 }
 
 
-class ResponseReply(Reply):
+class ResponseReply(GenerationReply):
     """`items` are the request's input. One that failed has the error `invalid_prompt`, if the
     request was wrong, or `server_error`."""
 
@@ -110,18 +112,21 @@ class ResponseReply(Reply):
         self._end(status)
 
     def _end(self, status: str) -> None:
-        usage = self.usage
         self.document["status"] = status
-        if usage.prompt:
-            self.document["usage"] = {
-                "input_tokens": usage.prompt,
-                "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
-                "output_tokens": usage.completion,
-                "output_tokens_details": {"reasoning_tokens": usage.reasoning},
-                "total_tokens": usage.prompt + usage.completion,
-            }
+        if self.usage.prompt:
+            self.document["usage"] = usage_document(self.usage)
         if status == "completed":
             self.document["completed_at"] = int(time.time())
+
+
+def usage_document(usage: Usage) -> Document:
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+        "output_tokens": usage.completion,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "total_tokens": usage.prompt + usage.completion,
+    }
 
 
 class ResponseOutput:

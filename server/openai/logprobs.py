@@ -1,0 +1,37 @@
+"""Log-probabilities of tokens as answers have them."""
+
+from collections.abc import Sequence
+
+from server.http.json import Document
+from worker.deltas import TokenLogprob
+
+LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
+
+
+def prompt_document(chosen: TokenLogprob) -> Document | None:
+    """A prompt's token and the likeliest in its place, by their ids."""
+    if chosen.logprob is None:
+        return None
+    ranked = [*enumerate(chosen.top, start=1), (chosen.rank, chosen)]
+    told: Document = {}
+    for rank, each in ranked:
+        scored = {"logprob": finite(each.logprob), "rank": rank, "decoded_token": each.text}
+        told.setdefault(str(each.token_id), scored)
+    return told
+
+
+def logprob_documents(logprobs: Sequence[TokenLogprob]) -> list[Document]:
+    """Tokens, their log-probabilities and the likeliest others, as chat and responses have it."""
+    return [
+        token_document(each) | {"top_logprobs": [token_document(t) for t in each.top]}
+        for each in logprobs
+    ]
+
+
+def token_document(each: TokenLogprob) -> Document:
+    """A token and its log-probability."""
+    return {"token": each.text, "logprob": finite(each.logprob), "bytes": list(each.raw)}
+
+
+def finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LEAST_LOGPROB)
