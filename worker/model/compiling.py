@@ -7,7 +7,7 @@ serves: only what it is called with is looked at.
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -18,6 +18,9 @@ from worker.model.loading import first_line
 from worker.model.self_check import CannotRun
 
 log = logging.getLogger("onequeue.compiling")
+
+# Kernels ask how many threads there are when they run (free_cores.py).
+ON_CPU = {"freezing": True, "cpp.dynamic_threads": True}
 
 
 def compiled(model: Any, check: Callable[[Any], None]) -> Any:
@@ -30,15 +33,15 @@ def compiled(model: Any, check: Callable[[Any], None]) -> Any:
     head stays outside: its number of rows changes with every step.
     """
     if model.device.type != "cpu":
-        return _compiled(model, check)
+        return _compiled(model, check, {})
     try:
-        return _compiled(model, check, freezing=True, cpp_wrapper=True)
+        return _compiled(model, check, ON_CPU | {"cpp_wrapper": True})
     except Exception as error:
         log.info("kernels are called from Python: %.300s", first_line(error))
-        return _compiled(model, check, freezing=True)
+        return _compiled(model, check, ON_CPU)
 
 
-def _compiled(model: Any, check: Callable[[Any], None], **settings: bool) -> Any:
+def _compiled(model: Any, check: Callable[[Any], None], settings: Mapping[str, bool]) -> Any:
     from torch._inductor import config as inductor  # seconds to import
 
     name, original = _body_of(model)
