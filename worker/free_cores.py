@@ -42,7 +42,7 @@ class FreeCores:
         threads = max(1, min(self._most, int(free + 0.5)))
         self._calm = self._calm + 1 if threads > self.threads else 0
         if threads < self.threads or self._calm == CALM_LOOKS:
-            log.info("compute threads=%d of %d", threads, self._most)
+            log.debug("compute threads=%d of %d", threads, self._most)
             self.threads, self._calm = threads, 0
         if (set_threads := openmp()) is not None:  # each time: a library that is loaded may have
             set_threads(self.threads)

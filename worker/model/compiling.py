@@ -7,7 +7,7 @@ serves: only what it is called with is looked at.
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -41,7 +41,7 @@ def compiled(model: Any, check: Callable[[Any], None]) -> Any:
         return _compiled(model, check, ON_CPU)
 
 
-def _compiled(model: Any, check: Callable[[Any], None], settings: Mapping[str, bool]) -> Any:
+def _compiled(model: Any, check: Callable[[Any], None], settings: dict[str, bool]) -> Any:
     from torch._inductor import config as inductor  # seconds to import
 
     name, original = _body_of(model)
