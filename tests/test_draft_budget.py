@@ -51,7 +51,7 @@ def test_what_rows_cost_is_assumed_until_it_is_seen() -> None:
 
 def test_another_load_is_learned() -> None:
     budget = taught(0.002, 16)
-    for _ in range(300):
+    for _ in range(1000):
         budget.learn(2, 1, 0.02)
     assert budget.worth(0.9, 16) == 16
 

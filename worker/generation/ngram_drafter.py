@@ -11,7 +11,7 @@ DRAFT = 16  # tokens proposed at most
 INDEXED = 512  # tokens looked at in one go: a long prompt takes several steps
 # Acceptance of a sequence's drafts: as it is taken to be before there were any, how much one token
 # says of it, and how much of what was learned is forgotten in a step without drafts.
-EXPECTED, NEW_SHARE, FORGOTTEN = 0.5, 0.2, 1 / 64
+EXPECTED, NEW_SHARE, FORGOTTEN = 0.5, 0.2, 1 / 128
 
 
 class NgramDrafter:
