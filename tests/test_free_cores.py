@@ -18,7 +18,7 @@ class Machine:
         self.now = self.busy = self.own = 0.0
         self.told: list[int] = []
         monkeypatch.setattr(free_cores, "busy_s", lambda cores: self.busy)
-        monkeypatch.setattr(free_cores.time, "process_time", lambda: self.own)
+        monkeypatch.setattr("worker.free_cores.time.process_time", lambda: self.own)
         monkeypatch.setattr(free_cores, "openmp", lambda: self.told.append)
         self.cores = Cores(cores, frozenset(range(cores)), False, "")
         self.free = FreeCores(self.cores)
