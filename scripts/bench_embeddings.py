@@ -2,12 +2,14 @@
 """Embeddings and reranking over HTTP beside sentence-transformers in process, on one machine.
 
     bench_embeddings.py --model PATH [--reranker PATH] [--servers onequeue onequeue@../other]
+                        [--peers BIN/infinity_emb BIN/vllm]
 
 Texts of 4 to 200 words: clients with one text each under way, and one that sends all of them as a
 list; beside `SentenceTransformer.encode` of 32 texts at a time, in order of arrival, and of the
 whole list, which it sorts by length. Then 100 documents in one request beside
-`CrossEncoder.predict` of as many pairs. All take turns, a server that is not measured stands still.
-Ends with a table of medians. Needs sentence-transformers, which the server does not.
+`CrossEncoder.predict` of as many pairs. Peers are programs that serve embeddings, infinity_emb's or
+vllm's. All take turns, a server that is not measured stands still. Ends with a table of medians.
+Needs sentence-transformers, which the server does not.
 """
 
 import argparse
@@ -15,17 +17,19 @@ import asyncio
 import contextlib
 import importlib
 import json
+import os
 import random
 import signal
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from bench_generation import cpu
-from bench_servers import Server, free_port, onequeue, running, say
+from bench_servers import Launch, Server, free_port, onequeue, running, say
 from http_client import Client
 from load_test import WORDS
 
@@ -69,9 +73,23 @@ def served(server: Server, path: str, bodies: Sequence[Any], clients: int) -> Ca
     return work
 
 
+def peer(program: str, port: int, model: str) -> Launch:
+    """One that serves the model's embeddings as OpenAI does, in float32 on a CPU."""
+    path = f"{Path(program).parent}:{os.environ['PATH']}"
+    environ = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "PATH": path}
+    if Path(program).name == "vllm":
+        command = [program, "serve", model, "--runner", "pooling", "--dtype", "float32"]
+        environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    else:
+        command = [program, "v2", "--model-id", model, "--served-model-name", model]
+        command += ["--engine", "torch", "--device", "cpu", "--dtype", "float32"]
+        command += ["--url-prefix", "/v1", "--no-bettertransformer"]
+    return Launch([*command, "--port", str(port)], port, "/health", environ)
+
+
 def embedding(servers: Sequence[Server], model: str, texts: list[str], clients: int) -> Measured:
-    peer: Any = importlib.import_module("sentence_transformers")
-    options = {"encoding_format": "base64"}  # which OpenAI's clients ask for
+    oracle: Any = importlib.import_module("sentence_transformers")
+    options = {"encoding_format": "base64", "model": model}  # which OpenAI's clients ask for
     singles = [{"input": text, **options} for text in texts]
     works: dict[str, Callable[[], object]] = {}
     for server in servers:
@@ -79,7 +97,7 @@ def embedding(servers: Sequence[Server], model: str, texts: list[str], clients: 
         works[f"{server.name}, {clients} clients, a text each"] = of
         of = served(server, "/v1/embeddings", [{"input": texts, **options}], 1)
         works[f"{server.name}, a list of all"] = of
-    encode = peer.SentenceTransformer(model, device="cpu").float().encode
+    encode = oracle.SentenceTransformer(model, device="cpu").float().encode
     arrivals = [texts[at : at + ARRIVAL] for at in range(0, len(texts), ARRIVAL)]
     works[f"`encode` of {ARRIVAL} as they arrive"] = lambda: [encode(each) for each in arrivals]
     works["`encode` of all, sorted"] = lambda: encode(texts)
@@ -87,12 +105,12 @@ def embedding(servers: Sequence[Server], model: str, texts: list[str], clients: 
 
 
 def reranking(servers: Sequence[Server], model: str) -> Measured:
-    peer: Any = importlib.import_module("sentence_transformers")
+    oracle: Any = importlib.import_module("sentence_transformers")
     documents = texts_of(DOCUMENTS, seed=2)
     body = {"query": QUERY, "documents": documents}
     works: dict[str, Callable[[], object]]
     works = {f"{each.name}, rerank": served(each, "/rerank", [body], 1) for each in servers}
-    predict = peer.CrossEncoder(model, device="cpu").predict
+    predict = oracle.CrossEncoder(model, device="cpu").predict
     pairs = [(QUERY, document) for document in documents]
     works["`CrossEncoder.predict`"] = lambda: predict(pairs)
     return works
@@ -130,6 +148,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--reranker", default="none")
     parser.add_argument("--servers", nargs="+", default=["onequeue"])
+    parser.add_argument("--peers", nargs="*", default=[])
     parser.add_argument("--texts", type=int, default=256)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
@@ -140,8 +159,12 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         launches = [(name, onequeue(name, free_port(), settings)) for name in arguments.servers]
         servers = [stack.enter_context(running(*each)) for each in launches]
+        others = [
+            (Path(each).name, peer(each, free_port(), arguments.model)) for each in arguments.peers
+        ]
+        peers = [stack.enter_context(running(*each)) for each in others]
         texts = texts_of(arguments.texts, seed=1)
-        works = embedding(servers, arguments.model, texts, arguments.clients)
+        works = embedding([*servers, *peers], arguments.model, texts, arguments.clients)
         rates = measure(works, arguments.rounds, len(texts))
         lines = list(table(rates, f"`encode` of {ARRIVAL} as they arrive"))
         if arguments.reranker != "none":

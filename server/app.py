@@ -82,7 +82,9 @@ def create_app(
     pool_threads = max(2, min(8, cores.threads if cores else 2))
     queue = RequestQueue(settings.max_queue_size, time.monotonic)
     decides_by_chat = not loaders["pipeline_model"] and by_chat_model(settings)
-    loaded = replace(settings, pipeline_model="none") if decides_by_chat else settings
+    loaded = settings
+    if decides_by_chat:
+        loaded = replace(settings, pipeline_model="none", chat_model=settings.pipeline_model)
     worker = Worker(served_models(loaded, loaders), cores=cores)
     observed = Metrics(lambda: queue.pending)
     engine = Engine(worker, queue, observed, pool_threads, settings.stuck_after_s)
@@ -98,6 +100,10 @@ def create_app(
     assets = Assets()
     front = Front(settings, engine, assets.files["index.html"])
     pipeline = Root(settings, engine, front) if settings.pipeline_model != "none" else None
+    if decides_by_chat:
+        names = ModelNames(settings.pipeline_model, engine, "generation")
+        asked = DecisionEndpoint(engine, names, SystemOneRequest)
+        pipeline = DecisionRoot(settings, engine, front, asked)
     named: list[ModelNames] = []
     if settings.chat_model != "none":
         names = ModelNames(settings.chat_model, engine, "generation")
@@ -106,8 +112,6 @@ def create_app(
         responses = Responses(*shared, open_store(settings))
         decisions = DecisionEndpoint(engine, names, DecisionRequest)
         systemone = DecisionEndpoint(engine, names, SystemOneRequest)
-        if decides_by_chat:
-            pipeline = DecisionRoot(settings, engine, front, systemone)
         routes += [
             Route("/v1/chat/completions", ChatCompletions(*shared), methods=["POST"]),
             Route("/v1/completions", Completions(*shared), methods=["POST"]),

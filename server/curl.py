@@ -38,6 +38,7 @@ def curl_lines(settings: Settings, address: str, mask: str = MASK) -> list[Line]
     ways = [
         ("chat_model", "chat", "/v1/chat/completions", {
             "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "max_tokens": 200,  # a model may think, or not know an end
         }),
         ("embedding_model", "embeddings", "/v1/embeddings", {"input": ["a cat", "a dog"]}),
         ("rerank_model", "reranking", "/rerank", {

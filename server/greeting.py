@@ -15,7 +15,10 @@ log = logging.getLogger("onequeue")
 def greet(settings: Settings, engine: Engine, server: uvicorn.Server, seconds: float) -> None:
     """`seconds` since the process began to serve."""
     url, curl = address(server)
-    log.info("ready seconds=%.1f address=%s page=%s/", seconds, url, url)
+    if uds := server.config.uds:
+        log.info("ready seconds=%.1f socket=%s", seconds, uds)  # browsers have no way there
+    else:
+        log.info("ready seconds=%.1f address=%s page=%s/", seconds, url, url)
     log.info("try: %s", line_to_try(settings, engine, url).replace("curl", curl, 1))
 
 

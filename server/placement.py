@@ -11,7 +11,7 @@ from typing import Any
 
 from server.preflight import MODELS, check_model
 from server.settings import SettingsError
-from worker.architectures import architectures, fetched, is_path, made_for
+from worker.architectures import architectures, fetched, is_path, made_for, reason
 
 # By what an architecture is made for; everything else is for POST /.
 PLACES = {
@@ -32,7 +32,7 @@ def place(model: str, flags: Mapping[str, str | None]) -> dict[str, str | None]:
     setting = "pipeline_model" if flags["pipeline_task"] else setting_for(model)
     if flags[setting]:
         flag = "--" + setting.replace("_", "-")
-        raise SettingsError(f"MODEL {model!r} and {flag} {flags[setting]!r}: give one of them")
+        raise SettingsError(f"MODEL={model!r} and {flag} {flags[setting]!r}: give one of them")
     for name in MODELS:
         placed[name] = flags[name] or "none"
     return placed | {setting: model}
@@ -44,14 +44,15 @@ def listens(architecture: str) -> bool:
 
 
 def setting_for(model: str) -> str:
+    config = _read(model, "config.json")
     if modules := _read(model, "modules.json"):  # sentence-transformers'
         kinds = [str(module.get("type")) for module in modules]
         if any(kind.endswith("LogitScore") for kind in kinds):
             return "rerank_model"
         if not any(".cross_encoder." in kind for kind in kinds):
             return "embedding_model"
-    if (config := _read(model, "config.json")) is None:
-        raise SettingsError(f"MODEL {model!r}: it has no config.json")
+    if config is None:
+        raise SettingsError(f"MODEL={model!r}: it has no config.json")
     [task] = made_for(config)[:1] or [""]
     setting = PLACES.get(task, "pipeline_model")
     if setting == "transcription_model" and not any(map(listens, architectures(config))):
@@ -66,14 +67,12 @@ def _read(model: str, name: str) -> Any:
     try:
         path = Path(model).expanduser() / name if is_path(model) else fetched(model, name)
         return json.loads(path.read_text())
-    except LocalEntryNotFoundError:
+    except LocalEntryNotFoundError as error:  # nor is it known whether there is one
         if name != "config.json":
             return None
-        raise SettingsError(
-            f"MODEL {model!r}: it is not in the cache, and the hub cannot be reached"
-        ) from None
+        why = f"there is no such folder; {reason(error)}"
     except (EntryNotFoundError, FileNotFoundError):
         return None
     except Exception as error:  # of the hub, the file or its content
-        reason = (str(error).splitlines() or [repr(error)])[0]
-        raise SettingsError(f"MODEL {model!r}: its {name} cannot be read: {reason}") from None
+        why = f"its {name} cannot be read: {reason(error)}"
+    raise SettingsError(f"MODEL={model!r}: {why}")

@@ -34,7 +34,7 @@ MODELS = (
     "rerank_model",
     "transcription_model",
 )
-_CONFIGS = ("config.json", "adapter_config.json", "modules.json")
+_CONFIGS = ("config.json", "modules.json")
 SPINS = 20_000  # some 0.3 ms to 1 ms, by how long the processor's pause is
 _OPENMP_THREADS = re.compile(r"\s*(\d{1,4})\s*(,.*)?")  # the first is for what is not nested
 
@@ -92,14 +92,30 @@ def check_models(settings: Settings, given: Container[str] = ()) -> Settings:
 
 def check_model(name: str, model: str) -> None:
     """Whether there may be such a model, which a setting, or a word of the command, names."""
+    if wrong := _wrong_with(model):
+        raise SettingsError(f"{name}={model!r}: {wrong}")
+
+
+def _wrong_with(model: str) -> str:
+    """Empty where it may be a hub id, or a checkpoint's folder."""
     folder = Path(os.path.expanduser(model))
+    if folder.is_file():
+        return "is a file, not a checkpoint's folder" + _gguf(folder)
     if folder.is_dir():
-        if not any((folder / config).is_file() for config in _CONFIGS):
-            raise SettingsError(f"{name}={model!r}: there is no config.json in this folder")
-    elif model.startswith(("/", ".", "~")):
-        raise SettingsError(f"{name}={model!r}: there is no such folder")
-    elif not _HUB_ID.fullmatch(model):
-        raise SettingsError(f"{name}={model!r}: is neither a folder nor a hub id (owner/name)")
+        if any((folder / config).is_file() for config in _CONFIGS):
+            return ""
+        if (folder / "adapter_config.json").is_file():
+            return "is an adapter (LoRA), which is not served: merge it into its model first"
+        held = next(folder.glob("*.gguf"), folder)
+        return "there is no config.json in this folder" + _gguf(held)
+    if model.startswith(("/", ".", "~")):
+        return "there is no such folder"
+    return "" if _HUB_ID.fullmatch(model) else "is neither a folder nor a hub id (owner/name)"
+
+
+def _gguf(path: Path) -> str:
+    """For those who come from llama.cpp."""
+    return "; GGUF is not served, give the model's safetensors" if path.suffix == ".gguf" else ""
 
 
 def check_workers(flag: str | None = None) -> None:

@@ -21,7 +21,8 @@ from server.http.json import INLINE_BYTES, Document, Parsing, to_json
 from server.http.request import read_json_request, send_json
 from server.openai.embeddings import MOST_INPUTS, in_pieces
 from server.openai.models import ModelNames
-from server.openai.params import FILLED, Count, Filled, decode
+from server.openai.params import FILLED, Count, Filled, Salt, decode
+from server.openai.request import rooted
 from server.settings import Settings
 from server.submission import Submission
 from worker.scoring import PairsInput, PieceSize, Scored, pieces
@@ -48,6 +49,7 @@ class RerankRequest(Struct, kw_only=True):
     instruction: str | None = None
     raw_scores: bool | None = None
     truncate: bool | None = None
+    cache_salt: Salt | None = None
 
     @property
     def is_bare(self) -> bool:
@@ -137,6 +139,7 @@ class Rerank:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive, "rerank")
         request, payloads = await self.parsing.run(self.parse, body, deadlines.first)
+        payloads = rooted(payloads, scope, self.models.id, request.cache_salt)
         with Submission(self.engine, "rerank", payloads, deadlines, receive) as work:
             answers: list[Scored] = await work.answers()
         scores = [score for each in answers for score in each.scores]

@@ -20,7 +20,8 @@ from server.http.json import Document, Parsing
 from server.http.request import read_json_request, send_json
 from server.openai.embeddings import in_pieces
 from server.openai.models import ModelNames, find
-from server.openai.params import Filled, decode
+from server.openai.params import Filled, Salt, decode
+from server.openai.request import rooted
 from server.rerank import Texts, check_count, pairs_in_pieces
 from server.settings import Settings
 from server.submission import Submission
@@ -42,6 +43,7 @@ class ScoreRequest(Struct, kw_only=True):
     model: str | None = None
     instruction: str | None = None
     truncate: bool | None = None
+    cache_salt: Salt | None = None
 
     def sides(self) -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:
         """Both fields and their texts: as many of either, or one of one."""
@@ -115,6 +117,7 @@ class Score:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive, self.models[0].serves)
         request, names, payloads = await self.parsing.run(self.parse, body, deadlines.first)
+        payloads = rooted(payloads, scope, names.id, request.cache_salt)
         with Submission(self.engine, names.serves, payloads, deadlines, receive) as work:
             answers: list[Any] = await work.answers()
         tokens = sum(each.tokens for each in answers)

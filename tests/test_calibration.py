@@ -130,6 +130,24 @@ def test_a_model_of_speech_alone_is_measured_by_recordings() -> None:
     assert transcriber.payloads
 
 
+@pytest.mark.slow
+def test_the_demo_of_speech_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LEAST_S": 1.0, "LIMITS": 0, "LEAST_REQUESTS": 1}.items():
+        monkeypatch.setattr(command, name, value)
+    nothing = {"pipeline_model": "none", "embedding_model": "none", "chat_model": "none"}
+    settings = Settings(**nothing, transcription_model="demo", compile="off")  # type: ignore[arg-type]
+    found, said = run(create_app(settings))
+    assert found is not None
+    assert said[0].startswith("/v1/audio/transcriptions of demo")
+
+
+@pytest.mark.parametrize(("rate", "places"), [(10, 16), (400, 200)])
+def test_places_are_for_what_comes_within_the_limit_twice_over(rate: float, places: int) -> None:
+    found = Stage(Knobs(256), rate, rate, 50, 200, 0)
+    assert report.settings(found, 250, True) == [f"MAX_QUEUE_SIZE={places}"]
+    assert report.settings(found, 250, False)[-1] == "MAX_QUEUE_SIZE=512"
+
+
 def lost() -> FakeRunner:
     raise ValueError("no weights")
 

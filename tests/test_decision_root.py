@@ -78,6 +78,18 @@ def test_what_cannot_be_asked_is_named(server: Server, inputs: Any, param: str) 
     assert str(error_of(answer)["param"]).startswith(param)
 
 
+def test_without_a_chat_model_it_is_loaded_for_decisions_alone(server: Server) -> None:
+    folder = str(tiny_decisions.folder())
+    settings: dict[str, Any] = {"chat_model": "none", "pipeline_model": folder}
+    settings |= {"dtype": "float32", "kv_cache_gb": 0.05, "compile": "off"}
+    with serving(pipeline_task="decision", **settings) as alone:
+        assert set(alone.engine.models) == {"generation"}
+        answer, expected = (post(each, "/", {"inputs": ASKED}).json() for each in (alone, server))
+        assert_alike(answer, expected)
+        for path in ("/v1/chat/completions", "/v1/systemone"):
+            assert post(alone, path, {}).status_code == 404
+
+
 def test_a_checkpoint_with_its_own_settings_keeps_its_pipeline(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     shutil.copytree(tiny_decisions.folder(), folder)

@@ -9,7 +9,6 @@ import torch
 from torch.nn.functional import normalize
 
 from batching.errors import InvalidInput
-from batching.request_queue import WorkItem
 from tests.tiny_embedders import NEW, checkpoint, dense, load, states
 from worker.embedding.embedder import Embedder
 from worker.model.loading import LoadingFailed
@@ -24,10 +23,8 @@ TEXTS = [
 
 
 def embed(embedder: Embedder, texts: list[Any], **options: Any) -> Embedded:
-    item = WorkItem(EmbeddingInput(texts, 0, **options), float("inf"), 0.0)
-    embedder.prepare(item)
-    [raw] = embedder.forward([item.prepared])
-    return embedder.finish(item, raw)
+    made: Embedded = embedder.answer(EmbeddingInput(texts, 0, **options))
+    return made
 
 
 def pool(hidden: Any, name: str, first: int = 0) -> Any:
@@ -87,7 +84,7 @@ def test_other_encoders_give_the_same_in_a_batch(tmp_path: Path, base: str, batc
 def test_a_decoder_pools_its_last_token(tmp_path: Path) -> None:
     pooling = {"pooling_mode_lasttoken": True}
     embedder = load(checkpoint(tmp_path / "m", "qwen3-base", pooling=pooling))
-    assert embedder.info.batching == "packed"
+    assert embedder.info.batching == "continuous"
     check(embedder, "qwen3-base", "lasttoken")
 
 

@@ -1,8 +1,11 @@
 """What a start says: one form of line, an address, a request that works; and what it leaves out."""
 
+import json
 import logging
 import shlex
 import signal
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,7 +18,7 @@ from server.log import configure_log, is_no_probe, uvicorn_config
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
 from tests.serving import serving, wait_until
-from tests.test_start import pipe, program, started
+from tests.test_start import pipe, process, program, started
 
 FAKE = """
     import uvicorn
@@ -52,6 +55,21 @@ def test_a_process_says_where_it_is_what_to_try_and_what_it_waits_for() -> None:
     for line in (*lines, *said.splitlines()):
         assert line.split()[2] in ("INFO", "WARNING"), line  # behind a date and a time
         assert "startup" not in line
+
+
+def test_a_socket_is_named_with_a_line_that_finds_it(tmp_path: Path) -> None:
+    uds = str(tmp_path / "s")
+    with process(program(FAKE.replace("port=0", f"uds={uds!r}"))) as child:
+        lines = []
+        for line in pipe(child.stderr):
+            lines.append(line)
+            if " try: " in line:
+                break
+        command = lines[-1].partition(" try: ")[2].strip()
+        done = subprocess.run(["sh", "-c", f"{command} --silent"], capture_output=True, check=True)
+        assert json.loads(done.stdout)
+    assert lines[-2].endswith(f" socket={uds}\n")
+    assert command.startswith(f"curl --unix-socket {uds} http://localhost/ ")
 
 
 def test_the_line_is_a_short_one_that_works_a_chat_if_there_is_one() -> None:

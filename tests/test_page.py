@@ -1,6 +1,7 @@
 """`GET /` and the page's files, as they are sent: the page to browsers, lines of curl to others."""
 
 import json
+import re
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.curl import curl_lines
+from server.curl import ASSETS, curl_lines
 from server.page import POLICY, prefers_html
 from server.pipeline import FORM, JSON, Root
 from server.settings import Settings
@@ -63,6 +64,18 @@ def test_the_page_needs_no_key_and_is_held_to_its_own_files(server: Server) -> N
         assert httpx.get(f"{server.url}/{path}").status_code == 200
     for path in ("nothing.js", "..%2fpage.py", "%2e%2e%2fpage.py", ".js"):
         assert httpx.get(f"{server.url}/assets/{path}").status_code == 404
+
+
+def test_the_page_is_one_file_of_html_with_a_few_others_each_of_which_is_used() -> None:
+    files = {path.name: path.read_text() for path in ASSETS.iterdir()}
+    assert [name for name in files if name.endswith(".html")] == ["index.html"]
+    assert sum(map(len, files.values())) < 100_000
+    used, found = set(), {"index.html"}
+    while found:
+        used |= found
+        text = "".join(files[name] for name in found)
+        found = set(re.findall(r'"(?:\./|assets/)([\w.]+)"', text)) - used
+    assert used == set(files)
 
 
 def test_files_are_kept_by_their_tags_and_have_heads(server: Server) -> None:

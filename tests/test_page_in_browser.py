@@ -66,6 +66,7 @@ def test_what_was_sent_and_the_same_to_type(page: Any) -> None:
     page.get_by_label("System prompt").fill('It\'s "so" $HOME `x`\\n')
     page.get_by_label("Max tokens").fill("3")
     page.get_by_label("Temperature").fill("0.5")
+    page.get_by_label("Thoughts").select_option("low")
     answer = say(page, "hi")
     answer.get_by_text("cut at max tokens").wait_for()
     answer.get_by_text("Request and answer").click()
@@ -76,6 +77,7 @@ def test_what_was_sent_and_the_same_to_type(page: Any) -> None:
 
     request = json.loads(shown("Request"))
     assert (request["temperature"], request["max_tokens"], request["stream"]) == (0.5, 3, True)
+    assert request["reasoning_effort"] == "low"
     assert request["messages"][0] == {"role": "system", "content": 'It\'s "so" $HOME `x`\\n'}
     whole = json.loads(shown("Answer"))
     assert whole["choices"][0]["message"]["content"] == "Hello there,"

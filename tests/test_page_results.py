@@ -123,12 +123,15 @@ def draw(page: Any, answer: Any, **given: Any) -> Any:
 
 def test_found_words_are_marked_where_they_are(page: Any) -> None:
     found = [
-        {"entity": "B-PER", "word": "Ada", "start": 2, "end": 5, "score": 0.9},
-        {"entity_group": "LOC", "word": "Rom", "start": 9, "end": 12, "score": 0.8},
+        {"entity": "B-PER", "word": "A", "start": 2, "end": 3, "score": 0.9},
+        {"entity": "I-PER", "word": "##da", "start": 3, "end": 5, "score": 0.7},
+        {"entity": "I-PER", "word": "King", "start": 6, "end": 10, "score": 0.8},
+        {"entity_group": "LOC", "word": "Rom", "start": 14, "end": 17, "score": 0.8},
     ]
-    shown = draw(page, found, text="😀 Ada in Rom.")
-    assert shown.locator("mark").all_inner_texts() == ["AdaPER", "RomLOC"]
-    assert shown.text_content() == "😀 AdaPER in RomLOC."
+    shown = draw(page, found, text="😀 Ada King in Rom.")
+    assert shown.locator("mark").all_inner_texts() == ["Ada KingPER", "RomLOC"]
+    assert shown.locator("mark").first.get_attribute("title") == "70.0 %"
+    assert shown.text_content() == "😀 Ada KingPER in RomLOC."
 
 
 def test_boxes_lie_over_the_picture(page: Any) -> None:
@@ -194,6 +197,7 @@ def test_a_picture_goes_with_a_message(visitor: Any, server: Server) -> None:
     visitor.route("**/v1/models", lambda route: route.fulfill(json={"data": [model]}))
     visitor.route("**/v1/chat/completions", answer)
     visitor.goto(server.url)
+    visitor.get_by_role("tab", name="Live").wait_for()
     picture = {"name": "cat.svg", "mimeType": "image/svg+xml", "buffer": SVG.encode()}
     visitor.locator("#chat input[type=file]").set_input_files(picture)
     visitor.get_by_role("button", name="Remove cat.svg").wait_for()

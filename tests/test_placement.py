@@ -110,3 +110,21 @@ def test_a_hub_id_that_cannot_be_had_is_refused(
     monkeypatch.setattr(placement, "fetched", hub({"config.json": found}))
     with pytest.raises(SettingsError, match=says):
         place("owner/name", NO_FLAGS)
+
+
+@pytest.mark.parametrize(
+    ("files", "model", "says"),
+    [
+        (["model.gguf"], "model.gguf", "is a file, not a checkpoint's folder; GGUF is not served"),
+        (["model.gguf"], "", "no config.json in this folder; GGUF is not served"),
+        (["notes.txt"], "notes.txt", "is a file, not a checkpoint's folder$"),
+        (["adapter_config.json"], "", r"is an adapter \(LoRA\), which is not served"),
+    ],
+)
+def test_what_is_no_checkpoint_is_told_for_what_it_is(
+    tmp_path: Path, files: list[str], model: str, says: str
+) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    with pytest.raises(SettingsError, match=says):
+        place(str(tmp_path / model), NO_FLAGS)

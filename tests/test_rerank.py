@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from batching.errors import InvalidInput
-from batching.request_queue import WorkItem
 from tests import tiny
 from tests.event_streams import CLIENT, post
 from tests.serving import Server, serving
@@ -21,7 +20,7 @@ from worker.embedding.load import load_reranker
 from worker.embedding.pairs import AFTER, BEFORE, INSTRUCTION
 from worker.embedding.reranker import Reranker
 from worker.model.loading import LoadingFailed
-from worker.scoring import PairsInput
+from worker.scoring import PairsInput, Scored
 
 hf: Any = importlib.import_module("transformers")  # half of it is not annotated
 
@@ -32,10 +31,8 @@ DOCUMENTS = ["paris is a city", "a cow says moo " * 4, "the cat sat on the mat",
 def scores(reranker: Reranker, documents: list[str], **options: Any) -> list[float]:
     paths = [("query", f"documents[{n}]") for n in range(len(documents))]
     pairs = [(QUERY, document) for document in documents]
-    item = WorkItem(PairsInput(pairs, paths, **options), float("inf"), 0.0)
-    reranker.prepare(item)
-    [raw] = reranker.forward([item.prepared])
-    return reranker.finish(item, raw).scores
+    made: Scored = reranker.answer(PairsInput(pairs, paths, **options))
+    return made.scores
 
 
 def load(folder: Path) -> Reranker:
@@ -127,7 +124,7 @@ def yes_less_no(folder: Path, *parts: str) -> float:
 def test_a_decoder_says_yes_or_no_in_qwens_template(tmp_path: Path) -> None:
     folder = decoder(tmp_path / "m")
     reranker = load(folder)
-    assert reranker.info.batching == "packed"
+    assert reranker.info.batching == "continuous"
     for instruction in (None, "Find rude words"):
         got = scores(reranker, DOCUMENTS, raw=True, instruction=instruction)
         told = f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: {QUERY}\n<Document>: "

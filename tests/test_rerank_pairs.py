@@ -62,7 +62,7 @@ def test_each_text_is_tokenized_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_only_first_tokens_go_through_the_rest_of_the_last_layer() -> None:
     reranker = load(tiny.folder("bert-rank"))
-    rows: Any = reranker.score.__closure__[0].cell_contents  # type: ignore[index]
+    rows: Any = reranker.rows
     widths: list[int] = []
     for layer in rows.packing.layers:
         layer.intermediate.register_forward_pre_hook(

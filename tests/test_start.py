@@ -79,8 +79,7 @@ def assert_refused(
 
 
 @contextmanager
-def started(command: Sequence[str], **env: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A process that listens, and its port; its model may still be loading."""
+def process(command: Sequence[str], **env: str) -> Iterator[subprocess.Popen[str]]:
     child = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -90,11 +89,18 @@ def started(command: Sequence[str], **env: str) -> Iterator[tuple[subprocess.Pop
         text=True,
     )
     try:
-        running = next(line for line in pipe(child.stderr) if "Uvicorn running on" in line)
-        yield child, int(running.split(" (")[0].rpartition(":")[2])
+        yield child
     finally:
         child.kill()
         child.communicate()
+
+
+@contextmanager
+def started(command: Sequence[str], **env: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that listens, and its port; its model may still be loading."""
+    with process(command, **env) as child:
+        running = next(line for line in pipe(child.stderr) if "Uvicorn running on" in line)
+        yield child, int(running.split(" (")[0].rpartition(":")[2])
 
 
 def pipe(end: IO[str] | None) -> IO[str]:

@@ -142,10 +142,9 @@ def read_config(model: str) -> dict[str, Any]:
         path = Path(model).expanduser() / CONFIG if is_path(model) else fetched(model, CONFIG)
         config = json.loads(path.read_text())
     except Exception as error:  # of the hub, the file or its content
-        reason = (str(error).splitlines() or [repr(error)])[0]
         raise TaskUnclear(
             f"PIPELINE_MODEL={model}: its config.json cannot be read, and PIPELINE_TASK is not "
-            f"set: {reason}"
+            f"set: {reason(error)}"
         ) from error
     return config if isinstance(config, dict) else {}
 
@@ -168,3 +167,19 @@ def fetched(model: str, name: str) -> Path:
         return Path(path.result(FETCH_S))
     except TimeoutError:
         raise TimeoutError(f"the hub did not answer within {FETCH_S:g} s") from None
+
+
+def reason(error: Exception) -> str:
+    """Why a checkpoint's file cannot be had, or read, on one line."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return "the model is gated, and HF_TOKEN is of nobody who was let in"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "the hub has no such model, or none that HF_TOKEN may see"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        return f"it is not in the cache, and {why}"
+    if getattr(getattr(error, "response", None), "status_code", None) == 401:
+        return "the hub does not accept HF_TOKEN"
+    return (str(error).splitlines() or [repr(error)])[0]

@@ -18,7 +18,16 @@ from batching.errors import OnequeueError, OutOfMemory, WrongResultCount
 from batching.request_queue import BatchLane, TurnLane, WorkItem
 from batching.turns import Turns
 from worker.failures import rerun_in_halves
-from worker.protocol import BatchReport, Generator, LoadedModel, Runner, State, Stepped, StepReport
+from worker.protocol import (
+    UNFINISHED,
+    BatchReport,
+    Generator,
+    LoadedModel,
+    Runner,
+    State,
+    Stepped,
+    StepReport,
+)
 
 log = logging.getLogger("onequeue.worker")
 
@@ -151,10 +160,12 @@ class PipelineModel(ServedModel[Runner]):
         self.lane = BatchLane(name, places, turns)
         self.batcher = batcher
         self.batch: list[WorkItem] = []  # the one that runs
+        self.unfinished: list[WorkItem] = []  # those of the last that go on with the next
+        self._began = 0.0  # the batch
 
     def load(self) -> None:
         super().load()
-        self.batcher.packs = self.loaded.info.batching == "packed"
+        self.batcher.packs = self.loaded.info.batching in ("packed", "continuous")
 
     def lane_for(self, payload: Any) -> BatchLane:
         return self.lane
@@ -165,17 +176,24 @@ class PipelineModel(ServedModel[Runner]):
 
     def clear(self) -> list[WorkItem]:
         """Drop everything, whatever state it is in; the items that have no output yet."""
-        unanswered = [item for item in self.batch if not item.ran] + self.batcher.clear()
-        self.batch, self.busy = [], False
+        begun = [item for item in self.batch if not item.ran] or self.unfinished
+        unanswered = begun + self.batcher.clear()
+        self.batch, self.unfinished, self.busy = [], [], False
         return unanswered
 
+    def due_at(self, free_since: float) -> float | None:
+        """When the next batch should leave; None if nothing is to be done."""
+        return free_since if self.unfinished else self.batcher.due_at(free_since)
+
     def take(self, now: float, free_since: float) -> list[WorkItem]:
-        """The next batch, if one is due."""
-        self.batch = []
-        self.batch = self.batcher.take(now, free_since)
+        """The next batch, if one is due: whoever goes on, and whoever joins them."""
+        self.batch = [item for item in self.unfinished if item.open]
+        self.unfinished, self._began = [], now
+        joining = self.batcher.take(now, free_since)
+        self.batch += joining
         self.busy = bool(self.batcher.waiting)
-        rows = sum(item.rows for item in self.batch)
-        for item in self.batch:
+        rows = sum(item.rows for item in joining)
+        for item in joining:
             item.started_at = now
             item.batch_size = rows
         return self.batch
@@ -209,20 +227,25 @@ class PipelineModel(ServedModel[Runner]):
             rerun_in_halves(self.batch, error, forward, failed, lambda item: item.open)
         if run.out_of_memory:
             self.batcher.out_of_memory(run.fitted)
+        self.unfinished = [item for item, output in run.outputs if output is UNFINISHED]
+        run.outputs = [each for each in run.outputs if each[1] is not UNFINISHED]
+        self.busy |= bool(self.unfinished)
         return run
 
     def report(self, run: BatchRun, more_wait: bool) -> BatchReport:
-        """On the batch that has run, for metrics and the rate."""
-        batch, cap = self.batch, self.batcher.cap
+        """On the batch that has run, for metrics and the rate. Who goes on counts at the end."""
+        goes_on, cap = set(self.unfinished), self.batcher.cap
+        batch = [item for item in self.batch if item not in goes_on]
         tokens = sum(item.tokens for item in batch)
         rows = sum(item.rows for item in batch)
-        run_tokens = tokens if self.batcher.packs else rows * max(item.width for item in batch)
+        widest = max((item.width for item in batch), default=0)
+        run_tokens = tokens if self.batcher.packs else rows * widest
         return BatchReport(
             size=len(batch),
             tokens=tokens,
             padding=max(0, run_tokens - tokens) / (run_tokens or 1),
             forward_s=run.forward_s,
-            total_s=batch[0].finished_at - batch[0].started_at,
+            total_s=self.batch[0].finished_at - self._began,
             waits_s=tuple(item.started_at - item.accepted_at for item in batch),
             out_of_memory=run.out_of_memory,
             cap=cap,

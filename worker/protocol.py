@@ -10,6 +10,9 @@ from worker.decode_budget import RequestBudget
 TEXT_ALONE = "this model takes text, no images"
 State = Literal["loading", "warming", "ready", "dead"]
 
+# In an output's place: its input goes on with the next batch.
+UNFINISHED = object()
+
 
 @dataclass(frozen=True, slots=True)
 class PipelineInput:
@@ -244,7 +247,8 @@ class Runner(LoadedModel, Protocol):
     """A loaded pipeline. `finish` runs in pool threads, `forward` on the worker's."""
 
     def forward(self, prepared: list[Any]) -> list[Any]:
-        """One raw output for each prepared input, in order."""
+        """One raw output for each prepared input, in order; UNFINISHED for those that have some way
+        to go, and are given again in the next batch if somebody still waits."""
 
     def finish(self, item: WorkItem, raw: Any) -> Any:
         """The answer to an item, from its raw output."""

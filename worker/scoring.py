@@ -39,6 +39,7 @@ class EmbeddingInput:
     truncation: Truncation = Truncation()
     form: Literal["float", "base64", "bare", "vectors"] = "float"
     param: str = "input"
+    cache_root: bytes = b""  # prefixes are shared with inputs of the same root alone
 
     def path(self, n: int) -> str:
         """What errors about the n-th of these inputs name."""
@@ -64,6 +65,7 @@ class PairsInput:
     document_tokens: int | None = None  # so many of a document's tokens are read at most
     cuts: bool = True  # documents that are too long; queries never are
     raw: bool = False  # scores as the model gives them, without an activation
+    cache_root: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

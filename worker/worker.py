@@ -156,7 +156,7 @@ class Worker:
             if model.busy:
                 if not isinstance(model, PipelineModel):
                     return 0.0
-                due.append(model.batcher.due_at(self._free_since))
+                due.append(model.due_at(self._free_since))
             due.append(model.breaker.probe_at)
         known = [at for at in due if at is not None]
         return max(0.0, min(known) - self.clock()) if known else None

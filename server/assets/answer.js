@@ -31,6 +31,7 @@ export class Answer {
     this.whole = whole;
     if (usage) this.usage = usage;
     if (!choices.length) return;
+    this.firstAt ??= performance.now(); // a call's text comes later, all at once in some forms
     const [{ delta, finish_reason: reason }] = choices;
     const message = this.message;
     if (delta.content) message.content += delta.content;
@@ -43,7 +44,6 @@ export class Answer {
       if (call) call.function.arguments += part.function?.arguments ?? "";
       else message.tool_calls[index] = { ...part, function: { arguments: "", ...part.function } };
     }
-    if (delta.content || delta.reasoning_content || delta.tool_calls) this.firstAt ??= performance.now();
     if (delta.content || delta.tool_calls) this.thoughtUntil ??= performance.now();
     this.finishReason = reason ?? this.finishReason;
   }

@@ -143,7 +143,7 @@ class Chat {
 
   // The API's request for the next message. Throws where the tools are no JSON.
   request() {
-    const { model, system, temperature, max_tokens: most, tools } = this.settings;
+    const { model, system, temperature, max_tokens: most, reasoning_effort: effort, tools } = this.settings;
     const before = system.value.trim() ? [{ role: "system", content: system.value.trim() }] : [];
     const body = {
       model: model.value || undefined,
@@ -153,6 +153,7 @@ class Chat {
     };
     if (temperature.value) body.temperature = Number(temperature.value);
     if (most.value) body.max_tokens = Number(most.value);
+    if (effort.value) body.reasoning_effort = effort.value;
     if (tools.value.trim()) body.tools = parsed(tools.value);
     return { path: PATH, body };
   }

@@ -31,6 +31,22 @@ export function announce(text) {
   find("#announcer").textContent = text;
 }
 
+// Does a section's work, and shows what comes of it: elements, or what went wrong.
+export async function showing(section, work) {
+  const output = find(".output", section);
+  const button = find("[data-action=send]", section);
+  button.disabled = true;
+  output.setAttribute("aria-busy", true);
+  try {
+    output.replaceChildren(...await work());
+  } catch (error) {
+    output.replaceChildren(failure(error));
+  } finally {
+    button.disabled = false;
+    output.removeAttribute("aria-busy");
+  }
+}
+
 // Grow with what is typed.
 export function growing(textarea) {
   const fit = () => {

@@ -1,7 +1,7 @@
 // Embeddings: texts, one a line, and how alike each two are: the cosine of their vectors.
 
 import { call } from "./api.js";
-import { element, failure, find, growing, sendingOnEnter } from "./dom.js";
+import { element, find, growing, sendingOnEnter, showing } from "./dom.js";
 import { exchange } from "./exchange.js";
 import { figures } from "./pipeline.js";
 
@@ -23,31 +23,24 @@ export function startEmbeddings(section, ready, models) {
   sendingOnEnter(text, form, true);
   form.onsubmit = event => {
     event.preventDefault();
-    compare(section, text.value, model);
+    showing(section, () => compare(text.value, model));
   };
   section.addEventListener("shown", growing(text));
 }
 
-async function compare(section, text, model) {
-  const output = find(".output", section);
-  const button = find("[data-action=send]", section);
+async function compare(text, model) {
   const texts = text.split("\n").map(line => line.trim()).filter(Boolean);
-  button.disabled = true;
-  try {
-    if (texts.length < 2 || texts.length > MOST) throw new Error(`2 to ${MOST} texts can be compared`);
-    const request = { path: PATH, body: { model, input: texts } };
-    const response = await call(PATH, { body: request.body });
-    const answer = await response.json();
-    const vectors = answer.data.map(each => each.embedding);
-    output.replaceChildren(element("div", { class: "scroll" }, table(texts, vectors)),
-      element("p", { class: "note" },
-        [`${vectors[0].length} dimensions`, figures(response)].filter(Boolean).join(" · ")),
-      exchange(request, () => answer));
-  } catch (error) {
-    output.replaceChildren(failure(error));
-  } finally {
-    button.disabled = false;
-  }
+  if (texts.length < 2 || texts.length > MOST) throw new Error(`2 to ${MOST} texts can be compared`);
+  const request = { path: PATH, body: { model, input: texts } };
+  const response = await call(PATH, { body: request.body });
+  const answer = await response.json();
+  const vectors = answer.data.map(each => each.embedding);
+  return [
+    element("div", { class: "scroll" }, table(texts, vectors)),
+    element("p", { class: "note" },
+      [`${vectors[0].length} dimensions`, figures(response)].filter(Boolean).join(" · ")),
+    exchange(request, () => answer),
+  ];
 }
 
 function table(texts, vectors) {

@@ -2,7 +2,7 @@
 // what comes back is shown by its shape (results.js).
 
 import { call, timings } from "./api.js";
-import { element, failure, find, growing, seconds, sendingOnEnter, unfolding } from "./dom.js";
+import { element, find, growing, seconds, sendingOnEnter, showing, unfolding } from "./dom.js";
 import { exchange, json } from "./exchange.js";
 import { dataUrl, FileField } from "./files.js";
 import { results } from "./results.js";
@@ -30,7 +30,7 @@ export async function startPipeline(section, ready) {
 
   const field = parts.file ? new FileField(find(".file", form), takes === "audio" ? "audio" : "image") : null;
   if (field && !parts.objects && !parts.labels) field.onFile = () => form.requestSubmit();
-  const run = () => send(section, () => read(form, parts, takes, field), field);
+  const run = () => showing(section, () => send(() => read(form, parts, takes, field), field));
   form.onsubmit = event => {
     event.preventDefault();
     run();
@@ -82,24 +82,13 @@ function withFile(value, url) {
   return Object.fromEntries(Object.entries(value).map(([key, each]) => [key, withFile(each, url)]));
 }
 
-async function send(section, read, field) {
-  const output = find(".output", section);
-  const button = find("[data-action=send]", section);
-  button.disabled = true;
-  output.setAttribute("aria-busy", true);
-  try {
-    const request = await read();
-    const response = await call(request.path, { body: request.body ?? request.file });
-    const answer = await response.json();
-    output.replaceChildren(
-      ...await results(answer, { picture: field?.kind === "image" ? field.url : null, text: request.body?.inputs }),
-      element("p", { class: "note" }, figures(response)), exchange(request, () => answer));
-  } catch (error) {
-    output.replaceChildren(failure(error));
-  } finally {
-    button.disabled = false;
-    output.removeAttribute("aria-busy");
-  }
+async function send(read, field) {
+  const request = await read();
+  const response = await call(request.path, { body: request.body ?? request.file });
+  const answer = await response.json();
+  const given = { picture: field?.kind === "image" ? field.url : null, text: request.body?.inputs };
+  return [...await results(answer, given), element("p", { class: "note" }, figures(response)),
+    exchange(request, () => answer)];
 }
 
 export function figures(response) {

@@ -15,7 +15,7 @@ const SHAPES = [
   { fits: all(each => each.box), draw: boxes },
   { fits: all(each => typeof each.mask === "string"), draw: masks },
   { fits: all(each => "start" in each && ("entity" in each || "entity_group" in each)), draw: words },
-  { fits: all(each => typeof each.score === "number"), draw: bars },
+  { fits: all(each => typeof each.score === "number"), draw: list => bars(list) },
   { fits: all(all(each => typeof each.score === "number")), draw: several },
   { fits: all(each => typeof each.generated_text === "string"), draw: texts },
 ];
@@ -41,8 +41,9 @@ function listed(answer) {
   return labels && scores ? labels.map((label, n) => ({ label, score: scores[n] })) : null;
 }
 
-function bars(scores) {
-  const rows = scores.map(({ label, token_str: token, answer, sequence, score }) => element("li", {},
+function bars(scores, hueOf = null) {
+  const rows = scores.map(({ label, token_str: token, answer, sequence, score }) => element("li",
+    hueOf ? { "--accent": `hsl(${hueOf(label)} 85% 45%)` } : {},
     element("span", { class: "label", title: sequence ?? "" }, String(label ?? token ?? answer)),
     element("span", { class: "bar", "--share": Math.max(0, Math.min(1, score)) }),
     element("span", { class: "figure" }, percent(score))));
@@ -73,7 +74,7 @@ async function boxes(found, { picture: address }) {
       `${label} ${percent(score)}`)));
   const over = drawing("svg", { viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" }, ...drawn);
   image.alt = `The picture, with ${found.length} boxes`;
-  return [element("figure", { class: "overlaid" }, image, over), ...bars(found)];
+  return [element("figure", { class: "overlaid" }, image, over), ...bars(found, hueOf)];
 }
 
 async function masks(found, { picture: address }) {
@@ -114,19 +115,31 @@ function picture(base64, name) {
 
 // Each found word in the colour of its label; what lies between as it is.
 function words(found, { text }) {
-  const name = each => (each.entity_group ?? each.entity).replace(/^[BI]-/, "");
-  const hueOf = hues(found.map(name));
   const letters = Array.from(String(text)); // the server counts characters, not UTF-16's halves
+  const spans = joined(found.toSorted((one, other) => one.start - other.start));
+  const hueOf = hues(spans.map(each => each.name));
   const parts = [];
   let at = 0;
-  for (const each of found.toSorted((one, other) => one.start - other.start)) {
-    if (each.start < at) continue;
-    parts.push(letters.slice(at, each.start).join(""),
-      element("mark", { "--hue": hueOf(name(each)), title: percent(each.score) },
-        letters.slice(each.start, each.end).join(""), element("small", {}, name(each))));
-    at = each.end;
+  for (const { name, start, end, score } of spans) {
+    if (start < at) continue;
+    parts.push(letters.slice(at, start).join(""), element("mark", { "--hue": hueOf(name), title: percent(score) },
+      letters.slice(start, end).join(""), element("small", {}, name)));
+    at = end;
   }
   return [element("p", { class: "marked" }, ...parts, letters.slice(at).join(""))];
+}
+
+// Pieces of a word, and words that go on with an entity (I-), as one: the least sure score is its own.
+function joined(pieces) {
+  const spans = [];
+  for (const { entity, entity_group: group, start, end, score } of pieces) {
+    const name = (group ?? entity).replace(/^[BI]-/, "");
+    const last = spans.at(-1);
+    const goesOn = last?.name === name && (start === last.end || (entity?.startsWith("I-") && start === last.end + 1));
+    if (goesOn) Object.assign(last, { end, score: Math.min(last.score, score) });
+    else spans.push({ name, start, end, score });
+  }
+  return spans;
 }
 
 function hues(labels) {

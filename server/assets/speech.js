@@ -1,7 +1,7 @@
 // Speech: a recording or a file to /v1/audio/transcriptions, and its words by their times.
 
 import { call } from "./api.js";
-import { element, failure, find } from "./dom.js";
+import { element, find, showing } from "./dom.js";
 import { exchange } from "./exchange.js";
 import { FileField } from "./files.js";
 
@@ -13,31 +13,20 @@ export function startSpeech(section, ready, models) {
   const field = new FileField(find(".file", form), "audio");
   form.onsubmit = event => {
     event.preventDefault();
-    transcribe(section, field.file, model);
+    showing(section, () => transcribe(section, field.file, model));
   };
   field.onFile = () => form.requestSubmit();
 }
 
 async function transcribe(section, file, model) {
-  const output = find(".output", section);
-  const button = find("[data-action=send]", section);
   const language = find("[name=language]", section).value.trim();
-  button.disabled = true;
-  output.setAttribute("aria-busy", true);
-  try {
-    if (!file) throw new Error("record something or choose a sound file first");
-    const form = { model, response_format: "verbose_json", ...(language && { language }) };
-    const body = new FormData();
-    for (const [name, value] of Object.entries(form)) body.append(name, value);
-    body.append("file", file, file.name);
-    const answer = await (await call(PATH, { body })).json();
-    output.replaceChildren(...transcript(answer), exchange({ path: PATH, form, file }, () => answer));
-  } catch (error) {
-    output.replaceChildren(failure(error));
-  } finally {
-    button.disabled = false;
-    output.removeAttribute("aria-busy");
-  }
+  if (!file) throw new Error("record something or choose a sound file first");
+  const form = { model, response_format: "verbose_json", ...(language && { language }) };
+  const body = new FormData();
+  for (const [name, value] of Object.entries(form)) body.append(name, value);
+  body.append("file", file, file.name);
+  const answer = await (await call(PATH, { body })).json();
+  return [...transcript(answer), exchange({ path: PATH, form, file }, () => answer)];
 }
 
 function transcript({ text, segments = [], language, duration }) {

@@ -49,12 +49,12 @@ def plot(stages: Sequence[Stage], found: Stage, limit_ms: float) -> list[str]:
 
 def settings(found: Stage, limit_ms: float, generates: bool) -> list[str]:
     """As lines of a .env file. What waits longer than the limit twice over is refused at once."""
-    places = max(16, math.ceil(2 * found.rate * limit_ms / 1000), 2 * found.knobs.cap)
-    lines = [f"MAX_QUEUE_SIZE={places}"]
-    if not generates:
-        wait_ms = found.knobs.wait_ms
-        lines = [f"MAX_BATCH_SIZE={found.knobs.cap}", f"MAX_BATCH_WAIT_MS={wait_ms:g}", *lines]
-    return lines
+    places = max(16, math.ceil(2 * found.rate * limit_ms / 1000))
+    if generates:
+        return [f"MAX_QUEUE_SIZE={places}"]
+    cap, wait_ms = found.knobs.cap, found.knobs.wait_ms
+    places = max(places, 2 * cap)  # one batch runs while the next fills
+    return [f"MAX_BATCH_SIZE={cap}", f"MAX_BATCH_WAIT_MS={wait_ms:g}", f"MAX_QUEUE_SIZE={places}"]
 
 
 def summary(stages: Sequence[Stage], found: Stage, limit_ms: float, generates: bool) -> list[str]:

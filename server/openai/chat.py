@@ -155,7 +155,13 @@ class ChatReply(ChoicesReply):
 class ChatCompletions(GenerationEndpoint[ChatReply]):
     def parse(self, body: bytes) -> ChatReply:
         most = self.engine.generator.max_model_len
-        request = decode(body, ChatRequest, self.models.names.of, most)
+        try:
+            request = decode(body, ChatRequest, self.models.names.of, most)
+        except InvalidInput as error:
+            if error.param == "messages" and b'"input"' in body:
+                meant = "is required; a request with `input` goes to /v1/responses"
+                raise InvalidInput.at("messages", meant) from None
+            raise
         return ChatReply(request, self.engine.generator.call_id)
 
 

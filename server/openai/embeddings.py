@@ -20,7 +20,8 @@ from server.engine import Engine
 from server.http.json import Parsing
 from server.http.request import read_json_request, send_parts
 from server.openai.models import ModelNames
-from server.openai.params import TokenId, decode
+from server.openai.params import Salt, TokenId, decode
+from server.openai.request import rooted
 from server.settings import Settings
 from server.submission import Submission
 from worker.scoring import PIECE, Embedded, EmbeddingInput, PieceSize, Truncation, pieces
@@ -46,6 +47,7 @@ class EmbeddingRequest(Struct, kw_only=True):
     truncate: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     truncation_direction: Literal["left", "right", "Left", "Right"] | None = None
+    cache_salt: Salt | None = None
 
     @property
     def is_bare(self) -> bool:
@@ -117,6 +119,7 @@ class Embeddings:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive, "embedding")
         request, payloads = await self.parsing.run(self.parse, body, deadlines.first)
+        payloads = rooted(payloads, scope, self.models.id, request.cache_salt)
         with Submission(self.engine, "embedding", payloads, deadlines, receive) as work:
             answers: list[Embedded] = await work.answers()
         parts = [part for each in answers for part in (b",", each.content)][1:]

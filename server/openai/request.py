@@ -191,6 +191,15 @@ class GenerationEndpoint(Endpoint[G]):
         return TokenStream(self.engine, reply.payloads, deadlines, reply.usage, receive)
 
 
+P = TypeVar("P", bound=Any)  # a payload, which has a `cache_root`
+
+
+def rooted(payloads: Sequence[P], scope: Scope, model: str, salt: str | None) -> list[P]:
+    """A request's payloads, which share their prefixes from here on."""
+    root = cache_root(model, scope["api_key"], salt or "")
+    return [replace(each, cache_root=root) for each in payloads]
+
+
 def cache_root(model: str, key: bytes, salt: str) -> bytes:
     """Whose prefix cache a request shares: a shared one tells by its times what others have asked.
 

@@ -2,6 +2,7 @@
 rerankers have in common. On the worker's thread.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from worker.embedding.files import SentenceFiles, read_files
-from worker.embedding.rows import RowModel
+from worker.embedding.paged_rows import PagedRows, paged_rows
+from worker.embedding.rows import STATES, RowModel
 from worker.embedding.texts import TextReader
 from worker.model import cpu_linear, missing_weights
+from worker.model.language_model import LanguageModel
 from worker.model.loading import (
     attention_keywords,
     check_fits,
@@ -22,9 +25,12 @@ from worker.model.loading import (
     local_path,
     worth_compiling,
 )
+from worker.model.self_check import CannotRun
 from worker.pipeline import native_packing
 from worker.pipeline.limits import context_limit, vocabulary
 from worker.protocol import ModelInfo
+
+log = logging.getLogger("onequeue.embedding")
 
 DEMO_FOLDER = Path(__file__).parent.parent / "demo" / "embedding"
 
@@ -37,6 +43,7 @@ class ScoringOptions:
     attention: str = "auto"
     compile: str = "auto"
     allow_dimensions: bool = False
+    max_running: int = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +65,31 @@ class Loaded:
     def reader(self) -> TextReader:
         return TextReader(self.tokenizer, self.limit, vocabulary(self), self.files.lower_case)
 
-    def rows(self, wanted: str, task: str, model: PreTrainedModel | None = None) -> RowModel:
-        """Through the whole model, or that part of it."""
-        rows = RowModel(model or self.model, self.tokenizer, self.limit, wanted, task)
+    def rows(self, model: PreTrainedModel, wanted: str) -> RowModel | PagedRows:
+        """Through this model or part of it, in the way that it can take."""
+        if wanted == STATES:
+            language = LanguageModel(self.options.model, model, self.tokenizer)
+            try:
+                return paged_rows(
+                    language, self.limit, self.options.compile, self.options.max_running
+                )
+            except CannotRun as error:
+                log.info("not paged: %s", error)
+        rows = RowModel(model, self.tokenizer, self.limit, wanted)
         if rows.packing and worth_compiling(self.options.compile, self.model.num_parameters()):
             native_packing.begin(rows.packing)
         return rows
 
-    def info(self, task: str, rows: RowModel) -> ModelInfo:
+    def lay_out(self, rows: RowModel | PagedRows, check: Callable[[], None]) -> None:
+        """Weights as a CPU's matrix kernels want them, where paging has not seen to it, but for
+        those of heads: a vocabulary's may be as large as all others, and is not multiplied here."""
+        model = self.model
+        if not isinstance(rows, RowModel) or model.device.type != "cpu":
+            return
+        if cpu_linear.packs(model.dtype):
+            cpu_linear.pack(model.base_model, free_bytes(model.device), check, shares=False)
+
+    def info(self, task: str, rows: RowModel | PagedRows) -> ModelInfo:
         return ModelInfo(
             task=task,
             model=self.options.model,
@@ -96,10 +120,3 @@ def load_checkpoint(options: ScoringOptions, choose: Callable[[Any], Any]) -> Lo
     model.to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     return Loaded(options, model, tokenizer, files, missing_weights.names_of(info))
-
-
-def lay_out(model: PreTrainedModel, check: Callable[[], None]) -> None:
-    """Weights as a CPU's matrix kernels want them, but for those of heads: a vocabulary's may be as
-    large as all others, and is not multiplied here."""
-    if model.device.type == "cpu" and cpu_linear.packs(model.dtype):
-        cpu_linear.pack(model.base_model, free_bytes(model.device), check, shares=False)

@@ -1,28 +1,28 @@
 """Embeddings: texts → token ids → states → vectors → JSON.
 
-    prepare (pool): tokens, and all that can be refused → forward (worker): a batch of rows
-    → finish (pool): shortened, normalised, written
+    read: tokens, and all that can be refused → a vector of each row → finish: shortened,
+    normalised, written
 
-An entry of the registry like a pipeline (worker/models.py): batches, breaker and bisection are
-those of all.
+How rows are run is scorer.py's.
 """
 
 import base64
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import orjson
-import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from batching.errors import InvalidInput, ItemFailed
 from batching.request_queue import WorkItem
 from worker.embedding.files import SentenceFiles
 from worker.embedding.head import Head
+from worker.embedding.paged_rows import PagedRows
 from worker.embedding.rows import RowModel
+from worker.embedding.scorer import Scorer
 from worker.embedding.texts import Row, TextReader
-from worker.protocol import TEXT_ALONE, ModelInfo
+from worker.protocol import ModelInfo
 from worker.scoring import Embedded, EmbeddingInput
 
 Vectors = NDArray[np.float32]
@@ -33,37 +33,30 @@ DOCUMENT = ("document", "passage", "corpus", "search_document")
 ROLES = {**dict.fromkeys(QUERY, QUERY), **dict.fromkeys(DOCUMENT, DOCUMENT)}
 
 
-class Embedder:
-    """Implements worker.protocol.Runner and Tokenizing. `sizes`: those that its vectors may be
-    shortened to; None for any, empty for none."""
+class Embedder(Scorer):
+    """`sizes`: those that its vectors may be shortened to; None for any, empty for none."""
+
+    smallest = EmbeddingInput(["a"], None)
 
     def __init__(
         self,
-        rows: RowModel,
+        rows: RowModel | PagedRows,
         reader: TextReader,
         files: SentenceFiles,
         sizes: Sequence[int] | None,
         info: ModelInfo,
     ) -> None:
-        self.rows, self.reader, self.files = rows, reader, files
-        self.sizes = sizes
-        self.info = info
-        self.max_model_len = reader.limit
-        self.no_images = TEXT_ALONE
-        self.encode, self.decode, self.token = reader.encode, reader.decode, reader.token
         self.head = Head(files, rows.device)
-        [vector] = self.forward([[Row(rows.tokenizer("a")["input_ids"])]])
+        super().__init__(rows, self.head.pool, reader, info)
+        self.files, self.sizes = files, sizes
+        [vector] = self.forward([[Row(reader.encode("a"))]])
         self.size = files.truncate_dim or vector.shape[1]
 
     # ── pool threads ──
 
-    def prepare(self, item: WorkItem) -> None:
-        payload: EmbeddingInput = item.payload
+    def read(self, payload: EmbeddingInput) -> list[Row]:
         self._check_size(payload.dimensions)
-        rows = self._ids(payload) if isinstance(payload.inputs[0], list) else self._texts(payload)
-        counts = [len(row.ids) for row in rows]
-        item.prepared = rows
-        item.rows, item.tokens, item.width = len(rows), sum(counts), max(counts)
+        return self._ids(payload) if isinstance(payload.inputs[0], list) else self._texts(payload)
 
     def _texts(self, payload: EmbeddingInput) -> list[Row]:
         paths = [payload.path(n) for n in range(len(payload.inputs))]
@@ -110,15 +103,15 @@ class Embedder:
             only = f"must be {self.size}: this model was not trained for others (Matryoshka)"
             raise InvalidInput.at("dimensions", only)
 
-    def finish(self, item: WorkItem, raw: Vectors) -> Embedded:
+    def finish(self, item: WorkItem, raw: Tensor) -> Embedded:
         payload: EmbeddingInput = item.payload
-        if not np.isfinite(raw).all():
+        if not raw.isfinite().all():
             raise ItemFailed("the model gave no finite numbers for this input")
         size = payload.dimensions or self.size
         unit = payload.normalize
         if unit is None:
             unit = self.head.normalizes or payload.dimensions is not None
-        vectors = np.ascontiguousarray(raw[:, :size], dtype="<f4")
+        vectors = np.ascontiguousarray(raw.numpy()[:, :size], dtype="<f4")
         if unit:
             lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
             vectors = vectors / np.maximum(lengths, np.float32(1e-12))
@@ -127,24 +120,9 @@ class Embedder:
 
     # ── the worker thread ──
 
-    @torch.inference_mode()
-    def forward(self, prepared: list[Any]) -> list[Vectors]:
-        """The vectors [rows, D] of each item's rows."""
-        rows = [row for each in prepared for row in each]
-        states = self.rows(rows)
-        made = self.head(states, [len(row.ids) for row in rows], self._skips(rows))
-        vectors: Vectors = made.cpu().numpy()
-        ends = np.cumsum([len(each) for each in prepared])
-        return np.split(vectors, ends[:-1])
-
-    def _skips(self, rows: Sequence[Row]) -> list[int]:
-        return [0 if self.files.include_prompt else row.skip for row in rows]
-
-    def warm_up(self) -> None:
-        item = WorkItem(EmbeddingInput(["a"], None), float("inf"), 0.0)
-        self.prepare(item)
-        [raw] = self.forward([item.prepared])
-        self.finish(item, raw)
+    def head_of(self, kept: Tensor) -> Tensor:
+        """Vectors [texts, D]."""
+        return self.head(kept)
 
 
 def written(vectors: Vectors, payload: EmbeddingInput) -> bytes:

@@ -1,17 +1,17 @@
 """From tokens' states to vectors: pooling, and the layers that follow it. In float32.
 
-States of several texts lie end to end, as they come out of a packed batch, so that nothing is
-padded and a text's vector does not depend on its mates.
+A text is pooled by itself, so that nothing is padded and its vector does not depend on its mates.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, normalize
 
 from worker.embedding.files import Dense, Normalize, SentenceFiles
+from worker.embedding.texts import Row
 
 
 def _weighted(states: Tensor, first: int) -> Tensor:
@@ -22,37 +22,35 @@ def _weighted(states: Tensor, first: int) -> Tensor:
 
 # From a text's states [tokens, H], after `first` that are left out, to a vector [H].
 POOL: Mapping[str, Callable[[Tensor, int], Tensor]] = {
-    "cls": lambda states, first: states[0],
+    "cls": lambda states, first: states[0].clone(),  # the rest is not to be kept
     "max": lambda states, first: states.amax(0),
     "mean": lambda states, first: states.mean(0),
     "mean_sqrt_len_tokens": lambda states, first: states.sum(0) / math.sqrt(len(states)),
     "weightedmean": _weighted,
-    "lasttoken": lambda states, first: states[-1],
+    "lasttoken": lambda states, first: states[-1].clone(),
 }
 
 
 class Head:
     def __init__(self, files: SentenceFiles, device: torch.device) -> None:
-        self.poolings = files.poolings
+        self.poolings, self.include_prompt = files.poolings, files.include_prompt
         layers = list(files.layers)
         self.normalizes = bool(layers) and isinstance(layers[-1], Normalize)
         if self.normalizes:
             layers.pop()  # its place is after a vector has been shortened
         self.layers = [_on(layer, device) for layer in layers]
 
-    def __call__(self, states: Tensor, counts: Sequence[int], skips: Sequence[int]) -> Tensor:
-        """Vectors [texts, D] of states [tokens, H]. `counts` are the texts' tokens; `skips`, how
-        many at the start of each are a prompt that is not pooled."""
-        texts = zip(torch.split(states.float(), list(counts)), skips, strict=True)
-        vectors = torch.stack([self._pool(text, skip) for text, skip in texts])
+    def pool(self, states: Tensor, row: Row) -> Tensor:
+        """A text's states [tokens, H] as one vector."""
+        skip = 0 if self.include_prompt or row.skip >= len(states) else row.skip
+        pooled = [POOL[name](states[skip:].float(), skip) for name in self.poolings]
+        return torch.cat(pooled) if len(pooled) > 1 else pooled[0]
+
+    def __call__(self, vectors: Tensor) -> Tensor:
+        """What follows pooling: vectors [texts, D] of those."""
         for layer in self.layers:
             vectors = _through(layer, vectors)
         return vectors
-
-    def _pool(self, states: Tensor, skip: int) -> Tensor:
-        skip = skip if skip < len(states) else 0
-        pooled = [POOL[name](states[skip:], skip) for name in self.poolings]
-        return torch.cat(pooled) if len(pooled) > 1 else pooled[0]
 
 
 def _on(layer: Dense | Normalize, device: torch.device) -> Dense | Normalize:

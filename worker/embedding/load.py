@@ -19,13 +19,13 @@ from transformers import (
 from worker.embedding.checkpoint import (
     Loaded,
     ScoringOptions,
-    lay_out,
     load_checkpoint,
 )
 from worker.embedding.embedder import Embedder
 from worker.embedding.files import activation
 from worker.embedding.pairs import TextPairs, asking
-from worker.embedding.reranker import Reranker, by_answer, by_label
+from worker.embedding.reranker import Reranker, of_answer, of_label
+from worker.embedding.rows import LOGITS, STATES
 from worker.embedding.texts import Row, TextReader
 from worker.model import missing_weights
 from worker.model.language_model import check_generates
@@ -33,8 +33,6 @@ from worker.model.loading import LoadingFailed, loading
 from worker.model.self_check import TOLERANCE
 
 log = logging.getLogger("onequeue.embedding")
-
-STATES = "last_hidden_state"
 
 
 def load_embedder(options: ScoringOptions) -> Embedder:
@@ -44,12 +42,11 @@ def load_embedder(options: ScoringOptions) -> Embedder:
     with loading(f"the embedding model {name!r} could not be loaded"):
         made = load_checkpoint(options, encoder_class)
         check_weights(made)
-        task = "feature-extraction"
-        rows = made.rows(STATES, task)
+        rows = made.rows(made.model, STATES)
         sizes = None if options.allow_dimensions else trained_sizes(made.model.config)
-        info = made.info(task, rows)
+        info = made.info("feature-extraction", rows)
         embedder = Embedder(rows, made.reader, made.files, sizes, info)
-    lay_out(made.model, embedder.warm_up)
+    made.lay_out(rows, embedder.warm_up)
     return embedder
 
 
@@ -95,7 +92,7 @@ def load_reranker(options: ScoringOptions) -> Reranker:
         made = load_checkpoint(options, reranker_class)
         decides = decides_by_tokens(made.model.config)
         reranker = decider(made) if decides else cross_encoder(made)
-    lay_out(made.model, reranker.warm_up)
+    made.lay_out(reranker.rows, reranker.warm_up)
     return reranker
 
 
@@ -105,10 +102,10 @@ def cross_encoder(made: Loaded) -> Reranker:
     if made.lacking:
         shown = missing_weights.shown(made.lacking)
         raise LoadingFailed(f"its checkpoint has no weights for {shown}")
-    task, reader = "text-classification", made.reader
-    rows = made.rows("logits", task)
-    info, chosen = made.info(task, rows), made.files.activation or own_activation(made.model)
-    return Reranker(reader, TextPairs(reader), by_label(rows), chosen, info)
+    reader, rows = made.reader, made.rows(made.model, LOGITS)
+    chosen = made.files.activation or own_activation(made.model)
+    info = made.info("text-classification", rows)
+    return Reranker(rows, of_label, reader, TextPairs(reader), chosen, info)
 
 
 def own_activation(model: PreTrainedModel) -> nn.Module | None:
@@ -135,12 +132,13 @@ def decider(made: Loaded) -> Reranker:
     if no is not None:
         direction, expected = direction - weight[no], expected - logits[no]
     body: Any = model.base_model  # typed as any module
-    rows = made.rows(STATES, "feature-extraction", body)
-    score = by_answer(rows, direction)
-    off = (score([probe])[0] - expected).abs() / logits.abs().max()
-    if not off <= TOLERANCE[model.dtype]:
+    rows = made.rows(body, STATES)
+    info, activation = made.info("yes-no", rows), made.files.activation
+    reranker = Reranker(rows, of_answer(direction), reader, asking(reader), activation, info)
+    [[score]] = reranker.forward([[probe]])
+    if not (score - expected).abs() <= TOLERANCE[model.dtype] * logits.abs().max():
         raise LoadingFailed("its answers are more than its last state times its output weights")
-    return Reranker(reader, asking(reader), score, made.files.activation, made.info("yes-no", rows))
+    return reranker
 
 
 def token_of(reader: TextReader, word: str) -> int:

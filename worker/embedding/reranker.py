@@ -8,48 +8,39 @@ Entries of the registry like a pipeline. Scores go through the checkpoint's acti
 it names none.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
-import torch
 from torch import Tensor, nn
 
 from batching.errors import ItemFailed
 from batching.request_queue import WorkItem
+from worker.embedding.paged_rows import PagedRows
 from worker.embedding.pairs import Pairs
-from worker.embedding.rows import RowModel
+from worker.embedding.rows import Reduce, RowModel
+from worker.embedding.scorer import Scorer
 from worker.embedding.texts import Row, TextReader
-from worker.protocol import TEXT_ALONE, ModelInfo
+from worker.protocol import ModelInfo
 from worker.scoring import PairsInput, Scored
 
 
-class Reranker:
-    """Implements worker.protocol.Runner and Tokenizing. `pairs` makes a row of each pair; `score`,
-    one number [rows] for each row."""
+class Reranker(Scorer):
+    """`pairs` makes a row of each pair; `reduce`, one number of that."""
+
+    smallest = PairsInput([("a", "a")], [("query", "documents")])
 
     def __init__(
         self,
+        rows: RowModel | PagedRows,
+        reduce: Reduce,
         reader: TextReader,
         pairs: Pairs,
-        score: Callable[[Sequence[Row]], Tensor],
         activation: nn.Module | None,
         info: ModelInfo,
     ) -> None:
-        self.reader = reader
-        self.pairs, self.score = pairs, score
+        super().__init__(rows, reduce, reader, info)
+        self.pairs = pairs
         self.activation = activation or nn.Sigmoid()
-        self.info = info
-        self.max_model_len = reader.limit
-        self.no_images = TEXT_ALONE
-        self.encode, self.decode, self.token = reader.encode, reader.decode, reader.token
 
-    # ── pool threads ──
-
-    def prepare(self, item: WorkItem) -> None:
-        rows = self.pairs(item.payload)
-        counts = [len(row.ids) for row in rows]
-        item.prepared = rows
-        item.rows, item.tokens, item.width = len(rows), sum(counts), max(counts)
+    def read(self, payload: PairsInput) -> list[Row]:
+        return self.pairs(payload)
 
     def finish(self, item: WorkItem, raw: Tensor) -> Scored:
         payload: PairsInput = item.payload
@@ -58,30 +49,12 @@ class Reranker:
         scores: Tensor = raw if payload.raw else self.activation(raw)
         return Scored(scores.tolist(), item.tokens)
 
-    # ── the worker thread ──
 
-    @torch.inference_mode()
-    def forward(self, prepared: list[Any]) -> list[Tensor]:
-        """The numbers of each item's pairs."""
-        scores = self.score([row for each in prepared for row in each]).float().cpu()
-        return list(torch.split(scores, [len(each) for each in prepared]))
-
-    def warm_up(self) -> None:
-        item = WorkItem(PairsInput([("a", "a")], [("query", "documents")]), float("inf"), 0.0)
-        self.prepare(item)
-        [raw] = self.forward([item.prepared])
-        self.finish(item, raw)
+def of_label(logits: Tensor, row: Row) -> Tensor:
+    """The only one."""
+    return logits[0].float()
 
 
-def by_label(rows: RowModel) -> Callable[[Sequence[Row]], Tensor]:
-    return lambda pairs: rows(pairs)[:, 0]
-
-
-def by_answer(rows: RowModel, direction: Tensor) -> Callable[[Sequence[Row]], Tensor]:
+def of_answer(direction: Tensor) -> Reduce:
     """`direction` [H]: the output weights of one answer less those of the other."""
-
-    def score(pairs: Sequence[Row]) -> Tensor:
-        ends = torch.tensor([len(row.ids) for row in pairs], device=rows.device).cumsum(0)
-        return rows(pairs)[ends - 1].float() @ direction
-
-    return score
+    return lambda states, row: states[-1].float() @ direction

@@ -4,11 +4,11 @@
     packed    embedded side by side, one row through the layers
     padded, single    as they are, where neither gives the model's own output
 
-Which it is is found out by running the model, as for pipelines (pipeline/load.py). A decoder's row
-is the prefill of its texts: causal within each, without a cache, as nothing is generated.
+Which it is is found out by running the model, as for pipelines (pipeline/load.py). Decoders that
+run in chunks, on blocks of memory, are paged_rows.py's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,35 +28,47 @@ from worker.pipeline.last_layer import find_join
 from worker.pipeline.load import Batching, choose_batching
 from worker.pipeline.packed_attention import Packing
 
+STATES, LOGITS = "last_hidden_state", "logits"
+# From a row's states [tokens, H], or its logits [labels], to what is kept of them.
+Reduce = Callable[[Tensor, Row], Tensor]
+
 
 @dataclass(eq=False)
 class RowModel:
-    """`wanted` is a field of the model's output: a state for each token, `last_hidden_state`, or
-    `logits`, one row for each text. `keep`: the only tokens that the model's head looks at."""
+    """`wanted` is a field of the model's output: STATES, one for each token, or LOGITS, one row for
+    each text."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     limit: int
     wanted: str
-    task: str  # of the pipeline that batches likewise
     batching: Batching = field(init=False, default="single")
     why: str = field(init=False, default="")
     first_position: int | None = field(init=False, default=None)  # None: not as one row
     packing: Packing | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.by_text = self.wanted == "logits"
+        self.by_text = self.wanted == LOGITS
         self.model.config.use_cache = False
         padding = getattr(self.model.config, "pad_token_id", None)
         firsts = dict.fromkeys((0, padding + 1 if isinstance(padding, int) else 0))
         if not any(self._runs_as_row(first) for first in firsts):
-            self.batching, self.why, self.packing = choose_batching(self.task, self)
+            task = "text-classification" if self.by_text else "feature-extraction"
+            self.batching, self.why, self.packing = choose_batching(task, self)
         else:
             self.batching = "packed"
 
     @property
     def device(self) -> torch.device:
         return self.model.device
+
+    @torch.inference_mode()
+    def run(self, rows: Sequence[Row], reduce: Reduce) -> None:
+        """All of them at once."""
+        made = self(rows)
+        parts = made.unbind() if self.by_text else torch.split(made, [len(row.ids) for row in rows])
+        for row, part in zip(rows, parts, strict=True):
+            row.made = reduce(part, row)
 
     @torch.inference_mode()
     def __call__(self, rows: Sequence[Row]) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from batching.block_pool import ROOT
 from batching.errors import InvalidInput
 from worker.pipeline.limits import MAX_CHARS_PER_TOKEN
 from worker.protocol import Chat
@@ -18,13 +19,15 @@ from worker.scoring import Truncation
 OFF = ("truncation", "padding", "verbose", "return_attention_mask", "return_token_type_ids")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Row:
-    """A text's tokens, special ones included."""
+    """A text's tokens, special ones included, and at last what is kept of their states."""
 
     ids: list[int]
     types: list[int] | None = None  # which of a pair's texts each is of, where the model asks
     skip: int = 0  # how many at the start are a prompt that is not pooled
+    root: bytes = ROOT  # it shares its beginning with those of the same root alone
+    made: Any = None
 
 
 class TextReader:

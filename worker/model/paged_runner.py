@@ -57,8 +57,8 @@ class PagedRunner:
         self._graphs = self._capture()
 
     def forward(self, batch: Batch) -> Tensor:
-        """Logits [R, vocabulary] of the batch's rows, valid until the next call; keys and values
-        of all its tokens are written."""
+        """Logits [R, vocabulary] of the batch's rows, or states [R, H], valid until the next call;
+        keys and values of all its tokens are written."""
         if self._compiled:
             self._take_over(self._compiled)
         if batch.pictured:
@@ -102,6 +102,9 @@ class PagedRunner:
         release()
         torch.set_num_threads(threads)
         self._take_native_attention()
+        if self.language.model.base_model is self.language.model:
+            self.compile_state = "off"  # without a head only prompts are run: nothing to win
+            return
         started = time.monotonic()
         try:
             self._compiled = compiled(self.language.model, self._check_compiled)
@@ -172,8 +175,8 @@ class PagedRunner:
 def run(
     model: Callable[..., Any], batch: Batch, metadata: Attends, positions: Tensor | None = None
 ) -> Tensor:
-    """Logits [R, vocabulary] by the model, whose layers attend by the metadata. `positions`: as the
-    model is told them, where that is not [1, T]."""
+    """Logits [R, vocabulary] by the model, or states [R, H] by one without a head, whose layers
+    attend by the metadata. `positions`: as the model is told them, where that is not [1, T]."""
     device = metadata.cache.device
     if positions is None:  # made here, for the compiler's guards
         told = torch.tensor(batch.shifted, device=device) if batch.shifts else metadata.positions
@@ -186,5 +189,5 @@ def run(
             use_cache=False,
             logits_to_keep=rows,
         )
-    logits: Tensor = output.logits[0]
+    logits: Tensor = output[0][0]
     return logits if len(logits) == len(rows) else logits[rows]

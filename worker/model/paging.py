@@ -155,7 +155,7 @@ class PagingCheck:
     @torch.inference_mode()
     def _reference(self, prompt: Sequence[int]) -> Tensor:
         ids = torch.tensor([list(prompt)], device=self.model.device)
-        logits: Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
+        logits: Tensor = self.model(input_ids=ids, use_cache=False)[0][0]
         return logits
 
     def _narrow_reference(self) -> Tensor | None:

@@ -19,7 +19,7 @@ from server.http.json import INLINE_BYTES, Document, Parsing, to_json
 from server.http.request import Deadlines, read_json_request, send_json
 from server.openai.models import ModelNames
 from server.openai.params import Body, decode
-from server.openai.request import cache_root
+from server.openai.request import rooted
 from server.submission import TokenStream, Usage
 from worker.decisions import MOST_QUESTIONS, DecisionInput
 from worker.deltas import Delta
@@ -64,11 +64,10 @@ class DecisionEndpoint:
         request: DecisionBody,
         payload: DecisionInput,
     ) -> tuple[list[Delta], Usage]:
-        names, salt = self.models.names, request.cache_salt or ""
-        payload = replace(payload, cache_root=cache_root(names.id, scope["api_key"], salt))
+        payloads = rooted([payload], scope, self.models.names.id, request.cache_salt)
         usage = Usage()
         deadlines = replace(deadlines, whole=deadlines.first)
-        with TokenStream(self.engine, [payload], deadlines, usage, receive) as stream:
+        with TokenStream(self.engine, payloads, deadlines, usage, receive) as stream:
             return await stream.collect(), usage
 
 

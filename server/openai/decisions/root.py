@@ -1,5 +1,5 @@
-"""`POST /` with the task `decision`, where its model is the chat model: inputs and answers are
-those of transformers' pipeline, what is run is what `/v1/systemone` runs.
+"""`POST /` with the task `decision`, where its model is the chat model, or there is none: inputs
+and answers are those of transformers' pipeline, what is run is what `/v1/systemone` runs.
 
     body → inputs, as for every pipeline → a request of /v1/systemone each, in turn → their answers
 """
@@ -23,10 +23,11 @@ from worker.decisions import DecisionInput
 
 
 def by_chat_model(settings: Settings) -> bool:
-    """Whether the chat model answers `POST /`: the same checkpoint is loaded once."""
+    """Whether the chat model answers `POST /`, as it is the same checkpoint, loaded once; or there
+    is no other: it is loaded like one, for decisions alone."""
     model = settings.pipeline_model
-    same = settings.pipeline_task == "decision" and model == settings.chat_model != "none"
-    return same and not decides_in_its_own_way(model)
+    alike = settings.pipeline_task == "decision" and settings.chat_model in (model, "none")
+    return alike and model != "none" and not decides_in_its_own_way(model)
 
 
 @dataclass(eq=False)
