@@ -38,8 +38,10 @@ class DraftBudget:
     def take(self, drafts: int) -> None:
         self._free -= drafts
 
-    def learn(self, rows: int, tokens: int, seconds: float) -> None:
-        """A step without prompts had so many rows and gave so many tokens."""
+    def learn(self, prompt: int, rows: int, tokens: int, seconds: float) -> None:
+        """A step had so many rows and gave so many tokens; one with prompt tokens says nothing."""
+        if prompt:
+            return
         new = (1, tokens, rows, seconds, rows * rows, rows * seconds)
         self._sums = [KEPT * old + added for old, added in zip(self._sums, new, strict=True)]
 

@@ -80,14 +80,14 @@ class ContinuousScheduler:
 
     # ── one step ──
 
-    def schedule(self, budget: int, draft: Draft = lambda sequence: ()) -> list[Chunk]:
-        """The next step's chunks. `budget` is how many prompt tokens it may have."""
+    def schedule(self, budget: int, draft: Draft | None = None) -> list[Chunk]:
+        """The next step's chunks. `budget` is how many prompt tokens it may have; `draft` proposes
+        a sequence's next tokens."""
         self.preempted, self.admitted = 0, []
         if self._ended:  # there is more memory than when it was short
             self.max_running = min(self._most_running, 2 * self.max_running)
             self._ended = False
-        self._promote()
-        limit = self._background_limit()
+        limit = self._background_limit() if self._promote() else self.max_running
         resting = set(self.running[limit:])  # background sequences that have no part in this step
         begun = [each for each in self.running[:limit] if each.left <= 1]
         decoding = [each for each in begun if self._make_room(each)]
@@ -97,23 +97,23 @@ class ContinuousScheduler:
             resting = {each for each in resting if each.left == 1}
         idle = resting.union(decoding)
         prompts = [each for each in self.running if each not in idle]
-        chunks = self._prefill(prompts, budget, prefix_awaited)
+        chunks = self._prefill(prompts, budget, prefix_awaited) if prompts else []
         prefilled = {chunk.sequence for chunk in chunks}
         self.starved |= any(not each.background and each not in prefilled for each in prompts)
         return [self._decode(each, draft) for each in decoding if each.table] + chunks
 
-    def _promote(self) -> None:
-        """The oldest background sequence counts as one of the others until it has ended."""
-        if self._promoted is not None:
-            return
-        lines = (self.running, self.waiting)
-        behind = [each for line in lines for each in line[_foreground(line) :][:1]]
-        if behind:
+    def _promote(self) -> bool:
+        """The oldest background sequence counts as one of the others until it has ended. Whether
+        there is any."""
+        lines = [line for line in (self.running, self.waiting) if line and line[-1].background]
+        if lines and self._promoted is None:
+            behind = [line[_foreground(line)] for line in lines]
             self._promoted = oldest = min(behind, key=lambda each: each.number)
             line = self.running if oldest.table else self.waiting
             line.remove(oldest)
             oldest.background = False
             bisect.insort(line, oldest)
+        return bool(lines)
 
     def _background_limit(self) -> int:
         """How many sequences a step may have if the last of them is a background one."""
@@ -122,10 +122,10 @@ class ContinuousScheduler:
             return self.max_running  # there are no others
         return max(SMALL_STEP, 2 * running)
 
-    def _decode(self, sequence: Sequence, draft: Draft) -> Chunk:
+    def _decode(self, sequence: Sequence, draft: Draft | None) -> Chunk:
         """Drafts come last and have their room for this step only: nobody goes without for them.
         Drafting may remove sequences."""
-        drafts, table = draft(sequence), sequence.table
+        drafts, table = draft(sequence) if draft else (), sequence.table
         if drafts and not (table and self.pool.grow(table, len(sequence.tokens) + len(drafts))):
             drafts = ()
         return Chunk(sequence, sequence.computed, 1, drafts)
@@ -211,7 +211,7 @@ class ContinuousScheduler:
     def _prefill(self, prompts: list[Sequence], budget: int, prefix_awaited: bool) -> list[Chunk]:
         """The prompts' chunks. Where a prefix is awaited that a background sequence may be
         computing, those count like all others."""
-        if not prompts or budget <= 0:
+        if budget <= 0:
             return []
         ranked = sorted(prompts, key=lambda each: each.number) if prefix_awaited else prompts
         most_scored = PROJECTED_WHOLE if self.whole_prompts else PROJECTED

@@ -10,6 +10,7 @@
     bench.py speech                    transcriptions, beside a server around the pipeline,
                                        transformers serve and the pipeline: plain transformers
                                        in-process
+    bench.py beside                    a chat's gaps while an hour of sound is transcribed
 
 A change is measured beside the code before it: --servers onequeue onequeue@../other-checkout.
 Prints one JSON line a measurement, the last with the ratios; generation ends with a table. Without
@@ -28,6 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from bench_beside import beside
 from bench_generation import generation
 from bench_pipeline import fill_mask, mixed_texts, pipeline
 from bench_servers import Launch, free_port, running, say
@@ -46,6 +48,7 @@ SERVERS: dict[str, list[str]] = {  # each benchmark's own
     ],
     "generation": ["onequeue", "vllm", "transformers"],
     "speech": ["onequeue", "plain", "transformers", "in-process"],
+    "beside": [],
 }
 
 
@@ -196,6 +199,7 @@ def main() -> None:
         default=sys.executable,
         help="a python that has litserve and mosec, or in whose folder transformers is",
     )
+    add("--chat-model", default="demo", help="that streams beside the recording")
     chats = parser.add_argument_group("generation")
     add = chats.add_argument
     add("--vllm", default="vllm", help="the program")
@@ -212,7 +216,7 @@ def main() -> None:
     if arguments.bench in ("direct", "pipeline") and not arguments.model:
         arguments.model = make_model()
     benches = {"http": http, "direct": direct, "pipeline": pipeline, "generation": generation}
-    benches["speech"] = speech
+    benches |= {"speech": speech, "beside": beside}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are stopped on the way out
     benches[arguments.bench](arguments)
 

@@ -154,6 +154,8 @@ def make_tokenizer() -> WhisperTokenizer:
     marks = [f"<|{name}|>" for name in [*MARKS.split(), "notimestamps"]]
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
     tokenizer.add_tokens(times)
+    begin: Any = tokenizer.set_prefix_tokens
+    begin()  # of the marks, which it has only now
     return tokenizer
 
 

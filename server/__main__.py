@@ -17,7 +17,7 @@ from uvicorn.main import main as uvicorn_command
 from server import __version__
 from server.log import uvicorn_config
 from server.placement import place
-from server.preflight import MISUSE, check_address, check_workers, refuse
+from server.preflight import MISUSE, check_address, check_socket, check_workers, refuse
 from server.settings import Settings, SettingsError, put_flags
 
 PROGRAM = "python -m server"
@@ -111,7 +111,9 @@ def put_settings(model: str | None, given: dict[str, Any]) -> None:
 def start(model: str | None, **given: Any) -> None:
     put_settings(model, given)
     check_workers(given["workers"] and str(given["workers"]))
-    if given["uds"] is None and given["fd"] is None:
+    if given["uds"]:
+        check_socket(given["uds"])
+    elif given["fd"] is None:
         check_address(given["host"], given["port"])
     if given["log_config"] is None:
         given |= {"log_config": uvicorn_config(), "use_colors": None}

@@ -156,6 +156,11 @@ def put_openmp(cores: Cores) -> None:
         os.environ.setdefault("KMP_BLOCKTIME", "1")  # milliseconds; LLVM's and Intel's library
 
 
+def check_socket(path: str) -> None:
+    if not os.access(Path(path).absolute().parent, os.W_OK):
+        raise SettingsError(f"--uds {path}: its folder is not there, or cannot be written to")
+
+
 def check_address(host: str, port: int) -> None:
     """uvicorn binds when the model is loading already."""
     if not 0 <= port < 65536:

@@ -178,7 +178,7 @@ class Driver:
                 break
             self.step()
         assert not self.generator.busy, "it goes on and on"
-        assert self.generator.pool.used == 0
+        assert self.generator.scheduler.pool.used == 0
         assert not self.generator.scheduler.running
         assert not self.generator.scheduler.waiting
 

@@ -23,7 +23,7 @@ class Hub:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {"HF_ENDPOINT": f"http://127.0.0.1:{self.port}", "HF_HUB_OFFLINE": "0"}
+        return {"HF_ENDPOINT": f"http://127.0.0.1:{self.port}"}
 
     def answer(self, method: str, path: str, authorization: str) -> tuple[int, str, bytes]:
         """A status, an error's code, a body."""

@@ -37,7 +37,7 @@ def runner(task: str, model: str, max_rows: int = 8, dtype: str = "float32") -> 
 
 @cache
 def _runner(task: str, model: str, max_rows: int, dtype: str) -> PipelineRunner:
-    options = LoadOptions(task, str(tiny.folder(model)), device="cpu", dtype=dtype)
+    options = LoadOptions(str(tiny.folder(model)), task=task, device="cpu", dtype=dtype)
     return load_runner(options, max_rows)
 
 

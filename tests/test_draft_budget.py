@@ -13,7 +13,7 @@ def taught(row_s: float, sequences: int, steps: int = 200, fixed_s: float = 0.01
     for _ in range(steps):
         drafts = chance.randrange(9)
         seconds = (fixed_s + row_s * (sequences + drafts)) * chance.uniform(0.95, 1.1)
-        budget.learn(sequences + drafts, sequences, seconds)
+        budget.learn(0, sequences + drafts, sequences, seconds)
     return budget
 
 
@@ -44,7 +44,7 @@ def test_what_rows_cost_is_assumed_until_it_is_seen() -> None:
     unknown = DraftBudget("cpu")
     assert unknown.worth(0.5, 6) == 5
     for _ in range(50):
-        unknown.learn(16, 16, 0.01)  # always the same: nothing is to be seen
+        unknown.learn(0, 16, 16, 0.01)  # always the same: nothing is to be seen
     assert unknown.worth(0.5, 6) == 1
     assert unknown.worth(0.2, 6) == 0
 
@@ -52,7 +52,7 @@ def test_what_rows_cost_is_assumed_until_it_is_seen() -> None:
 def test_another_load_is_learned() -> None:
     budget = taught(0.002, 16)
     for _ in range(1000):
-        budget.learn(2, 1, 0.02)
+        budget.learn(0, 2, 1, 0.02)
     assert budget.worth(0.9, 16) == 16
 
 

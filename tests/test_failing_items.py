@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import httpx
@@ -41,7 +42,8 @@ OF_A_CHOICE: dict[str, Callable[[Any], Any]] = {
 }
 # Places that belong to nobody in particular.
 OF_THE_GENERATOR = [
-    "scheduler.schedule", "scheduler.remove", "scheduler.add", "pool.close", "step", "_outcome",
+    "scheduler.schedule", "scheduler.remove", "scheduler.add", "scheduler.pool.close", "step",
+    "_outcome",
 ]  # fmt: skip
 OF_THE_BATCHER = ["add", "take", "due_at", "succeeded"]
 
@@ -106,7 +108,7 @@ def stage(shared: Stage) -> Iterator[Stage]:
     assert shared.pipeline().status_code == 200
     assert httpx.get(shared.server.url + "/health").status_code == 200
     assert not shared.generator.live
-    assert not shared.generator.pool.used
+    assert not shared.generator.scheduler.pool.used
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -140,7 +142,7 @@ def test_an_error_that_is_nobody_s_leaves_the_generator_working(
     stage: Stage, place: str, error: type[BaseException]
 ) -> None:
     owner, _, name = place.rpartition(".")
-    stage.raise_in(getattr(stage.generator, owner) if owner else stage.generator, name, error)
+    stage.raise_in(attrgetter(owner)(stage.generator) if owner else stage.generator, name, error)
     assert stage.chat().status_code == 500
 
 

@@ -135,7 +135,7 @@ def test_an_abandoned_prompt_leaves_nothing_to_its_blocks_next_owner() -> None:
         driver = Driver(generator)
         gone = driver.add(request(broken, max_tokens=NEW))
         driver.step()
-        assert generator.pool.used
+        assert generator.scheduler.pool.used
         gone.item.open = False
         mates = [driver.add(request(p, max_tokens=NEW)) for p in prompts(11, (5, 20), each=3)]
         driver.finish()
@@ -174,7 +174,7 @@ def test_a_lost_device_is_raised_at_once() -> None:
         steps = len(rows)
     assert steps == len(driver.reports) + 1, "no half of it was tried again"
     assert set(generator.clear()) == set(items)
-    assert generator.pool.used == 0
+    assert generator.scheduler.pool.used == 0
     assert not generator.busy
 
 
@@ -185,7 +185,7 @@ def test_who_leaves_frees_its_blocks_at_the_next_step() -> None:
     several = driver.add(request(served[0].prompt, max_tokens=40, n=3))
     for _ in range(4):
         driver.step()
-    before = generator.pool.used
+    before = generator.scheduler.pool.used
     leaving = [*served[::2], several]
     for each in leaving:
         each.item.open = False
@@ -206,7 +206,7 @@ def test_clear_gives_everything_back() -> None:
         driver.step()
     assert generator.scheduler.waiting
     assert set(generator.clear()) == {item for item in items if item in driver.served}
-    assert generator.pool.used == 0
+    assert generator.scheduler.pool.used == 0
     assert not generator.busy
     served, _ = serve(
         generator, [request(prompt, max_tokens=NEW) for prompt in prompts(8, LENGTHS)]
@@ -220,9 +220,9 @@ def test_a_warm_up_beside_running_sequences_changes_nothing() -> None:
     served = [driver.add(request(prompt, max_tokens=NEW)) for prompt in prompts(8, LENGTHS)]
     while generator.busy:
         driver.step()
-        used = generator.pool.used
+        used = generator.scheduler.pool.used
         generator.warm_up()
-        assert generator.pool.used == used
+        assert generator.scheduler.pool.used == used
     assert_greedy("llama", served, NEW)
 
 
@@ -236,7 +236,7 @@ def test_a_warm_up_tells_that_the_model_is_broken() -> None:
             generator.warm_up()
     finally:
         weights.weight.data[0] = was
-    assert generator.pool.used == 0
+    assert generator.scheduler.pool.used == 0
     generator.warm_up()
 
 

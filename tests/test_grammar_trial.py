@@ -246,7 +246,7 @@ def test_the_child_ends_with_the_server_and_imports_no_torch() -> None:
     body = {"messages": messages, "response_format": schema}
     with serving(chat_model="demo") as server:
         generator: Any = server.engine.generator
-        grammars = generator.grammars
+        grammars = generator.plans.grammars
         assert not grammars._made  # nobody has asked for anything
         answer = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=60)
         assert answer.json()["choices"][0]["message"]["content"] == "1"
@@ -316,7 +316,7 @@ def test_a_mask_that_is_late_fails_its_own_grammar_only(
 ) -> None:
     monkeypatch.setattr(bitmask, "PATIENCE_S", 0.3)
     monkeypatch.setattr(bitmask, "cpu_s", lambda thread: time.monotonic())
-    grammars = engine().grammars
+    grammars = engine().plans.grammars
     mate = when_ready(lambda: grammars.matcher(regex("[a-c]+")))
     expected = np.frombuffer(mate.matcher.deep_copy().compute_bitmask(), np.uint8)
     expected = np.unpackbits(expected, count=WIDTH, bitorder="little").astype(bool)

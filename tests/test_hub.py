@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from tests.hub import hub
 from tests.test_start import ROOT, SERVER, assert_refused, pipe, process, run
+from worker.model.loading import LoadingFailed, loading
 
 TOKEN = {"HF_TOKEN": "a-token"}
 MODEL = "a/model"
@@ -53,3 +55,17 @@ def test_what_cannot_be_fetched_is_said_in_a_line(
         done = run([*SERVER, model], **{**made.environment, **cache, **environment})
     assert_refused(done, f"MODEL={model!r}: ", says)
     assert done.stderr.count("\n") == 1
+
+
+def test_a_model_that_cannot_be_loaded_says_what_the_hub_said() -> None:
+    def load() -> None:
+        try:
+            raise LocalEntryNotFoundError("offline")
+        except LocalEntryNotFoundError as error:
+            raise OSError("There was an error when trying to load it:\n") from error
+
+    with (
+        pytest.raises(LoadingFailed, match="it failed: it is not in the cache"),
+        loading("it failed"),
+    ):
+        load()

@@ -20,7 +20,7 @@ assert tiny_vision
 
 
 def load(task: str, path: Path | str) -> Any:
-    return load_runner(LoadOptions(task, str(path), device="cpu", dtype="float32"), 8)
+    return load_runner(LoadOptions(str(path), task=task, device="cpu", dtype="float32"), 8)
 
 
 def copy_without(model: str, auto: str, path: Path, drop: Callable[[str], bool]) -> Path:

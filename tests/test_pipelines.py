@@ -277,7 +277,7 @@ def test_a_short_text_passes_two_files_of_the_worker() -> None:
 
 
 def test_as_many_replicas_are_made_as_threads_work_at_once() -> None:
-    run = load_runner(LoadOptions("fill-mask", "demo", device="cpu"), 8)
+    run = load_runner(LoadOptions("demo", task="fill-mask", device="cpu"), 8)
     for _ in range(3):
         run.prepare(item("a [MASK] b"))
     assert len(run._idle) == 1
@@ -301,7 +301,7 @@ def test_warm_up_passes_for_every_model(model: str) -> None:
 def emulating(monkeypatch: pytest.MonkeyPatch, model: str = "bert-classify") -> PipelineRunner:
     monkeypatch.setattr(cpu_linear, "has_bfloat16", lambda: False)
     options = LoadOptions(
-        "text-classification", str(tiny.folder(model)), device="cpu", dtype="bfloat16"
+        str(tiny.folder(model)), task="text-classification", device="cpu", dtype="bfloat16"
     )
     return load_runner(options, 8)
 

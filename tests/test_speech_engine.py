@@ -9,7 +9,9 @@ from unittest.mock import Mock
 import pytest
 
 from batching.errors import ItemFailed
+from batching.request_queue import WorkItem
 from tests.speaking import accepted, engine, noise, saved, tokens_of, transcribed
+from worker.protocol import Pending
 from worker.speech.engine import SpeechEngine
 from worker.speech.features import BLOCK
 from worker.transcription import TranscriptDelta, TranscriptionInput
@@ -152,13 +154,36 @@ def test_recordings_are_read_beside_the_worker_and_let_go_of(
     assert max(kept) <= frames.mel.window + 2 * BLOCK < frames.total / 3
 
 
+def test_a_recording_that_is_slow_to_open_keeps_no_thread_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speaking, gate, ready = engine(), threading.Event(), threading.Event()
+    opened = speaking._open
+
+    def slowly(payload: TranscriptionInput) -> Any:
+        assert gate.wait(60)
+        return opened(payload)
+
+    monkeypatch.setattr(speaking, "_open", slowly)
+    item = WorkItem(payloads(tmp_path, 1.0)[0], float("inf"), 0.0)
+    with pytest.raises(Pending) as pending:
+        speaking.prepare(item)
+    pending.value.then(lambda: True, ready.set)
+    assert not ready.is_set()
+    gate.set()
+    assert ready.wait(60)
+    speaking.prepare(item)
+    speaking.add(item)
+    assert finish(speaking, [item])[item]
+
+
 def test_recordings_that_are_read_through_hold_up_no_other(tmp_path: Path) -> None:
     speaking, gate = engine(), threading.Event()
     item = accepted(speaking, payloads(tmp_path, 70.0)[0])
     scans = [Mock() for _ in range(3)]
     for work in scans:
         work.text.frames.scan = lambda wanted: gate.wait(60)
-        speaking._scan(work, lambda: True, work.ended)
+        speaking._scans.submit(speaking._scan, work, lambda: True, work.ended)
     speaking.add(item)
     try:
         assert finish(speaking, [item])[item]

@@ -181,6 +181,7 @@ def test_flags_win_over_the_environment() -> None:
         (["--host", "no host"], "--host no host"),
         (["--host", "192.0.2.1"], "Cannot assign requested address"),  # kept for documentation
         (["--port", "70000"], "--port 70000: must be 0 to 65535"),
+        (["--uds", "/nowhere/socket"], "--uds /nowhere/socket: its folder is not there"),
     ],
 )
 def test_an_address_that_cannot_be_had_is_said_before_the_model_loads(

@@ -17,7 +17,7 @@ import pytest
 from tests.test_turns import answered, chat, results
 from worker.deltas import Delta, Part
 from worker.generation.answer_reader import AnswerReader, ReadAnswer, asking, told
-from worker.generation.answers import answer_parser, begun_answer
+from worker.generation.frontend import answer_parser, begun_answer
 from worker.protocol import Chat
 from worker.text.byte_tokenizer import byte_tokenizer
 from worker.text.detokenizer import Piece

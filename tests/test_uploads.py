@@ -1,5 +1,6 @@
 """Uploads over real sockets: forms that are none, files that are too large, slow or endless."""
 
+import io
 import json
 import os
 import socket
@@ -12,15 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+import soundfile
 
 from server.http.form import PREFIX, Form
 from tests.event_streams import CLIENT
 from tests.fake_transcriber import RATE, FakeTranscriber
 from tests.serving import Server, read_answer, serving, wait_until
-from tests.test_media import tone
+from tests.speaking import WHISPER
+from tests.test_media import tone, without_length
 from tests.test_pipeline_http import error_of
 from tests.test_transcriptions import PATH, _all_is_removed, post, server, speaker, spool, wav
+from tests.tiny import folder
 
 __all__ = ["_all_is_removed", "server", "speaker", "spool"]  # fixtures
 
@@ -177,23 +182,49 @@ def test_an_upload_of_200_mb_is_never_whole_in_memory(spool: Path) -> None:
             yield bytes(1_000_000)
         yield end
 
-    with serving(load_transcriber=FakeTranscriber) as server:
-        before, peak, done = resident(), 0, threading.Event()
-
-        def watch() -> None:
-            nonlocal peak
-            while not done.wait(0.01):
-                peak = max(peak, resident())
-
-        watching = threading.Thread(target=watch)
-        watching.start()
+    with serving(load_transcriber=FakeTranscriber) as server, growing_less_than(50_000_000):
         media = {"Content-Type": "multipart/form-data; boundary=xyz"}
         answer = CLIENT.post(server.url + PATH, content=pieces(), headers=media, timeout=300)
-        done.set()
-        watching.join()
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["seconds"] == pytest.approx(45_000_000 / 44_100, abs=0.01)
-        assert peak - before < 50_000_000
+
+
+def test_ten_hours_of_silence_are_refused_in_little_memory(spool: Path) -> None:
+    """By the header, and where that does not say, as soon as it is too long."""
+    sound = io.BytesIO()
+    with soundfile.SoundFile(sound, "w", 1000, 1, format="FLAC") as made:
+        for _ in range(36):
+            made.write(np.zeros(1_000_000, np.int16))
+    whole = sound.getvalue()
+    assert len(whole) < 200_000
+    with serving(transcription_model=str(folder(WHISPER)), compile="off") as server:
+        assert post(server, tone(5.0, 1000)).status_code == 200  # all is imported
+        with growing_less_than(50_000_000):
+            for file, message in (
+                (whole, "lasts 36000 seconds in 1 channels; at most 7200"),
+                (without_length(whole), "at most 7200 seconds"),
+            ):
+                answer = post(server, file)
+                assert answer.status_code == 400, answer.text
+                assert message in error_of(answer)["message"]
+
+
+@contextmanager
+def growing_less_than(most: int) -> Iterator[None]:
+    """This process, in bytes of memory."""
+    before, peak, done = resident(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.01):
+            peak = max(peak, resident())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    yield
+    done.set()
+    watching.join()
+    assert peak - before < most
 
 
 def resident() -> int:

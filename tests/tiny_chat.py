@@ -99,7 +99,7 @@ def engine(speculation: str = "auto", blocks: int = 400) -> GenerationEngine:
     runner = PagedRunner(_loaded().language, blocks, CONTEXT, chosen.max_running)
     made = paged_engine(runner, chosen)
     # One process tries the grammars of all.
-    made.grammars = _loaded().grammars
+    made.plans.grammars = _loaded().plans.grammars
     return made
 
 

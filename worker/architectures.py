@@ -170,7 +170,16 @@ def fetched(model: str, name: str) -> Path:
 
 
 def reason(error: Exception) -> str:
-    """Why a checkpoint's file cannot be had, or read, on one line."""
+    """Why a checkpoint cannot be had or read, on one line: in our words where the hub is why."""
+    cause: BaseException | None = error
+    while cause:
+        if said := _said_of_hub(cause):
+            return said
+        cause = cause.__cause__
+    return (str(error).strip().splitlines() or [repr(error)])[0]
+
+
+def _said_of_hub(error: BaseException) -> str:
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.GatedRepoError):
@@ -180,6 +189,5 @@ def reason(error: Exception) -> str:
     if isinstance(error, errors.LocalEntryNotFoundError):
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
         return f"it is not in the cache, and {why}"
-    if getattr(getattr(error, "response", None), "status_code", None) == 401:
-        return "the hub does not accept HF_TOKEN"
-    return (str(error).splitlines() or [repr(error)])[0]
+    refused = getattr(getattr(error, "response", None), "status_code", None) == 401
+    return "the hub does not accept HF_TOKEN" if refused else ""

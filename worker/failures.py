@@ -1,5 +1,5 @@
 """What an exception means: the fault of an item, too little memory, or a device that is lost; and
-a batch that raised, run again in halves, until only the guilty items fail.
+a batch that raises, run again in halves, until only the guilty items fail.
 
 For both products. It goes by the names of torch's errors, as the server starts without torch.
 """
@@ -45,26 +45,25 @@ def failure_of(error: BaseException) -> OnequeueError:
     return failure
 
 
-def rerun_in_halves(
+def run_in_halves(
     items: Sequence[T],
-    error: BaseException,
     run: Callable[[Sequence[T]], None],
     failed: Callable[[Sequence[T], OnequeueError], None],
     wanted: Callable[[T], bool],
 ) -> None:
-    """`run(items)` raised `error`, and `failed` is given the failure: each half runs again, as far
+    """`run(items)`. If that raises, `failed` is given the failure, and each half runs again, as far
     as it is still wanted, down to one item. A lost device is raised."""
-    # The frames hold the items and what the forward had allocated, and the halves need it.
-    traceback.clear_frames(error.__traceback__)
-    failure = failure_of(error)
-    if isinstance(failure, DeviceLost):
-        raise error
-    error.with_traceback(None)
+    try:
+        run(items)
+        return
+    except BaseException as error:
+        # The frames hold the items and what the forward had allocated, and the halves need it.
+        traceback.clear_frames(error.__traceback__)
+        if isinstance(failure := failure_of(error), DeviceLost):
+            raise
+        error.with_traceback(None)
     failed(items, failure)
     middle = len(items) // 2
     for half in (items[:middle], items[middle:]) if middle else ():
         if part := [item for item in half if wanted(item)]:
-            try:
-                run(part)
-            except BaseException as again:
-                rerun_in_halves(part, again, run, failed, wanted)
+            run_in_halves(part, run, failed, wanted)

@@ -17,7 +17,7 @@ from batching.batcher import DynamicBatcher
 from batching.errors import OnequeueError, OutOfMemory, WrongResultCount
 from batching.request_queue import BatchLane, TurnLane, WorkItem
 from batching.turns import Turns
-from worker.failures import rerun_in_halves
+from worker.failures import run_in_halves
 from worker.protocol import (
     UNFINISHED,
     BatchReport,
@@ -221,10 +221,7 @@ class PipelineModel(ServedModel[Runner]):
                 log.warning("item failed error=%r", failure.__cause__ or failure)
                 run.failed.append((items[0], failure))
 
-        try:
-            forward(self.batch)
-        except BaseException as error:
-            rerun_in_halves(self.batch, error, forward, failed, lambda item: item.open)
+        run_in_halves(self.batch, forward, failed, lambda item: item.open)
         if run.out_of_memory:
             self.batcher.out_of_memory(run.fitted)
         self.unfinished = [item for item, output in run.outputs if output is UNFINISHED]

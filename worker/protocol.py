@@ -9,6 +9,7 @@ from worker.decode_budget import RequestBudget
 
 TEXT_ALONE = "this model takes text, no images"
 State = Literal["loading", "warming", "ready", "dead"]
+Batching = Literal["packed", "padded", "same shape", "single", "continuous", "static"]
 
 # In an output's place: its input goes on with the next batch.
 UNFINISHED = object()
@@ -145,6 +146,13 @@ class GenerationInput:
     cache_salt: str = ""  # what the client makes its own part of the prefix cache by
     cache_root: bytes = b""  # prefixes are shared with inputs of the same root alone
 
+    @property
+    def called_tools(self) -> list[Mapping[str, Any]]:
+        """Those of the chat's tools that may be called."""
+        names = self.calls.names if self.calls else ()
+        tools = self.prompt.tools if isinstance(self.prompt, Chat) else ()
+        return [tool for tool in tools if tool["function"]["name"] in names]
+
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
@@ -199,7 +207,7 @@ class ModelInfo:
     device: str
     dtype: str
     parameters: int
-    batching: Literal["packed", "padded", "same shape", "single", "continuous", "static"]
+    batching: Batching
     why: str = ""  # why not packed
     mask: str = ""  # what stands for a word to be filled in
 

@@ -85,7 +85,7 @@ class ChatReply(ChoicesReply):
         super().__init__(request, [payload])
         assert isinstance(payload.prompt, Chat)
         self.called: Counter[int] = Counter()  # calls so far, by choice
-        self._called_before = payload.prompt.calls
+        self._called_before = payload.prompt.calls if payload.calls else 0
         self._call_id = call_id
 
     def begin(self, first: Sequence[Delta]) -> Iterator[Document]:

@@ -8,21 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from worker.embedding.files import SentenceFiles, read_files
 from worker.embedding.paged_rows import PagedRows, paged_rows
 from worker.embedding.rows import STATES, RowModel
 from worker.embedding.texts import TextReader
-from worker.model import cpu_linear, missing_weights
+from worker.model import cpu_linear, loading
 from worker.model.language_model import LanguageModel
 from worker.model.loading import (
-    attention_keywords,
-    check_fits,
-    choose_device,
-    choose_dtype,
+    ModelOptions,
     free_bytes,
     local_path,
+    model_info,
     worth_compiling,
 )
 from worker.model.self_check import CannotRun
@@ -36,11 +34,7 @@ DEMO_FOLDER = Path(__file__).parent.parent / "demo" / "embedding"
 
 
 @dataclass(frozen=True, slots=True)
-class ScoringOptions:
-    model: str
-    device: str = "auto"
-    dtype: str = "auto"
-    attention: str = "auto"
+class ScoringOptions(ModelOptions):
     compile: str = "auto"
     allow_dimensions: bool = False
     max_running: int = 256
@@ -90,33 +84,15 @@ class Loaded:
             cpu_linear.pack(model.base_model, free_bytes(model.device), check, shares=False)
 
     def info(self, task: str, rows: RowModel | PagedRows) -> ModelInfo:
-        return ModelInfo(
-            task=task,
-            model=self.options.model,
-            device=str(self.model.device),
-            dtype=str(self.model.dtype).removeprefix("torch."),
-            parameters=self.model.num_parameters(),
-            batching=rows.batching,
-            why=rows.why,
-        )
+        return model_info(task, self.options.model, self.model, rows.batching, rows.why)
 
 
 def load_checkpoint(options: ScoringOptions, choose: Callable[[Any], Any]) -> Loaded:
     """By one of transformers' auto classes, which `choose` knows from the configuration."""
     path = local_path(options.model, DEMO_FOLDER)
-    files, device = read_files(path), choose_device(options.device)
+    files = read_files(path)
     if files.subfolder:
         path = str(Path(path) / files.subfolder)  # as old versions saved it
-    check_fits(path, options.dtype, device)
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    model, info = choose(config).from_pretrained(
-        path,
-        dtype=choose_dtype(options.dtype, path, device),
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-        trust_remote_code=False,
-        **attention_keywords(options.attention),
-    )
-    model.to(device).eval()
+    model, lacking = loading.load_checkpoint(options, path, choose)
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    return Loaded(options, model, tokenizer, files, missing_weights.names_of(info))
+    return Loaded(options, model, tokenizer, files, lacking)

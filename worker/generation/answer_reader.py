@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from batching.request_queue import WorkItem
 from worker.deltas import Delta
-from worker.generation.answers import answer_parser, begun_answer, proved
+from worker.generation.frontend import answer_parser, begun_answer
 from worker.generation.output import Prepared, make_choices
+from worker.generation.plans import proved
 from worker.model.logits_processors import SamplingParams
 from worker.model.sampler import SampledToken
 from worker.protocol import Calls, Chat, GenerationInput

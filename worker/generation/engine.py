@@ -14,6 +14,8 @@ from collections.abc import Callable
 from itertools import chain, islice, zip_longest
 from typing import Literal
 
+from torch import Tensor
+
 from batching.block_pool import BlockPool
 from batching.draft_budget import DraftBudget
 from batching.errors import DeviceLost, ItemFailed, OnequeueError, OutOfMemory
@@ -22,16 +24,16 @@ from batching.request_queue import WorkItem
 from batching.scheduler import ContinuousScheduler
 from batching.sequence import Batch, Chunk, Sequence
 from worker.deltas import Delta
-from worker.failures import failure_of, rerun_in_halves
+from worker.failures import failure_of, run_in_halves
 from worker.generation.frontend import Frontend
 from worker.generation.ngram_drafter import NgramDrafter
-from worker.generation.output import SequenceOutput
-from worker.generation.step import draws_of, report_of, scores_of
-from worker.grammar.bitmask import Masks
+from worker.generation.output import SequenceOutput, sequence_of
+from worker.grammar.bitmask import MaskRequest, Masks
 from worker.model.cached_runner import CachedRunner
+from worker.model.logits_processors import Draw
 from worker.model.paged_runner import PagedRunner
 from worker.model.sampler import SampledToken, sample
-from worker.protocol import StepOutcome
+from worker.protocol import StepOutcome, StepReport
 from worker.vision.prompt import PicturePrompt
 from worker.vision.seeing import Sight
 from worker.vision.tower import Tower
@@ -74,10 +76,6 @@ class GenerationEngine(Frontend):
         return Viewing(Tower(entrance), self._not_viewed) if entrance else None
 
     @property
-    def pool(self) -> BlockPool:
-        return self.scheduler.pool
-
-    @property
     def compile_state(self) -> Literal["running", "done", "off"]:
         return self.runner.compile_state
 
@@ -86,21 +84,10 @@ class GenerationEngine(Frontend):
         return bool(self.live)
 
     def add(self, item: WorkItem) -> None:
-        self.live[item] = sequences = [
-            Sequence(
-                output.prepared.ids,
-                output,
-                max_tokens=output.prepared.max_tokens,
-                scores_prompt=output.prepared.prompt_logprobs is not None,
-                scores_end=bool(output.prepared.labels),
-                background=output.background,
-                root=item.payload.cache_root,
-                scene=output.prepared.scene,
-                drafter=NgramDrafter() if self.speculates and output.prepared.max_tokens else None,
-            )
-            for output in item.prepared
-        ]
-        for sequence in sequences:
+        self.live[item] = [sequence_of(output) for output in item.prepared]
+        for sequence in self.live[item]:
+            if self.speculates and sequence.max_tokens:
+                sequence.drafter = NgramDrafter()
             if sequence.scene and not self._viewing:
                 sequence.scene.ready = True  # its pictures run with it
             self.scheduler.add(sequence)
@@ -118,8 +105,8 @@ class GenerationEngine(Frontend):
 
     def warm_up(self) -> None:
         """Two steps of a sequence, in a free block if there is one."""
-        sequence = Sequence([0, 0])
-        sequence.table = self.pool.open(sequence.tokens, [])
+        sequence, pool = Sequence([0, 0]), self.scheduler.pool
+        sequence.table = pool.open(sequence.tokens, [])
         if sequence.table is None:
             return  # everything is taken by sequences that are running well
         try:
@@ -129,7 +116,7 @@ class GenerationEngine(Frontend):
                     raise ItemFailed("the model's output is no number")
                 sequence.tokens.append(0)
         finally:
-            self.pool.close(sequence.table)
+            pool.close(sequence.table)
 
     # ── a step ──
 
@@ -142,12 +129,10 @@ class GenerationEngine(Frontend):
             self._viewing.turn(self.scheduler, streaming)
             self._viewed_s = time.monotonic() - self._started
         self._drafts.begin(len(self.scheduler.running))
-        chunks = self.scheduler.schedule(self._budget.prompt_tokens(streaming), self._draft)
+        draft = self._draft if self.speculates else None
+        chunks = self.scheduler.schedule(self._budget.prompt_tokens(streaming), draft)
         if chunks := list(filter(self._is_running, chunks)):
-            try:
-                self._run(chunks)
-            except BaseException as error:
-                rerun_in_halves(chunks, error, self._run, self._forward_failed, self._is_running)
+            run_in_halves(chunks, self._run, self._forward_failed, self._is_running)
         return self._outcome()
 
     def _drop_closed(self) -> None:
@@ -163,8 +148,7 @@ class GenerationEngine(Frontend):
         worth = self._drafts.worth(sequence.drafter.acceptance, most)
         try:
             drafts: tuple[int, ...] = sequence.drafter.draft(sequence.tokens, worth)
-            if output.guide:
-                drafts = output.guide.draft(drafts, most)
+            drafts = output.guide.draft(drafts, most) if output.guide else drafts
             self._drafts.take(len(drafts))
             return drafts
         except BaseException as error:
@@ -174,11 +158,18 @@ class GenerationEngine(Frontend):
     def _run(self, chunks: abc.Sequence[Chunk]) -> None:
         """Through the model, and on with what it gives; raises before anything has changed."""
         batch = Batch.of(chunks)
-        rows, masks = draws_of(chunks)
+        draws: list[Draw] = []
+        masks: list[tuple[int, MaskRequest]] = []  # with the first row that each is for
+        for chunk in chunks:
+            if count := chunk.to_sample:
+                output, drafts = chunk.sequence.output, chunk.drafts
+                if output.guide and (mask := output.guide.mask(drafts)):
+                    masks.append((len(draws), mask))
+                draws += [Draw(output.sampling, output.count + n, drafts[:n]) for n in range(count)]
         allowed = self._masks.begin(masks) if masks else None  # computed while the model runs
         logits = self.runner.forward(batch)
-        scores = scores_of(batch, logits)
-        sampled = sample(logits[batch.scored :], rows, allowed.result() if allowed else None)
+        scores = self._scores(batch, logits) if batch.scored else {}
+        sampled = sample(logits[batch.scored :], draws, allowed.result() if allowed else None)
         self._rows_run += len(batch.ids)
         remaining = iter(sampled)
         for chunk in chunks:
@@ -189,10 +180,20 @@ class GenerationEngine(Frontend):
                 except BaseException as error:
                     self._fail(chunk.sequence.output.item, error)
 
+    def _scores(self, batch: Batch, logits: Tensor) -> dict[Sequence, list[SampledToken]]:
+        """How likely prompts' tokens are, or what may follow one, where that is asked."""
+        scores, row = {}, 0
+        for chunk in batch.chunks:
+            if positions := chunk.to_score:
+                end = row + len(positions)
+                scores[chunk.sequence] = chunk.sequence.output.score(logits[row:end], positions)
+                row = end
+        return scores
+
     def _advance(self, chunk: Chunk, scores: list[SampledToken], drawn: list[SampledToken]) -> None:
         sequence, counts = chunk.sequence, self._counts
         output: SequenceOutput = sequence.output
-        if any(each.token < 0 for each in (*scores, *drawn[:1])):
+        if (drawn and drawn[0].token < 0) or any(score.token < 0 for score in scores):
             raise ItemFailed("the model's output for this input is no number")
         if chunk.start < sequence.prompt_len or chunk.count > 1:
             counts["prefill_tokens"] += chunk.count
@@ -258,7 +259,7 @@ class GenerationEngine(Frontend):
         """`broken`: nobody shall take its prefix from the cache."""
         for sequence in self.live[item]:
             if broken and sequence.table:
-                self.pool.forget(sequence.table)
+                self.scheduler.pool.forget(sequence.table)
             if sequence.number >= 0:
                 self.scheduler.remove(sequence)
 
@@ -267,18 +268,33 @@ class GenerationEngine(Frontend):
     def _outcome(self) -> StepOutcome:
         if self._viewing:
             self._viewing.close_those_that_ran(self.scheduler)
-        report = report_of(self.scheduler, self._counts, self._started)
+        report = self._report()
         if self._rows_run:
-            prefill = report.prefill_tokens
-            seconds = report.total_s - self._viewed_s
+            prefill, seconds = report.prefill_tokens, report.total_s - self._viewed_s
             self._budget.learn(prefill, self._rows_run - prefill, seconds)
-            if not prefill:
-                self._drafts.learn(self._rows_run, report.decode_tokens, seconds)
+            self._drafts.learn(prefill, self._rows_run, report.decode_tokens, seconds)
         deltas = [(item, delta) for item, delta in self._deltas if item not in self._failed]
-        active = dict.fromkeys(item for item, _ in deltas)
-        ended = [i for i in active if all(each.output.ended for each in self.live[i])]
+        ending = dict.fromkeys(item for item, delta in deltas if delta.finish_reason)
+        ended = [i for i in ending if all(each.output.ended for each in self.live[i])]
         done = [*self._failed.items(), *((item, None) for item in ended)]
         for item, _ in done:
             del self.live[item]
         self._failed.clear()
         return StepOutcome(report, deltas, done)
+
+    def _report(self) -> StepReport:
+        scheduler, admitted = self.scheduler, self.scheduler.admitted
+        paged = not scheduler.whole_prompts
+        return StepReport(
+            **self._counts,
+            cached_tokens=sum(sequence.cached or 0 for sequence in admitted),
+            preempted=scheduler.preempted,
+            admitted=len(admitted),
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            starved=scheduler.starved,
+            blocks_used=scheduler.pool.used if paged else 0,
+            blocks_total=scheduler.pool.count if paged else 0,
+            total_s=time.monotonic() - self._started,
+            waits_s=tuple(self._started - s.output.item.accepted_at for s in admitted),
+        )

@@ -1,5 +1,5 @@
 """What the generation engine does in pool threads: from requests to token ids, sampling parameters,
-limits, and what answers are parsed and constrained by; and from ids to text.
+limits, and what answers are parsed by; and from ids to text. What holds them: plans.py.
 
     payload → text (text/chat_template.py) → ids → Prepared, for output.py
 
@@ -14,27 +14,17 @@ from typing import Any
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from worker.decisions import DecisionInput
-from worker.generation.answers import (
-    answer_parser,
-    begun_answer,
-    called_tools,
-    content_headers,
-    proved,
-    shall_think,
-)
 from worker.generation.decisions import Decisions
 from worker.generation.defaults import LEFT_OPEN, default_sampling, end_ids
 from worker.generation.output import Prepared, make_choices
-from worker.grammar.calls import calls_grammar
-from worker.grammar.compiler import Grammar, Grammars
+from worker.generation.plans import Plans, proved
 from worker.grammar.guide import Plan
-from worker.grammar.notation import either, unusable
 from worker.model.language_model import LanguageModel
+from worker.model.loading import model_info
 from worker.model.logits_processors import SamplingParams
-from worker.protocol import Calls, Chat, GenerationInput, ModelInfo, Sampling, Stopping
-from worker.text.answer_form import AnswerForm
-from worker.text.call_form import CallForm
-from worker.text.chat_template import ChatTemplate
+from worker.protocol import Batching, Chat, GenerationInput, Sampling, Stopping
+from worker.text.answer_form import ANSWER
+from worker.text.chat_template import ChatTemplate, thoughts_in
 from worker.text.detokenizer import Vocabulary
 from worker.text.parser import Parser
 from worker.vision.prompt import PicturePrompt
@@ -56,19 +46,13 @@ class Frontend:
         self.sight = sight
         self.max_model_len = max_model_len
         self.no_images = "" if sight else language.no_images
-        self.info = ModelInfo(
-            "text-generation",
-            language.name,
-            str(language.device),
-            str(language.dtype).removeprefix("torch."),
-            language.parameters,
-            "static" if why else "continuous",
-            why,
-        )
+        batching: Batching = "static" if why else "continuous"
+        model = language.model
+        self.info = model_info("text-generation", language.name, model, batching, why)
         self.eos_ids = tuple(id_ for id_ in end_ids(defaults, tokenizer) if id_ < vocab_size)
         self.defaults = default_sampling(defaults)
-        self.grammars = Grammars(tokenizer, vocab_size, self.eos_ids)
         self.template = proved(ChatTemplate(tokenizer))
+        self.plans = Plans(self.template, tokenizer, vocab_size, self.eos_ids)
         self.vocabulary = Vocabulary(tokenizer, self.template.answers.shows)
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
         self.decisions = Decisions(tokenizer, self.template, max_model_len, self.longest_token)
@@ -97,7 +81,7 @@ class Frontend:
         return self.template.call_id(name, index)
 
     def close(self) -> None:
-        self.grammars.close()
+        self.plans.grammars.close()
         if self.sight:
             self.sight.close()
 
@@ -123,71 +107,12 @@ class Frontend:
 
     def _answer(self, request: GenerationInput, text: str) -> tuple[Parser | None, Plan | None]:
         """What reads the answers to a prompt, and what holds them to what is asked."""
-        if not isinstance(request.prompt, Chat):
-            return None, self._plan(request, "")
-        begun = begun_answer(self.template, request, text)
-        plan = self._plan(request, begun)
+        chats = isinstance(request.prompt, Chat)
+        begun = begun_answer(self.template, request, text) if chats else ""
+        asks = request.calls or request.constraint or request.thinking_tokens is not None
+        plan = self.plans.of(request, begun) if asks else None
         document = plan is not None and plan.document
-        return answer_parser(self.template, request, begun, document), plan
-
-    def _plan(self, request: GenerationInput, begun: str) -> Plan | None:
-        """`begun`: what the prompt has already written of the answer. InvalidInput with the reason;
-        Pending until the grammars that it takes are compiled."""
-        calls, constraint, budget = request.calls, request.constraint, request.thinking_tokens
-        form, call_form = self.template.forms(calls)
-        answer: Grammar | None = None  # holds the answer as a whole
-        call: Grammar | None = None  # holds a call that the model begins by itself
-        if calls and call_form:
-            answer, call = self._grammars_of_calls(request, calls, form, call_form)
-        elif constraint:
-            headers = content_headers(form) if isinstance(request.prompt, Chat) else ()
-            answer = self.grammars.matcher(constraint, headers)
-        single = calls is not None and not calls.parallel
-        if not (answer or call or single or budget is not None):
-            return None
-        opens = answer and shall_think(request) and not form.ends_thoughts(begun)
-        return Plan(
-            tokenizer=self.grammars.tokenizer("tools") if answer or call else None,
-            answer=answer,
-            document=answer is not None and not (calls and calls.required),
-            call=call,
-            may_think=self.template.opens_thoughts if opens else (),
-            budget=budget,
-            close=self.template.end_of_thoughts(form) if budget is not None else (),
-            single_call=single,
-        )
-
-    def _grammars_of_calls(
-        self, request: GenerationInput, calls: Calls, answers: AnswerForm, form: CallForm
-    ) -> tuple[Grammar | None, Grammar | None]:
-        """Of the answer as a whole, or of a call that the model begins by itself."""
-        constraint, tools, grammars = request.constraint, called_tools(request), self.grammars
-        begun = not (calls.required or constraint)
-        several = calls.parallel and (not begun or form.several_in_mark)
-        starts = [answers.start] if answers.start else []
-        try:
-            written = calls_grammar(form, tools, several, grammars.quoted, starts, begun)
-            compiled = grammars.compiled(written, "tools")
-        except InvalidInput:
-            if not calls.required and not constraint:
-                return None, None  # what the model makes of it is not constrained
-            assert isinstance(request.prompt, Chat)
-            for tool in tools:  # which of them is it?
-                param = f"tools[{request.prompt.tools.index(tool)}]"
-                try:
-                    alone = calls_grammar(form, [tool], False, grammars.quoted)
-                except InvalidInput as error:
-                    raise unusable(str(error), param) from None
-                grammars.check(alone, param)
-            raise
-        if calls.required:
-            return compiled, None
-        if constraint is None:
-            return None, compiled
-        if answers.unmarked:
-            both = "this model's calls cannot be told from JSON: leave out either this or tools"
-            raise InvalidInput(f"{constraint.param}: {both}", constraint.param)
-        return grammars.compiled(either(constraint, written), constraint.param), None
+        return answer_parser(self.template, request, begun, document) if chats else None, plan
 
     def _prompt(self, request: GenerationInput) -> tuple[str, list[int], PicturePrompt | None]:
         """The prompt's text, if it is one, its tokens, and what of them is pictures."""
@@ -269,3 +194,25 @@ class Frontend:
             end_ids=ends if stopping.min_tokens else (),
             **{name: value for name, value in chosen.items() if value is not None},
         )
+
+
+def begun_answer(template: ChatTemplate, request: GenerationInput, text: str) -> str:
+    """What a chat's prompt has already written of the answer."""
+    chat = request.prompt
+    assert isinstance(chat, Chat)
+    if chat.continue_final_message:
+        content = chat.messages[-1].get("content")
+        return content if isinstance(content, str) else ""
+    form, _ = template.forms(request.calls)
+    return thoughts_in(form, text) if chat.add_generation_prompt else ""
+
+
+def answer_parser(
+    template: ChatTemplate, request: GenerationInput, begun: str, document: bool = False
+) -> Parser | None:
+    """What reads the answers to a chat; None: they are nothing but text."""
+    form, _ = template.forms(request.calls)
+    if form.begins == ANSWER and not form.marks and not request.calls:
+        return None
+    tools = request.called_tools if request.calls else ()
+    return Parser(form, begun, bool(request.calls), tools, document)

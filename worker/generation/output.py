@@ -7,18 +7,20 @@ A request's outputs are made in a pool thread, whatever its prompt takes to be r
 they belong to the worker's thread, where each token costs as much as it adds.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections import abc
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from batching.request_queue import WorkItem
-from worker.deltas import Delta, FinishReason, Kind, Part, TokenLogprob
+from batching.sequence import Sequence
+from worker.deltas import Delta, FinishReason, TokenLogprob
+from worker.generation.logprobs import ContentLogprobs, token_logprob
 from worker.grammar.guide import Guide, Plan
 from worker.model.logits_processors import SamplingParams, SamplingState
 from worker.model.sampler import SampledToken, prompt_logprobs
-from worker.text.detokenizer import CONTEXT, Piece, Share, Tokens, Vocabulary
+from worker.text.detokenizer import CONTEXT, Piece, Vocabulary
 from worker.text.parser import Event, Parser
 from worker.text.stop_strings import StopStrings
 from worker.vision.prompt import PicturePrompt
@@ -65,6 +67,21 @@ def make_choices(
     ]
 
 
+def sequence_of(output: Any) -> Sequence:
+    """What is scheduled and run for an output, or for a verdict (decisions.py)."""
+    prepared: Prepared = output.prepared
+    return Sequence(
+        prepared.ids,
+        output,
+        max_tokens=prepared.max_tokens,
+        scores_prompt=prepared.prompt_logprobs is not None,
+        scores_end=bool(prepared.labels),
+        background=output.background,
+        root=output.item.payload.cache_root,
+        scene=prepared.scene,
+    )
+
+
 class SequenceOutput:
     def __init__(
         self,
@@ -106,7 +123,7 @@ class SequenceOutput:
         targets = self.prepared.ids[positions.start + 1 : positions.stop + 1]
         return prompt_logprobs(logits, targets, self.prepared.prompt_logprobs or 0)
 
-    def score_prompt(self, scores: Sequence[SampledToken]) -> None:
+    def score_prompt(self, scores: abc.Sequence[SampledToken]) -> None:
         """How likely the prompt's next tokens are."""
         assert self._echo is not None
         texts = self._echo.texts[len(self._prompt) : len(self._prompt) + len(scores)]
@@ -125,7 +142,7 @@ class SequenceOutput:
         if payload.prompt_logprobs is not None:
             self._delta.prompt_logprobs = self._prompt
         if payload.echo and self._echo is not None:
-            self._add("content", self._echo.text)
+            self._delta.add("content", self._echo.text)
             if payload.sampling.logprobs is not None:
                 self._delta.logprobs = list(self._prompt)
         self._prompt = []
@@ -182,7 +199,7 @@ class SequenceOutput:
             constrained = self.guide is not None and self.guide.constrains
             self._emit(self._parser.feed(piece, constrained))
 
-    def _emit(self, events: Iterable[Event]) -> None:
+    def _emit(self, events: abc.Iterable[Event]) -> None:
         for kind, piece, name in events:
             if kind == "content":
                 self._content(piece)
@@ -191,7 +208,7 @@ class SequenceOutput:
                 if kind == "end of thoughts":
                     self._delta.end_thoughts()
                 else:
-                    self._add(kind, piece.text, name)
+                    self._delta.add(kind, piece.text, name)
 
     def _content(self, piece: Piece) -> None:
         """Goes out as far as no stop string can come of it."""
@@ -207,16 +224,9 @@ class SequenceOutput:
             self._delta.logprobs += self._logprobs.close()
 
     def _show(self, piece: Piece) -> None:
-        self._add("content", piece.text)
+        self._delta.add("content", piece.text)
         if self._logprobs:
             self._delta.logprobs += self._logprobs.show(piece)
-
-    def _add(self, kind: Kind, text: str, name: str | None = None) -> None:
-        parts = self._delta.parts
-        if parts and name is None and parts[-1].kind == kind:
-            parts[-1].text += text
-        elif text or name is not None:
-            parts.append(Part(kind, text, name))
 
     def _finish(self, reason: FinishReason, stop: str | int | None, sampled: SampledToken) -> None:
         """The text ends with `sampled`: unless by a stop string, what was pending for one, for
@@ -237,63 +247,3 @@ class SequenceOutput:
         delta.finish_reason = "tool_calls" if called else reason
         delta.stop_reason = stop
         self.ended = True
-
-
-class ContentLogprobs:
-    """The log-probabilities of the tokens whose text is shown as content, as far as it is."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
-        self._silent: list[TokenLogprob] = []  # without text: part of a character that is to come
-        self._last: Tokens | None = None  # those of the last text
-        self._shown: Tokens | None = None  # the last whose text is shown to its end
-        self._open: Tokens | None = None  # shown in part
-        self._text = ""  # as much of it
-
-    def piece(self, text: str, sampled: SampledToken) -> Piece:
-        """The text that a token has made certain."""
-        self._silent.append(token_logprob(self._vocabulary, sampled, text))
-        if not text:
-            return Piece("")
-        tokens, self._silent = tuple(self._silent), []
-        self._last = tokens
-        return Piece(text, [Share(text, tokens)])
-
-    def rest(self, text: str, sampled: SampledToken) -> Piece:
-        """Half a character in the end: of the last token without text; if none, of `sampled`."""
-        if not self._silent:
-            return self.piece(text, sampled)
-        *silent, last = self._silent
-        self._silent, self._last = [], (*silent, replace(last, text=text))
-        return Piece(text, [Share(text, self._last)])
-
-    def show(self, piece: Piece) -> Iterator[TokenLogprob]:
-        """The tokens whose text is shown with this piece."""
-        for share in piece.shares:
-            if share.tokens is not self._open:
-                yield from self.close()
-                self._open, self._text = share.tokens, ""
-            self._text += share.text
-            if share.ends:
-                self._shown = share.tokens
-                yield from self.close()
-
-    def finish(self) -> Iterator[TokenLogprob]:
-        """Tokens that never got a text go with the content before them."""
-        if self._last is self._shown:
-            yield from self._silent
-
-    def close(self) -> Iterator[TokenLogprob]:
-        """The token of which a part is shown, if there is one: no more of it will be."""
-        if self._open is not None:
-            *silent, token = self._open
-            yield from silent
-            part = self._text != token.text
-            yield replace(token, text=self._text, raw=self._text.encode()) if part else token
-            self._open = None
-
-
-def token_logprob(vocabulary: Vocabulary, sampled: SampledToken, text: str) -> TokenLogprob:
-    raw = vocabulary.token(sampled.token)[1]
-    top = (TokenLogprob(id_, *vocabulary.token(id_), logprob) for id_, logprob in sampled.top)
-    return TokenLogprob(sampled.token, text, raw, sampled.logprob, tuple(top), sampled.rank)

@@ -36,6 +36,9 @@ class KVCache:
         self, layers: Sequence[LayerShape], blocks: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.layers = layers
+        # [layers, 3] as the native operation reads them: chunk, floor_scale and attn_scale
+        limits = [(layer.chunk, *(layer.temperature or (0, 0))) for layer in layers]
+        self.limits = torch.tensor(limits, dtype=torch.double)
         self.dtype = dtype
         self.device = device
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
@@ -29,11 +28,9 @@ from worker.model import cpu_linear, missing_weights
 from worker.model.kv_cache import LayerShape
 from worker.model.loading import (
     LoadingFailed,
-    attention_keywords,
-    check_fits,
-    choose_device,
-    choose_dtype,
+    ModelOptions,
     free_bytes,
+    load_checkpoint,
     loading,
     local_path,
 )
@@ -51,11 +48,7 @@ CONTEXT_NAMES = (
 
 
 @dataclass(frozen=True, slots=True)
-class GeneratorOptions:
-    model: str
-    device: str = "auto"
-    dtype: str = "auto"
-    attention: str = "auto"
+class GeneratorOptions(ModelOptions):
     quantization: str = "none"
     compile: str = "auto"
     speculation: str = "auto"
@@ -140,26 +133,20 @@ def load_language_model(options: GeneratorOptions) -> LanguageModel:
     log.info("loading chat model=%s", name)
     with loading(f"the chat model {name!r} could not be loaded"):
         path = local_path(name, DEMO_FOLDER)
-        device = choose_device(options.device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device.index or 0)  # where this thread's kernels and graphs go
-        check_fits(path, options.dtype, device)
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-        model, info = auto.from_pretrained(
-            path,
-            dtype=choose_dtype(options.dtype, path, device),
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            **attention_keywords(options.attention),
-        )
-        model.to(device).eval()
+        model, lacking = load_checkpoint(options, path, kind_of)
+        if model.device.type == "cuda":
+            torch.cuda.set_device(model.device)  # where this thread's kernels and graphs go
+        sees = kind_of(model.config) is AutoModelForImageTextToText
         with explicit_masks(model.get_decoder()) if sees else nullcontext():
-            check_generates(model, missing_weights.names_of(info))
+            check_generates(model, lacking)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     return LanguageModel(name, model, tokenizer, path, sees)
+
+
+def kind_of(config: Any) -> Any:
+    """The auto class for a configuration: that of models which take pictures, or of others."""
+    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def check_generates(model: PreTrainedModel, lacking: dict[str, str]) -> None:

@@ -6,9 +6,9 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,8 +17,9 @@ from safetensors import safe_open
 from transformers import AutoConfig, pipeline
 
 from batching.errors import OnequeueError
-from worker.architectures import DEMO_TASK, is_path
+from worker.architectures import DEMO_TASK, is_path, reason
 from worker.model import missing_weights
+from worker.protocol import Batching, ModelInfo
 from worker.tasks import resolve_task
 
 log = logging.getLogger("onequeue.loading")
@@ -38,14 +39,53 @@ class LoadingFailed(OnequeueError):
 
 
 @dataclass(frozen=True, slots=True)
-class LoadOptions:
-    task: str
+class ModelOptions:
+    """What loading any model goes by."""
+
     model: str
     device: str = "auto"  # auto, cpu, cuda, cuda:1, …
     dtype: str = "auto"  # auto, float32, bfloat16, float16
     attention: str = "auto"  # auto, or a name transformers knows
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions(ModelOptions):
+    _: KW_ONLY
+    task: str
     compile: str = "auto"  # auto, on, off
     max_image_mp: float = 64.0
+
+
+def load_checkpoint(
+    options: ModelOptions, path: str, choose: Callable[[Any], Any]
+) -> tuple[Any, dict[str, str]]:
+    """A model on its device, by one of transformers' auto classes, which `choose` knows from the
+    configuration; and the names of the weights that its checkpoint lacks."""
+    device = choose_device(options.device)
+    check_fits(path, options.dtype, device)
+    auto = choose(AutoConfig.from_pretrained(path, trust_remote_code=False))
+    model, info = auto.from_pretrained(
+        path,
+        dtype=choose_dtype(options.dtype, path, device),
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        trust_remote_code=False,
+        **attention_keywords(options.attention),
+    )
+    return model.to(device).eval(), missing_weights.names_of(info)
+
+
+def model_info(task: str, name: str, model: Any, batching: Batching, why: str = "") -> ModelInfo:
+    """`model`: a PreTrainedModel."""
+    return ModelInfo(
+        task=task,
+        model=name,
+        device=str(model.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        parameters=model.num_parameters(),
+        batching=batching,
+        why=why,
+    )
 
 
 def worth_compiling(setting: str, parameters: int) -> bool:
@@ -83,7 +123,7 @@ def loading(failed: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise LoadingFailed(f"{failed}: {first_line(error)}") from error
+        raise LoadingFailed(f"{failed}: {reason(error)}") from error
     log.info("loaded seconds=%.1f", time.monotonic() - started)
 
 

@@ -15,7 +15,6 @@ from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,22 +77,18 @@ class NativeMetadata(Attends):
     def __init__(self, cache: KVCache, batch: Batch) -> None:
         self.cache = cache
         self.positions = torch.tensor(batch.positions)
-        widths = [span.width for span in batch.spans]
-        starts = [span.start for span in batch.spans]
-        tables = [
-            np.array(blocks[: (start + width - 1) // BLOCK + 1], np.int32)
-            for blocks, start, width in batch.spans
-        ]
-        places = np.cumsum([0, *map(len, tables[:-1])])
-        self._spans = torch.from_numpy(np.stack([batch.offsets, widths, starts, places], 1))
-        self._tables = torch.from_numpy(np.concatenate(tables))
-        limits = [(layer.chunk, *(layer.temperature or (0, 0))) for layer in cache.layers]
-        self._limits = torch.tensor(limits, dtype=torch.double)
+        spans: list[int] = []
+        tables: list[int] = []
+        for offset, (blocks, start, width) in zip(batch.offsets, batch.spans, strict=True):
+            spans += (offset, width, start, len(tables))
+            tables += blocks[: (start + width - 1) // BLOCK + 1]
+        self._spans = torch.tensor(spans).view(-1, 4)
+        self._tables = torch.tensor(tables, dtype=torch.int32)
 
     def begin(self) -> None:
         cache = self.cache
         torch.ops.onequeue.begin_step(
-            cache.keys, cache.values, self._limits, self._spans, self._tables
+            cache.keys, cache.values, cache.limits, self._spans, self._tables
         )
 
     def end(self) -> None:

@@ -152,15 +152,17 @@ def _kind(params: SamplingParams) -> str:
     return "nucleus" if params.top_p < 1.0 else "any"
 
 
-def _numbers(draws: Sequence[Draw], device: torch.device) -> Tensor:
-    """[5, R] float64: temperature, top_p, top_k, min_p and the uniform number."""
-    columns = []
-    for draw in draws:
-        params = draw.state.params
-        number = uniform(params.seed, draw.state.choice, draw.position)
-        temperature = max(params.temperature, COLDEST)
-        columns.append((temperature, params.top_p, params.top_k, params.min_p, number))
-    return torch.tensor(columns, dtype=torch.float64, device=device).T
+def _numbers(kind: str, draws: Sequence[Draw], device: torch.device) -> Tensor:
+    """[2 or 5, R] float64: temperature and the uniform number; top_p, top_k and min_p."""
+    states = [draw.state for draw in draws]
+    every = [state.params for state in states]
+    rows: list[list[float]] = [
+        [max(params.temperature, COLDEST) for params in every],
+        [uniform(s.params.seed, s.choice, d.position) for s, d in zip(states, draws, strict=True)],
+    ]
+    if kind != "any":
+        rows += [[e.top_p for e in every], [e.top_k for e in every], [e.min_p for e in every]]
+    return torch.tensor(rows, dtype=torch.float64, device=device)
 
 
 def _drawn(
@@ -169,18 +171,22 @@ def _drawn(
     """Tokens [R] of rows of a kind: scores [R, N, BLOCK], the maxima of blocks and of rows."""
     if kind == "greedy":
         return _first_best(blocks, maxima)
-    numbers = _numbers(draws, blocks.device)
+    numbers = _numbers(kind, draws, blocks.device)
     if kind == "top":
         return _drawn_from_top(blocks, peak, numbers, None, CANDIDATES)
-    weights = _weights(blocks, peak, numbers[0])
+    even = all(draw.state.params.temperature == 1.0 for draw in draws)
+    weights = _weights(blocks, peak, None if even else numbers[0])
     if kind == "any":
-        return _pick(weights, numbers[4])
+        return _pick(weights, numbers[1])
     return _drawn_from_top(blocks, peak, numbers, _sum(weights), CANDIDATES)
 
 
-def _weights(blocks: Tensor, peak: Tensor, temperature: Tensor) -> Tensor:
-    """Probabilities times a constant: the largest is 1."""
-    return (blocks - peak[:, None, None]).div_(temperature[:, None, None].float()).exp_()
+def _weights(blocks: Tensor, peak: Tensor, temperature: Tensor | None = None) -> Tensor:
+    """Probabilities times a constant: the largest is 1. Without a temperature, that is 1."""
+    below = blocks - peak[:, None, None]
+    if temperature is not None:
+        below.div_(temperature[:, None, None].float())
+    return below.exp_()
 
 
 def _sum(weights: Tensor) -> Tensor:
@@ -193,7 +199,7 @@ def _drawn_from_top(
 ) -> Tensor:
     """Looks at the `width` largest logits, and for the rows that need it at more. top_p is a part
     of `mass` [R], or else of what min_p and top_k keep."""
-    temperature, top_p, top_k, min_p, number = numbers[..., None]
+    temperature, number, top_p, top_k, min_p = numbers[..., None]
     values, ids = _top(blocks, width)  # each filter keeps a beginning of this order
     weights = ((values.double() - peak[:, None]) / temperature).exp()
     rank = torch.arange(values.shape[1], device=values.device)
@@ -255,7 +261,7 @@ def _passed(sums: Tensor, target: Tensor) -> Tensor:
 def _scored(raw: Tensor, tokens: Tensor, counts: Sequence[int]) -> list[SampledToken]:
     """Choices of `tokens` [R] with log-probabilities: theirs, and of the best counts[i]; ranked."""
     peak, most = raw.amax((1, 2)), max(counts)
-    shift = _sum(_weights(raw, peak, torch.ones_like(peak))).log() + peak
+    shift = _sum(_weights(raw, peak)).log() + peak
     chosen = raw.flatten(1).gather(1, tokens[:, None].clamp(min=0))
     likelier = (raw.flatten(1) > chosen).sum(1, keepdim=True)
     parts = [tokens[:, None].double(), chosen - shift[:, None], likelier.double()]

@@ -1,89 +1,14 @@
-"""Linear layers that are called on one input (queries, keys and values; gate and up): one product.
-
-Which do is seen in a forward, not told by names. One wide product costs less than several narrow
-ones, each of which is started, and waits for its threads, anew. The layers become parts of it: the
-first that is called computes all, the others take their columns. In a compiled graph each part asks
-for the whole, and the compiler merges what is the same. Whose product it is: cpu_linear.py.
+"""Which linear layers are called on one input (queries, keys and values; gate and up), so that they
+can be one product (cpu_linear.py): seen in a forward, not told by names.
 """
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-
-class Kept(NamedTuple):
-    """A product between the calls of its parts."""
-
-    x: weakref.ref[Tensor]
-    version: int
-    place: int  # of the part that is to be called next
-    made: Tensor
-
-
-class SharedProduct(nn.Module):
-    """`layer` makes the columns of all parts, x [..., in] → [..., sum of `sizes`]."""
-
-    def __init__(self, layer: nn.Module, sizes: Sequence[int]) -> None:
-        super().__init__()
-        self.layer: Any = layer
-        self.columns = list(pairwise(accumulate(sizes, initial=0)))
-        self.kept: Kept | None = None
-
-    def part(self, x: Tensor, place: int) -> Tensor:
-        """[..., its size]. Parts that are called in turn on one tensor share what the first made,
-        which is kept no longer than that. Other threads may do the same."""
-        if torch.compiler.is_compiling():
-            made: Tensor = self.layer(x)
-        else:
-            made = self._made(x, place)
-        start, end = self.columns[place]
-        return made[..., start:end].contiguous()  # as the layer's own
-
-    def _made(self, x: Tensor, place: int) -> Tensor:
-        kept, version = self.kept, _version(x)
-        if kept and kept.x() is x and kept[1:3] == (version, place):
-            made = kept.made
-        else:
-            made = self.layer(x)
-        more = place + 1 < len(self.columns)
-        self.kept = Kept(weakref.ref(x), version, place + 1, made) if more else None
-        return made
-
-
-class Part(nn.Module):
-    """x [..., in] → [..., out], as the linear layer in whose place it is."""
-
-    def __init__(self, shared: SharedProduct, place: int, biased: bool) -> None:
-        super().__init__()
-        self.shared = shared
-        self.place = place
-        self.biased = biased
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.shared.part(x, self.place)
-
-
-def joined(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Weight [sum of out, in] and bias of all; a missing one is zeros beside those of others."""
-    weight = torch.cat([each.weight.detach() for each in layers])
-    if all(each.bias is None for each in layers):
-        return weight, None
-    biases = [weight.new_zeros(e.out_features) if e.bias is None else e.bias for e in layers]
-    return weight, torch.cat([each.detach() for each in biases])
-
-
-def _version(x: Tensor) -> int:
-    """Changes when its values are changed in place, where that is known."""
-    return 0 if x.is_inference() else x._version
-
-
-# ── which layers are called on one input ──
 
 
 def find_shared(model: nn.Module, run: Callable[[], object]) -> list[list[str]]:

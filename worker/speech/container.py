@@ -5,7 +5,8 @@
 FFmpeg reads much else: playlists, scripts, addresses. So this file runs as a program (`main`) that
 is told the format by how the file begins, is given its open file and no name, knows no protocol,
 and decodes one stream of sound by a codec of a short list. What a broken file costs is the
-process's: it is held to a memory and a time of its own, and its crash is an unreadable file.
+process's: it is held to a memory of its own and to a time that grows with the sound that it gives,
+and its end by those is an unreadable file.
 """
 
 import contextlib
@@ -35,7 +36,9 @@ OPTIONS = {
     "analyzeduration": "5000000",
 }
 MEMORY_BYTES = 256 << 20  # of address space, beyond the libraries'
-CPU_S = 180  # two hours of sound take some 20
+CPU_S = 5  # of a core, before there is any sound
+SLOWEST = 40  # times as fast as it is heard, from there on; 300 is usual
+MOST_CPU_S = 180
 MOST = 32  # processes at a time
 NICE = 10  # the model goes first
 FLOAT_BYTES = 4
@@ -92,7 +95,7 @@ class Container:
         # of its own, so that a terminal's signals do not reach it.
         with contextlib.ExitStack() as stack:
             return subprocess.Popen(
-                [sys.executable, "-P", __file__, kind],
+                [sys.executable, "-P", __file__, kind, str(CPU_S)],
                 stdin=stack.enter_context(_opened(file)),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -137,24 +140,31 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 def main() -> None:
     import av
 
+    kind, cpu_s = sys.argv[1], int(sys.argv[2])
     limit()
-    output = sys.stdout.buffer
-    with av.open(sys.stdin.buffer, format=sys.argv[1], options=OPTIONS) as container:
+    allow(cpu_s)
+    output, heard = sys.stdout.buffer, 0
+    opened: Any = av.open(sys.stdin.buffer, format=kind, options=OPTIONS)
+    with opened as container:
         stream = container.streams.audio[0]
         if stream.codec_context.name not in CODECS.split(","):
             raise SystemExit(f"{stream.codec_context.name} is not decoded")
         rate, channels = stream.codec_context.sample_rate, stream.codec_context.channels
-        frames = int(seconds(container, stream) * rate)
+        # A browser writes while it records, and leaves the duration out.
+        frames = round((container.duration or 0) / 1_000_000 * rate)
         output.write(json.dumps([rate, channels, frames]).encode() + b"\n")
+        output.flush()
         for mono in blocks(container, stream):
+            heard += len(mono)
             output.write(mono.tobytes())
+            allow(cpu_s + heard // (rate * SLOWEST))
     output.flush()
 
 
 def limit() -> None:
     """What the kernel lets the process have from here on; it writes no files."""
     os.nice(NICE)
-    limits = {resource.RLIMIT_CPU: CPU_S, resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}
+    limits = {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}
     with contextlib.suppress(OSError), open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
         limits[resource.RLIMIT_AS] = used + MEMORY_BYTES
@@ -162,17 +172,9 @@ def limit() -> None:
         resource.setrlimit(kind, (most, most))
 
 
-def seconds(container: Any, stream: Any) -> float:
-    """As the header says. A browser writes while it records, and leaves it out: then as the times
-    of the stream's packets say."""
-    if container.duration is not None:
-        return float(container.duration / 1_000_000)
-    last = 0.0
-    for packet in container.demux(stream):
-        if packet.pts is not None:
-            last = max(last, float((packet.pts + (packet.duration or 0)) * packet.time_base))
-    container.seek(0)
-    return last
+def allow(cpu_s: int) -> None:
+    """So many seconds of a core in all."""
+    resource.setrlimit(resource.RLIMIT_CPU, (min(cpu_s, MOST_CPU_S), MOST_CPU_S))
 
 
 def blocks(container: Any, stream: Any) -> Iterator[np.ndarray]:

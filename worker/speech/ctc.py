@@ -32,14 +32,10 @@ class Chunk:
     left: int
     right: int
     last: bool
-    ids: list[int] = field(default_factory=list)  # the likeliest of each moment
+    said: list[int] = field(default_factory=list)  # the likeliest of each moment
     probabilities: list[float] = field(default_factory=list)
     ended: bool = False
     owner: Any = None  # the item that it is of
-
-    @property
-    def said(self) -> list[int]:
-        return self.ids
 
 
 class Chunks:
@@ -122,9 +118,9 @@ class CtcText:
         return False
 
     def take(self, window: Chunk, times: None = None) -> list[TranscriptDelta]:
-        total = len(window.ids)
+        total = len(window.said)
         left, right = (round(side / window.samples * total) for side in (window.left, window.right))
-        self._ids += window.ids[left : total - right]
+        self._ids += window.said[left : total - right]
         self._probabilities += window.probabilities[left : total - right]
         self.seek += self.frames.step
         self.ended = window.last
@@ -215,9 +211,6 @@ class CtcRunner:
         if window in self.running:
             self.running.remove(window)
 
-    def clear(self) -> None:
-        self.running.clear()
-
     def _run(self, windows: Sequence[Chunk]) -> None:
         model, names = self.model, windows[0].inputs
         inputs = {name: torch.cat([each.inputs[name] for each in windows]) for name in names}
@@ -230,5 +223,5 @@ class CtcRunner:
             raise ItemFailed("the model's output for this input is no number")
         rows = zip(windows, ids.tolist(), probabilities.tolist(), strict=True)
         for window, window_ids, window_probabilities in rows:
-            window.ids, window.probabilities = window_ids, window_probabilities
+            window.said, window.probabilities = window_ids, window_probabilities
             window.ended = True

@@ -14,25 +14,32 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from batching.errors import DeviceLost, OnequeueError
 from batching.request_queue import WorkItem
 from worker.cores import compute_alone
-from worker.failures import failure_of, rerun_in_halves
+from worker.failures import failure_of, run_in_halves
 from worker.protocol import ModelInfo, Pending, StepOutcome, StepReport
 from worker.speech.work import Align, Runner, Text, Work
 from worker.transcription import TranscriptDelta, TranscriptionInput
 
 log = logging.getLogger("onequeue.speech")
 
-# Threads that read long recordings through before their turn, so that others do not wait for them.
+# Threads that open recordings, which may be slow to begin, and threads that read long ones through
+# before their turn, so that others wait for neither.
+OPENERS = 4
 SCANNERS = 2
 # Threads that read ahead, and how long the worker waits for them where nothing else is to be done.
 READERS = 2
 PATIENCE_S = 0.005
 # Windows that go through the encoder together: on a CPU one after another takes no longer.
 ENCODED = {"cpu": 1, "cuda": 8}
+
+# Those of Pending.
+Wanted = Callable[[], bool]
+Again = Callable[[], None]
 
 
 class SpeechEngine:
@@ -55,6 +62,7 @@ class SpeechEngine:
         self._align = align
         self._encoded = ENCODED[info.device.split(":")[0]]
         self._pool = ThreadPoolExecutor(READERS, "speech", compute_alone)
+        self._openers = ThreadPoolExecutor(OPENERS, "open", compute_alone)
         self._scans = ThreadPoolExecutor(SCANNERS, "scan", compute_alone)
         self.live: dict[WorkItem, Work] = {}
         self._waiting: deque[WorkItem] = deque()  # for a row
@@ -67,31 +75,42 @@ class SpeechEngine:
     # ── in pool threads ──
 
     def prepare(self, item: WorkItem) -> None:
-        """A long recording is read once, in a thread of ours, before it is served."""
+        """Recordings are opened, and long ones read once, in threads of ours."""
         work: Work | None = item.prepared
         if work is None:
-            work = item.prepared = Work(self._open(item.payload))
-            if work.text.frames.measure():
-                return
-            scanned = work
-            raise Pending(lambda wanted, again: self._scan(scanned, wanted, again))
+            raise Pending(partial(self._begin_later, item))
         if work.error:
             raise work.error
 
-    def _scan(self, work: Work, wanted: Callable[[], bool], again: Callable[[], None]) -> None:
-        def scan() -> None:
-            try:
-                work.text.frames.scan(wanted)
-            except Exception as error:
-                work.error = error
-            if not wanted():
-                work.text.frames.close()
-            again()
+    def _begin_later(self, item: WorkItem, wanted: Wanted, again: Again) -> None:
+        self._openers.submit(self._begin, item, wanted, again)
 
-        self._scans.submit(scan)
+    def _begin(self, item: WorkItem, wanted: Wanted, again: Again) -> None:
+        if not wanted():
+            return
+        work, is_short = Work(), True
+        try:
+            work.text = self._open(item.payload)
+            is_short = work.text.frames.measure()
+        except BaseException as error:  # a panic in a tokenizer is no Exception
+            work.error = error.with_traceback(None)  # its frames hold the item
+        item.prepared = work
+        if is_short:
+            again()
+        else:
+            self._scans.submit(self._scan, work, wanted, again)
+
+    def _scan(self, work: Work, wanted: Wanted, again: Again) -> None:
+        try:
+            work.text.frames.scan(wanted)
+        except BaseException as error:
+            work.error = error.with_traceback(None)
+        if not wanted():
+            work.text.frames.close()
+        again()
 
     def close(self) -> None:
-        for pool in (self._pool, self._scans):
+        for pool in (self._pool, self._openers, self._scans):
             pool.shutdown(wait=False, cancel_futures=True)
 
     # ── on the worker's thread ──
@@ -108,7 +127,6 @@ class SpeechEngine:
         items = list(self.live)
         for item in items:
             self._forget(item)
-        self.runner.clear()
         return items
 
     def warm_up(self) -> None:
@@ -220,10 +238,7 @@ class SpeechEngine:
     # ── failures and ends ──
 
     def _guarded(self, run: Callable[[Sequence[Any]], None], windows: list[Any]) -> None:
-        try:
-            run(windows)
-        except BaseException as error:
-            rerun_in_halves(windows, error, run, self._forward_failed, self._is_running)
+        run_in_halves(windows, run, self._forward_failed, self._is_running)
 
     def _is_running(self, window: Any) -> bool:
         return window.owner not in self._done

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import (
-    AutoConfig,
     AutoFeatureExtractor,
     AutoModelForCTC,
     AutoModelForSpeechSeq2Seq,
@@ -19,16 +18,14 @@ from transformers import (
 from worker.model import cpu_linear, missing_weights
 from worker.model.loading import (
     LoadingFailed,
+    ModelOptions,
     Pipe,
-    attention_keywords,
-    check_fits,
-    choose_device,
-    choose_dtype,
     free_bytes,
+    load_checkpoint,
     loading,
     local_path,
+    model_info,
 )
-from worker.protocol import ModelInfo
 from worker.speech.alignment import Aligner
 from worker.speech.cache import row_bytes
 from worker.speech.ctc import Chunk, Chunks, CtcRunner, CtcText
@@ -43,17 +40,14 @@ from worker.transcription import TranscriptionInput
 log = logging.getLogger("onequeue.speech")
 
 DEMO_FOLDER = Path(__file__).parent.parent / "demo" / "speech"
+TASK = "automatic-speech-recognition"
 # Windows that are decoded together at most, and the share of free memory that their rows may take.
 MOST_ROWS = {"cpu": 16, "cuda": 64}
 ROWS_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class SpeechOptions:
-    model: str
-    device: str = "auto"
-    dtype: str = "auto"
-    attention: str = "auto"
+class SpeechOptions(ModelOptions):
     max_audio_s: float = 7200.0
 
 
@@ -75,7 +69,7 @@ def load_speech(options: SpeechOptions, pipe: Pipe | None = None) -> SpeechEngin
             speech = Speech(pipe.model, pipe.tokenizer, pipe.feature_extractor)
         else:
             log.info("loading transcription model=%s", name)
-            speech = load_checkpoint(options)
+            speech = load_speech_checkpoint(options)
         engine = speech_engine(speech, options)
         check_weights(speech, engine)
     if speech.model.device.type == "cpu" and cpu_linear.packs(speech.model.dtype):
@@ -90,30 +84,23 @@ def check_weights(speech: Speech, engine: SpeechEngine) -> None:
         raise LoadingFailed(f"its checkpoint has no weights for {missing_weights.shown(lacking)}")
 
 
-def load_checkpoint(options: SpeechOptions) -> Speech:
-    path = local_path(options.model, DEMO_FOLDER)
-    device = choose_device(options.device)
-    check_fits(path, options.dtype, device)
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+def kind_of(config: Any) -> Any:
+    """The auto class for a configuration."""
     kinds = config.architectures or ()
-    auto: Any = AutoModelForSpeechSeq2Seq
     if any(kind.endswith("ForCTC") for kind in kinds):
-        auto = AutoModelForCTC
-    elif config.model_type != "whisper":
+        return AutoModelForCTC
+    if config.model_type != "whisper":
         raise LoadingFailed(f"it is neither Whisper nor a CTC model, but {', '.join(kinds)}")
-    model, info = auto.from_pretrained(
-        path,
-        dtype=choose_dtype(options.dtype, path, device),
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-        trust_remote_code=False,
-        **attention_keywords(options.attention),
-    )
-    model.to(device).eval()
+    return AutoModelForSpeechSeq2Seq
+
+
+def load_speech_checkpoint(options: SpeechOptions) -> Speech:
+    path = local_path(options.model, DEMO_FOLDER)
+    model, lacking = load_checkpoint(options, path, kind_of)
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     untyped: Any = AutoFeatureExtractor
     extractor = untyped.from_pretrained(path, trust_remote_code=False)
-    return Speech(model, tokenizer, extractor, missing_weights.names_of(info))
+    return Speech(model, tokenizer, extractor, lacking)
 
 
 def speech_engine(speech: Speech, options: SpeechOptions) -> SpeechEngine:
@@ -136,7 +123,7 @@ def whisper_engine(speech: Speech, options: SpeechOptions) -> SpeechEngine:
         language = next(iter(vocabulary.languages), "en")
         return Window(silence, mel.window, 0, (), language, "transcribe")
 
-    info = info_of(options, model, "continuous")
+    info = model_info(TASK, options.model, model, "continuous")
     return SpeechEngine(runner, open_text, info, example, Aligner(runner))
 
 
@@ -163,15 +150,5 @@ def ctc_engine(speech: Speech, options: SpeechOptions) -> SpeechEngine:
         return Chunk(dict(inputs), rate, 0, 0, True)
 
     runner = CtcRunner(model, ENCODED[model.device.type])
-    return SpeechEngine(runner, open_text, info_of(options, model, "same shape"), example)
-
-
-def info_of(options: SpeechOptions, model: Any, batching: Any) -> ModelInfo:
-    return ModelInfo(
-        task="automatic-speech-recognition",
-        model=options.model,
-        device=str(model.device),
-        dtype=str(model.dtype).removeprefix("torch."),
-        parameters=model.num_parameters(),
-        batching=batching,
-    )
+    info = model_info(TASK, options.model, model, "same shape")
+    return SpeechEngine(runner, open_text, info, example)

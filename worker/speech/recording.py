@@ -8,6 +8,7 @@ bears them out. One thread at a time reads a recording.
 """
 
 import io
+import math
 from collections.abc import Iterator
 from typing import Any, Protocol, Self
 
@@ -20,7 +21,7 @@ MIN_AUDIO_S = 0.03  # speech models take one frame of 25 ms at least
 MAX_AUDIO_S = 2 * 3600.0
 MIN_RATE, MAX_RATE = 1000, 384_000
 MAX_SAMPLES = 1 << 30  # of all channels, before resampling
-BLOCK = 1 << 18  # samples of all channels decoded at a time
+BLOCK = 1 << 18  # samples of all channels decoded at a time, or made of them
 LOUDEST = 1e9  # a sample, where 1 is full scale: powers of larger ones are no numbers
 UNKNOWN = (1 << 63) - 1  # frames of a FLAC file that was piped, in libsndfile's words
 NOTHING = np.zeros(0, np.float32)
@@ -157,7 +158,8 @@ class Recording:
         source = self._source
         same = source.rate == self.rate
         resampler = None if same else soxr.ResampleStream(source.rate, self.rate, 1)
-        count, frames = max(1, BLOCK // source.channels), 0
+        grows = math.ceil(self.rate / source.rate)
+        count, frames = max(1, BLOCK // max(source.channels, grows)), 0
         while len(mono := self._block(count)):
             frames += len(mono)
             self._check_length(frames / source.rate, frames, source.channels)

@@ -194,8 +194,8 @@ class Transcript:
         made = []
         for at in self._text_places(window, part):
             token = window.said[at]
-            text, data = self.vocabulary.token(token)
-            made.append(TokenLogprob(token, text, data, window.logprobs[at]))
+            text, raw = self.vocabulary.text([token]), self.vocabulary.raw(token)
+            made.append(TokenLogprob(token, text, raw, window.logprobs[at]))
         return made
 
     def _text_places(self, window: Window, part: Part) -> list[int]:

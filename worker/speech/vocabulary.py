@@ -8,14 +8,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
-from transformers.models.whisper.tokenization_whisper import (
-    LANGUAGES,
-    TO_LANGUAGE_CODE,
-    _combine_tokens_into_words,
-)
+from transformers.models.whisper.tokenization_whisper import LANGUAGES, TO_LANGUAGE_CODE
 
 from batching.errors import InvalidInput
 from worker.model.loading import LoadingFailed
+from worker.speech import words
 
 alphabet: Any = bytes_to_unicode  # of byte-level BPE; it has no types
 BYTE_OF: dict[str, int] = {letter: byte for byte, letter in alphabet().items()}
@@ -87,22 +84,16 @@ class Vocabulary:
             raise InvalidInput("the model does not translate: it knows English alone", "model")
         return []
 
-    def words(self, tokens: Sequence[int], language: str) -> list[tuple[str, list[int]]]:
-        """Text of each word and which of the tokens it has, as transformers' pipeline splits."""
-        if not tokens:
-            return []
-        name = LANGUAGES.get(language, "english")
-        texts, _, places = _combine_tokens_into_words(self.tokenizer, list(tokens), name)
-        return list(zip(texts, places, strict=True))
+    def words(self, tokens: Sequence[int], language: str) -> list[words.Piece]:
+        """Text of each word and which of the tokens it has; `language` is a code."""
+        return words.split([self.raw(token) for token in tokens], language)
 
-    def token(self, token: int) -> tuple[str, bytes]:
-        """One of a text: as it reads, and its bytes, which may be part of a character."""
+    def raw(self, token: int) -> bytes:
+        """Of one of a text; it may be part of a character."""
         letters: Any = self.tokenizer.convert_ids_to_tokens(token)
         if all(letter in BYTE_OF for letter in letters):
-            data = bytes(BYTE_OF[letter] for letter in letters)
-        else:  # an added one
-            data = letters.encode()
-        return self.text([token]), data
+            return bytes(BYTE_OF[letter] for letter in letters)
+        return str(letters).encode()  # an added one
 
     def text(self, tokens: Sequence[int]) -> str:
         said = [token for token in tokens if token < self.end]

@@ -119,9 +119,6 @@ class WhisperRunner:
             last.row = window.row
         window.row = -1
 
-    def clear(self) -> None:
-        self.running.clear()
-
     @torch.inference_mode()
     def replay(self, window: Window, tokens: Sequence[int]) -> None:
         """All of its prompt and `tokens` through the decoder once more, for whoever watches."""

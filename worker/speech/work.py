@@ -4,7 +4,7 @@ runner of windows, and of each recording what is heard and what is said.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from worker.transcription import TranscriptDelta, TranscriptionInput
@@ -44,7 +44,6 @@ class Runner(Protocol):
     def prompt(self, windows: Sequence[Any]) -> None: ...
     def step(self, windows: Sequence[Any]) -> None: ...
     def leave(self, window: Any) -> None: ...
-    def clear(self) -> None: ...
 
 
 # Of a window that has ended, while it has its row: what says when its tokens end, in a pool thread.
@@ -55,8 +54,8 @@ Align = Callable[[Any], Callable[[], Sequence[float]]]
 class Work:
     """An item that is being transcribed."""
 
-    text: Text
-    error: Exception | None = None  # of its scan
+    text: Text = field(init=False)  # once it is opened
+    error: BaseException | None = None  # of that, or of its scan
     begun: bool = False
     window: Any = None  # the one that runs, or waits for the times of its words
     reading: Future[None] | None = None

@@ -117,7 +117,7 @@ class Parser:
     def finish(self) -> list[Event]:
         """What was pending, at the end; but not the beginning of a call's mark."""
         text, follows = self._buffer.text, self._after_mark and self.calls_ended > 0
-        cuts = [mark.cut_in(text, follows) for mark in self._watched]
+        cuts = [mark.cut_in(text, follows) for mark in self._watched if text]
         unmarked = self._form.unmarked and self._calls and not self._has_content
         if unmarked and self._form.may_call(text, self._tools):
             cuts.append(0)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from batching.errors import OnequeueError
 from batching.scheduler import ContinuousScheduler
 from batching.sequence import Sequence as Continuation
-from worker.failures import rerun_in_halves
+from worker.failures import run_in_halves
 from worker.vision.prompt import PicturePrompt
 from worker.vision.tower import Look, Tower
 
@@ -84,10 +84,7 @@ class Viewing:
                 failed.add(part[0].prompt)
                 self._failed(part[0].prompt, failure)
 
-        try:
-            run(batch)
-        except BaseException as error:
-            rerun_in_halves(batch, error, run, told, lambda each: each.prompt not in failed)
+        run_in_halves(batch, run, told, lambda each: each.prompt not in failed)
 
     def _open_if_seen(self, prompt: PicturePrompt) -> None:
         try:
