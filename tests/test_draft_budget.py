@@ -49,6 +49,13 @@ def test_what_rows_cost_is_assumed_until_it_is_seen() -> None:
     assert unknown.worth(0.2, 6) == 0
 
 
+def test_a_step_with_a_prompt_says_nothing() -> None:
+    budget = taught(0.0005, 8)
+    least = budget.least_gain
+    budget.learn(100, 108, 8, 1.0)
+    assert budget.least_gain == least
+
+
 def test_another_load_is_learned() -> None:
     budget = taught(0.002, 16)
     for _ in range(1000):

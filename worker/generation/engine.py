@@ -16,7 +16,6 @@ from typing import Literal
 
 from torch import Tensor
 
-from batching.block_pool import BlockPool
 from batching.draft_budget import DraftBudget
 from batching.errors import DeviceLost, ItemFailed, OnequeueError, OutOfMemory
 from batching.prefill_budget import PrefillBudget
