@@ -15,11 +15,15 @@ def test_the_latest_occurrence_counts() -> None:
     assert NgramDrafter().draft([1, 2, 3, 7, 0, 1, 2, 3, 8, 0, 1, 2, 3], 1) == (8,)
 
 
-def test_a_draft_is_never_longer_than_asked_for_or_than_the_text() -> None:
+def test_text_that_goes_round_is_drafted_on_beyond_its_end() -> None:
+    assert NgramDrafter().draft([5, 5, 5, 5], 6) == (5,) * 6
+    assert NgramDrafter().draft([0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2], 6) == (3, 0, 1, 2, 3, 0)
+
+
+def test_a_draft_is_never_longer_than_asked_for() -> None:
     tokens = [1, 2, 3, *range(10, 40), 1, 2, 3]
     assert NgramDrafter().draft(tokens, 100) == tuple(range(10, 10 + DRAFT))
     assert NgramDrafter().draft(tokens, 0) == ()
-    assert NgramDrafter().draft([5, 5, 5, 5], 6) == (5,)
 
 
 def test_nothing_is_drafted_for_what_was_never_seen() -> None:
@@ -32,7 +36,7 @@ def test_text_that_grows_is_indexed_once_and_found_later() -> None:
     tokens = [1, 2, 3, 4]
     assert lookup.draft(tokens, 6) == ()
     tokens += [9, 2, 3, 4]
-    assert lookup.draft(tokens, 6) == (9, 2, 3, 4)
+    assert lookup.draft(tokens, 4) == (9, 2, 3, 4)
     tokens += [9, 2]
     assert lookup.draft(tokens, 2) == (3, 4)
 

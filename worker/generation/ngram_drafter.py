@@ -26,7 +26,8 @@ class NgramDrafter:
         self.acceptance = EXPECTED
 
     def draft(self, tokens: Sequence[int], most: int) -> tuple[int, ...]:
-        """Up to `most` tokens that followed the last GRAM tokens where they were seen last."""
+        """Up to `most` tokens that followed the last GRAM tokens where they were seen last; where
+        the text ends before that, it is taken to go round."""
         first, last = self._indexed, min(len(tokens), self._indexed + INDEXED)
         known = tokens[first - GRAM : last]
         for end in range(first, last):
@@ -37,7 +38,8 @@ class NgramDrafter:
             return ()
         if (at := self._after.get(tuple(tokens[-GRAM:]))) is None:
             return ()
-        return tuple(tokens[at : at + min(most, DRAFT)])
+        following = tokens[at : at + min(most, DRAFT)]
+        return tuple(following[n % len(following)] for n in range(min(most, DRAFT)))
 
     def verified(self, drafted: int, accepted: int) -> None:
         """How a draft fared, up to the first token that was wrong."""
