@@ -1,49 +1,27 @@
 """The ASGI app: `uvicorn server.app:app`.
 
-`create_app` wires settings, queue, worker, engine and routes; lifespan.py starts the worker and
-drains it on SIGTERM, before uvicorn hears of the signal. One process, one worker thread.
+`create_app` wires settings, queue, worker, engine and what is mounted (routes.py); lifespan.py
+starts the worker and drains it on SIGTERM, before uvicorn hears of the signal. One process, one
+worker thread.
 """
 
 import gc
-import sqlite3
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from starlette.routing import Route, Router
+from starlette.routing import Router
 
 from batching.batcher import DynamicBatcher
 from batching.request_queue import RequestQueue, WorkItem
 from batching.turns import Turns
-from server import openapi
 from server.engine import Engine
-from server.health import health, ready
-from server.http.fetch import Fetcher
-from server.http.request import JsonEndpoint, Middleware
-from server.http.upload import Uploads
+from server.http.request import Middleware
 from server.lifespan import lifespan
-from server.metrics import Metrics, metrics
-from server.openai.audio.endpoint import PATHS as AUDIO_PATHS
-from server.openai.audio.endpoint import SpeechEndpoint
-from server.openai.audio.request import TranscriptionRequest, TranslationRequest
-from server.openai.chat import ChatCompletions
-from server.openai.completions import Completions
-from server.openai.decisions.endpoint import DecisionEndpoint
-from server.openai.decisions.request import DecisionRequest
-from server.openai.decisions.root import DecisionRoot, by_chat_model
-from server.openai.decisions.systemone import SystemOneRequest
-from server.openai.embeddings import PATHS as EMBEDDING_PATHS
-from server.openai.embeddings import Embeddings
-from server.openai.models import ModelListing, ModelNames
-from server.openai.pictures import Pictures
-from server.openai.responses.endpoint import Responses
-from server.openai.responses.store import ResponseStore
-from server.openai.tokenize import tokenizer_routes
-from server.page import PATH as ASSETS
-from server.page import Assets, Front
-from server.pipeline import Root
+from server.metrics import Metrics
+from server.openai.decisions.root import by_chat_model
 from server.preflight import (
     MODELS,
     asked_threads,
@@ -52,11 +30,8 @@ from server.preflight import (
     put_openmp,
     refuse,
 )
-from server.rerank import PATHS as RERANK_PATHS
-from server.rerank import Rerank
-from server.score import Score
+from server.routes import make_routes
 from server.settings import Settings, SettingsError, load_settings
-from server.version import icon, version
 from worker.cores import find_cores
 from worker.models import GenerationModel, PipelineModel, SpeechModel
 from worker.protocol import Generator, Runner, Stepped
@@ -88,76 +63,9 @@ def create_app(
     worker = Worker(served_models(loaded, loaders), cores=cores)
     observed = Metrics(lambda: queue.pending)
     engine = Engine(worker, queue, observed, pool_threads, settings.stuck_after_s)
-    routes = [
-        Route("/health", JsonEndpoint(health), methods=["GET"]),
-        Route("/ready", JsonEndpoint(ready), methods=["GET"]),
-        Route("/ping", JsonEndpoint(ready), methods=["GET"]),
-        Route("/version", JsonEndpoint(version), methods=["GET"]),
-        Route("/favicon.ico", icon, methods=["GET"]),
-        Route("/metrics", metrics),
-    ]
-    responses: Responses | None = None
-    assets = Assets()
-    front = Front(settings, engine, assets.files["index.html"])
-    pipeline = Root(settings, engine, front) if settings.pipeline_model != "none" else None
-    if decides_by_chat:
-        names = ModelNames(settings.pipeline_model, engine, "generation")
-        asked = DecisionEndpoint(engine, names, SystemOneRequest)
-        pipeline = DecisionRoot(settings, engine, front, asked)
-    named: list[ModelNames] = []
-    if settings.chat_model != "none":
-        names = ModelNames(settings.chat_model, engine, "generation")
-        fetcher = Fetcher(settings.image_fetch, int(settings.max_body_mb * 1_000_000), observed)
-        shared = settings, engine, names, Pictures(engine, fetcher)
-        responses = Responses(*shared, open_store(settings))
-        decisions = DecisionEndpoint(engine, names, DecisionRequest)
-        systemone = DecisionEndpoint(engine, names, SystemOneRequest)
-        routes += [
-            Route("/v1/chat/completions", ChatCompletions(*shared), methods=["POST"]),
-            Route("/v1/completions", Completions(*shared), methods=["POST"]),
-            Route("/v1/responses", responses, methods=["POST"]),
-            *responses.routes(),
-            Route("/v1/decisions", decisions, methods=["POST"]),
-            Route("/v1/systemone", systemone, methods=["POST"]),
-        ]
-        named.append(names)
-    if settings.embedding_model != "none":
-        names = ModelNames(settings.embedding_model, engine, "embedding", named)
-        embeddings = Embeddings(settings, engine, names)
-        routes += [Route(path, embeddings, methods=["POST"]) for path in EMBEDDING_PATHS]
-        named.append(names)
-    if settings.rerank_model != "none":
-        names = ModelNames(settings.rerank_model, engine, "rerank", named)
-        rerank = Rerank(settings, engine, names)
-        routes += [Route(path, rerank, methods=["POST"]) for path in RERANK_PATHS]
-        named.append(names)
-    if scoring := [each for each in reversed(named) if each.serves != "generation"]:
-        routes.append(Route("/v1/score", Score(settings, engine, scoring), methods=["POST"]))
-    written = [*named]  # models of text, which have tokens that may be asked for
-    if settings.transcription_model != "none":
-        names = ModelNames(settings.transcription_model, engine, "transcription", named)
-        uploads = Uploads(settings.max_audio_mb)
-        for path, kind in zip(AUDIO_PATHS, (TranscriptionRequest, TranslationRequest), strict=True):
-            speech = SpeechEndpoint(settings, engine, names, uploads, kind)
-            routes.append(Route(path, speech, methods=["POST"]))
-        named.append(names)
-    if named:
-        routes += ModelListing(named).routes()
-    if written:
-        routes += tokenizer_routes(written)
-    methods = ["GET", "POST"] if pipeline else ["GET"]
-    routes.append(Route("/", pipeline or front, methods=methods))
-    routes.append(Route(ASSETS, assets, methods=["GET"]))
-    routes.append(openapi.route(settings, routes))
+    routes, responses = make_routes(settings, engine, decides_by_chat)
     router = Router(routes, lifespan=partial(lifespan, responses=responses))
     return Middleware(router, {route.path_format for route in routes}, settings, engine)
-
-
-def open_store(settings: Settings) -> ResponseStore:
-    try:
-        return ResponseStore(settings.responses_db)
-    except sqlite3.Error as error:
-        raise SettingsError(f"RESPONSES_DB={settings.responses_db!r}: {error}") from None
 
 
 def served_models(

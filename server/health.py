@@ -55,7 +55,12 @@ async def ready(request: Request) -> Ready:
     for name, model in engine.models.items():
         info = model.loaded.info
         if isinstance(model, GenerationModel):
-            answer.chat_model, answer.compile = info.model, model.loaded.compile_state
+            answer.compile = model.loaded.compile_state
+            if request.app.settings.chat_model != "none":
+                answer.chat_model = info.model
+            else:  # it is there for POST / alone (openai/decisions/root.py)
+                answer.task, answer.model = "decision", info.model
+                answer.takes = TASKS["decision"].kind
         elif name == "pipeline":
             answer.task, answer.model = info.task, info.model
             answer.takes, answer.mask_token = TASKS[info.task].kind, info.mask or UNSET

@@ -9,7 +9,6 @@ comes in parts, after each step: an AnswerStream keeps them until the client rea
 import asyncio
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
@@ -24,7 +23,6 @@ from server.http.request import Deadlines
 from worker.decisions import DecisionInput
 from worker.deltas import Delta
 from worker.protocol import GenerationInput
-from worker.transcription import TranscriptDelta, TranscriptionInput
 
 D = TypeVar("D")
 
@@ -93,10 +91,8 @@ class Submission:
         fail(self.items, ClientGone("the client has gone"))
 
 
-class AnswerStream(Submission, ABC, Generic[D]):
-    """One request's deltas, of all its items."""
-
-    unfinished: int  # parts of the answer whose end has not been read
+class AnswerStream(Submission, Generic[D]):
+    """One request's deltas, of all its items, until these are done."""
 
     def __init__(
         self,
@@ -108,24 +104,29 @@ class AnswerStream(Submission, ABC, Generic[D]):
     ) -> None:
         self.deadlines = deadlines
         self.arrival = asyncio.Event()  # set it to wake the reader
-        self._error: BaseException | None = None  # what ends the stream after what is unread
         self.begun = False  # the first deltas have been read
+        self.unfinished = 1  # parts of the answer whose end has not been read
+        self._unread: list[D] = []
+        self._error: BaseException | None = None  # what ends the stream after what is unread
         super().__init__(engine, serves, payloads, deadlines, receive, self)
         self._running = len(self.items)
         for item in self.items:
             item.future.add_done_callback(self._on_done)
 
-    @abstractmethod
     def push(self, delta: D) -> None:
-        """What a step gave; sets `arrival`."""
+        """What a step gave."""
+        self._unread.append(delta)
+        self.arrival.set()
 
-    @abstractmethod
     def take(self) -> list[D]:
         """What is unread, if anything."""
+        self.unfinished = int(self._running > 0)
+        deltas, self._unread = self._unread, []
+        return deltas
 
-    @abstractmethod
-    def end(self) -> None:
-        """The worker is done with all items, and nothing failed; sets `arrival`."""
+    def ended(self) -> BaseException | None:
+        """The worker is done with all items: what is wrong with that, if anything."""
+        return None
 
     def merged(self, deltas: list[D]) -> list[D]:
         """All that were read, as an answer at once has them."""
@@ -160,10 +161,10 @@ class AnswerStream(Submission, ABC, Generic[D]):
         if self._error is not None:
             return  # the first failure is the one that counts
         self._error = ClientGone("the server is gone") if future.cancelled() else future.exception()
-        if self._error is not None:
+        if self._error is None and not self._running:
+            self._error = self.ended()
+        if self._error is not None or not self._running:
             self.arrival.set()
-        elif not self._running:
-            self.end()
 
 
 @dataclass(slots=True)
@@ -195,32 +196,31 @@ class TokenStream(AnswerStream[Delta]):
         payloads: Sequence[GenerationInput | DecisionInput],
         deadlines: Deadlines,
         usage: Usage,
-        receive: Receive | None = None,
+        receive: Receive | None,
     ) -> None:
+        super().__init__(engine, "generation", payloads, deadlines, receive)
         self.usage = usage
         self.unfinished = sum(payload.n for payload in payloads)  # choices
-        self._unread: dict[int, Delta] = {}
-        super().__init__(engine, "generation", payloads, deadlines, receive)
+        self._choices: dict[int, Delta] = {}  # unread
 
     def push(self, delta: Delta) -> None:
-        merge(self._unread, delta)
+        merge(self._choices, delta)
         self.arrival.set()
 
     def take(self) -> list[Delta]:
         """One delta a choice."""
-        if self._unread and not self.begun:
+        if self._choices and not self.begun:
             waited_s = time.monotonic() - self.items[0].accepted_at
             self.engine.metrics.first_token.observe(waited_s)
-        deltas = list(self._unread.values())
-        self._unread = {}
+        deltas = list(self._choices.values())
+        self._choices = {}
         for delta in deltas:
             self.usage.count(delta)
             self.unfinished -= delta.finish_reason is not None
         return deltas
 
-    def end(self) -> None:
-        self._error = ItemFailed("the model ended without a finish_reason")
-        self.arrival.set()
+    def ended(self) -> BaseException:
+        return ItemFailed("the model ended without a finish_reason")
 
     def merged(self, deltas: list[Delta]) -> list[Delta]:
         """One delta a choice, in order."""
@@ -233,28 +233,3 @@ class TokenStream(AnswerStream[Delta]):
 def merge(choices: dict[int, Delta], delta: Delta) -> None:
     if (earlier := choices.setdefault(delta.choice, delta)) is not delta:
         earlier.merge(delta)
-
-
-class TranscriptStream(AnswerStream[TranscriptDelta]):
-    """What is heard of a recording, until it has ended."""
-
-    def __init__(
-        self, engine: Engine, payload: TranscriptionInput, deadlines: Deadlines, receive: Receive
-    ) -> None:
-        self.unfinished = 1
-        self._ended = False
-        self._unread: list[TranscriptDelta] = []
-        super().__init__(engine, "transcription", [payload], deadlines, receive)
-
-    def push(self, delta: TranscriptDelta) -> None:
-        self._unread.append(delta)
-        self.arrival.set()
-
-    def take(self) -> list[TranscriptDelta]:
-        self.unfinished = not self._ended
-        deltas, self._unread = self._unread, []
-        return deltas
-
-    def end(self) -> None:
-        self._ended = True
-        self.arrival.set()

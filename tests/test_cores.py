@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from server.preflight import SPINS, asked_threads, put_openmp
-from worker.cores import Cores, _lines, choose_cores, find_cores, one_each, pin, quota, release
+from worker.cores import Cores, choose_cores, find_cores, lines_of, one_each, pin, quota, release
 
 ROOT = Path(__file__).parent.parent
 ALONE = {core: str(core) for core in range(4)}
@@ -87,7 +87,7 @@ def test_a_groups_path_in_another_encoding_is_one_that_is_not_there(tmp_path: Pa
     group(tmp_path, "", cpu__max="150000 100000")
     membership = tmp_path / "cgroup"
     membership.write_bytes(b"0::/caf\xe9\n")
-    assert quota(tmp_path, _lines(membership)) == 1.5
+    assert quota(tmp_path, lines_of(membership)) == 1.5
 
 
 # ── which cores are kept ──

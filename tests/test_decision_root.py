@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests import tiny_decisions
-from tests.event_streams import post
+from tests.event_streams import CLIENT, post
 from tests.serving import Server, metric, serving
 from tests.test_decisions import assert_alike, library
 from tests.test_pipeline_http import error_of
@@ -86,6 +86,9 @@ def test_without_a_chat_model_it_is_loaded_for_decisions_alone(server: Server) -
         assert set(alone.engine.models) == {"generation"}
         answer, expected = (post(each, "/", {"inputs": ASKED}).json() for each in (alone, server))
         assert_alike(answer, expected)
+        told = CLIENT.get(alone.url + "/ready").json()
+        assert told["model"] == folder
+        assert "chat_model" not in told
         for path in ("/v1/chat/completions", "/v1/systemone"):
             assert post(alone, path, {}).status_code == 404
 

@@ -9,6 +9,7 @@ import pytest
 
 from batching import prefill_budget
 from batching.block_pool import BlockPool
+from batching.draft_budget import DraftBudget
 from batching.sequence import Batch
 from tests.generating import assert_greedy, engine, greedy, prompts, request, serve
 from tests.tiny_decoders import ARCHITECTURES
@@ -56,7 +57,7 @@ def check_parity(
     if "prefix cache" not in features:
         monkeypatch.setattr(BlockPool, "match", lambda pool, tokens, root: ([], None))
     if "speculation" in features:
-        monkeypatch.setattr("worker.generation.engine.FREE_ROWS", {"cpu": 32})
+        monkeypatch.setattr(DraftBudget, "worth", lambda budget, acceptance, most: most)
         monkeypatch.setattr(NgramDrafter, "draft", foreseeing(given, greedy(model, given, NEW)))
     generator = engine(
         model,

@@ -5,14 +5,17 @@ import random
 import threading
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.cpp_builder import CppBuilder
 
 from batching.sequence import Batch, Span
 from tests.test_paged_attention import CASES, Case, expected, memory, mixes, name
+from worker.model import native_attention
 from worker.model.attention_function import attend, forward_context
 from worker.model.kv_cache import BLOCK, KVCache, LayerShape
 from worker.model.native_attention import NativeMetadata
@@ -101,6 +104,26 @@ def test_keys_split_among_threads_are_put_together(
     torch.manual_seed(threads)
     for got, right in zip(*attended(case, mix, dtype, None, threads), strict=True):
         torch.testing.assert_close(got, right, atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
+
+
+def test_a_library_is_at_its_place_only_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whoever is killed while building it leaves nothing that a later start would load."""
+    there: list[list[Path]] = []
+
+    def build(builder: CppBuilder) -> None:
+        target = Path(builder.get_target_file_path())
+        target.write_bytes(b"half")
+        there.append(list(tmp_path.glob("*.so")))
+        target.write_bytes(b"whole")
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(CppBuilder, "build", build)
+    places = [native_attention.built(), native_attention.built()]
+    assert there == [[]]
+    assert list(tmp_path.iterdir()) == [places[0]] == [places[1]]
+    assert places[0].read_bytes() == b"whole"
 
 
 # ── what does not fit raises, and is not read or written ──

@@ -1,6 +1,10 @@
-"""Prompt lookup: what is drafted, and when it is not worth it."""
+"""Prompt lookup: what is drafted, and how right it was."""
 
-from worker.generation.ngram_drafter import DRAFT, INDEXED, PATIENCE, NgramDrafter
+import random
+
+import pytest
+
+from worker.generation.ngram_drafter import DRAFT, EXPECTED, INDEXED, NgramDrafter
 
 
 def test_what_followed_the_last_tokens_is_drafted() -> None:
@@ -11,11 +15,15 @@ def test_the_latest_occurrence_counts() -> None:
     assert NgramDrafter().draft([1, 2, 3, 7, 0, 1, 2, 3, 8, 0, 1, 2, 3], 1) == (8,)
 
 
-def test_a_draft_is_never_longer_than_asked_for_or_than_the_text() -> None:
+def test_text_that_goes_round_is_drafted_on_beyond_its_end() -> None:
+    assert NgramDrafter().draft([5, 5, 5, 5], 6) == (5,) * 6
+    assert NgramDrafter().draft([0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2], 6) == (3, 0, 1, 2, 3, 0)
+
+
+def test_a_draft_is_never_longer_than_asked_for() -> None:
     tokens = [1, 2, 3, *range(10, 40), 1, 2, 3]
     assert NgramDrafter().draft(tokens, 100) == tuple(range(10, 10 + DRAFT))
     assert NgramDrafter().draft(tokens, 0) == ()
-    assert NgramDrafter().draft([5, 5, 5, 5], 6) == (5,)
 
 
 def test_nothing_is_drafted_for_what_was_never_seen() -> None:
@@ -28,23 +36,31 @@ def test_text_that_grows_is_indexed_once_and_found_later() -> None:
     tokens = [1, 2, 3, 4]
     assert lookup.draft(tokens, 6) == ()
     tokens += [9, 2, 3, 4]
-    assert lookup.draft(tokens, 6) == (9, 2, 3, 4)
+    assert lookup.draft(tokens, 4) == (9, 2, 3, 4)
     tokens += [9, 2]
     assert lookup.draft(tokens, 2) == (3, 4)
 
 
-def test_wrong_drafts_pause_it_and_a_right_one_ends_that() -> None:
-    lookup, tokens = NgramDrafter(), [1, 2, 3, 4, 1, 2, 3]
-    for _ in range(PATIENCE):
-        assert lookup.draft(tokens, 1) == (4,)
-        lookup.verified(drafted=1, accepted=0)
-    pauses = 0
-    while not lookup.draft(tokens, 1):
-        pauses += 1
-    assert pauses == 4
-    lookup.verified(drafted=1, accepted=1)
-    lookup.verified(drafted=1, accepted=0)
-    assert lookup.draft(tokens, 1) == (4,)
+@pytest.mark.parametrize("right", [0.1, 0.6, 0.9])
+def test_acceptance_is_learned_up_to_the_first_wrong_token(right: float) -> None:
+    lookup, chance, learned = NgramDrafter(), random.Random(0), []
+    for _ in range(2000):
+        outcomes = [chance.random() < right for _ in range(4)]
+        lookup.verified(4, (*outcomes, False).index(False))
+        learned.append(lookup.acceptance)
+    assert sum(learned) / len(learned) == pytest.approx(right, abs=0.1)
+
+
+def test_acceptance_that_stops_drafts_is_forgotten_in_a_while() -> None:
+    lookup = NgramDrafter()
+    for _ in range(10):
+        lookup.verified(1, 0)
+    assert lookup.acceptance < 0.1
+    steps = 0
+    while lookup.acceptance < EXPECTED / 2:
+        assert lookup.draft([1, 2, 3, 4, 1, 2, 3], 0) == ()
+        steps += 1
+    assert 40 < steps < 120
 
 
 def test_one_draft_looks_at_so_many_tokens_only() -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -143,6 +144,12 @@ def test_native_attention_with_another_window_is_not_used(
         native_packing.check(Look(4, 2, 8, 0.5, window, causal), torch.float32)
 
 
+def taken_by(packing: Packing) -> None:
+    thread = threading.Thread(target=native_packing._take, args=(packing,))
+    thread.start()
+    thread.join()
+
+
 def test_without_a_compiler_torchs_attention_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -152,7 +159,7 @@ def test_without_a_compiler_torchs_attention_goes_on(
     monkeypatch.setattr(native_attention, "load", broken)
     caplog.set_level(logging.WARNING, "onequeue.native_packing")
     packing = Packing(fresh_model("bert-mlm"))
-    native_packing._take(packing)
+    taken_by(packing)
     assert not packing.native
     assert [record.message for record in caplog.records] == [
         "no native attention, torch's serves: no compiler here"

@@ -281,3 +281,19 @@ def test_two_keys_share_nothing_and_a_salt_is_a_room_of_its_own(
                         ran.append(sum(steps))
             assert ran[0] == ran[2] == ran[4]
             assert ran[1] == ran[3] == ran[5] < ran[0]
+
+
+def test_long_texts_are_answered_in_the_end(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "m", "qwen3-base", pooling={"pooling_mode": "lasttoken"})
+    texts = [LONG, "hello", LONG[2:]] * 12
+    with serving(embedding_model=str(folder)) as server:
+        whole = post(server, "/embed", {"inputs": texts}).json()
+        model: Any = server.engine.models["embedding"]
+        rows = model.loaded.rows
+        rows._clear()
+        rows._budget.prompt_tokens = lambda streaming: 40
+        np.testing.assert_allclose(
+            post(server, "/embed", {"inputs": texts}).json(), whole, atol=1e-5
+        )
+        assert not rows._scheduler.pool.used
+        assert not model.unfinished

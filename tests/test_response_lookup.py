@@ -10,7 +10,7 @@ import pytest
 from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
-from server import app
+from server import routes
 from server.openai.responses import endpoint
 from tests.event_streams import CLIENT, open_stream, post
 from tests.fake_generator import FakeGenerator
@@ -350,7 +350,7 @@ def test_background_responses_take_a_quarter_of_the_places_and_nobody_elses() ->
 @pytest.fixture
 def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """With a disk that has no room for an input of a hundred kilobytes."""
-    monkeypatch.setattr(app, "open_store", lambda settings: filled(tmp_path / "responses.db"))
+    monkeypatch.setattr(routes, "open_store", lambda settings: filled(tmp_path / "responses.db"))
     with serving(load_chat=FakeGenerator) as made:
         yield made
 
@@ -390,7 +390,7 @@ def test_an_answer_in_the_background_is_there_without_the_store(full: Server) ->
 def test_answers_without_the_store_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "open_store", lambda settings: filled(tmp_path / "responses.db"))
+    monkeypatch.setattr(routes, "open_store", lambda settings: filled(tmp_path / "responses.db"))
     monkeypatch.setattr(endpoint, "MOST_UNSTORED", 2)
     with serving(load_chat=FakeGenerator) as server:
         ids = []

@@ -24,21 +24,23 @@ TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 @dataclass(frozen=True, slots=True)
 class Cores:
     """`threads` compute; `kept` are the cores that the worker's thread stays on, none if it is
-    not pinned; `metered`: a quota bounds the time that they may use."""
+    not pinned; `metered`: a quota bounds the time that they may use; `asked`: the operator said how
+    many threads."""
 
     threads: int
     kept: frozenset[int]
     metered: bool
     why: str
+    asked: bool = False
 
 
 def find_cores(pin: str, asked: int | None) -> Cores | None:
     """Of this process; `pin` is on, off or auto, `asked` how many threads the operator wants. None
     where there is no affinity, as anywhere but on Linux: torch chooses."""
-    if not (allowed := _affinity(0)):
+    if not (allowed := affinity(0)):
         return None
     siblings = {core: _line(TOPOLOGY.format(core)) for core in allowed}
-    return choose_cores(allowed, siblings, quota(GROUPS, _lines("/proc/self/cgroup")), asked, pin)
+    return choose_cores(allowed, siblings, quota(GROUPS, lines_of("/proc/self/cgroup")), asked, pin)
 
 
 def choose_cores(
@@ -64,7 +66,7 @@ def choose_cores(
     reasons += [f"quota={quota:g}"] if quota is not None else []
     reasons += [f"OMP_NUM_THREADS={asked}"] if asked else []
     kept = frozenset(order[:threads] if pinned else ())
-    return Cores(threads, kept, quota is not None, " ".join(reasons))
+    return Cores(threads, kept, quota is not None, " ".join(reasons), bool(asked))
 
 
 def one_each(allowed: Iterable[int], siblings: Mapping[int, str]) -> list[int]:
@@ -86,7 +88,7 @@ def pin(cores: Cores) -> None:
 
 def release() -> None:
     """For a thread that a pinned one has started: go where the main thread may."""
-    if (whole := _affinity(os.getpid())) != _affinity(0):
+    if (whole := affinity(os.getpid())) != affinity(0):
         _go_to(whole)
 
 
@@ -106,11 +108,11 @@ def compute_alone() -> None:
     neither: steps of a small model took twice the time from there on.
     """
     torch = sys.modules.get("torch")
-    if torch and torch.get_num_threads() > 1 and (openmp := _openmp()):
-        openmp(1)
+    if torch and torch.get_num_threads() > 1 and (set_threads := openmp()):
+        set_threads(1)
 
 
-def _openmp() -> Callable[[int], object] | None:
+def openmp() -> Callable[[int], object] | None:
     """What sets how many threads a team of the calling thread has, where torch has loaded OpenMP.
 
     torch's own function sets that also for whoever has not computed yet, and for the worker's
@@ -122,7 +124,7 @@ def _openmp() -> Callable[[int], object] | None:
     return None
 
 
-def _affinity(thread: int) -> set[int]:
+def affinity(thread: int) -> set[int]:
     """Cores that a thread may run on; 0 is this one. Empty where that cannot be known."""
     return os.sched_getaffinity(thread) if hasattr(os, "sched_getaffinity") else set()
 
@@ -155,10 +157,10 @@ def _share(folder: Path) -> float | None:
 
 
 def _line(path: str | Path) -> str:
-    return next(iter(_lines(path)), "").strip()
+    return next(iter(lines_of(path)), "").strip()
 
 
-def _lines(path: str | Path) -> list[str]:
+def lines_of(path: str | Path) -> list[str]:
     try:
         return Path(path).read_text(errors="replace").splitlines()
     except OSError:

@@ -25,6 +25,7 @@ from batching.errors import DeviceLost, ItemFailed, OnequeueError, WorkerDown
 from batching.request_queue import WorkItem
 from worker.cores import Cores, pin
 from worker.failures import failure_of
+from worker.free_cores import FreeCores
 from worker.models import GenerationModel, Outcome, PipelineModel, SpeechModel
 from worker.protocol import BatchReport, State, StepOutcome
 
@@ -69,6 +70,7 @@ class Worker:
         self.models = {model.name: model for model in models}
         self.clock = clock
         self.cores = cores  # None: torch's own choice
+        self._free_cores = FreeCores(cores) if cores else None
         self.dead = False
         self.busy_since: float | None = None  # read by the watchdog
         self._free_since = float("-inf")  # when the last turn ended
@@ -106,6 +108,8 @@ class Worker:
             self._settle()
             self._load()
             while self._receive():
+                if self._free_cores:
+                    self._free_cores.follow(self.clock())
                 self._take_turns()
                 self._tidy()
         except BaseException as error:

@@ -14,15 +14,9 @@ from worker.embedding.files import SentenceFiles, read_files
 from worker.embedding.paged_rows import PagedRows, paged_rows
 from worker.embedding.rows import STATES, RowModel
 from worker.embedding.texts import TextReader
-from worker.model import cpu_linear, loading
+from worker.model import loading
 from worker.model.language_model import LanguageModel
-from worker.model.loading import (
-    ModelOptions,
-    free_bytes,
-    local_path,
-    model_info,
-    worth_compiling,
-)
+from worker.model.loading import ModelOptions, local_path, model_info
 from worker.model.self_check import CannotRun
 from worker.pipeline import native_packing
 from worker.pipeline.limits import context_limit, vocabulary
@@ -70,18 +64,8 @@ class Loaded:
             except CannotRun as error:
                 log.info("not paged: %s", error)
         rows = RowModel(model, self.tokenizer, self.limit, wanted)
-        if rows.packing and worth_compiling(self.options.compile, self.model.num_parameters()):
-            native_packing.begin(rows.packing)
+        native_packing.begin(rows.model, rows.packing, rows.warm_up, self.options.compile)
         return rows
-
-    def lay_out(self, rows: RowModel | PagedRows, check: Callable[[], None]) -> None:
-        """Weights as a CPU's matrix kernels want them, where paging has not seen to it, but for
-        those of heads: a vocabulary's may be as large as all others, and is not multiplied here."""
-        model = self.model
-        if not isinstance(rows, RowModel) or model.device.type != "cpu":
-            return
-        if cpu_linear.packs(model.dtype):
-            cpu_linear.pack(model.base_model, free_bytes(model.device), check, shares=False)
 
     def info(self, task: str, rows: RowModel | PagedRows) -> ModelInfo:
         return model_info(task, self.options.model, self.model, rows.batching, rows.why)

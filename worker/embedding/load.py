@@ -16,11 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from worker.embedding.checkpoint import (
-    Loaded,
-    ScoringOptions,
-    load_checkpoint,
-)
+from worker.embedding.checkpoint import Loaded, ScoringOptions, load_checkpoint
 from worker.embedding.embedder import Embedder
 from worker.embedding.files import activation
 from worker.embedding.pairs import TextPairs, asking
@@ -45,9 +41,7 @@ def load_embedder(options: ScoringOptions) -> Embedder:
         rows = made.rows(made.model, STATES)
         sizes = None if options.allow_dimensions else trained_sizes(made.model.config)
         info = made.info("feature-extraction", rows)
-        embedder = Embedder(rows, made.reader, made.files, sizes, info)
-    made.lay_out(rows, embedder.warm_up)
-    return embedder
+        return Embedder(rows, made.reader, made.files, sizes, info)
 
 
 def encoder_class(config: Any) -> Any:
@@ -91,9 +85,7 @@ def load_reranker(options: ScoringOptions) -> Reranker:
     with loading(f"the rerank model {name!r} could not be loaded"):
         made = load_checkpoint(options, reranker_class)
         decides = decides_by_tokens(made.model.config)
-        reranker = decider(made) if decides else cross_encoder(made)
-    made.lay_out(reranker.rows, reranker.warm_up)
-    return reranker
+        return decider(made) if decides else cross_encoder(made)
 
 
 def cross_encoder(made: Loaded) -> Reranker:

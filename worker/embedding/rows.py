@@ -79,6 +79,10 @@ class RowModel:
             return torch.cat([self._side_by_side([row]) for row in rows])
         return self._side_by_side(rows)
 
+    def warm_up(self) -> None:
+        [ids] = random_prompts(self.model, self.tokenizer, [min(3, self.limit)])
+        self([Row(ids)])
+
     def _as_row(self, rows: Sequence[Row]) -> Tensor:
         assert self.packing is not None
         assert self.first_position is not None

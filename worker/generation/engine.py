@@ -16,6 +16,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from batching.draft_budget import DraftBudget
 from batching.errors import DeviceLost, ItemFailed, OnequeueError, OutOfMemory
 from batching.prefill_budget import PrefillBudget
 from batching.request_queue import WorkItem
@@ -39,9 +40,6 @@ from worker.vision.viewing import Viewing
 
 log = logging.getLogger("onequeue.generation")
 
-# A decode step costs about the same for so many rows: drafts are free up to here.
-FREE_ROWS = {"cpu": 16, "cuda": 64}
-
 
 class GenerationEngine(Frontend):
     """`prepare`, `encode`, `decode` and `token` run in pool threads, the rest on the worker's.
@@ -64,7 +62,7 @@ class GenerationEngine(Frontend):
         self._new_scheduler = new_scheduler
         self.scheduler = new_scheduler()
         self._budget = PrefillBudget(device, self.scheduler.whole_prompts)
-        self._free_rows = FREE_ROWS[device]
+        self._drafts = DraftBudget(device)
         self._viewing = self._new_viewing()
         self._masks = Masks(language.vocab_size, self.eos_ids)
         # of the step that is under way
@@ -129,8 +127,9 @@ class GenerationEngine(Frontend):
         if self._viewing:
             self._viewing.turn(self.scheduler, streaming)
             self._viewed_s = time.monotonic() - self._started
-        budget, draft = self._budget.prompt_tokens(streaming, self._viewed_s), self._draft
-        chunks = self.scheduler.schedule(budget, draft if self.speculates else None)
+        self._drafts.begin(len(self.scheduler.running))
+        budget = self._budget.prompt_tokens(streaming, self._viewed_s)
+        chunks = self.scheduler.schedule(budget, self._draft if self.speculates else None)
         if chunks := list(filter(self._is_running, chunks)):
             run_in_halves(chunks, self._run, self._forward_failed, self._is_running)
         return self._outcome()
@@ -141,14 +140,16 @@ class GenerationEngine(Frontend):
             del self.live[item]
 
     def _draft(self, sequence: Sequence) -> tuple[int, ...]:
-        share = self._free_rows // len(self.scheduler.running) - 1
-        if sequence.drafter is None or share < 1:
+        if sequence.drafter is None:
             return ()
         output: SequenceOutput = sequence.output
-        most = min(share, sequence.max_tokens - output.count - 1)
+        most = min(self._drafts.room(), sequence.max_tokens - output.count - 1)
+        worth = self._drafts.worth(sequence.drafter.acceptance, most)
         try:
-            drafts: tuple[int, ...] = sequence.drafter.draft(sequence.tokens, most)
-            return output.guide.draft(drafts, most) if output.guide else drafts
+            drafts: tuple[int, ...] = sequence.drafter.draft(sequence.tokens, worth)
+            drafts = output.guide.draft(drafts, most) if output.guide else drafts
+            self._drafts.take(len(drafts))
+            return drafts
         except BaseException as error:
             self._fail(output.item, error)
             return ()
@@ -268,9 +269,9 @@ class GenerationEngine(Frontend):
             self._viewing.close_those_that_ran(self.scheduler)
         report = self._report()
         if self._rows_run:
-            prefill = report.prefill_tokens
-            seconds = report.total_s - self._viewed_s
+            prefill, seconds = report.prefill_tokens, report.total_s - self._viewed_s
             self._budget.learn(prefill, self._rows_run - prefill, seconds)
+            self._drafts.learn(prefill, self._rows_run, report.decode_tokens, seconds)
         deltas = [(item, delta) for item, delta in self._deltas if item not in self._failed]
         ending = dict.fromkeys(item for item, delta in deltas if delta.finish_reason)
         ended = [i for i in ending if all(each.output.ended for each in self.live[i])]

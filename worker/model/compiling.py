@@ -19,6 +19,9 @@ from worker.model.self_check import CannotRun
 
 log = logging.getLogger("onequeue.compiling")
 
+# Kernels ask how many threads there are when they run (free_cores.py).
+ON_CPU = {"freezing": True, "cpp.dynamic_threads": True}
+
 
 def compiled(model: Any, check: Callable[[Any], None]) -> Any:
     """The same modules and weights, with the body's forward compiled: it is when `check`, which
@@ -30,15 +33,15 @@ def compiled(model: Any, check: Callable[[Any], None]) -> Any:
     head stays outside: its number of rows changes with every step.
     """
     if model.device.type != "cpu":
-        return _compiled(model, check)
+        return _compiled(model, check, {})
     try:
-        return _compiled(model, check, freezing=True, cpp_wrapper=True)
+        return _compiled(model, check, ON_CPU | {"cpp_wrapper": True})
     except Exception as error:
         log.info("kernels are called from Python: %.300s", first_line(error))
-        return _compiled(model, check, freezing=True)
+        return _compiled(model, check, ON_CPU)
 
 
-def _compiled(model: Any, check: Callable[[Any], None], **settings: bool) -> Any:
+def _compiled(model: Any, check: Callable[[Any], None], settings: dict[str, bool]) -> Any:
     from torch._inductor import config as inductor  # seconds to import
 
     name, original = _body_of(model)

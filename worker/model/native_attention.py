@@ -6,9 +6,14 @@ which processes may share; where that fails, paged_attention.py goes on. Loading
 operation that layers call (attention_function.py) a kernel for CPUs.
 """
 
+import ctypes
+import os
 import platform
 import threading
+from functools import cache
+from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -18,7 +23,9 @@ from worker.model.attention_function import Attends
 from worker.model.kv_cache import BLOCK, KVCache
 
 FOLDER = Path(__file__).parent / "native"
-SOURCES = ("vectors", "panels", "products", "tile", "attention", "operations", "linear")
+SOURCES = (
+    "vectors", "panels", "products", "tile", "attention", "operations", "linear", "tile_linear",
+)  # fmt: skip
 FLAGS = ("-fno-fast-math", "-ffp-contract=fast", "-Wno-psabi")
 DTYPES = (torch.float32, torch.bfloat16)
 _loading = threading.Lock()
@@ -26,14 +33,35 @@ _loading = threading.Lock()
 
 def load() -> None:
     """Build it, unless that is done, and load it: half a minute. Whatever the compiler raises."""
-    from torch._inductor.codecache import CppCodeCache  # seconds to import
+    with _loading:
+        _library()
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(built()))
+
+
+def built() -> Path:
+    """Where it is, as a whole: a build that is cut off leaves nothing there."""
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions  # seconds to import
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     source = "".join((FOLDER / f"{name}.cpp").read_text() for name in SOURCES)
-    built_for = (
-        f"// torch {torch.__version__}, {_cpu()}\n"  # the folder may be another machine's too
-    )
-    with _loading:
-        CppCodeCache.load(source + built_for, extra_flags=FLAGS)
+    options = CppTorchDeviceOptions(pick_vec_isa(), device_type="cpu", extra_flags=FLAGS)
+    command = CppBuilder("native", "native.cpp", options).get_command_line()
+    # the folder may be another machine's too
+    built_for = "\n".join((source, command, torch.__version__, _cpu()))
+    place = Path(cache_dir()) / f"onequeue-{sha256(built_for.encode()).hexdigest()}.so"
+    if not place.exists():
+        with TemporaryDirectory(dir=place.parent) as folder:
+            written = Path(folder) / "native.cpp"
+            written.write_text(source)
+            builder = CppBuilder("native", str(written), options, folder)
+            builder.build()
+            os.replace(builder.get_target_file_path(), place)
+    return place
 
 
 def _cpu() -> str:

@@ -75,8 +75,7 @@ def load_runner(options: LoadOptions, max_rows: int) -> PipelineRunner:
     if on_cpu and cpu_linear.packs(dtype) and cpu_linear.emulates(dtype):
         cpu_linear.pack(pipe.model, free_bytes(pipe.device), runner.warm_up)
     if packing and worth_compiling(options.compile, info.parameters):
-        runner.warm_up()  # the packing sees how its layers look
-        native_packing.begin(packing)
+        native_packing.begin(pipe.model, packing, runner.warm_up, options.compile)
     return runner
 
 

@@ -1,14 +1,17 @@
-"""The native attention for packed batches on a CPU: built and compared in the background, then used
-from the next batch on. Without a compiler, or where it says something else, torch's goes on."""
+"""What makes an encoder quick on a CPU: weights laid out for its kernels; then, built and compared
+in the background, native attention of packed rows and products by matrix tiles, each used as soon
+as it is there. Without a compiler, or where they say something else, torch's go on."""
 
 import logging
 import threading
+from collections.abc import Callable
 
 import torch
+from transformers import PreTrainedModel
 
-from worker.cores import release
-from worker.model import native_attention
-from worker.model.loading import first_line
+from worker.cores import compute_alone, release
+from worker.model import cpu_linear, native_attention, tile_linear
+from worker.model.loading import first_line, free_bytes, worth_compiling
 from worker.model.self_check import SHORTEST, TOLERANCE, compare
 from worker.pipeline.packed_attention import (
     Look,
@@ -21,15 +24,24 @@ from worker.pipeline.packed_attention import (
 log = logging.getLogger("onequeue.native_packing")
 
 
-def begin(packing: Packing) -> None:
-    """In a separate thread; `packing.native` tells when it is used."""
-    model = packing.model
-    if model.device.type == "cpu" and model.dtype in native_attention.DTYPES:
+def begin(
+    model: PreTrainedModel, packing: Packing | None, run: Callable[[], object], compile: str
+) -> None:
+    """`run` runs the model; `packing.native` tells when the rest, which takes a thread of its own
+    if it is worth it, is used. Heads stay as they are: a vocabulary's may be as large as all other
+    layers, and is multiplied by few rows or none."""
+    if model.device.type != "cpu" or model.dtype not in native_attention.DTYPES:
+        return
+    if cpu_linear.packs(model.dtype):
+        cpu_linear.pack(model.base_model, free_bytes(model.device), run, shares=False)
+    if packing and worth_compiling(compile, model.num_parameters()):
+        run()  # the packing sees how its layers look
         threading.Thread(target=_take, args=(packing,), name="compile", daemon=True).start()
 
 
 def _take(packing: Packing) -> None:
     release()
+    compute_alone()
     try:
         native_attention.load()
         for look in list(packing.looks):
@@ -39,6 +51,7 @@ def _take(packing: Packing) -> None:
     else:
         packing.native = True
         log.info("native attention")
+        tile_linear.use(packing.model.base_model, free_bytes(packing.model.device))
 
 
 @torch.inference_mode()

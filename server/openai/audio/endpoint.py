@@ -20,7 +20,7 @@ from server.openai.audio.formats import Transcript, render
 from server.openai.audio.request import TranscriptionRequest, read_fields
 from server.openai.logprobs import token_document
 from server.openai.request import Endpoint, Reply
-from server.submission import TranscriptStream
+from server.submission import AnswerStream
 from worker.transcription import TranscriptDelta, TranscriptionInput
 
 PATHS = "/v1/audio/transcriptions", "/v1/audio/translations"
@@ -82,5 +82,6 @@ class SpeechEndpoint(Endpoint[TranscriptReply]):
 
     def submit(
         self, reply: TranscriptReply, deadlines: Deadlines, receive: Receive
-    ) -> TranscriptStream:
-        return TranscriptStream(self.engine, reply.payload, deadlines, receive)
+    ) -> AnswerStream[TranscriptDelta]:
+        payloads = [reply.payload]
+        return AnswerStream(self.engine, "transcription", payloads, deadlines, receive)

@@ -93,36 +93,35 @@ struct Multiplier {
 };
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
-// By the CPU's matrix tiles, 16 lines of 64 bytes each, if it lets us; others' configuration of
-// them is put back.
-template <>
-class Multiplier<Half> {
+// Instructions of tiles read more than GCC knows of: what was written there is there from here on.
+inline void written(const void* from) { asm volatile("" : : "r"(from) : "memory"); }
+
+// The CPU's matrix tiles, 16 lines of 64 bytes each, if it lets us, for products of up to so many rows
+// while this exists; others' configuration of them is put back.
+class Tiles {
  public:
-  explicit Multiplier(int64_t rows = 2 * LANES) {
-    if (!has_tiles()) return;
+  explicit Tiles(int64_t rows = 2 * LANES) {
+    if (!there()) return;
     alignas(64) Config ours{};
     ours.palette = 1;
     for (int tile = 0; tile < 8; ++tile) ours.bytes[tile] = 64, ours.lines[tile] = LANES;
     for (int tile : {0, 1, 4}) ours.lines[tile] = std::min(rows, LANES);
     for (int tile : {2, 3, 5}) ours.lines[tile] = std::clamp(rows - LANES, int64_t(1), LANES);
     _tile_storeconfig(&before);
+    written(&ours);
     _tile_loadconfig(&ours);
   }
-  ~Multiplier() {
-    if (!has_tiles()) return;
+  ~Tiles() {
+    if (!there()) return;
     if (before.palette)
       _tile_loadconfig(&before);
     else
       _tile_release();
   }
 
-  // More rows than it was made for are made up to 16: so many must lie in `a` and `c`.
-  template <typename Given = Product<Half>>
-  void multiply(const Given& of, int64_t rows, int64_t count) const {
-    if (!has_tiles()) return of.multiply(rows, count);
-    for (int64_t at = 0; at < count; at += 2)
-      for (int64_t row = 0; row < rows; row += 32)
-        block(of, row, at, row + 16 < rows, at + 1 < count);
+  static bool there() {
+    static const bool has = at::cpu::init_amx();
+    return has;
   }
 
  private:
@@ -132,11 +131,24 @@ class Multiplier<Half> {
     uint8_t lines[16];
   };
   alignas(64) Config before;
+};
 
-  static bool has_tiles() {
-    static const bool has = at::cpu::init_amx();
-    return has;
+template <>
+class Multiplier<Half> {
+ public:
+  explicit Multiplier(int64_t rows = 2 * LANES) : configured(rows) {}
+
+  // More rows than it was made for are made up to 16: so many must lie in `a` and `c`.
+  template <typename Given = Product<Half>>
+  void multiply(const Given& of, int64_t rows, int64_t count) const {
+    if (!Tiles::there()) return of.multiply(rows, count);
+    for (int64_t at = 0; at < count; at += 2)
+      for (int64_t row = 0; row < rows; row += 32)
+        block(of, row, at, row + 16 < rows, at + 1 < count);
   }
+
+ private:
+  const Tiles configured;
 
   // Two by two tiles, or fewer.
   template <int64_t LINE, int64_t FETCHED>

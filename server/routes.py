@@ -1,0 +1,133 @@
+"""What is mounted: the paths of whatever is served, each with its endpoint."""
+
+import sqlite3
+from collections.abc import Iterator, Mapping
+
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from server import openapi
+from server.engine import Engine
+from server.health import health, ready
+from server.http.fetch import Fetcher
+from server.http.request import JsonEndpoint
+from server.http.upload import Uploads
+from server.metrics import metrics
+from server.openai.audio.endpoint import PATHS as AUDIO_PATHS
+from server.openai.audio.endpoint import SpeechEndpoint
+from server.openai.audio.request import TranscriptionRequest, TranslationRequest
+from server.openai.chat import ChatCompletions
+from server.openai.completions import Completions
+from server.openai.decisions.endpoint import DecisionEndpoint
+from server.openai.decisions.request import DecisionRequest
+from server.openai.decisions.root import DecisionRoot
+from server.openai.decisions.systemone import SystemOneRequest
+from server.openai.embeddings import PATHS as EMBEDDING_PATHS
+from server.openai.embeddings import Embeddings
+from server.openai.models import ModelListing, ModelNames
+from server.openai.pictures import Pictures
+from server.openai.responses.endpoint import Responses
+from server.openai.responses.store import ResponseStore
+from server.openai.tokenize import tokenizer_routes
+from server.page import PATH as ASSETS
+from server.page import Assets, Front
+from server.pipeline import Root
+from server.rerank import PATHS as RERANK_PATHS
+from server.rerank import Rerank
+from server.score import Score
+from server.settings import Settings, SettingsError
+from server.version import icon, version
+
+# Models that requests call by a name: in the registry, and the setting.
+NAMED = {
+    "generation": "chat_model",
+    "embedding": "embedding_model",
+    "rerank": "rerank_model",
+    "transcription": "transcription_model",
+}
+
+
+PROBES = [
+    Route("/health", JsonEndpoint(health), methods=["GET"]),
+    Route("/ready", JsonEndpoint(ready), methods=["GET"]),
+    Route("/ping", JsonEndpoint(ready), methods=["GET"]),
+    Route("/version", JsonEndpoint(version), methods=["GET"]),
+    Route("/favicon.ico", icon, methods=["GET"]),
+    Route("/metrics", metrics),
+]
+
+
+def make_routes(
+    settings: Settings, engine: Engine, decides_by_chat: bool
+) -> tuple[list[Route], Responses | None]:
+    """`decides_by_chat`: a chat model answers `POST /`. Responses are to be closed in the end."""
+    routes, named = [*PROBES], named_models(settings, engine)
+    responses: Responses | None = None
+    assets = Assets()
+    front = Front(settings, engine, assets.files["index.html"])
+    pipeline = Root(settings, engine, front) if settings.pipeline_model != "none" else None
+    if decides_by_chat:
+        names = ModelNames(settings.pipeline_model, engine, "generation")
+        asked = DecisionEndpoint(engine, names, SystemOneRequest)
+        pipeline = DecisionRoot(settings, engine, front, asked)
+    if chat := named.get("generation"):
+        most_bytes = int(settings.max_body_mb * 1_000_000)
+        fetcher = Fetcher(settings.image_fetch, most_bytes, engine.metrics)
+        shared = settings, engine, chat, Pictures(engine, fetcher)
+        responses = Responses(*shared, open_store(settings))
+        routes += [
+            post("/v1/chat/completions", ChatCompletions(*shared)),
+            post("/v1/completions", Completions(*shared)),
+            post("/v1/responses", responses),
+            *responses.routes(),
+            post("/v1/decisions", DecisionEndpoint(engine, chat, DecisionRequest)),
+            post("/v1/systemone", DecisionEndpoint(engine, chat, SystemOneRequest)),
+        ]
+    routes += other_routes(settings, engine, named)
+    if named:
+        routes += ModelListing([*named.values()]).routes()
+    if texts := [each for serves, each in named.items() if serves != "transcription"]:
+        routes += tokenizer_routes(texts)
+    methods = ["GET", "POST"] if pipeline else ["GET"]
+    routes.insert(0, Route("/", pipeline or front, methods=methods))  # they are tried in order
+    routes.append(Route(ASSETS, assets, methods=["GET"]))
+    routes.append(openapi.route(settings, routes))
+    return routes, responses
+
+
+def named_models(settings: Settings, engine: Engine) -> dict[str, ModelNames]:
+    """By their names in the registry."""
+    named: dict[str, ModelNames] = {}
+    for serves, setting in NAMED.items():
+        if (model := getattr(settings, setting)) != "none":
+            named[serves] = ModelNames(model, engine, serves, [*named.values()])
+    return named
+
+
+def other_routes(
+    settings: Settings, engine: Engine, named: Mapping[str, ModelNames]
+) -> Iterator[Route]:
+    """Of models that generate no text."""
+    if names := named.get("embedding"):
+        embeddings = Embeddings(settings, engine, names)
+        yield from (post(path, embeddings) for path in EMBEDDING_PATHS)
+    if names := named.get("rerank"):
+        rerank = Rerank(settings, engine, names)
+        yield from (post(path, rerank) for path in RERANK_PATHS)
+    if scoring := [named[serves] for serves in ("rerank", "embedding") if serves in named]:
+        yield post("/v1/score", Score(settings, engine, scoring))
+    if names := named.get("transcription"):
+        uploads, kinds = Uploads(settings.max_audio_mb), (TranscriptionRequest, TranslationRequest)
+        for path, kind in zip(AUDIO_PATHS, kinds, strict=True):
+            yield post(path, SpeechEndpoint(settings, engine, names, uploads, kind))
+
+
+def post(path: str, endpoint: ASGIApp) -> Route:
+    return Route(path, endpoint, methods=["POST"])
+
+
+def open_store(settings: Settings) -> ResponseStore:
+    try:
+        return ResponseStore(settings.responses_db)
+    except sqlite3.Error as error:
+        raise SettingsError(f"RESPONSES_DB={settings.responses_db!r}: {error}") from None
