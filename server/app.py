@@ -27,6 +27,7 @@ from server.preflight import (
     asked_threads,
     check_models,
     check_workers,
+    has_code_folder,
     put_openmp,
     refuse,
 )
@@ -107,6 +108,8 @@ def turns_of(batch_rows: int) -> Turns[WorkItem]:
 
 def _load(name: str, settings: Settings, recognizer: Model | None = None) -> Any:
     """The model that a setting names; `recognizer` has that of speech loaded already."""
+    if not has_code_folder():
+        settings = replace(settings, compile="off")
     _import()
     match name:
         case "pipeline":

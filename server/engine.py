@@ -229,7 +229,7 @@ class Engine:
             item.resolve(outcome)
 
     def on_batch(self, model: PipelineModel, report: BatchReport, failed: list[Outcome]) -> None:
-        if report.saturated:
+        if report.saturated and report.size:
             model.lane.record(report.size, report.tokens, report.total_s)
         self.metrics.record_batch(model.name, report)
         self.resolve(failed)

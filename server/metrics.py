@@ -54,6 +54,8 @@ class Metrics:
         self._of_batch: Recorders = {
             "size": Histogram("batch_size", "Items a batch", **ours, buckets=SIZES).observe,
             "tokens": Histogram("batch_tokens", "Tokens a batch, unpadded", **in_tokens).observe,
+        }
+        self._of_forward: Recorders = {
             "forward_s": Histogram("forward_seconds", "A batch's forward", **in_seconds).observe,
             "out_of_memory": out_of_memory.inc,
         }
@@ -87,7 +89,8 @@ class Metrics:
             gauge.set_function(partial(self._of_last_step, name))
 
     def record_batch(self, serves: str, report: BatchReport) -> None:
-        for name, record in self._of_batch.items():
+        of_items = self._of_batch if report.size else {}  # else all of them go on
+        for name, record in {**of_items, **self._of_forward}.items():
             record(getattr(report, name))
         for name, gauge in self._last_batch.items():
             gauge.labels(serves).set(getattr(report, name))

@@ -6,14 +6,17 @@ the process. Values by themselves are checked in settings.py.
 
 import contextlib
 import errno
+import logging
 import multiprocessing
 import os
 import re
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Container
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
@@ -22,6 +25,8 @@ from server.settings import Settings, SettingsError
 from worker.architectures import TaskUnclear, settle_task
 from worker.cores import Cores
 from worker.tasks import TASKS, UnservedTask
+
+log = logging.getLogger("onequeue.preflight")
 
 MISUSE = 2  # what a shell's commands end with for words that make no sense
 STARTUP_FAILURE = 3  # uvicorn's own; at this exit status its supervisor does not start another
@@ -36,6 +41,7 @@ MODELS = (
 )
 _CONFIGS = ("config.json", "modules.json")
 SPINS = 20_000  # some 0.3 ms to 1 ms, by how long the processor's pause is
+CODE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 _OPENMP_THREADS = re.compile(r"\s*(\d{1,4})\s*(,.*)?")  # the first is for what is not nested
 
 
@@ -154,6 +160,25 @@ def put_openmp(cores: Cores) -> None:
     if cores.metered and "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
         os.environ.setdefault("KMP_BLOCKTIME", "1")  # milliseconds; LLVM's and Intel's library
+
+
+@cache
+def has_code_folder() -> bool:
+    """Whether there is a place for compiled code. If not, torch is told of some folder that is
+    there, as to import it makes one, and nothing is to be compiled."""
+    given = os.environ.get(CODE_FOLDER)
+    folder = Path(given or "/")
+    try:
+        folder = Path(given or tempfile.gettempdir()).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK | os.X_OK):
+            return True
+        failed = "it may not be written to"
+    except OSError as error:
+        failed = str(error)
+    log.warning("no compiled and no native code, %s=%s: %s", CODE_FOLDER, folder, failed)
+    os.environ[CODE_FOLDER] = str(next(each for each in (folder, *folder.parents) if each.is_dir()))
+    return False
 
 
 def check_socket(path: str) -> None:

@@ -8,7 +8,9 @@ import pytest
 
 from worker import free_cores
 from worker.cores import Cores
-from worker.free_cores import CALM_LOOKS, LOOK_S, FreeCores, busy_s
+from worker.free_cores import CALM_S, LOOK_S, FreeCores, busy_s
+
+CALM_LOOKS = round(CALM_S / LOOK_S)
 
 
 class Machine:
@@ -23,12 +25,12 @@ class Machine:
         self.cores = Cores(cores, frozenset(range(cores)), False, "")
         self.free = FreeCores(self.cores)
 
-    def threads(self, others: float, looks: int = 1) -> int:
+    def threads(self, others: float, looks: int = 1, every_s: float = LOOK_S) -> int:
         """After so many looks; the process itself uses what is left."""
         for _ in range(looks):
-            self.now += LOOK_S
-            self.busy += LOOK_S * self.cores.threads
-            self.own += LOOK_S * (self.cores.threads - others)
+            self.now += every_s
+            self.busy += every_s * self.cores.threads
+            self.own += every_s * (self.cores.threads - others)
             self.free.follow(self.now)
         return self.told[-1] if self.told else self.free.threads
 
@@ -58,6 +60,14 @@ def test_threads_come_back_when_it_has_been_calm_for_a_while(
     assert two.threads(1.0) == 1
     assert two.threads(0.0, looks=CALM_LOOKS - 1) == 1
     assert two.threads(0.0) == 2
+
+
+def test_who_is_asked_once_a_minute_has_all_threads_for_it(
+    machine: Callable[[int], Machine],
+) -> None:
+    two = machine(2)
+    assert two.threads(1.0, looks=3) == 1
+    assert two.threads(0.0, every_s=60) == 2
 
 
 def test_the_number_that_the_operator_asked_for_stays(

@@ -39,3 +39,11 @@ def test_each_models_last_batch_is_told_apart() -> None:
     assert told['onequeue_batch_cap{serves="embedding"}'] == 8
     assert told['onequeue_padding_share{serves="embedding"}'] == 0.25
     assert told["onequeue_batch_size_count"] == 2
+
+
+def test_a_step_after_which_all_go_on_is_no_batch_of_nothing() -> None:
+    metrics = Metrics(lambda: 0.0)
+    metrics.record_batch("embedding", BatchReport(0, 0, 0.0, 0.1, 0.1, (), 1, 8, saturated=True))
+    told = read(metrics)
+    assert told["onequeue_batch_size_count"] == told["onequeue_batch_tokens_count"] == 0
+    assert told["onequeue_forward_seconds_count"] == told["onequeue_out_of_memory_total"] == 1

@@ -2,7 +2,6 @@
 
 import importlib
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +187,32 @@ def test_what_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mo
     embed(embedder, [LONG])
 
 
+def test_who_fails_late_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    embedder = load(checkpoint(tmp_path / "m", "qwen3-base"))
+    budget_of(embedder, 32, monkeypatch)
+    rows: Any = embedder.rows
+    forward, poison = rows.runner.forward, embedder.reader.encode("paris")[-1]
+
+    def failing(batch: Any) -> Any:
+        if poison in batch.ids and max(batch.positions) > 32:
+            raise ValueError("a broken model")
+        return forward(batch)
+
+    monkeypatch.setattr(rows.runner, "forward", failing)
+    model = entry(embedder, DynamicBatcher(8, 1000, 0.0))
+    bad, good = (item_of(embedder, LONG + word) for word in ("paris", "rome"))
+    for item in (bad, good):
+        model.add(item)
+    failed: list[WorkItem] = []
+    through: list[WorkItem] = []
+    for _ in range(20):
+        if model.take(1.0, 0.0):
+            run = model.run(lambda: 0.0)
+            failed += [item for item, _ in run.failed]
+            through += [item for item, _ in run.outputs]
+    assert (failed, through) == ([bad], [good])
+
+
 # ── the registry's entry ──
 
 
@@ -201,8 +226,9 @@ class Slow(FakeRunner):
         return [UNFINISHED if each else "done" for each in prepared]
 
 
-def entry(runner: Slow, finish: Callable[[PipelineModel], object] = lambda model: None) -> Any:
-    model = PipelineModel("pipeline", lambda: runner, 10, DynamicBatcher(8, 100, 0.0))
+def entry(runner: Any, batcher: DynamicBatcher | None = None) -> Any:
+    batcher = batcher or DynamicBatcher(8, 100, 0.0)
+    model = PipelineModel("pipeline", lambda: runner, 10, batcher)
     model.load()
     return model
 
@@ -231,6 +257,19 @@ def test_who_is_unfinished_goes_on_and_others_join() -> None:
     assert model.run(lambda: 0.0).outputs == [(long, "done")]
     assert not model.busy
     assert model.due_at(1.0) is None
+
+
+def test_the_time_of_one_that_goes_on_is_reported_when_it_ends() -> None:
+    model = entry(Slow())
+    item = arrived(model, "long long long")
+    told = []
+    for now in (1.0, 2.0, 3.0):
+        assert model.take(now, 0.0) == [item]
+        run = model.run(lambda: 0.0)
+        item.finished_at = now + 1.0
+        report = model.report(run, more_wait=False)
+        told.append((report.size, report.total_s))
+    assert told == [(0, 1.0), (0, 2.0), (1, 3.0)]
 
 
 def test_nobody_goes_on_whose_client_has_left() -> None:

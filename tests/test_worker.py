@@ -17,6 +17,7 @@ from tests.fakes import FakeRunner
 from tests.serving import wait_until
 from worker.models import Breaker, GenerationModel, Outcome, PipelineModel
 from worker.protocol import (
+    UNFINISHED,
     BatchReport,
     GenerationInput,
     PipelineInput,
@@ -173,6 +174,22 @@ def test_a_bad_input_alone_is_not_a_worker_failure(start: Callable[..., Bench]) 
     assert bench.recorder.outcomes["good"] == ["GOOD"]
     assert bench.recorder.breaker == []
     assert bench.runner.warm_ups == 1 + 5  # asked after each batch in which nothing succeeded
+
+
+def test_a_bad_input_beside_one_that_goes_on_is_not_a_worker_failure(
+    start: Callable[..., Bench],
+) -> None:
+    class Slow(FakeRunner):
+        def forward(self, prepared: list[Any]) -> list[Any]:
+            goes_on = len(self.batches) < 5
+            made = super().forward(prepared)
+            return [UNFINISHED if goes_on and text == "LONG" else text for text in made]
+
+    bench = start(Slow())
+    bench.together("long", "bad")
+    assert type(bench.recorder.outcomes["bad"][0]) is ItemFailed
+    assert bench.recorder.outcomes["long"] == ["LONG"]
+    assert bench.runner.warm_ups == 1  # a probe would have made it begin anew
 
 
 def test_out_of_memory_halves_the_batch_and_retries(start: Callable[..., Bench]) -> None:

@@ -14,8 +14,9 @@ from worker.cores import Cores, affinity, lines_of, openmp
 log = logging.getLogger("onequeue.free_cores")
 
 LOOK_S = 0.5
-# A core of which others leave less than half is not free, and is again after so many looks.
-CALM_LOOKS = 4
+# A core of which others leave less than half is not free, and is again when they have left more for
+# so long, whether the model was used meanwhile or not.
+CALM_S = 2.0
 TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
@@ -27,7 +28,7 @@ class FreeCores:
         self._cores = cores.kept or affinity(0)
         self._looked_at = float("-inf")
         self._others_s: float | None = None  # what other processes have used of them so far
-        self._calm = 0
+        self._calm_s = 0.0
 
     def follow(self, now: float) -> None:
         """Once in a while: compute with as many threads as there are cores free."""
@@ -40,10 +41,10 @@ class FreeCores:
             return
         free = len(self._cores) - (self._others_s - before) / passed
         threads = max(1, min(self._most, int(free + 0.5)))
-        self._calm = self._calm + 1 if threads > self.threads else 0
-        if threads < self.threads or self._calm == CALM_LOOKS:
+        self._calm_s = self._calm_s + passed if threads > self.threads else 0.0
+        if threads < self.threads or self._calm_s >= CALM_S:
             log.debug("compute threads=%d of %d", threads, self._most)
-            self.threads, self._calm = threads, 0
+            self.threads, self._calm_s = threads, 0.0
         if (set_threads := openmp()) is not None:  # each time: a library that is loaded may have
             set_threads(self.threads)
 

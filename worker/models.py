@@ -161,7 +161,7 @@ class PipelineModel(ServedModel[Runner]):
         self.batcher = batcher
         self.batch: list[WorkItem] = []  # the one that runs
         self.unfinished: list[WorkItem] = []  # those of the last that go on with the next
-        self._began = 0.0  # the batch
+        self._began = 0.0  # what the next report with an item in it is about
 
     def load(self) -> None:
         super().load()
@@ -188,7 +188,9 @@ class PipelineModel(ServedModel[Runner]):
     def take(self, now: float, free_since: float) -> list[WorkItem]:
         """The next batch, if one is due: whoever goes on, and whoever joins them."""
         self.batch = [item for item in self.unfinished if item.open]
-        self.unfinished, self._began = [], now
+        if not self.batch:
+            self._began = now
+        self.unfinished = []
         joining = self.batcher.take(now, free_since)
         self.batch += joining
         self.busy = bool(self.batcher.waiting)
@@ -237,12 +239,15 @@ class PipelineModel(ServedModel[Runner]):
         rows = sum(item.rows for item in batch)
         widest = max((item.width for item in batch), default=0)
         run_tokens = tokens if self.batcher.packs else rows * widest
+        began, finished = self._began, self.batch[0].finished_at
+        if batch:
+            self._began = finished
         return BatchReport(
             size=len(batch),
             tokens=tokens,
             padding=max(0, run_tokens - tokens) / (run_tokens or 1),
             forward_s=run.forward_s,
-            total_s=self.batch[0].finished_at - self._began,
+            total_s=finished - began,
             waits_s=tuple(item.started_at - item.accepted_at for item in batch),
             out_of_memory=run.out_of_memory,
             cap=cap,

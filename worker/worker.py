@@ -207,7 +207,7 @@ class Worker:
         report = model.report(run, more_wait=not self.inbox.empty())
         self._post(self._listener.on_batch, model, report, run.failed)
         model.batch = []
-        self._judge(model, bool(run.outputs), run.failed)
+        self._judge(model, bool(run.outputs or model.unfinished), run.failed)
 
     def _rest(self) -> float:
         """A turn has ended; says when."""

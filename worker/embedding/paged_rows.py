@@ -60,18 +60,28 @@ class PagedRows:
     @torch.inference_mode()
     def run(self, rows: abc.Sequence[Row], reduce: Reduce) -> None:
         """A step for these rows; nobody waits for others that were under way. `reduce` makes of the
-        states [tokens, H] of a row that has got through what is kept of it."""
+        states [tokens, H] of a row that has got through what is kept of it. After a step that
+        raised, its rows are run to their ends, in parts as the caller likes: so it is found out
+        which of them is to blame, though the step may be far from its beginning."""
         try:
             self._take(rows)
-            started = time.monotonic()
-            if chunks := self._scheduler.schedule(self._budget.prompt_tokens(streaming=False)):
-                batch = self._forward(chunks)
-                for chunk in chunks:
-                    self._advance(chunk, reduce)
-                self._budget.learn(len(batch.ids), 0, time.monotonic() - started)
+            while self._step(reduce) and any(row.doubted for row in self._under_way):
+                pass
         except BaseException:
+            for row in self._under_way:
+                row.doubted = True
             self._clear()  # what was scheduled, and how, may be what is wrong
             raise
+
+    def _step(self, reduce: Reduce) -> bool:
+        """Whether there was anything to do."""
+        started = time.monotonic()
+        if chunks := self._scheduler.schedule(self._budget.prompt_tokens(streaming=False)):
+            batch = self._forward(chunks)
+            for chunk in chunks:
+                self._advance(chunk, reduce)
+            self._budget.learn(len(batch.ids), 0, time.monotonic() - started)
+        return bool(chunks)
 
     def _take(self, rows: abc.Sequence[Row]) -> None:
         wanted = dict.fromkeys(rows)

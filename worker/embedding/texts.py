@@ -27,6 +27,7 @@ class Row:
     types: list[int] | None = None  # which of a pair's texts each is of, where the model asks
     skip: int = 0  # how many at the start are a prompt that is not pooled
     root: bytes = ROOT  # it shares its beginning with those of the same root alone
+    doubted: bool = False  # a step that it was in has failed
     made: Any = None
 
 
