@@ -10,8 +10,6 @@ from worker import free_cores
 from worker.cores import Cores
 from worker.free_cores import CALM_S, LOOK_S, FreeCores, busy_s
 
-CALM_LOOKS = round(CALM_S / LOOK_S)
-
 
 class Machine:
     """Of some cores, of which other processes use so many."""
@@ -25,12 +23,12 @@ class Machine:
         self.cores = Cores(cores, frozenset(range(cores)), False, "")
         self.free = FreeCores(self.cores)
 
-    def threads(self, others: float, looks: int = 1, every_s: float = LOOK_S) -> int:
+    def threads(self, others: float, looks: int = 1) -> int:
         """After so many looks; the process itself uses what is left."""
         for _ in range(looks):
-            self.now += every_s
-            self.busy += every_s * self.cores.threads
-            self.own += every_s * (self.cores.threads - others)
+            self.now += LOOK_S
+            self.busy += LOOK_S * self.cores.threads
+            self.own += LOOK_S * (self.cores.threads - others)
             self.free.follow(self.now)
         return self.told[-1] if self.told else self.free.threads
 
@@ -42,9 +40,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Machine]:
 
 @pytest.mark.parametrize(
     ("cores", "others", "threads"),
-    [(2, 0.0, 2), (2, 0.3, 2), (2, 0.6, 1), (2, 2.0, 1), (8, 1.0, 7), (8, 2.7, 5), (1, 1.0, 1)],
+    [(2, 0.0, 2), (2, 0.5, 2), (2, 0.7, 1), (2, 1.5, 1), (8, 1.0, 7), (8, 2.7, 5), (1, 1.0, 1)],
 )
-def test_a_thread_for_each_core_of_which_others_leave_more_than_half(
+def test_a_thread_for_each_core_of_which_others_leave_enough(
     machine: Callable[[int], Machine], cores: int, others: float, threads: int
 ) -> None:
     assert machine(cores).threads(others, looks=3) == threads
@@ -53,21 +51,31 @@ def test_a_thread_for_each_core_of_which_others_leave_more_than_half(
 def test_threads_come_back_when_it_has_been_calm_for_a_while(
     machine: Callable[[int], Machine],
 ) -> None:
-    two = machine(2)
+    two, calm = machine(2), int(CALM_S / LOOK_S)
     assert two.threads(0.0, looks=3) == 2
+    assert two.threads(1.0, looks=2) == 1
+    assert two.threads(0.0, looks=calm - 1) == 1
     assert two.threads(1.0) == 1
-    assert two.threads(0.0, looks=CALM_LOOKS - 1) == 1
-    assert two.threads(1.0) == 1
-    assert two.threads(0.0, looks=CALM_LOOKS - 1) == 1
+    assert two.threads(0.0, looks=calm - 1) == 1
     assert two.threads(0.0) == 2
 
 
-def test_who_is_asked_once_a_minute_has_all_threads_for_it(
+def test_others_that_are_busy_for_a_moment_take_no_thread(
     machine: Callable[[int], Machine],
 ) -> None:
     two = machine(2)
-    assert two.threads(1.0, looks=3) == 1
-    assert two.threads(0.0, every_s=60) == 2
+    assert two.threads(0.0, looks=3) == 2
+    for _ in range(5):
+        assert two.threads(1.0) == 2
+        assert two.threads(0.0) == 2
+
+
+def test_others_that_are_busy_while_nothing_is_served_take_no_thread(
+    machine: Callable[[int], Machine],
+) -> None:
+    two = machine(2)
+    assert two.threads(0.0, looks=3) == 2
+    assert two.threads(2.0, looks=20) == 2
 
 
 def test_the_number_that_the_operator_asked_for_stays(
