@@ -5,7 +5,6 @@ Whether what it keeps between steps is right is asked of the model at load, as f
 that, such a prompt is run anew, pictures and all, for each token.
 """
 
-import logging
 from collections import abc
 
 import torch
@@ -28,8 +27,6 @@ from worker.model.self_check import CannotRun, compare, random_prompts
 from worker.vision.check import sample
 from worker.vision.processor import Processor
 from worker.vision.prompt import PicturePrompt, taken
-
-log = logging.getLogger("onequeue.cached_runner")
 
 
 class PicturedRunner(CachedRunner):

@@ -2,7 +2,7 @@
 
 A prompt with two pictures, and one without, go through paged steps in chunks, and whole through the
 model's own forward; where logits differ, or the forward does not tell what it passes to its
-decoder, the model runs with the cache that it came with.
+decoder, the model runs with the cache that it came with, if its own forward takes pictures at all.
 """
 
 import inspect
