@@ -93,7 +93,7 @@ def test_output_is_the_same_with_them(model: str, monkeypatch: pytest.MonkeyPatc
     given = prompts(1, (1, 7, 17, 48), each=2)
     served, driver = serve(generator, [request(each) for each in given], seed=3)
     assert_greedy(model, served, 12)
-    assert len(driver.reports) > recorder.replayed - 6 > 10  # prompts are too wide for them
+    assert len(driver.reports) > recorder.replayed - 6 > 5  # prompts are too wide for them
 
 
 def test_a_block_that_a_graph_began_can_be_read_by_a_plain_step() -> None:

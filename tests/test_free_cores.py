@@ -8,7 +8,7 @@ import pytest
 
 from worker import free_cores
 from worker.cores import Cores
-from worker.free_cores import CALM_LOOKS, LOOK_S, FreeCores, busy_s
+from worker.free_cores import CALM_S, LOOK_S, FreeCores, busy_s
 
 
 class Machine:
@@ -40,9 +40,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Machine]:
 
 @pytest.mark.parametrize(
     ("cores", "others", "threads"),
-    [(2, 0.0, 2), (2, 0.3, 2), (2, 0.6, 1), (2, 2.0, 1), (8, 1.0, 7), (8, 2.7, 5), (1, 1.0, 1)],
+    [(2, 0.0, 2), (2, 0.5, 2), (2, 0.7, 1), (2, 1.5, 1), (8, 1.0, 7), (8, 2.7, 5), (1, 1.0, 1)],
 )
-def test_a_thread_for_each_core_of_which_others_leave_more_than_half(
+def test_a_thread_for_each_core_of_which_others_leave_enough(
     machine: Callable[[int], Machine], cores: int, others: float, threads: int
 ) -> None:
     assert machine(cores).threads(others, looks=3) == threads
@@ -51,13 +51,31 @@ def test_a_thread_for_each_core_of_which_others_leave_more_than_half(
 def test_threads_come_back_when_it_has_been_calm_for_a_while(
     machine: Callable[[int], Machine],
 ) -> None:
+    two, calm = machine(2), int(CALM_S / LOOK_S)
+    assert two.threads(0.0, looks=3) == 2
+    assert two.threads(1.0, looks=2) == 1
+    assert two.threads(0.0, looks=calm - 1) == 1
+    assert two.threads(1.0) == 1
+    assert two.threads(0.0, looks=calm - 1) == 1
+    assert two.threads(0.0) == 2
+
+
+def test_others_that_are_busy_for_a_moment_take_no_thread(
+    machine: Callable[[int], Machine],
+) -> None:
     two = machine(2)
     assert two.threads(0.0, looks=3) == 2
-    assert two.threads(1.0) == 1
-    assert two.threads(0.0, looks=CALM_LOOKS - 1) == 1
-    assert two.threads(1.0) == 1
-    assert two.threads(0.0, looks=CALM_LOOKS - 1) == 1
-    assert two.threads(0.0) == 2
+    for _ in range(5):
+        assert two.threads(1.0) == 2
+        assert two.threads(0.0) == 2
+
+
+def test_others_that_are_busy_while_nothing_is_served_take_no_thread(
+    machine: Callable[[int], Machine],
+) -> None:
+    two = machine(2)
+    assert two.threads(0.0, looks=3) == 2
+    assert two.threads(2.0, looks=20) == 2
 
 
 def test_the_number_that_the_operator_asked_for_stays(

@@ -14,8 +14,10 @@ from worker.cores import Cores, affinity, lines_of, openmp
 log = logging.getLogger("onequeue.free_cores")
 
 LOOK_S = 0.5
-# A core of which others leave less than half is not free, and is again after so many looks.
-CALM_LOOKS = 4
+# Of a core that is not free others use more than so much, of two threads' time with one of theirs.
+TAKEN = 0.6
+# So long it has to be before there are fewer threads, or more again.
+CROWDED_S, CALM_S = 1.0, 2.0
 TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
@@ -26,24 +28,29 @@ class FreeCores:
         self._most = self.threads = 1 if cores.asked else cores.threads
         self._cores = cores.kept or affinity(0)
         self._looked_at = float("-inf")
-        self._others_s: float | None = None  # what other processes have used of them so far
-        self._calm = 0
+        self._busy_s: float | None = None  # what has been used of the cores so far
+        self._own_s = 0.0  # what this process has
+        self._crowded_s = self._calm_s = 0.0
 
     def follow(self, now: float) -> None:
         """Once in a while: compute with as many threads as there are cores free."""
         if self._most == 1 or now < self._looked_at + LOOK_S:
             return
         passed, self._looked_at = now - self._looked_at, now
-        busy, before = busy_s(self._cores), self._others_s
-        self._others_s = None if busy is None else busy - time.process_time()
-        if before is None or self._others_s is None:
+        before, self._busy_s = self._busy_s, busy_s(self._cores)
+        own_before, self._own_s = self._own_s, time.process_time()
+        if before is None or self._busy_s is None:
             return
-        free = len(self._cores) - (self._others_s - before) / passed
-        threads = max(1, min(self._most, int(free + 0.5)))
-        self._calm = self._calm + 1 if threads > self.threads else 0
-        if threads < self.threads or self._calm == CALM_LOOKS:
+        own = self._own_s - own_before
+        free = len(self._cores) - (self._busy_s - before - own) / passed
+        threads = max(1, min(self._most, int(free + TAKEN)))
+        # what others use while this process hardly computes says nothing of when it does
+        crowded = threads < self.threads and own >= passed / 2
+        self._crowded_s = self._crowded_s + passed if crowded else 0.0
+        self._calm_s = self._calm_s + passed if threads > self.threads else 0.0
+        if self._crowded_s >= CROWDED_S or self._calm_s >= CALM_S:
             log.debug("compute threads=%d of %d", threads, self._most)
-            self.threads, self._calm = threads, 0
+            self.threads, self._crowded_s, self._calm_s = threads, 0.0, 0.0
         if (set_threads := openmp()) is not None:  # each time: a library that is loaded may have
             set_threads(self.threads)
 
