@@ -258,3 +258,21 @@ def test_a_model_whose_processor_does_not_load_serves_text(
         generator.prepare(request("What is ", png(0), "here?"))
     assert "/a/path" not in str(refused.value)
     assert told in generator.no_images
+
+
+def test_a_model_that_does_not_run_with_pictures_serves_text(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise TypeError("the tower wants more\nthan it is given")
+
+    monkeypatch.setattr(tiny_seeing.hf.MllamaVisionModel, "forward", fail)
+    options = GeneratorOptions(str(tiny_seeing.folder("mllama")), dtype="float32", device="cpu")
+    generator = load_generator(options)
+    monkeypatch.undo()
+    told = "images are refused, the model does not run with them: the tower wants more"
+    assert [each.message for each in caplog.records if "images" in each.message] == [told]
+    served, _ = serve(generator, [request("Only words.")])
+    assert_generated("mllama", served)
+    with pytest.raises(InvalidInput, match="does not run with images here"):
+        generator.prepare(request("What is ", png(0), "here?"))

@@ -21,6 +21,7 @@ from tests.seeing import (
     unpaged,
 )
 from worker.generation.engine import GenerationEngine
+from worker.model.cpu_linear import PackedLinear
 from worker.model.entrance import Rows
 from worker.model.kv_cache import BLOCK
 from worker.model.self_check import CannotRun
@@ -33,7 +34,7 @@ from worker.vision.prompt import PicturePrompt
 from worker.vision.tower import Tower
 from worker.vision.viewing import Viewing
 
-FAMILIES = list(tiny_seeing.BUILDERS)
+FAMILIES = [name for name in tiny_seeing.BUILDERS if name not in tiny_seeing.UNPAGED]
 ONE, OTHER, TALL = png(0), png(1), png(2, 40, 72)
 LONG = "Tell me all that you see in these two, and then some more of it: "
 
@@ -238,11 +239,14 @@ def test_usage_counts_the_tokens_that_pictures_fill() -> None:
 
 
 # Run anew, LLaVA says "<image>" itself here, which then stands for no picture.
-CACHED = [(model, True) for model in ("llava", "qwen2-vl", "gemma3", "smolvlm")]
+CACHED = [
+    (model, True) for model in ("llava", "qwen2-vl", "gemma3", "smolvlm", *tiny_seeing.UNPAGED)
+]
 
 
 @pytest.mark.parametrize(
-    ("model", "keeps"), [*CACHED, ("qwen2-vl", False), ("gemma3", False), ("smolvlm", False)]
+    ("model", "keeps"),
+    [*CACHED, ("qwen2-vl", False), ("gemma3", False), ("smolvlm", False), ("mllama", False)],
 )
 def test_a_model_that_is_not_paged_runs_pictures_on_its_own_cache(model: str, keeps: bool) -> None:
     generator = unpaged(model)
@@ -270,6 +274,11 @@ def test_a_block_seen_in_both_directions_is_not_divided() -> None:
 
 def test_a_model_says_that_it_runs_paged() -> None:
     assert all(loaded(model).info.batching == "continuous" for model in FAMILIES)
+
+
+def test_a_tower_that_asks_for_a_weights_type_is_packed_too() -> None:
+    tower = loaded("gemma4-small").language.model.model.vision_tower
+    assert isinstance(tower.patch_embedder.input_proj, PackedLinear)
 
 
 def test_rows_that_come_out_wrong_are_found_at_load(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,6 +190,87 @@ def paligemma() -> list[Any]:
     return [_lively(hf.PaliGemmaForConditionalGeneration(config)), images, words]
 
 
+def glm4v() -> list[Any]:
+    tokens = (
+        "<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>",
+        "<|begin_of_video|>", "<|end_of_video|>",
+    )  # fmt: skip
+    words = tokenizer(*tokens, image="<|begin_of_image|><|image|><|end_of_image|>")
+    names = ("image", "video", "image_start", "image_end", "video_start", "video_end")
+    ids = zip(names, words.convert_tokens_to_ids(list(tokens)), strict=True)
+    sees = {"hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 64, "image_size": SIDE}
+    config = hf.Glm4vConfig(
+        vision_config={**QWEN_SEES, **sees},
+        text_config=text(words, "Glm4vTextConfig", **GROUPED, rope_parameters=QWEN_ROPE).to_dict(),
+        **{f"{name}_token_id": number for name, number in ids},
+    )
+    images = hf.Glm4vImageProcessorPil(
+        patch_size=PATCH, size={"shortest_edge": 2 * 16 * 16, "longest_edge": 2 * 64 * 64}
+    )
+    return [_lively(hf.Glm4vForConditionalGeneration(config)), images, words]
+
+
+def gemma4(**more: Any) -> list[Any]:
+    """Its pictures fill at most 70 places, the fewest that it knows."""
+    named = {
+        "boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>",
+        "boa_token": "<|audio>", "audio_token": "<|audio|>", "eoa_token": "<audio|>",
+    }  # fmt: skip
+    words = tokenizer(*named.values(), "<|video|>", image=named["image_token"])
+    words.init_kwargs |= {**named, "extra_special_tokens": named}
+    config = hf.Gemma4Config(
+        vision_config={
+            **SMALL, "num_key_value_heads": 4, "head_dim": 8, "patch_size": 4,
+            "position_embedding_size": 256, "initializer_range": 0.5,
+        },
+        text_config=text(
+            words, "Gemma4TextConfig", **GROUPED, head_dim=8, global_head_dim=16,
+            sliding_window=WINDOW, **more,
+        ).to_dict(),
+        tie_word_embeddings=False,
+        **{f"{name}_id": words.convert_tokens_to_ids(token) for name, token in named.items()},
+        video_token_id=words.convert_tokens_to_ids("<|video|>"),
+    )  # fmt: skip
+    images = hf.Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70)
+    model = _lively(hf.Gemma4ForConditionalGeneration(config))
+    hears = json.loads(hf.Gemma4AudioFeatureExtractor().to_json_string())
+    return [model, images, words, {"feature_extractor": hears}]
+
+
+def gemma4_small() -> list[Any]:
+    """Each layer is given something of its own by token, and the last share keys and values."""
+    return gemma4(
+        num_hidden_layers=4, num_kv_shared_layers=2, layer_types=[*MIXED, *MIXED],
+        hidden_size_per_layer_input=8, vocab_size_per_layer_input=400,
+    )  # fmt: skip
+
+
+def gemma4_large() -> list[Any]:
+    """Layers with a window see pictures both ways, the others do not."""
+    return gemma4(
+        layer_types=MIXED, hidden_size_per_layer_input=0, use_bidirectional_attention="vision"
+    )
+
+
+def mllama() -> list[Any]:
+    """Its decoder attends to what the tower made of the pictures, which is not in their places."""
+    words = tokenizer("<|image|>", image="<|image|>")
+    config = hf.MllamaConfig(
+        vision_config={
+            **SMALL, "attention_heads": 4, "num_global_layers": 1, "image_size": SIDE,
+            "patch_size": PATCH, "intermediate_layers_indices": [0], "vision_output_dim": 64,
+        },
+        text_config=text(
+            words, "MllamaTextConfig", **GROUPED, vocab_size=len(words) - 1,
+            cross_attention_layers=[1],
+        ).to_dict(),
+        image_token_index=words.convert_tokens_to_ids("<|image|>"),
+    )  # fmt: skip
+    images = hf.MllamaImageProcessorPil(size=SIZE, max_image_tiles=4)
+    return [_lively(hf.MllamaForConditionalGeneration(config)), images, words]
+
+
+UNPAGED = "gemma4-large", "mllama"
 BUILDERS: dict[str, Callable[[], list[Any]]] = {
     "llava": llava,
     "qwen2-vl": qwen2_vl,
@@ -199,4 +280,8 @@ BUILDERS: dict[str, Callable[[], list[Any]]] = {
     "idefics3": lambda: split("Idefics3"),
     "gemma3": gemma3,
     "paligemma": paligemma,
+    "glm4v": glm4v,
+    "gemma4-small": gemma4_small,
+    "gemma4-large": gemma4_large,
+    "mllama": mllama,
 }

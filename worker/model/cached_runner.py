@@ -178,13 +178,19 @@ class CachedRunner:
         positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -len(rows[0]) :]
         ids = torch.tensor(rows, device=self.device)
         inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions}
+        return self.advance(inputs, mask, past, self.caches)
+
+    def advance(
+        self, inputs: dict[str, Any], mask: Tensor, past: Past | None, keeps: bool
+    ) -> tuple[Tensor, Past | None]:
+        """As `run`, of inputs with a mask [B, T] of all tokens, those of the past included."""
         if past:
             inputs[past.name] = past.cache
         if past is None or past.name != RECURRENT:
             inputs["attention_mask"] = mask
-        output = self._call(inputs, self.caches, 1)
+        output = self._call(inputs, keeps, 1)
         now = None
-        if self.caches:
+        if keeps:
             now = next((Past(n, output[n], mask) for n in NAMES if output.get(n) is not None), None)
         logits: Tensor = output.logits[:, -1]
         return logits, now

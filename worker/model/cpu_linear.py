@@ -18,6 +18,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +51,7 @@ class PackedLinear(nn.Module):
         self.inside = packed_dtype(weight.dtype)
         self.native_width = 0
         self.activation: tuple[str, str] | None = None  # of what it makes, as oneDNN calls it
+        self.weight = SimpleNamespace(dtype=weight.dtype, device=weight.device)  # some ask for it
         weight = weight.detach().to(self.inside)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, INT8_ROWS)
         bias = None if bias is None else bias.detach().to(self.inside)

@@ -5,7 +5,6 @@ Whether what it keeps between steps is right is asked of the model at load, as f
 that, such a prompt is run anew, pictures and all, for each token.
 """
 
-import logging
 from collections import abc
 
 import torch
@@ -14,8 +13,6 @@ from torch import Tensor
 from batching.sequence import Chunk, Sequence
 from worker.model.cached_runner import (
     CACHED,
-    NAMES,
-    RECURRENT,
     STEPS,
     CachedRunner,
     Group,
@@ -30,8 +27,6 @@ from worker.model.self_check import CannotRun, compare, random_prompts
 from worker.vision.check import sample
 from worker.vision.processor import Processor
 from worker.vision.prompt import PicturePrompt, taken
-
-log = logging.getLogger("onequeue.cached_runner")
 
 
 class PicturedRunner(CachedRunner):
@@ -86,20 +81,16 @@ class PicturedRunner(CachedRunner):
         """As `run`, for a prompt with pictures and what has been said since."""
         if past is None:
             given = self._whole(prompt, tokens)
-            mask = given["attention_mask"]
-        else:
-            mask = torch.cat([past.mask, past.mask.new_ones(1, 1)], 1)
-            ids = torch.tensor([tokens[-1:]], device=self.device)
-            positions = torch.tensor([[len(tokens) - 1 + prompt.shift]], device=self.device)
-            given = {"input_ids": ids, "position_ids": positions, past.name: past.cache}
-            if past.name != RECURRENT:
-                given["attention_mask"] = mask
-        output = self._call(given, self._keeps, 1)
-        now = None
-        if self._keeps:
-            now = next((Past(n, output[n], mask) for n in NAMES if output.get(n) is not None), None)
-        logits: Tensor = output.logits[:, -1]
-        return logits, now
+            return self.advance(given, given["attention_mask"], None, self._keeps)
+        mask = torch.cat([past.mask, past.mask.new_ones(1, 1)], 1)
+        ids = torch.tensor([tokens[-1:]], device=self.device)
+        positions = torch.tensor([[len(tokens) - 1 + prompt.shift]], device=self.device)
+        last = {
+            name: each[:, -1:].to(self.device)
+            for name, each in taken(prompt.made().inputs, self.takes).items()
+        }
+        given = {**last, "input_ids": ids, "position_ids": positions}
+        return self.advance(given, mask, past, self._keeps)
 
     def _whole(self, prompt: PicturePrompt, tokens: abc.Sequence[int]) -> dict[str, Tensor]:
         """All that the forward takes. What it takes of each token goes on as it ended."""

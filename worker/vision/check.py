@@ -2,7 +2,7 @@
 
 A prompt with two pictures, and one without, go through paged steps in chunks, and whole through the
 model's own forward; where logits differ, or the forward does not tell what it passes to its
-decoder, the model runs with the cache that it came with.
+decoder, the model runs with the cache that it came with, if its own forward takes pictures at all.
 """
 
 import inspect
@@ -13,11 +13,14 @@ from PIL import Image
 from torch import Tensor
 
 from batching.block_pool import BlockTable
+from batching.errors import DeviceLost
 from batching.sequence import Batch, Chunk, Sequence
+from worker.failures import failure_of
 from worker.model.kv_cache import BLOCK
 from worker.model.language_model import LanguageModel
+from worker.model.loading import first_line
 from worker.model.paged_runner import PagedRunner
-from worker.model.self_check import explicit_masks
+from worker.model.self_check import CannotRun, explicit_masks
 from worker.vision.processor import Processed, Processor, Seen
 from worker.vision.prompt import PicturePrompt
 from worker.vision.tower import Tower
@@ -55,6 +58,16 @@ def check_pictures(language: LanguageModel, processor: Processor) -> None:
             expected = reference if chunk.sequence is pictured else text_reference
             language.compare(logits[row : row + chunk.count], expected[part])
             chunk.sequence.computed += chunk.count
+
+
+def check_own_forward(language: LanguageModel, processor: Processor) -> None:
+    """CannotRun, and why, unless that takes pictures: what is not paged is run by it."""
+    try:
+        own_logits(language, processor, sample(processor))
+    except Exception as error:
+        if isinstance(failure_of(error), DeviceLost):
+            raise
+        raise CannotRun(first_line(error)) from error
 
 
 def sample(processor: Processor) -> Processed:

@@ -59,7 +59,7 @@ def _piece(
 
 def _frames(tensors: Mapping[str, Tensor], axes: Mapping[str, int], places: int) -> int:
     """Of a picture whose tensors all have as many along the axis by which pictures are joined."""
-    counts = {each.shape[axes[name]] if name in axes else 1 for name, each in tensors.items()}
+    counts = {each.shape[axes[name]] for name, each in tensors.items()}
     frames = counts.pop() if len(counts) == 1 else 1
     return frames if frames and places % frames == 0 else 1
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -131,7 +132,7 @@ class Processor:
         if len(images) == 1:
             return dict(images[0])
         return {
-            name: _concatenated([each[name] for each in images], self._axes.get(name, 0))
+            name: _concatenated([each[name] for each in images], self._axes[name])
             for name in images[0]
         }
 
@@ -187,7 +188,7 @@ class Processor:
         return (patches, ids) if patches * filled == more * ids else (1, 0)
 
     def _learned_axes(self) -> dict[str, int]:
-        """Along which axis the tensors of several images are joined: where those of two are as long
+        """Along which axis what is made of several images is joined: where that of two is as long
         as both alone."""
         image = Image.new("RGB", (64, 64))
         options: list[Mapping[str, Any]] = []
@@ -200,9 +201,9 @@ class Processor:
         one = self._features([image], options[0])
         two = self._features([image, image], options[0])
         return {
-            name: next(n for n, size in enumerate(tensor.shape) if two[name].shape[n] == 2 * size)
-            for name, tensor in one.items()
-            if isinstance(tensor, Tensor)
+            name: next(n for n, size in enumerate(alone) if both[n] == 2 * size)
+            for name in one
+            for alone, both in [(np.shape(one[name]), np.shape(two[name]))]
         }
 
 
@@ -225,7 +226,9 @@ def _ids(made: Mapping[str, Any]) -> list[int]:
 
 
 def _concatenated(parts: Sequence[Any], axis: int) -> Any:
-    if not isinstance(parts[0], Tensor):
+    if not isinstance(parts[0], Tensor):  # lists of numbers
+        if axis:
+            return [_concatenated(rows, axis - 1) for rows in zip(*parts, strict=True)]
         return [each for part in parts for each in part]
     sizes = [max(part.shape[n] for part in parts) for n in range(parts[0].dim())]
     filled = []

@@ -7,10 +7,9 @@ kept by the picture's digest, the least recently used given up first. On the wor
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from worker.model.entrance import Entrance, Rows, rows_of
 from worker.vision.pieces import Piece
@@ -62,9 +61,5 @@ class Tower:
 
 def size_of(rows: Rows) -> int:
     """In bytes."""
-    return sum(each.nbytes for each in _tensors(rows))
-
-
-def _tensors(rows: Rows) -> Iterable[Tensor]:
-    for each in rows.values():
-        yield from each if isinstance(each, list) else [each]
+    found = (each if isinstance(each, list) else [each] for each in rows.values())
+    return sum(tensor.nbytes for each in found for tensor in each)
