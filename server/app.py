@@ -21,7 +21,7 @@ from server.engine import Engine
 from server.http.request import Middleware
 from server.lifespan import lifespan
 from server.metrics import Metrics
-from server.openai.decisions.root import by_chat_model
+from server.openai.decisions.root import decides_in_steps
 from server.preflight import (
     MODELS,
     asked_threads,
@@ -57,22 +57,20 @@ def create_app(
     cores = find_cores(settings.pin_worker, asked_threads())
     pool_threads = max(2, min(8, cores.threads if cores else 2))
     queue = RequestQueue(settings.max_queue_size, time.monotonic)
-    decides_by_chat = not loaders["pipeline_model"] and by_chat_model(settings)
-    loaded = settings
-    if decides_by_chat:
-        loaded = replace(settings, pipeline_model="none", chat_model=settings.pipeline_model)
-    worker = Worker(served_models(loaded, loaders), cores=cores)
+    decides = not loaders["pipeline_model"] and decides_in_steps(settings)
+    worker = Worker(served_models(settings, loaders, decides), cores=cores)
     observed = Metrics(lambda: queue.pending)
     engine = Engine(worker, queue, observed, pool_threads, settings.stuck_after_s)
-    routes, responses = make_routes(settings, engine, decides_by_chat)
+    routes, responses = make_routes(settings, engine, decides)
     router = Router(routes, lifespan=partial(lifespan, responses=responses))
     return Middleware(router, {route.path_format for route in routes}, settings, engine)
 
 
 def served_models(
-    settings: Settings, loaders: Mapping[str, Callable[[], Any] | None]
+    settings: Settings, loaders: Mapping[str, Callable[[], Any] | None], decides: bool
 ) -> list[Model]:
-    """What the settings name, to be loaded on the worker's thread: torch takes seconds."""
+    """What the settings name, to be loaded on the worker's thread: torch takes seconds. Where
+    `POST /` `decides`, it does so by a language model, the chat model if that is the same."""
     models: list[Model] = []
     places, wait_s = settings.max_queue_size, settings.max_batch_wait_ms / 1000
     for setting in MODELS:
@@ -80,6 +78,11 @@ def served_models(
             continue
         name = setting.removesuffix("_model")
         load: Callable[[], Any] = loaders[setting] or partial(_load, name, settings)
+        if decides and name == "pipeline":
+            if settings.pipeline_model != settings.chat_model:
+                load = partial(_load, "chat", replace(settings, chat_model=settings.pipeline_model))
+                models.append(GenerationModel(name, load, places))
+            continue
         if name == "chat":
             models.append(GenerationModel("generation", load, places))
             continue

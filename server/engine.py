@@ -237,7 +237,7 @@ class Engine:
     def on_step(self, model: SteppedModel, outcome: StepOutcome) -> None:
         now, report = self.queue.clock(), outcome.report
         if isinstance(model, GenerationModel):
-            self.metrics.record_step(report)
+            self.metrics.record_step(model.name, report)
         else:
             self.metrics.record_windows(report)
         for item, _ in chain(outcome.deltas, outcome.done):

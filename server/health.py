@@ -53,19 +53,14 @@ async def ready(request: Request) -> Ready:
         raise unavailable("the models keep failing; they are tried again shortly")
     answer = Ready("ready", "off", failing=failing or UNSET)
     for name, model in engine.models.items():
-        info = model.loaded.info
+        info, generates = model.loaded.info, isinstance(model, GenerationModel)
         if isinstance(model, GenerationModel):
             answer.compile = model.loaded.compile_state
-            if request.app.settings.chat_model != "none":
-                answer.chat_model = info.model
-            else:  # it is there for POST / alone (openai/decisions/root.py)
-                answer.task, answer.model = "decision", info.model
-                answer.takes = TASKS["decision"].kind
-        elif name == "pipeline":
-            answer.task, answer.model = info.task, info.model
-            answer.takes, answer.mask_token = TASKS[info.task].kind, info.mask or UNSET
+        if name == "pipeline":
+            answer.task, answer.model = "decision" if generates else info.task, info.model
+            answer.takes, answer.mask_token = TASKS[answer.task].kind, info.mask or UNSET
         else:
-            setattr(answer, f"{name}_model", info.model)
+            setattr(answer, "chat_model" if generates else f"{name}_model", info.model)
     return answer
 
 

@@ -78,7 +78,7 @@ class Metrics:
             "running": Gauge("running_windows", windows[0], **ours),
             "waiting": Gauge("waiting_recordings", windows[1], **ours),
         }
-        self._last_step = StepReport()  # whoever asks is told what it says
+        self._last_steps: dict[str, StepReport] = {}  # whoever asks is told what they say
         gauges = {
             "running": Gauge("running_sequences", "Sequences being generated", **ours),
             "waiting": Gauge("waiting_sequences", "Sequences that wait for room", **ours),
@@ -96,8 +96,8 @@ class Metrics:
             gauge.labels(serves).set(getattr(report, name))
         self._observe_waits(report)
 
-    def record_step(self, report: StepReport) -> None:
-        self._last_step = report
+    def record_step(self, serves: str, report: StepReport) -> None:
+        self._last_steps[serves] = report
         for name, count in self._counted_of_step.items():
             if more := getattr(report, name):  # in most steps most are 0
                 count(more)
@@ -116,7 +116,7 @@ class Metrics:
             self._wait.observe(wait_s)
 
     def _of_last_step(self, name: str) -> float:
-        return float(getattr(self._last_step, name))
+        return float(sum(getattr(each, name) for each in self._last_steps.values()))
 
     def loaded(self, name: str, info: ModelInfo) -> None:
         self.breaker_open.labels(name).set(0)

@@ -58,16 +58,17 @@ PROBES = [
 
 
 def make_routes(
-    settings: Settings, engine: Engine, decides_by_chat: bool
+    settings: Settings, engine: Engine, decides_in_steps: bool
 ) -> tuple[list[Route], Responses | None]:
-    """`decides_by_chat`: a chat model answers `POST /`. Responses are to be closed in the end."""
+    """`decides_in_steps`: a language model answers `POST /`. Responses are to be closed at last."""
     routes, named = [*PROBES], named_models(settings, engine)
     responses: Responses | None = None
     assets = Assets()
     front = Front(settings, engine, assets.files["index.html"])
     pipeline = Root(settings, engine, front) if settings.pipeline_model != "none" else None
-    if decides_by_chat:
-        names = ModelNames(settings.pipeline_model, engine, "generation")
+    if decides_in_steps:
+        serves = "pipeline" if "pipeline" in engine.models else "generation"
+        names = ModelNames(settings.pipeline_model, engine, serves)
         asked = DecisionEndpoint(engine, names, SystemOneRequest)
         pipeline = DecisionRoot(settings, engine, front, asked)
     if chat := named.get("generation"):

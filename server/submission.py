@@ -193,12 +193,13 @@ class TokenStream(AnswerStream[Delta]):
     def __init__(
         self,
         engine: Engine,
+        name: str,
         payloads: Sequence[GenerationInput | DecisionInput],
         deadlines: Deadlines,
         usage: Usage,
         receive: Receive | None,
     ) -> None:
-        super().__init__(engine, "generation", payloads, deadlines, receive)
+        super().__init__(engine, name, payloads, deadlines, receive)
         self.usage = usage
         self.unfinished = sum(payload.n for payload in payloads)  # choices
         self._choices: dict[int, Delta] = {}  # unread

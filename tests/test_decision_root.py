@@ -1,4 +1,4 @@
-"""`POST /` with the task `decision`: the pipeline's inputs and answers, by the chat model."""
+"""`POST /` with the task `decision`: the pipeline's inputs and answers, by a language model."""
 
 import json
 import shutil
@@ -83,7 +83,7 @@ def test_without_a_chat_model_it_is_loaded_for_decisions_alone(server: Server) -
     settings: dict[str, Any] = {"chat_model": "none", "pipeline_model": folder}
     settings |= {"dtype": "float32", "kv_cache_gb": 0.05, "compile": "off"}
     with serving(pipeline_task="decision", **settings) as alone:
-        assert set(alone.engine.models) == {"generation"}
+        assert set(alone.engine.models) == {"pipeline"}
         answer, expected = (post(each, "/", {"inputs": ASKED}).json() for each in (alone, server))
         assert_alike(answer, expected)
         told = CLIENT.get(alone.url + "/ready").json()
@@ -91,6 +91,24 @@ def test_without_a_chat_model_it_is_loaded_for_decisions_alone(server: Server) -
         assert "chat_model" not in told
         for path in ("/v1/chat/completions", "/v1/systemone"):
             assert post(alone, path, {}).status_code == 404
+
+
+def test_beside_another_chat_model_it_is_one_of_its_own(server: Server, tmp_path: Path) -> None:
+    folder, other = str(tiny_decisions.folder()), tmp_path / "other"
+    shutil.copytree(folder, other)
+    settings: dict[str, Any] = {"chat_model": str(other), "pipeline_model": folder}
+    settings |= {"dtype": "float32", "kv_cache_gb": 0.05, "compile": "off"}
+    with serving(pipeline_task="decision", **settings) as both:
+        assert set(both.engine.models) == {"pipeline", "generation"}
+        answer, expected = (post(each, "/", {"inputs": ASKED}).json() for each in (both, server))
+        assert_alike(answer, expected)
+        told = CLIENT.get(both.url + "/ready").json()
+        assert (told["model"], told["task"]) == (folder, "decision")
+        assert told["chat_model"] == str(other)
+        before = tokens(both)
+        assert post(both, "/v1/systemone", ASKED).status_code == 200
+        run, _ = (now - then for now, then in zip(tokens(both), before, strict=True))
+        assert run > len(STATE) / 8  # the other model has not seen it
 
 
 def test_a_checkpoint_with_its_own_settings_keeps_its_pipeline(tmp_path: Path) -> None:

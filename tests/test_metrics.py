@@ -14,15 +14,16 @@ def read(metrics: Metrics) -> dict[str, float]:
 
 def test_counters_add_up_steps_and_gauges_say_what_the_last_one_said() -> None:
     metrics = Metrics(lambda: 0.0)
-    metrics.record_step(StepReport(prefill_tokens=7, decode_tokens=2, running=3, blocks_used=5))
-    metrics.record_step(StepReport(decode_tokens=3, waits_s=(0.5,)))
+    report = StepReport(prefill_tokens=7, decode_tokens=2, running=3, blocks_used=5)
+    metrics.record_step("generation", report)
+    metrics.record_step("generation", StepReport(decode_tokens=3, waits_s=(0.5,)))
     told = read(metrics)
     assert told['onequeue_tokens_total{kind="prompt"}'] == 7
     assert told['onequeue_tokens_total{kind="output"}'] == 5
     assert told["onequeue_step_tokens_count"] == 2
     assert told["onequeue_queue_wait_seconds_count"] == 1
     assert told["onequeue_running_sequences"] == told["onequeue_kv_blocks_used"] == 0
-    metrics.record_step(StepReport(running=4, waiting=1))
+    metrics.record_step("generation", StepReport(running=4, waiting=1))
     told = read(metrics)
     assert told["onequeue_running_sequences"] == 4
     assert told["onequeue_waiting_sequences"] == 1

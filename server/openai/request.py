@@ -188,7 +188,8 @@ class GenerationEndpoint(Endpoint[G]):
         await self.answer(scope, receive, send, reply, deadlines)
 
     def submit(self, reply: G, deadlines: Deadlines, receive: Receive | None) -> TokenStream:
-        return TokenStream(self.engine, reply.payloads, deadlines, reply.usage, receive)
+        given = reply.payloads, deadlines, reply.usage, receive
+        return TokenStream(self.engine, "generation", *given)
 
 
 P = TypeVar("P", bound=Any)  # a payload, which has a `cache_root`

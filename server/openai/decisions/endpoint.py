@@ -44,12 +44,12 @@ class DecisionEndpoint:
 
     def parse(self, body: bytes) -> tuple[DecisionBody, DecisionInput]:
         """In a pool thread: 400 questions take milliseconds."""
-        most = max(MOST_QUESTIONS, self.engine.generator.max_model_len)
+        most = max(MOST_QUESTIONS, self.models.loaded.max_model_len)
         request = decode(body, self.kind, self.models.names.of, most)
         return request, request.decision_input()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, deadlines = await read_json_request(scope, receive, "generation")
+        body, deadlines = await read_json_request(scope, receive, self.models.serves)
         request, payload = await self.parsing.run(self.parse, body, deadlines.first, blocks=True)
         deltas, usage = await self.ask(scope, receive, deadlines, request, payload)
         write = partial(content_of, request, deltas, usage)
@@ -67,7 +67,8 @@ class DecisionEndpoint:
         payloads = rooted([payload], scope, self.models.names.id, request.cache_salt)
         usage = Usage()
         deadlines = replace(deadlines, whole=deadlines.first)
-        with TokenStream(self.engine, payloads, deadlines, usage, receive) as stream:
+        given = self.models.serves, payloads, deadlines, usage, receive
+        with TokenStream(self.engine, *given) as stream:
             return await stream.collect(), usage
 
 

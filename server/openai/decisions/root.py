@@ -1,5 +1,5 @@
-"""`POST /` with the task `decision`, where its model is the chat model, or there is none: inputs
-and answers are those of transformers' pipeline, what is run is what `/v1/systemone` runs.
+"""`POST /` with the task `decision`: inputs and answers are those of transformers' pipeline, what
+is run is what `/v1/systemone` runs: by the chat model if it is the same, which is loaded once then.
 
     body → inputs, as for every pipeline → a request of /v1/systemone each, in turn → their answers
 """
@@ -22,12 +22,11 @@ from worker.architectures import decides_in_its_own_way
 from worker.decisions import DecisionInput
 
 
-def by_chat_model(settings: Settings) -> bool:
-    """Whether the chat model answers `POST /`, as it is the same checkpoint, loaded once; or there
-    is no other: it is loaded like one, for decisions alone."""
+def decides_in_steps(settings: Settings) -> bool:
+    """Whether a language model answers `POST /`, and no pipeline of the library."""
     model = settings.pipeline_model
-    alike = settings.pipeline_task == "decision" and settings.chat_model in (model, "none")
-    return alike and model != "none" and not decides_in_its_own_way(model)
+    decides = settings.pipeline_task == "decision" and model != "none"
+    return decides and not decides_in_its_own_way(model)
 
 
 @dataclass(eq=False)
