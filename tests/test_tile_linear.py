@@ -1,14 +1,13 @@
 """Linear layers by matrix tiles: as accurate as float32, a row whatever the rows beside it; used
 where they give the packed layer's product."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.test_native_linear import threads
 from tests.test_packed_attention import fresh_model, taken_by
 from worker.model import cpu_linear, tile_linear
 from worker.model.cpu_linear import PackedLinear
@@ -39,16 +38,6 @@ def exact(layer: PackedLinear, x: Tensor) -> Tensor:
     """In float64."""
     made = x.double() @ layer.packed.to_dense().double().T
     return made if layer.bias is None else made + layer.bias.double()
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("size", [(384, 1536), (768, 768), (3072, 768)], ids=str)

@@ -14,7 +14,8 @@ from worker.cores import Cores, affinity, lines_of, openmp
 log = logging.getLogger("onequeue.free_cores")
 
 LOOK_S = 0.5
-# Of a core that is not free others use more than so much, of two threads' time with one of theirs.
+# A core of which others use more than this part is not free. Beside two threads that spin on two
+# cores, one busy process gets two thirds of a core.
 TAKEN = 0.6
 # So long it has to be before there are fewer threads, or more again.
 CROWDED_S, CALM_S = 1.0, 2.0
