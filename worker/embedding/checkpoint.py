@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from worker.embedding.files import SentenceFiles, read_files
 from worker.embedding.paged_rows import PagedRows, paged_rows
@@ -77,6 +77,5 @@ def load_checkpoint(options: ScoringOptions, choose: Callable[[Any], Any]) -> Lo
     files = read_files(path)
     if files.subfolder:
         path = str(Path(path) / files.subfolder)  # as old versions saved it
-    model, lacking = loading.load_checkpoint(options, path, choose)
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    model, tokenizer, lacking = loading.load_checkpoint(options, path, choose)
     return Loaded(options, model, tokenizer, files, lacking)

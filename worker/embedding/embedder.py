@@ -122,7 +122,8 @@ class Embedder(Scorer):
 
     def head_of(self, kept: Tensor) -> Tensor:
         """Vectors [texts, D]."""
-        return self.head(kept)
+        made: Tensor = self.head.layers(kept)
+        return made
 
 
 def written(vectors: Vectors, payload: EmbeddingInput) -> bytes:

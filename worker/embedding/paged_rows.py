@@ -129,10 +129,10 @@ def paged_rows(language: LanguageModel, limit: int, compile: str, max_running: i
             raise CannotRun(f"there is no room for keys and values of {limit} tokens")
 
     try:
-        check = PagingCheck(language)
+        check = PagingCheck(language, check_room)
     except Exception as error:  # as encoders refuse what decoders are given
         raise CannotRun(f"it is not called like a decoder: {first_line(error)[:200]}") from error
-    check.page(check_room)
+    check.page()
     language.lay_out("none", check.compare)
     blocks = cache_blocks(language, None, limit + CACHED)
     runner = PagedRunner(language, blocks, limit, max_running=0)

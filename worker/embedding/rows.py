@@ -9,6 +9,7 @@ run in chunks, on blocks of memory, are paged_rows.py's.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -25,8 +26,9 @@ from worker.model.self_check import (
     random_prompts,
 )
 from worker.pipeline.last_layer import find_join
-from worker.pipeline.load import Batching, choose_batching
+from worker.pipeline.load import choose_batching
 from worker.pipeline.packed_attention import Packing
+from worker.protocol import Batching
 
 STATES, LOGITS = "last_hidden_state", "logits"
 # From a row's states [tokens, H], or its logits [labels], to what is kept of them.
@@ -125,24 +127,20 @@ class RowModel:
     def _runs_as_row(self, first: int) -> bool:
         """Whether one row gives what each text gives alone; in place if so."""
         try:
-            alone = self._alone()
-            self.packing, self.first_position = Packing(self.model), first
-            detach = self.packing.attach()
+            with ExitStack() as undo:
+                alone = self._alone()
+                self.packing, self.first_position = Packing(self.model), first
+                undo.callback(self.packing.attach())
+                rows, reference = [row for row, _ in alone], torch.cat([made for _, made in alone])
+                compare(self(rows), reference, TOLERANCE[reference.dtype])
+                if self.packing.calls != len(self.packing.layers):
+                    raise CannotRun("its layers do not call a registered attention function")
+                undo.pop_all()
         except Exception:  # as each model class refuses; choose_batching says why
             self.packing = self.first_position = None
             return False
-        reference = torch.cat([state for _, state in alone])
-        try:
-            got = self([row for row, _ in alone])
-            compare(got, reference, TOLERANCE[reference.dtype])
-            if self.packing.calls != len(self.packing.layers):
-                raise CannotRun("its layers do not call a registered attention function")
-        except Exception:
-            detach()
-            self.packing = self.first_position = None
-            return False
         if self.by_text:
-            self._end_early([row for row, _ in alone], reference)
+            self._end_early(rows, reference)
         return True
 
     def _end_early(self, rows: Sequence[Row], reference: Tensor) -> None:

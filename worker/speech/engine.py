@@ -78,12 +78,9 @@ class SpeechEngine:
         """Recordings are opened, and long ones read once, in threads of ours."""
         work: Work | None = item.prepared
         if work is None:
-            raise Pending(partial(self._begin_later, item))
+            raise Pending(partial(self._openers.submit, self._begin, item))
         if work.error:
             raise work.error
-
-    def _begin_later(self, item: WorkItem, wanted: Wanted, again: Again) -> None:
-        self._openers.submit(self._begin, item, wanted, again)
 
     def _begin(self, item: WorkItem, wanted: Wanted, again: Again) -> None:
         if not wanted():

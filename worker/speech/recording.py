@@ -116,9 +116,6 @@ class Recording:
     def _end(self, samples: int) -> None:
         self._ended = True
         self.seconds = samples / self.rate
-        self._check_shortest()
-
-    def _check_shortest(self) -> None:
         if self.seconds < MIN_AUDIO_S:
             raise InvalidInput(f"sound must last at least {MIN_AUDIO_S} seconds", self.param)
 

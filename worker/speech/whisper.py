@@ -21,6 +21,7 @@ from worker.model.sampler import uniform
 from worker.speech.cache import RowCache
 from worker.speech.rules import Rules
 from worker.speech.vocabulary import Vocabulary
+from worker.speech.work import Runner
 
 
 @dataclass(eq=False, slots=True)
@@ -49,20 +50,18 @@ class Window:
         self.said, self.logprobs, self.ended = [], [], False
 
 
-class WhisperRunner:
-    """On the worker's thread. `rows` windows run at most; `running` are in the order of rows."""
+class WhisperRunner(Runner):
+    """`running` are in the order of rows."""
 
     def __init__(self, model: PreTrainedModel, vocabulary: Vocabulary, rows: int) -> None:
+        super().__init__(model, rows)
         parts: Any = model
         config, defaults = parts.config, parts.generation_config
-        self.model = model
         self.encoder, self.decoder = parts.model.encoder, parts.model.decoder
         self.vocabulary = vocabulary
         self.device = model.device
-        self.rows = rows
         self.rules = Rules(vocabulary, model.device)
         self.cache = RowCache(model, rows)
-        self.running: list[Window] = []
         self.positions: int = config.max_target_positions
         self.most_new: int | None = defaults.max_new_tokens
         self.most: int | None = defaults.max_length
@@ -74,7 +73,6 @@ class WhisperRunner:
 
     @torch.inference_mode()
     def begin(self, windows: Sequence[Window]) -> None:
-        """Windows join, each with its first token."""
         for window in windows:
             if window.row < 0:
                 window.row = len(self.running)
@@ -85,7 +83,6 @@ class WhisperRunner:
 
     @torch.inference_mode()
     def prompt(self, windows: Sequence[Window]) -> None:
-        """From the beginning of what is said: the first token of those that have none."""
         windows = [window for window in windows if not window.said]
         for window in windows:
             assert window.language is not None
@@ -103,13 +100,12 @@ class WhisperRunner:
 
     @torch.inference_mode()
     def step(self, windows: Sequence[Window]) -> None:
-        """A token more of each."""
         starts = [len(window.prompt) + len(window.said) - 1 for window in windows]
         hidden = self._decode([[window.said[-1]] for window in windows], windows, starts)
         self._say(windows, self.head(hidden[:, 0]))
 
     def leave(self, window: Window) -> None:
-        """Its row is free: the last window's moves there."""
+        """The last window's row moves there."""
         if window.row < 0:
             return
         last = self.running.pop()
