@@ -35,7 +35,7 @@ class ScoringOptions(ModelOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class Checkpoint:
     """A checkpoint in memory."""
 
     options: ScoringOptions
@@ -71,11 +71,11 @@ class Loaded:
         return model_info(task, self.options.model, self.model, rows.batching, rows.why)
 
 
-def load_checkpoint(options: ScoringOptions, choose: Callable[[Any], Any]) -> Loaded:
+def load_checkpoint(options: ScoringOptions, choose: Callable[[Any], Any]) -> Checkpoint:
     """By one of transformers' auto classes, which `choose` knows from the configuration."""
     path = local_path(options.model, DEMO_FOLDER)
     files = read_files(path)
     if files.subfolder:
         path = str(Path(path) / files.subfolder)  # as old versions saved it
     model, tokenizer, lacking = loading.load_checkpoint(options, path, choose)
-    return Loaded(options, model, tokenizer, files, lacking)
+    return Checkpoint(options, model, tokenizer, files, lacking)

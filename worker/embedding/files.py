@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import normalize
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from worker.model.loading import LoadingFailed
 

@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from worker.embedding.checkpoint import Loaded, ScoringOptions, load_checkpoint
+from worker.embedding.checkpoint import Checkpoint, ScoringOptions, load_checkpoint
 from worker.embedding.embedder import Embedder
 from worker.embedding.files import activation
 from worker.embedding.pairs import QuestionPairs, TextPairs
@@ -52,7 +52,7 @@ def decides_by_tokens(config: Any) -> bool:
     return any(each.endswith("ForCausalLM") for each in config.architectures or ())
 
 
-def check_weights(made: Loaded) -> None:
+def check_weights(made: Checkpoint) -> None:
     """LoadingFailed where states depend on weights that the checkpoint has not."""
 
     @torch.inference_mode()
@@ -80,7 +80,7 @@ def load_reranker(options: ScoringOptions) -> Reranker:
         return decider(made) if decides else cross_encoder(made)
 
 
-def cross_encoder(made: Loaded) -> Reranker:
+def cross_encoder(made: Checkpoint) -> Reranker:
     if (labels := made.model.config.num_labels) != 1:
         raise LoadingFailed(f"it has {labels} labels; a reranker has one")
     if made.lacking:
@@ -99,7 +99,7 @@ def own_activation(model: PreTrainedModel) -> nn.Module | None:
     return activation(path) if path else None
 
 
-def decider(made: Loaded) -> Reranker:
+def decider(made: Checkpoint) -> Reranker:
     """A decoder that says yes or no."""
     model, reader = made.model, made.reader
     check_generates(model, made.lacking)

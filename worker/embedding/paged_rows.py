@@ -88,7 +88,7 @@ class PagedRows:
         for row in [row for row in self._under_way if row not in wanted]:
             self._scheduler.remove(self._under_way.pop(row))
         for row in rows:
-            if row.made is None and row not in self._under_way:
+            if row.result is None and row not in self._under_way:
                 new = Sequence(row.ids, row, max_tokens=0, root=row.root)
                 self._under_way[row] = new
                 self._scheduler.add(new)
@@ -108,7 +108,7 @@ class PagedRows:
         row, table = chunk.sequence.output, chunk.sequence.table
         assert table is not None
         slots = slots_of(table.blocks, 0, len(row.ids)).to(self.device)
-        row.made = reduce(self._states[slots], row)
+        row.result = reduce(self._states[slots], row)
         self._scheduler.remove(self._under_way.pop(row))
 
 

@@ -70,7 +70,7 @@ class RowModel:
         made = self(rows)
         parts = made.unbind() if self.by_text else torch.split(made, [len(row.ids) for row in rows])
         for row, part in zip(rows, parts, strict=True):
-            row.made = reduce(part, row)
+            row.result = reduce(part, row)
 
     @torch.inference_mode()
     def __call__(self, rows: Sequence[Row]) -> Tensor:

@@ -52,16 +52,16 @@ class Scorer(ABC):
     def forward(self, prepared: list[Any]) -> list[Any]:
         """Tensors [rows, …] of the items' rows."""
         self.rows.run([row for each in prepared for row in each], self.reduce)
-        ended = [all(row.made is not None for row in each) for each in prepared]
+        ended = [all(row.result is not None for row in each) for each in prepared]
         through = [each for each, has_ended in zip(prepared, ended, strict=True) if has_ended]
         if not through:
             return [UNFINISHED] * len(prepared)
-        made = self.head_of(torch.stack([row.made for each in through for row in each])).cpu()
+        made = self.head_of(torch.stack([row.result for each in through for row in each])).cpu()
         parts = iter(torch.split(made, [len(each) for each in through]))
         return [next(parts) if has_ended else UNFINISHED for has_ended in ended]
 
     def head_of(self, kept: Tensor) -> Tensor:
-        """What becomes of all that is kept, side by side."""
+        """Of what is kept of each row [rows, …], what its answer is written from."""
         return kept
 
     @abstractmethod

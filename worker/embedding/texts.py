@@ -21,14 +21,15 @@ OFF = ("truncation", "padding", "verbose", "return_attention_mask", "return_toke
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A text's tokens, special ones included, and at last what is kept of their states."""
+    """A text's tokens, special ones included, and at last the result: what is kept of their
+    states."""
 
     ids: list[int]
     types: list[int] | None = None  # which of a pair's texts each is of, where the model asks
     skip: int = 0  # how many at the start are a prompt that is not pooled
     root: bytes = ROOT  # it shares its beginning with those of the same root alone
     doubted: bool = False  # a step that it was in has failed
-    made: Any = None
+    result: Any = None
 
 
 class TextReader:

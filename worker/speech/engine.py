@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from batching.errors import DeviceLost, OnequeueError
@@ -78,7 +77,7 @@ class SpeechEngine:
         """Recordings are opened, and long ones read once, in threads of ours."""
         work: Work | None = item.prepared
         if work is None:
-            raise Pending(partial(self._openers.submit, self._begin, item))
+            raise Pending(lambda *then: self._openers.submit(self._begin, item, *then))
         if work.error:
             raise work.error
 

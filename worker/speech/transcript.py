@@ -50,9 +50,9 @@ class Transcript(Text):
         """`config` is the generation_config. InvalidInput if the model cannot do what is asked."""
         super().__init__(payload, frames)
         self.vocabulary = vocabulary
-        given = {name: getattr(config, name, None) for name in THRESHOLDS}
         self.compression, self.logprob, self.no_speech = (
-            default if given[name] is None else given[name] for name, default in THRESHOLDS.items()
+            default if getattr(config, name, None) is None else float(getattr(config, name))
+            for name, default in THRESHOLDS.items()
         )
         self.language = vocabulary.language(payload.language)
         vocabulary.task(payload.task)
