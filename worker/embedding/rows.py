@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from worker.embedding.texts import Row
@@ -26,7 +25,7 @@ from worker.model.self_check import (
     random_prompts,
 )
 from worker.pipeline.last_layer import find_join
-from worker.pipeline.load import choose_batching
+from worker.pipeline.load import choose_batching, padded
 from worker.pipeline.packed_attention import Packing
 from worker.protocol import Batching
 
@@ -101,11 +100,10 @@ class RowModel:
 
     def _side_by_side(self, rows: Sequence[Row]) -> Tensor:
         counts = [len(row.ids) for row in rows]
-        inputs = {"input_ids": self._padded([row.ids for row in rows], self._padding_id)}
+        batch = {"input_ids": [row.ids for row in rows]}
         if rows[0].types is not None:
-            inputs["token_type_ids"] = self._padded([row.types or [] for row in rows], 0)
-        if "attention_mask" in self.tokenizer.model_input_names:
-            inputs["attention_mask"] = self._padded([[1] * n for n in counts], 0)
+            batch["token_type_ids"] = [row.types or [] for row in rows]
+        inputs = padded(self.tokenizer, batch).to(self.device)
         if self.packing is None:
             made: Tensor = self.model(**inputs)[self.wanted]
         else:
@@ -114,15 +112,6 @@ class RowModel:
         if self.by_text:
             return made
         return torch.cat([states[:n] for states, n in zip(made, counts, strict=True)])
-
-    @property
-    def _padding_id(self) -> int:
-        padding = self.tokenizer.pad_token_id
-        return padding if isinstance(padding, int) else 0
-
-    def _padded(self, rows: Sequence[Sequence[int]], padding: int) -> Tensor:
-        tensors = [torch.tensor(row) for row in rows]
-        return pad_sequence(tensors, batch_first=True, padding_value=padding).to(self.device)
 
     def _runs_as_row(self, first: int) -> bool:
         """Whether one row gives what each text gives alone; in place if so."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, pipeline
 
 from worker.architectures import DEMO_TASK, advice, made_for
@@ -171,21 +170,28 @@ def random_rows(
 ) -> Rows:
     """Tokens are ordinary ones; each row ends in the token that ends texts, as some models
     look for it."""
-    texts = [torch.tensor(prompt) for prompt in random_prompts(model, tokenizer, counts)]
+    texts = random_prompts(model, tokenizer, counts)
     last = tokenizer.eos_token_id if tokenizer.sep_token_id is None else tokenizer.sep_token_id
     if isinstance(last, int) and not left:
         for text in texts:
             text[-1] = last
-    pad: Any = tokenizer.pad_token_id
-    side = "left" if left else "right"
-    ids = pad_sequence(texts, True, pad, side).to(model.device)
-    mask = pad_sequence([torch.ones_like(text) for text in texts], True, 0, side).to(model.device)
-    batch = {"input_ids": ids}
-    if "attention_mask" in tokenizer.model_input_names:
-        batch["attention_mask"] = mask
-    real = enumerate(mask.bool())
-    alone = [{name: value[row, at][None] for name, value in batch.items()} for row, at in real]
-    return Rows(batch, alone, counts)
+    batch = padded(tokenizer, {"input_ids": texts}, "left" if left else "right").to(model.device)
+    starts = [max(counts) - n if left else 0 for n in counts]
+    alone = [
+        {name: value[row : row + 1, start : start + n] for name, value in batch.items()}
+        for row, (start, n) in enumerate(zip(starts, counts, strict=True))
+    ]
+    return Rows(dict(batch), alone, counts)
+
+
+def padded(
+    tokenizer: PreTrainedTokenizerBase, batch: dict[str, list[list[int]]], side: str = "right"
+) -> Any:
+    """Token ids of texts, and what goes with each, as tensors [B, L] that the model takes."""
+    several = (
+        len(batch["input_ids"]) > 1
+    )  # else nothing is padded, nor need there be a token for it
+    return tokenizer.pad(batch, padding=several, padding_side=side, return_tensors="pt")
 
 
 def rows_beyond_windows(

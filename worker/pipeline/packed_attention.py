@@ -33,10 +33,9 @@ GROUP_SPREAD = 1.35
 class Group:
     """Sequences of similar length that share one attention call, padded to the longest."""
 
-    rows: Tensor  # [b * l] positions in the packed row; padding points at token 0
+    rows: Tensor  # [b, l] positions in the packed row; padding points at token 0
     real: Tensor | None  # [b, 1, 1, l] bool, True where a key is real; None: no padding
     target: Tensor  # [b * l] where they go in the packed row; padding behind its end
-    shape: tuple[int, int]  # (b, l)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +103,9 @@ def _group(
     column = torch.arange(width)
     real = column < sizes[:, None]  # [b, l]
     places = first[:, None] + column
-    rows, target = (torch.where(real, places, end).flatten() for end in (0, starts[-1]))
+    rows, target = (torch.where(real, places, end) for end in (0, starts[-1]))
     mask = None if real.all() else real[:, None, None, :].to(device)
-    return Group(rows.to(device), mask, target.to(device), (len(members), width))
+    return Group(rows.to(device), mask, target.flatten().to(device))
 
 
 class Packing:
@@ -261,8 +260,8 @@ def attend_in_groups(
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [T, heads, D]
     out = q.new_empty(len(q) + 1, *q.shape[1:])
     for group in plan.groups:
-        b, width = group.shape
-        parts = (t.index_select(0, group.rows).view(b, width, *t.shape[1:]) for t in (q, k, v))
+        (b, width), rows = group.rows.shape, group.rows.flatten()
+        parts = (t.index_select(0, rows).view(b, width, *t.shape[1:]) for t in (q, k, v))
         qg, kg, vg = (part.transpose(1, 2) for part in parts)  # [b, heads, l, D]
         mask, is_masked_causal = group.real, kind.causal and group.real is not None
         if is_masked_causal or 0 < kind.window <= width:
@@ -277,7 +276,7 @@ def attend_in_groups(
 
 def _band(group: Group, window: int, causal: bool, device: torch.device) -> Tensor:
     """[b or 1, 1, l, l] bool: which keys each query of a group may see."""
-    position = torch.arange(group.shape[1], device=device)
+    position = torch.arange(group.rows.shape[1], device=device)
     distance = position[:, None] - position  # query minus key
     seen = distance.abs() < (window or len(position))
     if causal:

@@ -63,8 +63,8 @@ class WhisperRunner(Runner):
         self.rules = Rules(vocabulary, model.device)
         self.cache = RowCache(model, rows)
         self.positions: int = config.max_target_positions
-        self.most_new: int | None = defaults.max_new_tokens
-        self.most: int | None = defaults.max_length
+        # tokens that are said of a window at most
+        self.most_new: int = defaults.max_new_tokens or defaults.max_length or self.positions
         self._heads: int = config.decoder_attention_heads
 
     @property
@@ -170,16 +170,8 @@ class WhisperRunner(Runner):
         for window, token, logprob in zip(windows, tokens.tolist(), found, strict=True):
             window.said.append(token)
             window.logprobs.append(logprob)
-            window.ended = token == self.vocabulary.end or self._is_full(window)
-
-    def _is_full(self, window: Window) -> bool:
-        prompt = len(window.prompt)
-        most = self.positions
-        if self.most_new is not None:
-            most = min(most, prompt + self.most_new)
-        elif self.most is not None:
-            most = min(most, self.most + prompt)
-        return prompt + len(window.said) >= most
+            room = min(self.most_new, self.positions - len(window.prompt))
+            window.ended = token == self.vocabulary.end or len(window.said) >= room
 
 
 def _drawn(logprobs: Tensor, window: Window) -> int:
