@@ -9,7 +9,7 @@ run in chunks, on blocks of memory, are paged_rows.py's.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -104,23 +104,23 @@ class RowModel:
         if rows[0].types is not None:
             batch["token_type_ids"] = [row.types or [] for row in rows]
         inputs = padded(self.tokenizer, batch).to(self.device)
-        if self.packing is None:
+        with self.packing.batch(counts, max(counts)) if self.packing else nullcontext():
             made: Tensor = self.model(**inputs)[self.wanted]
-        else:
-            with self.packing.batch(counts, max(counts)):
-                made = self.model(**inputs)[self.wanted]
         if self.by_text:
             return made
         return torch.cat([states[:n] for states, n in zip(made, counts, strict=True)])
 
     def _runs_as_row(self, first: int) -> bool:
-        """Whether one row gives what each text gives alone; in place if so."""
+        """Whether one row gives what each text gives alone, of two near in length and a short one;
+        in place if so."""
+        longest = length_beyond_windows(self.model.config, self.limit)
+        counts = [min(3, longest), longest, longest - longest // 8]
+        rows = [Row(ids) for ids in random_prompts(self.model, self.tokenizer, counts)]
         try:
             with ExitStack() as undo:
-                alone = self._alone()
+                reference = self(rows)  # as it is: single
                 self.packing, self.first_position = Packing(self.model), first
                 undo.callback(self.packing.attach())
-                rows, reference = [row for row, _ in alone], torch.cat([made for _, made in alone])
                 compare(self(rows), reference, TOLERANCE[reference.dtype])
                 if self.packing.calls != len(self.packing.layers):
                     raise CannotRun("its layers do not call a registered attention function")
@@ -143,15 +143,3 @@ class RowModel:
             compare(self(rows), reference, TOLERANCE[reference.dtype])
         except Exception:  # as the rest of its last layer refuses
             undo()
-
-    @torch.inference_mode()
-    def _alone(self) -> list[tuple[Row, Tensor]]:
-        """Random rows, two near in length and a short one, and what the model makes of each."""
-        longest = length_beyond_windows(self.model.config, self.limit)
-        counts = [min(3, longest), longest, longest - longest // 8]
-        rows = [Row(ids) for ids in random_prompts(self.model, self.tokenizer, counts)]
-        inputs = (torch.tensor([row.ids], device=self.device) for row in rows)
-        made = [self.model(input_ids=ids)[self.wanted] for ids in inputs]
-        return [
-            (row, each if self.by_text else each[0]) for row, each in zip(rows, made, strict=True)
-        ]
