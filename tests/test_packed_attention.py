@@ -110,9 +110,9 @@ def test_with_native_attention_too(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert packing is not None
     load(name).warm_up()
     assert packing.kinds
-    for look in packing.kinds:
-        native_packing.check(look, torch.float32)
-        native_packing.check(look, torch.bfloat16)
+    for kind in packing.kinds:
+        native_packing.check(kind, torch.float32)
+        native_packing.check(kind, torch.bfloat16)
     monkeypatch.setattr(packing, "native", True)
     monkeypatch.setattr(packing_module, "attend_in_groups", None)
     test_packed_equals_the_models_own_forward(name)
