@@ -127,7 +127,7 @@ class Embedder(Scorer):
 
 
 def written(vectors: Vectors, payload: EmbeddingInput) -> bytes:
-    """As JSON, one after another with commas between."""
+    """Vectors as JSON, with commas between them and no brackets around."""
     if payload.form == "base64":
         each = [b'"%b"' % base64.b64encode(vector.tobytes()) for vector in vectors]
     else:

@@ -59,10 +59,10 @@ class PagedRows:
 
     @torch.inference_mode()
     def run(self, rows: abc.Sequence[Row], reduce: Reduce) -> None:
-        """A step for these rows; nobody waits for others that were under way. `reduce` makes of the
-        states [tokens, H] of a row that has got through what is kept of it. After a step that
-        raised, its rows are run to their ends, in parts as the caller likes: so it is found out
-        which of them is to blame, though the step may be far from its beginning."""
+        """One step for `rows`, some of them under way; others that were are dropped, as nobody
+        waits for them. `reduce` makes a row's result of its states [tokens, H], once it has got
+        through. After a step that raised, its rows are run to their ends, in parts as the caller
+        likes: so it is found out which of them is to blame."""
         try:
             self._take(rows)
             while self._step(reduce) and any(row.doubted for row in self._under_way):

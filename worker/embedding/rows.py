@@ -65,7 +65,7 @@ class RowModel:
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row], reduce: Reduce) -> None:
-        """All of them at once."""
+        """Each row's result, from one forward of all."""
         made = self(rows)
         parts = made.unbind() if self.by_text else torch.split(made, [len(row.ids) for row in rows])
         for row, part in zip(rows, parts, strict=True):

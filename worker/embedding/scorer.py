@@ -71,7 +71,7 @@ class Scorer(ABC):
         self.answer(self.smallest)
 
     def answer(self, payload: Any) -> Any:
-        """All of it at once, whoever else is under way."""
+        """An input's answer, from as many forwards as that takes."""
         item = WorkItem(payload, float("inf"), 0.0)
         self.prepare(item)
         while (raw := self.forward([item.prepared])[0]) is UNFINISHED:

@@ -83,7 +83,8 @@ class TextReader:
         return text[-most:] if truncation.left else text[:most]
 
     def most(self, count: int, path: str, truncation: Truncation) -> int | None:
-        """How many of so many tokens are kept; None: all."""
+        """How many of a text's `count` tokens are kept; None: all. InvalidInput where it is too
+        long and is not to be cut."""
         most = min(self.limit, truncation.tokens or self.limit)
         if count <= most:
             return None

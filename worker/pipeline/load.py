@@ -107,7 +107,8 @@ def load_runner(options: PipelineOptions, max_rows: int) -> PipelineRunner:
 
 
 def _warm_up_answer(pipe: Pipe, task: str) -> bytes:
-    """What the pipeline says to the warm-up input; all that it finds, where it would choose."""
+    """The pipeline's answer to the warm-up input, as JSON; where it has a threshold, all that it
+    finds, as with random weights nothing may exceed it."""
     inputs, parameters = warm_up_input(task, pipe)
     if "threshold" in TASKS[task].parameters:
         parameters = {**parameters, "threshold": 0.0}
@@ -188,9 +189,7 @@ def padded(
     tokenizer: PreTrainedTokenizerBase, batch: dict[str, list[list[int]]], side: str = "right"
 ) -> Any:
     """Token ids of texts, and what goes with each, as tensors [B, L] that the model takes."""
-    several = (
-        len(batch["input_ids"]) > 1
-    )  # else nothing is padded, nor need there be a token for it
+    several = len(batch["input_ids"]) > 1  # one alone needs no token to be padded with
     return tokenizer.pad(batch, padding=several, padding_side=side, return_tensors="pt")
 
 

@@ -124,8 +124,8 @@ class Packing:
     def batch(
         self, counts: Sequence[int], width: int | None, keep: Sequence[Sequence[int]] | None = None
     ) -> Iterator[None]:
-        """Run the model calls inside on right-padded rows of `counts`, packed. Without a width what
-        comes, and goes unless positions are kept, is one row [1, T]."""
+        """Model calls inside run packed: on right-padded rows [B, width] of `counts` tokens or,
+        without a width, on all in one row [1, T]. The head gets positions `keep` alone, [B, M]."""
         self.plan = plan_batch(counts, width, self.model.device, keep)
         self.calls = 0
         try:
