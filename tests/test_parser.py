@@ -14,9 +14,8 @@ import pytest
 from transformers.utils.chat_parsing import parse_response
 
 from worker.deltas import TokenLogprob
-from worker.text.answer_form import PLAIN, AnswerForm, Channels, learned
+from worker.text.answer_form import PLAIN, AnswerForm, Channels, learned_form
 from worker.text.call_form import ID, PLAIN_CALLS, Arguments, CallForm
-from worker.text.chat_template import thoughts_in
 from worker.text.detokenizer import Piece, Share
 from worker.text.parser import Event, Parser
 from worker.text.response_template import answer_form, literal
@@ -102,7 +101,7 @@ FORMS = {
     ),
     "section": CallForm(("<calls>", "</calls>"), ("<call>functions.", "</call>"), ":\0<args>", ""),
 }
-HARMONY = learned(
+HARMONY = learned_form(
     None,
     None,
     CallForm(
@@ -121,7 +120,7 @@ HARMONY = learned(
 
 
 def form(name: str) -> AnswerForm:
-    return HARMONY if name == "channels" else learned(THOUGHTS, None, FORMS[name], None)
+    return HARMONY if name == "channels" else learned_form(THOUGHTS, None, FORMS[name], None)
 
 
 def read(
@@ -632,8 +631,8 @@ def test_a_call_without_a_name_yet_is_not_shown(cut: str) -> None:
     ],
 )
 def test_what_a_prompt_has_begun(prompt: str, begun: str) -> None:
-    assert thoughts_in(PLAIN, prompt) == begun
-    assert thoughts_in(learned(None, None, PLAIN_CALLS, None), prompt) == ""
+    assert PLAIN.thoughts_in(prompt) == begun
+    assert learned_form(None, None, PLAIN_CALLS, None).thoughts_in(prompt) == ""
 
 
 def test_what_is_held_to_a_document_has_no_marks() -> None:

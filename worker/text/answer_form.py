@@ -86,6 +86,16 @@ class AnswerForm:
         """Whether the mark that does so is in it."""
         return self.thoughts is not None and self.thoughts[1].strip() in text
 
+    def thoughts_in(self, prompt: str) -> str:
+        """The marks of thoughts that a prompt ends with: they have begun, or are over."""
+        if self.thoughts is None:
+            return ""
+        opens, closes = (text.strip() for text in self.thoughts)
+        start = prompt.rfind(opens)
+        tail = prompt[start:] if start >= 0 else ""
+        rest = tail.replace(closes, "").replace(opens, "")
+        return "" if rest.strip() else tail
+
     def may_call(self, text: str, names: Iterable[str]) -> bool:
         """Whether a call's text that is cut short may go on as one: without a mark, its beginning
         tells."""
@@ -106,7 +116,7 @@ class AnswerForm:
         return len(token) > 2 and any(token in text for text in self.texts)
 
 
-def learned(
+def learned_form(
     thoughts: Pair | None, content: Pair | None, calls: CallForm | None, channels: Channels | None
 ) -> AnswerForm:
     """The form of what has been found in a chat template."""
@@ -240,4 +250,4 @@ def _reader(form: CallForm) -> MakeReader:
 
 
 # What calls look like where a model must make some and its form is unknown.
-PLAIN = learned(("<think>", "</think>"), None, PLAIN_CALLS, None)
+PLAIN = learned_form(("<think>", "</think>"), None, PLAIN_CALLS, None)

@@ -6,7 +6,6 @@ JSON is given as the model writes it, without the white space around it; what is
 another way is read when the call is whole (arguments.py).
 """
 
-import copy
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +19,8 @@ from worker.text.call_form import CallForm
 
 END_OF_STRING = re.compile(r'(?:[^"\\]|\\.)*+"\s*+(\S)', re.DOTALL)
 SPACE = " \t\r\n"
+# Of JSON: what means nothing by itself, white space, or one sign.
+CHUNK = re.compile(r'[^"\\{}\[\]:,; \t\r\n]+|[ \t\r\n]+|.')
 ARGUMENTS = ("arguments", "parameters")  # models take one for the other
 
 Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # by their names
@@ -58,73 +59,70 @@ class CallParser:
         self._space: list[str] | None = None
         self._parts: list[tuple[str | None, list[str]]] = []
 
-    def feed(self, text: str) -> list[CallPart]:
+    def feed(self, text: str, marked: bool = False) -> list[CallPart]:
+        """`marked`: a mark ends the calls, so that what is no JSON after one is passed over."""
         self._parts, self.left = [], 0
         if self._bare_name is not None and not self.begun:
             self._begin(self._bare_name)
         follows = SPACE if self._bare_name is not None else SPACE + ",;{"
-        for place, letter in enumerate(text):
+        for match in CHUNK.finditer(text):
+            chunk = match[0]
             depth, quoted = self._depth, self.quoted
-            if self._opened and depth == 0 and letter not in follows:
-                self.left = len(text) - place
+            if self._opened and depth == 0 and chunk[0] not in follows:
+                if marked:
+                    continue
+                self.left = len(text) - match.start()
                 break
-            self._follow(letter)
-            self.may_go_on &= self._opened or letter in SPACE
+            self._follow(chunk)
+            self.may_go_on &= self._opened or chunk[0] in SPACE
             nested = quoted or max(depth, self._depth) > self._level
             if self._bare_name is not None:
-                self._argument(letter)
+                self._argument(chunk)
             elif depth < self._level:
-                self._enter(letter)
-            elif nested or letter not in ":,}":
-                self._member(letter)
-            elif letter == ":":
+                self._enter(chunk)
+            elif nested or chunk not in ":,}":
+                self._member(chunk)
+            elif chunk == ":":
                 self._key, self._text = _string(self._text), []
                 if self._key and not self._name_keys:
                     self._begin(self._key)
             else:
-                if letter == "}" and self._named and not self._given:
+                if chunk == "}" and self._named and not self._given:
                     self._add(*"{}")
                 self._key, self._text, self._space = None, [], None
-        return [CallPart(name, "".join(letters)) for name, letters in self._parts]
+        return [CallPart(name, "".join(chunks)) for name, chunks in self._parts]
 
     def close(self, cut: bool) -> list[CallPart]:
         """What the end of the call makes certain."""
         bare = self._bare_name is not None and not (cut or self._given)
         return [CallPart(None, "{}")] if bare else []
 
-    def sibling(self) -> "CallParser":
-        """Another call that begins as this one does, as far as it has been read."""
-        made = copy.copy(self)
-        made._text, made._early = [*self._text], [*self._early]
-        made._space = None if self._space is None else [*self._space]
-        return made
-
-    def _follow(self, letter: str) -> None:
+    def _follow(self, chunk: str) -> None:
         """Where in the JSON text we are."""
         if self._escaped:
             self._escaped = False
-        elif letter == '"':
+        elif chunk == '"':
             self.quoted = not self.quoted
         elif self.quoted:
-            self._escaped = letter == "\\"
-        elif letter in "{[":
+            self._escaped = chunk == "\\"
+        elif chunk in "{[":
             self._depth += 1
             self._opened = True
-        elif letter in "}]":
+        elif chunk in "}]":
             self._depth -= 1
 
-    def _enter(self, letter: str) -> None:
-        if letter == "[" and self._depth == 1:
+    def _enter(self, chunk: str) -> None:
+        if chunk == "[" and self._depth == 1:
             self._level = 2  # a list of calls
-        elif letter == "{":
+        elif chunk == "{":
             self._named, self._key, self._text, self._space = False, None, [], None
 
-    def _member(self, letter: str) -> None:
+    def _member(self, chunk: str) -> None:
         if self._key in self._arguments_keys or (self._key and not self._name_keys):
-            self._argument(letter)
+            self._argument(chunk)
         elif self._key is None or self._key in self._name_keys:
-            self._text.append(letter)
-            if self._key is not None and letter == '"' and not self.quoted:
+            self._text.append(chunk)
+            if self._key is not None and chunk == '"' and not self.quoted:
                 name, self._key = _string(self._text), ""
                 if name:
                     self._begin(name)
@@ -136,23 +134,23 @@ class CallParser:
         self._add(*self._early)
         self._early = []
 
-    def _argument(self, letter: str) -> None:
-        if letter in SPACE and not self.quoted:
+    def _argument(self, chunk: str) -> None:
+        if chunk[0] in SPACE and not self.quoted:
             if self._space is not None:
-                self._space.append(letter)
+                self._space.append(chunk)
             return
-        self._add(*(self._space or ()), letter)
+        self._add(*(self._space or ()), chunk)
         self._space = []
 
-    def _add(self, *letters: str) -> None:
+    def _add(self, *chunks: str) -> None:
         if not self._named:
-            self._early += letters
+            self._early += chunks
             return
-        self._given |= bool(letters)
+        self._given |= bool(chunks)
         if self._parts and self._parts[-1][0] is None:
-            self._parts[-1][1].extend(letters)
-        elif letters:
-            self._parts.append((None, [*letters]))
+            self._parts[-1][1].extend(chunks)
+        elif chunks:
+            self._parts.append((None, [*chunks]))
 
 
 class BodyParser:
@@ -166,12 +164,7 @@ class BodyParser:
         self._form, self._name, self._tools = form, name, tools
         self._text: list[str] = []
 
-    def sibling(self) -> "BodyParser":
-        made = copy.copy(self)
-        made._text = [*self._text]
-        return made
-
-    def feed(self, text: str) -> list[CallPart]:
+    def feed(self, text: str, marked: bool = False) -> list[CallPart]:
         self._text.append(text)
         return []
 

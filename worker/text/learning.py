@@ -1,23 +1,30 @@
 """The form of a model's answers, learned from its chat template.
 
-    turns made for the purpose  --render-->  texts  --compare-->  forms
-    (probes.py)
+    turns made for the purpose (probes.py)  --Render-->  texts  --compare-->  forms
 
 The form of calls is found in such texts by learned_calls.py, what the template takes of calls that
-were made before by learned_turns.py, thoughts and content here.
-
-The template renders turns with and without calls, thoughts and text, with names and values that
-occur nowhere else; what stands around those is the form. There is no table of families, but for
-<think>, where a template names its end and shows no thoughts. What is found is proved (proof.py)
-before it is used.
+were made before by learned_turns.py, thoughts and content here. The template renders turns with and
+without calls, thoughts and text, with names and values that occur nowhere else; what stands around
+those is the form. There is no table of families, but for <think>, where a template names its end
+and shows no thoughts. What is found is proved (proof.py) before it is used.
 """
 
 import re
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from worker.text.answer_form import Channels
-from worker.text.call_form import ID, MARK, CallForm, Pair, common_end, common_start
+from worker.text import response_template
+from worker.text.answer_form import AnswerForm, Channels, learned_form
+from worker.text.call_form import (
+    ID,
+    MARK,
+    PLAIN_CALLS,
+    CallForm,
+    Pair,
+    common_end,
+    common_start,
+)
 from worker.text.learned_calls import call_form
 from worker.text.learned_turns import turn_form
 from worker.text.probes import (
@@ -29,11 +36,13 @@ from worker.text.probes import (
     THOUGHT,
     TOOLS,
     TYPED_TOOLS,
+    Render,
     assistant,
 )
-from worker.text.renderer import Render
+from worker.text.proof import Example, examples, reads_back
 from worker.text.turns import BLOCKS, Conversation, Message, TurnForm
 
+SWITCHES = ("enable_thinking", "thinking")  # what templates call it
 THOUGHTS_KEYS = ("reasoning_content", "reasoning", "thinking", BLOCKS)
 # A word before a list of calls, as in functools[{"name": …
 WORD = re.compile(r"([^\s<>\[\]{}\"'`(]{3,40})\[\s*\{\s*\"name\"")
@@ -43,6 +52,64 @@ DUMPED = re.compile(rf"\W(?:type|thinking)\W\s*:\s*\W(?:thinking|{THOUGHT})")
 LAST_MARK = re.compile(rf"(?:{MARK.pattern})\w*\s*$")
 # At the end of a prompt: <think> or <think></think>, [THINK] or [THINK][/THINK]
 OPENED = re.compile(r"(<([\w:]{1,40})>|\[([A-Z]{2,40})\])\s*(?:</\2>|\[/\3\])?\s*$")
+
+
+@dataclass(slots=True)
+class Learned:
+    """What is known of a template, as ChatTemplate has it."""
+
+    answers: AnswerForm
+    turns: TurnForm | None
+    shows_tools: bool
+    examples: list[Example]
+    lacks: list[str]
+
+
+def learn(
+    render: Render, lenient: Render, source: str, response: Mapping[str, Any] | None
+) -> Learned:
+    """What the response template says, where there is one; else, what the chat template shows.
+    `lenient`: for a template that shows no calls otherwise."""
+    learner = Learner(render, source)
+    turns, shows_tools = learner.turns, names_tools(learner.asked)
+    calls = learner.calls()
+    if calls is None and (turns is None or turns.written):
+        learner = Learner(lenient, source)
+        calls = learner.calls()
+    made, lacks = examples(learner.written, calls) if calls else [], []
+    if response:
+        form = replace(response_template.answer_form(response), calls=calls)
+        if form.call_marks and calls and not reads_back(form, made):
+            form = replace(form, calls=None)
+            lacks.append("calls: the response template reads others; they are not held to a form")
+    else:
+        channels = learner.channels(calls)
+        form = learned_form(learner.thoughts, learner.content(), calls or PLAIN_CALLS, channels)
+        on, off = (render([QUESTION], **dict.fromkeys(SWITCHES, way)) for way in (True, False))
+        form = replace(form, may_close=form.thoughts is not None and on != off)
+        if not (calls and reads_back(form, made)):
+            form, made = plain_calls(form), []
+            why = "those that the template writes are not read back"
+            why = why if calls else "the template writes none that are understood"
+            lacks.append(f"calls: {why}; taken as JSON in <tool_call>")
+    if turns is None:
+        lacks.append("turns: the template cannot show calls and their results; refused")
+    elif turns.written:
+        lacks.append("turns: the template cannot show calls; told in the content")
+    if turns and turns.results == "told":
+        lacks.append("turns: the template cannot show results; told in the user's words")
+    return Learned(form, turns, shows_tools, made, lacks)
+
+
+def plain_calls(form: AnswerForm) -> AnswerForm:
+    """With calls as JSON in <tool_call>, in place of those that a template seemed to write."""
+    plain = learned_form(form.thoughts, form.content, PLAIN_CALLS, None)
+    return replace(plain, may_close=form.may_close)
+
+
+def names_tools(text: str) -> bool:
+    """Whether the tools of probes.py are shown in it."""
+    return all(name in text for name in (*NAMES, "keyone"))
 
 
 class Learner:

@@ -75,12 +75,8 @@ class Parser:
 
     def sibling(self) -> "Parser":
         """Another answer to the same prompt, as far as this one has been read."""
-        made = copy.copy(self)
-        made._call = self._call and self._call.sibling()
-        made._buffer, made._space = Piece(self._buffer.text), Piece("")
-        made._call_text, made._between = Piece(self._call_text.text), Piece("")
-        made._retold = [*self._retold]
-        return made
+        shared = (self._form, self._tools, self._marks, self._watched)
+        return copy.deepcopy(self, {id(each): each for each in shared})
 
     @property
     def phase(self) -> Phase:
@@ -136,7 +132,7 @@ class Parser:
             if mark is not None:
                 if (quoted := self._quoted(mark[1], ended)) is None:
                     return events
-                self._turn(*mark, quoted, events)
+                self._pass(*mark, quoted, events)
             elif not stopped:
                 return events
 
@@ -191,7 +187,7 @@ class Parser:
         goes_on = self._constrained or goes_on_as_json(rest)
         return False if goes_on is None and (ended or len(rest) > MAX_DOUBTFUL) else goes_on
 
-    def _turn(self, mark: Mark, match: Match, quoted: bool, events: list[Event]) -> None:
+    def _pass(self, mark: Mark, match: Match, quoted: bool, events: list[Event]) -> None:
         """One stretch ends with a mark, another begins; unless it is in a string."""
         taken = self._buffer.take(len(match.group()))
         if quoted:
@@ -263,8 +259,8 @@ class Parser:
         call = self._call
         assert call is not None
         known = call.begun
-        parts = call.feed(piece.text)
-        ends = call.left > 0 and not self._watched
+        parts = call.feed(piece.text, marked=bool(self._watched))
+        ends = call.left > 0
         taken = piece.take(len(piece.text) - call.left) if ends else piece
         if not (known and len(self._call_text.text) > MAX_PENDING):
             self._call_text.append(taken)

@@ -1,12 +1,12 @@
 """Whether what was learned from a chat template is so: calls that it writes are read back."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from worker.text.answer_form import AnswerForm
+from worker.text.call_form import CallForm
 from worker.text.detokenizer import Piece
-from worker.text.learning import Learner
 from worker.text.parser import Parser
 from worker.text.probes import ARGUMENTS, NAMES, TYPED, TYPED_TOOLS
 
@@ -21,12 +21,12 @@ TRIED: tuple[tuple[dict[str, Any], ...], ...] = (
 )
 
 
-def examples(learner: Learner, several: bool) -> list[Example]:
+def examples(written: Callable[..., str], form: CallForm) -> list[Example]:
     """Calls as the template writes them, and the names and arguments that went in."""
     return [
-        (learner.written(*tried), [*zip(NAMES, tried, strict=False)])
+        (written(*tried), [*zip(NAMES, tried, strict=False)])
         for tried in TRIED
-        if several or len(tried) == 1
+        if form.separator is not None or len(tried) == 1
     ]
 
 

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from worker.protocol import Calls
-from worker.text.chat_template import ChatTemplate, thoughts_in
-from worker.text.probes import CONTENT, QUESTION, TOOLS, assistant
-from worker.text.renderer import Render
+from worker.text.chat_template import ChatTemplate
+from worker.text.probes import CONTENT, QUESTION, TOOLS, Render, assistant
 
 CONTENTS = {"absent": "left out", "null": "null", "dumped": "null", "empty": "an empty text"}
 IDS = {"any": "any", "nine": "nine letters or digits", "named": "functions.NAME:INDEX"}
@@ -56,7 +55,7 @@ def _thoughts(template: ChatTemplate) -> dict[str, Any] | None:
     switches: dict[str, dict[str, Any]] = {"default": {}}
     switches |= {str(way).lower(): {"enable_thinking": way} for way in (True, False)}
     prompts = {name: template.tried([QUESTION], **given) for name, given in switches.items()}
-    begun = {name: thoughts_in(form, prompt) for name, prompt in prompts.items()}
+    begun = {name: form.thoughts_in(prompt) for name, prompt in prompts.items()}
     return {"open": form.thoughts[0], "close": form.thoughts[1], "in_prompt": begun}
 
 
