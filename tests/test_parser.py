@@ -343,6 +343,46 @@ def test_each_form_is_read_however_it_is_cut(
         assert (made["content"].strip(), made["reasoning"].strip(), calls) == expected, each
 
 
+def garbled(text: str, marks: Sequence[str], chance: random.Random) -> str:
+    """With stretches lost or repeated, marks and signs in between, or cut short."""
+    for _ in range(chance.randint(1, 4)):
+        start, length = chance.randrange(len(text) + 1), chance.randint(0, 8)
+        between = chance.choice([*"{}[]\"\\,:<> \n'(", "", text[start - length : start], *marks])
+        between = between[: chance.randint(1, 40)]
+        text = text[:start] + between + text[start + length * chance.randrange(2) :]
+    return text
+
+
+@pytest.mark.parametrize("number", range(len(TEXTS)))
+def test_what_makes_no_sense_is_read_the_same_however_it_is_cut(number: int) -> None:
+    name, text, _ = TEXTS[number]
+    chance, how = random.Random(number), form(name)
+    for _ in range(60):
+        written = garbled(text, how.texts, chance)
+        cuts = sorted(chance.choices(range(len(written) + 1), k=5))
+        cut = [written[start:end] for start, end in pairwise([0, *cuts, None])]
+        whole, *others = (joined(how, pieces) for pieces in ([written], [*written], cut))
+        assert others == [whole, whole], written
+
+
+def joined(how: AnswerForm, pieces: Sequence[str]) -> list[tuple[str, str]]:
+    """The kinds of an answer's stretches, or names of its calls, and their texts."""
+    parser = Parser(how, "", True, [WEATHER])
+    made: list[tuple[str, str]] = []
+    for kind, piece, name in [e for each in pieces for e in feed(parser, each)] + parser.finish():
+        if name is None and made and (kind == "call" or made[-1][0] == kind):
+            made[-1] = made[-1][0], made[-1][1] + piece.text
+        elif piece.text or name is not None:
+            made.append((name or kind, piece.text))
+    return made
+
+
+def test_after_a_call_whose_end_is_garbled_others_are_read() -> None:
+    text = CALL.replace("</tool_call>", "</tool>\nand\n") + CALL
+    for cuts in ([], list(range(len(text)))):
+        assert [name for name, _ in read(HERMES, text, cuts)["calls"]] == ["w", "w"]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "begun"),
     [

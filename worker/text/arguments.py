@@ -15,6 +15,7 @@ from typing import Any
 from worker.text.call_form import Arguments, common_start
 
 DEEPEST = 100
+BACKSLASH, ESCAPES = re.compile(r"\\(.)", re.DOTALL), "\\'\"abfnrtvxuUN01234567\n"
 BARE_KEY = re.compile(r'(?<=[{,])([^":,{}\[\]]+):')
 CDATA = "<![CDATA[", "]]>"  # what some put around texts between tags
 
@@ -274,8 +275,9 @@ class _Reader:
 
 
 def _unquoted(written: str) -> str:
-    """It may have several lines."""
+    """It may have several lines, and backslashes that are none of Python's."""
     quotes = written[0] * 2
+    written = BACKSLASH.sub(lambda found: "\\" * (found[1] not in ESCAPES) + found[0], written)
     try:
         return str(ast.literal_eval(quotes + written + quotes))
     except (SyntaxError, ValueError):

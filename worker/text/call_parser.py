@@ -11,16 +11,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from transformers.utils.chat_parsing.content_parsers import process_field
-from transformers.utils.chat_parsing.response_templates import ResponseTemplateField
-
-from worker.text.arguments import entries, properties, python_calls, value
+from worker.text.arguments import Calls, entries, properties, python_calls
 from worker.text.call_form import CallForm
 
 END_OF_STRING = re.compile(r'(?:[^"\\]|\\.)*+"\s*+(\S)', re.DOTALL)
 SPACE = " \t\r\n"
-# Of JSON: what means nothing by itself, white space, or one sign.
-CHUNK = re.compile(r'[^"\\{}\[\]:,; \t\r\n]+|[ \t\r\n]+|.')
 ARGUMENTS = ("arguments", "parameters")  # models take one for the other
 
 Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # by their names
@@ -65,64 +60,63 @@ class CallParser:
         if self._bare_name is not None and not self.begun:
             self._begin(self._bare_name)
         follows = SPACE if self._bare_name is not None else SPACE + ",;{"
-        for match in CHUNK.finditer(text):
-            chunk = match[0]
+        for place, letter in enumerate(text):
             depth, quoted = self._depth, self.quoted
-            if self._opened and depth == 0 and chunk[0] not in follows:
+            if self._opened and depth == 0 and letter not in follows:
                 if marked:
                     continue
-                self.left = len(text) - match.start()
+                self.left = len(text) - place
                 break
-            self._follow(chunk)
-            self.may_go_on &= self._opened or chunk[0] in SPACE
+            self._follow(letter)
+            self.may_go_on &= self._opened or letter in SPACE
             nested = quoted or max(depth, self._depth) > self._level
             if self._bare_name is not None:
-                self._argument(chunk)
+                self._argument(letter)
             elif depth < self._level:
-                self._enter(chunk)
-            elif nested or chunk not in ":,}":
-                self._member(chunk)
-            elif chunk == ":":
+                self._enter(letter)
+            elif nested or letter not in ":,}":
+                self._member(letter)
+            elif letter == ":":
                 self._key, self._text = _string(self._text), []
                 if self._key and not self._name_keys:
                     self._begin(self._key)
             else:
-                if chunk == "}" and self._named and not self._given:
+                if letter == "}" and self._named and not self._given:
                     self._add(*"{}")
                 self._key, self._text, self._space = None, [], None
-        return [CallPart(name, "".join(chunks)) for name, chunks in self._parts]
+        return [CallPart(name, "".join(letters)) for name, letters in self._parts]
 
     def close(self, cut: bool) -> list[CallPart]:
         """What the end of the call makes certain."""
         bare = self._bare_name is not None and not (cut or self._given)
         return [CallPart(None, "{}")] if bare else []
 
-    def _follow(self, chunk: str) -> None:
+    def _follow(self, letter: str) -> None:
         """Where in the JSON text we are."""
         if self._escaped:
             self._escaped = False
-        elif chunk == '"':
+        elif letter == '"':
             self.quoted = not self.quoted
         elif self.quoted:
-            self._escaped = chunk == "\\"
-        elif chunk in "{[":
+            self._escaped = letter == "\\"
+        elif letter in "{[":
             self._depth += 1
             self._opened = True
-        elif chunk in "}]":
+        elif letter in "}]":
             self._depth -= 1
 
-    def _enter(self, chunk: str) -> None:
-        if chunk == "[" and self._depth == 1:
+    def _enter(self, letter: str) -> None:
+        if letter == "[" and self._depth == 1:
             self._level = 2  # a list of calls
-        elif chunk == "{":
+        elif letter == "{":
             self._named, self._key, self._text, self._space = False, None, [], None
 
-    def _member(self, chunk: str) -> None:
+    def _member(self, letter: str) -> None:
         if self._key in self._arguments_keys or (self._key and not self._name_keys):
-            self._argument(chunk)
+            self._argument(letter)
         elif self._key is None or self._key in self._name_keys:
-            self._text.append(chunk)
-            if self._key is not None and chunk == '"' and not self.quoted:
+            self._text.append(letter)
+            if self._key is not None and letter == '"' and not self.quoted:
                 name, self._key = _string(self._text), ""
                 if name:
                     self._begin(name)
@@ -134,34 +128,36 @@ class CallParser:
         self._add(*self._early)
         self._early = []
 
-    def _argument(self, chunk: str) -> None:
-        if chunk[0] in SPACE and not self.quoted:
+    def _argument(self, letter: str) -> None:
+        if letter in SPACE and not self.quoted:
             if self._space is not None:
-                self._space.append(chunk)
+                self._space.append(letter)
             return
-        self._add(*(self._space or ()), chunk)
+        self._add(*(self._space or ()), letter)
         self._space = []
 
-    def _add(self, *chunks: str) -> None:
+    def _add(self, *letters: str) -> None:
         if not self._named:
-            self._early += chunks
+            self._early += letters
             return
-        self._given |= bool(chunks)
+        self._given |= bool(letters)
         if self._parts and self._parts[-1][0] is None:
-            self._parts[-1][1].extend(chunks)
-        elif chunks:
-            self._parts.append((None, [*chunks]))
+            self._parts[-1][1].extend(letters)
+        elif letters:
+            self._parts.append((None, [*letters]))
 
 
 class BodyParser:
-    """A call, or a list of them, that is read when it is whole."""
+    """A call, or a list of them, that is read when it is whole. `read`: names and arguments of a
+    text that may be cut short; ValueError where it makes no sense. `one`: where a call is cut short
+    its arguments are left open."""
 
     begun = quoted = False
     may_go_on = True
     left = 0
 
-    def __init__(self, form: CallForm, name: str | None, tools: Tools) -> None:
-        self._form, self._name, self._tools = form, name, tools
+    def __init__(self, read: Callable[[str, bool], Calls], one: bool = False) -> None:
+        self._read, self._one = read, one
         self._text: list[str] = []
 
     def feed(self, text: str, marked: bool = False) -> list[CallPart]:
@@ -169,67 +165,23 @@ class BodyParser:
         return []
 
     def close(self, cut: bool) -> list[CallPart]:
-        """None where it makes no sense. Of a call that is cut short, the arguments so far."""
-        text, name, form = "".join(self._text), self._name, self._form.arguments
+        ends = -1 if cut and self._one else None
         try:
-            if name is None:
-                calls = python_calls(text, self._tools, cut)
-            else:
-                calls = [(name, entries(form, text, properties(self._tools.get(name))))]
+            return [
+                # integers of any size, which faster libraries refuse
+                CallPart(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)[:ends])
+                for name, arguments in self._read("".join(self._text), cut)
+            ]
         except (ValueError, RecursionError):
-            calls = []
-        written = [(each, written_json(arguments)) for each, arguments in calls]
-        ends = -1 if cut and name is not None else None
-        return [CallPart(each, text[:ends]) for each, text in written]
-
-
-class FieldParser(BodyParser):
-    """As the library reads what is in a response template's field."""
-
-    def __init__(
-        self, field: ResponseTemplateField, captured: dict[str, str], tools: Tools
-    ) -> None:
-        self._field, self._captured, self._tools = field, captured, tools
-        self._text: list[str] = []
-
-    def close(self, cut: bool) -> list[CallPart]:
-        try:
-            made = process_field("".join(self._text), self._field, self._captured)
-            calls = [each["function"] for each in (made if isinstance(made, list) else [made])]
-            return [CallPart(each["name"], self._arguments(**each)) for each in calls]
-        except (AttributeError, KeyError, TypeError, ValueError):
             return []
 
-    def _arguments(self, name: str, arguments: dict[str, Any]) -> str:
-        declared = properties(self._tools.get(name))
-        typed = {
-            key: value(each, declared[key]) if isinstance(each, str) and key in declared else each
-            for key, each in arguments.items()
-        }
-        return written_json(typed)
 
-
-def field_calls(field: ResponseTemplateField) -> Callable[[Any, Tools], "CallParser | BodyParser"]:
-    """What reads the calls in a response template's field, for the match that opens it."""
-
-    def make(match: Any, tools: Tools) -> CallParser | BodyParser:
-        shape = field.transform.get("function") if isinstance(field.transform, dict) else None
-        if field.content == "json" and not field.content_args and shape == "{content}":
-            return CallParser("name", "arguments")
-        if field.content == "json" and not field.content_args and isinstance(shape, dict):
-            name, arguments = str(shape.get("name")), str(shape.get("arguments"))
-            if arguments == "{content}":
-                return CallParser("", "", match.groupdict().get(name.strip("{}")) or "")
-            keys = (key.strip("{}").removeprefix("content.") for key in (name, arguments))
-            return CallParser(*keys)
-        return FieldParser(field, match.groupdict(), tools)
-
-    return make
-
-
-def written_json(arguments: dict[str, Any]) -> str:
-    """Integers of any size, which faster libraries refuse."""
-    return json.dumps(arguments, ensure_ascii=False)
+def body_parser(form: CallForm, name: str | None, tools: Tools) -> BodyParser:
+    """Of calls that are not written as JSON; of one, if its name has been read."""
+    if name is None:
+        return BodyParser(lambda text, cut: python_calls(text, tools, cut))
+    declared = properties(tools.get(name))
+    return BodyParser(lambda text, _: [(name, entries(form.arguments, text, declared))], one=True)
 
 
 def goes_on_as_json(text: str) -> bool | None:

@@ -25,8 +25,9 @@ from batching.errors import InvalidInput
 from worker.protocol import Calls, Chat
 from worker.text.answer_form import PLAIN, AnswerForm
 from worker.text.call_form import PLAIN_CALLS, CallForm
-from worker.text.learning import SWITCHES, Render, learn, names_tools, plain_calls
-from worker.text.probes import CONTENT, QUESTION, TOOLS
+from worker.text.learning import INSTEAD, SWITCHES, learn, names_tools, plain_calls
+from worker.text.probes import CONTENT, QUESTION, TOOLS, Render
+from worker.text.proof import shown_calls
 from worker.text.turns import Conversation, Message, TurnForm
 
 EFFORT = "reasoning_effort"
@@ -38,10 +39,6 @@ You may call functions. Each is described by a line of JSON between <tools> and 
 </tools>
 To call one, write its name and a value for each of its parameters just so:
 {example}"""
-PLACEHOLDERS = {  # of what was made up, in an example that is shown
-    **{"nameone": "FUNCTION", "nametwo": "OTHER_FUNCTION", "callidone": "ID"},
-    **{"keyone": "PARAMETER", "keytwo": "OTHER", "valueone": "VALUE", "callidtwo": "OTHER_ID"},
-}
 log = logging.getLogger("onequeue.template")
 utils: Any = chat_template_utils
 
@@ -68,12 +65,13 @@ class ChatTemplate:
         self._reserved = self._own_names()
         self._wants_parts = False
         asked = {"role": "user", "content": CONTENT}
-        if CONTENT not in self.tried([asked]) and CONTENT in self.tried([_in_parts(asked)]):
-            self._wants_parts = True
+        if CONTENT not in self.tried([asked]):
+            self._wants_parts = CONTENT in self.tried([_in_parts(asked)])
         response = getattr(tokenizer, "response_template", None)
         learned = learn(self.tried, self._lenient(), self.source, response)
         self.answers, self.turns, self.examples = learned.answers, learned.turns, learned.examples
-        self.shows_tools, self.notes = learned.shows_tools, []
+        self.shows_tools = learned.shows_tools
+        self.notes: list[str] = []
         # Or they are told in a system message. A template that takes nothing says so itself.
         told = self.tried(self._instructed([QUESTION], TOOLS))
         self.takes_tools = self.shows_tools or names_tools(told) or not self.tried([QUESTION])
@@ -93,7 +91,7 @@ class ChatTemplate:
 
     def refuse_calls(self, why: str) -> None:
         """The form of calls is not used: it does not prove itself elsewhere."""
-        self._note(f"calls: {why}; taken as JSON in <tool_call>")
+        self._note(f"calls: {why}; {INSTEAD}")
         self.answers, self.examples = plain_calls(self.answers), []
 
     # ── what is known of it ──
@@ -109,16 +107,6 @@ class ChatTemplate:
     def call_id(self, name: str, index: int) -> str:
         """For a call that the model makes, its conversation's `index`-th."""
         return (self.turns or TurnForm()).call_id(name, index)
-
-    def example(self, several: bool = False) -> str:
-        """Of a call or two, as they are written."""
-        count = 2 if several else 1
-        made = (text for text, calls in self.examples if len(calls) == count)
-        if not (written := next(made, "").strip()):
-            return PLAIN_CALLS.text([("FUNCTION", '{"PARAMETER": "VALUE"}')] * count)
-        for name, shown in PLACEHOLDERS.items():
-            written = written.replace(name, shown)
-        return written
 
     def _start_of_thoughts(self) -> tuple[int, ...]:
         form, prompt = self.answers, self.tried([QUESTION], enable_thinking=True)
@@ -207,7 +195,7 @@ class ChatTemplate:
     def _instructed(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[Message]:
         """With the tools in the system's message, for a template that does not show them."""
         listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-        told = INSTRUCTIONS.format(tools=listed, example=self.example())
+        told = INSTRUCTIONS.format(tools=listed, example=shown_calls(self.examples, 1))
         first, *others = messages
         if first["role"] not in ("system", "developer"):
             return [{"role": "system", "content": told}, *messages]

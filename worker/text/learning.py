@@ -42,6 +42,7 @@ from worker.text.probes import (
 from worker.text.proof import Example, examples, reads_back
 from worker.text.turns import BLOCKS, Conversation, Message, TurnForm
 
+INSTEAD = "taken as JSON in <tool_call>"
 SWITCHES = ("enable_thinking", "thinking")  # what templates call it
 THOUGHTS_KEYS = ("reasoning_content", "reasoning", "thinking", BLOCKS)
 # A word before a list of calls, as in functools[{"name": …
@@ -76,29 +77,28 @@ def learn(
     if calls is None and (turns is None or turns.written):
         learner = Learner(lenient, source)
         calls = learner.calls()
-    made, lacks = examples(learner.written, calls) if calls else [], []
+    made = examples(learner.written, calls) if calls else []
+    lacks = []
     if response:
-        form = replace(response_template.answer_form(response), calls=calls)
-        if form.call_marks and calls and not reads_back(form, made):
-            form = replace(form, calls=None)
+        answers = replace(response_template.answer_form(response), calls=calls)
+        if answers.call_marks and calls and not reads_back(answers, made):
+            answers = replace(answers, calls=None)
             lacks.append("calls: the response template reads others; they are not held to a form")
     else:
-        channels = learner.channels(calls)
-        form = learned_form(learner.thoughts, learner.content(), calls or PLAIN_CALLS, channels)
-        on, off = (render([QUESTION], **dict.fromkeys(SWITCHES, way)) for way in (True, False))
-        form = replace(form, may_close=form.thoughts is not None and on != off)
-        if not (calls and reads_back(form, made)):
-            form, made = plain_calls(form), []
-            why = "those that the template writes are not read back"
-            why = why if calls else "the template writes none that are understood"
-            lacks.append(f"calls: {why}; taken as JSON in <tool_call>")
+        answers = learner.answers(calls)
+        if calls is None:
+            lacks.append(f"calls: the template writes none that are understood; {INSTEAD}")
+        elif not reads_back(answers, made):
+            lacks.append(f"calls: those that the template writes are not read back; {INSTEAD}")
+        if lacks:
+            answers, made = plain_calls(answers), []
     if turns is None:
         lacks.append("turns: the template cannot show calls and their results; refused")
     elif turns.written:
         lacks.append("turns: the template cannot show calls; told in the content")
     if turns and turns.results == "told":
         lacks.append("turns: the template cannot show results; told in the user's words")
-    return Learned(form, turns, shows_tools, made, lacks)
+    return Learned(answers, turns, shows_tools, made, lacks)
 
 
 def plain_calls(form: AnswerForm) -> AnswerForm:
@@ -140,6 +140,16 @@ class Learner:
         form = replace(self.turns or TurnForm(), thoughts=key)
         messages = Conversation(form).adapt([QUESTION, turn])
         return self._render(messages, self._tools, add_generation_prompt=False, **variables)
+
+    def answers(self, calls: CallForm | None) -> AnswerForm:
+        """With these calls, or plain ones. Thoughts may be closed that nothing has opened where a
+        variable turns thinking on and off."""
+        found = self.thoughts, self._content(), calls or PLAIN_CALLS, self._channels(calls)
+        form = learned_form(*found)
+        on, off = (
+            self._render([QUESTION], **dict.fromkeys(SWITCHES, way)) for way in (True, False)
+        )
+        return replace(form, may_close=form.thoughts is not None and on != off)
 
     # ── calls ──
 
@@ -196,7 +206,7 @@ class Learner:
                 return found[1], found[1][0] + "/" + found[1][1:]
         return ("<think>", "</think>") if "</think>" in source else None
 
-    def content(self) -> Pair | None:
+    def _content(self) -> Pair | None:
         """The marks around it, if there are any."""
         messages = [QUESTION, assistant(content=CONTENT)]
         text = self._render(messages, add_generation_prompt=False)
@@ -209,7 +219,7 @@ class Learner:
             return None
         return None if mark in self._render([QUESTION]) else (mark, closes[0])
 
-    def channels(self, calls: CallForm | None) -> Channels | None:
+    def _channels(self, calls: CallForm | None) -> Channels | None:
         """Thoughts are a message, and the generation prompt's text stands before each:
 
         <|start|>assistant<|channel|>analysis<|message|>THOUGHT<|end|><|start|>assistant…"""

@@ -10,6 +10,7 @@ from typing import Any
 from worker.protocol import Calls
 from worker.text.chat_template import ChatTemplate
 from worker.text.probes import CONTENT, QUESTION, TOOLS, Render, assistant
+from worker.text.proof import shown_calls
 
 CONTENTS = {"absent": "left out", "null": "null", "dumped": "null", "empty": "an empty text"}
 IDS = {"any": "any", "nine": "nine letters or digits", "named": "functions.NAME:INDEX"}
@@ -42,9 +43,9 @@ def _calls(template: ChatTemplate) -> dict[str, Any]:
     """How they are written where they must be made, and whether that was learned."""
     _, form = template.forms(Calls((), required=True))
     assert form is not None
-    several = template.example(several=True) if form.separator is not None else None
-    made = {"learned": bool(template.examples), "arguments": form.arguments.style}
-    return {**made, "one": template.example(), "two": several}
+    one, two = (shown_calls(template.examples, count) for count in (1, 2))
+    made = {"learned": bool(template.examples), "arguments": form.arguments.style, "one": one}
+    return {**made, "two": two if form.separator is not None else None}
 
 
 def _thoughts(template: ChatTemplate) -> dict[str, Any] | None:
