@@ -277,8 +277,8 @@ class _Reader:
 def _unquoted(written: str) -> str:
     """It may have several lines, and backslashes that are none of Python's."""
     quotes = written[0] * 2
-    written = BACKSLASH.sub(lambda found: "\\" * (found[1] not in ESCAPES) + found[0], written)
+    known = BACKSLASH.sub(lambda found: "\\" * (found[1] not in ESCAPES) + found[0], written)
     try:
-        return str(ast.literal_eval(quotes + written + quotes))
+        return str(ast.literal_eval(quotes + known + quotes))
     except (SyntaxError, ValueError):
         return written[1:-1]
