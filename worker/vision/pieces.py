@@ -1,25 +1,23 @@
-"""What of a prompt's pictures goes through the tower by itself: a picture, or, where the processor
-has cut one into frames, each frame, so that no run is longer than one takes.
-"""
+"""What of a prompt's pictures goes through the tower by itself: a picture, or each frame of one."""
 
-import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from worker.vision.processor import Processed
+from worker.vision.processor import Frame, Processed
 
 
 class Piece(NamedTuple):
     """`start`, `stop`: its places in the prompt. `ids`: what stands there. `inputs`: what else the
-    forward may take, of them [1, ids] and of the picture."""
+    forward may take, of them [1, ids] and of the picture; `whole`: its pixels are among them."""
 
     start: int
     stop: int
     digest: bytes
     ids: tuple[int, ...]
     inputs: Mapping[str, Tensor]
+    whole: bool
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -35,37 +33,20 @@ class Piece(NamedTuple):
 def pieces_of(made: Processed) -> list[Piece]:
     """In the order of their places."""
     pieces: list[Piece] = []
-    for (start, stop, digest), image in zip(made.spans, made.images, strict=True):
-        tensors = {name: each for name, each in image.items() if isinstance(each, Tensor)}
-        places = [place for place in range(start, stop) if made.ids[place] == made.image_id]
-        frames = _frames(tensors, made.axes, len(places))
-        if frames == 1:
-            pieces.append(_piece(made, start, stop, digest, tensors))
+    for (start, stop), view in zip(made.spans, made.views, strict=True):
+        frames = view.frames
+        if len(frames) == 1:
+            pieces.append(_piece(made, start, stop, frames[0], view.whole))
             continue
-        each = len(places) // frames
-        for number, inputs in enumerate(_cut(tensors, made.axes, frames)):
-            own = places[number * each : (number + 1) * each]
-            named = hashlib.blake2b(digest + bytes([number]), digest_size=32).digest()
-            pieces.append(_piece(made, own[0], own[-1] + 1, named, inputs))
+        places = [place for place in range(start, stop) if made.ids[place] == made.image_id]
+        each = len(places) // len(frames)
+        for number, frame in enumerate(frames):
+            first, last = places[number * each], places[(number + 1) * each - 1]
+            pieces.append(_piece(made, first, last + 1, frame, view.whole))
     return pieces
 
 
-def _piece(
-    made: Processed, start: int, stop: int, digest: bytes, inputs: Mapping[str, Tensor]
-) -> Piece:
+def _piece(made: Processed, start: int, stop: int, frame: Frame, whole: bool) -> Piece:
     of_text = {name: each[:, start:stop] for name, each in made.inputs.items()}
-    return Piece(start, stop, digest, tuple(made.ids[start:stop]), {**of_text, **inputs})
-
-
-def _frames(tensors: Mapping[str, Tensor], axes: Mapping[str, int], places: int) -> int:
-    """Of a picture whose tensors all have as many along the axis by which pictures are joined."""
-    counts = {each.shape[axes[name]] for name, each in tensors.items()}
-    frames = counts.pop() if len(counts) == 1 else 1
-    return frames if frames and places % frames == 0 else 1
-
-
-def _cut(
-    tensors: Mapping[str, Tensor], axes: Mapping[str, int], frames: int
-) -> Iterator[dict[str, Tensor]]:
-    for number in range(frames):
-        yield {name: each.narrow(axes[name], number, 1) for name, each in tensors.items()}
+    ids = tuple(made.ids[start:stop])
+    return Piece(start, stop, frame.digest, ids, {**of_text, **frame.tensors}, whole)
