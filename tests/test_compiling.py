@@ -173,7 +173,7 @@ def test_where_the_compiler_makes_no_caller_of_kernels_python_calls_them(
 ) -> None:
     tried: list[dict[str, bool]] = []
 
-    def refuses(model: Any, check: Any, settings: dict[str, bool]) -> Any:
+    def refuses(model: Any, path: str, check: Any, settings: dict[str, bool]) -> Any:
         tried.append(settings)
         if settings.get("cpp_wrapper"):
             raise RuntimeError("not here")
