@@ -20,14 +20,7 @@ from tests.tiny_tokenizers import llama_tokenizer
 from worker.vision.processor import Processed, Processor
 from worker.vision.processor_loading import load_processor
 
-# Some versions of transformers have no image processor for these without torchvision.
-MISSING = [
-    name
-    for name, kind in {"smolvlm": "SmolVLM", "idefics3": "Idefics3"}.items()
-    if getattr(getattr(hf, f"{kind}ImageProcessorPil"), "is_dummy", False)
-]
-FAMILIES = [name for name in tiny_seeing.BUILDERS if name not in MISSING]
-needs_splits = pytest.mark.skipif("smolvlm" in MISSING, reason="no image processor for it")
+FAMILIES = [*tiny_seeing.BUILDERS]
 
 
 @cache
@@ -81,7 +74,6 @@ def test_each_image_has_its_span(family: str) -> None:
     assert spanned == places
 
 
-@needs_splits
 def test_rough_look_takes_fewer_places_where_images_are_split() -> None:
     processor, large = loaded("smolvlm"), picture(1, 256, 256)
     asked = text(processor, "a", "b")
@@ -129,7 +121,6 @@ def test_image_that_the_model_does_not_take_is_named() -> None:
     assert refused.value.param == "here"
 
 
-@needs_splits
 def test_threads_share_a_processor() -> None:
     processor = loaded("smolvlm")
     expected = {}

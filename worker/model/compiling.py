@@ -65,7 +65,7 @@ def _body_of(model: Any) -> str:
     misnamed = model.base_model is model
     for name, part in model.named_children():
         if part is model.base_model or (misnamed and isinstance(part, PreTrainedModel)):
-            return name
+            return str(name)
     raise CannotRun("which part is its body is not known")
 
 

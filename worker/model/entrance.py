@@ -106,7 +106,7 @@ def rows_of(given: Mapping[str, Any], count: int, width: int) -> Sequence[Rows]:
 def sees_next(given: Mapping[str, Any]) -> Tensor:
     """[T] of the prompt that was captured: whether a token sees the one that follows it."""
     masks = given.get("attention_mask")
-    made = masks.values() if isinstance(masks, Mapping) else [masks]
+    made = [*masks.values()] if isinstance(masks, Mapping) else [masks]
     known = [each for each in made if isinstance(each, Tensor)]
     width = given["inputs_embeds"].shape[1]
     if any(each.shape != (width,) for each in known):

@@ -83,7 +83,8 @@ class Processed:
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in (*self.inputs.values(), *self.views))
+        own = sum(each.nbytes for each in self.inputs.values())
+        return own + sum(each.nbytes for each in self.views)
 
 
 class Processor:
