@@ -17,7 +17,8 @@ from tests import tiny_seeing
 from tests.tiny import SMALL, hf
 from tests.tiny_seeing import SEES
 from tests.tiny_tokenizers import llama_tokenizer
-from worker.vision.processor import Processed, Processor
+from worker.vision.processed import Processed
+from worker.vision.processor import Processor
 from worker.vision.processor_loading import load_processor
 
 FAMILIES = [*tiny_seeing.BUILDERS]

@@ -19,7 +19,8 @@ from worker.generation import loading
 from worker.generation.loading import load_generator
 from worker.model.language_model import GeneratorOptions
 from worker.protocol import Pending, Picture
-from worker.vision.processor import Processor, View
+from worker.vision.processed import View
+from worker.vision.processor import Processor
 from worker.vision.seeing import TIMES_IN_ALL, Sight
 
 MEGAPIXEL = 1_000_000

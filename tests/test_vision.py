@@ -34,8 +34,8 @@ from worker.vision import layout
 from worker.vision.album import ENTRY_BYTES
 from worker.vision.cached import PicturedRunner
 from worker.vision.check import check_pictures
-from worker.vision.pieces import Piece
-from worker.vision.processor import Processor, View
+from worker.vision.processed import Piece, View
+from worker.vision.processor import Processor
 from worker.vision.prompt import PicturePrompt
 from worker.vision.tower import Tower
 from worker.vision.viewing import Viewing

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from worker.model.entrance import Rows
-from worker.vision.processor import View
+from worker.vision.processed import View
 
 VIEW_BYTES = 16 << 20
 ENTRY_BYTES = 1 << 10  # that an entry takes beside its tensors

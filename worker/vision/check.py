@@ -22,7 +22,8 @@ from worker.model.loading import first_line
 from worker.model.paged_runner import PagedRunner
 from worker.model.self_check import CannotRun, explicit_masks
 from worker.vision.album import Album
-from worker.vision.processor import Processed, Processor
+from worker.vision.processed import Processed
+from worker.vision.processor import Processor
 from worker.vision.prompt import PicturePrompt
 from worker.vision.tower import Tower
 

@@ -10,8 +10,7 @@ nothing here changes after loading.
 import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,72 +18,16 @@ from PIL import Image
 from torch import Tensor
 
 from batching.errors import InvalidInput
+from worker.vision.processed import PIXELS, Frame, Processed, Tensors, View
 
 # Left out of what a model takes: ids have a place of their own, labels are for training.
 NOT_INPUTS = ("input_ids", "attention_mask", "labels")
-# How tensors' names begin that only what looks at images needs. Of the text, their shape is enough.
-PIXELS = "pixel"
 # Where a processor cuts a large image into parts, one that is looked at roughly stays whole.
 ROUGH = {"do_image_splitting": False}
 SIZES = (64, 64), (320, 192)  # of images by which a processor is known
 
-Tensors = dict[str, Tensor]
 # From an image processor's options to what it makes of the images that are looked at.
 Look = Callable[[Mapping[str, Any]], Any]
-
-
-class Frame(NamedTuple):
-    """What of an image goes through the tower by itself."""
-
-    digest: bytes
-    tensors: Tensors
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """An image as a model takes it. `told`: what the text is made by, of pixels their shape alone.
-    `tensors`: for the model's forward. `count`: ids that it fills. `frames`: it is cut into; a
-    whole image is one. `whole`: its pixels are here."""
-
-    digest: bytes
-    told: dict[str, Any]
-    tensors: Tensors
-    count: int
-    frames: Sequence[Frame]
-    whole: bool = True
-
-    def without_pixels(self) -> "View":
-        frames = [Frame(each.digest, {}) for each in self.frames]
-        tensors = {n: each for n, each in self.tensors.items() if not n.startswith(PIXELS)}
-        return replace(self, tensors=tensors, frames=frames, whole=False)
-
-    @property
-    def nbytes(self) -> int:
-        parts = (*self.told.values(), *self.tensors.values())
-        return sum(each.untyped_storage().nbytes() for each in parts if isinstance(each, Tensor))
-
-
-@dataclass(frozen=True, slots=True, weakref_slot=True)
-class Processed:
-    """`ids`: with as many places for each image as it fills. `inputs`: what else the forward takes
-    of the text, [1, ids]. `spans`: from which id to before which each of `views` reaches; between
-    its places, which have the id `image_id`, may stand ids of text."""
-
-    ids: list[int]
-    inputs: Tensors
-    views: Sequence[View]
-    spans: list[tuple[int, int]]
-    image_id: int
-
-    @property
-    def images(self) -> list[Tensors]:
-        """What the forward takes of each."""
-        return [each.tensors for each in self.views]
-
-    @property
-    def nbytes(self) -> int:
-        own = sum(each.nbytes for each in self.inputs.values())
-        return own + sum(each.nbytes for each in self.views)
 
 
 class Processor:

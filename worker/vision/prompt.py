@@ -14,8 +14,7 @@ from worker.model.entrance import Entrance, Rows
 from worker.model.pictures import Pictures
 from worker.vision.album import Album
 from worker.vision.layout import lay_out
-from worker.vision.pieces import Piece, pieces_of
-from worker.vision.processor import PIXELS, Processed
+from worker.vision.processed import PIXELS, Piece, Processed
 from worker.vision.tower import Tower
 
 Again = Callable[[], Future[Processed]]
@@ -38,7 +37,7 @@ class PicturePrompt(Pictures):
 
     @classmethod
     def of(cls, made: Processed, process: Again = NEVER) -> "PicturePrompt":
-        pieces = pieces_of(made)
+        pieces = made.pieces()
         spans = [(each.start, each.stop) for each in pieces]
         digests = [each.digest for each in pieces]
         return cls(
@@ -58,7 +57,7 @@ class PicturePrompt(Pictures):
                 return []
             coming, self.coming = self.coming, None
             self.processed = coming.result()
-            self.pieces = pieces_of(self.processed)
+            self.pieces = self.processed.pieces()
         return [self.pieces[number] for number in unseen[:most]]
 
     def is_seen(self, album: Album) -> bool:

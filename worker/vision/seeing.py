@@ -20,7 +20,8 @@ from worker.decode_budget import DecodeBudget, Lease
 from worker.image_files import decode_image, open_image, upright_rgb
 from worker.protocol import Pending, Picture
 from worker.vision.album import Album
-from worker.vision.processor import Processed, Processor, View
+from worker.vision.processed import Processed, View
+from worker.vision.processor import Processor
 
 # Pixels of a request's images together: so many times those that one may have.
 TIMES_IN_ALL = 4

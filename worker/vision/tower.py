@@ -12,7 +12,7 @@ import torch
 
 from worker.model.entrance import Entrance, Rows, rows_of
 from worker.vision.album import Album
-from worker.vision.pieces import Piece
+from worker.vision.processed import Piece
 
 
 class Tower:

@@ -16,7 +16,7 @@ from batching.errors import OnequeueError
 from batching.scheduler import ContinuousScheduler
 from batching.sequence import Sequence as Continuation
 from worker.failures import run_in_halves
-from worker.vision.pieces import Piece
+from worker.vision.processed import Piece
 from worker.vision.prompt import PicturePrompt
 from worker.vision.tower import Tower
 
