@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from worker.model.loading import first_line
+from worker.model.partial_copy import copied_down_to, path_to_decoder
 from worker.model.self_check import CannotRun
-from worker.model.views import path_to_decoder, view
 
 log = logging.getLogger("onequeue.compiling")
 
@@ -24,9 +24,9 @@ ON_CPU = {"freezing": True, "cpp.dynamic_threads": True}
 
 
 def compiled(model: Any, check: Callable[[Any], None], sees: bool = False) -> Any:
-    """A view of the model with its body's forward compiled, of one that sees its decoder's: it is
-    when `check`, which raises if it must not be used, runs it. Whatever the compiler raises is
-    raised.
+    """A copy of the model, with the same weights, whose body's forward is compiled; of one that
+    sees, its decoder's. It is when `check`, which raises if it must not be used, runs it. Whatever
+    the compiler raises is raised.
 
     One graph for any number of tokens, since attention and its memory are opaque to the compiler,
     and one for a single token; on a CPU weights are constants in it, those of packed layers the
@@ -49,7 +49,7 @@ def _compiled(
     from torch._inductor import config as inductor  # seconds to import
 
     with inductor.patch(settings):
-        made, *_, body = view(model, path)
+        made, *_, body = copied_down_to(model, path)
         body.forward = torch.compile(
             _forward_of(model.get_submodule(path)),
             dynamic=True,

@@ -1,7 +1,7 @@
 """The way into a model's decoder: what its forward passes there is seen, and pictures join in.
 
-By a view of the model (views.py), which itself knows nothing of it. Which tokens see each other is
-read off the rule that the model makes its masks by, at one place a token.
+By a copy of the model down to there (partial_copy.py), which itself knows nothing of it. Which
+tokens see each other is read off the rule that its masks are made by, at one place a token.
 """
 
 import copy
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionMaskInterface
 
+from worker.model.partial_copy import copied_down_to, path_to_decoder
 from worker.model.self_check import CannotRun
-from worker.model.views import path_to_decoder, view
 
 READ = "onequeue_masks_read"
 # Tensors that a decoder is given and no picture changes, or that are told in other ways.
@@ -35,7 +35,7 @@ class Arrived(Exception):
 
 
 class Entrance:
-    """On the worker's thread. `model`: the view; run inside `bringing`, or by `captured`. `takes`:
+    """On the worker's thread. `model`: the copy; run inside `bringing`, or by `captured`. `takes`:
     names of its forward's arguments."""
 
     def __init__(self, model: Any) -> None:
@@ -131,8 +131,8 @@ AttentionMaskInterface.register(READ, _read_mask)
 
 
 def _reading(model: Any) -> tuple[Any, Any]:
-    """A view of the model that reads masks, and its decoder."""
-    *parts, decoder = view(model, path_to_decoder(model))
+    """A copy of the model that reads masks, and its decoder."""
+    *parts, decoder = copied_down_to(model, path_to_decoder(model))
     for part in parts:
         if hasattr(part, "config"):
             part.config = config = copy.deepcopy(part.config)

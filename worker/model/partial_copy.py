@@ -1,5 +1,5 @@
-"""A view of a model: the same modules and weights, but for those on the way to one part, which are
-copies. So that part can be called in another way, and the model itself knows nothing of it.
+"""A copy of a model down to one part: the modules on the way there are copies, all others and the
+weights are shared. So that part can be called in another way, and the model itself knows nothing.
 """
 
 import copy
@@ -17,8 +17,8 @@ def path_to_decoder(model: Any) -> str:
     raise CannotRun("which part is its decoder is not known")
 
 
-def view(model: Any, path: str) -> list[Any]:
-    """Copies of the model and of the modules on the way to this part, which is the last."""
+def copied_down_to(model: Any, path: str) -> list[Any]:
+    """The model's copy first, that of the part which has this name in it last."""
     parts = [_copied(model)]
     for name in path.split("."):
         inner = parts[-1]._modules[name] = _copied(parts[-1]._modules[name])
