@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from transformers import AutoConfig
-from transformers.utils import is_torchvision_available
+from transformers.utils.import_utils import is_torchvision_available
 
 from batching.errors import InvalidInput
 from tests import tiny_seeing

@@ -199,14 +199,14 @@ def run(
     """Logits [R, vocabulary] by the model, or states [R, H] by one without a head, whose layers
     attend by the metadata. `positions`: as the model is told them, where that is not [1, T]."""
     device = metadata.cache.device
-    if positions is None:  # made here, for the compiler's guards
+    if positions is None:
         told = torch.tensor(batch.shifted, device=device) if batch.shifts else metadata.positions
-        positions = told[None].clone()
+        positions = told[None]
     rows = torch.tensor(list(batch.rows), dtype=torch.long, device=device)
     with forward_context(metadata):
         output = model(
             input_ids=torch.tensor([list(batch.ids)], device=device),
-            position_ids=positions,
+            position_ids=positions.clone(),  # made here, for the compiler's guards
             use_cache=False,
             logits_to_keep=rows,
         )
