@@ -25,6 +25,8 @@ from worker.model.cached_runner import CachedRunner, Group
 from worker.model.language_model import GeneratorOptions, LanguageModel
 from worker.protocol import Sampling
 
+pytestmark = pytest.mark.usefixtures("steps")
+
 LINEAR = {
     "num_key_value_heads": 2,
     "head_dim": 8,

@@ -22,6 +22,8 @@ from worker.model.cached_runner import CachedRunner
 from worker.model.language_model import GeneratorOptions, load_language_model
 from worker.protocol import Calls, Constraint, Sampling
 
+pytestmark = pytest.mark.usefixtures("steps")
+
 SCHEMAS: dict[str, dict[str, Any]] = {
     "flat": {
         "type": "object",
