@@ -55,10 +55,8 @@ def run_in_halves(
     as it is still wanted, down to one item. A lost device is raised."""
     try:
         run(items)
-        return
     except BaseException as error:
-        raised = error
-    run_halves(raised, items, run, failed, wanted)
+        run_halves(error, items, run, failed, wanted)
 
 
 def run_halves(

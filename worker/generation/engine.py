@@ -142,7 +142,8 @@ class GenerationEngine(Frontend):
         streaming = any(sequence.left <= 1 for sequence in self.scheduler.running)
         if self._viewing:
             self._viewing.turn(self.scheduler, streaming)
-        self._drafts.begin(len(self.scheduler.running))
+        if self.speculates:
+            self._drafts.begin(len(self.scheduler.running))
         budget = self._budget.prompt_tokens(streaming, time.monotonic() - self._started)
         chunks = self.scheduler.schedule(budget, self._draft if self.speculates else None)
         return [chunk for chunk in chunks if chunk.runs]
@@ -150,11 +151,9 @@ class GenerationEngine(Frontend):
     def _launch(self, chunks: abc.Sequence[Chunk]) -> None:
         try:
             self._run(chunks)
-            return
         except BaseException as error:
-            raised = error
-        self._land()  # or this raises: what was promised never comes, which is all that runs
-        run_halves(raised, chunks, self._run, self._forward_failed, lambda chunk: chunk.runs)
+            self._land()  # or this raises: what was promised never comes, which is all that runs
+            run_halves(error, chunks, self._run, self._forward_failed, lambda chunk: chunk.runs)
 
     def _drop_closed(self) -> None:
         for item in [item for item in self.live if not item.open]:
@@ -205,7 +204,8 @@ class GenerationEngine(Frontend):
         self._landed_at = now
         rows, prefill = len(flight.batch.ids), self._counts["prefill_tokens"]
         self._budget.learn(prefill, rows - prefill, seconds)
-        self._drafts.learn(prefill, rows, self._counts["decode_tokens"], seconds)
+        if self.speculates:
+            self._drafts.learn(prefill, rows, self._counts["decode_tokens"], seconds)
         self._counts += counted
 
     def _advance(self, chunk: Chunk, scores: list[SampledToken], drawn: list[SampledToken]) -> None:

@@ -92,9 +92,9 @@ class RowsMetadata(Attends):
         begun = lasts % BLOCK < widths
         ends = np.array(batch.offsets) + widths
         filled[3, ends - 1] = np.where(begun, BLOCK - 1 - lasts % BLOCK, 0)
-        device = self.tables.device
-        self._filled[:, :rows] = to_device(filled, device)
-        self.tables[:rows, : tables.shape[1]] = to_device(tables, device)
+        sent = to_device(np.concatenate([filled, tables.T]), self.tables.device)
+        self._filled[:, :rows] = sent[:5]
+        self.tables[:rows, : tables.shape[1]] = sent[5:].T
         if drawn is not None:
             self.ids[:rows] = fulfilled(self.ids[:rows], drawn)
 

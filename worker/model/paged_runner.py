@@ -186,7 +186,7 @@ def run(
     rows = to_device(batch.rows, device)
     with forward_context(metadata):
         output = model(
-            input_ids=fulfilled(to_device(batch.ids, device), drawn)[None],
+            input_ids=fulfilled(to_device([batch.ids], device), drawn),
             position_ids=positions,
             use_cache=False,
             logits_to_keep=rows,
