@@ -68,10 +68,12 @@ def test_what_is_run_beyond_a_stop_is_neither_delivered_nor_found_in_the_cache(
     assert ends not in tokens[:found_at]
     driver = Driver(generator)
     served = driver.add(request(prompt, max_tokens=40, stop_token_ids=(ends,)))
+    other = driver.add(request(prompts(5, (20,), each=1)[0], max_tokens=20))  # steps go on
     driver.finish()
     assert served.ids == [tokens[: found_at + 1]]
     assert served.choices[0].tokens == found_at + 1
-    assert driver.total("decode_tokens") == found_at + 1
+    assert driver.total("decode_tokens") == found_at + 1 + 20
+    assert_greedy("llama", [other], 20)
     blocks, awaited = generator.scheduler.pool.match([*prompt, *tokens[: found_at + 1], 7])
     assert (len(blocks), awaited) == (1, None)
     again, later = serve(generator, [request([*prompt, *tokens[: found_at + 1]], max_tokens=6)])
