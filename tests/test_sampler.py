@@ -569,20 +569,3 @@ def test_a_broken_row_is_seen_through_a_ban(broken: float) -> None:
     row = Draw(SamplingState(SamplingParams(), 0, []), 0)
     [choice] = sample(logits, [row], TokenMask([0], tokens))
     assert choice.token == -1
-
-
-def test_only_where_candidates_may_be_too_few_is_it_waited_to_know(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On a GPU it would be for all that was launched."""
-    logits = normal(4, WIDE)
-    few = [row(i, top_k=20, top_p=0.95) for i in range(4)]
-    many, expected = [row(i, top_p=0.9) for i in range(4)], tokens(logits, few)
-
-    def waits(tensor: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("it waits")
-
-    monkeypatch.setattr(torch.Tensor, "nonzero", waits)
-    assert tokens(logits, few) == expected
-    with pytest.raises(RuntimeError, match="waits"):
-        tokens(logits, many)

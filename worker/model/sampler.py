@@ -56,8 +56,8 @@ class Sampled:
 
 @torch.inference_mode()
 def sample(logits: Tensor, draws: Sequence[Draw], mask: TokenMask | None = None) -> Sampled:
-    """One token for each row of logits [R, V], of any float type, on any device. Waits only to know
-    whether CANDIDATES were enough, where top_k does not say so.
+    """One token for each row of logits [R, V], of any float type, on any device. Where top_p, top_k
+    or min_p look at the largest logits, it waits to know whether those were enough.
 
     Order: the mask, bias, penalties (repetition, then frequency and presence), ban of ends,
     temperature, min_p, top_k, top_p. This is vLLM's; transformers has min_p last. Where they
@@ -74,8 +74,8 @@ def sample(logits: Tensor, draws: Sequence[Draw], mask: TokenMask | None = None)
     if not asked:
         return Sampled(tokens, {}, None)
     index = to_device(list(asked), logits.device)
-    rows = raw if len(asked) == len(draws) else raw[index]
-    return Sampled(tokens, asked, _scores(rows, tokens[index], max(asked.values())))
+    scores = _scores(_take(raw, index), tokens[index], max(asked.values()))
+    return Sampled(tokens, asked, scores)
 
 
 @torch.inference_mode()
@@ -125,6 +125,11 @@ def _blocked(logits: Tensor) -> Tensor:
         padded[:, width:] = -torch.inf
         logits = padded
     return logits.float().view(rows, -1, BLOCK)
+
+
+def _take(rows: Tensor, index: Tensor) -> Tensor:
+    """The rows at `index`, ascending and without repeats: all of them need no copy."""
+    return rows if len(index) == len(rows) else rows[index]
 
 
 def _tokens(blocks: Tensor, draws: Sequence[Draw]) -> Tensor:
@@ -184,8 +189,7 @@ def _drawn(
         return _first_best(blocks, maxima)
     numbers = _numbers(kind, draws, blocks.device)
     if kind == "top":
-        few = not all(0 < draw.state.params.top_k <= CANDIDATES for draw in draws)
-        return _drawn_from_top(blocks, peak, numbers, None, CANDIDATES, few)
+        return _drawn_from_top(blocks, peak, numbers, None, CANDIDATES)
     even = all(draw.state.params.temperature == 1.0 for draw in draws)
     weights = _weights(blocks, peak, None if even else numbers[0])
     if kind == "any":
@@ -207,10 +211,10 @@ def _sum(weights: Tensor) -> Tensor:
 
 
 def _drawn_from_top(
-    blocks: Tensor, peak: Tensor, numbers: Tensor, mass: Tensor | None, width: int, few: bool = True
+    blocks: Tensor, peak: Tensor, numbers: Tensor, mass: Tensor | None, width: int
 ) -> Tensor:
-    """Looks at the `width` largest logits, and for the rows that need it at more, if they may be
-    too `few`. top_p is a part of `mass` [R], or else of what min_p and top_k keep."""
+    """Looks at the `width` largest logits, and for the rows that need it at more. top_p is a part
+    of `mass` [R], or else of what min_p and top_k keep."""
     temperature, number, top_p, top_k, min_p = numbers[..., None]
     values, ids = _top(blocks, width)  # each filter keeps a beginning of this order
     weights = ((values.double() - peak[:, None]) / temperature).exp()
@@ -219,9 +223,7 @@ def _drawn_from_top(
     limit = allowed.sum(-1, keepdim=True).clamp(min=1)
     sums = weights.cumsum(-1)
     total = sums.gather(1, limit - 1) if mass is None else mass[:, None]
-    below = sums < top_p * total
-    more = (limit == width) & ((top_k <= 0) | (top_k > width)) & (below[:, -1:] | (mass is None))
-    count = (below.sum(-1, keepdim=True) + 1).minimum(limit)
+    count = ((sums < top_p * total).sum(-1, keepdim=True) + 1).minimum(limit)
     weights = weights.where(rank < count, 0.0)
     if values.shape[1] == blocks[0].numel():
         whole = torch.zeros_like(weights).scatter_(1, ids, weights)
@@ -229,34 +231,32 @@ def _drawn_from_top(
     ids, order = ids.sort()
     sums = weights.gather(1, order).cumsum(-1)
     tokens = ids.gather(1, _passed(sums, number[:, 0] * sums[:, -1])[:, None])[:, 0]
-    if not few:
-        return tokens
-    more = more[:, 0].nonzero()[:, 0]
-    if len(more):
-        part = blocks[more], peak[more], numbers[:, more], None if mass is None else mass[more]
-        tokens[more] = _drawn_from_top(*part, width * WIDEN)
+    # Equals of the smallest value may be missing: the last one needed must be larger.
+    needed = values.gather(1, (limit if mass is None else count) - 1)
+    few = (needed == values[:, -1:])[:, 0].nonzero()[:, 0]
+    if len(few):
+        part = blocks[few], peak[few], numbers[:, few], None if mass is None else mass[few]
+        tokens[few] = _drawn_from_top(*part, width * WIDEN)
     return tokens
 
 
 def _top(blocks: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The `width` largest logits of each row, or all, descending, equal ones by id; their ids."""
-    rows, (count, size) = blocks.flatten(1), blocks.shape[1:]
+    """The largest logits of each row, `width` or more, descending, equal ones by id; their ids."""
+    rows = blocks.flatten(1)
     if width * WIDEN >= rows.shape[1]:
         values, ids = rows.sort(descending=True, stable=True)
         return values, ids
-    ids = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)
-    if width < count:  # they lie in the blocks with the largest maxima, of equal ones the first
-        block = _first(blocks.amax(-1), ids[:, :count], width)
-        ids = (block[..., None] * size + ids[:, None, :size]).flatten(1)
-    ids = _first(rows.gather(1, ids), ids, width)
-    return rows.gather(1, ids), ids
-
-
-def _first(values: Tensor, ids: Tensor, width: int) -> Tensor:
-    """The ids [R, width] of the largest values [R, N], descending, equal ones by id."""
-    bits = (values + 0.0).view(torch.int32).long()  # of -0.0, those of 0.0
-    keys = (torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits) << 32) - ids  # in the same order
-    return -keys.topk(width).values & 0xFFFFFFFF
+    if width < blocks.shape[1]:
+        # they lie in the blocks with the largest maxima
+        block = blocks.amax(-1).topk(width).indices
+        each = torch.arange(len(blocks), device=blocks.device)[:, None]
+        values, at = blocks[each, block].flatten(1).topk(width)
+        ids = block.gather(1, at // BLOCK) * BLOCK + at % BLOCK
+    else:
+        values, ids = rows.topk(width)
+    ids, order = ids.sort()
+    values, order = values.gather(1, order).sort(descending=True, stable=True)
+    return values, ids.gather(1, order)
 
 
 def _pick(weights: Tensor, number: Tensor) -> Tensor:
