@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from worker.model import sampler
 from worker.model.logits_processors import Draw, SamplingParams, SamplingState, TokenMask
-from worker.model.sampler import SampledToken, prompt_logprobs, sample, uniform
+from worker.model.sampler import BLOCK, SampledToken, prompt_logprobs, uniform
 
 WIDE = 20_000  # blocks of candidates, two widenings, and the sort of everything
 INF, NAN = float("inf"), float("nan")
@@ -31,6 +32,12 @@ def after(output: Sequence[int], prompt: Sequence[int] = (), **params: Any) -> D
 def normal(rows: int, vocabulary: int, scale: float = 3.0, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return scale * torch.randn(rows, vocabulary, generator=generator)
+
+
+def sample(
+    logits: torch.Tensor, rows: Sequence[Draw], mask: TokenMask | None = None
+) -> list[SampledToken]:
+    return sampler.sample(logits, rows, mask).read()
 
 
 def tokens(logits: torch.Tensor, rows: Sequence[Draw]) -> list[int]:
@@ -409,6 +416,13 @@ def test_the_greedy_token_leads_its_top_logprobs_whatever_mates_ask() -> None:
     for at, choice in enumerate(sample(logits, rows)):
         assert choice.top[0][0] == choice.token
         assert choice.top == sample(logits[at : at + 1], [rows[at]])[0].top
+
+
+def test_what_a_model_has_no_output_for_is_never_said() -> None:
+    """As the places of images in some prompts."""
+    [found] = prompt_logprobs(torch.zeros(1, BLOCK), [BLOCK], 1)
+    assert found.token == BLOCK
+    assert found.logprob == float("-inf")
 
 
 def test_prompt_logprobs_score_the_tokens_given() -> None:

@@ -29,6 +29,7 @@ from worker.model.native_attention import NativeMetadata
 from worker.model.paged_attention import AttentionMetadata
 from worker.model.pictures import rows_of, told_positions
 from worker.model.self_check import length_beyond_windows
+from worker.model.transfers import fulfilled, to_device
 
 log = logging.getLogger("onequeue.paged_runner")
 
@@ -46,6 +47,7 @@ class PagedRunner:
     ) -> None:
         self.language = language
         self.entrance = Entrance(language.model) if language.sees else None
+        self._quick: Entrance | None = None  # of the model compiled, where embeddings alone join
         self.blocks = blocks
         self.max_model_len = max_model_len
         self.compile_state: Literal["running", "done", "off"] = "off"
@@ -56,16 +58,16 @@ class PagedRunner:
         self._rows = min(max_running, SIZES[-1])
         self._graphs = self._capture()
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch, drawn: Tensor | None = None) -> Tensor:
         """Logits [R, vocabulary] of the batch's rows, or states [R, H], valid until the next call;
-        keys and values of all its tokens are written."""
+        keys and values of all its tokens are written. `drawn`: what promised ones stand for."""
         if self._compiled:
             self._take_over(self._compiled)
         if batch.pictured:
-            return self._run_pictured(batch)
+            return self._run_pictured(batch, drawn)
         if self._graphs and self._graphs.takes(batch):
-            return self._graphs.forward(batch)
-        return self._run(batch)
+            return self._graphs.forward(batch, drawn)
+        return self._run(batch, drawn)
 
     def _capture(self) -> CudaGraphs | None:
         if self.language.device.type != "cuda" or not self._rows:
@@ -74,17 +76,20 @@ class PagedRunner:
         metadata = RowsMetadata(self.cache, self._rows, blocks)
         return capture_graphs(self.language, self.model, metadata, self._run)
 
-    def _run(self, batch: Batch) -> Tensor:
-        return run(self.model, batch, self.metadata(self.cache, batch))
+    def _run(self, batch: Batch, drawn: Tensor | None = None) -> Tensor:
+        return run(self.model, batch, self.metadata(self.cache, batch), drawn)
 
-    def _run_pictured(self, batch: Batch) -> Tensor:
-        """By the eager model, whatever else there is: pictures join on the way to its decoder."""
-        assert self.entrance is not None
+    def _run_pictured(self, batch: Batch, drawn: Tensor | None) -> Tensor:
+        """Pictures join on the way to the decoder: the compiled one where they do so as when it was
+        checked."""
         metadata = (BothWaysMetadata if has_blocks(batch) else self.metadata)(self.cache, batch)
         positions = told_positions(batch).to(self.cache.device)
         places, rows = rows_of(batch)
-        with self.entrance.bringing(places.to(self.cache.device), rows):
-            return run(self.entrance.model, batch, metadata, positions)
+        usual = positions.dim() == 2 and rows.keys() <= {"inputs_embeds"}
+        entrance = self._quick if self._quick and usual else self.entrance
+        assert entrance is not None
+        with entrance.bringing(places.to(self.cache.device), rows):
+            return run(entrance.model, batch, metadata, drawn, positions)
 
     # ── compiling ──
 
@@ -107,7 +112,8 @@ class PagedRunner:
             return
         started = time.monotonic()
         try:
-            self._compiled = compiled(self.language.model, self._check_compiled)
+            language = self.language
+            self._compiled = compiled(language.model, self._check_compiled, language.sees)
         except Exception as error:
             log.warning("not compiled, serving goes on as it is: %.300s", first_line(error))
             self.compile_state = "off"
@@ -163,9 +169,25 @@ class PagedRunner:
             metadata = self.metadata(cache, batch)
             reference = run(language.model, batch, metadata)
             language.compare(run(compiled, batch, metadata), reference)
+            if language.sees:
+                self._check_entered(compiled, batch, metadata)
+
+    def _check_entered(self, compiled: Any, batch: Batch, metadata: Attends) -> None:
+        """CannotRun unless it does with what a picture could bring, too."""
+        language, width = self.language, len(batch.ids)
+        places = torch.arange(0, width, 2, device=language.device)
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(len(places), language.config.hidden_size, generator=generator)
+        made = []
+        for model in (language.model, compiled):
+            entrance = Entrance(model)
+            with entrance.bringing(places, {"inputs_embeds": rows.to(language.device)}):
+                made.append(run(entrance.model, batch, metadata))
+        language.compare(made[1], made[0])
 
     def _take_over(self, compiled: Callable[..., Any]) -> None:
         self.model, self._compiled = compiled, None
+        self._quick = Entrance(compiled) if self.entrance else None
         if self._graphs:
             self._graphs = None  # their memory is needed
             self._graphs = self._capture()
@@ -173,19 +195,20 @@ class PagedRunner:
 
 @torch.inference_mode()
 def run(
-    model: Callable[..., Any], batch: Batch, metadata: Attends, positions: Tensor | None = None
-) -> Tensor:
+    model: Callable[..., Any], batch: Batch, metadata: Attends, drawn: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Logits [R, vocabulary] by the model, or states [R, H] by one without a head, whose layers
     attend by the metadata. `positions`: as the model is told them, where that is not [1, T]."""
     device = metadata.cache.device
-    if positions is None:  # made here, for the compiler's guards
-        told = torch.tensor(batch.shifted, device=device) if batch.shifts else metadata.positions
-        positions = told[None].clone()
-    rows = torch.tensor(list(batch.rows), dtype=torch.long, device=device)
+    if positions is None:
+        told = to_device(batch.shifted, device) if batch.shifts else metadata.positions
+        positions = told[None]
+    rows = to_device(batch.rows, device)
     with forward_context(metadata):
         output = model(
-            input_ids=torch.tensor([list(batch.ids)], device=device),
-            position_ids=positions,
+            input_ids=fulfilled(to_device([batch.ids], device), drawn),
+            position_ids=positions.clone(),  # made here, for the compiler's guards
             use_cache=False,
             logits_to_keep=rows,
         )
