@@ -38,19 +38,24 @@ def png(seed: int, width: int = 64, height: int = 48) -> bytes:
 
 
 def request(
-    *parts: str | bytes, max_tokens: int = COUNT, n: int = 1, prompt_logprobs: int | None = None
+    *parts: str | bytes,
+    max_tokens: int = COUNT,
+    n: int = 1,
+    prompt_logprobs: int | None = None,
+    root: bytes = b"",
 ) -> WorkItem:
     """A message of texts and images."""
     content = [
         {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
         for part in parts
     ]
-    pictures = tuple(
-        Picture(part, "auto", "messages[0].content") for part in parts if isinstance(part, bytes)
-    )
+    files = [part for part in parts if isinstance(part, bytes)]
+    pictures = tuple(Picture(each, "auto", "messages[0].content", root=root) for each in files)
     chat = Chat(({"role": "user", "content": content},), pictures=pictures)
     stopping = Stopping(max_tokens=max_tokens, ignore_eos=True)
-    asked = GenerationInput(chat, GREEDY, stopping, n=n, prompt_logprobs=prompt_logprobs)
+    asked = GenerationInput(
+        chat, GREEDY, stopping, n=n, prompt_logprobs=prompt_logprobs, cache_root=root
+    )
     return WorkItem(asked, float("inf"), 0.0)
 
 

@@ -70,10 +70,11 @@ def test_images_stand_in_their_places_among_text(generator: FakeGenerator, serve
         {"role": "system", "content": "be\nbrief"},
         {"role": "user", "content": [text("one"), place, text("two"), place]},
     )
-    path = "messages[1].content"
+    path, root = "messages[1].content", generator.payloads[-1].cache_root
+    assert root
     assert got.pictures == (
-        Picture(b"png", "low", f"{path}[1].image_url"),
-        Picture(b"png", "auto", f"{path}[3].image_url"),
+        Picture(b"png", "low", f"{path}[1].image_url", root=root),
+        Picture(b"png", "auto", f"{path}[3].image_url", root=root),
     )
 
 
@@ -85,7 +86,8 @@ def test_responses_take_images_and_their_conversations_keep_them(
     body = {"input": [{"role": "user", "content": content}]}
     got = chat(generator, server, body, RESPONSES)
     assert got.messages[0]["content"] == [text("what?"), {"type": "image"}]
-    assert got.pictures == (Picture(b"png", "high", "input[0].content[1].image_url"),)
+    param, root = "input[0].content[1].image_url", generator.payloads[-1].cache_root
+    assert got.pictures == (Picture(b"png", "high", param, root=root),)
     first = post(server, RESPONSES, body).json()
     items = httpx.get(f"{server.url}{RESPONSES}/{first['id']}/input_items").json()["data"]
     assert items[0]["content"][1] == part
@@ -148,6 +150,7 @@ def test_links_are_fetched_before_the_worker_hears_of_them(
         got = chat(generator, server, user(image(link), image(), image(link)))
     assert [each.data for each in got.pictures] == [b"png"] * 3
     assert not any(each.link for each in got.pictures)
+    assert {each.root for each in got.pictures} == {generator.payloads[-1].cache_root}
 
 
 def test_operator_who_names_no_host_is_named_the_setting(generator: FakeGenerator) -> None:

@@ -147,6 +147,27 @@ def test_a_picture_that_was_seen_is_not_decoded_again(
     assert_generated(model, [*once_more, *beside])
 
 
+@pytest.mark.parametrize(("roots", "looks"), [((b"one", b"one"), 1), ((b"one", b"two"), 2)])
+def test_a_picture_is_known_to_requests_of_its_root_alone(
+    monkeypatch: pytest.MonkeyPatch, roots: Sequence[bytes], looks: int
+) -> None:
+    """Times tell nobody what others have sent."""
+    generator, looked, original = engine("smolvlm"), [], Processor.look
+
+    def look(self: Processor, image: Any, *given: Any) -> View:
+        looked.append(image)
+        return original(self, image, *given)
+
+    monkeypatch.setattr(Processor, "look", look)
+    frames = []
+    for root in roots:
+        before = viewing(generator).tower.runs
+        serve(generator, [request("What is ", ONE, root=root)])
+        frames.append(viewing(generator).tower.runs - before)
+    assert len(looked) == looks
+    assert [bool(each) for each in frames] == [True, looks > 1]
+
+
 def test_a_picture_that_was_seen_and_then_given_up_is_looked_at_again() -> None:
     generator = engine("smolvlm")
     driver, rows = Driver(generator), viewing(generator).tower.album.rows

@@ -32,12 +32,14 @@ class PipelineInput:
 class Picture:
     """An image of a conversation, as a file's bytes, not yet decoded. `detail`: how large it is to
     be looked at. `param`: the field of the request that errors about it name. `link`: where its
-    bytes are still to be fetched from."""
+    bytes are still to be fetched from. `root`: what is kept of it once it was looked at is for
+    requests of the same root alone, as prefixes are."""
 
     data: bytes
     detail: str
     param: str
     link: str = ""
+    root: bytes = b""
 
     @property
     def rough(self) -> bool:
@@ -46,8 +48,9 @@ class Picture:
 
     @cached_property
     def digest(self) -> bytes:
-        """Of what is seen, and how: 32 bytes."""
-        return hashlib.blake2b(self.data, digest_size=32, person=b"rough" * self.rough).digest()
+        """Of what is seen, how, and for whom: 32 bytes."""
+        how = b"rough" * self.rough
+        return hashlib.blake2b(self.data, digest_size=32, key=self.root, person=how).digest()
 
 
 @dataclass(frozen=True, slots=True)

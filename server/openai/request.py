@@ -183,6 +183,8 @@ class GenerationEndpoint(Endpoint[G]):
         for payload in payloads:
             prompt = payload.prompt
             if isinstance(prompt, Chat) and prompt.pictures:
+                owned = tuple(replace(each, root=root) for each in prompt.pictures)
+                prompt = replace(prompt, pictures=owned)
                 prompt = await self.pictures.fetched(scope, receive, prompt, deadlines.first)
             reply.payloads.append(replace(payload, prompt=prompt, cache_root=root))
         await self.answer(scope, receive, send, reply, deadlines)
