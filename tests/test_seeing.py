@@ -254,9 +254,20 @@ def test_images_of_one_request_are_read_at_a_time() -> None:
     eyes.process(*asked)
 
 
+def import_error(cause: Exception) -> ImportError:
+    error = ImportError("Could not import module 'Processor'. Are its requirements there?")
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "told"),
-    [(ImportError("\nPackage `num2words` is required"), "num2words"), (OSError("/a/path"), "log")],
+    [
+        (ImportError("\nPackage `num2words` is required"), "num2words"),
+        (import_error(ImportError("No module named 'torchvision'")), "torchvision"),
+        (import_error(OSError("/a/path")), "Could not import"),
+        (OSError("/a/path"), "log"),
+    ],
 )
 def test_a_model_whose_processor_does_not_load_serves_text(
     monkeypatch: pytest.MonkeyPatch, error: Exception, told: str

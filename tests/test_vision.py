@@ -325,6 +325,8 @@ CACHED = [
     [*CACHED, ("qwen2-vl", False), ("gemma3", False), ("smolvlm", False), ("mllama", False)],
 )
 def test_a_model_that_is_not_paged_runs_pictures_on_its_own_cache(model: str, keeps: bool) -> None:
+    if model == "mllama" and tiny_seeing.hf.__version__.startswith("5.17."):
+        pytest.skip("with pictures its cache does not go on in this version of transformers")
     generator = unpaged(model)
     runner = generator.runner
     assert isinstance(runner, PicturedRunner)

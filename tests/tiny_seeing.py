@@ -39,11 +39,10 @@ TEMPLATE = (
 
 @cache
 def folder(name: str) -> Path:
-    """Skips where this version of transformers has no image processor for it without torchvision,
-    as 5.17 has none for those that cut pictures."""
-    kind = {"smolvlm": "SmolVLM", "idefics3": "Idefics3"}.get(name)
-    if kind and getattr(getattr(hf, f"{kind}ImageProcessorPil"), "is_dummy", False):
-        pytest.skip(f"this version of transformers loads no image processor for {kind}")
+    """Skips where this version of transformers has no processor for it without torchvision, as
+    5.17 has none for those that cut pictures, nor for Gemma 4."""
+    if name in PROCESSORS and not loads(PROCESSORS[name]):
+        pytest.skip(f"this version of transformers does not load {PROCESSORS[name]}")
     path = Path(_root.name) / name
     torch.manual_seed(sum(name.encode()))
     for part in BUILDERS[name]():
@@ -52,6 +51,13 @@ def folder(name: str) -> Path:
         else:
             part.save_pretrained(path)
     return path
+
+
+def loads(kind: str) -> bool:
+    try:
+        return not getattr(getattr(hf, kind), "is_dummy", False)
+    except ImportError:
+        return False
 
 
 def tokenizer(*tokens: str, image: str, **named: str) -> Any:
@@ -277,6 +283,12 @@ def mllama() -> list[Any]:
 
 
 UNPAGED = "gemma4-large", "mllama"
+PROCESSORS = {
+    "smolvlm": "SmolVLMImageProcessorPil",
+    "idefics3": "Idefics3ImageProcessorPil",
+    "gemma4-small": "Gemma4Processor",
+    "gemma4-large": "Gemma4Processor",
+}
 BUILDERS: dict[str, Callable[[], list[Any]]] = {
     "llava": llava,
     "qwen2-vl": qwen2_vl,

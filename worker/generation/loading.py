@@ -64,6 +64,8 @@ def load_sight(language: LanguageModel, most_pixels: int) -> Sight | None:
         made = load_processor(language.folder)
         processor = Processor(made, config.image_token_id, language.context)
     except Exception as error:
+        while isinstance(error.__cause__, ImportError):
+            error = error.__cause__  # of a module that wants a package, that package
         why = first_line(error)
         log.warning("images are refused, its processor does not load: %s", why)
         told = why if isinstance(error, ImportError) else "the server's log says why"
