@@ -75,7 +75,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
     metadata: Metadata | None = None
     max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
     tools: Annotated[list[Tool], Meta(max_length=MOST_TOOLS)] | None = None
-    tool_choice: str | ToolChoice | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
