@@ -110,10 +110,10 @@ def other_routes(
 ) -> Iterator[Route]:
     """Of models that generate no text."""
     if names := named.get("embedding"):
-        embeddings = Embeddings(settings, engine, names)
+        embeddings = Embeddings(settings, engine, [names])
         yield from (post(path, embeddings) for path in EMBEDDING_PATHS)
     if names := named.get("rerank"):
-        rerank = Rerank(settings, engine, names)
+        rerank = Rerank(settings, engine, [names])
         yield from (post(path, rerank) for path in RERANK_PATHS)
     if scoring := [named[serves] for serves in ("rerank", "embedding") if serves in named]:
         yield post("/v1/score", Score(settings, engine, scoring))

@@ -8,27 +8,18 @@ lengths) is checked in a pool (worker/embedding).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-import orjson
 from msgspec import Meta, Struct
-from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
-from server.engine import Engine
-from server.http.json import Parsing
-from server.http.request import read_json_request, send_parts
-from server.openai.models import ModelNames
-from server.openai.params import Salt, TokenId, decode
-from server.openai.request import rooted
-from server.settings import Settings
-from server.submission import Submission
-from worker.scoring import PIECE, Embedded, EmbeddingInput, PieceSize, Truncation, pieces
+from server.answers import EmbeddingUsage
+from server.http.json import to_json
+from server.openai.params import Salt, TokenId
+from server.scoring import MOST_INPUTS, ScoringEndpoint
+from worker.scoring import Embedded, EmbeddingInput, PieceSize, Truncation, pieces
 
 PATHS = ("/v1/embeddings", "/embed")
-MOST_INPUTS = 2048
-T = TypeVar("T")
 Inputs = Annotated[
     list[str | TokenId | list[TokenId]],
     Meta(extra_json_schema={"minItems": 1, "maxItems": MOST_INPUTS}),
@@ -107,40 +98,19 @@ def as_list(given: Any, param: str) -> tuple[list[Any], bool]:
     return given, True
 
 
-@dataclass(eq=False)
-class Embeddings:
-    """A bare ASGI app."""
+class Embeddings(ScoringEndpoint[EmbeddingRequest]):
+    kind = EmbeddingRequest
 
-    settings: Settings
-    engine: Engine
-    models: ModelNames
-    parsing: Parsing = field(init=False, default_factory=Parsing)
+    def pieces_of(
+        self, request: EmbeddingRequest, serves: str
+    ) -> Callable[[PieceSize], list[EmbeddingInput]]:
+        return request.pieces
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, deadlines = await read_json_request(scope, receive, "embedding")
-        request, payloads = await self.parsing.run(self.parse, body, deadlines.first)
-        payloads = rooted(payloads, scope, self.models.id, request.cache_salt)
-        with Submission(self.engine, "embedding", payloads, deadlines, receive) as work:
-            answers: list[Embedded] = await work.answers()
-        parts = [part for each in answers for part in (b",", each.content)][1:]
+    def content(self, request: EmbeddingRequest, outputs: list[Embedded]) -> list[bytes]:
+        parts = [part for each in outputs for part in (b",", each.content)][1:]
         if request.is_bare:
-            parts = [b"[", *parts, b"]"]
-        else:
-            tokens = sum(each.tokens for each in answers)
-            usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-            tail = b'],"model":%b,"usage":%b}' % (orjson.dumps(request.model), orjson.dumps(usage))
-            parts = [b'{"object":"list","data":[', *parts, tail]
-        await send_parts(send, parts, work.timing_headers())
-
-    def parse(self, body: bytes) -> tuple[EmbeddingRequest, list[EmbeddingInput]]:
-        request = decode(body, EmbeddingRequest, self.models.names.of)
-        return request, in_pieces(request.pieces, self.settings)
-
-
-def in_pieces(make: Callable[[PieceSize], list[T]], settings: Settings) -> list[T]:
-    """Of a size that a batch has room for; InvalidInput for more than the queue could ever take."""
-    made = make(PieceSize(min(PIECE, settings.max_batch_size), settings.max_batch_tokens))
-    if len(made) > settings.max_queue_size:
-        places = f"{len(made)} places; the queue has {settings.max_queue_size}"
-        raise InvalidInput(f"these inputs are too many or too long together: they need {places}")
-    return made
+            return [b"[", *parts, b"]"]
+        tokens = sum(each.tokens for each in outputs)
+        usage = EmbeddingUsage(tokens, tokens)
+        tail = b'],"model":%b,"usage":%b}' % (to_json(request.model), to_json(usage))
+        return [b'{"object":"list","data":[', *parts, tail]

@@ -1,7 +1,7 @@
 """The messages of a conversation: as clients send them, as chat templates read them.
 
-Those that the Responses API's items make, too. Parts of text are joined with line breaks, as vLLM
-does for templates that take strings; beside images they stay parts.
+The items of the Responses API become such messages too. Parts of text are joined with line breaks,
+as vLLM does for templates that take strings; beside images they stay parts.
 """
 
 from collections.abc import Iterable, Sequence

@@ -103,12 +103,8 @@ class DecisionRequest(Struct, kw_only=True):
     def document(self, probabilities: Sequence[Sequence[float]], usage: Usage) -> Document:
         """From the probabilities of each question's options, in order."""
         pairs = zip(self.questions, probabilities, strict=True)
-        kinds = {type(each): each.__struct_config__.tag for each in self.questions}
         return {
-            "answers": [
-                {"type": kinds[type(each)], "name": each.name, **each.answer(found)}
-                for each, found in pairs
-            ],
+            "answers": [each.answer(found) for each, found in pairs],
             "model": self.model,
             "usage": usage_document(usage),
         }
