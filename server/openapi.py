@@ -121,8 +121,10 @@ def _described(method: str, path: str, operation: Operation, keyed: bool) -> dic
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in re.findall(r"\{(\w+)\}", path)
     ]
-    for name, schema in operation.query.items():
-        parameters.append({"name": name, "in": "query", "schema": schema})
+    if query := operation.query:
+        _, schemas = msgspec.json.schema_components([query])
+        for name, schema in schemas[query.__name__]["properties"].items():
+            parameters.append({"name": name, "in": "query", "schema": schema})
     if parameters:
         made["parameters"] = parameters
     errors = {405, 500, *operation.errors}

@@ -1,7 +1,7 @@
 """What can be asked of the server: the table that `GET /openapi.json` is made of."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec import Struct
@@ -17,6 +17,7 @@ from server.openai.decisions.systemone import SystemOneRequest
 from server.openai.embeddings import PATHS as EMBEDDING_PATHS
 from server.openai.embeddings import EmbeddingRequest
 from server.openai.models import LoadRequest, Model, ModelList
+from server.openai.responses.endpoint import Page
 from server.openai.responses.request import ResponseRequest
 from server.openai.tokenize import DetokenizeRequest, Prompt, TokenizeRequest, Tokens
 from server.rerank import PATHS as RERANK_PATHS
@@ -43,7 +44,7 @@ class Operation:
     request: type[Struct] | Body | None = None
     errors: Sequence[int] = ()
     stream: str | None = None
-    query: Mapping[str, Schema] = field(default_factory=dict)
+    query: type[Struct] | None = None
     bare: Schema | None = None
     others: Sequence[str] = ()
 
@@ -73,11 +74,7 @@ OPERATIONS: Mapping[str, Operation] = {
         "What a response was given, newest first",
         answers.ItemList,
         errors=[400, 404],
-        query={
-            "order": {"enum": ["asc", "desc"], "default": "desc"},
-            "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
-            "after": {"type": "string", "description": "The id of an item"},
-        },
+        query=Page,
     ),
     "POST /v1/responses/{id}/cancel": Operation(
         "End a response that runs in the background", answers.Response, errors=[400, 404]

@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 from batching.errors import InvalidInput
 from server.answers import EmbeddingUsage
 from server.http.json import to_json
+from server.openai.inputs import read_inputs
 from server.openai.params import Salt, TokenId
 from server.scoring import MOST_INPUTS, ScoringEndpoint
 from worker.scoring import Embedded, EmbeddingInput, PieceSize, Truncation, pieces
@@ -52,7 +53,11 @@ class EmbeddingRequest(Struct, kw_only=True):
             raise InvalidInput.at("input", required)
         param = "inputs" if self.is_bare else "input"
         given = self.inputs if self.input is None else self.input
-        inputs, is_list = as_list(given, param)
+        found = read_inputs(given, param)
+        if len(found) > MOST_INPUTS:
+            many = f"takes at most {MOST_INPUTS} inputs, not {len(found)}"
+            raise InvalidInput.at(param, many)
+        inputs = [*found.values()]
         form = "bare" if self.is_bare else self.encoding_format or "float"
         options: dict[str, Any] = {
             "prompt": self.prompt_name,
@@ -63,10 +68,8 @@ class EmbeddingRequest(Struct, kw_only=True):
             "form": form,
             "param": param,
         }
-        parts = pieces(inputs, [len(each) for each in inputs], most)
-        return [
-            EmbeddingInput(part, first if is_list else None, **options) for first, part in parts
-        ]
+        single, parts = param in found, pieces(inputs, [len(each) for each in inputs], most)
+        return [EmbeddingInput(part, None if single else n, **options) for n, part in parts]
 
     def _truncation(self) -> Truncation:
         tokens = self.truncate_prompt_tokens
@@ -75,27 +78,6 @@ class EmbeddingRequest(Struct, kw_only=True):
         cuts = bool(self.truncate) or (tokens is not None and self.truncate is not False)
         kept = tokens if tokens and tokens > 0 else None
         return Truncation(cuts, kept, (self.truncation_direction or "").lower() == "left")
-
-
-def as_list(given: Any, param: str) -> tuple[list[Any], bool]:
-    """Texts or lists of token ids, and whether there was a list of them; a list of ids is one."""
-    if isinstance(given, str):
-        return [given], False
-    if not given:
-        raise InvalidInput.at(param, "must not be empty")
-    kind = type(given[0])
-    for n, each in enumerate(given):
-        if type(each) is not kind:
-            mixed = "must be a text or token ids like those before it"
-            raise InvalidInput.at(f"{param}[{n}]", mixed)
-        if isinstance(each, (str, list)) and not each:
-            raise InvalidInput.at(f"{param}[{n}]", "must not be empty")
-    if kind is int:
-        return [given], False
-    if len(given) > MOST_INPUTS:
-        many = f"takes at most {MOST_INPUTS} inputs, not {len(given)}"
-        raise InvalidInput.at(param, many)
-    return given, True
 
 
 class Embeddings(ScoringEndpoint[EmbeddingRequest]):
