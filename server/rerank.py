@@ -88,8 +88,6 @@ class RerankRequest(Struct, kw_only=True):
 
 
 def check_count(texts: Sequence[str], param: str) -> None:
-    if not texts:
-        raise InvalidInput.at(param, "must not be empty")
     if len(texts) > MOST_INPUTS:
         raise InvalidInput.at(param, f"takes at most {MOST_INPUTS} texts, not {len(texts)}")
     if "" in texts:

@@ -45,8 +45,6 @@ class ScoreRequest(Struct, kw_only=True):
         for name in (first, second):
             if (given := getattr(self, name)) is None:
                 raise InvalidInput.at(name, "is required")
-            if given == "":
-                raise InvalidInput.at(name, "must not be empty")
             texts = [given] if isinstance(given, str) else given
             check_count(texts, name)
             read.append((name, texts))

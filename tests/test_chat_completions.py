@@ -356,7 +356,7 @@ MESSAGE = {"role": "assistant", "content": "yes"}
         ({"stop": ["a", 1]}, "stop[1]", "got int"),
         ({"stop": ""}, "stop", "must not be empty"),
         ({"stop": ["a", ""]}, "stop[1]", "must not be empty"),
-        ({"stop": ["a"] * 17}, "stop", "at most 16"),
+        ({"stop": ["a"] * 17}, "stop", "<= 16"),
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]", ">= 0"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "'x' is not a token id"),
         ({"logit_bias": {"-1": 1}}, "logit_bias", "'-1' is not a token id"),
@@ -378,7 +378,11 @@ MESSAGE = {"role": "assistant", "content": "yes"}
         ({"response_format": {"type": "xml"}}, "response_format.type", "'xml'"),
         ({"response_format": {}}, "response_format.type", "is required"),
         ({"response_format": "text"}, "response_format", "expected object"),
-        ({"response_format": {"type": "xml"}}, "response_format.type", "must be one of"),
+        (
+            {"response_format": {"type": "xml"}},
+            "response_format.type",
+            "must be text or json_object",
+        ),
         (
             {"response_format": {"type": "json_schema"}},
             "response_format.json_schema.schema",

@@ -1,8 +1,11 @@
 """What the worker reports, as Prometheus reads it."""
 
+import httpx
 from prometheus_client.exposition import generate_latest
 
-from server.metrics import Metrics
+from server.metrics import MOST_REPORTS, Metrics
+from tests.fake_generator import FakeGenerator
+from tests.serving import metric, serving
 from worker.protocol import BatchReport, StepReport
 
 
@@ -50,3 +53,14 @@ def test_a_step_after_which_all_go_on_is_no_batch_of_nothing() -> None:
     told = read(metrics)
     assert told["onequeue_batch_size_count"] == told["onequeue_batch_tokens_count"] == 0
     assert told["onequeue_forward_seconds_count"] == told["onequeue_out_of_memory_total"] == 1
+
+
+def test_reports_are_recorded_before_there_are_many() -> None:
+    """Whether or not somebody asks for the metrics."""
+    steps = 2 * MOST_REPORTS
+    with serving(load_chat=FakeGenerator) as server:
+        body = {"prompt": "long", "max_tokens": steps}
+        assert httpx.post(server.url + "/v1/completions", json=body).status_code == 200
+        assert len(server.app.engine.metrics.reports) < MOST_REPORTS
+        assert metric(server, 'onequeue_tokens_total{kind="output"}') >= steps
+        assert not server.app.engine.metrics.reports

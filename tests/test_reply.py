@@ -88,3 +88,18 @@ def test_the_chosen_token_is_among_the_top_by_its_own_text() -> None:
     (event,) = completion(logprobs=2).add(last)
     logprobs = choice_of(event)["logprobs"]
     assert logprobs["top_logprobs"] == [{"er": -0.1, "é": -1.0}]
+
+
+def test_a_chunk_of_text_alone_is_like_any_other() -> None:
+    for make in (chat, completion):
+        templated, made = make(), make(n=2)
+        made._alike = False
+        for text in ("a", '"{}"\n', "é\u2028", "b"):
+            for index in (0, 1):
+                told = [
+                    choice_of(event)
+                    for reply in (templated, made)
+                    for event in reply.add(Delta(index, [Part("content", text)], 1))
+                ]
+                assert told[0] == told[1]
+                assert text in (told[0].get("text"), told[0].get("delta", {}).get("content"))

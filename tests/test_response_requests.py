@@ -413,7 +413,7 @@ ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}
         (
             {"tools": [TOOL], "tool_choice": {**ALLOWED, "tools": []}},
             "tool_choice.tools",
-            "length >= 1",
+            "must not be empty",
         ),
         (
             {"tools": [TOOL], "tool_choice": {**ALLOWED, "tools": [{"type": "mcp"}]}},

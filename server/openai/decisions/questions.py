@@ -18,7 +18,8 @@ from server.answers import (
     ScoreProbability,
 )
 from server.openai.decisions import confidence
-from server.openai.params import FILLED, TextPart, required
+from server.openai.messages import TextPart
+from server.openai.params import FILLED, required
 from worker.decisions import MOST_OPTIONS, Question
 
 KINDS = ("input_text", "input_json")
@@ -115,8 +116,6 @@ def shown(given: Parts, path: str) -> str:
     """Parts are joined as those of a message."""
     if isinstance(given, str):
         return given
-    if not given:
-        raise InvalidInput.at(path, "must not be empty")
     return "\n".join(part.shown(f"{path}[{n}]") for n, part in enumerate(given))
 
 
