@@ -1,4 +1,4 @@
-"""The way of a request through HTTP whose answer comes in parts, whatever its endpoint.
+"""A request whose answer comes in parts, from its body to its last event, whatever its endpoint.
 
     body → parse → images → submit → first delta or refusal → headers → events, or one document
 
@@ -15,12 +15,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
+import orjson
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import ClientGone
 from server.engine import Engine
 from server.http.errors import HttpError, as_http_error
-from server.http.json import Document, Parsing, to_json
+from server.http.json import Document, Parsing
 from server.http.request import Deadlines, read_json_request, send_json
 from server.http.sse import COMMENT, DONE, EventStream, Write, data_frame
 from server.openai.logprobs import prompt_document
@@ -34,7 +35,7 @@ from worker.protocol import Chat, GenerationInput
 
 log = logging.getLogger("onequeue.answers")
 
-TEXT = secrets.token_hex()  # no model's name
+TEXT = secrets.token_hex()  # where a chunk's text goes, in a template; nothing else is like it
 D = TypeVar("D")
 
 
@@ -204,7 +205,7 @@ class ChoicesReply(GenerationReply):
         self.scored = payloads[0].sampling.logprobs is not None
         self.tells_ids = payloads[0].token_ids
         self.held: dict[int, Delta] = {}  # by choice: what goes with text that is still to come
-        # Whether chunks of text differ in their text alone, and what is around it, by choice.
+        # Whether chunks of text differ in nothing else; what is around the text, by choice.
         self._alike = not (self.scored or self.tells_ids or self.continuous_usage)
         self._around: dict[int, Sequence[bytes]] = {}
 
@@ -233,7 +234,7 @@ class ChoicesReply(GenerationReply):
         ends, parts = delta.finish_reason is not None, delta.parts
         if self._alike and len(parts) == 1 and parts[0].kind == "content" and not ends:
             before, after = self._around.get(delta.choice) or self._text_chunk(delta.choice)
-            yield before + to_json(parts[0].text) + after
+            yield before + orjson.dumps(parts[0].text) + after
         elif parts or ends:
             ids = delta.token_ids
             for choice in self.choices(delta):
@@ -246,7 +247,7 @@ class ChoicesReply(GenerationReply):
     def _text_chunk(self, choice: int) -> Sequence[bytes]:
         """What is before and after the text in each of a choice's chunks."""
         [made] = self.choices(Delta(choice, [Part("content", TEXT)]))
-        around = data_frame(self.chunk(made)).split(to_json(TEXT))
+        around = data_frame(self.chunk(made)).split(orjson.dumps(TEXT))
         self._around[choice] = around
         return around
 
@@ -259,8 +260,9 @@ class ChoicesReply(GenerationReply):
 
     def whole(self, deltas: Sequence[Delta]) -> Document:
         choices = [self.choice(delta) for delta in deltas]
-        for choice, delta in zip(choices, deltas if self.tells_ids else (), strict=False):
-            choice["token_ids"] = delta.token_ids
+        if self.tells_ids:
+            for choice, delta in zip(choices, deltas, strict=True):
+                choice["token_ids"] = delta.token_ids
         return self.head | {"choices": choices, "usage": self._usage()}
 
     def chunk(self, choice: Document) -> Document:
