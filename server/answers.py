@@ -232,7 +232,7 @@ class Embeddings(Struct):
 
 
 class TextDocument(Struct):
-    text: str
+    text: Annotated[str, Meta(min_length=1)]
 
 
 class Ranked(Struct):

@@ -15,19 +15,20 @@ from msgspec import UNSET, Meta, Struct
 from batching.errors import InvalidInput
 from server.answers import EmbeddingUsage, Ranked, Reranked, TextDocument
 from server.http.json import Document, to_json
-from server.openai.params import FILLED, Count, Filled, Salt
+from server.openai.params import Count, Filled, Salt
 from server.scoring import MOST_INPUTS, ScoringEndpoint
 from worker.scoring import PairsInput, PieceSize, Scored, pieces
 
 PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
 
-Texts = Annotated[list[Filled], FILLED]
+SOME = Meta(min_length=1, max_length=MOST_INPUTS)
+Texts = Annotated[list[Filled], SOME]
 AtLeastOne = Annotated[int, Meta(ge=1)]
 
 
 class RerankRequest(Struct, kw_only=True):
     query: Filled
-    documents: Annotated[list[Filled | TextDocument], FILLED] | None = None
+    documents: Annotated[list[Filled | TextDocument], SOME] | None = None
     texts: Texts | None = None
     model: str | None = None
     top_n: Count | None = None
@@ -54,10 +55,7 @@ class RerankRequest(Struct, kw_only=True):
         if (self.documents is None) == (self.texts is None):
             raise InvalidInput.at("documents", "needs either this or texts")
         given: Sequence[Any] = self.documents or self.texts or ()
-        read = [each.text if isinstance(each, TextDocument) else each for each in given]
-        param = "texts" if self.is_bare else "documents"
-        check_count(read, param)
-        return read
+        return [each.text if isinstance(each, TextDocument) else each for each in given]
 
     def pieces(self, most: PieceSize) -> list[PairsInput]:
         documents = self.read()
@@ -85,13 +83,6 @@ class RerankRequest(Struct, kw_only=True):
         results = [Ranked(n, scores[n], TextDocument(texts[n]) if texts else UNSET) for n in ranked]
         id, usage = "rerank-" + secrets.token_hex(12), EmbeddingUsage(tokens, tokens)
         return Reranked(id, self.model or "", usage, results)
-
-
-def check_count(texts: Sequence[str], param: str) -> None:
-    if len(texts) > MOST_INPUTS:
-        raise InvalidInput.at(param, f"takes at most {MOST_INPUTS} texts, not {len(texts)}")
-    if "" in texts:
-        raise InvalidInput.at(f"{param}[{texts.index('')}]", "must not be empty")
 
 
 def pairs_in_pieces(

@@ -14,8 +14,8 @@ from msgspec import Struct
 from batching.errors import InvalidInput
 from server import answers
 from server.http.json import to_json
-from server.openai.params import Filled, Salt
-from server.rerank import Texts, check_count, pairs_in_pieces
+from server.openai.params import Filled, Salt, required
+from server.rerank import Texts, pairs_in_pieces
 from server.scoring import ScoringEndpoint
 from worker.scoring import (
     Embedded,
@@ -43,11 +43,8 @@ class ScoreRequest(Struct, kw_only=True):
         first, second = ("text_1", "text_2") if by_text else ("queries", "documents")
         read = []
         for name in (first, second):
-            if (given := getattr(self, name)) is None:
-                raise InvalidInput.at(name, "is required")
-            texts = [given] if isinstance(given, str) else given
-            check_count(texts, name)
-            read.append((name, texts))
+            given: str | list[str] = required(getattr(self, name), name)
+            read.append((name, [given] if isinstance(given, str) else given))
         counts = len(read[0][1]), len(read[1][1])
         if counts[0] != counts[1] and 1 not in counts:
             unequal = f"has {counts[1]} texts for the {counts[0]} of {first}"
