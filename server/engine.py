@@ -243,7 +243,11 @@ class Engine:
         for item, delta in outcome.deltas:
             if item.open and item.stream:
                 item.stream.push(delta)
-        for lane, starved in model.starved(report):
+        # Of each lane, whether others than those who run had no room in the step.
+        lanes = [(model.lane, report.starved)]
+        if isinstance(model, GenerationModel):
+            lanes.append((model.background, model.background.ahead > 0))
+        for lane, starved in lanes:
             if lane.begun or starved != (lane.starved_since is not None):
                 lane.stepped(now, starved)
         self.resolve(outcome.done)

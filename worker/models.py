@@ -26,7 +26,6 @@ from worker.protocol import (
     Runner,
     State,
     Stepped,
-    StepReport,
 )
 
 log = logging.getLogger("onequeue.worker")
@@ -102,10 +101,6 @@ class SteppedModel(ServedModel[S]):
     def lane_for(self, payload: Any) -> TurnLane:
         return self.lane
 
-    def starved(self, report: StepReport) -> list[tuple[TurnLane, bool]]:
-        """Of each lane, whether others than those who run had no room in a step."""
-        return [(self.lane, report.starved)]
-
     def add(self, item: WorkItem) -> None:
         self.busy = True
         self.loaded.add(item)
@@ -129,9 +124,6 @@ class GenerationModel(SteppedModel[Generator]):
 
     def lane_for(self, payload: Any) -> TurnLane:
         return self.background if payload.background else self.lane
-
-    def starved(self, report: StepReport) -> list[tuple[TurnLane, bool]]:
-        return [*super().starved(report), (self.background, self.background.ahead > 0)]
 
 
 @dataclass(slots=True)
