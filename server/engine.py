@@ -87,6 +87,7 @@ class Engine:
         self.models = self.worker.models
         self.prepare = Pool("prepare", pool_threads, self._prepare_items)
         self.finish = Pool("finish", pool_threads, self._finish_items)
+        self.outputs = self.finish.put
         self._watchdog: asyncio.TimerHandle | None = None
 
     # ── life ──
@@ -219,10 +220,7 @@ class Engine:
                 answers.append((item, failure))
         self._post(self.resolve, answers)
 
-    # ── the worker's side: `outputs` on its thread, the rest on the loop ──
-
-    def outputs(self, outcomes: list[Outcome]) -> None:
-        self.finish.put(outcomes)
+    # ── what the worker calls: `outputs` on its thread, the rest on the loop ──
 
     def resolve(self, outcomes: list[Outcome]) -> None:
         for item, outcome in outcomes:
@@ -243,8 +241,7 @@ class Engine:
         for item, delta in outcome.deltas:
             if item.open and item.stream:
                 item.stream.push(delta)
-        # Of each lane, whether others than those who run had no room in the step.
-        lanes = [(model.lane, report.starved)]
+        lanes = [(model.lane, report.starved)]  # whether some had no room in the step
         if isinstance(model, GenerationModel):
             lanes.append((model.background, model.background.ahead > 0))
         for lane, starved in lanes:
