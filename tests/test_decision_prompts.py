@@ -184,6 +184,7 @@ def nested(body: str, levels: int) -> SystemOneRequest:
     return decode(text.encode(), SystemOneRequest, Names("tiny").of)
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="what can be parsed is written there")
 @pytest.mark.parametrize(("body", "param"), [(STATE_DEEP, "state"), (LEVEL_DEEP, "questions.q")])
 def test_what_is_nested_too_deeply_is_refused_by_name(body: str, param: str) -> None:
     limit = sys.getrecursionlimit()

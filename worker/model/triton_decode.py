@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 64  # keys that a program looks at together
+WIDE = 512  # bytes of a key from which on it looks at half as many: they are to fit on the chip
 SPLITS = 16  # parts at most that a row's keys are split into
 # What the matrix units take at least in each direction.
 LEAST = 16
@@ -150,13 +151,14 @@ def attend(
     totals = torch.empty_like(peaks)
     summed = torch.empty(rows, query_heads, parts, value_size, **made)
     value_pad = max(LEAST, triton.next_power_of_2(value_size))
+    wide = size * keys.element_size() > WIDE
     _attend[rows, heads, parts](
         query, keys, values, tables, positions, peaks, totals, summed, scale, softcap,
         *query.stride()[:2], tables.stride(0),
         heads=heads, group=group, group_pad=max(LEAST, triton.next_power_of_2(group)),
         key_size=size, key_pad=max(LEAST, triton.next_power_of_2(size)),
         value_size=value_size, value_pad=value_pad,
-        block_size=block, tile_size=TILE, count=parts,
+        block_size=block, tile_size=TILE // 2 if wide else TILE, count=parts,
         window=window, chunk=chunk, capped=softcap > 0,
     )  # fmt: skip
     out = query.new_empty(rows, query_heads, value_size)
