@@ -65,14 +65,9 @@ class ScoringEndpoint(ABC, Generic[R]):
     def parse(self, body: bytes) -> tuple[R, ModelNames, Sequence[Any]]:
         """InvalidInput for more than the queue could ever take, in pieces for which a batch has
         room."""
-        named: list[ModelNames] = []
-
-        def name(given: str | None) -> str:
-            named.append(find(self.models, given))
-            return named[0].id
-
-        request: R = decode(body, self.kind, name)
-        settings, [names] = self.settings, named
+        request: R = decode(body, self.kind, lambda given: find(self.models, given).id)
+        [names] = [each for each in self.models if each.id == request.model]
+        settings = self.settings
         size = PieceSize(min(PIECE, settings.max_batch_size), settings.max_batch_tokens)
         made = self.pieces_of(request, names.serves)(size)
         if len(made) > settings.max_queue_size:
