@@ -381,7 +381,7 @@ MESSAGE = {"role": "assistant", "content": "yes"}
         (
             {"response_format": {"type": "xml"}},
             "response_format.type",
-            "must be text or json_object",
+            "must be json_object or",
         ),
         (
             {"response_format": {"type": "json_schema"}},
@@ -429,7 +429,7 @@ MESSAGE = {"role": "assistant", "content": "yes"}
             "structured_outputs",
             "excludes",
         ),
-        ({"reasoning_effort": "hard"}, "reasoning_effort", "invalid enum"),
+        ({"reasoning_effort": "hard"}, "reasoning_effort", "must be high or"),
         ({"thinking_token_budget": -1}, "thinking_token_budget", ">= 0"),
         ({"tools": []}, "tools", "must not be empty"),
         ({"tools": [{"type": "x"}], "tool_choice": "none"}, "tools[0].type", "function"),
