@@ -116,10 +116,9 @@ def _load(name: str, settings: Settings, recognizer: Model | None = None) -> Any
     _import()
     match name:
         case "pipeline":
-            from worker.model.loading import LoadOptions
-            from worker.pipeline.load import load_runner
+            from worker.pipeline.load import PipelineOptions, load_runner
 
-            return load_runner(_options(LoadOptions, name, settings), settings.max_batch_size)
+            return load_runner(_options(PipelineOptions, name, settings), settings.max_batch_size)
         case "chat":
             from worker.generation.loading import load_generator
             from worker.model.language_model import GeneratorOptions

@@ -16,8 +16,7 @@ from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from tests import tiny
 from tests.tiny_tokenizers import SENTENCES
-from worker.model.loading import LoadOptions
-from worker.pipeline.load import load_runner
+from worker.pipeline.load import PipelineOptions, load_runner
 from worker.pipeline.runner import PipelineRunner
 from worker.protocol import PipelineInput
 
@@ -37,7 +36,7 @@ def runner(task: str, model: str, max_rows: int = 8, dtype: str = "float32") -> 
 
 @cache
 def _runner(task: str, model: str, max_rows: int, dtype: str) -> PipelineRunner:
-    options = LoadOptions(str(tiny.folder(model)), task=task, device="cpu", dtype=dtype)
+    options = PipelineOptions(str(tiny.folder(model)), task=task, device="cpu", dtype=dtype)
     return load_runner(options, max_rows)
 
 

@@ -22,7 +22,7 @@ from worker.model.paged_attention import AttentionMetadata
 LENGTHS = (1, 2, 7, 16, 17, 33, 48, 60)
 NEW = 12
 MOST = 24  # prompt tokens a step
-FEW_BLOCKS = 8  # for one or two of the longest sequences
+FEW_BLOCKS = 7  # for one or two of the longest sequences
 FEATURES = frozenset({"chunked prefill", "prefix cache", "preemption", "speculation"})
 
 

@@ -65,7 +65,7 @@ def test_a_model_that_cannot_be_loaded_says_what_the_hub_said() -> None:
             raise OSError("There was an error when trying to load it:\n") from error
 
     with (
-        pytest.raises(LoadingFailed, match="it failed: it is not in the cache"),
-        loading("it failed"),
+        pytest.raises(LoadingFailed, match="'a/b' could not be loaded for chat: it is not in the"),
+        loading("a/b", "chat"),
     ):
         load()

@@ -13,14 +13,14 @@ from tests import tiny, tiny_vision
 from tests.tiny import hf
 from worker.model import missing_weights
 from worker.model.language_model import GeneratorOptions, load_language_model
-from worker.model.loading import LoadingFailed, LoadOptions
-from worker.pipeline.load import load_runner
+from worker.model.loading import LoadingFailed
+from worker.pipeline.load import PipelineOptions, load_runner
 
 assert tiny_vision
 
 
 def load(task: str, path: Path | str) -> Any:
-    return load_runner(LoadOptions(str(path), task=task, device="cpu", dtype="float32"), 8)
+    return load_runner(PipelineOptions(str(path), task=task, device="cpu", dtype="float32"), 8)
 
 
 def copy_without(model: str, auto: str, path: Path, drop: Callable[[str], bool]) -> Path:

@@ -20,7 +20,7 @@ from worker.model.self_check import TOLERANCE, CannotRun
 from worker.pipeline import native_packing
 from worker.pipeline import packed_attention as packing_module
 from worker.pipeline.load import Rows, check_packing, random_rows
-from worker.pipeline.packed_attention import Look, Packing, Plan, attend_natively, plan_batch
+from worker.pipeline.packed_attention import Attention, Packing, Plan, attend_natively, plan_batch
 from worker.pipeline.runner import PipelineRunner, split_rows
 
 PACKED = [
@@ -109,10 +109,10 @@ def test_with_native_attention_too(name: str, monkeypatch: pytest.MonkeyPatch) -
     packing = load(name).packing
     assert packing is not None
     load(name).warm_up()
-    assert packing.looks
-    for look in packing.looks:
-        native_packing.check(look, torch.float32)
-        native_packing.check(look, torch.bfloat16)
+    assert packing.kinds
+    for kind in packing.kinds:
+        native_packing.check(kind, torch.float32)
+        native_packing.check(kind, torch.bfloat16)
     monkeypatch.setattr(packing, "native", True)
     monkeypatch.setattr(packing_module, "attend_in_groups", None)
     test_packed_equals_the_models_own_forward(name)
@@ -127,7 +127,7 @@ def test_with_native_attention_too(name: str, monkeypatch: pytest.MonkeyPatch) -
 def test_native_attention_of_packed_rows_is_torchs(
     size: int, heads: tuple[int, int], window: int, causal: bool, dtype: torch.dtype
 ) -> None:
-    native_packing.check(Look(*heads, size, size**-0.5, window, causal), dtype)
+    native_packing.check(Attention(*heads, size, size**-0.5, window, causal), dtype)
 
 
 @pytest.mark.usefixtures("native")
@@ -136,12 +136,12 @@ def test_native_attention_of_packed_rows_is_torchs(
 def test_native_attention_with_another_window_is_not_used(
     window: int, wrong: int, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def other(query: Tensor, key: Tensor, value: Tensor, plan: Plan, look: Look) -> Tensor:
+    def other(query: Tensor, key: Tensor, value: Tensor, plan: Plan, look: Attention) -> Tensor:
         return attend_natively(query, key, value, plan, replace(look, window=wrong))
 
     monkeypatch.setattr(native_packing, "attend_natively", other)
     with pytest.raises(CannotRun, match="sums differ"):
-        native_packing.check(Look(4, 2, 8, 0.5, window, causal), torch.float32)
+        native_packing.check(Attention(4, 2, 8, 0.5, window, causal), torch.float32)
 
 
 def taken_by(packing: Packing) -> None:

@@ -18,8 +18,7 @@ from batching.errors import InvalidInput
 from tests import tiny
 from tests.parity import assert_parity, item, mixed, oracle, runner, serve, text
 from worker.model import cpu_linear
-from worker.model.loading import LoadOptions
-from worker.pipeline.load import load_runner
+from worker.pipeline.load import PipelineOptions, load_runner
 from worker.pipeline.runner import PipelineRunner
 from worker.pipeline.text_generation import settings_of
 
@@ -277,7 +276,7 @@ def test_a_short_text_passes_two_files_of_the_worker() -> None:
 
 
 def test_as_many_replicas_are_made_as_threads_work_at_once() -> None:
-    run = load_runner(LoadOptions("demo", task="fill-mask", device="cpu"), 8)
+    run = load_runner(PipelineOptions("demo", task="fill-mask", device="cpu"), 8)
     for _ in range(3):
         run.prepare(item("a [MASK] b"))
     assert len(run._idle) == 1
@@ -300,7 +299,7 @@ def test_warm_up_passes_for_every_model(model: str) -> None:
 
 def emulating(monkeypatch: pytest.MonkeyPatch, model: str = "bert-classify") -> PipelineRunner:
     monkeypatch.setattr(cpu_linear, "has_bfloat16", lambda: False)
-    options = LoadOptions(
+    options = PipelineOptions(
         str(tiny.folder(model)), task="text-classification", device="cpu", dtype="bfloat16"
     )
     return load_runner(options, 8)

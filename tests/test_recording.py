@@ -178,6 +178,8 @@ def test_flac_of_unknown_length_is_read_to_its_end_within_bounds() -> None:
         assert made.seconds == 3
     with Recording(unknown_length(3 * RATE), RATE) as made:
         assert made.length() == 3
+        assert len(made.window(0, RATE)) == RATE
+        assert made.seconds == 3  # also while it is read anew
         assert len(made.window(0, 10 * RATE)) == 3 * RATE
     with (
         Recording(unknown_length(3 * RATE), RATE, max_s=2) as made,

@@ -17,7 +17,6 @@ from tests.test_pipeline_http import error_of
 from tests.tiny_embedders import checkpoint, write
 from worker.embedding.checkpoint import ScoringOptions
 from worker.embedding.load import load_reranker
-from worker.embedding.pairs import AFTER, BEFORE, INSTRUCTION
 from worker.embedding.reranker import Reranker
 from worker.model.loading import LoadingFailed
 from worker.scoring import PairsInput, Scored
@@ -85,6 +84,14 @@ def test_a_long_document_is_cut_and_a_query_is_not(tmp_path: Path) -> None:
 
 # ── decoders ──
 
+# What Qwen3-Reranker is asked, by its model card.
+BEFORE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n"
+)
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] in ('system', 'query', 'document') %}"
     "[{{ m['role'] }}] {{ m['content'] }} {% endif %}{% endfor %}"

@@ -12,7 +12,8 @@ from batching.errors import InvalidInput
 from tests import tiny
 from tests.parity import item, refusal, runner
 from tests.serving import serving
-from worker.model.loading import LoadingFailed, LoadOptions, load_pipeline
+from worker.model.loading import LoadingFailed
+from worker.pipeline.load import PipelineOptions, load_pipeline
 from worker.tasks import (
     DROPPED,
     NOT_SERVED,
@@ -55,14 +56,14 @@ def test_unknown_models_are_refused_by_name(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for model in ("/no/such/folder", "no-such-user/no-such-model", str(tmp_path)):
         with pytest.raises(LoadingFailed, match="could not be loaded") as caught:
-            load_pipeline(LoadOptions(model, task="fill-mask", device="cpu"))
+            load_pipeline(PipelineOptions(model, task="fill-mask", device="cpu"))
         assert model in str(caught.value)
         assert "\n" not in str(caught.value)
 
 
 def test_demo_model_serves_its_own_task_only() -> None:
     with pytest.raises(LoadingFailed, match="demo serves fill-mask only: name a model"):
-        load_pipeline(LoadOptions("demo", task="text-generation"))
+        load_pipeline(PipelineOptions("demo", task="text-generation"))
 
 
 def test_code_of_a_model_is_never_run(tmp_path: Path) -> None:
@@ -71,7 +72,7 @@ def test_code_of_a_model_is_never_run(tmp_path: Path) -> None:
     )
     (tmp_path / "c.py").write_text("raise SystemExit('it ran')")
     with pytest.raises(LoadingFailed):
-        load_pipeline(LoadOptions(str(tmp_path), task="fill-mask", device="cpu"))
+        load_pipeline(PipelineOptions(str(tmp_path), task="fill-mask", device="cpu"))
 
 
 # ── parameters ──

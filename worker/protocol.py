@@ -216,7 +216,7 @@ class Pending(Exception):
     """Something that `prepare` needs is being made. `then(wanted, again)` has `again` called, from
     any thread, when it is worth preparing once more, as long as it is still `wanted`."""
 
-    def __init__(self, then: Callable[[Callable[[], bool], Callable[[], None]], None]) -> None:
+    def __init__(self, then: Callable[[Callable[[], bool], Callable[[], None]], object]) -> None:
         super().__init__()
         self.then = then
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from worker.embedding.files import SentenceFiles, read_files
 from worker.embedding.paged_rows import PagedRows, paged_rows
@@ -35,7 +35,7 @@ class ScoringOptions(ModelOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class Checkpoint:
     """A checkpoint in memory."""
 
     options: ScoringOptions
@@ -71,12 +71,11 @@ class Loaded:
         return model_info(task, self.options.model, self.model, rows.batching, rows.why)
 
 
-def load_checkpoint(options: ScoringOptions, choose: Callable[[Any], Any]) -> Loaded:
+def load_checkpoint(options: ScoringOptions, choose: Callable[[Any], Any]) -> Checkpoint:
     """By one of transformers' auto classes, which `choose` knows from the configuration."""
     path = local_path(options.model, DEMO_FOLDER)
     files = read_files(path)
     if files.subfolder:
         path = str(Path(path) / files.subfolder)  # as old versions saved it
-    model, lacking = loading.load_checkpoint(options, path, choose)
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    return Loaded(options, model, tokenizer, files, lacking)
+    model, tokenizer, lacking = loading.load_checkpoint(options, path, choose)
+    return Checkpoint(options, model, tokenizer, files, lacking)

@@ -122,11 +122,12 @@ class Embedder(Scorer):
 
     def head_of(self, kept: Tensor) -> Tensor:
         """Vectors [texts, D]."""
-        return self.head(kept)
+        made: Tensor = self.head.layers(kept)
+        return made
 
 
 def written(vectors: Vectors, payload: EmbeddingInput) -> bytes:
-    """As JSON, one after another with commas between."""
+    """Vectors as JSON, with commas between them and no brackets around."""
     if payload.form == "base64":
         each = [b'"%b"' % base64.b64encode(vector.tobytes()) for vector in vectors]
     else:

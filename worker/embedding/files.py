@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.functional import normalize
+from transformers.utils.hub import cached_file
 
 from worker.model.loading import LoadingFailed
 
@@ -38,21 +38,32 @@ ACTIVATIONS = {
 TRANSFORMER_CONFIGS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta")
 
 
-@dataclass(frozen=True, slots=True)
-class Dense:
-    """A linear layer over vectors, `activation` over it, and what it was given added to that where
-    it is a residual one."""
+class Dense(nn.Module):
+    """A linear layer over vectors [texts, in] and its activation; to that what it was given is
+    added where it is a residual one, through weights of their own where the sizes differ."""
 
-    weight: Tensor  # [out, in]
-    bias: Tensor | None  # [out]
-    activation: nn.Module
-    residual: bool = False
-    residual_weight: Tensor | None = None  # [out, in], where the two differ
+    def __init__(self, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
+        """`config` and `state` as they are in its files."""
+        super().__init__()
+        size, given = state["linear.weight"].shape
+        self.linear = nn.Linear(given, size, config.get("bias", True))
+        self.activation = activation(config.get("activation_function", "torch.nn.Tanh"))
+        self.residual: nn.Module | None = None
+        if config.get("use_residual"):
+            differ = "residual.weight" in state
+            self.residual = nn.Linear(given, size, bias=False) if differ else nn.Identity()
+        self.load_state_dict(dict(state))
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        made: Tensor = self.activation(self.linear(vectors))
+        return made if self.residual is None else made + self.residual(vectors)
 
 
-@dataclass(frozen=True, slots=True)
-class Normalize:
+class Normalize(nn.Module):
     """To unit length."""
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        return normalize(vectors, dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +71,7 @@ class SentenceFiles:
     subfolder: str = ""  # of the transformer itself
     poolings: Sequence[str] = ("mean",)
     include_prompt: bool = True
-    layers: Sequence[Dense | Normalize] = (Normalize(),)  # after pooling, in order
+    layers: Sequence[nn.Module] = (Normalize(),)  # after pooling, in order
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     truncate_dim: int | None = None
@@ -70,33 +81,21 @@ class SentenceFiles:
     answers: tuple[int, int | None] | None = None  # token ids: true and false, of a decoder's
 
 
-class Checkpoint:
-    """A folder, or a repository on a hub."""
+def find_file(model: str, name: str) -> Path | None:
+    """A file of a folder, or of a repository on a hub; None if there is no such file."""
+    path = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
+    return Path(path) if path else None
 
-    def __init__(self, model: str) -> None:
-        self.model = model
-        self.folder = Path(model) if Path(model).is_dir() else None
 
-    def path(self, name: str) -> Path | None:
-        """None if there is no such file."""
-        if self.folder is not None:
-            path = self.folder / name
-            return path if path.is_file() else None
-        try:
-            return Path(hf_hub_download(self.model, name))
-        except EntryNotFoundError:
-            return None
-
-    def json(self, name: str) -> Any:
-        """None if there is no such file."""
-        path = self.path(name)
-        return None if path is None else json.loads(path.read_text())
+def read_json(model: str, name: str) -> Any:
+    """None if there is no such file."""
+    path = find_file(model, name)
+    return None if path is None else json.loads(path.read_text())
 
 
 def read_files(model: str) -> SentenceFiles:
     """Of a folder or a hub id; LoadingFailed names what we don't know."""
-    checkpoint = Checkpoint(model)
-    general = checkpoint.json("config_sentence_transformers.json") or {}
+    general = read_json(model, "config_sentence_transformers.json") or {}
     read: dict[str, Any] = {
         "prompts": {k: v for k, v in (general.get("prompts") or {}).items() if v is not None},
         "default_prompt": general.get("default_prompt_name"),
@@ -106,31 +105,31 @@ def read_files(model: str) -> SentenceFiles:
         read["activation"] = activation(general["activation_fn"])
     if read["default_prompt"] not in (None, *read["prompts"]):
         raise LoadingFailed(f"its default prompt {read['default_prompt']!r} is none of its prompts")
-    if (modules := checkpoint.json("modules.json")) is None:
-        return SentenceFiles(**read, **_transformer(checkpoint, ""))
-    layers: list[Dense | Normalize] = []
+    if (modules := read_json(model, "modules.json")) is None:
+        return SentenceFiles(**read, **_transformer(model, ""))
+    layers: list[nn.Module] = []
     for module in modules:
         path, kind = module.get("path", ""), str(module["type"])
         name = kind.rpartition(".")[2] if kind.startswith(PACKAGE) else kind
         if name == "Transformer":
-            read |= {"subfolder": path, **_transformer(checkpoint, path)}
+            read |= {"subfolder": path, **_transformer(model, path)}
         elif name == "Pooling":
-            read |= _pooling(checkpoint.json(f"{path}/config.json") or {})
+            read |= _pooling(read_json(model, f"{path}/config.json") or {})
         elif name == "Dense":
-            layers.append(_dense(checkpoint, path))
+            layers.append(_dense(model, path))
         elif name == "Normalize":
             layers.append(Normalize())
         elif name == "LogitScore":
-            config = checkpoint.json(f"{path}/config.json")
+            config = read_json(model, f"{path}/config.json")
             read["answers"] = config["true_token_id"], config.get("false_token_id")
         else:
             raise LoadingFailed(f"its modules.json has a module that is not served: {kind[:200]}")
     return SentenceFiles(**read, layers=layers)
 
 
-def _transformer(checkpoint: Checkpoint, path: str) -> dict[str, Any]:
+def _transformer(model: str, path: str) -> dict[str, Any]:
     for name in TRANSFORMER_CONFIGS:
-        config = checkpoint.json(str(Path(path) / f"sentence_{name}_config.json"))
+        config = read_json(model, str(Path(path) / f"sentence_{name}_config.json"))
         if config is not None:
             lower = bool(config.get("do_lower_case"))
             return {"max_length": config.get("max_seq_length"), "lower_case": lower}
@@ -148,24 +147,18 @@ def _pooling(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"poolings": poolings, "include_prompt": bool(config.get("include_prompt", True))}
 
 
-def _dense(checkpoint: Checkpoint, path: str) -> Dense:
-    config = checkpoint.json(f"{path}/config.json") or {}
+def _dense(model: str, path: str) -> Dense:
+    config = read_json(model, f"{path}/config.json") or {}
     for key in ("module_input_name", "module_output_name"):
         if config.get(key) not in (None, "sentence_embedding"):
             raise LoadingFailed(f"its module {path} is over {config[key]!r}, not over vectors")
-    if (weights := checkpoint.path(f"{path}/model.safetensors")) is not None:
+    if (weights := find_file(model, f"{path}/model.safetensors")) is not None:
         state = load_file(weights)
-    elif (weights := checkpoint.path(f"{path}/pytorch_model.bin")) is not None:
+    elif (weights := find_file(model, f"{path}/pytorch_model.bin")) is not None:
         state = torch.load(weights, map_location="cpu", weights_only=True)
     else:
         raise LoadingFailed(f"its module {path} has no weights")
-    return Dense(
-        state["linear.weight"].float(),
-        state["linear.bias"].float() if config.get("bias", True) else None,
-        activation(config.get("activation_function", "torch.nn.modules.activation.Tanh")),
-        bool(config.get("use_residual")),
-        state["residual.weight"].float() if "residual.weight" in state else None,
-    )
+    return Dense(config, state)
 
 
 def activation(name: str) -> nn.Module:

@@ -7,10 +7,9 @@ import math
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
-from torch.nn.functional import linear, normalize
+from torch import Tensor, nn
 
-from worker.embedding.files import Dense, Normalize, SentenceFiles
+from worker.embedding.files import Normalize, SentenceFiles
 from worker.embedding.texts import Row
 
 
@@ -38,35 +37,10 @@ class Head:
         self.normalizes = bool(layers) and isinstance(layers[-1], Normalize)
         if self.normalizes:
             layers.pop()  # its place is after a vector has been shortened
-        self.layers = [_on(layer, device) for layer in layers]
+        self.layers = nn.Sequential(*layers).to(device)  # from vectors [texts, D] to those
 
     def pool(self, states: Tensor, row: Row) -> Tensor:
         """A text's states [tokens, H] as one vector."""
         skip = 0 if self.include_prompt or row.skip >= len(states) else row.skip
         pooled = [POOL[name](states[skip:].float(), skip) for name in self.poolings]
         return torch.cat(pooled) if len(pooled) > 1 else pooled[0]
-
-    def __call__(self, vectors: Tensor) -> Tensor:
-        """What follows pooling: vectors [texts, D] of those."""
-        for layer in self.layers:
-            vectors = _through(layer, vectors)
-        return vectors
-
-
-def _on(layer: Dense | Normalize, device: torch.device) -> Dense | Normalize:
-    if isinstance(layer, Normalize):
-        return layer
-    weights = (layer.weight, layer.bias, layer.residual_weight)
-    weight, bias, residual = (None if each is None else each.to(device) for each in weights)
-    assert weight is not None
-    return Dense(weight, bias, layer.activation, layer.residual, residual)
-
-
-def _through(layer: Dense | Normalize, vectors: Tensor) -> Tensor:
-    if isinstance(layer, Normalize):
-        return normalize(vectors, dim=-1)
-    out: Tensor = layer.activation(linear(vectors, layer.weight, layer.bias))
-    if not layer.residual:
-        return out
-    weight = layer.residual_weight
-    return out + (vectors if weight is None else linear(vectors, weight))

@@ -2,7 +2,6 @@
 have the weights that its answers depend on.
 """
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +15,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from worker.embedding.checkpoint import Loaded, ScoringOptions, load_checkpoint
+from worker.embedding.checkpoint import Checkpoint, ScoringOptions, load_checkpoint
 from worker.embedding.embedder import Embedder
 from worker.embedding.files import activation
-from worker.embedding.pairs import TextPairs, asking
+from worker.embedding.pairs import QuestionPairs, TextPairs
 from worker.embedding.reranker import Reranker, of_answer, of_label
 from worker.embedding.rows import LOGITS, STATES
 from worker.embedding.texts import Row, TextReader
@@ -28,14 +27,10 @@ from worker.model.language_model import check_generates
 from worker.model.loading import LoadingFailed, loading
 from worker.model.self_check import TOLERANCE
 
-log = logging.getLogger("onequeue.embedding")
-
 
 def load_embedder(options: ScoringOptions) -> Embedder:
     """LoadingFailed if the model cannot be served."""
-    name = options.model
-    log.info("loading embedding model=%s", name)
-    with loading(f"the embedding model {name!r} could not be loaded"):
+    with loading(options.model, "embeddings"):
         made = load_checkpoint(options, encoder_class)
         check_weights(made)
         rows = made.rows(made.model, STATES)
@@ -57,7 +52,7 @@ def decides_by_tokens(config: Any) -> bool:
     return any(each.endswith("ForCausalLM") for each in config.architectures or ())
 
 
-def check_weights(made: Loaded) -> None:
+def check_weights(made: Checkpoint) -> None:
     """LoadingFailed where states depend on weights that the checkpoint has not."""
 
     @torch.inference_mode()
@@ -67,8 +62,7 @@ def check_weights(made: Loaded) -> None:
         return hidden.float().cpu().numpy().tobytes()
 
     if missing_weights.matter(made.model, made.lacking, states):
-        shown = missing_weights.shown(made.lacking)
-        raise LoadingFailed(f"its checkpoint has no weights for {shown}")
+        raise LoadingFailed(missing_weights.shown(made.lacking))
 
 
 def trained_sizes(config: Any) -> Sequence[int] | None:
@@ -80,20 +74,17 @@ def trained_sizes(config: Any) -> Sequence[int] | None:
 
 def load_reranker(options: ScoringOptions) -> Reranker:
     """LoadingFailed if the model cannot be served."""
-    name = options.model
-    log.info("loading rerank model=%s", name)
-    with loading(f"the rerank model {name!r} could not be loaded"):
+    with loading(options.model, "reranking"):
         made = load_checkpoint(options, reranker_class)
         decides = decides_by_tokens(made.model.config)
         return decider(made) if decides else cross_encoder(made)
 
 
-def cross_encoder(made: Loaded) -> Reranker:
+def cross_encoder(made: Checkpoint) -> Reranker:
     if (labels := made.model.config.num_labels) != 1:
         raise LoadingFailed(f"it has {labels} labels; a reranker has one")
     if made.lacking:
-        shown = missing_weights.shown(made.lacking)
-        raise LoadingFailed(f"its checkpoint has no weights for {shown}")
+        raise LoadingFailed(missing_weights.shown(made.lacking))
     reader, rows = made.reader, made.rows(made.model, LOGITS)
     chosen = made.files.activation or own_activation(made.model)
     info = made.info("text-classification", rows)
@@ -108,7 +99,7 @@ def own_activation(model: PreTrainedModel) -> nn.Module | None:
     return activation(path) if path else None
 
 
-def decider(made: Loaded) -> Reranker:
+def decider(made: Checkpoint) -> Reranker:
     """A decoder that says yes or no."""
     model, reader = made.model, made.reader
     check_generates(model, made.lacking)
@@ -126,7 +117,7 @@ def decider(made: Loaded) -> Reranker:
     body: Any = model.base_model  # typed as any module
     rows = made.rows(body, STATES)
     info, activation = made.info("yes-no", rows), made.files.activation
-    reranker = Reranker(rows, of_answer(direction), reader, asking(reader), activation, info)
+    reranker = Reranker(rows, of_answer(direction), reader, QuestionPairs(reader), activation, info)
     [[score]] = reranker.forward([[probe]])
     if not (score - expected).abs() <= TOLERANCE[model.dtype] * logits.abs().max():
         raise LoadingFailed("its answers are more than its last state times its output weights")

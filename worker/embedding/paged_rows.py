@@ -59,10 +59,10 @@ class PagedRows:
 
     @torch.inference_mode()
     def run(self, rows: abc.Sequence[Row], reduce: Reduce) -> None:
-        """A step for these rows; nobody waits for others that were under way. `reduce` makes of the
-        states [tokens, H] of a row that has got through what is kept of it. After a step that
-        raised, its rows are run to their ends, in parts as the caller likes: so it is found out
-        which of them is to blame, though the step may be far from its beginning."""
+        """One step for `rows`, some of them under way; others that were are dropped, as nobody
+        waits for them. `reduce` makes a row's result of its states [tokens, H], once it has got
+        through. After a step that raised, its rows are run to their ends, in parts as the caller
+        likes: so it is found out which of them is to blame."""
         try:
             self._take(rows)
             while self._step(reduce) and any(row.doubted for row in self._under_way):
@@ -88,7 +88,7 @@ class PagedRows:
         for row in [row for row in self._under_way if row not in wanted]:
             self._scheduler.remove(self._under_way.pop(row))
         for row in rows:
-            if row.made is None and row not in self._under_way:
+            if row.result is None and row not in self._under_way:
                 new = Sequence(row.ids, row, max_tokens=0, root=row.root)
                 self._under_way[row] = new
                 self._scheduler.add(new)
@@ -108,7 +108,7 @@ class PagedRows:
         row, table = chunk.sequence.output, chunk.sequence.table
         assert table is not None
         slots = slots_of(table.blocks, 0, len(row.ids)).to(self.device)
-        row.made = reduce(self._states[slots], row)
+        row.result = reduce(self._states[slots], row)
         self._scheduler.remove(self._under_way.pop(row))
 
 
@@ -129,10 +129,10 @@ def paged_rows(language: LanguageModel, limit: int, compile: str, max_running: i
             raise CannotRun(f"there is no room for keys and values of {limit} tokens")
 
     try:
-        check = PagingCheck(language)
+        check = PagingCheck(language, check_room)
     except Exception as error:  # as encoders refuse what decoders are given
         raise CannotRun(f"it is not called like a decoder: {first_line(error)[:200]}") from error
-    check.page(check_room)
+    check.page()
     language.lay_out("none", check.compare)
     blocks = cache_blocks(language, None, limit + CACHED)
     runner = PagedRunner(language, blocks, limit, max_running=0)

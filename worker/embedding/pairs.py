@@ -3,8 +3,7 @@
     cross-encoders   both texts between the tokenizer's own tokens
     decoders         both in a question that is answered by yes or no
 
-A text is tokenized once, also where its document is cut; only the checkpoint's own template may
-take another look at what is left of it. A query is never cut.
+A document is tokenized once, also where it is cut. A query is never cut.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,17 +16,15 @@ from worker.text.control_tokens import ControlTokens
 
 CUT = Truncation(cuts=True)
 WHOLE = Truncation()
-# What Qwen3-Reranker was trained on; of its model card.
-SYSTEM = (
-    "Judge whether the Document meets the requirements based on the Query and the Instruct "
-    'provided. Note that the answer can only be "yes" or "no".'
+# What Qwen3-Reranker was trained on; of its model card. Jinja drops a last newline.
+QUESTION = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n<Instruct>: {{ messages[0].content if messages | length > 2 else "
+    "'Given a web search query, retrieve relevant passages that answer the query' }}\n"
+    "<Query>: {{ messages[-2].content }}\n<Document>: {{ messages[-1].content }}<|im_end|>\n"
+    "<|im_start|>assistant\n<think>\n\n</think>{{ '\\n\\n' }}"
 )
-INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-BEFORE = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n"
-AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-
-# A cut text may make more tokens than were kept of it: it is cut again, by so many more.
-MARGINS = (0, 4, 64)
 
 Paths = tuple[str, str]  # what errors about a query and a document name
 Pairs = Callable[[PairsInput], list[Row]]
@@ -104,74 +101,49 @@ class TextPairs:
 
 
 class QuestionPairs:
-    """In Qwen3-Reranker's words, of which the document is the last."""
+    """In a question: in the checkpoint's own template, if that knows queries and documents, else in
+    Qwen3-Reranker's words. Which tokens of it are the document's is seen in two questions that
+    differ in nothing else."""
 
     def __init__(self, reader: TextReader) -> None:
         self.reader = reader
         self.control = ControlTokens(reader.tokenizer, reader.encode_all)
-        self.before = reader.encode(BEFORE, add_special_tokens=False)
-        self.after = reader.encode(AFTER, add_special_tokens=False)
+        own = reader.tokenizer.chat_template
+        knows = isinstance(own, str) and "query" in own and "document" in own
+        self.template = own if knows else QUESTION
 
     def __call__(self, payload: PairsInput) -> list[Row]:
         queries, documents = bounded(self.reader, payload)
-        task = payload.instruction or INSTRUCTION
-        told = {query: f"<Instruct>: {task}\n<Query>: {query}\n<Document>: " for query in queries}
-        lengths = {query: len(self.control.plain_ids(text)) for query, text in told.items()}
+        told = payload.instruction
+        around = {each: self._around(told, each) for each in dict.fromkeys(queries)}
         rows = []
         for query, document, paths in zip(queries, documents, payload.paths, strict=True):
-            ids, before = self.control.plain_ids(told[query] + document), lengths[query]
-            around = len(self.before) + before + len(self.after)
-            most = kept(payload, len(ids) - before, around, self.reader.limit, paths)
-            rows.append(Row([*self.before, *ids[: before + most], *self.after]))
-            self.reader.checked(rows[-1].ids, paths[1])
+            ids, (before, after) = self._ids(told, query, document), around[query]
+            tokens = len(ids) - before - after
+            most = kept(payload, tokens, before + after, self.reader.limit, paths)
+            if most < tokens:
+                ids = ids[: before + most] + ids[len(ids) - after :]
+            rows.append(Row(self.reader.checked(ids, paths[1])))
         return rows
 
+    def _around(self, told: str | None, query: str) -> tuple[int, int]:
+        """How many tokens stand before a document, and how many after it."""
+        one, other = (self._ids(told, query, document) for document in ("a", "b"))
+        return _alike(one, other), _alike(one[::-1], other[::-1])
 
-class TemplatePairs:
-    """In the checkpoint's own template, which knows queries and documents."""
-
-    def __init__(self, reader: TextReader) -> None:
-        self.reader = reader
-        self.control = ControlTokens(reader.tokenizer, reader.encode_all)
-
-    def __call__(self, payload: PairsInput) -> list[Row]:
-        queries, documents = bounded(self.reader, payload)
-        around = {each: len(self._ids(each, "", payload)) for each in dict.fromkeys(queries)}
-        made = self.reader.tokenize(
-            documents, add_special_tokens=False, return_offsets_mapping=True
-        )
-        ends = [[end for _, end in each] for each in made["offset_mapping"]]
-        rows = []
-        for n, (query, paths) in enumerate(zip(queries, payload.paths, strict=True)):
-            most = kept(payload, len(ends[n]), around[query], self.reader.limit, paths)
-            rows.append(Row(self._fitting(payload, query, documents[n], ends[n][:most])))
-            self.reader.checked(rows[-1].ids, paths[1])
-        return rows
-
-    def _fitting(
-        self, payload: PairsInput, query: str, document: str, ends: Sequence[int]
-    ) -> list[int]:
-        """Of a document up to the last of its tokens' `ends`, or some before that."""
-        for margin in MARGINS:
-            at = max(0, len(ends) - 1 - margin)
-            ids = self._ids(query, document[: ends[at]] if ends else "", payload)
-            if len(ids) <= self.reader.limit:
-                break
-        return ids
-
-    def _ids(self, query: str, document: str, payload: PairsInput) -> list[int]:
-        told = payload.instruction
+    def _ids(self, told: str | None, query: str, document: str) -> list[int]:
         messages = [{"role": "system", "content": told}] if told else []
         messages += [{"role": "query", "content": query}, {"role": "document", "content": document}]
         key = self.control.new_key()
         text = self.reader.tokenizer.apply_chat_template(
-            self.control.hidden(messages, key), tokenize=False, add_generation_prompt=True
+            self.control.hidden(messages, key),
+            chat_template=self.template,
+            tokenize=False,
+            add_generation_prompt=True,
         )
         return self.control.ids(text, key)
 
 
-def asking(reader: TextReader) -> Pairs:
-    """The checkpoint's own template, if that knows queries and documents; else Qwen3-Reranker's."""
-    template = reader.tokenizer.chat_template
-    knows = isinstance(template, str) and "query" in template and "document" in template
-    return TemplatePairs(reader) if knows else QuestionPairs(reader)
+def _alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))

@@ -51,7 +51,7 @@ class Reranker(Scorer):
 
 
 def of_label(logits: Tensor, row: Row) -> Tensor:
-    """The only one."""
+    """A cross-encoder has one label: its logit."""
     return logits[0].float()
 
 

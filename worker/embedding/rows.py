@@ -9,11 +9,11 @@ run in chunks, on blocks of memory, are paged_rows.py's.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from worker.embedding.texts import Row
@@ -25,8 +25,9 @@ from worker.model.self_check import (
     random_prompts,
 )
 from worker.pipeline.last_layer import find_join
-from worker.pipeline.load import Batching, choose_batching
+from worker.pipeline.load import choose_batching, padded
 from worker.pipeline.packed_attention import Packing
+from worker.protocol import Batching
 
 STATES, LOGITS = "last_hidden_state", "logits"
 # From a row's states [tokens, H], or its logits [labels], to what is kept of them.
@@ -64,11 +65,11 @@ class RowModel:
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row], reduce: Reduce) -> None:
-        """All of them at once."""
+        """Each row's result, from one forward of all."""
         made = self(rows)
         parts = made.unbind() if self.by_text else torch.split(made, [len(row.ids) for row in rows])
         for row, part in zip(rows, parts, strict=True):
-            row.made = reduce(part, row)
+            row.result = reduce(part, row)
 
     @torch.inference_mode()
     def __call__(self, rows: Sequence[Row]) -> Tensor:
@@ -99,50 +100,36 @@ class RowModel:
 
     def _side_by_side(self, rows: Sequence[Row]) -> Tensor:
         counts = [len(row.ids) for row in rows]
-        inputs = {"input_ids": self._padded([row.ids for row in rows], self._padding_id)}
+        batch = {"input_ids": [row.ids for row in rows]}
         if rows[0].types is not None:
-            inputs["token_type_ids"] = self._padded([row.types or [] for row in rows], 0)
-        if "attention_mask" in self.tokenizer.model_input_names:
-            inputs["attention_mask"] = self._padded([[1] * n for n in counts], 0)
-        if self.packing is None:
+            batch["token_type_ids"] = [row.types or [] for row in rows]
+        inputs = padded(self.tokenizer, batch).to(self.device)
+        with self.packing.batch(counts, max(counts)) if self.packing else nullcontext():
             made: Tensor = self.model(**inputs)[self.wanted]
-        else:
-            with self.packing.batch(counts, max(counts)):
-                made = self.model(**inputs)[self.wanted]
         if self.by_text:
             return made
         return torch.cat([states[:n] for states, n in zip(made, counts, strict=True)])
 
-    @property
-    def _padding_id(self) -> int:
-        padding = self.tokenizer.pad_token_id
-        return padding if isinstance(padding, int) else 0
-
-    def _padded(self, rows: Sequence[Sequence[int]], padding: int) -> Tensor:
-        tensors = [torch.tensor(row) for row in rows]
-        return pad_sequence(tensors, batch_first=True, padding_value=padding).to(self.device)
-
     def _runs_as_row(self, first: int) -> bool:
-        """Whether one row gives what each text gives alone; in place if so."""
+        """Whether one row gives what each text gives alone, of two near in length and a short one;
+        in place if so."""
+        longest = length_beyond_windows(self.model.config, self.limit)
+        counts = [min(3, longest), longest, longest - longest // 8]
+        rows = [Row(ids) for ids in random_prompts(self.model, self.tokenizer, counts)]
         try:
-            alone = self._alone()
-            self.packing, self.first_position = Packing(self.model), first
-            detach = self.packing.attach()
+            with ExitStack() as undo:
+                reference = self(rows)  # as it is: single
+                self.packing, self.first_position = Packing(self.model), first
+                undo.callback(self.packing.attach())
+                compare(self(rows), reference, TOLERANCE[reference.dtype])
+                if self.packing.calls != len(self.packing.layers):
+                    raise CannotRun("its layers do not call a registered attention function")
+                undo.pop_all()
         except Exception:  # as each model class refuses; choose_batching says why
             self.packing = self.first_position = None
             return False
-        reference = torch.cat([state for _, state in alone])
-        try:
-            got = self([row for row, _ in alone])
-            compare(got, reference, TOLERANCE[reference.dtype])
-            if self.packing.calls != len(self.packing.layers):
-                raise CannotRun("its layers do not call a registered attention function")
-        except Exception:
-            detach()
-            self.packing = self.first_position = None
-            return False
         if self.by_text:
-            self._end_early([row for row, _ in alone], reference)
+            self._end_early(rows, reference)
         return True
 
     def _end_early(self, rows: Sequence[Row], reference: Tensor) -> None:
@@ -156,15 +143,3 @@ class RowModel:
             compare(self(rows), reference, TOLERANCE[reference.dtype])
         except Exception:  # as the rest of its last layer refuses
             undo()
-
-    @torch.inference_mode()
-    def _alone(self) -> list[tuple[Row, Tensor]]:
-        """Random rows, two near in length and a short one, and what the model makes of each."""
-        longest = length_beyond_windows(self.model.config, self.limit)
-        counts = [min(3, longest), longest, longest - longest // 8]
-        rows = [Row(ids) for ids in random_prompts(self.model, self.tokenizer, counts)]
-        inputs = (torch.tensor([row.ids], device=self.device) for row in rows)
-        made = [self.model(input_ids=ids)[self.wanted] for ids in inputs]
-        return [
-            (row, each if self.by_text else each[0]) for row, each in zip(rows, made, strict=True)
-        ]

@@ -52,16 +52,16 @@ class Scorer(ABC):
     def forward(self, prepared: list[Any]) -> list[Any]:
         """Tensors [rows, …] of the items' rows."""
         self.rows.run([row for each in prepared for row in each], self.reduce)
-        ended = [all(row.made is not None for row in each) for each in prepared]
+        ended = [all(row.result is not None for row in each) for each in prepared]
         through = [each for each, has_ended in zip(prepared, ended, strict=True) if has_ended]
         if not through:
             return [UNFINISHED] * len(prepared)
-        made = self.head_of(torch.stack([row.made for each in through for row in each])).cpu()
+        made = self.head_of(torch.stack([row.result for each in through for row in each])).cpu()
         parts = iter(torch.split(made, [len(each) for each in through]))
         return [next(parts) if has_ended else UNFINISHED for has_ended in ended]
 
     def head_of(self, kept: Tensor) -> Tensor:
-        """What becomes of all that is kept, side by side."""
+        """Of what is kept of each row [rows, …], what its answer is written from."""
         return kept
 
     @abstractmethod
@@ -71,7 +71,7 @@ class Scorer(ABC):
         self.answer(self.smallest)
 
     def answer(self, payload: Any) -> Any:
-        """All of it at once, whoever else is under way."""
+        """An input's answer, from as many forwards as that takes."""
         item = WorkItem(payload, float("inf"), 0.0)
         self.prepare(item)
         while (raw := self.forward([item.prepared])[0]) is UNFINISHED:

@@ -21,14 +21,15 @@ OFF = ("truncation", "padding", "verbose", "return_attention_mask", "return_toke
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A text's tokens, special ones included, and at last what is kept of their states."""
+    """A text's tokens, special ones included, and at last the result: what is kept of their
+    states."""
 
     ids: list[int]
     types: list[int] | None = None  # which of a pair's texts each is of, where the model asks
     skip: int = 0  # how many at the start are a prompt that is not pooled
     root: bytes = ROOT  # it shares its beginning with those of the same root alone
     doubted: bool = False  # a step that it was in has failed
-    made: Any = None
+    result: Any = None
 
 
 class TextReader:
@@ -82,7 +83,8 @@ class TextReader:
         return text[-most:] if truncation.left else text[:most]
 
     def most(self, count: int, path: str, truncation: Truncation) -> int | None:
-        """How many of so many tokens are kept; None: all."""
+        """How many of a text's `count` tokens are kept; None: all. InvalidInput where it is too
+        long and is not to be cut."""
         most = min(self.limit, truncation.tokens or self.limit)
         if count <= most:
             return None

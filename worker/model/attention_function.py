@@ -98,10 +98,10 @@ def attention_function(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' attention interface: [1, heads, T, size] in, [1, T, heads, size] out."""
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    looks = (module.layer_idx, scale, sliding_window or 0, softcap or 0.0)
+    options = (module.layer_idx, scale, sliding_window or 0, softcap or 0.0)
     if torch.compiler.is_compiling():
-        return torch.ops.onequeue.paged_attention(query, key, value, s_aux, *looks), None
-    return attend(query, key, value, s_aux, *looks), None
+        return torch.ops.onequeue.paged_attention(query, key, value, s_aux, *options), None
+    return attend(query, key, value, s_aux, *options), None
 
 
 # No function that makes its mask is registered: for such, transformers makes none, and does not

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -130,16 +129,14 @@ class LanguageModel:
 def load_language_model(options: GeneratorOptions) -> LanguageModel:
     """LoadingFailed names the model and says why."""
     name = options.model
-    log.info("loading chat model=%s", name)
-    with loading(f"the chat model {name!r} could not be loaded"):
+    with loading(name, "chat"):
         path = local_path(name, DEMO_FOLDER)
-        model, lacking = load_checkpoint(options, path, kind_of)
+        model, tokenizer, lacking = load_checkpoint(options, path, kind_of)
         if model.device.type == "cuda":
             torch.cuda.set_device(model.device)  # where this thread's kernels and graphs go
         sees = kind_of(model.config) is AutoModelForImageTextToText
         with explicit_masks(model.get_decoder()) if sees else nullcontext():
             check_generates(model, lacking)
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     return LanguageModel(name, model, tokenizer, path, sees)
 
 
@@ -161,7 +158,7 @@ def check_generates(model: PreTrainedModel, lacking: dict[str, str]) -> None:
 
     one, other = logits(0)[:-1], logits(8)[:-1]
     if missing_weights.matter(model, lacking, lambda: logits(0).cpu().numpy().tobytes()):
-        why = f"its checkpoint has no weights for {missing_weights.shown(lacking)}"
+        why = missing_weights.shown(lacking)
     elif (one - other).abs().max() > TOLERANCE[model.dtype] * one.abs().max():
         why = "its tokens depend on those that follow"
     else:

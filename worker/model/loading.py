@@ -1,5 +1,5 @@
-"""From settings to a model with its weights in place, on the worker thread: what pipelines and
-language models (language_model.py) have in common, and the loading of pipelines.
+"""From settings to a model with its weights in place, on the worker thread: what all kinds of
+models have in common.
 """
 
 import logging
@@ -8,23 +8,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, pipeline
+from transformers import AutoConfig, AutoTokenizer
 
 from batching.errors import OnequeueError
-from worker.architectures import DEMO_TASK, is_path, reason
+from worker.architectures import is_path, reason
 from worker.model import missing_weights
 from worker.protocol import Batching, ModelInfo
-from worker.tasks import resolve_task
 
 log = logging.getLogger("onequeue.loading")
 
-DEMO_FOLDER = Path(__file__).parent.parent / "demo" / "fill-mask"
 GB = 1e9
 # Bytes of a checkpoint's numbers that DTYPE changes.
 STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -48,19 +46,11 @@ class ModelOptions:
     attention: str = "auto"  # auto, or a name transformers knows
 
 
-@dataclass(frozen=True, slots=True)
-class LoadOptions(ModelOptions):
-    _: KW_ONLY
-    task: str
-    compile: str = "auto"  # auto, on, off
-    max_image_mp: float = 64.0
-
-
 def load_checkpoint(
     options: ModelOptions, path: str, choose: Callable[[Any], Any]
-) -> tuple[Any, dict[str, str]]:
+) -> tuple[Any, Any, dict[str, str]]:
     """A model on its device, by one of transformers' auto classes, which `choose` knows from the
-    configuration; and the names of the weights that its checkpoint lacks."""
+    configuration; its tokenizer; and the names of the weights that its checkpoint lacks."""
     device = choose_device(options.device)
     check_fits(path, options.dtype, device)
     auto = choose(AutoConfig.from_pretrained(path, trust_remote_code=False))
@@ -72,7 +62,8 @@ def load_checkpoint(
         trust_remote_code=False,
         **attention_keywords(options.attention),
     )
-    return model.to(device).eval(), missing_weights.names_of(info)
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    return model.to(device).eval(), tokenizer, missing_weights.names_of(info)
 
 
 def model_info(task: str, name: str, model: Any, batching: Batching, why: str = "") -> ModelInfo:
@@ -93,37 +84,17 @@ def worth_compiling(setting: str, parameters: int) -> bool:
     return setting == "on" or (setting == "auto" and parameters >= WORTH_COMPILING)
 
 
-def load_pipeline(options: LoadOptions) -> tuple[Pipe, dict[str, str]]:
-    """The pipeline, and the names of the weights that its checkpoint lacks."""
-    task = resolve_task(options.task)
-    if options.model == "demo" and task != DEMO_TASK:
-        raise LoadingFailed(f"PIPELINE_MODEL=demo serves {DEMO_TASK} only: name a model for {task}")
-    log.info("loading task=%s model=%s", task, options.model)
-    make: Any = pipeline  # overloaded by literal task
-    with loading(f"the model {options.model!r} could not be loaded for {task}"):
-        path = local_path(options.model, DEMO_FOLDER)
-        device = choose_device(options.device)
-        with missing_weights.recorded() as lacking:
-            pipe = make(
-                task,
-                model=path,
-                device=device,
-                dtype=choose_dtype(options.dtype, path, device),
-                trust_remote_code=False,  # unset, a terminal would be asked
-                model_kwargs=attention_keywords(options.attention),
-            )
-    pipe.model.eval()
-    return pipe, lacking.get(id(pipe.model), {})
-
-
 @contextmanager
-def loading(failed: str) -> Iterator[None]:
-    """LoadingFailed, `failed` and why, for whatever is raised inside; else the log has the time."""
+def loading(name: str, use: str) -> Iterator[None]:
+    """LoadingFailed, with the model's name and what it is for, for whatever is raised inside; else
+    the log has the time."""
+    log.info("loading for=%s model=%s", use, name)
     started = time.monotonic()
     try:
         yield
     except Exception as error:
-        raise LoadingFailed(f"{failed}: {reason(error)}") from error
+        why = reason(error)
+        raise LoadingFailed(f"the model {name!r} could not be loaded for {use}: {why}") from error
     log.info("loaded seconds=%.1f", time.monotonic() - started)
 
 

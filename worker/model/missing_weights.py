@@ -88,6 +88,7 @@ def _seeded(answer: Callable[[], bytes]) -> bytes:
 
 
 def shown(names: dict[str, str]) -> str:
+    """What a message says of them."""
     first = list(names.values())[:SHOWN]
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(first) + more
+    return f"its checkpoint has no weights for {', '.join(first)}{more}"

@@ -52,14 +52,9 @@ def load_paged_runner(
 ) -> PagedRunner:
     """CannotRun, and the model is as it was; LoadingFailed if there is no room for a cache. `also`:
     what else is to be checked once its layers attend over one."""
-    check = PagingCheck(language)
-    check.page(also)
-
-    def recheck() -> None:
-        check.compare()
-        also()
-
-    language.lay_out(options.quantization, recheck)
+    check = PagingCheck(language, also)
+    check.page()
+    language.lay_out(options.quantization, check.compare)
     wanted = min(options.max_model_len or language.context, language.context)
     blocks = cache_blocks(language, options.kv_cache_gb, options.max_running * wanted)
     max_model_len = min(wanted, blocks * BLOCK)
@@ -99,10 +94,12 @@ class NarrowMetadata(AttentionMetadata):
 
 
 class PagingCheck:
-    """Random prompts, and the reference: transformers' logits [L, V] of each."""
+    """Random prompts, and the reference: transformers' logits [L, V] of each. `also` raises for
+    what else speaks against running paged."""
 
-    def __init__(self, language: LanguageModel) -> None:
+    def __init__(self, language: LanguageModel, also: Callable[[], None] = lambda: None) -> None:
         self.language = language
+        self.also = also
         self.model = language.model
         limit = language.context - 2
         longest = length_beyond_windows(language.config, limit, SHORTEST + BLOCK)
@@ -112,7 +109,7 @@ class PagingCheck:
             self.reference = [self._reference(prompt) for prompt in self.prompts]
             self.narrow_reference = self._narrow_reference()
 
-    def page(self, also: Callable[[], None] = lambda: None) -> None:
+    def page(self) -> None:
         """Have the layers attend over a paged cache; CannotRun if they don't, or not rightly."""
         decoder = self.language.decoder
         before = decoder.config._attn_implementation
@@ -122,7 +119,6 @@ class PagingCheck:
             self.compare()
             if self.narrow_reference is not None:
                 self._compare_narrow(self.narrow_reference)
-            also()
         except Exception as error:
             decoder.set_attn_implementation(before)
             if isinstance(error, CannotRun):
@@ -201,6 +197,7 @@ class PagingCheck:
         batch = Batch(spans, [self.prompts[1][last], self.prompts[0][0]], range(2))
         logits = run(self.model, batch, AttentionMetadata(cache, batch))
         self.language.compare(logits[:1], self.reference[1][last:])
+        self.also()
 
     def _compare_narrow(self, narrow: Tensor) -> None:
         try:

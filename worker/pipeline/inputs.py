@@ -208,36 +208,33 @@ def to_frame(columns: dict[str, list[Any]]) -> Any:
 
 def warm_up_input(task: str, pipe: Pipe) -> tuple[Any, dict[str, Any]]:
     """The smallest sound inputs, and parameters, as a client would send them."""
+    known, labels = TASKS[task], ["one", "two"]
+    parameters: dict[str, Any] = {"candidate_labels": labels} if known.required else {}
+    if task in ("text-generation", "image-text-to-text"):
+        parameters["max_new_tokens"] = 2
+    if known.kind == "audio":
+        return _wav(pipe.feature_extractor.sampling_rate), parameters
+    if known.kind == "text":
+        return f"hello {pipe.tokenizer.mask_token}" if task == "fill-mask" else "hello", parameters
     png = io.BytesIO()
     Image.new("RGB", (64, 64), (120, 130, 140)).save(png, format="PNG")
+    if known.kind == "image":
+        return png.getvalue(), parameters
     image = base64.b64encode(png.getvalue()).decode()
-    labels = {"candidate_labels": ["one", "two"]}
-    match task:
-        case "fill-mask":
-            return f"hello {pipe.tokenizer.mask_token}", {}
-        case "text-generation":
-            return "hello", {"max_new_tokens": 2}
-        case "table-question-answering":
-            return {"table": {"name": ["one"], "count": ["1"]}, "query": "how many?"}, {}
-        case "document-question-answering":
-            boxes = [["one", [0, 0, 100, 100]], ["two", [100, 0, 200, 100]]]
-            return {"image": image, "question": "what?", "word_boxes": boxes}, {}
-        case "keypoint-matching":
-            return {"images": [image, image]}, {}
-        case "decision":
-            return {"state": "hello", "questions": {"one": {"type": "noul"}}}, {}
-        case "zero-shot-object-detection":
-            return {"image": image, **labels}, {}
-        case "image-text-to-text":
-            token = getattr(pipe.processor, "image_token", "")
-            return {"images": image, "text": f"{token} hello"}, {"max_new_tokens": 1}
-    parameters = labels if TASKS[task].required else {}
-    match TASKS[task].kind:
-        case "image":
-            return png.getvalue(), parameters
-        case "audio":
-            return _wav(pipe.feature_extractor.sampling_rate), parameters
-    return "hello", parameters
+    samples = {
+        "candidate_labels": labels,
+        "image": image,
+        "images": [image, image] if task == "keypoint-matching" else image,
+        "query": "how many?",
+        "question": "what?",
+        "questions": {"one": {"type": "noul"}},
+        "state": "hello",
+        "table": {"name": ["one"], "count": ["1"]},
+        "text": f"{getattr(pipe.processor, 'image_token', '')} hello",
+        "word_boxes": [["one", [0, 0, 100, 100]], ["two", [100, 0, 200, 100]]],
+    }
+    keys = (*known.json_keys, *OPTIONAL_KEYS.get(task, ()))
+    return {key: samples[key] for key in keys}, parameters
 
 
 def _wav(sampling_rate: int) -> bytes:

@@ -6,24 +6,29 @@ padded on the left before generation. What differs is not used; the reason is lo
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, pipeline
 
-from worker.architectures import advice, made_for
+from worker.architectures import DEMO_TASK, advice, made_for
 from worker.decode_budget import DecodeBudget
 from worker.model import cpu_linear, missing_weights
 from worker.model.loading import (
     LoadingFailed,
-    LoadOptions,
+    ModelOptions,
     Pipe,
+    attention_keywords,
+    choose_device,
+    choose_dtype,
     free_bytes,
-    load_pipeline,
+    loading,
+    local_path,
+    model_info,
     worth_compiling,
 )
 from worker.model.self_check import (
@@ -39,36 +44,58 @@ from worker.pipeline.limits import context_limit, vocabulary
 from worker.pipeline.media import to_json
 from worker.pipeline.packed_attention import Packing
 from worker.pipeline.runner import PipelineRunner, split_rows
-from worker.protocol import ModelInfo, PipelineInput
-from worker.tasks import TASKS, resolve_task
+from worker.protocol import Batching, PipelineInput
+from worker.tasks import TASKS
 
-Batching = Literal["packed", "padded", "same shape", "single"]
+DEMO_FOLDER = Path(__file__).parent.parent / "demo" / "fill-mask"
 
 
-def load_runner(options: LoadOptions, max_rows: int) -> PipelineRunner:
+@dataclass(frozen=True, slots=True)
+class PipelineOptions(ModelOptions):
+    _: KW_ONLY
+    task: str
+    compile: str = "auto"  # auto, on, off
+    max_image_mp: float = 64.0
+
+
+def load_pipeline(options: PipelineOptions) -> tuple[Pipe, dict[str, str]]:
+    """The pipeline, and the names of the weights that its checkpoint lacks."""
+    task = options.task
+    if options.model == "demo" and task != DEMO_TASK:
+        raise LoadingFailed(f"PIPELINE_MODEL=demo serves {DEMO_TASK} only: name a model for {task}")
+    make: Any = pipeline  # overloaded by literal task
+    with loading(options.model, task), missing_weights.recorded() as lacking:
+        path = local_path(options.model, DEMO_FOLDER)
+        device = choose_device(options.device)
+        pipe = make(
+            task,
+            model=path,
+            device=device,
+            dtype=choose_dtype(options.dtype, path, device),
+            trust_remote_code=False,  # unset, a terminal would be asked
+            model_kwargs=attention_keywords(options.attention),
+        )
+    pipe.model.eval()
+    return pipe, lacking.get(id(pipe.model), {})
+
+
+def load_runner(options: PipelineOptions, max_rows: int) -> PipelineRunner:
     """Raises LoadingFailed if the model is not there, or was not made for the task."""
+    task = options.task
     pipe, lacking = load_pipeline(options)
-    task = resolve_task(options.task)
     if missing_weights.matter(pipe.model, lacking, partial(_warm_up_answer, pipe, task)):
         config = pipe.model.config.to_dict()
         advised = "" if task in made_for(config) else f"; {advice(config)}"
         raise LoadingFailed(
-            f"the model {options.model!r} was not made for {task}: its checkpoint has no weights "
-            f"for {missing_weights.shown(lacking)}{advised}"
+            f"the model {options.model!r} was not made for {task}: "
+            f"{missing_weights.shown(lacking)}{advised}"
         )
     if pipe.tokenizer is not None and TASKS[task].kind == "text":
         pipe.tokenizer.padding_side = "left" if task == "text-generation" else "right"
     batching, why, packing = choose_batching(task, pipe)
-    info = ModelInfo(
-        task=task,
-        model=options.model,
-        device=str(pipe.device),
-        dtype=str(pipe.dtype).removeprefix("torch."),
-        parameters=sum(p.numel() for p in pipe.model.parameters()),
-        batching=batching,
-        why=why,
-        mask=pipe.tokenizer.mask_token if task == "fill-mask" else "",
-    )
+    info = model_info(task, options.model, pipe.model, batching, why)
+    if task == "fill-mask":
+        info = replace(info, mask=pipe.tokenizer.mask_token)
     budget = DecodeBudget(int(options.max_image_mp * 1e6))
     runner = PipelineRunner(pipe, info, packing, budget, max_rows)
     on_cpu, dtype = pipe.device.type == "cpu", pipe.dtype
@@ -80,7 +107,8 @@ def load_runner(options: LoadOptions, max_rows: int) -> PipelineRunner:
 
 
 def _warm_up_answer(pipe: Pipe, task: str) -> bytes:
-    """What the pipeline says to the warm-up input; all that it finds, where it would choose."""
+    """The pipeline's answer to the warm-up input, as JSON; where it has a threshold, all that it
+    finds, as with random weights nothing may exceed it."""
     inputs, parameters = warm_up_input(task, pipe)
     if "threshold" in TASKS[task].parameters:
         parameters = {**parameters, "threshold": 0.0}
@@ -143,21 +171,26 @@ def random_rows(
 ) -> Rows:
     """Tokens are ordinary ones; each row ends in the token that ends texts, as some models
     look for it."""
-    texts = [torch.tensor(prompt) for prompt in random_prompts(model, tokenizer, counts)]
+    texts = random_prompts(model, tokenizer, counts)
     last = tokenizer.eos_token_id if tokenizer.sep_token_id is None else tokenizer.sep_token_id
     if isinstance(last, int) and not left:
         for text in texts:
             text[-1] = last
-    pad: Any = tokenizer.pad_token_id
-    side = "left" if left else "right"
-    ids = pad_sequence(texts, True, pad, side).to(model.device)
-    mask = pad_sequence([torch.ones_like(text) for text in texts], True, 0, side).to(model.device)
-    batch = {"input_ids": ids}
-    if "attention_mask" in tokenizer.model_input_names:
-        batch["attention_mask"] = mask
-    real = enumerate(mask.bool())
-    alone = [{name: value[row, at][None] for name, value in batch.items()} for row, at in real]
-    return Rows(batch, alone, counts)
+    batch = padded(tokenizer, {"input_ids": texts}, "left" if left else "right").to(model.device)
+    starts = [max(counts) - n if left else 0 for n in counts]
+    alone = [
+        {name: value[row : row + 1, start : start + n] for name, value in batch.items()}
+        for row, (start, n) in enumerate(zip(starts, counts, strict=True))
+    ]
+    return Rows(dict(batch), alone, counts)
+
+
+def padded(
+    tokenizer: PreTrainedTokenizerBase, batch: dict[str, list[list[int]]], side: str = "right"
+) -> Any:
+    """Token ids of texts, and what goes with each, as tensors [B, L] that the model takes."""
+    several = len(batch["input_ids"]) > 1  # one alone needs no token to be padded with
+    return tokenizer.pad(batch, padding=several, padding_side=side, return_tensors="pt")
 
 
 def rows_beyond_windows(

@@ -14,7 +14,7 @@ from worker.model import cpu_linear, native_attention, tile_linear
 from worker.model.loading import first_line, free_bytes, worth_compiling
 from worker.model.self_check import SHORTEST, TOLERANCE, compare
 from worker.pipeline.packed_attention import (
-    Look,
+    Attention,
     Packing,
     attend_in_groups,
     attend_natively,
@@ -35,7 +35,7 @@ def begin(
     if cpu_linear.packs(model.dtype):
         cpu_linear.pack(model.base_model, free_bytes(model.device), run, shares=False)
     if packing and worth_compiling(compile, model.num_parameters()):
-        run()  # the packing sees how its layers look
+        run()  # the packing sees how its layers attend
         threading.Thread(target=_take, args=(packing,), name="compile", daemon=True).start()
 
 
@@ -44,8 +44,8 @@ def _take(packing: Packing) -> None:
     compute_alone()
     try:
         native_attention.load()
-        for look in list(packing.looks):
-            check(look, packing.model.dtype)
+        for kind in list(packing.kinds):
+            check(kind, packing.model.dtype)
     except Exception as error:
         log.warning("no native attention, torch's serves: %.300s", first_line(error))
     else:
@@ -55,16 +55,16 @@ def _take(packing: Packing) -> None:
 
 
 @torch.inference_mode()
-def check(look: Look, dtype: torch.dtype) -> None:
+def check(kind: Attention, dtype: torch.dtype) -> None:
     """CannotRun unless it gives what torch's attention gives for random rows beyond the window."""
-    counts = [3, 2 * look.window + SHORTEST, 17, 18]
+    counts = [3, 2 * kind.window + SHORTEST, 17, 18]
     plan = plan_batch(counts, max(counts), torch.device("cpu"), None)
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
-        torch.randn(1, heads, sum(counts), look.size, generator=generator).to(dtype)
-        for heads in (look.heads, look.key_heads, look.key_heads)
+        torch.randn(1, heads, sum(counts), kind.size, generator=generator).to(dtype)
+        for heads in (kind.heads, kind.key_heads, kind.key_heads)
     )
     reference, got = (
-        attend(query, key, value, plan, look) for attend in (attend_in_groups, attend_natively)
+        attend(query, key, value, plan, kind) for attend in (attend_in_groups, attend_natively)
     )
     compare(got, reference, TOLERANCE[dtype], "its sums differ")

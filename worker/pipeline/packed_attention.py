@@ -33,15 +33,13 @@ GROUP_SPREAD = 1.35
 class Group:
     """Sequences of similar length that share one attention call, padded to the longest."""
 
-    rows: Tensor  # [b * l] positions in the packed row; padding points at token 0
+    rows: Tensor  # [b, l] positions in the packed row; padding points at token 0
     real: Tensor | None  # [b, 1, 1, l] bool, True where a key is real; None: no padding
-    inverse: Tensor  # [t] which of the b * l places are real, in the order of `target`
-    target: Tensor  # [t] where those go in the packed row
-    shape: tuple[int, int]  # (b, l)
+    target: Tensor  # [b * l] where they go in the packed row; padding behind its end
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Attention:
     """How a layer attends. With a `window` a token sees window - 1 neighbours on each side."""
 
     heads: int
@@ -104,11 +102,10 @@ def _group(
     first = torch.tensor([starts[i] for i in members])
     column = torch.arange(width)
     real = column < sizes[:, None]  # [b, l]
-    rows = torch.where(real, first[:, None] + column, 0).flatten()
-    inverse = real.flatten().nonzero().squeeze(1)
+    places = first[:, None] + column
+    rows, target = (torch.where(real, places, end) for end in (0, starts[-1]))
     mask = None if real.all() else real[:, None, None, :].to(device)
-    shape = len(members), width
-    return Group(rows.to(device), mask, inverse.to(device), rows[inverse].to(device), shape)
+    return Group(rows.to(device), mask, target.flatten().to(device))
 
 
 class Packing:
@@ -119,7 +116,7 @@ class Packing:
         self.layers = find_layers(model)
         self.plan: Plan | None = None
         self.calls = 0
-        self.looks: set[Look] = set()  # of the layers that have attended
+        self.kinds: set[Attention] = set()  # of the layers that have attended
         self.native = False  # the native operation attends (native_packing.py)
         self.ends_early = False  # kept positions alone go through the rest of the last layer
 
@@ -127,8 +124,8 @@ class Packing:
     def batch(
         self, counts: Sequence[int], width: int | None, keep: Sequence[Sequence[int]] | None = None
     ) -> Iterator[None]:
-        """Run the model calls inside on right-padded rows of `counts`, packed. Without a width what
-        comes, and goes unless positions are kept, is one row [1, T]."""
+        """Model calls inside run packed: on right-padded rows [B, width] of `counts` tokens or,
+        without a width, on all in one row [1, T]. The head gets positions `keep` alone, [B, M]."""
         self.plan = plan_batch(counts, width, self.model.device, keep)
         self.calls = 0
         try:
@@ -240,43 +237,46 @@ def packed_attention(
     causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     heads, size = query.shape[1], query.shape[3]
     scale = size**-0.5 if scaling is None else float(scaling)
-    look = Look(heads, key.shape[1], size, scale, sliding_window or 0, causal)
-    packing.looks.add(look)
+    kind = Attention(heads, key.shape[1], size, scale, sliding_window or 0, causal)
+    packing.kinds.add(kind)
     attend = attend_natively if packing.native else attend_in_groups
-    return attend(query, key, value, plan, look), None
+    return attend(query, key, value, plan, kind), None
 
 
-def attend_natively(query: Tensor, key: Tensor, value: Tensor, plan: Plan, look: Look) -> Tensor:
+def attend_natively(
+    query: Tensor, key: Tensor, value: Tensor, plan: Plan, kind: Attention
+) -> Tensor:
     """By the operation that worker/model/native_attention.py loads."""
     attended: Tensor = torch.ops.onequeue.packed_attention(
-        query, key, value, plan.counts, look.scale, look.window, look.causal
+        query, key, value, plan.counts, kind.scale, kind.window, kind.causal
     )
     return attended
 
 
-def attend_in_groups(query: Tensor, key: Tensor, value: Tensor, plan: Plan, look: Look) -> Tensor:
+def attend_in_groups(
+    query: Tensor, key: Tensor, value: Tensor, plan: Plan, kind: Attention
+) -> Tensor:
     """By torch's function, sequences of similar length together."""
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [T, heads, D]
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = q.new_empty(len(q) + 1, *q.shape[1:])
     for group in plan.groups:
-        b, width = group.shape
-        parts = (t.index_select(0, group.rows).view(b, width, *t.shape[1:]) for t in (q, k, v))
+        (b, width), rows = group.rows.shape, group.rows.flatten()
+        parts = (t.index_select(0, rows).view(b, width, *t.shape[1:]) for t in (q, k, v))
         qg, kg, vg = (part.transpose(1, 2) for part in parts)  # [b, heads, l, D]
-        mask, is_masked_causal = group.real, look.causal and group.real is not None
-        if is_masked_causal or 0 < look.window <= width:
-            mask = _band(group, look.window, look.causal, q.device)
+        mask, is_masked_causal = group.real, kind.causal and group.real is not None
+        if is_masked_causal or 0 < kind.window <= width:
+            mask = _band(group, kind.window, kind.causal, q.device)
         attended = scaled_dot_product_attention(
-            qg, kg, vg, mask, is_causal=look.causal and mask is None, scale=look.scale,
-            enable_gqa=look.heads != look.key_heads,
+            qg, kg, vg, mask, is_causal=kind.causal and mask is None, scale=kind.scale,
+            enable_gqa=kind.heads != kind.key_heads,
         )  # fmt: skip
-        rows = attended.transpose(1, 2).reshape(b * width, *q.shape[1:])
-        out.index_copy_(0, group.target, rows.index_select(0, group.inverse))
-    return out.unsqueeze(0)
+        out.index_copy_(0, group.target, attended.transpose(1, 2).reshape(-1, *q.shape[1:]))
+    return out[None, :-1]
 
 
 def _band(group: Group, window: int, causal: bool, device: torch.device) -> Tensor:
     """[b or 1, 1, l, l] bool: which keys each query of a group may see."""
-    position = torch.arange(group.shape[1], device=device)
+    position = torch.arange(group.rows.shape[1], device=device)
     distance = position[:, None] - position  # query minus key
     seen = distance.abs() < (window or len(position))
     if causal:

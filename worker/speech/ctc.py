@@ -5,8 +5,7 @@ beyond is left to its neighbour, as transformers' pipeline does with `chunk_leng
 sent as far as its last whole word. One forward is all that a window needs.
 """
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from batching.errors import InvalidInput, ItemFailed
 from worker.speech.recording import Recording
+from worker.speech.work import Audio, Runner, Text
 from worker.transcription import Segment, TranscriptDelta, TranscriptionInput, Word
 
 CHUNK_S = 30.0
@@ -38,30 +38,17 @@ class Chunk:
     owner: Any = None  # the item that it is of
 
 
-class Chunks:
-    """Of one recording, read a chunk ahead in pool threads."""
+class Chunks(Audio):
+    """Of one recording, read a chunk ahead."""
 
     def __init__(self, extractor: Any, moment: int, recording: Recording) -> None:
         """`moment`: samples for which a letter is said."""
+        super().__init__(recording)
         self.extractor = extractor
-        self._recording = recording
-        self._reading = threading.Lock()
         self._kept: dict[int, Chunk] = {}
         samples = [int(round(s * recording.rate / moment) * moment) for s in (CHUNK_S, STRIDE_S)]
         self.length, self.stride = samples
         self.step = self.length - 2 * self.stride
-
-    @property
-    def seconds(self) -> float:
-        """The recording's, by its header until it has been read."""
-        return self._recording.seconds
-
-    def measure(self) -> bool:
-        self.read(0)
-        return True
-
-    def scan(self, wanted: Callable[[], bool]) -> None:
-        """Nothing has to be known of the whole."""
 
     def read(self, seek: int) -> None:
         with self._reading:
@@ -70,10 +57,6 @@ class Chunks:
                 if at not in kept and (at == seek or not kept[seek].last):
                     kept[at] = self._chunk(at)
             self._kept = kept
-
-    def close(self) -> None:
-        with self._reading:
-            self._recording.close()
 
     def chunk(self, seek: int) -> Chunk | None:
         """From sample `seek` on; None: it is not read yet."""
@@ -91,21 +74,18 @@ class Chunks:
         return Chunk(inputs, len(samples), left, right, last)
 
 
-class CtcText:
-    """What is said in one recording."""
+class CtcText(Text):
+    frames: Chunks
 
     def __init__(
         self, payload: TranscriptionInput, frames: Chunks, tokenizer: Any, moment_s: float
     ) -> None:
         """`moment_s`: seconds for which a letter is said."""
-        self.payload = payload
-        self.frames = frames
+        super().__init__(payload, frames)
         self.tokenizer = tokenizer
         self.moment_s = moment_s
         self.delimiter = getattr(tokenizer, "word_delimiter_token_id", None)
         check(payload, words=self.delimiter is not None)
-        self.seek = 0
-        self.ended = False
         self._segments = 0
         self._ids: list[int] = []  # that are no text yet
         self._probabilities: list[float] = []
@@ -114,9 +94,6 @@ class CtcText:
     def next(self) -> Chunk | None:
         return self.frames.chunk(self.seek)
 
-    def again(self, window: Chunk) -> bool:
-        return False
-
     def take(self, window: Chunk, times: None = None) -> list[TranscriptDelta]:
         total = len(window.said)
         left, right = (round(side / window.samples * total) for side in (window.left, window.right))
@@ -124,20 +101,15 @@ class CtcText:
         self._probabilities += window.probabilities[left : total - right]
         self.seek += self.frames.step
         self.ended = window.last
-        end = len(self._ids) if window.last else self._last_delimiter()
+        end = len(self._ids)
+        while end and not window.last and self._ids[end - 1] != self.delimiter:
+            end -= 1  # to the end of the last whole word
         delta = self._delta(end)
         self._moment += end
         del self._ids[:end], self._probabilities[:end]
         if delta is None and self.ended:
             delta = TranscriptDelta("", seconds=self.frames.seconds)
         return [delta] if delta else []
-
-    def _last_delimiter(self) -> int:
-        """How many ids there are up to the end of the last whole word."""
-        for at in range(len(self._ids) - 1, -1, -1):
-            if self._ids[at] == self.delimiter:
-                return at + 1
-        return 0
 
     def _delta(self, end: int) -> TranscriptDelta | None:
         """Of so many ids; None: they say nothing."""
@@ -187,25 +159,14 @@ def check(payload: TranscriptionInput, words: bool) -> None:
             raise InvalidInput.at(name, "the model has no notion of it (CTC)")
 
 
-class CtcRunner:
-    """On the worker's thread. Windows of one length run together."""
-
-    def __init__(self, model: Any, rows: int) -> None:
-        self.model = model
-        self.rows = rows
-        self.running: list[Chunk] = []
+class CtcRunner(Runner):
+    """Windows of one length run together, and all is said at once."""
 
     @torch.inference_mode()
     def begin(self, windows: Sequence[Chunk]) -> None:
         self.running += [window for window in windows if window not in self.running]
         for _, group in groupby(windows, lambda window: window.samples):
             self._run(list(group))
-
-    def prompt(self, windows: Sequence[Chunk]) -> None:
-        """Nothing is said again."""
-
-    def step(self, windows: Sequence[Chunk]) -> None:
-        """All was said at once."""
 
     def leave(self, window: Chunk) -> None:
         if window in self.running:

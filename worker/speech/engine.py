@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from batching.errors import DeviceLost, OnequeueError
@@ -78,12 +77,9 @@ class SpeechEngine:
         """Recordings are opened, and long ones read once, in threads of ours."""
         work: Work | None = item.prepared
         if work is None:
-            raise Pending(partial(self._begin_later, item))
+            raise Pending(lambda *then: self._openers.submit(self._begin, item, *then))
         if work.error:
             raise work.error
-
-    def _begin_later(self, item: WorkItem, wanted: Wanted, again: Again) -> None:
-        self._openers.submit(self._begin, item, wanted, again)
 
     def _begin(self, item: WorkItem, wanted: Wanted, again: Again) -> None:
         if not wanted():

@@ -6,7 +6,6 @@ Pool threads read, one at a time for each recording; the worker's thread looks a
 """
 
 import math
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from worker.speech.recording import Recording
+from worker.speech.work import Audio
 
 # Frames that are computed at once: 30 seconds.
 BLOCK = 3000
@@ -53,30 +53,25 @@ class LogMel:
         return (logarithms.maximum(most - 8.0) + 4.0) / 4.0
 
 
-class Frames:
+class Frames(Audio):
     """Frames of one recording: `total` of them, silence after a short one included, and the sound
-    lasts until `end`, or `seconds`. All known once it is measured."""
+    lasts until `end`. All known once it is measured, or a long one scanned."""
 
     def __init__(self, mel: LogMel, recording: Recording) -> None:
-        """InvalidInput from any method that reads the recording."""
+        super().__init__(recording)
         self.mel = mel
         self.total = self.end = 0
-        self.seconds = 0.0
-        self._recording = recording
-        self._reading = threading.Lock()
         self._loudest = torch.zeros(())
         self._kept = 0, torch.zeros(0, 0)  # the first frame that is there, and all of them
 
     # ── in pool threads ──
 
     def measure(self) -> bool:
-        """Whether it is short: then all is known now; if not, `scan`."""
         mel = self.mel
         length = mel.window * mel.hop
         samples = self._recording.window(0, length + 1)
         if len(samples) > length:
             return False
-        self.seconds = len(samples) / mel.rate
         self.total, self.end = mel.window, math.ceil(len(samples) / mel.hop)
         self._kept = 0, mel.whole(samples)
         self._recording.close()
@@ -91,7 +86,6 @@ class Frames:
             if made.numel():
                 self._loudest = self._loudest.maximum(made.max())
         self.end = self.total
-        self.seconds = self._recording.seconds
         if ended:
             self.read(0)
 
@@ -105,10 +99,6 @@ class Frames:
                 parts.append(self.mel.levelled(self._block(at)[0], self._loudest))
                 at += parts[-1].shape[1]
             self._kept = seek, torch.cat(parts, 1)
-
-    def close(self) -> None:
-        with self._reading:
-            self._recording.close()
 
     def _block(self, start: int) -> tuple[Tensor, bool]:
         """Powers [mels, frames] from `start` on, mirrored at the ends of the recording as

@@ -1,7 +1,5 @@
 """From settings to a speech engine with its model, on the worker's thread."""
 
-import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ from transformers import (
     AutoFeatureExtractor,
     AutoModelForCTC,
     AutoModelForSpeechSeq2Seq,
-    AutoTokenizer,
 )
 
 from worker.model import cpu_linear, missing_weights
@@ -37,8 +34,6 @@ from worker.speech.vocabulary import Vocabulary
 from worker.speech.whisper import WhisperRunner, Window
 from worker.transcription import TranscriptionInput
 
-log = logging.getLogger("onequeue.speech")
-
 DEMO_FOLDER = Path(__file__).parent.parent / "demo" / "speech"
 TASK = "automatic-speech-recognition"
 # Windows that are decoded together at most, and the share of free memory that their rows may take.
@@ -58,30 +53,24 @@ class Speech:
     model: Any  # a PreTrainedModel; what one of speech has besides is not in its type
     tokenizer: Any
     extractor: Any
-    lacking: Mapping[str, str] = field(default_factory=dict)  # weights that it has not, by name
+    lacking: dict[str, str] = field(default_factory=dict)  # weights that it has not, by name
 
 
 def load_speech(options: SpeechOptions, pipe: Pipe | None = None) -> SpeechEngine:
     """LoadingFailed if the model cannot be served. `pipe` has it loaded already, for POST /."""
-    name = options.model
-    with loading(f"the transcription model {name!r} could not be loaded"):
+    with loading(options.model, "transcription"):
         if pipe is not None:
             speech = Speech(pipe.model, pipe.tokenizer, pipe.feature_extractor)
         else:
-            log.info("loading transcription model=%s", name)
             speech = load_speech_checkpoint(options)
-        engine = speech_engine(speech, options)
-        check_weights(speech, engine)
+        engine, lacking = speech_engine(speech, options), speech.lacking
+        if missing_weights.matter(
+            speech.model, lacking, lambda: repr(engine.try_example()).encode()
+        ):
+            raise LoadingFailed(missing_weights.shown(lacking))
     if speech.model.device.type == "cpu" and cpu_linear.packs(speech.model.dtype):
         cpu_linear.pack(speech.model, free_bytes(speech.model.device), engine.warm_up)
     return engine
-
-
-def check_weights(speech: Speech, engine: SpeechEngine) -> None:
-    """LoadingFailed where what is said depends on weights that the checkpoint has not."""
-    lacking = dict(speech.lacking)
-    if missing_weights.matter(speech.model, lacking, lambda: repr(engine.try_example()).encode()):
-        raise LoadingFailed(f"its checkpoint has no weights for {missing_weights.shown(lacking)}")
 
 
 def kind_of(config: Any) -> Any:
@@ -96,8 +85,7 @@ def kind_of(config: Any) -> Any:
 
 def load_speech_checkpoint(options: SpeechOptions) -> Speech:
     path = local_path(options.model, DEMO_FOLDER)
-    model, lacking = load_checkpoint(options, path, kind_of)
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    model, tokenizer, lacking = load_checkpoint(options, path, kind_of)
     untyped: Any = AutoFeatureExtractor
     extractor = untyped.from_pretrained(path, trust_remote_code=False)
     return Speech(model, tokenizer, extractor, lacking)

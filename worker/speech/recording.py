@@ -57,6 +57,7 @@ class Recording:
         self.rate = rate
         self.max_s = max_s
         self.param = param
+        self.seconds = 0.0  # by its header, if that says; once it is read to its end, the truth
         self._begin()
 
     def __enter__(self) -> Self:
@@ -76,7 +77,7 @@ class Recording:
         self._kept = NOTHING
         self._ended = False
         try:
-            self.seconds = self._check_header()  # 0: it does not say; at the end, the truth
+            self.seconds = self.seconds or self._check_header()
         except BaseException:
             self.close()
             raise
@@ -116,9 +117,6 @@ class Recording:
     def _end(self, samples: int) -> None:
         self._ended = True
         self.seconds = samples / self.rate
-        self._check_shortest()
-
-    def _check_shortest(self) -> None:
         if self.seconds < MIN_AUDIO_S:
             raise InvalidInput(f"sound must last at least {MIN_AUDIO_S} seconds", self.param)
 

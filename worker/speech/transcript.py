@@ -12,7 +12,6 @@ one that has nothing but silence in it is left out.
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from worker.deltas import TokenLogprob
@@ -20,6 +19,7 @@ from worker.speech.features import Frames
 from worker.speech.segments import Part, split
 from worker.speech.vocabulary import Vocabulary
 from worker.speech.whisper import Window
+from worker.speech.work import Text
 from worker.transcription import Segment, TranscriptDelta, TranscriptionInput, Word
 
 # Of the attempts at a window, where the request does not say which.
@@ -28,28 +28,17 @@ TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 RANDOM = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Thresholds:
-    """When an attempt looks wrong: OpenAI's, in `generate`'s units, unless the checkpoint's
-    generation_config has others."""
-
-    compression: float  # of its tokens' bytes
-    logprob: float  # mean
-    no_speech: float  # probability
-
-    @classmethod
-    def of(cls, config: Any) -> "Thresholds":
-        named = {
-            "compression_ratio_threshold": 1.35,
-            "logprob_threshold": -1.0,
-            "no_speech_threshold": 0.6,
-        }
-        given = [getattr(config, name, None) for name in named]
-        return cls(*(d if g is None else g for g, d in zip(given, named.values(), strict=True)))
+# When an attempt looks wrong: OpenAI's, in `generate`'s units, unless the checkpoint's
+# generation_config has others. Of its tokens' bytes; a mean; a probability.
+THRESHOLDS = {
+    "compression_ratio_threshold": 1.35,
+    "logprob_threshold": -1.0,
+    "no_speech_threshold": 0.6,
+}
 
 
-class Transcript:
-    """`next` and `take` are called on the worker's thread, in turn."""
+class Transcript(Text):
+    frames: Frames
 
     def __init__(
         self,
@@ -59,24 +48,23 @@ class Transcript:
         config: Any,
     ) -> None:
         """`config` is the generation_config. InvalidInput if the model cannot do what is asked."""
-        self.payload = payload
-        self.frames = frames
+        super().__init__(payload, frames)
         self.vocabulary = vocabulary
-        self.thresholds = Thresholds.of(config)
+        self.compression, self.logprob, self.no_speech = (
+            default if getattr(config, name, None) is None else float(getattr(config, name))
+            for name, default in THRESHOLDS.items()
+        )
         self.language = vocabulary.language(payload.language)
         vocabulary.task(payload.task)
         self.prompt = vocabulary.prompt(payload.prompt)
         self.temperatures = (payload.temperature,) if payload.temperature else TEMPERATURES
         self.conditions = bool(getattr(config, "condition_on_prev_tokens", False))
         self.vocabulary_bytes = int(math.log2(len(vocabulary.tokenizer)) / 8) + 1
-        self.seek = 0
         self.segments = 0
-        self.ended = False
         self._before = self.prompt
         self._said = self.prompt[1:]  # in earlier windows, as far as the next is shown it
 
     def next(self) -> Window | None:
-        """The next window; None if its features are not read yet."""
         features = self.frames.window(self.seek)
         if features is None:
             return None
@@ -93,7 +81,6 @@ class Transcript:
         )
 
     def again(self, window: Window) -> bool:
-        """Whether it is to be said again; then it is made ready for that."""
         attempt = window.attempt + 1
         if self._is_silent(window) or not self._looks_wrong(window):
             return False
@@ -103,8 +90,6 @@ class Transcript:
         return True
 
     def take(self, window: Window, times: Sequence[float] | None = None) -> list[TranscriptDelta]:
-        """What a window adds, and on to the next one. `times` are the ends of its tokens in
-        seconds of the window, if words are wanted."""
         self.language = window.language
         left = self.frames.total - self.seek
         frames = min(self.frames.mel.window, left)
@@ -118,18 +103,16 @@ class Transcript:
         self.seek += covered
         self.ended = self.seek >= self.frames.end
         if self.ended and not self.segments:
-            deltas.append(self._empty())
+            deltas.append(TranscriptDelta("", language=self._language, seconds=self.frames.seconds))
         return deltas
 
     def _is_silent(self, window: Window) -> bool:
-        thresholds = self.thresholds
-        return _mean(window) < thresholds.logprob and window.no_speech > thresholds.no_speech
+        return _mean(window) < self.logprob and window.no_speech > self.no_speech
 
     def _looks_wrong(self, window: Window) -> bool:
-        thresholds = self.thresholds
         size = self.vocabulary_bytes
         data = b"".join(token.to_bytes(size, "little") for token in window.said)
-        return _compression(data) > thresholds.compression or _mean(window) < thresholds.logprob
+        return _compression(data) > self.compression or _mean(window) < self.logprob
 
     def _remember(self, window: Window, parts: Sequence[Sequence[int]]) -> None:
         """What the next window's prompt begins with."""
@@ -170,12 +153,11 @@ class Transcript:
         )
         self.segments += 1
         logprobs = self._logprobs(window, part) if self.payload.logprobs else ()
-        language = self.vocabulary.language_name(self.language)
-        return TranscriptDelta(text, segment, logprobs, language, self.frames.seconds)
+        return TranscriptDelta(text, segment, logprobs, self._language, self.frames.seconds)
 
-    def _empty(self) -> TranscriptDelta:
-        language = self.vocabulary.language_name(self.language)
-        return TranscriptDelta("", language=language, seconds=self.frames.seconds)
+    @property
+    def _language(self) -> str:
+        return self.vocabulary.language_name(self.language)
 
     def _words(self, window: Window, part: Part, times: Sequence[float]) -> tuple[Word, ...]:
         places = self._text_places(window, part)

@@ -21,6 +21,7 @@ from worker.model.sampler import uniform
 from worker.speech.cache import RowCache
 from worker.speech.rules import Rules
 from worker.speech.vocabulary import Vocabulary
+from worker.speech.work import Runner
 
 
 @dataclass(eq=False, slots=True)
@@ -49,23 +50,21 @@ class Window:
         self.said, self.logprobs, self.ended = [], [], False
 
 
-class WhisperRunner:
-    """On the worker's thread. `rows` windows run at most; `running` are in the order of rows."""
+class WhisperRunner(Runner):
+    """`running` are in the order of rows."""
 
     def __init__(self, model: PreTrainedModel, vocabulary: Vocabulary, rows: int) -> None:
+        super().__init__(model, rows)
         parts: Any = model
         config, defaults = parts.config, parts.generation_config
-        self.model = model
         self.encoder, self.decoder = parts.model.encoder, parts.model.decoder
         self.vocabulary = vocabulary
         self.device = model.device
-        self.rows = rows
         self.rules = Rules(vocabulary, model.device)
         self.cache = RowCache(model, rows)
-        self.running: list[Window] = []
         self.positions: int = config.max_target_positions
-        self.most_new: int | None = defaults.max_new_tokens
-        self.most: int | None = defaults.max_length
+        # tokens that are said of a window at most
+        self.most_new: int = defaults.max_new_tokens or defaults.max_length or self.positions
         self._heads: int = config.decoder_attention_heads
 
     @property
@@ -74,7 +73,6 @@ class WhisperRunner:
 
     @torch.inference_mode()
     def begin(self, windows: Sequence[Window]) -> None:
-        """Windows join, each with its first token."""
         for window in windows:
             if window.row < 0:
                 window.row = len(self.running)
@@ -85,7 +83,6 @@ class WhisperRunner:
 
     @torch.inference_mode()
     def prompt(self, windows: Sequence[Window]) -> None:
-        """From the beginning of what is said: the first token of those that have none."""
         windows = [window for window in windows if not window.said]
         for window in windows:
             assert window.language is not None
@@ -103,13 +100,12 @@ class WhisperRunner:
 
     @torch.inference_mode()
     def step(self, windows: Sequence[Window]) -> None:
-        """A token more of each."""
         starts = [len(window.prompt) + len(window.said) - 1 for window in windows]
         hidden = self._decode([[window.said[-1]] for window in windows], windows, starts)
         self._say(windows, self.head(hidden[:, 0]))
 
     def leave(self, window: Window) -> None:
-        """Its row is free: the last window's moves there."""
+        """The last window's row moves there."""
         if window.row < 0:
             return
         last = self.running.pop()
@@ -174,16 +170,8 @@ class WhisperRunner:
         for window, token, logprob in zip(windows, tokens.tolist(), found, strict=True):
             window.said.append(token)
             window.logprobs.append(logprob)
-            window.ended = token == self.vocabulary.end or self._is_full(window)
-
-    def _is_full(self, window: Window) -> bool:
-        prompt = len(window.prompt)
-        most = self.positions
-        if self.most_new is not None:
-            most = min(most, prompt + self.most_new)
-        elif self.most is not None:
-            most = min(most, self.most + prompt)
-        return prompt + len(window.said) >= most
+            room = min(self.most_new, self.positions - len(window.prompt))
+            window.ended = token == self.vocabulary.end or len(window.said) >= room
 
 
 def _drawn(logprobs: Tensor, window: Window) -> int:

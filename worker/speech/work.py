@@ -2,48 +2,92 @@
 runner of windows, and of each recording what is heard and what is said.
 """
 
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from worker.speech.recording import Recording
 from worker.transcription import TranscriptDelta, TranscriptionInput
 
 
-class Audio(Protocol):
-    """What is heard of a recording, read in pool threads."""
+class Audio(ABC):
+    """What is heard of a recording, read in pool threads, one of them at a time."""
 
-    seconds: float
+    def __init__(self, recording: Recording) -> None:
+        """InvalidInput from any method that reads the recording."""
+        self._recording = recording
+        self._reading = threading.Lock()
 
-    def measure(self) -> bool: ...
-    def scan(self, wanted: Callable[[], bool]) -> None: ...
-    def read(self, seek: int) -> None: ...
-    def close(self) -> None: ...
+    @property
+    def seconds(self) -> float:
+        """The recording's, by its header until it has been read."""
+        return self._recording.seconds
+
+    def measure(self) -> bool:
+        """Whether all is known now that windows are made by; if not, `scan`."""
+        self.read(0)
+        return True
+
+    def scan(self, wanted: Callable[[], bool]) -> None:  # noqa: B027  # for what is not known yet
+        """Read all of it, as long as that is wanted."""
+
+    @abstractmethod
+    def read(self, seek: int) -> None:
+        """What a window from `seek` on needs, and some more; what is before is dropped."""
+
+    def close(self) -> None:
+        with self._reading:
+            self._recording.close()
 
 
-class Text(Protocol):
-    """What is said in a recording: transcript.py and ctc.py have the two kinds."""
+class Text(ABC):
+    """What is said in a recording. All but the making of it is for the worker's thread."""
 
-    payload: TranscriptionInput
-    frames: Any  # an Audio; each kind knows its own
-    seek: int
-    ended: bool
+    def __init__(self, payload: TranscriptionInput, frames: Any) -> None:
+        """`frames`: its Audio; each kind knows its own."""
+        self.payload = payload
+        self.frames = frames
+        self.seek = 0
+        self.ended = False
 
-    def next(self) -> Any: ...
-    def again(self, window: Any) -> bool: ...
-    def take(self, window: Any, times: Any = None) -> list[TranscriptDelta]: ...
+    @abstractmethod
+    def next(self) -> Any:
+        """The next window; None if it is not read yet."""
+
+    def again(self, window: Any) -> bool:
+        """Whether a window that has ended is to be said again; then it is made ready for that."""
+        return False
+
+    @abstractmethod
+    def take(self, window: Any, times: Any = None) -> list[TranscriptDelta]:
+        """What a window adds, and on to the next one. `times` are the ends of its tokens in
+        seconds of the window, if words are wanted and the text does not know of itself."""
 
 
-class Runner(Protocol):
-    """Of windows, a row each. `prompt` is for those that are said again."""
+class Runner(ABC):
+    """Of windows, a row each: `rows` at most. On the worker's thread."""
 
-    rows: int
-    running: list[Any]
+    def __init__(self, model: Any, rows: int) -> None:
+        self.model = model
+        self.rows = rows
+        self.running: list[Any] = []
 
-    def begin(self, windows: Sequence[Any]) -> None: ...
-    def prompt(self, windows: Sequence[Any]) -> None: ...
-    def step(self, windows: Sequence[Any]) -> None: ...
-    def leave(self, window: Any) -> None: ...
+    @abstractmethod
+    def begin(self, windows: Sequence[Any]) -> None:
+        """Windows join; each is heard, and its first token said, or all."""
+
+    def prompt(self, windows: Sequence[Any]) -> None:  # noqa: B027  # for those who say them again
+        """The first token of those that have none."""
+
+    def step(self, windows: Sequence[Any]) -> None:  # noqa: B027  # for those who say one by one
+        """A token more of each."""
+
+    @abstractmethod
+    def leave(self, window: Any) -> None:
+        """Its row is free, if it has one."""
 
 
 # Of a window that has ended, while it has its row: what says when its tokens end, in a pool thread.
