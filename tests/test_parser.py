@@ -14,9 +14,8 @@ import pytest
 from transformers.utils.chat_parsing import parse_response
 
 from worker.deltas import TokenLogprob
-from worker.text.answer_form import PLAIN, AnswerForm, Channels, learned
+from worker.text.answer_form import PLAIN, AnswerForm, Channels, learned_form
 from worker.text.call_form import ID, PLAIN_CALLS, Arguments, CallForm
-from worker.text.chat_template import thoughts_in
 from worker.text.detokenizer import Piece, Share
 from worker.text.parser import Event, Parser
 from worker.text.response_template import answer_form, literal
@@ -102,7 +101,7 @@ FORMS = {
     ),
     "section": CallForm(("<calls>", "</calls>"), ("<call>functions.", "</call>"), ":\0<args>", ""),
 }
-HARMONY = learned(
+HARMONY = learned_form(
     None,
     None,
     CallForm(
@@ -121,7 +120,7 @@ HARMONY = learned(
 
 
 def form(name: str) -> AnswerForm:
-    return HARMONY if name == "channels" else learned(THOUGHTS, None, FORMS[name], None)
+    return HARMONY if name == "channels" else learned_form(THOUGHTS, None, FORMS[name], None)
 
 
 def read(
@@ -342,6 +341,46 @@ def test_each_form_is_read_however_it_is_cut(
         made = read(form(name), text, each, tools=[WEATHER, {"function": {"name": "put"}}])
         calls = [(called, json.loads(arguments)) for called, arguments in made["calls"]]
         assert (made["content"].strip(), made["reasoning"].strip(), calls) == expected, each
+
+
+def garbled(text: str, marks: Sequence[str], chance: random.Random) -> str:
+    """With stretches lost or repeated, marks and signs in between, or cut short."""
+    for _ in range(chance.randint(1, 4)):
+        start, length = chance.randrange(len(text) + 1), chance.randint(0, 8)
+        between = chance.choice([*"{}[]\"\\,:<> \n'(", "", text[start - length : start], *marks])
+        between = between[: chance.randint(1, 40)]
+        text = text[:start] + between + text[start + length * chance.randrange(2) :]
+    return text
+
+
+@pytest.mark.parametrize("number", range(len(TEXTS)))
+def test_what_makes_no_sense_is_read_the_same_however_it_is_cut(number: int) -> None:
+    name, text, _ = TEXTS[number]
+    chance, how = random.Random(number), form(name)
+    for _ in range(60):
+        written = garbled(text, how.texts, chance)
+        cuts = sorted(chance.choices(range(len(written) + 1), k=5))
+        cut = [written[start:end] for start, end in pairwise([0, *cuts, None])]
+        whole, *others = (joined(how, pieces) for pieces in ([written], [*written], cut))
+        assert others == [whole, whole], written
+
+
+def joined(how: AnswerForm, pieces: Sequence[str]) -> list[tuple[str, str]]:
+    """The kinds of an answer's stretches, or names of its calls, and their texts."""
+    parser = Parser(how, "", True, [WEATHER])
+    made: list[tuple[str, str]] = []
+    for kind, piece, name in [e for each in pieces for e in feed(parser, each)] + parser.finish():
+        if name is None and made and (kind == "call" or made[-1][0] == kind):
+            made[-1] = made[-1][0], made[-1][1] + piece.text
+        elif piece.text or name is not None:
+            made.append((name or kind, piece.text))
+    return made
+
+
+def test_after_a_call_whose_end_is_garbled_others_are_read() -> None:
+    text = CALL.replace("</tool_call>", "</tool>\nand\n") + CALL
+    for cuts in ([], list(range(len(text)))):
+        assert [name for name, _ in read(HERMES, text, cuts)["calls"]] == ["w", "w"]
 
 
 @pytest.mark.parametrize(
@@ -632,8 +671,8 @@ def test_a_call_without_a_name_yet_is_not_shown(cut: str) -> None:
     ],
 )
 def test_what_a_prompt_has_begun(prompt: str, begun: str) -> None:
-    assert thoughts_in(PLAIN, prompt) == begun
-    assert thoughts_in(learned(None, None, PLAIN_CALLS, None), prompt) == ""
+    assert PLAIN.thoughts_in(prompt) == begun
+    assert learned_form(None, None, PLAIN_CALLS, None).thoughts_in(prompt) == ""
 
 
 def test_what_is_held_to_a_document_has_no_marks() -> None:

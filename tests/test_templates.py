@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.test_parser import garbled
 from tests.test_turns import answered, chat, results
 from worker.deltas import Delta, Part
 from worker.generation.answer_reader import AnswerReader, ReadAnswer, asking, told
@@ -151,6 +152,26 @@ def test_nearly_all_are_read_as_they_are_meant() -> None:
     assert right > 0.95 * len(NUMBERED)
     known = sum(map(len, OTHERWISE.values()))
     assert right == len(NUMBERED) - known
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_garbled_is_read_the_same_however_it_comes(name: str) -> None:
+    template, chance = reader(name).template, random.Random(0)
+    texts = [(text, [LOOKUP]) for text, _ in template.examples]
+    texts += [(case["output"], tools_of(case)) for case in cases().get(name, [])]
+    for text, tools in texts:
+        for _ in range(5):
+            written = garbled(text, template.answers.texts, chance)
+            cuts = sorted(chance.choices(range(len(written) + 1), k=6))
+            whole, *others = (
+                told(parse(Parser(template.answers, "", True, tools), pieces))
+                for pieces in (
+                    [written],
+                    written,
+                    [written[a:b] for a, b in pairwise([0, *cuts, None])],
+                )
+            )
+            assert others == [whole, whole], written
 
 
 # ── an agent's loop ──

@@ -24,7 +24,7 @@ from worker.model.loading import model_info
 from worker.model.logits_processors import SamplingParams
 from worker.protocol import Batching, Chat, GenerationInput, Sampling, Stopping
 from worker.text.answer_form import ANSWER
-from worker.text.chat_template import ChatTemplate, thoughts_in
+from worker.text.chat_template import ChatTemplate
 from worker.text.detokenizer import Vocabulary
 from worker.text.parser import Parser
 from worker.vision.prompt import PicturePrompt
@@ -206,7 +206,7 @@ def begun_answer(template: ChatTemplate, request: GenerationInput, text: str) ->
         content = chat.messages[-1].get("content")
         return content if isinstance(content, str) else ""
     form, _ = template.forms(request.calls)
-    return thoughts_in(form, text) if chat.add_generation_prompt else ""
+    return form.thoughts_in(text) if chat.add_generation_prompt else ""
 
 
 def answer_parser(

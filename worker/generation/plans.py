@@ -19,8 +19,8 @@ from worker.protocol import Calls, Chat, GenerationInput
 from worker.text.answer_form import AnswerForm
 from worker.text.call_form import CallForm
 from worker.text.chat_template import ChatTemplate
+from worker.text.learning import SWITCHES
 from worker.text.probes import ARGUMENTS, TOOLS
-from worker.text.renderer import SWITCHES
 
 
 class Plans:

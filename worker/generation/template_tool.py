@@ -24,7 +24,7 @@ from worker.generation.defaults import end_ids
 from worker.model.language_model import DEMO_FOLDER
 from worker.model.loading import first_line, local_path
 from worker.text.byte_tokenizer import byte_tokenizer
-from worker.text.renderer import Renderer
+from worker.text.chat_template import ChatTemplate
 from worker.text.report import as_text, end_of_turn, report
 
 BAD = 2  # exit status, as argparse has it
@@ -102,7 +102,7 @@ def of_file(source: str, folder: str | None) -> PreTrainedTokenizerBase:
         tokenizer.chat_template, tokenizer.response_template = source, None
         return tokenizer
     made = byte_tokenizer(source)
-    if (end := end_of_turn(Renderer(made).tried)) and len(made.tokenize(end)) == 1:
+    if (end := end_of_turn(ChatTemplate(made).tried)) and len(made.tokenize(end)) == 1:
         made.eos_token = end
     return made
 

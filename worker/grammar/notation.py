@@ -65,10 +65,7 @@ def either(constraint: Constraint, calls: str) -> str:
 def schema_rule(schema: dict[str, Any], options: dict[str, Any]) -> str:
     """A JSON schema; `options` replace what a client says to llguidance itself. InvalidInput with
     the reason for one with a `oneOf` that cannot be held to."""
-    written = json.dumps({**schema, "x-guidance": options})
-    if '"oneOf"' in written:
-        written = json.dumps({**exclusive(schema), "x-guidance": options})
-    return f"%json {written}"
+    return f"%json {json.dumps({**exclusive(schema), 'x-guidance': options})}"
 
 
 def schema_of_arguments(parameters: Any) -> dict[str, Any]:

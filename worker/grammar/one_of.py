@@ -7,6 +7,7 @@
 A grammar of overlapping branches gives documents that fit two of them, which `oneOf` forbids.
 """
 
+import json
 from collections.abc import Hashable, Iterable, Iterator
 from itertools import combinations
 from typing import Any
@@ -21,6 +22,8 @@ NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 def exclusive(schema: Schema) -> Schema:
     """The schema with no `oneOf` left; InvalidInput where branches cannot be kept apart."""
     try:
+        if '"oneOf"' not in json.dumps(schema):
+            return schema
         made: Schema = _rewritten(Document(schema), schema)
     except RecursionError:
         raise InvalidInput("it is nested too deeply") from None

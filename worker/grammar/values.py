@@ -50,8 +50,7 @@ class Values:
     """Those of one tool. `made`: where rules are put that others refer to."""
 
     def __init__(self, form: Arguments, quote: Quote, made: list[str], parameters: Any) -> None:
-        parameters = parameters if isinstance(parameters, dict) else {}
-        self._root = exclusive(parameters) if "oneOf" in json.dumps(parameters) else parameters
+        self._root = exclusive(parameters) if isinstance(parameters, dict) else {}
         self._definitions = {key: self._root[key] for key in DEFINITIONS if key in self._root}
         self._document = Document(self._root)
         self._known: dict[tuple[int, ...], str] = {}  # rules by the schemas that they are of

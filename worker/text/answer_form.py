@@ -7,15 +7,17 @@ in a chat template becomes marks here, and a response template does in response_
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import regex
 
 from worker.text.call_form import ID, INDEX, MARK, PLAIN_CALLS, VARIABLE, CallForm, Pair
-from worker.text.call_parser import BodyParser, CallParser, Tools
+from worker.text.call_parser import BodyParser, CallParser, Tools, body_parser
 
 Match: TypeAlias = Any  # of the regex package
-MakeReader = Callable[[Match, Tools], "CallParser | BodyParser"]
+# Of the groups of the match that opens calls, and the tools that may be called.
+MakeParser = Callable[[dict[str, str], Tools], CallParser | BodyParser]
 
 ANSWER, THINKING, CALL, NOBODY = "answer", "thinking", "call", "nobody"
 LEAST_OF_MARK = 3  # characters of one, which are not shown if no more come
@@ -30,7 +32,7 @@ class Mark(NamedTuple):
     pattern: Any  # of the regex package
     grows: bool = False  # a match at the end of a text may become longer
     first: frozenset[str] = frozenset()  # characters that begin it; none: they are not known
-    reader: MakeReader | None = None  # of the calls that it opens
+    parser: MakeParser | None = None  # of the calls that it opens
     leads: bool = False  # it counts only before everything else
     trigger: Any = None  # a pattern: with this, no matter what follows, a call has begun
     known: bool = False  # it counts only with the name of a tool
@@ -41,8 +43,8 @@ class Mark(NamedTuple):
         return text[match.end() :] if match else None
 
     def cut_in(self, text: str, follows: bool) -> int:
-        """Where a text ends in what must have become the mark of a call; or, where it `follows`
-        calls, any."""
+        """Where the beginning of a call's mark starts that a text ends in, cut short, and that is
+        not shown; where the text `follows` calls, of any mark. Its length if there is none."""
         if (self.to != CALL or self.leads) and not follows:
             return len(text)
         match = self.pattern.search(text, partial=True)
@@ -86,6 +88,16 @@ class AnswerForm:
         """Whether the mark that does so is in it."""
         return self.thoughts is not None and self.thoughts[1].strip() in text
 
+    def thoughts_in(self, prompt: str) -> str:
+        """The marks of thoughts that a prompt ends with: they have begun, or are over."""
+        if self.thoughts is None:
+            return ""
+        opens, closes = (text.strip() for text in self.thoughts)
+        start = prompt.rfind(opens)
+        tail = prompt[start:] if start >= 0 else ""
+        rest = tail.replace(closes, "").replace(opens, "")
+        return "" if rest.strip() else tail
+
     def may_call(self, text: str, names: Iterable[str]) -> bool:
         """Whether a call's text that is cut short may go on as one: without a mark, its beginning
         tells."""
@@ -106,7 +118,7 @@ class AnswerForm:
         return len(token) > 2 and any(token in text for text in self.texts)
 
 
-def learned(
+def learned_form(
     thoughts: Pair | None, content: Pair | None, calls: CallForm | None, channels: Channels | None
 ) -> AnswerForm:
     """The form of what has been found in a chat template."""
@@ -166,7 +178,7 @@ def _call_marks(form: CallForm) -> list[Mark]:
         CALL,
         regex.compile(pattern, regex.DOTALL),
         first=frozenset(text[0] for text in (*before, opens) if text),
-        reader=_reader(form),
+        parser=partial(_call_parser, form),
         leads=form.unmarked,
         trigger=None if form.is_list else regex.compile(_flexible(form.trigger.strip())),
     )
@@ -187,10 +199,10 @@ def _in_channels(form: Channels, calls: CallForm | None) -> AnswerForm:
     within = frozenset((ANSWER, THINKING, NOBODY))
     firsts = frozenset((form.start[0], form.channel[0]))
 
-    def headed(phase: str, rest: str, reader: MakeReader | None = None) -> Mark:
+    def headed(phase: str, rest: str, parser: MakeParser | None = None) -> Mark:
         pattern = regex.compile(rf"(?:{start}|(?={channel})){header}{rest}", regex.DOTALL)
-        trigger = regex.compile(recipient) if reader else None
-        return Mark(within, phase, pattern, first=firsts, reader=reader, trigger=trigger)
+        trigger = regex.compile(recipient) if parser else None
+        return Mark(within, phase, pattern, first=firsts, parser=parser, trigger=trigger)
 
     others = headed(NOBODY, rf"{to}(?!assistant){header}{body}")
     ends = regex.compile("|".join(map(regex.escape, form.ends)))
@@ -198,9 +210,10 @@ def _in_channels(form: Channels, calls: CallForm | None) -> AnswerForm:
     end = Mark(within | {CALL}, ANSWER, ends, first=first)
     call_marks: list[Mark] = []
     if calls:
+        read = partial(_call_parser, calls)
         for before in (recipient, to):  # some leave out that it is one of the functions
             function = rf"{before}(?P<name>[\w.-]{{1,128}}){header}{body}"
-            mark = headed(CALL, function, _reader(calls))._replace(known=before != recipient)
+            mark = headed(CALL, function, read)._replace(known=before != recipient)
             begun = regex.compile(function, regex.DOTALL)  # the prompt has the header's start
             at_once = mark._replace(
                 within=frozenset((ANSWER,)), pattern=begun, first=frozenset(), leads=True
@@ -227,17 +240,14 @@ def _flexible(text: str) -> str:
     )
 
 
-def _reader(form: CallForm) -> MakeReader:
-    def make(match: Match, tools: Tools) -> CallParser | BodyParser:
-        name = match.groupdict().get("name")
-        if form.keys is not None:
-            return CallParser(*form.keys)
-        if form.arguments.style == "json":
-            return CallParser("", "", name)
-        return BodyParser(form, name, tools)
-
-    return make
+def _call_parser(form: CallForm, found: dict[str, str], tools: Tools) -> CallParser | BodyParser:
+    name = found.get("name")
+    if form.keys is not None:
+        return CallParser(*form.keys)
+    if form.arguments.style == "json":
+        return CallParser("", "", name)
+    return body_parser(form, name, tools)
 
 
 # What calls look like where a model must make some and its form is unknown.
-PLAIN = learned(("<think>", "</think>"), None, PLAIN_CALLS, None)
+PLAIN = learned_form(("<think>", "</think>"), None, PLAIN_CALLS, None)

@@ -1,21 +1,37 @@
 """Arguments that are not written as JSON, read from the text of a call: Python's, and entries.
 
-What is written does not always tell a text from a number; then the tool's schema does.
+What is written does not always tell a text from a number; then the tool's schema does. Models mix
+Python's literals with JSON's and with words without quotes, so that `ast` does not read them.
 """
 
+import ast
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from worker.text.call_form import Arguments, common_start
-from worker.text.python_literals import DEEPEST, WORDS, Literals, literal
 
+DEEPEST = 100
+BACKSLASH, ESCAPES = re.compile(r"\\(.)", re.DOTALL), "\\'\"abfnrtvxuUN01234567\n"
 BARE_KEY = re.compile(r'(?<=[{,])([^":,{}\[\]]+):')
 CDATA = "<![CDATA[", "]]>"  # what some put around texts between tags
 
+TOKEN = re.compile(
+    r"""(?P<text>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')
+    |(?P<number>[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)
+    |(?P<word>[^\W\d][\w./$@-]*|[$@][\w./$@-]+)
+    |(?P<sign>\S)""",
+    re.VERBOSE | re.DOTALL,
+)
+END = ""  # the last sign
+WORDS: dict[str, bool | None] = {"True": True, "true": True, "False": False, "false": False}
+WORDS |= dict.fromkeys(("None", "null", "none"))
+
 Schema = Mapping[str, Any]
+Calls = list[tuple[str, dict[str, Any]]]
 
 
 def properties(tool: Schema | None) -> Schema:
@@ -30,54 +46,39 @@ def properties(tool: Schema | None) -> Schema:
 
 
 def entries(form: Arguments, text: str, declared: Schema) -> dict[str, Any]:
-    """ValueError where it is none."""
+    """Up to what does not go on; ValueError where there is none."""
     if form.quotes:
         return _typed(form, text)
+    entry, opens, at = _entry(form), form.open.strip(), 0
     found = {}
-    for key, written, is_text in _split(form, text):
-        found[key] = written if is_text else value(written, declared.get(key))
+    while (start := text.find(opens, at)) >= 0 and (match := entry.match(text, start)):
+        if not (key := match["key"].strip()):
+            break
+        written = match["value"]
+        if written.startswith(CDATA[0]) and written.endswith(CDATA[1]):
+            written = written[len(CDATA[0]) : -len(CDATA[1])]
+        found[key] = value(written, declared.get(key)) if match["text"] is None else written
+        at = match.end()
     if text.strip() and not found:
         raise ValueError("no entries")
     return found
 
 
-def _split(form: Arguments, text: str) -> Iterator[tuple[str, str, bool]]:
-    """Keys and what is written for them, up to what does not go on; whether that is sure to be a
-    text. One line feed on either side is not part of it, where the form writes one."""
-    opens, close = form.open.strip(), form.close.strip()
-    before, *middles = form.middle.split() or [form.middle]
-    text_middles = form.text_middle.split()
-    at = 0
-    while (start := text.find(opens, at)) >= 0:
-        key_start = start + len(opens)
-        shared = common_start(before, text_middles[0]) if text_middles else before
-        end = text.find(shared, key_start)
-        key = text[key_start:end].strip()
-        as_text = _after(text, end, text_middles) if form.text_middle != form.middle else -1
-        begin = max(as_text, _after(text, end, [before, *middles]))
-        stop = text.find(close, begin)
-        if not key or end < 0 or begin < 0 or stop < 0:
-            return
-        written = text[begin:stop]
-        if form.middle.endswith("\n"):
-            written = written.removeprefix("\n")
-        if form.close.startswith("\n"):
-            written = written.removesuffix("\n")
-        if written.startswith(CDATA[0]) and written.endswith(CDATA[1]):
-            written = written[len(CDATA[0]) : -len(CDATA[1])]
-        yield key, written, as_text >= 0
-        at = stop + len(close)
-
-
-def _after(text: str, at: int, parts: Sequence[str]) -> int:
-    """Where these parts end that stand at a place, with any space between them; -1: they do not."""
-    for part in parts:
-        while at < len(text) and text[at].isspace():
-            at += 1
-        if not text.startswith(part, at):
-            return -1
-        at += len(part)
-    return at
+@cache
+def _entry(form: Arguments) -> re.Pattern[str]:
+    """With any space where the middle has some. A line feed on either side of the value is not
+    part of it, where the form writes one."""
+    parts, text_parts = (each.split() or [each] for each in (form.middle, form.text_middle))
+    middle, text_middle = (r"\s*+".join(map(re.escape, each)) for each in (parts, text_parts))
+    if parts == text_parts:
+        text_middle = "(?!)"  # never found
+    key = rf"(?:(?!{re.escape(common_start(parts[0], text_parts[0]))}).)++"
+    before, after = "\n?" * form.middle.endswith("\n"), "\n?" * form.close.startswith("\n")
+    return re.compile(
+        rf"{re.escape(form.open.strip())}(?P<key>{key})(?:(?P<text>{text_middle})|{middle})"
+        rf"{before}(?P<value>.*?){after}{re.escape(form.close.strip())}",
+        re.DOTALL,
+    )
 
 
 def _typed(form: Arguments, text: str) -> dict[str, Any]:
@@ -158,59 +159,126 @@ def kind(made: Any) -> str:
 # ── Python ──
 
 
-def python_calls(
-    text: str, tools: Mapping[str, Schema], cut: bool
-) -> list[tuple[str, dict[str, Any]]]:
+def literal(text: str) -> Any:
+    """The one that a text is, of Python or JSON; ValueError where it is none. Words without quotes
+    are texts."""
+    reader = _Reader(text)
+    made = reader.value()
+    reader.must(END)
+    return made
+
+
+def python_calls(text: str, tools: Mapping[str, Schema], cut: bool) -> Calls:
     """Of `[name(key=value, …), …]`; ValueError where it is none. `cut`: it may end too early, with
     the calls that are whole."""
-    made: list[tuple[str, dict[str, Any]]] = []
+    made: Calls = []
     try:
-        reader = _Calls(text)
-        for call in reader.calls(tools):
-            made.append(call)  # noqa: PERF402  # those before an error count
-        reader.end()
+        for call in _Reader(text).calls(tools):
+            made.append(call)  # those before an error count
     except ValueError:
         if not (cut and made):
             raise
     return made
 
 
-class _Calls(Literals):
+class _Reader:
+    """Follows tokens; ValueError where they are not what must come."""
+
+    def __init__(self, text: str) -> None:
+        self._tokens = ((str(m.lastgroup), m[0]) for m in TOKEN.finditer(text))
+        self._token = next(self._tokens, ("sign", END))
+        self._depth = 0
+
     def calls(self, tools: Mapping[str, Schema]) -> Iterator[tuple[str, dict[str, Any]]]:
-        listed = self.takes("[")
-        first = True
-        while first or self.takes(",") or self.token[0] == "name":
-            first = False
-            kind, name = self.next()
-            if kind != "name":
+        close = "]" if self._takes("[") else END
+        for _ in self._items(close, before_words=True):
+            kind, name = self._next()
+            if kind != "word":
                 raise ValueError("no name")
             self.must("(")
             yield name, self._arguments(properties(tools.get(name)))
-        if listed:
-            self.must("]")
+        if close:
+            self.must(END)
+
+    def value(self) -> Any:
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise ValueError("too deep")
+        made = self._value()
+        self._depth -= 1
+        return made
+
+    def must(self, sign: str) -> None:
+        if not self._takes(sign):
+            raise ValueError(f"no {sign}")
+
+    def _next(self) -> tuple[str, str]:
+        taken, self._token = self._token, next(self._tokens, ("sign", END))
+        return taken
+
+    def _takes(self, sign: str) -> bool:
+        if self._token != ("sign", sign):
+            return False
+        self._next()
+        return True
+
+    def _items(self, close: str, before_words: bool = False) -> Iterator[None]:
+        """A turn for each, up to what closes them. `before_words`: the comma may be left out
+        there."""
+        while not self._takes(close):
+            yield
+            if self._takes(close):
+                return
+            if not (self._takes(",") or (before_words and self._token[0] == "word")):
+                raise ValueError("no comma")
 
     def _arguments(self, declared: Schema) -> dict[str, Any]:
         """Those without a key are the parameters in their order."""
         made: dict[str, Any] = {}
-        keys = list(declared)
-        while not self.takes(")"):
-            if made and not self.takes(",") and self.token[0] != "name":
-                raise ValueError("no comma")
-            if self.takes(")"):
-                break
-            word = self.next() if self.token[0] == "name" else None
-            if word and self.takes("="):
-                made[word[1]] = self._typed(declared.get(word[1]))
-            elif len(made) < len(keys):
-                made[keys[len(made)]] = WORDS.get(word[1], word[1]) if word else self.value()
+        for _ in self._items(")", before_words=True):
+            word = self._next()[1] if self._token[0] == "word" else None
+            if word is not None and self._takes("="):
+                made[word] = self._typed(declared.get(word))
+            elif len(made) < len(declared):
+                key = [*declared][len(made)]
+                made[key] = self.value() if word is None else WORDS.get(word, word)
             else:
                 raise ValueError("an argument without a key")
         return made
 
     def _typed(self, schema: Any) -> Any:
         """Some models quote all values, some none."""
-        kind, _ = self.token
+        kind, _ = self._token
         if kind == "number" and types_of(schema) == {"string"}:
-            return self.next()[1]
+            return self._next()[1]
         made = self.value()
         return value(made, schema) if kind == "text" and schema else made
+
+    def _value(self) -> Any:
+        kind, text = self._next()
+        if kind == "text":
+            return _unquoted(text)
+        if kind == "number":
+            return _finite(text) if {*text} & {*".eE"} else int(text)
+        if kind == "word":
+            return WORDS.get(text, text)
+        if text == "{":
+            return {self._key(): self.value() for _ in self._items("}")}
+        if text and text in "[(":
+            return [self.value() for _ in self._items("]" if text == "[" else ")")]
+        raise ValueError(f"no value: {text}")
+
+    def _key(self) -> str:
+        key = self.value()
+        self.must(":")
+        return str(key)
+
+
+def _unquoted(written: str) -> str:
+    """It may have several lines, and backslashes that are none of Python's."""
+    quotes = written[0] * 2
+    known = BACKSLASH.sub(lambda found: "\\" * (found[1] not in ESCAPES) + found[0], written)
+    try:
+        return str(ast.literal_eval(quotes + known + quotes))
+    except (SyntaxError, ValueError):
+        return written[1:-1]

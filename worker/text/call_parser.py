@@ -6,16 +6,12 @@ JSON is given as the model writes it, without the white space around it; what is
 another way is read when the call is whole (arguments.py).
 """
 
-import copy
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from transformers.utils.chat_parsing.content_parsers import process_field
-from transformers.utils.chat_parsing.response_templates import ResponseTemplateField
-
-from worker.text.arguments import entries, properties, python_calls, value
+from worker.text.arguments import Calls, entries, properties, python_calls
 from worker.text.call_form import CallForm
 
 END_OF_STRING = re.compile(r'(?:[^"\\]|\\.)*+"\s*+(\S)', re.DOTALL)
@@ -58,7 +54,8 @@ class CallParser:
         self._space: list[str] | None = None
         self._parts: list[tuple[str | None, list[str]]] = []
 
-    def feed(self, text: str) -> list[CallPart]:
+    def feed(self, text: str, marked: bool = False) -> list[CallPart]:
+        """`marked`: a mark ends the calls, so that what is no JSON after one is passed over."""
         self._parts, self.left = [], 0
         if self._bare_name is not None and not self.begun:
             self._begin(self._bare_name)
@@ -66,6 +63,8 @@ class CallParser:
         for place, letter in enumerate(text):
             depth, quoted = self._depth, self.quoted
             if self._opened and depth == 0 and letter not in follows:
+                if marked:
+                    continue
                 self.left = len(text) - place
                 break
             self._follow(letter)
@@ -91,13 +90,6 @@ class CallParser:
         """What the end of the call makes certain."""
         bare = self._bare_name is not None and not (cut or self._given)
         return [CallPart(None, "{}")] if bare else []
-
-    def sibling(self) -> "CallParser":
-        """Another call that begins as this one does, as far as it has been read."""
-        made = copy.copy(self)
-        made._text, made._early = [*self._text], [*self._early]
-        made._space = None if self._space is None else [*self._space]
-        return made
 
     def _follow(self, letter: str) -> None:
         """Where in the JSON text we are."""
@@ -156,87 +148,40 @@ class CallParser:
 
 
 class BodyParser:
-    """A call, or a list of them, that is read when it is whole."""
+    """A call, or a list of them, that is read when it is whole. `read`: names and arguments of a
+    text that may be cut short; ValueError where it makes no sense. `one`: where a call is cut short
+    its arguments are left open."""
 
     begun = quoted = False
     may_go_on = True
     left = 0
 
-    def __init__(self, form: CallForm, name: str | None, tools: Tools) -> None:
-        self._form, self._name, self._tools = form, name, tools
+    def __init__(self, read: Callable[[str, bool], Calls], one: bool = False) -> None:
+        self._read, self._one = read, one
         self._text: list[str] = []
 
-    def sibling(self) -> "BodyParser":
-        made = copy.copy(self)
-        made._text = [*self._text]
-        return made
-
-    def feed(self, text: str) -> list[CallPart]:
+    def feed(self, text: str, marked: bool = False) -> list[CallPart]:
         self._text.append(text)
         return []
 
     def close(self, cut: bool) -> list[CallPart]:
-        """None where it makes no sense. Of a call that is cut short, the arguments so far."""
-        text, name, form = "".join(self._text), self._name, self._form.arguments
+        ends = -1 if cut and self._one else None
         try:
-            if name is None:
-                calls = python_calls(text, self._tools, cut)
-            else:
-                calls = [(name, entries(form, text, properties(self._tools.get(name))))]
+            return [
+                # integers of any size, which faster libraries refuse
+                CallPart(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)[:ends])
+                for name, arguments in self._read("".join(self._text), cut)
+            ]
         except (ValueError, RecursionError):
-            calls = []
-        written = [(each, written_json(arguments)) for each, arguments in calls]
-        ends = -1 if cut and name is not None else None
-        return [CallPart(each, text[:ends]) for each, text in written]
-
-
-class FieldParser(BodyParser):
-    """As the library reads what is in a response template's field."""
-
-    def __init__(
-        self, field: ResponseTemplateField, captured: dict[str, str], tools: Tools
-    ) -> None:
-        self._field, self._captured, self._tools = field, captured, tools
-        self._text: list[str] = []
-
-    def close(self, cut: bool) -> list[CallPart]:
-        try:
-            made = process_field("".join(self._text), self._field, self._captured)
-            calls = [each["function"] for each in (made if isinstance(made, list) else [made])]
-            return [CallPart(each["name"], self._arguments(**each)) for each in calls]
-        except (AttributeError, KeyError, TypeError, ValueError):
             return []
 
-    def _arguments(self, name: str, arguments: dict[str, Any]) -> str:
-        declared = properties(self._tools.get(name))
-        typed = {
-            key: value(each, declared[key]) if isinstance(each, str) and key in declared else each
-            for key, each in arguments.items()
-        }
-        return written_json(typed)
 
-
-def field_calls(field: ResponseTemplateField) -> Callable[[Any, Tools], "CallParser | BodyParser"]:
-    """What reads the calls in a response template's field, for the match that opens it."""
-
-    def make(match: Any, tools: Tools) -> CallParser | BodyParser:
-        shape = field.transform.get("function") if isinstance(field.transform, dict) else None
-        if field.content == "json" and not field.content_args and shape == "{content}":
-            return CallParser("name", "arguments")
-        if field.content == "json" and not field.content_args and isinstance(shape, dict):
-            name, arguments = str(shape.get("name")), str(shape.get("arguments"))
-            if arguments == "{content}":
-                return CallParser("", "", match.groupdict().get(name.strip("{}")) or "")
-            keys = (key.strip("{}").removeprefix("content.") for key in (name, arguments))
-            return CallParser(*keys)
-        return FieldParser(field, match.groupdict(), tools)
-
-    return make
-
-
-def written_json(arguments: dict[str, Any]) -> str:
-    """Integers of any size, which faster libraries refuse."""
-    return json.dumps(arguments, ensure_ascii=False)
+def body_parser(form: CallForm, name: str | None, tools: Tools) -> BodyParser:
+    """Of calls that are not written as JSON; of one, if its name has been read."""
+    if name is None:
+        return BodyParser(lambda text, cut: python_calls(text, tools, cut))
+    declared = properties(tools.get(name))
+    return BodyParser(lambda text, _: [(name, entries(form.arguments, text, declared))], one=True)
 
 
 def goes_on_as_json(text: str) -> bool | None:

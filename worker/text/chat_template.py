@@ -1,35 +1,36 @@
-"""What is known of a model's templates, found out once at load; and a conversation as its text.
+"""A tokenizer's chat template: a conversation as its text, in the form that the template takes.
 
-    at load:    templates  --learning.py-->  forms  --proof.py-->  forms that are used
-    a request:  messages  --turns.py-->  messages in the template's form  --renderer.py-->  text
+    at load:    messages made up for it  --tried-->  texts  --learning.py-->  forms
+    a request:  messages  --turns.py-->  messages as the template takes them  --render-->  text
 
-A *template* is what a checkpoint carries: a chat template, perhaps a response template. A *form*
-is what is known from them: how answers and their calls are written (answer_form.py, call_form.py),
-and how calls and results are taken back (turns.py). Rendering runs in pool threads.
+A *form* is what is known of a template: how answers and their calls are written (answer_form.py,
+call_form.py), and how calls and results are taken back (turns.py). Requests come in pool threads.
 """
 
+import copy
+import inspect
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
-from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from jinja2 import Template, TemplateError
+from jinja2.filters import FILTERS
+from jinja2.meta import find_undeclared_variables
+from jinja2.sandbox import SandboxedEnvironment
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers.utils import chat_template_utils
 
 from batching.errors import InvalidInput
 from worker.protocol import Calls, Chat
-from worker.text import response_template
-from worker.text.answer_form import PLAIN, AnswerForm, learned
+from worker.text.answer_form import PLAIN, AnswerForm
 from worker.text.call_form import PLAIN_CALLS, CallForm
-from worker.text.learning import Learner
-from worker.text.probes import NAMES, QUESTION, TOOLS
-from worker.text.proof import Example, examples, reads_back
-from worker.text.renderer import EFFORT, SWITCHES, Renderer
+from worker.text.learning import INSTEAD, SWITCHES, learn, names_tools, plain_calls
+from worker.text.probes import CONTENT, QUESTION, TOOLS, Render
+from worker.text.proof import shown_calls
 from worker.text.turns import Conversation, Message, TurnForm
 
-log = logging.getLogger("onequeue.template")
-
+EFFORT = "reasoning_effort"
 INSTRUCTIONS = """# Tools
 
 You may call functions. Each is described by a line of JSON between <tools> and </tools>:
@@ -38,110 +39,62 @@ You may call functions. Each is described by a line of JSON between <tools> and 
 </tools>
 To call one, write its name and a value for each of its parameters just so:
 {example}"""
-PLACEHOLDERS = {  # of what was made up, in an example that is shown
-    **{"nameone": "FUNCTION", "nametwo": "OTHER_FUNCTION", "callidone": "ID"},
-    **{"keyone": "PARAMETER", "keytwo": "OTHER", "valueone": "VALUE", "callidtwo": "OTHER_ID"},
-}
+log = logging.getLogger("onequeue.template")
+utils: Any = chat_template_utils
 
 
 class ChatTemplate:
     """`answers`: how they are written. `turns`: how calls and results are taken; None: not at all.
     `examples`: calls as the template writes them, with the names and arguments that went in.
-    `notes`: what the template lacks, and what is done instead."""
+    `notes`: what the template lacks, and what is done instead. `source`: nothing if there is no
+    template. `opens_thoughts`: the tokens by which the model does so; none if the prompt does.
+    Some templates of models that see take no text as content, but parts alone: they get those."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._renderer = Renderer(tokenizer)
-        self.tried = self._renderer.tried
+        self._environment = utils._compile_jinja_template("").environment
+        source = tokenizer.chat_template or ""
+        if isinstance(source, dict):
+            source = source.get("tool_use") or source.get("default") or ""
+        self.source = str(source)
+        try:
+            found = find_undeclared_variables(self._environment.parse(self.source))
+        except (TemplateError, RecursionError):
+            found = set()
+        self._thinking = [name for name in (EFFORT, *SWITCHES) if name in found]
+        self._reserved = self._own_names()
+        self._wants_parts = False
+        asked = {"role": "user", "content": CONTENT}
+        if CONTENT not in self.tried([asked]):
+            self._wants_parts = CONTENT in self.tried([_in_parts(asked)])
+        response = getattr(tokenizer, "response_template", None)
+        learned = learn(self.tried, self._lenient(), self.source, response)
+        self.answers, self.turns, self.examples = learned.answers, learned.turns, learned.examples
+        self.shows_tools = learned.shows_tools
         self.notes: list[str] = []
-        self.examples: list[Example] = []
-        learner = Learner(self.tried, self._renderer.source)
-        self.turns = learner.turns
-        self.shows_tools = _names_tools(learner.asked)
-        self.answers = self._learned(learner)
-        self.takes_tools = self.shows_tools or self._takes_instructions()
-        self._note_lacks()
-        self.opens_thoughts = self._opens_thoughts()
-
-    # ── at load ──
-
-    def _learned(self, learner: Learner) -> AnswerForm:
-        """What the tokenizer's response template says; else, what the chat template shows."""
-        calls = learner.calls()
-        if calls is None and (self.turns is None or self.turns.written):
-            learner = Learner(self._renderer.lenient(), self._renderer.source)
-            calls = learner.calls()
-            if self.turns and learner.turns and calls:
-                self.turns = replace(self.turns, ids=learner.turns.ids)
-        if calls:
-            self.examples = examples(learner, calls.separator is not None)
-        if spec := getattr(self._tokenizer, "response_template", None):
-            form = replace(response_template.answer_form(spec), calls=calls)
-            if form.call_marks and calls and not reads_back(form, self.examples):
-                form = replace(form, calls=None)
-                self._note("calls: the response template reads others; they are not held to a form")
-            return form
-        channels = learner.channels(calls)
-        form = learned(learner.thoughts, learner.content(), calls or PLAIN_CALLS, channels)
-        form = replace(form, may_close=bool(form.thoughts) and self._switches())
-        if calls is None:
-            return self._plain(form, "the template writes none that are understood")
-        if not reads_back(form, self.examples):
-            return self._plain(form, "those that the template writes are not read back")
-        return form
-
-    def _plain(self, form: AnswerForm, why: str) -> AnswerForm:
-        self._note(f"calls: {why}; taken as JSON in <tool_call>")
-        self.examples = []
-        plain = learned(form.thoughts, form.content, PLAIN_CALLS, None)
-        return replace(plain, may_close=form.may_close)
-
-    def refuse_calls(self, why: str) -> None:
-        """The form of calls is not used: it does not prove itself elsewhere."""
-        self.answers = self._plain(self.answers, why)
-
-    def _takes_instructions(self) -> bool:
-        """Tools in a system message. A template that takes nothing says so itself."""
-        instructed = self._instructed([QUESTION], TOOLS)
-        return _names_tools(self.tried(instructed)) or not self.tried([QUESTION])
-
-    def _switches(self) -> bool:
-        """Whether a variable turns thinking on and off."""
-        on: dict[str, Any] = dict.fromkeys(SWITCHES, True)
-        off: dict[str, Any] = dict.fromkeys(SWITCHES, False)
-        return self.tried([QUESTION], **on) != self.tried([QUESTION], **off)
-
-    def _opens_thoughts(self) -> tuple[int, ...]:
-        """The tokens by which the model opens its thoughts; none if the prompt does, or it has
-        none."""
-        form = self.answers
-        if form.thoughts is None:
-            return ()
-        prompt = self.tried([QUESTION], enable_thinking=True)
-        begun = thoughts_in(form, prompt)
-        if not prompt or (begun and not form.ends_thoughts(begun)):
-            return ()
-        return self._tokens(form.thoughts[0])
-
-    def _note_lacks(self) -> None:
+        # Or they are told in a system message. A template that takes nothing says so itself.
+        told = self.tried(self._instructed([QUESTION], TOOLS))
+        self.takes_tools = self.shows_tools or names_tools(told) or not self.tried([QUESTION])
+        self.opens_thoughts = self._start_of_thoughts()
+        for lack in learned.lacks:
+            self._note(lack)
         if not self.takes_tools:
             self._note("tools: the template shows neither tools nor a system message; refused")
         elif not self.shows_tools:
             self._note("tools: the template does not show them; told in the system message")
-        if self.turns is None:
-            self._note("turns: the template cannot show calls and their results; refused")
-        elif self.turns.written:
-            self._note("turns: the template cannot show calls; told in the content")
-        if self.turns and self.turns.results == "told":
-            self._note("turns: the template cannot show results; told in the user's words")
 
     def _note(self, lack: str) -> None:
         """A checkpoint without a template lacks nothing: it takes no chats."""
-        if self._renderer.source:
+        if self.source:
             self.notes.append(lack)
             log.warning("chat template: %s", lack)
 
-    # ── requests ──
+    def refuse_calls(self, why: str) -> None:
+        """The form of calls is not used: it does not prove itself elsewhere."""
+        self._note(f"calls: {why}; {INSTEAD}")
+        self.answers, self.examples = plain_calls(self.answers), []
+
+    # ── what is known of it ──
 
     def forms(self, calls: Calls | None) -> tuple[AnswerForm, CallForm | None]:
         """How answers and their calls are written: plainly, where calls must be made and the
@@ -151,88 +104,16 @@ class ChatTemplate:
             return PLAIN, PLAIN_CALLS
         return form, form.calls
 
-    def render(self, chat: Chat) -> str:
-        """The prompt's text; InvalidInput with the template's own reason, if it gives one."""
-        if not self._tokenizer.chat_template:
-            raise InvalidInput("this model has no chat template: use /v1/completions", "messages")
-        for name in chat.template_kwargs:
-            if name in self._renderer.reserved:
-                param = f"chat_template_kwargs.{name}"
-                raise InvalidInput(f"{param}: is not a variable of the template", param)
-        variables = self._effort(chat) | dict(chat.template_kwargs)
-        # Newer versions of transformers show a template no None; older ones do.
-        messages = [
-            {key: value for key, value in message.items() if value is not None}
-            for message in chat.messages
-        ]
-        try:
-            if any(_special(message) for message in messages):
-                if self.turns is None:
-                    cannot = "the model's chat template cannot show calls and their results"
-                    raise InvalidInput(cannot, "messages")
-                messages = self._conversation(messages)
-            tools = [dict(tool) for tool in chat.tools]
-            if tools and not self.takes_tools:
-                cannot = "the model's chat template can show neither tools nor a system message"
-                raise InvalidInput(f"tools: {cannot}", "tools")
-            if tools and not self.shows_tools:
-                messages, tools = self._instructed(messages, tools), []
-            return self._renderer.text(
-                messages,
-                tools,
-                add_generation_prompt=chat.add_generation_prompt,
-                continue_final_message=chat.continue_final_message,
-                **variables,
-            )
-        except InvalidInput:
-            raise
-        except Exception as error:  # whatever a template raises
-            # What it says by raise_exception is meant to be read; other errors are its insides.
-            said = error.message if type(error) is TemplateError else None
-            why = f"refuses the messages: {said[:500]}" if said else "cannot render these messages"
-            raise InvalidInput(f"the model's chat template {why}", "messages") from error
-
     def call_id(self, name: str, index: int) -> str:
         """For a call that the model makes, its conversation's `index`-th."""
         return (self.turns or TurnForm()).call_id(name, index)
 
-    def _conversation(self, messages: list[Message]) -> list[Message]:
-        assert self.turns is not None
-        calls = self.answers.calls
-        written = calls if calls and calls.arguments.style == "json" else PLAIN_CALLS
-        return Conversation(self.turns, written).adapt(messages)
-
-    def _instructed(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[Message]:
-        """With the tools in the system's message, for a template that does not show them."""
-        listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-        told = INSTRUCTIONS.format(tools=listed, example=self.example())
-        first, *others = messages
-        if first["role"] not in ("system", "developer"):
-            return [{"role": "system", "content": told}, *messages]
-        content = first["content"]
-        if isinstance(content, str):
-            return [{**first, "content": f"{content}\n\n{told}"}, *others]
-        return [{**first, "content": [*content, {"type": "text", "text": told}]}, *others]
-
-    def example(self, several: bool = False) -> str:
-        """Of a call or two, as they are written."""
-        count = 2 if several else 1
-        made = (text for text, calls in self.examples if len(calls) == count)
-        if not (written := next(made, "").strip()):
-            return PLAIN_CALLS.text([("FUNCTION", '{"PARAMETER": "VALUE"}')] * count)
-        for name, shown in PLACEHOLDERS.items():
-            written = written.replace(name, shown)
-        return written
-
-    def _effort(self, chat: Chat) -> dict[str, Any]:
-        """The template's variables that say how much to think."""
-        if chat.effort is None:
-            return {}
-        if not self._renderer.thinking and chat.effort != "none":
-            why = f"{chat.effort_param}: this model's template knows no thinking"
-            raise InvalidInput(why, chat.effort_param)
-        switch = chat.effort != "none"
-        return {name: chat.effort if name == EFFORT else switch for name in self._renderer.thinking}
+    def _start_of_thoughts(self) -> tuple[int, ...]:
+        form, prompt = self.answers, self.tried([QUESTION], enable_thinking=True)
+        begun = form.thoughts_in(prompt)
+        if form.thoughts is None or not prompt or (begun and not form.ends_thoughts(begun)):
+            return ()
+        return self._tokens(form.thoughts[0])
 
     def end_of_thoughts(self, form: AnswerForm) -> tuple[int, ...]:
         """The tokens of the mark that ends them; InvalidInput if there is none."""
@@ -244,24 +125,166 @@ class ChatTemplate:
     def _tokens(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
+    # ── requests ──
 
-def _names_tools(text: str) -> bool:
-    return all(name in text for name in (*NAMES, "keyone"))
+    def render(self, chat: Chat) -> str:
+        """The prompt's text; InvalidInput with the template's own reason, if it gives one."""
+        if not self._tokenizer.chat_template:
+            raise InvalidInput("this model has no chat template: use /v1/completions", "messages")
+        for name in chat.template_kwargs:
+            if name in self._reserved:
+                param = f"chat_template_kwargs.{name}"
+                raise InvalidInput(f"{param}: is not a variable of the template", param)
+        variables = {
+            "add_generation_prompt": chat.add_generation_prompt,
+            "continue_final_message": chat.continue_final_message,
+            **self._effort(chat),
+            **chat.template_kwargs,
+        }
+        try:
+            messages, tools = self._taken(chat)
+            try:
+                return self._text(messages, tools, **variables)
+            except Exception:  # some fail only where a tool or its parameters are not described
+                if (described := [_described(tool) for tool in tools]) == tools:
+                    raise
+                return self._text(messages, described, **variables)
+        except InvalidInput:
+            raise
+        except Exception as error:  # whatever a template raises
+            # What it says by raise_exception is meant to be read; other errors are its insides.
+            said = error.message if type(error) is TemplateError else None
+            why = f"refuses the messages: {said[:500]}" if said else "cannot render these messages"
+            raise InvalidInput(f"the model's chat template {why}", "messages") from error
+
+    def _effort(self, chat: Chat) -> dict[str, Any]:
+        """The template's variables that say how much to think."""
+        if chat.effort is None:
+            return {}
+        if not self._thinking and chat.effort != "none":
+            why = f"{chat.effort_param}: this model's template knows no thinking"
+            raise InvalidInput(why, chat.effort_param)
+        switch = chat.effort != "none"
+        return {name: chat.effort if name == EFFORT else switch for name in self._thinking}
+
+    def _taken(self, chat: Chat) -> tuple[list[Message], list[Message]]:
+        """Messages and tools as the template takes them."""
+        # Newer versions of transformers show a template no None; older ones do.
+        messages = [
+            {key: value for key, value in message.items() if value is not None}
+            for message in chat.messages
+        ]
+        if any(
+            each["role"] == "tool" or each.get("tool_calls") or each.get("reasoning_content")
+            for each in messages
+        ):
+            if self.turns is None:
+                cannot = "the model's chat template cannot show calls and their results"
+                raise InvalidInput(cannot, "messages")
+            calls = self.answers.calls
+            written = calls if calls and calls.arguments.style == "json" else PLAIN_CALLS
+            messages = Conversation(self.turns, written).adapt(messages)
+        tools = [dict(tool) for tool in chat.tools]
+        if tools and not self.takes_tools:
+            cannot = "the model's chat template can show neither tools nor a system message"
+            raise InvalidInput(f"tools: {cannot}", "tools")
+        if tools and not self.shows_tools:
+            return self._instructed(messages, tools), []
+        return messages, tools
+
+    def _instructed(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[Message]:
+        """With the tools in the system's message, for a template that does not show them."""
+        listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        told = INSTRUCTIONS.format(tools=listed, example=shown_calls(self.examples, 1))
+        first, *others = messages
+        if first["role"] not in ("system", "developer"):
+            return [{"role": "system", "content": told}, *messages]
+        content = first["content"]
+        if isinstance(content, str):
+            return [{**first, "content": f"{content}\n\n{told}"}, *others]
+        return [{**first, "content": [*content, {"type": "text", "text": told}]}, *others]
+
+    # ── the template as a function ──
+
+    def tried(self, messages: list[Message], tools: Sequence[Any] = (), **variables: Any) -> str:
+        """With the generation prompt, if nothing else is said; "" where the template raises."""
+        try:
+            return self._text(messages, tools, **{"add_generation_prompt": True, **variables})
+        except Exception:  # whatever it is
+            return ""
+
+    def _text(self, messages: list[Message], tools: Sequence[Message], **variables: Any) -> str:
+        render: Any = self._tokenizer.apply_chat_template
+        messages = self._given(messages)
+        given = {"tokenize": False, **variables}
+        try:
+            text = render(messages, tools=list(tools) or None, **given)
+        except TypeError:
+            if tools:
+                raise
+            text = render(messages, tools=[], **given)  # some take no None
+        assert isinstance(text, str)
+        return text
+
+    def _lenient(self) -> Render:
+        """As `tried`, in a sandbox where a template may add to its lists: the library's forbids it,
+        so that some templates cannot show calls. For messages that we have made up."""
+        strict = self._environment
+        extensions = [type(each) for each in strict.extensions.values()]
+        sandbox = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        sandbox.filters, sandbox.globals = strict.filters, strict.globals
+
+        def tried(messages: list[Message], tools: Sequence[Any] = (), **variables: Any) -> str:
+            known = {"add_generation_prompt": True, **variables}
+            try:
+                template = sandbox.from_string(self.source)
+                given = self._given(messages)
+                messages, tools = copy.deepcopy((given, list(tools)))  # it may change them
+                known |= {"messages": messages, "tools": tools or None}
+                return template.render(self._tokenizer.special_tokens_map, **known)
+            except Exception:  # whatever it is
+                return ""
+
+        return tried
+
+    def _given(self, messages: list[Message]) -> list[Message]:
+        return [_in_parts(each) for each in messages] if self._wants_parts else messages
+
+    def _own_names(self) -> set[str]:
+        """Names that `chat_template_kwargs` may not set: arguments on the way to the template,
+        which would be given twice or do something else, special tokens, and the functions it
+        finds."""
+        way = (
+            type(self._tokenizer).apply_chat_template,
+            ProcessorMixin.apply_chat_template,
+            utils.render_jinja_template,
+            Template.render,
+        )
+        return {
+            "messages",  # what the library calls a conversation
+            *(name for function in way for name in inspect.signature(function).parameters),
+            *self._tokenizer.SPECIAL_TOKENS_ATTRIBUTES,
+            *self._tokenizer.special_tokens_map,
+            *self._environment.globals,
+            *(name for name, _ in self._environment.filters.items() - FILTERS.items()),
+        }
 
 
-def thoughts_in(form: AnswerForm, prompt: str) -> str:
-    """The marks of thoughts that a prompt ends with: they have begun, or are over."""
-    if form.thoughts is None:
-        return ""
-    opens, closes = (text.strip() for text in form.thoughts)
-    start = prompt.rfind(opens)
-    tail = prompt[start:] if start >= 0 else ""
-    rest = tail.replace(closes, "").replace(opens, "")
-    return "" if rest.strip() else tail
+def _in_parts(message: Message) -> Message:
+    content = message.get("content")
+    if not content or not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
-def _special(message: Mapping[str, Any]) -> bool:
-    """Whether a message is one that templates take in different ways."""
-    return message["role"] == "tool" or bool(
-        message.get("tool_calls") or message.get("reasoning_content")
-    )
+def _described(tool: Message) -> Message:
+    function = {"description": "", "parameters": {}, **tool["function"]}
+    parameters = function["parameters"] or {"type": "object", "properties": {}}
+    properties = parameters.get("properties")
+    if isinstance(properties, dict):
+        described = {
+            key: {"description": "", **each} if isinstance(each, dict) else each
+            for key, each in properties.items()
+        }
+        parameters = {**parameters, "properties": described}
+    return {**tool, "function": {**function, "parameters": parameters}}

@@ -88,14 +88,11 @@ class Vocabulary:
             tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         fast = getattr(tokenizer, "is_fast", False)
+        tokens = {i: token for token, i in tokenizer.get_vocab().items()}
         if fast:
-            backend = tokenizer.backend_tokenizer
-            added = backend.get_added_tokens_decoder()
-            tokens = {i: token for token, i in backend.get_vocab(with_added_tokens=False).items()}
-            tokens |= {i: token.content for i, token in added.items()}
-            special = {i: token.content for i, token in added.items() if token.special}
+            added = tokenizer.added_tokens_decoder.items()
+            special = {i: token.content for i, token in added if token.special}
         else:
-            tokens = {i: token for token, i in tokenizer.get_vocab().items()}
             names = (str(name) for name in tokenizer.all_special_tokens)
             special = dict(zip(tokenizer.all_special_ids, names, strict=True))
         ids = list(range(max(tokens, default=-1) + 1))
@@ -103,7 +100,7 @@ class Vocabulary:
         self._hidden = {i for i, token in special.items() if not (marks and marks(token))}
         self._described: dict[int, tuple[str, bytes]] = {}
         if fast:
-            decoder = backend.decoder
+            decoder = tokenizer.backend_tokenizer.decoder
             if _is_byte_level(decoder):
                 self._use({i: _bytes(token) for i, token in tokens.items()}, _join_bytes)
             else:

@@ -9,8 +9,7 @@ from dataclasses import replace
 from itertools import product
 from typing import get_args
 
-from worker.text.probes import QUESTION, call
-from worker.text.renderer import Render
+from worker.text.probes import QUESTION, Render, call
 from worker.text.turns import CONTENTS, ArgumentsAs, Conversation, Ids, Message, Results, TurnForm
 
 # Other names than those of the tools that are offered, which are in the text in any case.

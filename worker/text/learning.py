@@ -1,23 +1,30 @@
 """The form of a model's answers, learned from its chat template.
 
-    turns made for the purpose  --render-->  texts  --compare-->  forms
-    (probes.py)
+    turns made for the purpose (probes.py)  --Render-->  texts  --compare-->  forms
 
 The form of calls is found in such texts by learned_calls.py, what the template takes of calls that
-were made before by learned_turns.py, thoughts and content here.
-
-The template renders turns with and without calls, thoughts and text, with names and values that
-occur nowhere else; what stands around those is the form. There is no table of families, but for
-<think>, where a template names its end and shows no thoughts. What is found is proved (proof.py)
-before it is used.
+were made before by learned_turns.py, thoughts and content here. The template renders turns with and
+without calls, thoughts and text, with names and values that occur nowhere else; what stands around
+those is the form. There is no table of families, but for <think>, where a template names its end
+and shows no thoughts. What is found is proved (proof.py) before it is used.
 """
 
 import re
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from worker.text.answer_form import Channels
-from worker.text.call_form import ID, MARK, CallForm, Pair, common_end, common_start
+from worker.text import response_template
+from worker.text.answer_form import AnswerForm, Channels, learned_form
+from worker.text.call_form import (
+    ID,
+    MARK,
+    PLAIN_CALLS,
+    CallForm,
+    Pair,
+    common_end,
+    common_start,
+)
 from worker.text.learned_calls import call_form
 from worker.text.learned_turns import turn_form
 from worker.text.probes import (
@@ -29,11 +36,14 @@ from worker.text.probes import (
     THOUGHT,
     TOOLS,
     TYPED_TOOLS,
+    Render,
     assistant,
 )
-from worker.text.renderer import Render
+from worker.text.proof import Example, examples, reads_back
 from worker.text.turns import BLOCKS, Conversation, Message, TurnForm
 
+INSTEAD = "taken as JSON in <tool_call>"
+SWITCHES = ("enable_thinking", "thinking")  # what templates call it
 THOUGHTS_KEYS = ("reasoning_content", "reasoning", "thinking", BLOCKS)
 # A word before a list of calls, as in functools[{"name": …
 WORD = re.compile(r"([^\s<>\[\]{}\"'`(]{3,40})\[\s*\{\s*\"name\"")
@@ -43,6 +53,63 @@ DUMPED = re.compile(rf"\W(?:type|thinking)\W\s*:\s*\W(?:thinking|{THOUGHT})")
 LAST_MARK = re.compile(rf"(?:{MARK.pattern})\w*\s*$")
 # At the end of a prompt: <think> or <think></think>, [THINK] or [THINK][/THINK]
 OPENED = re.compile(r"(<([\w:]{1,40})>|\[([A-Z]{2,40})\])\s*(?:</\2>|\[/\3\])?\s*$")
+
+
+@dataclass(slots=True)
+class Learned:
+    """What is known of a template, as ChatTemplate has it."""
+
+    answers: AnswerForm
+    turns: TurnForm | None
+    shows_tools: bool
+    examples: list[Example]
+    lacks: list[str]
+
+
+def learn(
+    render: Render, lenient: Render, source: str, response: Mapping[str, Any] | None
+) -> Learned:
+    """What the response template says, where there is one; else, what the chat template shows.
+    `lenient`: for a template that shows no calls otherwise."""
+    learner = Learner(render, source)
+    turns, shows_tools = learner.turns, names_tools(learner.asked)
+    calls = learner.calls()
+    if calls is None and (turns is None or turns.written):
+        learner = Learner(lenient, source)
+        calls = learner.calls()
+    made = examples(learner.written, calls) if calls else []
+    lacks = []
+    if response:
+        answers = replace(response_template.answer_form(response), calls=calls)
+        if answers.call_marks and calls and not reads_back(answers, made):
+            answers = replace(answers, calls=None)
+            lacks.append("calls: the response template reads others; they are not held to a form")
+    else:
+        answers = learner.answers(calls)
+        if calls is None:
+            lacks.append(f"calls: the template writes none that are understood; {INSTEAD}")
+        elif not reads_back(answers, made):
+            lacks.append(f"calls: those that the template writes are not read back; {INSTEAD}")
+        if lacks:
+            answers, made = plain_calls(answers), []
+    if turns is None:
+        lacks.append("turns: the template cannot show calls and their results; refused")
+    elif turns.written:
+        lacks.append("turns: the template cannot show calls; told in the content")
+    if turns and turns.results == "told":
+        lacks.append("turns: the template cannot show results; told in the user's words")
+    return Learned(answers, turns, shows_tools, made, lacks)
+
+
+def plain_calls(form: AnswerForm) -> AnswerForm:
+    """With calls as JSON in <tool_call>, in place of those that a template seemed to write."""
+    plain = learned_form(form.thoughts, form.content, PLAIN_CALLS, None)
+    return replace(plain, may_close=form.may_close)
+
+
+def names_tools(text: str) -> bool:
+    """Whether the tools of probes.py are shown in it."""
+    return all(name in text for name in (*NAMES, "keyone"))
 
 
 class Learner:
@@ -73,6 +140,16 @@ class Learner:
         form = replace(self.turns or TurnForm(), thoughts=key)
         messages = Conversation(form).adapt([QUESTION, turn])
         return self._render(messages, self._tools, add_generation_prompt=False, **variables)
+
+    def answers(self, calls: CallForm | None) -> AnswerForm:
+        """With these calls, or plain ones. Thoughts may be closed that nothing has opened where a
+        variable turns thinking on and off."""
+        found = self.thoughts, self._content(), calls or PLAIN_CALLS, self._channels(calls)
+        form = learned_form(*found)
+        on, off = (
+            self._render([QUESTION], **dict.fromkeys(SWITCHES, way)) for way in (True, False)
+        )
+        return replace(form, may_close=form.thoughts is not None and on != off)
 
     # ── calls ──
 
@@ -129,7 +206,7 @@ class Learner:
                 return found[1], found[1][0] + "/" + found[1][1:]
         return ("<think>", "</think>") if "</think>" in source else None
 
-    def content(self) -> Pair | None:
+    def _content(self) -> Pair | None:
         """The marks around it, if there are any."""
         messages = [QUESTION, assistant(content=CONTENT)]
         text = self._render(messages, add_generation_prompt=False)
@@ -142,7 +219,7 @@ class Learner:
             return None
         return None if mark in self._render([QUESTION]) else (mark, closes[0])
 
-    def channels(self, calls: CallForm | None) -> Channels | None:
+    def _channels(self, calls: CallForm | None) -> Channels | None:
         """Thoughts are a message, and the generation prompt's text stands before each:
 
         <|start|>assistant<|channel|>analysis<|message|>THOUGHT<|end|><|start|>assistant…"""

@@ -75,12 +75,8 @@ class Parser:
 
     def sibling(self) -> "Parser":
         """Another answer to the same prompt, as far as this one has been read."""
-        made = copy.copy(self)
-        made._call = self._call and self._call.sibling()
-        made._buffer, made._space = Piece(self._buffer.text), Piece("")
-        made._call_text, made._between = Piece(self._call_text.text), Piece("")
-        made._retold = [*self._retold]
-        return made
+        shared = (self._form, self._tools, self._marks, self._watched)
+        return copy.deepcopy(self, {id(each): each for each in shared})
 
     @property
     def phase(self) -> Phase:
@@ -136,7 +132,7 @@ class Parser:
             if mark is not None:
                 if (quoted := self._quoted(mark[1], ended)) is None:
                     return events
-                self._turn(*mark, quoted, events)
+                self._follow_mark(*mark, quoted, events)
             elif not stopped:
                 return events
 
@@ -191,7 +187,7 @@ class Parser:
         goes_on = self._constrained or goes_on_as_json(rest)
         return False if goes_on is None and (ended or len(rest) > MAX_DOUBTFUL) else goes_on
 
-    def _turn(self, mark: Mark, match: Match, quoted: bool, events: list[Event]) -> None:
+    def _follow_mark(self, mark: Mark, match: Match, quoted: bool, events: list[Event]) -> None:
         """One stretch ends with a mark, another begins; unless it is in a string."""
         taken = self._buffer.take(len(match.group()))
         if quoted:
@@ -210,9 +206,10 @@ class Parser:
         self._since_mark = self._buffer.text
         self._after_mark = True
         self._enter(mark.to)
-        if mark.reader is not None:
-            self._call, self._call_text = mark.reader(match, self._tools), taken
-            name, calls = match.groupdict().get("name"), self._form.calls
+        if mark.parser is not None:
+            found = match.groupdict()
+            self._call, self._call_text = mark.parser(found, self._tools), taken
+            name, calls = found.get("name"), self._form.calls
             shown = calls.begun(name) if name and calls else ""
             self._opening = (len(taken.text) if shown else 0), shown
             self._emit_call(Piece(""), events)
@@ -260,39 +257,42 @@ class Parser:
     # ── calls ──
 
     def _emit_call(self, piece: Piece, events: list[Event]) -> bool:
-        call = self._call
+        call, taken = self._call, piece
         assert call is not None
         known = call.begun
-        parts = call.feed(piece.text)
-        ends = call.left > 0 and not self._watched
-        taken = piece.take(len(piece.text) - call.left) if ends else piece
+        parts = call.feed(piece.text, marked=bool(self._watched))
+        if ends := call.left > 0:
+            taken = piece.take(len(piece.text) - call.left)
+            piece.append(self._buffer)
+            self._buffer = piece
         if not (known and len(self._call_text.text) > MAX_PENDING):
             self._call_text.append(taken)
         for name, arguments in parts:
             if self._form.unmarked and name is not None and name not in self._tools:
-                self._end_call(events, nonsense=True)
-                break
+                # What began like a call is none: it is read again, as content.
+                self._call_text.append(self._buffer)
+                self._buffer, self._call_text, self._call = self._call_text, Piece(""), None
+                self._enter(ANSWER)
+                self._go_on(events)
+                return True
             self.calls_begun += name is not None
             events.append(Event("call", Piece(arguments), name))
         if ends:
-            piece.append(self._buffer)
-            self._buffer = piece
             self._after_mark = True
-            if self._call is not None:
-                self._end_call(events)
+            self._end_call(events)
         return ends
 
-    def _end_call(self, events: list[Event], cut: bool = False, nonsense: bool = False) -> None:
+    def _end_call(self, events: list[Event], cut: bool = False) -> None:
         call, self._call = self._call, None
         assert call is not None
         whole, self._call_text = self._call_text, Piece("")
         self._enter(ANSWER)
-        calls = [] if nonsense else call.close(cut)
+        calls = call.close(cut)
         for name, arguments in calls:
             self.calls_begun += name is not None
             events += [Event("call", Piece(""), name)] if name is not None else []
             events.append(Event("call", Piece(arguments)))
-        if calls or (call.begun and not nonsense):
+        if calls or call.begun:
             self.calls_ended += 1
         elif not (cut and call.may_go_on and self._form.may_call(whole.text, self._tools)):
             self._go_on(events)

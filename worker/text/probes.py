@@ -4,9 +4,13 @@ Their names and values occur nowhere else, so that they are found again in what 
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from worker.text.turns import Message
+
+# Messages, tools and variables as the template's text; nothing where it raises.
+Render = Callable[..., str]
 
 QUESTION: Message = {"role": "user", "content": "?"}
 CONTENT, THOUGHT = "qcontentq", "qthoughtq"

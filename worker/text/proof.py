@@ -1,12 +1,15 @@
-"""Whether what was learned from a chat template is so: calls that it writes are read back."""
+"""Calls as a chat template writes them: they prove what was learned from it, if they are read back.
+
+Prompts show them as well, where a template does not show tools itself (chat_template.py).
+"""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from worker.text.answer_form import AnswerForm
+from worker.text.call_form import PLAIN_CALLS, CallForm
 from worker.text.detokenizer import Piece
-from worker.text.learning import Learner
 from worker.text.parser import Parser
 from worker.text.probes import ARGUMENTS, NAMES, TYPED, TYPED_TOOLS
 
@@ -20,14 +23,30 @@ TRIED: tuple[tuple[dict[str, Any], ...], ...] = (
     (TYPED, TYPED),
 )
 
+PLACEHOLDERS = {  # of what was made up, in an example that is shown
+    **{"nameone": "FUNCTION", "nametwo": "OTHER_FUNCTION", "callidone": "ID"},
+    **{"keyone": "PARAMETER", "keytwo": "OTHER", "valueone": "VALUE", "callidtwo": "OTHER_ID"},
+}
 
-def examples(learner: Learner, several: bool) -> list[Example]:
+
+def examples(written: Callable[..., str], form: CallForm) -> list[Example]:
     """Calls as the template writes them, and the names and arguments that went in."""
     return [
-        (learner.written(*tried), [*zip(NAMES, tried, strict=False)])
+        (written(*tried), [*zip(NAMES, tried, strict=False)])
         for tried in TRIED
-        if several or len(tried) == 1
+        if form.separator is not None or len(tried) == 1
     ]
+
+
+def shown_calls(examples: Iterable[Example], count: int) -> str:
+    """So many calls as a template writes them, to be shown as an example; plain ones if it writes
+    none."""
+    written = next((text for text, calls in examples if len(calls) == count), "").strip()
+    if not written:
+        return PLAIN_CALLS.text([("FUNCTION", '{"PARAMETER": "VALUE"}')] * count)
+    for name, shown in PLACEHOLDERS.items():
+        written = written.replace(name, shown)
+    return written
 
 
 def reads_back(form: AnswerForm, examples: Iterable[Example]) -> bool:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from worker.protocol import Calls
-from worker.text.chat_template import ChatTemplate, thoughts_in
-from worker.text.probes import CONTENT, QUESTION, TOOLS, assistant
-from worker.text.renderer import Render
+from worker.text.chat_template import ChatTemplate
+from worker.text.probes import CONTENT, QUESTION, TOOLS, Render, assistant
+from worker.text.proof import shown_calls
 
 CONTENTS = {"absent": "left out", "null": "null", "dumped": "null", "empty": "an empty text"}
 IDS = {"any": "any", "nine": "nine letters or digits", "named": "functions.NAME:INDEX"}
@@ -43,9 +43,9 @@ def _calls(template: ChatTemplate) -> dict[str, Any]:
     """How they are written where they must be made, and whether that was learned."""
     _, form = template.forms(Calls((), required=True))
     assert form is not None
-    several = template.example(several=True) if form.separator is not None else None
-    made = {"learned": bool(template.examples), "arguments": form.arguments.style}
-    return {**made, "one": template.example(), "two": several}
+    one, two = (shown_calls(template.examples, count) for count in (1, 2))
+    made = {"learned": bool(template.examples), "arguments": form.arguments.style, "one": one}
+    return {**made, "two": two if form.separator is not None else None}
 
 
 def _thoughts(template: ChatTemplate) -> dict[str, Any] | None:
@@ -56,7 +56,7 @@ def _thoughts(template: ChatTemplate) -> dict[str, Any] | None:
     switches: dict[str, dict[str, Any]] = {"default": {}}
     switches |= {str(way).lower(): {"enable_thinking": way} for way in (True, False)}
     prompts = {name: template.tried([QUESTION], **given) for name, given in switches.items()}
-    begun = {name: thoughts_in(form, prompt) for name, prompt in prompts.items()}
+    begun = {name: form.thoughts_in(prompt) for name, prompt in prompts.items()}
     return {"open": form.thoughts[0], "close": form.thoughts[1], "in_prompt": begun}
 
 

@@ -7,16 +7,19 @@ answer for that.
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+from transformers.utils.chat_parsing.content_parsers import process_field
 from transformers.utils.chat_parsing.response_templates import (
     ResponseTemplateField,
     load_response_template,
 )
 
 from worker.text.answer_form import ANSWER, CALL, NOBODY, THINKING, AnswerForm, Mark
+from worker.text.arguments import Calls, properties, value
 from worker.text.call_form import Pair
-from worker.text.call_parser import field_calls
+from worker.text.call_parser import BodyParser, CallParser, Tools
 
 CALLS, CONTENT = "tool_calls", "content"
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -73,11 +76,42 @@ def _marks(field: ResponseTemplateField, outside: str, phase: str) -> list[Mark]
             one != other and one.startswith(other) for one in literals for other in literals
         )
         first = frozenset(text[0] for text in literals or ())
-        reader = field_calls(field) if phase == to == CALL else None
+        parser = partial(_call_parser, field) if phase == to == CALL else None
         # No mark stands before calls: they begin with their JSON.
-        leads = bool(reader and (m := pattern.search('{"name": "x"')) and not m.group())
-        made.append(Mark(frozenset((within,)), to, pattern, grows, first, reader, leads))
+        leads = bool(parser and (m := pattern.search('{"name": "x"')) and not m.group())
+        made.append(Mark(frozenset((within,)), to, pattern, grows, first, parser, leads))
     return made
+
+
+def _call_parser(
+    field: ResponseTemplateField, captured: dict[str, str], tools: Tools
+) -> CallParser | BodyParser:
+    """Of what is in a field. `captured`: by the pattern that opens it."""
+    shape = field.transform.get("function") if isinstance(field.transform, dict) else None
+    if field.content == "json" and not field.content_args and shape == "{content}":
+        return CallParser("name", "arguments")
+    if field.content == "json" and not field.content_args and isinstance(shape, dict):
+        name, arguments = str(shape.get("name")), str(shape.get("arguments"))
+        if arguments == "{content}":
+            return CallParser("", "", captured.get(name.strip("{}")) or "")
+        return CallParser(*(key.strip("{}").removeprefix("content.") for key in (name, arguments)))
+
+    def read(text: str, cut: bool) -> Calls:
+        try:
+            made = process_field(text, field, captured)
+            calls = [each["function"] for each in (made if isinstance(made, list) else [made])]
+            return [(each["name"], typed(**each)) for each in calls]
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError("no calls") from error
+
+    def typed(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        declared = properties(tools.get(name))
+        return {
+            key: value(each, declared[key]) if isinstance(each, str) and key in declared else each
+            for key, each in arguments.items()
+        }
+
+    return BodyParser(read)
 
 
 def literal(pattern: str) -> str | None:
