@@ -13,6 +13,9 @@ Background sequences come after all others, in the line and in a step, and give 
 them only some have a part in a step, which would take longer with every one. The oldest counts as
 one of the others, so that they too end, one by one at least.
 
+A step may be scheduled while the one before it runs. The tokens that this will give are promised to
+the sequences meanwhile, and are others' to find in the cache once they are known.
+
 Pure state, owned by the worker thread: no tensors, no clock. Sampling and stop conditions are the
 caller's.
 """
@@ -73,6 +76,10 @@ class ContinuousScheduler:
             self._promoted = None
 
     def _close(self, sequence: Sequence) -> None:
+        """Its blocks may be given out at once, even if a step that runs writes to them: what writes
+        to them next runs after it."""
+        if sequence.promised:
+            sequence.tokens.pop()  # the same is drawn when it is computed again
         if sequence.table is not None:
             self.pool.close(sequence.table)
             sequence.table = None
@@ -89,12 +96,13 @@ class ContinuousScheduler:
             self._ended = False
         limit = self._background_limit() if self._promote() else self.max_running
         resting = set(self.running[limit:])  # background sequences that have no part in this step
-        begun = [each for each in self.running[:limit] if each.left <= 1]
+        resting.update(each for each in self.running if not each.left)  # nor those about to end
+        begun = [each for each in self.running[:limit] if each.left == 1]
         decoding = [each for each in begun if self._make_room(each)]
         prefix_awaited = self._admit_waiting(limit)
         decoding = [each for each in decoding if each.table]
         if prefix_awaited:  # a background sequence may be computing it
-            resting = {each for each in resting if each.left == 1}
+            resting = {each for each in resting if each.left <= 1}
         idle = resting.union(decoding)
         prompts = [each for each in self.running if each not in idle]
         chunks = self._prefill(prompts, budget, prefix_awaited) if prompts else []
@@ -234,6 +242,19 @@ class ContinuousScheduler:
 
     # ── after the step ──
 
+    def promise(self, chunks: abc.Sequence[Chunk]) -> None:
+        """They are running without drafts, and their sequences may be scheduled again, unless they
+        must end, each with the token that its row of the step's draws is to give."""
+        row = 0
+        for chunk in chunks:
+            sequence = chunk.sequence
+            longest = sequence.prompt_len + sequence.max_tokens
+            if chunk.runs:
+                sequence.computed = chunk.start + chunk.count
+                if chunk.reaches_end and len(sequence.tokens) + 1 < longest:
+                    sequence.tokens.append(-1 - row)
+            row += chunk.to_sample
+
     def advance(self, chunk: Chunk, sampled: abc.Sequence[int] = ()) -> None:
         """The chunk has run, and the sequence goes on with `sampled`: drafts that were right and
         one token more; nothing if the chunk ends before the sequence does."""
@@ -243,6 +264,8 @@ class ContinuousScheduler:
             sequence.scored = max(sequence.scored, chunk.to_score.stop)
         sequence.computed = chunk.start + chunk.count + max(0, len(sampled) - 1)
         if sampled:
+            if sequence.promised:
+                sequence.tokens.pop()
             sequence.tokens += sampled
         if chunk.drafts:
             self.pool.trim(sequence.table, len(sequence.tokens))

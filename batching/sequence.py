@@ -44,7 +44,8 @@ class Sequence:
     looked at here."""
 
     # the prompt's, shared by a request's choices until each is admitted; of one that generates
-    # nothing it may be Joined
+    # nothing it may be Joined. The last may be promised: -1 - r stands for the token that row r of
+    # the last step's draws gives, which nobody has read yet.
     tokens: Any
     output: Any = None
     _: KW_ONLY
@@ -70,8 +71,12 @@ class Sequence:
 
     @property
     def left(self) -> int:
-        """Tokens that have not been through the model."""
+        """Tokens that have not been given to the model; none are while its last step runs."""
         return len(self.tokens) - self.computed
+
+    @property
+    def promised(self) -> bool:
+        return bool(self.tokens[-1] < 0)
 
     @property
     def contents(self) -> abc.Sequence[Content]:
@@ -96,16 +101,23 @@ class Chunk:
     start: int
     count: int
     drafts: tuple[int, ...] = ()
+    table: BlockTable | None = field(init=False)  # the sequence's, until it is put back or ends
     width: int = field(init=False)
     reaches_end: bool = field(init=False)
     to_sample: int = field(init=False)  # how many of its last rows decide a token
 
     def __post_init__(self) -> None:
         sequence = self.sequence
+        self.table = sequence.table
         self.width = self.count + len(self.drafts)
         self.reaches_end = self.start + self.count == len(sequence.tokens)
         samples = self.reaches_end and sequence.max_tokens
         self.to_sample = 1 + len(self.drafts) if samples else 0
+
+    @property
+    def runs(self) -> bool:
+        """Whether its sequence still has what it had when it was cut."""
+        return self.table is not None and self.table is self.sequence.table
 
     @property
     def to_score(self) -> range:
@@ -131,10 +143,10 @@ class Span(NamedTuple):
 @dataclass(eq=False, slots=True)
 class Batch:
     """What a step runs: T tokens in one row, span after span. Built once, for whoever reads it. A
-    model runner is asked for `forward(batch)`: logits [R, vocabulary] of the R `rows`."""
+    model runner is asked for `forward(batch, drawn)`: logits [R, vocabulary] of the R `rows`."""
 
     spans: abc.Sequence[Span]
-    ids: abc.Sequence[int]  # [T], drafted ones behind their chunk's
+    ids: abc.Sequence[int]  # [T], drafted ones behind their chunk's; promised ones as -1 - row
     rows: abc.Sequence[int]  # [R] places in `ids` whose logits are wanted
     scored: int = 0  # so many of `rows` score prompts; the rest, behind them, are sampled
     chunks: abc.Sequence[Chunk] = ()  # one for each span; none in a batch that no scheduler made

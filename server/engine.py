@@ -246,7 +246,8 @@ class Engine:
         for item, delta in outcome.deltas:
             if item.open and item.stream:
                 item.stream.push(delta)
-        for lane, starved in model.starved(report):
+        for lane in model.lanes:  # of the background, all who wait go without
+            starved = report.starved if lane is model.lane else lane.ahead > 0
             if lane.begun or starved != (lane.starved_since is not None):
                 lane.stepped(now, starved)
         self.resolve(outcome.done)

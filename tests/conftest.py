@@ -45,6 +45,16 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
         gc.enable()
 
 
+@pytest.fixture(params=[False, True], ids=["at once", "ahead"])
+def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """A generation engine on the CPU, whose steps land at once as they do there, or fly as they do
+    on a GPU: whether they fly."""
+    from worker.generation import engine
+
+    monkeypatch.setitem(engine.AHEAD, "cpu", request.param)
+    return bool(request.param)
+
+
 @pytest.fixture
 def poisoned_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for keys and values that has never been written to is full of what are no numbers."""

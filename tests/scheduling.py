@@ -54,14 +54,22 @@ class FakeModel:
             made.append(self._numbers.setdefault((made[-1], token), len(self._numbers) + 1))
         return made[1:]
 
-    def run(self, chunks: abc.Sequence[Chunk], broken: abc.Sequence[Sequence] = ()) -> None:
-        """All read before any writes: a chunk cannot see what another does in the same step."""
+    def run(
+        self,
+        chunks: abc.Sequence[Chunk],
+        broken: abc.Sequence[Sequence] = (),
+        drawn: abc.Sequence[int] = (),
+    ) -> None:
+        """All read before any writes: a chunk cannot see what another does in the same step.
+        `drawn`: by the rows of the step before, which was promised."""
         written: dict[int, int] = {}
         for chunk in chunks:
             sequence = chunk.sequence
             assert sequence.table is not None
             end = chunk.start + chunk.width
-            prefixes = self.prefixes([*sequence.tokens[: chunk.start + chunk.count], *chunk.drafts])
+            tokens = sequence.tokens[: chunk.start + chunk.count]
+            known = [drawn[-1 - token] if token < 0 else token for token in tokens]
+            prefixes = self.prefixes([*known, *chunk.drafts])
             places = [
                 block * self.size + i for block in sequence.table.blocks for i in range(self.size)
             ]
@@ -81,7 +89,10 @@ class Job:
     """A request for `most` tokens, and what it must get."""
 
     def __init__(self, prompt: list[int], most: int, reuse: bool, background: bool) -> None:
-        self.sequence = Sequence(prompt, self, scores_prompt=not reuse, background=background)
+        # the step after its last token ends it
+        self.sequence = Sequence(
+            prompt, self, max_tokens=most + 1, scores_prompt=not reuse, background=background
+        )
         self.most = most
         self.expected = list(prompt)
         for _ in range(most):
@@ -124,6 +135,8 @@ class Simulation:
         self.live: list[Job] = []
         self.past: list[list[int]] = [[0]]
         self.seen: Counter[str] = Counter()
+        self.ahead = bool(seed % 2)  # steps are scheduled before the last has landed
+        self.flight: list[tuple[Chunk, list[int]]] = []  # and what each is given
 
     def play(self) -> None:
         steps = work = 0
@@ -176,6 +189,8 @@ class Simulation:
 
     def _draft(self, sequence: Sequence) -> tuple[int, ...]:
         job: Job = sequence.output
+        if sequence.promised:
+            return ()
         most = min(job.left - 1, self.chance.choice((0, 0, 1, 2, 5)))
         right = job.expected[len(sequence.tokens) :][: max(0, most)]
         wrong = self.chance.choice((0, 0.2, 1))
@@ -194,22 +209,34 @@ class Simulation:
         self.seen["rested"] += len(before.resting)
         self._count(chunks)
         broken = [job for job in self._leaving() if self.chance.random() < 0.3]
-        self.model.run(chunks, [job.sequence for job in broken])
+        drawn = [sum(tokens) for chunk, tokens in self.flight if chunk.to_sample]
+        self.model.run(chunks, [job.sequence for job in broken], drawn)
+        self._land()
         for job in broken:
-            if job.sequence.table:
-                self.pool.forget(job.sequence.table)
-            self._end(job, "broken while")
-        for chunk in chunks:
-            job = chunk.sequence.output
-            if job not in broken:
-                self._advance(job, chunk)
+            if job in self.live:
+                if job.sequence.table:
+                    self.pool.forget(job.sequence.table)
+                self._end(job, "broken while")
+        self.flight = [
+            (chunk, chunk.sequence.output.sample(chunk.drafts) if chunk.reaches_end else [])
+            for chunk in chunks
+        ]
+        if self.ahead and not any(chunk.drafts for chunk in chunks):
+            self.scheduler.promise(chunks)
+            self.seen["promised"] += sum(chunk.sequence.promised for chunk in chunks)
+        else:
+            self._land()
 
-    def _advance(self, job: Job, chunk: Chunk) -> None:
-        sampled = job.sample(chunk.drafts) if chunk.reaches_end else []
-        self.seen["drafts right"] += max(0, len(sampled) - 1)
-        self.scheduler.advance(chunk, sampled)
-        if chunk.reaches_end and not sampled:  # a step after its last token
-            self._end(job, "finished while")
+    def _land(self) -> None:
+        flight, self.flight = self.flight, []
+        for chunk, sampled in flight:
+            if not chunk.runs:
+                self.seen["dropped"] += 1
+                continue
+            self.seen["drafts right"] += max(0, len(sampled) - 1)
+            self.scheduler.advance(chunk, sampled)
+            if chunk.reaches_end and not sampled:  # a step after its last token
+                self._end(chunk.sequence.output, "finished while")
 
     def _count(self, chunks: abc.Sequence[Chunk]) -> None:
         self.seen["preempted"] += self.scheduler.preempted
@@ -241,6 +268,7 @@ class Before:
         self.tables = {sequence: sequence.table for sequence in self.running}
         self.decoding = [s for s in self.running[: self.most] if s.left == 1]
         self.resting = self.running[self.most :]
+        self.landing = [s for s in self.running if not s.left]
         self.new = [s for s in scheduler.waiting if s.cached is None]
         self.free = pool.free
         self.wanted = 0
@@ -279,14 +307,15 @@ class Before:
         assert all(s.table is None and s.computed == 0 for s in waiting)
 
     def _check_chunks(self, chunks: list[Chunk]) -> None:
-        assert chunks
+        assert chunks or self.landing
         at_work = [chunk.sequence for chunk in chunks]
         assert len(set(at_work)) == len(at_work)
         assert all(c.start == c.sequence.computed and c.count > 0 for c in chunks)
         assert all(not c.sequence.scores_prompt or c.count <= scheduler.PROJECTED for c in chunks)
         assert all(s in at_work for s in self.decoding if self._stayed(s))
         running = self.scheduler.running  # whatever happens, the oldest gets on
-        assert running[0] in at_work or min(running, key=lambda s: s.number) in at_work
+        oldest = {running[0], min(running, key=lambda s: s.number)}
+        assert oldest.intersection(at_work) or oldest.intersection(self.landing)
         if self.running and not self.running[0].background:
             assert self._stayed(self.running[0])
 
@@ -294,7 +323,7 @@ class Before:
         """Half is for the first, nothing is left over, and nobody is passed over by one who needs
         more, or who is in the background."""
         shares = {chunk.sequence: chunk.count for chunk in prompts}
-        idle = [s for s in (*self.decoding, *self.resting) if self._stayed(s)]
+        idle = [s for s in (*self.decoding, *self.resting, *self.landing) if self._stayed(s)]
         wanting = [s for s in self.scheduler.running if s not in idle]
         if not wanting:
             return

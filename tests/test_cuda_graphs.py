@@ -84,6 +84,7 @@ def captured(runner: PagedRunner, recorder: Any, rows: int = 32) -> CudaGraphs:
     return CudaGraphs(runner.language, runner.model, metadata, runner._run, recorder)
 
 
+@pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize("model", ["llama", "gemma2", "gemma3", "gpt-oss", "llama4", "deepseek-v3"])
 def test_output_is_the_same_with_them(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = engine(model, blocks=BLOCKS)

@@ -29,7 +29,8 @@ class Machine:
             self.now += LOOK_S
             self.busy += LOOK_S * self.cores.threads
             self.own += LOOK_S * (self.cores.threads - others)
-            self.free.follow(self.now)
+            if self.now >= self.free.look_at:
+                self.free.follow(self.now)
         return self.told[-1] if self.told else self.free.threads
 
 

@@ -19,6 +19,8 @@ from worker.model.kv_cache import KVCache
 from worker.model.native_attention import NativeMetadata
 from worker.model.paged_attention import AttentionMetadata
 
+pytestmark = pytest.mark.usefixtures("steps")
+
 LENGTHS = (1, 2, 7, 16, 17, 33, 48, 60)
 NEW = 12
 MOST = 24  # prompt tokens a step

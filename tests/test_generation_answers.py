@@ -27,6 +27,8 @@ from tests.tiny_tokenizers import llama_tokenizer
 from worker.deltas import Delta, TokenLogprob
 from worker.protocol import Sampling
 
+pytestmark = pytest.mark.usefixtures("steps")
+
 # the token of a byte that begins a character
 HALF = llama_tokenizer().convert_tokens_to_ids("Ã")
 SAMPLED = Sampling(temperature=1.0, top_p=1.0, top_k=0, seed=11)

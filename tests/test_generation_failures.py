@@ -21,6 +21,8 @@ from tests.generating import (
 from worker.generation.engine import GenerationEngine
 from worker.protocol import Sampling
 
+pytestmark = pytest.mark.usefixtures("steps")
+
 POISON = 310  # a token that no other prompt has
 LENGTHS = (3, 17, 30, 45)
 NEW = 8

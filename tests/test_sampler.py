@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from worker.model import sampler
 from worker.model.logits_processors import Draw, SamplingParams, SamplingState, TokenMask
-from worker.model.sampler import SampledToken, prompt_logprobs, sample, uniform
+from worker.model.sampler import SampledToken, prompt_logprobs, uniform
 
 WIDE = 20_000  # blocks of candidates, two widenings, and the sort of everything
 INF, NAN = float("inf"), float("nan")
@@ -31,6 +32,12 @@ def after(output: Sequence[int], prompt: Sequence[int] = (), **params: Any) -> D
 def normal(rows: int, vocabulary: int, scale: float = 3.0, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return scale * torch.randn(rows, vocabulary, generator=generator)
+
+
+def sample(
+    logits: torch.Tensor, rows: Sequence[Draw], mask: TokenMask | None = None
+) -> list[SampledToken]:
+    return sampler.sample(logits, rows, mask).read()
 
 
 def tokens(logits: torch.Tensor, rows: Sequence[Draw]) -> list[int]:

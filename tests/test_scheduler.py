@@ -30,6 +30,7 @@ def test_whatever_happens_each_sequence_ends_as_if_it_were_alone(
         assert seen[event] > 100
     assert seen["gave way"] > 2
     assert seen["rested"] > 3
+    assert seen["promised"] > seen["dropped"] > 100
     for event in ("cancelled", "broken"):
         assert seen[f"{event} while running"] > 10
         assert seen[f"{event} while waiting"] > 10

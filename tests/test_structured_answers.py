@@ -123,6 +123,7 @@ def assert_of_tools(calls: Sequence[tuple[str, Any]]) -> None:
             assert jsonschema_rs.is_valid(WEATHER["function"]["parameters"], arguments)  # type: ignore[index]
 
 
+@pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_a_document_is_valid_and_compact(name: str) -> None:
     items = [
@@ -156,6 +157,7 @@ def test_other_forms_hold(form: str) -> None:
     assert len(texts) > 1  # it still chooses
 
 
+@pytest.mark.usefixtures("steps")
 def test_speculation_changes_nothing() -> None:
     def made(speculation: str) -> list[tuple[str, list[int]]]:
         items = [asking(sampling=s, constraint=schema(n)) for n in SCHEMAS for s in (BUSY, greedy)]
@@ -184,6 +186,7 @@ def test_what_is_sure_to_come_takes_few_steps() -> None:
     assert json.loads(served.choices[0].text).keys() == {long}
 
 
+@pytest.mark.usefixtures("steps")
 def test_mates_do_not_notice_each_other() -> None:
     """Held and free requests in the same steps: each as it is alone, preempted or not."""
 
@@ -205,6 +208,7 @@ def test_mates_do_not_notice_each_other() -> None:
         assert [c.parts for c in one.choices] == [c.parts for c in other.choices]
 
 
+@pytest.mark.usefixtures("steps")
 def test_choices_of_one_request_go_their_own_ways() -> None:
     served = alone(asking(sampling=Sampling(seed=2), constraint=schema("flat"), n=5))
     texts = [choice.text for choice in served.choices]
@@ -220,6 +224,7 @@ def test_log_probabilities_are_of_what_the_model_would_say() -> None:
     assert banned  # the best tokens were mostly not allowed, and are told all the same
 
 
+@pytest.mark.usefixtures("steps")
 def test_log_probabilities_are_those_of_the_content() -> None:
     sampling = Sampling(temperature=1.0, logprobs=0, logit_bias=opening_call(0).logit_bias)
     for seed in range(6):

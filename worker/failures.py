@@ -55,13 +55,23 @@ def run_in_halves(
     as it is still wanted, down to one item. A lost device is raised."""
     try:
         run(items)
-        return
     except BaseException as error:
-        # The frames hold the items and what the forward had allocated, and the halves need it.
-        traceback.clear_frames(error.__traceback__)
-        if isinstance(failure := failure_of(error), DeviceLost):
-            raise
-        error.with_traceback(None)
+        run_halves(error, items, run, failed, wanted)
+
+
+def run_halves(
+    raised: BaseException,
+    items: Sequence[T],
+    run: Callable[[Sequence[T]], None],
+    failed: Callable[[Sequence[T], OnequeueError], None],
+    wanted: Callable[[T], bool],
+) -> None:
+    """As `run_in_halves`, after `run(items)` has raised."""
+    # The frames hold the items and what the forward had allocated, and the halves need it.
+    traceback.clear_frames(raised.__traceback__)
+    if isinstance(failure := failure_of(raised), DeviceLost):
+        raise raised
+    raised.with_traceback(None)
     failed(items, failure)
     middle = len(items) // 2
     for half in (items[:middle], items[middle:]) if middle else ():

@@ -23,21 +23,20 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 class FreeCores:
-    """Of the worker's thread, which calls `follow` between its turns."""
+    """Of the worker's thread, which calls `follow` between its turns, from `look_at` on."""
 
     def __init__(self, cores: Cores) -> None:
         self._most = self.threads = 1 if cores.asked else cores.threads
         self._cores = cores.kept or affinity(0)
-        self._looked_at = float("-inf")
+        self.look_at = float("-inf" if self._most > 1 else "inf")  # monotonic seconds
+        self._looked_at = 0.0
         self._busy_s: float | None = None  # what has been used of the cores so far
         self._own_s = 0.0  # what this process has
         self._crowded_s = self._calm_s = 0.0
 
     def follow(self, now: float) -> None:
-        """Once in a while: compute with as many threads as there are cores free."""
-        if self._most == 1 or now < self._looked_at + LOOK_S:
-            return
-        passed, self._looked_at = now - self._looked_at, now
+        """Compute with as many threads as there are cores free."""
+        passed, self._looked_at, self.look_at = now - self._looked_at, now, now + LOOK_S
         before, self._busy_s = self._busy_s, busy_s(self._cores)
         own_before, self._own_s = self._own_s, time.process_time()
         if before is None or self._busy_s is None:

@@ -17,7 +17,7 @@ from batching.batcher import DynamicBatcher
 from batching.errors import OnequeueError, OutOfMemory, WrongResultCount
 from batching.request_queue import BatchLane, TurnLane, WorkItem
 from batching.turns import Turns
-from worker.failures import run_in_halves
+from worker.failures import run_halves
 from worker.protocol import (
     UNFINISHED,
     BatchReport,
@@ -26,7 +26,6 @@ from worker.protocol import (
     Runner,
     State,
     Stepped,
-    StepReport,
 )
 
 log = logging.getLogger("onequeue.worker")
@@ -94,6 +93,7 @@ class SteppedModel(ServedModel[S]):
     def __init__(self, name: str, load: Callable[[], S], places: int) -> None:
         super().__init__(name, load)
         self.lane = TurnLane(name, places)
+        self.lanes = [self.lane]
 
     def close(self) -> None:
         if self.state != "loading":
@@ -101,10 +101,6 @@ class SteppedModel(ServedModel[S]):
 
     def lane_for(self, payload: Any) -> TurnLane:
         return self.lane
-
-    def starved(self, report: StepReport) -> list[tuple[TurnLane, bool]]:
-        """Of each lane, whether others than those who run had no room in a step."""
-        return [(self.lane, report.starved)]
 
     def add(self, item: WorkItem) -> None:
         self.busy = True
@@ -126,12 +122,10 @@ class GenerationModel(SteppedModel[Generator]):
     def __init__(self, name: str, load: Callable[[], Generator], places: int) -> None:
         super().__init__(name, load, places)
         self.background = TurnLane("background", max(1, places // BACKGROUND))
+        self.lanes.append(self.background)
 
     def lane_for(self, payload: Any) -> TurnLane:
         return self.background if payload.background else self.lane
-
-    def starved(self, report: StepReport) -> list[tuple[TurnLane, bool]]:
-        return [*super().starved(report), (self.background, self.background.ahead > 0)]
 
 
 @dataclass(slots=True)
@@ -223,7 +217,10 @@ class PipelineModel(ServedModel[Runner]):
                 log.warning("item failed error=%r", failure.__cause__ or failure)
                 run.failed.append((items[0], failure))
 
-        run_in_halves(self.batch, forward, failed, lambda item: item.open)
+        try:
+            forward(self.batch)
+        except BaseException as error:
+            run_halves(error, self.batch, forward, failed, lambda item: item.open)
         if run.out_of_memory:
             self.batcher.out_of_memory(run.fitted)
         self.unfinished = [item for item, output in run.outputs if output is UNFINISHED]

@@ -108,8 +108,9 @@ class Worker:
             self._settle()
             self._load()
             while self._receive():
-                if self._free_cores:
-                    self._free_cores.follow(self.clock())
+                free_cores, now = self._free_cores, self.clock()
+                if free_cores and now >= free_cores.look_at:
+                    free_cores.follow(now)
                 self._take_turns()
                 self._tidy()
         except BaseException as error:

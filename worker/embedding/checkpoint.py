@@ -62,7 +62,7 @@ class Checkpoint:
                     language, self.limit, self.options.compile, self.options.max_running
                 )
             except CannotRun as error:
-                log.info("not paged: %s", error)
+                log.debug("not paged: %s", error)
         rows = RowModel(model, self.tokenizer, self.limit, wanted)
         native_packing.begin(rows.model, rows.packing, rows.warm_up, self.options.compile)
         return rows

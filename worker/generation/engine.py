@@ -1,6 +1,12 @@
-"""The generation engine: continuous batching, one step at a time.
+"""The generation engine: continuous batching, one step ahead where the device runs by itself.
 
-    drop who left → schedule → run → sample → emit (text, ends)
+    drop who left → schedule → launch step N ──────▶ draw N
+                                    └─ land N - 1: text, stops, ends, while N runs
+
+A step's tokens are not read before the next one is launched, which takes them on the device: the
+sequences were promised them. Who turns out to have ended with step N - 1 has no part in what N
+gives. A step that the next one's drafts wait for lands at once, as all do on a CPU, where
+the thread computes itself.
 
 Implements worker.protocol.Generator. batching/scheduler.py decides which sequences run, and a model
 runner how: on paged memory (model/paged_runner.py) or, where that does not fit, with the model's
@@ -11,25 +17,23 @@ import logging
 import time
 from collections import Counter, abc
 from collections.abc import Callable
-from itertools import chain, islice, zip_longest
+from itertools import chain, islice
 from typing import Literal
 
-from torch import Tensor
-
-from batching.draft_budget import DraftBudget
 from batching.errors import DeviceLost, ItemFailed, OnequeueError, OutOfMemory
 from batching.prefill_budget import PrefillBudget
 from batching.request_queue import WorkItem
 from batching.scheduler import ContinuousScheduler
 from batching.sequence import Batch, Chunk, Sequence
 from worker.deltas import Delta
-from worker.failures import failure_of, run_in_halves
+from worker.failures import failure_of, run_halves
+from worker.generation.drafting import Drafting
+from worker.generation.flight import Flight, draws_of, scores_of
 from worker.generation.frontend import Frontend
 from worker.generation.ngram_drafter import NgramDrafter
 from worker.generation.output import SequenceOutput, sequence_of
-from worker.grammar.bitmask import MaskRequest, Masks
+from worker.grammar.bitmask import Masks
 from worker.model.cached_runner import CachedRunner
-from worker.model.logits_processors import Draw
 from worker.model.paged_runner import PagedRunner
 from worker.model.sampler import SampledToken, sample
 from worker.protocol import StepOutcome, StepReport
@@ -39,6 +43,8 @@ from worker.vision.tower import Tower
 from worker.vision.viewing import Viewing
 
 log = logging.getLogger("onequeue.generation")
+
+AHEAD = {"cpu": False, "cuda": True}  # whether a step is launched before the last has landed
 
 
 class GenerationEngine(Frontend):
@@ -57,16 +63,18 @@ class GenerationEngine(Frontend):
         super().__init__(language, runner.max_model_len, why, sight)
         self.runner = runner
         self.speculates = speculates
+        self._ahead = AHEAD[device]
         self.live: dict[WorkItem, list[Sequence]] = {}  # until their end is reported
         self._failed: dict[WorkItem, Exception] = {}  # of them
         self._new_scheduler = new_scheduler
         self.scheduler = new_scheduler()
         self._budget = PrefillBudget(device, self.scheduler.whole_prompts)
-        self._drafts = DraftBudget(device)
+        self._drafts = Drafting(device)
         self._viewing = self._new_viewing()
         self._masks = Masks(language.vocab_size, self.eos_ids)
-        # of the step that is under way
-        self._started, self._rows_run, self._viewed_s = 0.0, 0, 0.0
+        self._flight: Flight | None = None
+        self._started = self._landed_at = 0.0
+        # of the call of `step` that is under way
         self._counts: Counter[str] = Counter()  # what StepReport counts
         self._deltas: list[tuple[WorkItem, Delta]] = []
 
@@ -98,6 +106,7 @@ class GenerationEngine(Frontend):
             sequence.table = None
         self.live.clear()
         self._failed.clear()
+        self._flight = None
         self.scheduler = self._new_scheduler()
         self._viewing = self._new_viewing()
         return items
@@ -120,19 +129,31 @@ class GenerationEngine(Frontend):
     # ── a step ──
 
     def step(self) -> StepOutcome:
-        self._started, self._rows_run, self._viewed_s = time.monotonic(), 0, 0.0
+        self._started = time.monotonic()
         self._counts, self._deltas = Counter(), []
         self._drop_closed()
+        if chunks := self._schedule():
+            self._launch(chunks)
+        else:
+            self._land()
+        return self._outcome()
+
+    def _schedule(self) -> list[Chunk]:
         streaming = any(sequence.left <= 1 for sequence in self.scheduler.running)
         if self._viewing:
             self._viewing.turn(self.scheduler, streaming)
-            self._viewed_s = time.monotonic() - self._started
-        self._drafts.begin(len(self.scheduler.running))
-        budget = self._budget.prompt_tokens(streaming, self._viewed_s)
+        if self.speculates:
+            self._drafts.begin(len(self.scheduler.running))
+        budget = self._budget.prompt_tokens(streaming, time.monotonic() - self._started)
         chunks = self.scheduler.schedule(budget, self._draft if self.speculates else None)
-        if chunks := list(filter(self._is_running, chunks)):
-            run_in_halves(chunks, self._run, self._forward_failed, self._is_running)
-        return self._outcome()
+        return [chunk for chunk in chunks if chunk.runs]
+
+    def _launch(self, chunks: abc.Sequence[Chunk]) -> None:
+        try:
+            self._run(chunks)
+        except BaseException as error:
+            self._land()  # or this raises: what was promised never comes, which is all that runs
+            run_halves(error, chunks, self._run, self._forward_failed, lambda chunk: chunk.runs)
 
     def _drop_closed(self) -> None:
         for item in [item for item in self.live if not item.open]:
@@ -140,54 +161,52 @@ class GenerationEngine(Frontend):
             del self.live[item]
 
     def _draft(self, sequence: Sequence) -> tuple[int, ...]:
-        if sequence.drafter is None:
-            return ()
-        output: SequenceOutput = sequence.output
-        most = min(self._drafts.room(), sequence.max_tokens - output.count - 1)
-        worth = self._drafts.worth(sequence.drafter.acceptance, most)
         try:
-            drafts: tuple[int, ...] = sequence.drafter.draft(sequence.tokens, worth)
-            drafts = output.guide.draft(drafts, most) if output.guide else drafts
-            self._drafts.take(len(drafts))
-            return drafts
+            return self._drafts.draft(sequence)
         except BaseException as error:
-            self._fail(output.item, error)
+            self._fail(sequence.output.item, error)
             return ()
 
     def _run(self, chunks: abc.Sequence[Chunk]) -> None:
-        """Through the model, and on with what it gives; raises before anything has changed."""
-        batch = Batch.of(chunks)
-        draws: list[Draw] = []
-        masks: list[tuple[int, MaskRequest]] = []  # with the first row that each is for
-        for chunk in chunks:
-            if count := chunk.to_sample:
-                output, drafts = chunk.sequence.output, chunk.drafts
-                if output.guide and (mask := output.guide.mask(drafts)):
-                    masks.append((len(draws), mask))
-                draws += [Draw(output.sampling, output.count + n, drafts[:n]) for n in range(count)]
-        allowed = self._masks.begin(masks) if masks else None  # computed while the model runs
-        logits = self.runner.forward(batch)
-        scores = self._scores(batch, logits) if batch.scored else {}
-        sampled = sample(logits[batch.scored :], draws, allowed.result() if allowed else None)
-        self._rows_run += len(batch.ids)
-        remaining = iter(sampled)
-        for chunk in chunks:
+        """Through the model; raises before anything of theirs has changed. Draws may depend on what
+        the step before gave: it lands first, while the model runs."""
+        batch, last, launched_at = Batch.of(chunks), self._flight, time.monotonic()
+        draws, masks = ([], None) if last else draws_of(chunks, self._masks)
+        logits = self.runner.forward(batch, last.drawn if last else None)
+        if last:
+            self._land()
+            draws, masks = draws_of(chunks, self._masks)
+        scores = scores_of(batch, logits)
+        sampled = sample(logits[batch.scored :], draws, masks.result() if masks else None)
+        flies = self._ahead and not any(map(self._drafts.waits_for, chunks))
+        self._flight = Flight(batch, scores, sampled, launched_at)
+        if flies:
+            self.scheduler.promise(chunks)
+        else:
+            self._land()
+
+    def _land(self) -> None:
+        """The last step's tokens are read, and become text."""
+        if (flight := self._flight) is None:
+            return
+        remaining = iter(flight.sampled.read())
+        self._flight = None
+        counted, self._counts = self._counts, Counter()
+        for chunk in flight.batch.chunks:
             drawn = list(islice(remaining, chunk.to_sample))
-            if self._is_running(chunk):  # no other sequence of its request has failed meanwhile
+            if chunk.runs:  # it is not over, and no other sequence of its request has failed
                 try:
-                    self._advance(chunk, scores.get(chunk.sequence, []), drawn)
+                    self._advance(chunk, flight.scores.get(chunk.sequence, []), drawn)
                 except BaseException as error:
                     self._fail(chunk.sequence.output.item, error)
-
-    def _scores(self, batch: Batch, logits: Tensor) -> dict[Sequence, list[SampledToken]]:
-        """How likely prompts' tokens are, or what may follow one, where that is asked."""
-        scores, row = {}, 0
-        for chunk in batch.chunks:
-            if positions := chunk.to_score:
-                end = row + len(positions)
-                scores[chunk.sequence] = chunk.sequence.output.score(logits[row:end], positions)
-                row = end
-        return scores
+        now = time.monotonic()
+        seconds = now - max(flight.launched_at, self._landed_at)
+        self._landed_at = now
+        rows, prefill = len(flight.batch.ids), self._counts["prefill_tokens"]
+        self._budget.learn(prefill, rows - prefill, seconds)
+        if self.speculates:
+            self._drafts.learn(prefill, rows, self._counts["decode_tokens"], seconds)
+        self._counts += counted
 
     def _advance(self, chunk: Chunk, scores: list[SampledToken], drawn: list[SampledToken]) -> None:
         sequence, counts = chunk.sequence, self._counts
@@ -203,7 +222,7 @@ class GenerationEngine(Frontend):
             return
         if not output.begun:
             output.begin(sequence.cached or 0)
-        tokens = self._push(chunk, drawn)
+        tokens = output.extend(chunk.drafts, drawn) if drawn else []
         counts["decode_tokens"] += len(tokens)
         if chunk.drafts:
             accepted = max(0, len(tokens) - 1)
@@ -215,19 +234,6 @@ class GenerationEngine(Frontend):
             self.scheduler.remove(sequence)
         self._deltas.append((output.item, output.take()))
 
-    def _push(self, chunk: Chunk, drawn: list[SampledToken]) -> list[int]:
-        """Drafts that the model agrees with, and one token after them, join the output."""
-        output: SequenceOutput = chunk.sequence.output
-        tokens: list[int] = []
-        for draft, sampled in zip_longest(chunk.drafts, drawn):
-            if output.ended or sampled.token < 0:
-                break
-            output.push(sampled)
-            tokens.append(sampled.token)
-            if sampled.token != draft or (output.guide and output.guide.turned):
-                break
-        return tokens
-
     # ── failures ──
 
     def _not_viewed(self, prompt: PicturePrompt, error: BaseException) -> None:
@@ -236,13 +242,10 @@ class GenerationEngine(Frontend):
             if item not in self._failed and any(each.scene is prompt for each in sequences):
                 self._fail(item, error)
 
-    def _is_running(self, chunk: Chunk) -> bool:
-        return chunk.sequence.table is not None
-
     def _forward_failed(self, chunks: abc.Sequence[Chunk], failure: OnequeueError) -> None:
         if isinstance(failure, OutOfMemory) and self.scheduler.give_way():
             return
-        if len(chunks) == 1:
+        if len(chunks) == 1 and chunks[0].runs:
             self._fail(chunks[0].sequence.output.item, failure)
 
     def _fail(self, item: WorkItem, error: BaseException) -> None:
@@ -268,10 +271,6 @@ class GenerationEngine(Frontend):
         if self._viewing:
             self._viewing.close_those_that_ran(self.scheduler)
         report = self._report()
-        if self._rows_run:
-            prefill, seconds = report.prefill_tokens, report.total_s - self._viewed_s
-            self._budget.learn(prefill, self._rows_run - prefill, seconds)
-            self._drafts.learn(prefill, self._rows_run, report.decode_tokens, seconds)
         deltas = [(item, delta) for item, delta in self._deltas if item not in self._failed]
         ending = dict.fromkeys(item for item, delta in deltas if delta.finish_reason)
         ended = [i for i in ending if all(each.output.ended for each in self.live[i])]
@@ -279,6 +278,8 @@ class GenerationEngine(Frontend):
         for item, _ in done:
             del self.live[item]
         self._failed.clear()
+        if not self.live:
+            self._flight = None  # nobody waits for what it gives
         return StepOutcome(report, deltas, done)
 
     def _report(self) -> StepReport:

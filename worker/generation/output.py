@@ -9,6 +9,7 @@ they belong to the worker's thread, where each token costs as much as it adds.
 
 from collections import abc
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -150,6 +151,18 @@ class SequenceOutput:
             self._end("length", None)
 
     # ── the output ──
+
+    def extend(self, drafts: abc.Sequence[int], drawn: abc.Sequence[SampledToken]) -> list[int]:
+        """Drafts that the model agrees with, and one token after them, join the output."""
+        tokens: list[int] = []
+        for draft, sampled in zip_longest(drafts, drawn):
+            if self.ended or sampled.token < 0:
+                break
+            self.push(sampled)
+            tokens.append(sampled.token)
+            if sampled.token != draft or (self.guide and self.guide.turned):
+                break
+        return tokens
 
     def push(self, sampled: SampledToken) -> None:
         """The next token of the output."""

@@ -29,6 +29,7 @@ from worker.model.self_check import (
     length_beyond_windows,
     random_prompts,
 )
+from worker.model.transfers import fulfilled
 
 log = logging.getLogger("onequeue.cached_runner")
 
@@ -90,15 +91,18 @@ class CachedRunner:
         self.takes = frozenset(inspect.signature(self.model.forward).parameters)
         pad = language.tokenizer.pad_token_id
         self.pad = pad if isinstance(pad, int) else 0
+        self._drawn: Tensor | None = None  # by the step before the one that runs
         self.caches = False
         self.batching: Literal["padded", "same length", "single"] = "single"
         self._choose()
         log.info("static batches batching=%s cached=%s", self.batching, self.caches)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> Tensor:
-        """Logits [R, vocabulary] of the batch's rows. Sequences whose last token has been through
+    def forward(self, batch: Batch, drawn: Tensor | None = None) -> Tensor:
+        """Logits [R, vocabulary] of the batch's rows; `drawn`: what promised tokens stand for.
+        Sequences whose last token has been through
         are not run again: another group raised, and parts of the batch are tried."""
+        self._drawn = drawn
         scored = [self._scored(chunk) for chunk in batch.chunks if chunk.to_score]
         sequences = [chunk.sequence for chunk in batch.chunks if chunk.to_sample]
         for group, members in self._to_run(sequences):
@@ -176,7 +180,7 @@ class CachedRunner:
             rows = [[text[-1]] for text in texts]
             mask = torch.cat([past.mask, past.mask.new_ones(len(texts), 1)], 1)
         positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -len(rows[0]) :]
-        ids = torch.tensor(rows, device=self.device)
+        ids = fulfilled(torch.tensor(rows, device=self.device), self._drawn)
         inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions}
         return self.advance(inputs, mask, past, self.caches)
 

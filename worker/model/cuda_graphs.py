@@ -24,6 +24,7 @@ from worker.model.attention_function import Attends, forward_context, rescaled
 from worker.model.kv_cache import BLOCK, KVCache
 from worker.model.language_model import LanguageModel
 from worker.model.loading import first_line
+from worker.model.transfers import fulfilled, to_device
 
 log = logging.getLogger("onequeue.cuda_graphs")
 
@@ -62,7 +63,7 @@ class RowsMetadata(Attends):
         view.tables = self.tables[:rows]
         return view
 
-    def fill(self, batch: Batch, rows: int, spare: int) -> None:
+    def fill(self, batch: Batch, rows: int, spare: int, drawn: Tensor | None = None) -> None:
         """The batch's tokens, and the first place of block `spare` for the rest of the `rows`."""
         count = len(batch.ids)
         starts = np.array([span.start for span in batch.spans])
@@ -91,8 +92,11 @@ class RowsMetadata(Attends):
         begun = lasts % BLOCK < widths
         ends = np.array(batch.offsets) + widths
         filled[3, ends - 1] = np.where(begun, BLOCK - 1 - lasts % BLOCK, 0)
-        self._filled[:, :rows].copy_(torch.from_numpy(filled))
-        self.tables[:rows, : tables.shape[1]].copy_(torch.from_numpy(tables))
+        sent = to_device(np.concatenate([filled, tables.T]), self.tables.device)
+        self._filled[:, :rows] = sent[:5]
+        self.tables[:rows, : tables.shape[1]] = sent[5:].T
+        if drawn is not None:
+            self.ids[:rows] = fulfilled(self.ids[:rows], drawn)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None,
@@ -141,17 +145,16 @@ class CudaGraphs:
     def takes(self, batch: Batch) -> bool:
         return len(batch.ids) <= self._sizes[-1] and all(s.width <= WIDEST for s in batch.spans)
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch, drawn: Tensor | None = None) -> Tensor:
         """Logits [R, V] of the batch's rows, until the next call; keys and values are written."""
         size = next(size for size in self._sizes if size >= len(batch.ids))
-        self._metadata.fill(batch, size, self._spare)
+        self._metadata.fill(batch, size, self._spare, drawn)
         replay, logits = self._captured[size]
-        wanted = list(batch.rows)
-        rows = None  # the first ones; else made before the replay, for which it would wait
-        if wanted != list(range(len(wanted))):
-            rows = torch.tensor(wanted, dtype=torch.long, device=logits.device)
         replay()
-        return logits[: len(wanted)] if rows is None else logits[rows]
+        wanted = list(batch.rows)
+        if wanted == list(range(len(wanted))):
+            return logits[: len(wanted)]
+        return logits[to_device(wanted, logits.device)]
 
     @torch.inference_mode()
     def _run(self, size: int) -> Tensor:

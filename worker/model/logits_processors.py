@@ -15,6 +15,8 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from worker.model.transfers import to_device
+
 Change: TypeAlias = tuple[int, ArrayLike, ArrayLike]  # row, token ids, amount of each or of all
 
 
@@ -112,7 +114,7 @@ def processed(
         return raw
     scores = raw.clone(memory_format=torch.contiguous_format)
     if mask:
-        banned = ~mask.tokens.to(scores.device, non_blocking=True)
+        banned = ~to_device(mask.tokens.numpy(), scores.device)
         for row, ban in zip(mask.rows, banned, strict=True):
             scores[row].view(-1)[:vocabulary].masked_fill_(ban, -torch.inf)
     flat, size = scores.view(-1), (vocabulary, scores[0].numel())
@@ -138,5 +140,5 @@ def _places(
         valid = (ids >= 0) & (ids < vocabulary)
         index.append(ids[valid] + row * width)
         amounts.append(np.broadcast_to(np.asarray(amount, np.float32), ids.shape)[valid])
-    places, values = torch.from_numpy(np.concatenate(index)), np.concatenate(amounts)
-    return places.to(device), torch.from_numpy(values).to(device)
+    places, values = np.concatenate(index), np.concatenate(amounts)
+    return to_device(places, device), to_device(values, device)

@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from batching.sequence import Batch
 from worker.model.attention_function import Attends, rescaled
 from worker.model.kv_cache import BLOCK, KVCache
+from worker.model.transfers import to_device
 
 # Spans share a call while the farthest reach is at most this factor and this many tokens more.
 SPREAD, SLACK = 1.5, 256
@@ -169,7 +170,7 @@ class AttentionMetadata(Attends):
         return seen
 
     def _tensor(self, values: Any) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.cache.device)
+        return to_device(values, self.cache.device)
 
 
 def _rows(tensor: Tensor, rows: Tensor | None) -> Tensor:

@@ -29,6 +29,7 @@ from worker.model.native_attention import NativeMetadata
 from worker.model.paged_attention import AttentionMetadata
 from worker.model.pictures import rows_of, told_positions
 from worker.model.self_check import length_beyond_windows
+from worker.model.transfers import fulfilled, to_device
 
 log = logging.getLogger("onequeue.paged_runner")
 
@@ -56,16 +57,16 @@ class PagedRunner:
         self._rows = min(max_running, SIZES[-1])
         self._graphs = self._capture()
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch, drawn: Tensor | None = None) -> Tensor:
         """Logits [R, vocabulary] of the batch's rows, or states [R, H], valid until the next call;
-        keys and values of all its tokens are written."""
+        keys and values of all its tokens are written. `drawn`: what promised ones stand for."""
         if self._compiled:
             self._take_over(self._compiled)
         if batch.pictured:
-            return self._run_pictured(batch)
+            return self._run_pictured(batch, drawn)
         if self._graphs and self._graphs.takes(batch):
-            return self._graphs.forward(batch)
-        return self._run(batch)
+            return self._graphs.forward(batch, drawn)
+        return self._run(batch, drawn)
 
     def _capture(self) -> CudaGraphs | None:
         if self.language.device.type != "cuda" or not self._rows:
@@ -74,17 +75,17 @@ class PagedRunner:
         metadata = RowsMetadata(self.cache, self._rows, blocks)
         return capture_graphs(self.language, self.model, metadata, self._run)
 
-    def _run(self, batch: Batch) -> Tensor:
-        return run(self.model, batch, self.metadata(self.cache, batch))
+    def _run(self, batch: Batch, drawn: Tensor | None = None) -> Tensor:
+        return run(self.model, batch, self.metadata(self.cache, batch), drawn)
 
-    def _run_pictured(self, batch: Batch) -> Tensor:
+    def _run_pictured(self, batch: Batch, drawn: Tensor | None) -> Tensor:
         """By the eager model, whatever else there is: pictures join on the way to its decoder."""
         assert self.entrance is not None
         metadata = (BothWaysMetadata if has_blocks(batch) else self.metadata)(self.cache, batch)
         positions = told_positions(batch).to(self.cache.device)
         places, rows = rows_of(batch)
         with self.entrance.bringing(places.to(self.cache.device), rows):
-            return run(self.entrance.model, batch, metadata, positions)
+            return run(self.entrance.model, batch, metadata, drawn, positions)
 
     # ── compiling ──
 
@@ -173,18 +174,19 @@ class PagedRunner:
 
 @torch.inference_mode()
 def run(
-    model: Callable[..., Any], batch: Batch, metadata: Attends, positions: Tensor | None = None
-) -> Tensor:
+    model: Callable[..., Any], batch: Batch, metadata: Attends, drawn: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Logits [R, vocabulary] by the model, or states [R, H] by one without a head, whose layers
     attend by the metadata. `positions`: as the model is told them, where that is not [1, T]."""
     device = metadata.cache.device
     if positions is None:  # made here, for the compiler's guards
-        told = torch.tensor(batch.shifted, device=device) if batch.shifts else metadata.positions
+        told = to_device(batch.shifted, device) if batch.shifts else metadata.positions
         positions = told[None].clone()
-    rows = torch.tensor(list(batch.rows), dtype=torch.long, device=device)
+    rows = to_device(batch.rows, device)
     with forward_context(metadata):
         output = model(
-            input_ids=torch.tensor([list(batch.ids)], device=device),
+            input_ids=fulfilled(to_device([batch.ids], device), drawn),
             position_ids=positions,
             use_cache=False,
             logits_to_keep=rows,

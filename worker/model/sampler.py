@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from worker.model.logits_processors import Draw, SamplingParams, TokenMask, processed
+from worker.model.transfers import Readout, to_device
 
 # Rows are worked on in blocks: float32 sums stay exact enough, and the maxima of blocks tell
 # where the largest logits are, sooner than an argmax or topk of the row.
@@ -35,31 +36,46 @@ class SampledToken(NamedTuple):
     rank: int = 0  # 1: none is likelier; 0: not scored
 
 
+class Sampled:
+    """What rows give. The next step can run with `tokens` [R] before they are read."""
+
+    def __init__(self, tokens: Tensor, asked: dict[int, int], scores: Tensor | None) -> None:
+        self.tokens = tokens
+        self._asked = asked  # rows with log-probabilities, and of how many of the best
+        self._tokens, self._scores = Readout(tokens), None if scores is None else Readout(scores)
+
+    def read(self) -> list[SampledToken]:
+        """Waits until they are there."""
+        sampled = list(map(SampledToken, self._tokens.read()))
+        if self._scores:
+            scored = _scored_tokens(self._scores.read(), list(self._asked.values()))
+            for row, with_logprobs in zip(self._asked, scored, strict=True):
+                sampled[row] = with_logprobs
+        return sampled
+
+
 @torch.inference_mode()
-def sample(
-    logits: Tensor, draws: Sequence[Draw], mask: TokenMask | None = None
-) -> list[SampledToken]:
-    """One token for each row of logits [R, V], of any float type, on any device.
+def sample(logits: Tensor, draws: Sequence[Draw], mask: TokenMask | None = None) -> Sampled:
+    """One token for each row of logits [R, V], of any float type, on any device. Where top_p, top_k
+    or min_p look at the largest logits, it waits to know whether those were enough.
 
     Order: the mask, bias, penalties (repetition, then frequency and presence), ban of ends,
     temperature, min_p, top_k, top_p. This is vLLM's; transformers has min_p last. Where they
     differ: top_p is a part of what min_p and top_k keep.
     """
     if not draws:
-        return []
+        return Sampled(torch.empty(0, dtype=torch.long, device=logits.device), {}, None)
     raw = _blocked(logits)
     scores = raw
     if mask or any(draw.state.processes_logits for draw in draws):
         scores = processed(raw, draws, logits.shape[1], mask)
     tokens = _tokens(scores, draws)
-    sampled = list(map(SampledToken, tokens.tolist()))
     asked = {row: k for row, d in enumerate(draws) if (k := d.state.params.logprobs) is not None}
-    if asked:
-        index = torch.tensor(list(asked), device=logits.device)
-        scored = _scored(_take(raw, index), tokens[index], list(asked.values()))
-        for row, with_logprobs in zip(asked, scored, strict=True):
-            sampled[row] = with_logprobs
-    return sampled
+    if not asked:
+        return Sampled(tokens, {}, None)
+    index = to_device(list(asked), logits.device)
+    scores = _scores(_take(raw, index), tokens[index], max(asked.values()))
+    return Sampled(tokens, asked, scores)
 
 
 @torch.inference_mode()
@@ -71,7 +87,7 @@ def prompt_logprobs(logits: Tensor, targets: Sequence[int], top: int) -> list[Sa
     raw = _blocked(logits)
     wanted = torch.tensor(targets, device=logits.device)
     tokens = torch.where(raw.amax((1, 2)).isfinite(), wanted, -1)
-    return _scored(raw, tokens, [top] * len(targets))
+    return _scored_tokens(_scores(raw, tokens, top).tolist(), [top] * len(targets))
 
 
 @torch.inference_mode()
@@ -128,7 +144,7 @@ def _tokens(blocks: Tensor, draws: Sequence[Draw]) -> Tensor:
         tokens = torch.empty_like(peak, dtype=torch.long)
         for kind in set(kinds):
             group = [row for row, each in enumerate(kinds) if each == kind]
-            at, of_group = torch.tensor(group, device=peak.device), [draws[row] for row in group]
+            at, of_group = to_device(group, peak.device), [draws[row] for row in group]
             tokens[at] = _drawn(kind, blocks[at], maxima[at], peak[at], of_group)
     return torch.where(peak - peak == 0, tokens, -1)  # it is finite
 
@@ -162,7 +178,7 @@ def _numbers(kind: str, draws: Sequence[Draw], device: torch.device) -> Tensor:
     ]
     if kind != "any":
         rows += [[e.top_p for e in every], [e.top_k for e in every], [e.min_p for e in every]]
-    return torch.tensor(rows, dtype=torch.float64, device=device)
+    return to_device(np.array(rows), device)
 
 
 def _drawn(
@@ -258,9 +274,10 @@ def _passed(sums: Tensor, target: Tensor) -> Tensor:
     return ((sums <= target[:, None]) & (sums < sums[:, -1:])).sum(-1)
 
 
-def _scored(raw: Tensor, tokens: Tensor, counts: Sequence[int]) -> list[SampledToken]:
-    """Choices of `tokens` [R] with log-probabilities: theirs, and of the best counts[i]; ranked."""
-    peak, most = raw.amax((1, 2)), max(counts)
+def _scores(raw: Tensor, tokens: Tensor, most: int) -> Tensor:
+    """[R, 3 + 2 · most] float64: `tokens` [R], their log-probabilities and how many are likelier;
+    log-probabilities of the `most` best, and their ids."""
+    peak = raw.amax((1, 2))
     shift = _sum(_weights(raw, peak)).log() + peak
     chosen = raw.flatten(1).gather(1, tokens[:, None].clamp(min=0))
     likelier = (raw.flatten(1) > chosen).sum(1, keepdim=True)
@@ -268,8 +285,12 @@ def _scored(raw: Tensor, tokens: Tensor, counts: Sequence[int]) -> list[SampledT
     if most:
         values, ids = _top(raw, max(most, CANDIDATES))
         parts += [values[:, :most] - shift[:, None], ids[:, :most].double()]
+    return torch.cat(parts, 1)
+
+
+def _scored_tokens(rows: list[list[float]], counts: Sequence[int]) -> list[SampledToken]:
+    """Choices with log-probabilities: theirs, and of the best counts[i]; ranked."""
     sampled = []
-    rows = torch.cat(parts, 1).tolist()
     for count, (token, logprob, before, *rest) in zip(counts, rows, strict=True):
         half = len(rest) // 2
         best = zip(map(int, rest[half:]), rest[:count], strict=False)

@@ -24,6 +24,7 @@ from worker.model.cached_runner import (
 from worker.model.entrance import Entrance
 from worker.model.language_model import LanguageModel
 from worker.model.self_check import CannotRun, compare, random_prompts
+from worker.model.transfers import fulfilled
 from worker.vision.check import sample
 from worker.vision.processor import Processor
 from worker.vision.prompt import PicturePrompt, taken
@@ -83,7 +84,7 @@ class PicturedRunner(CachedRunner):
             given = self._whole(prompt, tokens)
             return self.advance(given, given["attention_mask"], None, self._keeps)
         mask = torch.cat([past.mask, past.mask.new_ones(1, 1)], 1)
-        ids = torch.tensor([tokens[-1:]], device=self.device)
+        ids = fulfilled(torch.tensor([tokens[-1:]], device=self.device), self._drawn)
         positions = torch.tensor([[len(tokens) - 1 + prompt.shift]], device=self.device)
         last = {
             name: each[:, -1:].to(self.device)
@@ -106,9 +107,10 @@ class PicturedRunner(CachedRunner):
             for name, each in taken(made.inputs, self.takes).items()
         }
         image = self._processor.image_id  # if the model says it, there is no picture for it
-        said = [self.pad if each == image else each for each in tokens[len(prompt.ids) :]]
         joined = self._processor.joined(made.images)
-        ids = torch.tensor([[*prompt.ids, *said]], device=self.device)
+        ids = fulfilled(torch.tensor([tokens], device=self.device), self._drawn)
+        said = ids[:, len(prompt.ids) :]
+        said.masked_fill_(said == image, self.pad)
         others = {**of_text, **taken(joined, self.takes)}
         given = {name: each.to(self.device) for name, each in others.items()}
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **given}
