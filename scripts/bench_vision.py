@@ -3,7 +3,8 @@ each request, and the same one again and again.
 
 Without --model one of SmolVLM-256M's shape is made, of random weights: a SigLIP-base tower of
 512 x 512 pixels, a decoder of SmolLM2-135M's. Like all of its kind it takes no more of a picture
-than `SIDE`; beyond 512 it cuts it into frames.
+than `SIDE`; beyond 512 it cuts it into frames. transformers serve answers these one after another,
+and wants Pillow among its packages, or on PYTHONPATH.
 """
 
 import argparse

@@ -37,7 +37,9 @@ def png(seed: int, width: int = 64, height: int = 48) -> bytes:
     return file.getvalue()
 
 
-def request(*parts: str | bytes, max_tokens: int = COUNT, n: int = 1) -> WorkItem:
+def request(
+    *parts: str | bytes, max_tokens: int = COUNT, n: int = 1, prompt_logprobs: int | None = None
+) -> WorkItem:
     """A message of texts and images."""
     content = [
         {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
@@ -48,7 +50,8 @@ def request(*parts: str | bytes, max_tokens: int = COUNT, n: int = 1) -> WorkIte
     )
     chat = Chat(({"role": "user", "content": content},), pictures=pictures)
     stopping = Stopping(max_tokens=max_tokens, ignore_eos=True)
-    return WorkItem(GenerationInput(chat, GREEDY, stopping, n=n), float("inf"), 0.0)
+    asked = GenerationInput(chat, GREEDY, stopping, n=n, prompt_logprobs=prompt_logprobs)
+    return WorkItem(asked, float("inf"), 0.0)
 
 
 @cache
@@ -99,21 +102,32 @@ def oracle(model: str) -> Any:
     return made.eval()
 
 
-def generated(model: str, served: Served, count: int = COUNT) -> list[int]:
-    """What `generate` makes of the same prompt and pictures."""
+def inputs_of(model: str, served: Served) -> dict[str, torch.Tensor]:
+    """What the model's forward takes of the same prompt and pictures."""
     scene, sight = served.item.prepared[0].prepared.scene, loaded(model).sight
-    inputs: dict[str, Any] = {}
+    ids = torch.tensor([list(served.prompt)])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if isinstance(scene, PicturePrompt) and sight:
         made = scene.process().result()
-        inputs = {**made.inputs, **sight.processor.joined(made.images)}
+        inputs |= {**made.inputs, **sight.processor.joined(made.images)}
     takes = inspect.signature(oracle(model).forward).parameters
-    inputs = {name: each for name, each in inputs.items() if name in takes}
-    ids = torch.tensor([list(served.prompt)])
+    return {name: each for name, each in inputs.items() if name in takes}
+
+
+def generated(model: str, served: Served, count: int = COUNT) -> list[int]:
+    """What `generate` makes of it."""
     output = oracle(model).generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count,
-        pad_token_id=2, **inputs,
-    )  # fmt: skip
+        **inputs_of(model, served), do_sample=False, max_new_tokens=count, pad_token_id=2
+    )
     return [int(each) for each in output[0, len(served.prompt) :]]
+
+
+@torch.inference_mode()
+def scored(model: str, served: Served) -> list[float]:
+    """The log-probabilities of the prompt's tokens but the first; of what it never says, none."""
+    logprobs = oracle(model)(**inputs_of(model, served)).logits[0, :-1].log_softmax(-1)
+    rows = zip(logprobs.tolist(), served.prompt[1:], strict=True)
+    return [row[target] if target < len(row) else float("-inf") for row, target in rows]
 
 
 def assert_generated(model: str, served: Sequence[Served]) -> None:

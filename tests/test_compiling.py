@@ -94,11 +94,11 @@ def test_where_compiling_fails_serving_goes_on_and_the_log_says_so(
     runner = loaded()
     eager = runner.model
 
-    def broken(model: Any, check: Any) -> Any:
+    def broken(*_: Any) -> Any:
         raise RuntimeError("no compiler here\nand a long trace")
 
     monkeypatch.setattr(paged_runner, "compiled", broken)
-    monkeypatch.setattr(native_attention, "load", lambda: broken(None, None))
+    monkeypatch.setattr(native_attention, "load", broken)
     caplog.set_level(logging.WARNING, "onequeue.paged_runner")
     assert compile_state(runner) == "off"
     runner.forward(Batch([Span([0], 0, 1)], [1], [0]))
@@ -173,7 +173,7 @@ def test_where_the_compiler_makes_no_caller_of_kernels_python_calls_them(
 ) -> None:
     tried: list[dict[str, bool]] = []
 
-    def refuses(model: Any, check: Any, settings: dict[str, bool]) -> Any:
+    def refuses(model: Any, path: str, check: Any, settings: dict[str, bool]) -> Any:
         tried.append(settings)
         if settings.get("cpp_wrapper"):
             raise RuntimeError("not here")

@@ -3,27 +3,25 @@
 import json
 import threading
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 from transformers import AutoConfig
+from transformers.utils.import_utils import is_torchvision_available
 
 from batching.errors import InvalidInput
 from tests import tiny_seeing
-from tests.tiny import hf
-from worker.vision.processor import Processor, Seen
+from tests.tiny import SMALL, hf
+from tests.tiny_seeing import SEES
+from tests.tiny_tokenizers import llama_tokenizer
+from worker.vision.processed import Processed
+from worker.vision.processor import Processor
 from worker.vision.processor_loading import load_processor
 
-# Some versions of transformers have no image processor for these without torchvision.
-MISSING = [
-    name
-    for name, kind in {"smolvlm": "SmolVLM", "idefics3": "Idefics3"}.items()
-    if getattr(getattr(hf, f"{kind}ImageProcessorPil"), "is_dummy", False)
-]
-FAMILIES = [name for name in tiny_seeing.BUILDERS if name not in MISSING]
-needs_splits = pytest.mark.skipif("smolvlm" in MISSING, reason="no image processor for it")
+FAMILIES = [*tiny_seeing.BUILDERS]
 
 
 @cache
@@ -44,6 +42,12 @@ def text(processor: Processor, *words: str) -> str:
     return processor.mark.join(words)
 
 
+def process(
+    processor: Processor, asked: str, *images: Image.Image, rough: bool = False
+) -> Processed:
+    return processor.process(asked, [processor.look(each, b"", rough) for each in images])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_processor_without_torchvision_makes_what_the_whole_one_makes(family: str) -> None:
     processor = loaded(family)
@@ -53,7 +57,7 @@ def test_processor_without_torchvision_makes_what_the_whole_one_makes(family: st
     whole = processor._processor(
         images=[images], text=[asked], text_kwargs=plain, return_tensors="pt"
     )
-    got = processor.process(asked, map(Seen, images))
+    got = process(processor, asked, *images)
     assert got.ids == whole.pop("input_ids")[0].tolist()
     inputs = got.inputs | processor.joined(got.images)
     for name in whole.keys() - {"attention_mask", "labels"}:
@@ -65,22 +69,18 @@ def test_each_image_has_its_span(family: str) -> None:
     processor = loaded(family)
     first, second = picture(40), picture(200, 48, 96)
     asked = text(processor, "one", "", " two", "")
-    got = processor.process(asked, map(Seen, (first, second, first)))
+    got = process(processor, asked, first, second, first)
     places = [n for n, each in enumerate(got.ids) if each == processor.image_id]
-    spanned = [n for start, stop, _ in got.spans for n in places if start <= n < stop]
+    spanned = [n for start, stop in got.spans for n in places if start <= n < stop]
     assert spanned == places
-    one, two, again = (digest for *_, digest in got.spans)
-    assert one == again != two
 
 
-@needs_splits
 def test_rough_look_takes_fewer_places_where_images_are_split() -> None:
     processor, large = loaded("smolvlm"), picture(1, 256, 256)
     asked = text(processor, "a", "b")
-    fine, rough = (processor.process(asked, [Seen(large, each)]) for each in (False, True))
+    fine, rough = (process(processor, asked, large, rough=each) for each in (False, True))
     count = fine.ids.count(processor.image_id)
     assert rough.ids.count(processor.image_id) < count
-    assert fine.spans[0][2] != rough.spans[0][2]
 
 
 @pytest.mark.parametrize(
@@ -96,28 +96,14 @@ def test_marks_that_a_user_writes_are_refused(
 ) -> None:
     processor = loaded("llava")
     with pytest.raises(InvalidInput, match=reason):
-        processor.process(text(processor, *words), [Seen(picture(1))] * count)
+        process(processor, text(processor, *words), *[picture(1)] * count)
 
 
 def test_places_that_a_user_writes_are_refused() -> None:
     processor = loaded("gemma3")  # whose mark is another token than its places
     asked = text(processor, "see", "and <image_soft_token>")
     with pytest.raises(InvalidInput, match="stand for images"):
-        processor.process(asked, [Seen(picture(1))])
-
-
-def test_images_beyond_the_context_end_the_looking() -> None:
-    processor = Processor(loaded("llava")._processor, loaded("llava").image_id, 20)
-    looked = []
-
-    def images() -> Any:
-        for n in range(5):
-            looked.append(n)
-            yield Seen(picture(n), param=f"image {n}")
-
-    with pytest.raises(InvalidInput, match="fill more than the 20 tokens") as refused:
-        processor.process("", images())
-    assert (looked, refused.value.param) == ([0, 1], "image 1")
+        process(processor, asked, picture(1))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -125,30 +111,29 @@ def test_what_an_image_fills_is_known_by_its_size_where_the_processor_tells(fami
     processor = loaded(family)
     tells = hasattr(processor._processor.image_processor, "get_number_of_image_patches")
     for size in ((64, 48), (40, 72), (200, 30), (90, 300)):
-        count = processor._look(Seen(picture(1, *size)))[1]
+        count = processor.look(picture(1, *size), b"").count
         assert processor.filled(*size) == (count if tells else 0)
 
 
 def test_image_that_the_model_does_not_take_is_named() -> None:
     processor = loaded("qwen2-vl")
     with pytest.raises(InvalidInput, match="1 × 300 pixels") as refused:
-        processor.process(text(processor, "", ""), [Seen(picture(1, 1, 300), param="here")])
+        processor.look(picture(1, 1, 300), b"", param="here")
     assert refused.value.param == "here"
 
 
-@needs_splits
 def test_threads_share_a_processor() -> None:
     processor = loaded("smolvlm")
     expected = {}
     for n in range(4):
         asked = text(processor, *["word"] * (n + 2))
-        expected[n] = asked, processor.process(asked, [Seen(picture(n))] * (n + 1))
+        expected[n] = asked, process(processor, asked, *[picture(n)] * (n + 1))
     wrong: list[int] = []
 
     def work(n: int) -> None:
         asked, once = expected[n]
         for _ in range(5):
-            got = processor.process(asked, [Seen(picture(n))] * (n + 1))
+            got = process(processor, asked, *[picture(n)] * (n + 1))
             if (got.ids, got.spans) != (once.ids, once.spans):
                 wrong.append(n)
 
@@ -166,3 +151,15 @@ def test_template_that_only_the_processor_has_is_the_tokenizers_too(tmp_path: An
     made.save_pretrained(tmp_path)
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
     assert load_processor(str(tmp_path)).tokenizer.chat_template == template
+
+
+@pytest.mark.skipif(is_torchvision_available(), reason="torchvision is installed")
+def test_processor_that_wants_torchvision_itself_is_refused_by_that_name(tmp_path: Path) -> None:
+    """Pixtral's: its image processor has a way by Pillow alone, what joins it and text has none."""
+    sees = {**SEES, "head_dim": 8, "model_type": "pixtral"}
+    hf.LlavaConfig(vision_config=sees, text_config=SMALL).save_pretrained(tmp_path)
+    hf.PixtralImageProcessorPil().save_pretrained(tmp_path)
+    llama_tokenizer("").save_pretrained(tmp_path)
+    (tmp_path / "processor_config.json").write_text('{"processor_class": "PixtralProcessor"}')
+    with pytest.raises(ImportError, match=r"(?i)torchvision"):
+        load_processor(str(tmp_path))

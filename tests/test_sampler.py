@@ -12,7 +12,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from worker.model import sampler
 from worker.model.logits_processors import Draw, SamplingParams, SamplingState, TokenMask
-from worker.model.sampler import SampledToken, prompt_logprobs, uniform
+from worker.model.sampler import BLOCK, SampledToken, prompt_logprobs, uniform
 
 WIDE = 20_000  # blocks of candidates, two widenings, and the sort of everything
 INF, NAN = float("inf"), float("nan")
@@ -416,6 +416,13 @@ def test_the_greedy_token_leads_its_top_logprobs_whatever_mates_ask() -> None:
     for at, choice in enumerate(sample(logits, rows)):
         assert choice.top[0][0] == choice.token
         assert choice.top == sample(logits[at : at + 1], [rows[at]])[0].top
+
+
+def test_what_a_model_has_no_output_for_is_never_said() -> None:
+    """As the places of images in some prompts."""
+    [found] = prompt_logprobs(torch.zeros(1, BLOCK), [BLOCK], 1)
+    assert found.token == BLOCK
+    assert found.logprob == float("-inf")
 
 
 def test_prompt_logprobs_score_the_tokens_given() -> None:

@@ -19,6 +19,7 @@ from worker.generation import loading
 from worker.generation.loading import load_generator
 from worker.model.language_model import GeneratorOptions
 from worker.protocol import Pending, Picture
+from worker.vision.processed import View
 from worker.vision.processor import Processor
 from worker.vision.seeing import TIMES_IN_ALL, Sight
 
@@ -53,8 +54,9 @@ def sight(megapixels: int = 1, **options: Any) -> Sight:
 
 
 def looked_at(data: bytes, detail: str = "auto") -> Image.Image:
-    [seen] = sight()._seen([Picture(data, detail, "here")])
-    return seen.image
+    eyes = sight()
+    with eyes.budget.lease() as lease:
+        return eyes._decoded(Picture(data, detail, "here"), lease)
 
 
 def refusal(*files: bytes) -> str:
@@ -119,16 +121,31 @@ def test_images_that_do_not_fit_are_refused_before_any_is_decoded(
         assert (refused.value.param == "image 0") == bool(words)
 
 
+def test_images_beyond_the_context_end_the_looking(monkeypatch: pytest.MonkeyPatch) -> None:
+    eyes, looked, original = sight(), [], Processor.look
+    eyes.processor = Processor(loaded("llava")._processor, loaded("llava").image_id, 20)
+
+    def look(self: Processor, image: Image.Image, digest: bytes, rough: bool, param: str) -> View:
+        looked.append(param)
+        return original(self, image, digest, rough, param)
+
+    monkeypatch.setattr(Processor, "look", look)
+    pictures = [Picture(png(n), "auto", f"image {n}") for n in range(5)]
+    with pytest.raises(InvalidInput, match="fill more than the 20 tokens") as refused:
+        eyes.process("<image>" * 5, pictures)
+    assert (looked, refused.value.param) == (["image 0", "image 1"], "image 1")
+
+
 def test_only_one_request_for_token_ids_has_its_images_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     eyes, asked = sight(), ("<image>", [Picture(file(plain()), "auto", "here")])
-    original, reading, start = Processor.process, threading.Semaphore(1), threading.Barrier(3)
+    original, reading, start = Processor.look, threading.Semaphore(1), threading.Barrier(3)
 
-    def process(self: Processor, text: str, images: Any) -> Any:
+    def look(self: Processor, *given: Any) -> View:
         assert reading.acquire(blocking=False)
         try:
-            return original(self, text, images)
+            return original(self, *given)
         finally:
             reading.release()
 
@@ -136,7 +153,7 @@ def test_only_one_request_for_token_ids_has_its_images_read(
         start.wait()
         answers.extend(eyes.ids(*asked) for _ in range(20))
 
-    monkeypatch.setattr(Processor, "process", process)
+    monkeypatch.setattr(Processor, "look", look)
     answers: list[list[int]] = []
     threads = [threading.Thread(target=ask) for _ in range(3)]
     for each in threads:

@@ -1,16 +1,19 @@
 """Images in chat, on tiny models of eight families: what `generate` makes of them, whatever else is
 in a step, found in the cache or put back."""
 
+import shutil
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 from operator import eq
+from typing import Any
 
 import pytest
+from torch._dynamo.utils import counters
 
 from batching.scene import Content, Scene
 from tests import tiny_seeing
-from tests.generating import Driver, Served, serve
+from tests.generating import Driver, Served, runner_of, serve
 from tests.seeing import (
     assert_generated,
     engine,
@@ -18,18 +21,21 @@ from tests.seeing import (
     loaded,
     png,
     request,
+    scored,
     unpaged,
 )
+from tests.test_compiling import compile_state
 from worker.generation.engine import GenerationEngine
 from worker.model.cpu_linear import PackedLinear
-from worker.model.entrance import Rows
+from worker.model.entrance import Entrance, Rows
 from worker.model.kv_cache import BLOCK
 from worker.model.self_check import CannotRun
 from worker.vision import layout
+from worker.vision.album import ENTRY_BYTES
 from worker.vision.cached import PicturedRunner
 from worker.vision.check import check_pictures
-from worker.vision.pieces import Piece
-from worker.vision.processor import Processed, Processor, Seen
+from worker.vision.processed import Piece, View
+from worker.vision.processor import Processor
 from worker.vision.prompt import PicturePrompt
 from worker.vision.tower import Tower
 from worker.vision.viewing import Viewing
@@ -116,6 +122,44 @@ def test_a_picture_goes_through_the_tower_once() -> None:
     assert viewing(generator).tower.runs == 1
 
 
+@pytest.mark.parametrize("model", FAMILIES)
+def test_a_picture_that_was_seen_is_not_decoded_again(
+    monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """Nor does it wait for those that are; beside a new one, the new one alone is."""
+    generator = engine(model)
+    serve(generator, [request("What is ", TALL, "here?")])
+    runs, looked, original = viewing(generator).tower.runs, [], Processor.look
+
+    def look(self: Processor, image: Any, digest: bytes, *given: Any) -> View:
+        looked.append(digest)
+        return original(self, image, digest, *given)
+
+    monkeypatch.setattr(Processor, "look", look)
+    assert generator.sight
+    assert generator.sight.held.enter()
+    once_more, _ = serve(generator, [request("Once more: ", TALL, " what of ", TALL, "?")])
+    generator.sight.held.leave()
+    assert (viewing(generator).tower.runs, looked) == (runs, [])
+    beside, _ = serve(generator, [request("And ", OTHER, " beside ", TALL)])
+    assert len(looked) == 1
+    monkeypatch.undo()
+    assert_generated(model, [*once_more, *beside])
+
+
+def test_a_picture_that_was_seen_and_then_given_up_is_looked_at_again() -> None:
+    generator = engine("smolvlm")
+    driver, rows = Driver(generator), viewing(generator).tower.album.rows
+    driver.add(request("What is ", TALL, "here?"))
+    driver.finish()
+    later = driver.add(request("Once more: ", TALL))
+    assert not any(each.whole for each in scene_of(later).pieces)
+    rows.most_bytes = 0
+    rows.keep(b"last", {}, 0)
+    driver.finish()
+    assert_generated("smolvlm", [later])
+
+
 def test_a_picture_that_is_cut_into_frames_goes_through_frame_by_frame() -> None:
     generator = engine("smolvlm")
     driver, tower = Driver(generator), viewing(generator).tower
@@ -172,11 +216,11 @@ def test_rows_are_dropped_once_the_prompt_has_run() -> None:
 
 def test_the_tower_keeps_no_more_than_it_may() -> None:
     generator = engine("llava")
-    tower = viewing(generator).tower
-    tower.most_bytes = 3 * 16 * 32 * 4  # of three pictures
+    rows = viewing(generator).tower.album.rows
+    rows.most_bytes = 3 * (16 * 32 * 4 + ENTRY_BYTES)  # of three pictures
     served, _ = serve(generator, [request(*(png(seed) for seed in range(5)), "?")])
     assert_generated("llava", served)
-    assert [tower.find(digest) is not None for digest in scene_of(served[0]).digests] == [
+    assert [digest in rows for digest in scene_of(served[0]).digests] == [
         False, False, True, True, True,
     ]  # fmt: skip
 
@@ -185,16 +229,16 @@ def test_a_prompt_put_back_after_its_rows_are_gone_is_looked_at_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     generator = engine("qwen2-vl", blocks=22)
-    viewing(generator).tower.most_bytes = 0
+    viewing(generator).tower.album.rows.most_bytes = 0
     items = [request("One ", png(n), "or two", max_tokens=40 + n) for n in range(6)]
-    driver, original, threads = Driver(generator), Processor.process, set()
+    driver, original, threads = Driver(generator), Processor.look, set()
     served = [driver.add(item) for item in items]
 
-    def process(self: Processor, text: str, images: Iterable[Seen]) -> Processed:
+    def look(self: Processor, *given: Any) -> View:
         threads.add(threading.current_thread().name.partition("_")[0])
-        return original(self, text, images)
+        return original(self, *given)
 
-    monkeypatch.setattr(Processor, "process", process)
+    monkeypatch.setattr(Processor, "look", look)
     driver.finish()
     assert driver.total("preempted")
     assert threads == {"pictures"}  # never that which steps
@@ -238,6 +282,17 @@ def test_usage_counts_the_tokens_that_pictures_fill() -> None:
     assert delta.prompt_tokens == len(served[0].prompt) > 16
 
 
+@pytest.mark.parametrize("model", [*tiny_seeing.BUILDERS])
+def test_tokens_of_a_prompt_with_pictures_are_scored(model: str) -> None:
+    generator = unpaged(model) if model in tiny_seeing.UNPAGED else engine(model)
+    asked = [request("What is ", ONE, " here?", prompt_logprobs=1), request("Nor here.")]
+    (pictured, beside), _ = serve(generator, asked)
+    first, *told = [each.logprob for each in pictured.choices[0].prompt_logprobs]
+    assert first is None
+    assert told == pytest.approx(scored(model, pictured), abs=1e-3)
+    assert_generated(model, [pictured, beside])
+
+
 # Run anew, LLaVA says "<image>" itself here, which then stands for no picture.
 CACHED = [
     (model, True) for model in ("llava", "qwen2-vl", "gemma3", "smolvlm", *tiny_seeing.UNPAGED)
@@ -270,6 +325,32 @@ def test_a_block_seen_in_both_directions_is_not_divided() -> None:
     assert [scene.undivided(0, count) for count in (3, 4, 7, 10, 13)] == [3, 4, 4, 10, 12]
     assert [scene.undivided(4, count) for count in (1, 6, 9)] == [6, 6, 8]
     assert scene.undivided(6, 1) == 4
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
+@pytest.mark.parametrize("model", ["smolvlm", "gemma3", "qwen3-vl"])
+def test_pictures_join_on_the_way_to_the_compiled_decoder(
+    monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """But for what it was not made with, for which the eager one is there: nothing is compiled
+    while it serves."""
+    generator = engine(model)
+    runner = runner_of(generator)
+    assert compile_state(runner) == "done"
+    entered, original = [], Entrance.bringing
+
+    def bringing(self: Entrance, *given: Any) -> Any:
+        if self is runner._quick:
+            entered.append(given)
+        return original(self, *given)
+
+    monkeypatch.setattr(Entrance, "bringing", bringing)
+    made = {**counters["stats"]}
+    items = [request("What is ", ONE, "here?"), request(LONG, TALL, " and of ", ONE, "now")]
+    served, _ = serve(generator, [*items, request("No picture here.")], seed=3)
+    assert_generated(model, served)
+    assert {**counters["stats"]} == made
+    assert bool(entered) == (model != "qwen3-vl")
 
 
 def test_a_model_says_that_it_runs_paged() -> None:

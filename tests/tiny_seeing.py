@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.tiny import SMALL
@@ -38,6 +39,11 @@ TEMPLATE = (
 
 @cache
 def folder(name: str) -> Path:
+    """Skips where this version of transformers has no image processor for it without torchvision,
+    as 5.17 has none for those that cut pictures."""
+    kind = {"smolvlm": "SmolVLM", "idefics3": "Idefics3"}.get(name)
+    if kind and getattr(getattr(hf, f"{kind}ImageProcessorPil"), "is_dummy", False):
+        pytest.skip(f"this version of transformers loads no image processor for {kind}")
     path = Path(_root.name) / name
     torch.manual_seed(sum(name.encode()))
     for part in BUILDERS[name]():

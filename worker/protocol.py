@@ -1,7 +1,9 @@
 """What crosses between the event loop, the pool and the worker thread. No torch here."""
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 from batching.request_queue import WorkItem
@@ -26,7 +28,7 @@ class PipelineInput:
     budget: RequestBudget | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Picture:
     """An image of a conversation, as a file's bytes, not yet decoded. `detail`: how large it is to
     be looked at. `param`: the field of the request that errors about it name. `link`: where its
@@ -36,6 +38,16 @@ class Picture:
     detail: str
     param: str
     link: str = ""
+
+    @property
+    def rough(self) -> bool:
+        """A glance will do."""
+        return self.detail == "low"
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Of what is seen, and how: 32 bytes."""
+        return hashlib.blake2b(self.data, digest_size=32, person=b"rough" * self.rough).digest()
 
 
 @dataclass(frozen=True, slots=True)

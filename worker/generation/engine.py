@@ -37,6 +37,7 @@ from worker.model.cached_runner import CachedRunner
 from worker.model.paged_runner import PagedRunner
 from worker.model.sampler import SampledToken, sample
 from worker.protocol import StepOutcome, StepReport
+from worker.vision.album import Album
 from worker.vision.prompt import PicturePrompt
 from worker.vision.seeing import Sight
 from worker.vision.tower import Tower
@@ -79,8 +80,11 @@ class GenerationEngine(Frontend):
         self._deltas: list[tuple[WorkItem, Delta]] = []
 
     def _new_viewing(self) -> Viewing | None:
-        entrance = self.runner.entrance
-        return Viewing(Tower(entrance), self._not_viewed) if entrance else None
+        entrance, sight = self.runner.entrance, self.sight
+        if not entrance or not sight:
+            return None
+        sight.album = Album()
+        return Viewing(Tower(entrance, sight.album), self._not_viewed)
 
     @property
     def compile_state(self) -> Literal["running", "done", "off"]:

@@ -142,7 +142,7 @@ class Frontend:
         sight = self.sight
         if sight is None:
             raise InvalidInput(self.no_images, chat.pictures[0].param)
-        sight.check_room()
+        sight.check_room(chat.pictures)
         text = self.template.render(chat)
         self._check_length(text, "messages")
         made = sight.process(text, chat.pictures)

@@ -5,7 +5,6 @@ hundreds of modules of a model takes as long as some of its layers. Nothing of t
 serves: only what it is called with is looked at.
 """
 
-import copy
 import logging
 from collections.abc import Callable, Sequence
 from types import FunctionType
@@ -15,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from worker.model.loading import first_line
+from worker.model.partial_copy import copied_down_to, path_to_decoder
 from worker.model.self_check import CannotRun
 
 log = logging.getLogger("onequeue.compiling")
@@ -23,46 +23,49 @@ log = logging.getLogger("onequeue.compiling")
 ON_CPU = {"freezing": True, "cpp.dynamic_threads": True}
 
 
-def compiled(model: Any, check: Callable[[Any], None]) -> Any:
-    """The same modules and weights, with the body's forward compiled: it is when `check`, which
-    raises if it must not be used, runs it. Whatever the compiler raises is raised.
+def compiled(model: Any, check: Callable[[Any], None], sees: bool = False) -> Any:
+    """A copy of the model, with the same weights, whose body's forward is compiled; of one that
+    sees, its decoder's. It is when `check`, which raises if it must not be used, runs it. Whatever
+    the compiler raises is raised.
 
     One graph for any number of tokens, since attention and its memory are opaque to the compiler,
     and one for a single token; on a CPU weights are constants in it, those of packed layers the
     same, and what calls its kernels is compiled too, where the compiler can do that. The output
     head stays outside: its number of rows changes with every step.
     """
+    path = path_to_decoder(model) if sees else _body_of(model)
     if model.device.type != "cpu":
-        return _compiled(model, check, {})
+        return _compiled(model, path, check, {})
     try:
-        return _compiled(model, check, ON_CPU | {"cpp_wrapper": True})
+        return _compiled(model, path, check, ON_CPU | {"cpp_wrapper": True})
     except Exception as error:
         log.info("kernels are called from Python: %.300s", first_line(error))
-        return _compiled(model, check, ON_CPU)
+        return _compiled(model, path, check, ON_CPU)
 
 
-def _compiled(model: Any, check: Callable[[Any], None], settings: dict[str, bool]) -> Any:
+def _compiled(
+    model: Any, path: str, check: Callable[[Any], None], settings: dict[str, bool]
+) -> Any:
     from torch._inductor import config as inductor  # seconds to import
 
-    name, original = _body_of(model)
     with inductor.patch(settings):
-        body = copy.copy(original)
+        made, *_, body = copied_down_to(model, path)
         body.forward = torch.compile(
-            _forward_of(original), dynamic=True, options={"guard_filter_fn": _on_inputs}
+            _forward_of(model.get_submodule(path)),
+            dynamic=True,
+            options={"guard_filter_fn": _on_inputs},
         )
-        made = copy.copy(model)
-        made._modules = {**model._modules, name: body}
         check(made)
     return made
 
 
-def _body_of(model: Any) -> tuple[str, Any]:
-    """What the model calls it, and the body. Some classes give a name that they don't use
-    (Llama 4): there it is the part that is a model itself."""
+def _body_of(model: Any) -> str:
+    """What the model calls it. Some classes give a name that they don't use (Llama 4): there it is
+    the part that is a model itself."""
     misnamed = model.base_model is model
     for name, part in model.named_children():
         if part is model.base_model or (misnamed and isinstance(part, PreTrainedModel)):
-            return name, part
+            return str(name)
     raise CannotRun("which part is its body is not known")
 
 

@@ -1,8 +1,7 @@
 """The way into a model's decoder: what its forward passes there is seen, and pictures join in.
 
-A view of the model, with the same modules and weights but for those on the way to the decoder,
-which are copies: so the model itself, that is compiled and captured, knows nothing of it. Which
-tokens see each other is read off the rule that the model makes its masks by, at one place a token.
+By a copy of the model down to there (partial_copy.py), which itself knows nothing of it. Which
+tokens see each other is read off the rule that its masks are made by, at one place a token.
 """
 
 import copy
@@ -15,14 +14,12 @@ import torch
 from torch import Tensor
 from transformers import AttentionMaskInterface
 
+from worker.model.partial_copy import copied_down_to, path_to_decoder
 from worker.model.self_check import CannotRun
 
 READ = "onequeue_masks_read"
-# What a decoder is given that no picture changes, or that is told in other ways.
-ORDINARY = {
-    "input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache",
-    "cache_position", "return_dict", "output_attentions", "output_hidden_states",
-}  # fmt: skip
+# Tensors that a decoder is given and no picture changes, or that are told in other ways.
+ORDINARY = ("input_ids", "attention_mask", "position_ids", "cache_position")
 
 # What is passed to a decoder in pictures' places, by its arguments' names: [N, …] a row a token. A
 # tensor of booleans says of which rows the lists of tensors are; the other rows of those are zeros.
@@ -38,11 +35,11 @@ class Arrived(Exception):
 
 
 class Entrance:
-    """On the worker's thread. `model`: the view; run inside `bringing`, or by `captured`. `takes`:
+    """On the worker's thread. `model`: the copy; run inside `bringing`, or by `captured`. `takes`:
     names of its forward's arguments."""
 
     def __init__(self, model: Any) -> None:
-        self.model, decoder = _view(model)
+        self.model, decoder = _reading(model)
         self.takes = frozenset(inspect.signature(model.forward).parameters)
         self._decode: Callable[..., Any] = decoder.forward
         decoder.forward = self._enter
@@ -72,26 +69,24 @@ class Entrance:
         if self._brought is None:
             raise Arrived(given)
         places, rows = self._brought
-        width = given["inputs_embeds"].shape[1]
-        masks = {name: each for name, each in rows.items() if _is_mask(each)}
+        shape = given["inputs_embeds"].shape[:2]
         for name, each in rows.items():
             if isinstance(each, list):
-                [mask] = masks.values()
+                [mask] = _masks(rows)
                 given[name] = [layer[mask] for layer in each]
-            elif name in masks:
-                nowhere = given["inputs_embeds"].new_zeros(1, width, dtype=torch.bool)
-                given[name] = _at(nowhere, places, each)
-            else:
-                given[name] = _at(given[name], places, each)
+                continue
+            before = given.get(name)
+            joined = each.new_zeros(shape) if before is None else before.clone()
+            joined[0, places] = each.to(joined.dtype)
+            given[name] = joined
         return self._decode(**{**given, "attention_mask": None})
 
 
 def rows_of(given: Mapping[str, Any], count: int, width: int) -> Sequence[Rows]:
     """Of `count` prompts of `width` tokens each, all of them a picture's; CannotRun where the
     decoder is given what cannot be told apart by token."""
-    found = {name: each for name, each in given.items() if name not in ORDINARY}
-    found = {name: each for name, each in found.items() if _holds_tensors(each)}
-    masks = [each for each in found.values() if _is_mask(each)]
+    found = {n: each for n, each in given.items() if n not in ORDINARY and _holds_tensors(each)}
+    masks = _masks(found)
     made: list[dict[str, Tensor | list[Tensor]]] = [{} for _ in range(count)]
     for name, each in found.items():
         if isinstance(each, Tensor):
@@ -135,36 +130,23 @@ def _read_mask(
 AttentionMaskInterface.register(READ, _read_mask)
 
 
-def _view(model: Any) -> tuple[Any, Any]:
-    """A copy of the modules on the way to the decoder, and of that; they read masks."""
-    decoder = model.get_decoder()
-    paths = [name for name, module in model.named_modules() if module is decoder and name]
-    if not paths:
-        raise CannotRun("which part is its decoder is not known")
-    configs: dict[int, Any] = {}
-    view = part = _copied(model)
-    for name in paths[0].split("."):
-        if (config := getattr(part, "config", None)) is not None:
-            part.config = configs.setdefault(id(config), copy.deepcopy(config))
-            part.config.get_text_config()._attn_implementation_internal = READ
-        inner = part._modules[name] = _copied(part._modules[name])
-        part = inner
-    return view, part
+def _reading(model: Any) -> tuple[Any, Any]:
+    """A copy of the model that reads masks, and its decoder."""
+    *parts, decoder = copied_down_to(model, path_to_decoder(model))
+    for part in parts:
+        if hasattr(part, "config"):
+            part.config = config = copy.deepcopy(part.config)
+            config.get_text_config()._attn_implementation_internal = READ
+    return parts[0], decoder
 
 
-def _copied(module: Any) -> Any:
-    made = copy.copy(module)
-    made._modules = {**module._modules}
-    return made
-
-
-def _is_mask(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype == torch.bool
+def _masks(values: Mapping[str, Any]) -> list[Tensor]:
+    return [v for v in values.values() if isinstance(v, Tensor) and v.dtype == torch.bool]
 
 
 def _holds_tensors(value: Any) -> bool:
-    several = isinstance(value, list | tuple) and bool(value)
-    return isinstance(value, Tensor) or (several and isinstance(value[0], Tensor))
+    first = value[0] if isinstance(value, list | tuple) and value else value
+    return isinstance(first, Tensor)
 
 
 def _spread(rows: Tensor, mask: Tensor) -> Tensor:
@@ -174,10 +156,3 @@ def _spread(rows: Tensor, mask: Tensor) -> Tensor:
     spread = rows.new_zeros(*mask.shape, *rows.shape[1:])
     spread[mask] = rows
     return spread
-
-
-def _at(given: Tensor, places: Tensor, rows: Tensor) -> Tensor:
-    """[1, T, …] with other rows in these places."""
-    changed = given.clone()
-    changed[0, places] = rows.to(given.dtype)
-    return changed

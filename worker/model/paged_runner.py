@@ -47,6 +47,7 @@ class PagedRunner:
     ) -> None:
         self.language = language
         self.entrance = Entrance(language.model) if language.sees else None
+        self._quick: Entrance | None = None  # of the model compiled, where embeddings alone join
         self.blocks = blocks
         self.max_model_len = max_model_len
         self.compile_state: Literal["running", "done", "off"] = "off"
@@ -79,13 +80,16 @@ class PagedRunner:
         return run(self.model, batch, self.metadata(self.cache, batch), drawn)
 
     def _run_pictured(self, batch: Batch, drawn: Tensor | None) -> Tensor:
-        """By the eager model, whatever else there is: pictures join on the way to its decoder."""
-        assert self.entrance is not None
+        """Pictures join on the way to the decoder: the compiled one where they do so as when it was
+        checked."""
         metadata = (BothWaysMetadata if has_blocks(batch) else self.metadata)(self.cache, batch)
         positions = told_positions(batch).to(self.cache.device)
         places, rows = rows_of(batch)
-        with self.entrance.bringing(places.to(self.cache.device), rows):
-            return run(self.entrance.model, batch, metadata, drawn, positions)
+        usual = positions.dim() == 2 and rows.keys() <= {"inputs_embeds"}
+        entrance = self._quick if self._quick and usual else self.entrance
+        assert entrance is not None
+        with entrance.bringing(places.to(self.cache.device), rows):
+            return run(entrance.model, batch, metadata, drawn, positions)
 
     # ── compiling ──
 
@@ -108,7 +112,8 @@ class PagedRunner:
             return
         started = time.monotonic()
         try:
-            self._compiled = compiled(self.language.model, self._check_compiled)
+            language = self.language
+            self._compiled = compiled(language.model, self._check_compiled, language.sees)
         except Exception as error:
             log.warning("not compiled, serving goes on as it is: %.300s", first_line(error))
             self.compile_state = "off"
@@ -164,9 +169,25 @@ class PagedRunner:
             metadata = self.metadata(cache, batch)
             reference = run(language.model, batch, metadata)
             language.compare(run(compiled, batch, metadata), reference)
+            if language.sees:
+                self._check_entered(compiled, batch, metadata)
+
+    def _check_entered(self, compiled: Any, batch: Batch, metadata: Attends) -> None:
+        """CannotRun unless it does with what a picture could bring, too."""
+        language, width = self.language, len(batch.ids)
+        places = torch.arange(0, width, 2, device=language.device)
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(len(places), language.config.hidden_size, generator=generator)
+        made = []
+        for model in (language.model, compiled):
+            entrance = Entrance(model)
+            with entrance.bringing(places, {"inputs_embeds": rows.to(language.device)}):
+                made.append(run(entrance.model, batch, metadata))
+        language.compare(made[1], made[0])
 
     def _take_over(self, compiled: Callable[..., Any]) -> None:
         self.model, self._compiled = compiled, None
+        self._quick = Entrance(compiled) if self.entrance else None
         if self._graphs:
             self._graphs = None  # their memory is needed
             self._graphs = self._capture()
@@ -180,14 +201,14 @@ def run(
     """Logits [R, vocabulary] by the model, or states [R, H] by one without a head, whose layers
     attend by the metadata. `positions`: as the model is told them, where that is not [1, T]."""
     device = metadata.cache.device
-    if positions is None:  # made here, for the compiler's guards
+    if positions is None:
         told = to_device(batch.shifted, device) if batch.shifts else metadata.positions
-        positions = told[None].clone()
+        positions = told[None]
     rows = to_device(batch.rows, device)
     with forward_context(metadata):
         output = model(
             input_ids=fulfilled(to_device([batch.ids], device), drawn),
-            position_ids=positions,
+            position_ids=positions.clone(),  # made here, for the compiler's guards
             use_cache=False,
             logits_to_keep=rows,
         )

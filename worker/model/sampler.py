@@ -84,6 +84,8 @@ def prompt_logprobs(logits: Tensor, targets: Sequence[int], top: int) -> list[Sa
     two float32 copies of the logits: long prompts come in slices."""
     if not targets:
         return []
+    if (unsaid := max(targets) + 1 - logits.shape[1]) > 0:  # as places of images may be
+        logits = torch.nn.functional.pad(logits, (0, unsaid), value=-torch.inf)
     raw = _blocked(logits)
     wanted = torch.tensor(targets, device=logits.device)
     tokens = torch.where(raw.amax((1, 2)).isfinite(), wanted, -1)

@@ -21,7 +21,9 @@ from worker.model.language_model import LanguageModel
 from worker.model.loading import first_line
 from worker.model.paged_runner import PagedRunner
 from worker.model.self_check import CannotRun, explicit_masks
-from worker.vision.processor import Processed, Processor, Seen
+from worker.vision.album import Album
+from worker.vision.processed import Processed
+from worker.vision.processor import Processor
 from worker.vision.prompt import PicturePrompt
 from worker.vision.tower import Tower
 
@@ -35,12 +37,12 @@ def check_pictures(language: LanguageModel, processor: Processor) -> None:
     with explicit_masks(language.decoder):
         reference = own_logits(language, processor, made)
         ids = [1 + 7 * n % (language.vocab_size - 1) for n in range(2 * BLOCK)]
-        text_reference = own_logits(language, processor, Processed(ids, {}, [], [], 0, {}))
+        text_reference = own_logits(language, processor, Processed(ids, {}, [], [], 0))
     blocks = -(-len(made.ids) // BLOCK)
     runner = PagedRunner(language, blocks + 2, language.context, 0)
     assert runner.entrance is not None
-    tower, prompt = Tower(runner.entrance), PicturePrompt.of(made)
-    for piece in prompt.missing(tower, len(prompt.spans)):
+    tower, prompt = Tower(runner.entrance, Album()), PicturePrompt.of(made)
+    for piece in prompt.missing(tower.album, len(prompt.spans)):
         (prompt.found[piece.digest],) = tower.look([piece])
     prompt.open(tower)
     pictured = _sequence(made.ids, range(blocks))
@@ -73,12 +75,11 @@ def check_own_forward(language: LanguageModel, processor: Processor) -> None:
 def sample(processor: Processor) -> Processed:
     """Two small pictures of noise."""
     noise = np.random.default_rng(0)
-    images = [
-        Image.fromarray(noise.integers(0, 256, (height, width, 3), np.uint8))
-        for width, height in SIZES
-    ]
-    text = WORDS.format(processor.mark)
-    return processor.process(text, [Seen(image, rough=True) for image in images])
+    views = []
+    for number, (width, height) in enumerate(SIZES):
+        image = Image.fromarray(noise.integers(0, 256, (height, width, 3), np.uint8))
+        views.append(processor.look(image, bytes([number]), rough=True))
+    return processor.process(WORDS.format(processor.mark), views)
 
 
 @torch.inference_mode()

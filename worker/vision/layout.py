@@ -12,20 +12,17 @@ from batching.scene import Content
 from worker.model.entrance import Entrance, sees_next
 from worker.model.pictures import Pictures
 
-PIXELS = "pixel"  # how arguments begin that only what looks at pictures needs
-
 
 def lay_out(
     scene: Pictures, entrance: Entrance, ids: Sequence[int], inputs: Mapping[str, Tensor],
     digests: Sequence[bytes],
 ) -> None:  # fmt: skip
-    """Fills in the scene. `inputs`: what the forward takes beside ids; `digests`: of the scene's
-    pictures. CannotRun where the forward does not tell."""
+    """Fills in the scene. `inputs`: what the forward takes beside ids and pixels; `digests`: of the
+    scene's pictures. CannotRun where the forward does not tell."""
     device = entrance.model.device
-    told = {name: each for name, each in inputs.items() if not name.startswith(PIXELS)}
     given = entrance.captured(
         input_ids=torch.tensor([ids], device=device),
-        **{name: each.to(device) for name, each in told.items()},
+        **{name: each.to(device) for name, each in inputs.items()},
     )
     scene.positions = _positions(given.get("position_ids"), len(ids))
     scene.shift = int(scene.positions.max()) + 1 - len(ids)

@@ -1,16 +1,15 @@
 """Text and images as what a vision-language model takes: token ids, and tensors of each image.
 
-    images  --one by one-->  tensors of each, and how many ids it fills  --text-->  ids and spans
+    image  --look-->  View: its tensors, how many ids it fills  --text-->  ids and spans
 
-The checkpoint's processor does all that is the family's own. What its image processor makes is kept
-by image, so that an image's way through the tower can be kept too; the processor then gets all of
-it at once for the text. In pool threads: nothing here changes after loading.
+The checkpoint's processor does all that is the family's own. It is asked twice: for each image by
+itself, whose view can be kept, and for the text, with all views and no pixels. In pool threads:
+nothing here changes after loading.
 """
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from batching.errors import InvalidInput
+from worker.vision.processed import PIXELS, Frame, Processed, Tensors, View
 
 # Left out of what a model takes: ids have a place of their own, labels are for training.
 NOT_INPUTS = ("input_ids", "attention_mask", "labels")
@@ -26,41 +26,8 @@ NOT_INPUTS = ("input_ids", "attention_mask", "labels")
 ROUGH = {"do_image_splitting": False}
 SIZES = (64, 64), (320, 192)  # of images by which a processor is known
 
-Tensors = dict[str, Tensor]
 # From an image processor's options to what it makes of the images that are looked at.
 Look = Callable[[Mapping[str, Any]], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """An upright RGB image. `rough`: a glance will do. `param`: what errors about it name."""
-
-    image: Image.Image
-    rough: bool = False
-    param: str = "messages"
-
-    @property
-    def digest(self) -> bytes:
-        """Of what is seen, and how."""
-        image = self.image
-        digest = hashlib.blake2b(image.tobytes(), digest_size=32)
-        digest.update(f"{image.mode} {image.size} {self.rough}".encode())
-        return digest.digest()
-
-
-@dataclass(frozen=True, slots=True, weakref_slot=True)
-class Processed:
-    """`ids`: with as many places for each image as it fills. `inputs`: what else the forward takes
-    of the text, [1, ids]. `images`: what it takes of each. `spans`: from which id to before which
-    an image reaches, and the digest of what is seen; between its places may stand ids of text.
-    `image_id`: the id of a place. `axes`: along which the tensors of several images are joined."""
-
-    ids: list[int]
-    inputs: Tensors
-    images: list[Tensors]
-    spans: list[tuple[int, int, bytes]]
-    image_id: int
-    axes: Mapping[str, int]
 
 
 class Processor:
@@ -97,35 +64,27 @@ class Processor:
         except Exception:  # whatever the library raises: looking at it says what is wrong
             return 0
 
-    def process(self, text: str, images: Iterable[Seen]) -> Processed:
-        """A text with a mark for each image, special tokens included. Images are taken one at a
-        time. InvalidInput for more ids than the context holds, and for what the model's processor
-        does not take."""
-        features, counts, digests, words = [], [], [], self.words(text)
-        for seen in images:
-            made, count = self._look(seen)
-            features.append(made)
-            counts.append(count)
-            digests.append(seen.digest)
-            self.check_fits(words + sum(counts), seen.param)
-        if text.count(self.mark) != len(features):
+    def process(self, text: str, views: Sequence[View]) -> Processed:
+        """A text with a mark for each image, special tokens included. InvalidInput where the marks
+        and places in it are not those of the images."""
+        if text.count(self.mark) != len(views):
             marked = f"the text has {self.mark!r} in it, which stands for an image here"
             lost = "the model's chat template does not show the images"
             raise InvalidInput(lost if self.mark not in text else marked, "messages")
-        made = self._call(text, len(features), lambda _: self.joined(features))
+        told = [each.told for each in views]
+        made = self._call(text, len(views), lambda _: self.joined(told))
         ids = _ids(made)
         places = [n for n, each in enumerate(ids) if each == self.image_id]
-        if len(places) != sum(counts):
+        if len(places) != sum(each.count for each in views):
             raise InvalidInput("the text has tokens in it that stand for images", "messages")
-        names = made.keys() - features[0].keys() - set(NOT_INPUTS)
+        names = made.keys() - told[0].keys() - set(NOT_INPUTS)
         inputs = {name: torch.tensor(made[name]) for name in names}
         spans, start = [], 0
-        for count, digest in zip(counts, digests, strict=True):
-            filled = places[start : start + count]
-            spans.append((filled[0], filled[-1] + 1, digest))
-            start += count
-        taken = [{name: each[name] for name in each.keys() & made.keys()} for each in features]
-        return Processed(ids, inputs, taken, spans, self.image_id, self._axes)
+        for view in views:
+            filled = places[start : start + view.count]
+            spans.append((filled[0], filled[-1] + 1))
+            start += view.count
+        return Processed(ids, inputs, views, spans, self.image_id)
 
     def joined(self, images: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What several images' tensors are together; the smaller are filled up with zeros."""
@@ -138,23 +97,43 @@ class Processor:
 
     # ── an image ──
 
-    def _look(self, seen: Seen) -> tuple[Tensors, int]:
-        """An image's tensors, and how many ids it fills."""
-        kept: list[Tensors] = []
+    def look(
+        self, image: Image.Image, digest: bytes, rough: bool = False, param: str = "messages"
+    ) -> View:
+        """At an upright RGB image; `rough`: a glance will do. InvalidInput, which names `param`,
+        for what the model's processor does not take."""
+        kept: list[dict[str, Any]] = []
 
-        def look(options: Mapping[str, Any]) -> Tensors:
-            kept.append(self._features([seen.image], options))
+        def look(options: Mapping[str, Any]) -> dict[str, Any]:
+            kept.append(self._features([image], options))
             return dict(kept[0])  # some take out what is theirs alone
 
         try:
-            made = self._call(self.mark, 1, look, **(self._rough if seen.rough else {}))
+            made = self._call(self.mark, 1, look, **(self._rough if rough else {}))
         except Exception as error:  # whatever the library raises
-            width, height = seen.image.size
+            width, height = image.size
             odd = f"the model does not take an image of {width} × {height} pixels"
-            raise InvalidInput(odd, seen.param) from error
-        return kept[0], _ids(made).count(self.image_id)
+            raise InvalidInput(odd, param) from error
+        [features], count = kept, _ids(made).count(self.image_id)
+        tensors = {n: features[n] for n in features.keys() & made.keys() if _is_tensor(features[n])}
+        told = {name: _told(name, each) for name, each in features.items()}
+        return View(digest, told, tensors, count, self._frames(digest, tensors, count))
 
-    def _features(self, images: list[Image.Image], options: Mapping[str, Any]) -> Tensors:
+    def _frames(self, digest: bytes, tensors: Tensors, count: int) -> Sequence[Frame]:
+        """Where all tensors have as many along the axis by which images are joined, and its ids
+        divide into as many, it is cut; so no run of the tower is longer than one takes."""
+        counts = {each.shape[self._axes[name]] for name, each in tensors.items()}
+        frames = counts.pop() if len(counts) == 1 else 1
+        if frames < 2 or count % frames:
+            return [Frame(digest, tensors)]
+        made = []
+        for number in range(frames):
+            named = hashlib.blake2b(digest + number.to_bytes(4), digest_size=32).digest()
+            cut = {n: each.narrow(self._axes[n], number, 1) for n, each in tensors.items()}
+            made.append(Frame(named, cut))
+        return made
+
+    def _features(self, images: list[Image.Image], options: Mapping[str, Any]) -> dict[str, Any]:
         made = self._processor.image_processor(images, **{**options, "return_tensors": "pt"})
         return dict(made)
 
@@ -180,7 +159,7 @@ class Processor:
         """Patches of an image, and the ids that it fills; no ids where these do not go together."""
         try:
             (patches, ids), (more, filled) = (
-                (self._patches(*size), self._look(Seen(Image.new("RGB", size)))[1])
+                (self._patches(*size), self.look(Image.new("RGB", size), b"").count)
                 for size in SIZES
             )
         except Exception:  # it does not tell
@@ -230,13 +209,29 @@ def _concatenated(parts: Sequence[Any], axis: int) -> Any:
         if axis:
             return [_concatenated(rows, axis - 1) for rows in zip(*parts, strict=True)]
         return [each for part in parts for each in part]
-    sizes = [max(part.shape[n] for part in parts) for n in range(parts[0].dim())]
-    filled = []
+    shape = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
+    shape[axis] = sum(part.shape[axis] for part in parts)
+    if all(map(_is_told, parts)):
+        return parts[0].new_zeros(()).expand(shape)
+    joined, start = parts[0].new_zeros(shape), 0
     for part in parts:
-        wanted = [part.shape[n] if n == axis else size for n, size in enumerate(sizes)]
-        if wanted != list(part.shape):
-            larger = part.new_zeros(wanted)
-            larger[tuple(slice(size) for size in part.shape)] = part
-            part = larger
-        filled.append(part)
-    return torch.cat(filled, dim=axis)
+        place = [slice(size) for size in part.shape]
+        place[axis] = slice(start, start + part.shape[axis])
+        joined[tuple(place)] = part
+        start += part.shape[axis]
+    return joined
+
+
+def _told(name: str, feature: Any) -> Any:
+    """Of pixels a tensor of their shape that takes no memory."""
+    if not (name.startswith(PIXELS) and _is_tensor(feature)):
+        return feature
+    return feature.new_zeros(()).expand(feature.shape)
+
+
+def _is_told(part: Tensor) -> bool:
+    return part.untyped_storage().nbytes() < part.nbytes
+
+
+def _is_tensor(feature: Any) -> bool:
+    return isinstance(feature, Tensor)

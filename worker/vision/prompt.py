@@ -1,5 +1,6 @@
-"""A prompt with pictures on its way: processed in the pool, looked at by the worker's thread, and
-forgotten but for its numbers once it has run. Shared by a request's choices.
+"""A prompt with pictures on its way: processed in the pool, looked at by the worker's thread unless
+that was done before, and forgotten but for its numbers once it has run. Shared by a request's
+choices.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -11,9 +12,9 @@ from torch import Tensor
 
 from worker.model.entrance import Entrance, Rows
 from worker.model.pictures import Pictures
-from worker.vision.layout import PIXELS, lay_out
-from worker.vision.pieces import Piece, pieces_of
-from worker.vision.processor import Processed
+from worker.vision.album import Album
+from worker.vision.layout import lay_out
+from worker.vision.processed import PIXELS, Piece, Processed
 from worker.vision.tower import Tower
 
 Again = Callable[[], Future[Processed]]
@@ -22,20 +23,21 @@ NEVER: Again = Future  # of what is looked at once: it does not come
 
 @dataclass(eq=False, slots=True)
 class PicturePrompt(Pictures):
-    """`process` makes of the request what went in, in another thread, should that be needed once
-    more: a prompt that was put back after it had run."""
+    """`process` makes of the request what went in, in another thread, where pixels are needed that
+    are not here: of a prompt that was put back after it had run, or whose pictures were known and
+    then given up."""
 
     process: Again = field(kw_only=True)
-    ids: Sequence[int] = field(kw_only=True)
-    digests: Sequence[bytes] = field(kw_only=True)
     processed: Processed | None = field(kw_only=True)
     pieces: Sequence[Piece] = field(kw_only=True)
+    ids: Sequence[int] = field(kw_only=True)
+    digests: Sequence[bytes] = field(kw_only=True)
     found: dict[bytes, Rows] = field(default_factory=dict)
     coming: Future[Processed] | None = None
 
     @classmethod
     def of(cls, made: Processed, process: Again = NEVER) -> "PicturePrompt":
-        pieces = pieces_of(made)
+        pieces = made.pieces()
         spans = [(each.start, each.stop) for each in pieces]
         digests = [each.digest for each in pieces]
         return cls(
@@ -43,34 +45,29 @@ class PicturePrompt(Pictures):
             ids=made.ids, digests=digests, processed=made, pieces=pieces,
         )  # fmt: skip
 
-    def missing(self, tower: Tower, most: int) -> list[Piece]:
+    def missing(self, album: Album, most: int) -> list[Piece]:
         """The first `most` of its pictures that have not been looked at, each once; none while
-        they are made again."""
-        unseen = self._unseen(tower)
-        if not unseen or not self._is_made():
+        they are made again, in `coming`."""
+        unseen = self._unseen(album)
+        if not unseen:
             return []
+        if not (self.processed and all(self.pieces[number].whole for number in unseen)):
+            self.coming = self.coming or self.process()
+            if not self.coming.done():
+                return []
+            coming, self.coming = self.coming, None
+            self.processed = coming.result()
+            self.pieces = self.processed.pieces()
         return [self.pieces[number] for number in unseen[:most]]
 
-    def is_seen(self, tower: Tower) -> bool:
-        return not self._unseen(tower)
+    def is_seen(self, album: Album) -> bool:
+        return not self._unseen(album)
 
-    def _unseen(self, tower: Tower) -> list[int]:
+    def _unseen(self, album: Album) -> list[int]:
         for digest in self.digests:
-            if digest not in self.found and (rows := tower.find(digest)) is not None:
+            if digest not in self.found and (rows := album.rows.find(digest)) is not None:
                 self.found[digest] = rows
         return [*{d: n for n, d in enumerate(self.digests) if d not in self.found}.values()]
-
-    def _is_made(self) -> bool:
-        """Whether what went in is here; else it is on its way, in `coming`."""
-        if self.processed:
-            return True
-        self.coming = self.coming or self.process()
-        if not self.coming.done():
-            return False
-        coming, self.coming = self.coming, None
-        self.processed = coming.result()
-        self.pieces = pieces_of(self.processed)
-        return True
 
     def lay_out(self, entrance: Entrance) -> None:
         """CannotRun as in layout.py."""
@@ -88,6 +85,8 @@ class PicturePrompt(Pictures):
         """All its pictures have been looked at: it may be scheduled. CannotRun as in layout.py."""
         if self.positions is None:
             self.lay_out(tower.entrance)
+        for view in self.processed.views if self.processed else ():
+            tower.album.keep_view(view)
         self.rows = [self.found[digest] for digest in self.digests]
         self.processed, self.pieces, self.found, self.ready = None, (), {}, True
 

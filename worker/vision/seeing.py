@@ -1,25 +1,27 @@
 """Image files of a conversation as they are looked at: decoded within bounds, one after the other.
 
-    headers of all → sizes and their sum → one: decoded, upright, RGB → processor.py → the next
+    headers of all → sizes and their sum → one: in the album, or decoded, upright, RGB, a View → the
+    next → the text with all views (processor.py)
 
-In pool threads, a request at a time, so that those of text have the others. What the tensors of all
-take until the model has looked at them is bounded: beyond that, requests wait without a thread.
+In pool threads. Of requests with pictures that are new, one is read at a time, so that those of
+text have the other threads; what their tensors take until the model has looked at them is bounded:
+beyond that, requests wait without a thread.
 """
 
 import threading
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 
 from PIL import Image
-from torch import Tensor
 
 from batching.errors import InvalidInput
-from worker.decode_budget import DecodeBudget
+from worker.decode_budget import DecodeBudget, Lease
 from worker.image_files import decode_image, open_image, upright_rgb
 from worker.protocol import Pending, Picture
-from worker.vision.processor import Processed, Processor, Seen
+from worker.vision.album import Album
+from worker.vision.processed import Processed, View
+from worker.vision.processor import Processor
 
 # Pixels of a request's images together: so many times those that one may have.
 TIMES_IN_ALL = 4
@@ -36,11 +38,14 @@ class Sight:
         self.processor = processor
         self.budget = DecodeBudget(most_pixels)
         self.held = Held(held_bytes)
+        self.album = Album()
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="pictures")  # for those put back
 
     def process(self, text: str, pictures: Sequence[Picture]) -> Processed:
         """As processor.py's; InvalidInput for images that are broken or too large, and Pending
         while those of another request are read, or take all memory there is for them."""
+        if self._knows(pictures):
+            return self._made(text, pictures)
         if not self.held.enter():
             raise Pending(self.held.then)
         try:
@@ -48,14 +53,15 @@ class Sight:
         finally:
             self.held.leave()
 
-    def check_room(self) -> None:
+    def check_room(self, pictures: Sequence[Picture]) -> None:
         """Pending where `process` would raise it: before the text is made."""
-        if self.held.full:
+        if self.held.full and not self._knows(pictures):
             raise Pending(self.held.then)
 
     def again(self, text: str, pictures: Sequence[Picture]) -> Future[Processed]:
-        """The same in a thread of its own, whatever memory others take: they may wait for it."""
-        return self._threads.submit(self._held, text, pictures)
+        """The same, pixels and all, in a thread of its own, whatever memory others take: they may
+        wait for it."""
+        return self._threads.submit(self._held, text, pictures, anew=True)
 
     def ids(self, text: str, pictures: Sequence[Picture]) -> list[int]:
         """Those of `process`, in that thread: no request takes more than it does."""
@@ -64,36 +70,53 @@ class Sight:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _held(self, text: str, pictures: Sequence[Picture]) -> Processed:
-        made = self._made(text, pictures)
+    def _knows(self, pictures: Sequence[Picture]) -> bool:
+        return all(self.album.view(each.digest) for each in pictures)
+
+    def _held(self, text: str, pictures: Sequence[Picture], anew: bool = False) -> Processed:
+        made = self._made(text, pictures, anew)
         self.held.take(made)
         return made
 
-    def _made(self, text: str, pictures: Sequence[Picture]) -> Processed:
-        self._check_sizes(text, pictures)
-        with closing(self._seen(pictures)) as images:
-            return self.processor.process(text, images)
+    def _made(self, text: str, pictures: Sequence[Picture], anew: bool = False) -> Processed:
+        ids = self.processor.words(text)
+        self._check_sizes(ids, pictures)
+        views: list[View] = []
+        for each in pictures:
+            known = None if anew else self.album.view(each.digest)
+            views.append(known or self._view(each))
+            ids += views[-1].count
+            self.processor.check_fits(ids, each.param)
+        return self.processor.process(text, views)
 
-    def _check_sizes(self, text: str, pictures: Sequence[Picture]) -> None:
-        """InvalidInput for what is too much by the headers alone."""
-        pixels, ids = 0, self.processor.words(text)
+    def _check_sizes(self, ids: int, pictures: Sequence[Picture]) -> None:
+        """InvalidInput for what is too much by the headers alone, beside so many ids of text."""
+        pixels = 0
         for each in pictures:
             width, height = self._opened(each).size
             pixels += width * height
             if pixels > TIMES_IN_ALL * self.budget.size:
                 most = f"at most {TIMES_IN_ALL * self.budget.size} are taken"
                 raise InvalidInput.at(each.param, f"the images have {pixels} pixels so far; {most}")
-            ids += self.processor.filled(width, height) if each.detail != "low" else 0
+            ids += 0 if each.rough else self.processor.filled(width, height)
             self.processor.check_fits(ids, each.param)
 
-    def _seen(self, pictures: Sequence[Picture]) -> Generator[Seen, None, None]:
-        for each in pictures:
-            with self.budget.lease() as lease:
-                image, rough = self._opened(each), each.detail == "low"
-                if rough:
-                    image.draft("RGB", (ROUGH_SIDE, ROUGH_SIDE))  # of JPEG, fewer are decoded
-                lease.take(image.width * image.height)
-                yield Seen(_looked_at(image, rough, each.param), rough, each.param)
+    def _view(self, picture: Picture) -> View:
+        with self.budget.lease() as lease:
+            image = self._decoded(picture, lease)
+            return self.processor.look(image, picture.digest, picture.rough, picture.param)
+
+    def _decoded(self, picture: Picture, lease: Lease) -> Image.Image:
+        """Upright, RGB; a rough one small."""
+        image = self._opened(picture)
+        if picture.rough:
+            image.draft("RGB", (ROUGH_SIDE, ROUGH_SIDE))  # of JPEG, fewer are decoded
+        lease.take(image.width * image.height)
+        decode_image(image, picture.param)
+        image = upright_rgb(image)
+        if picture.rough:
+            image.thumbnail((ROUGH_SIDE, ROUGH_SIDE))
+        return image
 
     def _opened(self, picture: Picture) -> Image.Image:
         """Its header alone has been read."""
@@ -103,14 +126,6 @@ class Sight:
             large = f"the image has {width} x {height} pixels; at most {self.budget.size} are taken"
             raise InvalidInput.at(picture.param, large)
         return image
-
-
-def _looked_at(image: Image.Image, rough: bool, param: str) -> Image.Image:
-    decode_image(image, param)
-    image = upright_rgb(image)
-    if rough:
-        image.thumbnail((ROUGH_SIDE, ROUGH_SIDE))
-    return image
 
 
 class Held:
@@ -143,8 +158,7 @@ class Held:
 
     def take(self, made: Processed) -> None:
         """Until nobody has it any more."""
-        parts = [each for part in (made.inputs, *made.images) for each in part.values()]
-        size = sum(each.nbytes for each in parts if isinstance(each, Tensor))
+        size = made.nbytes
         weakref.finalize(made, self._give_back, size)
         with self._lock:
             self.taken += size

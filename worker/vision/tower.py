@@ -3,34 +3,23 @@
     pixels  --the model's own forward, up to its decoder-->  rows: what the decoder is given
 
 A prompt of nothing but a picture's places is run as far as the decoder; what that would be given is
-kept by the picture's digest, the least recently used given up first. On the worker's thread.
+kept in the album. On the worker's thread.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
 
 from worker.model.entrance import Entrance, Rows, rows_of
-from worker.vision.pieces import Piece
-
-KEPT_BYTES = 256 << 20
+from worker.vision.album import Album
+from worker.vision.processed import Piece
 
 
 class Tower:
-    """`most_bytes`: of the rows that are kept."""
-
-    def __init__(self, entrance: Entrance, most_bytes: int = KEPT_BYTES) -> None:
+    def __init__(self, entrance: Entrance, album: Album) -> None:
         self.entrance = entrance
-        self.most_bytes = most_bytes
+        self.album = album
         self.runs = 0  # pictures that were looked at
-        self._kept: OrderedDict[bytes, Rows] = OrderedDict()
-        self._bytes = 0
-
-    def find(self, digest: bytes) -> Rows | None:
-        if rows := self._kept.get(digest):
-            self._kept.move_to_end(digest)
-        return rows
 
     def look(self, pieces: Sequence[Piece]) -> Sequence[Rows]:
         """Of the same shape, in one run; CannotRun where the decoder is given what cannot be told
@@ -46,17 +35,8 @@ class Tower:
         made = rows_of(given, len(pieces), width)
         self.runs += len(pieces)
         for each, rows in zip(pieces, made, strict=True):
-            self._keep(each.digest, rows)
+            self.album.rows.keep(each.digest, rows, size_of(rows))
         return made
-
-    def _keep(self, digest: bytes, rows: Rows) -> None:
-        if digest in self._kept:
-            return
-        self._kept[digest] = rows
-        self._bytes += size_of(rows)
-        while self._bytes > self.most_bytes:
-            _, dropped = self._kept.popitem(last=False)
-            self._bytes -= size_of(dropped)
 
 
 def size_of(rows: Rows) -> int:

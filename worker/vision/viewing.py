@@ -16,7 +16,7 @@ from batching.errors import OnequeueError
 from batching.scheduler import ContinuousScheduler
 from batching.sequence import Sequence as Continuation
 from worker.failures import run_in_halves
-from worker.vision.pieces import Piece
+from worker.vision.processed import Piece
 from worker.vision.prompt import PicturePrompt
 from worker.vision.tower import Tower
 
@@ -74,7 +74,7 @@ class Viewing:
 
     def _missing(self, prompt: PicturePrompt) -> list[Piece]:
         try:
-            return prompt.missing(self.tower, TOGETHER)
+            return prompt.missing(self.tower.album, TOGETHER)
         except Exception as error:
             self._failed(prompt, error)
             return []
@@ -96,7 +96,7 @@ class Viewing:
 
     def _open_if_seen(self, prompt: PicturePrompt) -> None:
         try:
-            if prompt.is_seen(self.tower):
+            if prompt.is_seen(self.tower.album):
                 prompt.open(self.tower)
                 self._open[prompt] = None
         except Exception as error:

@@ -1,0 +1,64 @@
+"""What is kept of pictures that were looked at, so that one that comes again costs next to nothing:
+how the processor sees it, and what the tower makes of it. By digests, within bounds of memory.
+"""
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from worker.model.entrance import Rows
+from worker.vision.processed import View
+
+VIEW_BYTES = 16 << 20
+ENTRY_BYTES = 1 << 10  # that an entry takes beside its tensors
+ROWS_BYTES = 256 << 20
+
+V = TypeVar("V")
+
+
+class Kept(Generic[V]):
+    """The least recently used are given up first. For any thread."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self._entries: OrderedDict[bytes, tuple[V, int]] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._entries
+
+    def find(self, digest: bytes) -> V | None:
+        with self._lock:
+            if not (entry := self._entries.get(digest)):
+                return None
+            self._entries.move_to_end(digest)
+            return entry[0]
+
+    def keep(self, digest: bytes, value: V, nbytes: int) -> None:
+        with self._lock:
+            if digest in self._entries:
+                return
+            self._entries[digest] = value, nbytes + ENTRY_BYTES
+            self._bytes += nbytes + ENTRY_BYTES
+            while self._bytes > self.most_bytes:
+                _, (_, dropped) = self._entries.popitem(last=False)
+                self._bytes -= dropped
+
+
+@dataclass(eq=False)
+class Album:
+    """`views`: of whole pictures, without pixels. `rows`: of each frame, what the decoder gets."""
+
+    views: Kept[View] = field(default_factory=lambda: Kept(VIEW_BYTES))
+    rows: Kept[Rows] = field(default_factory=lambda: Kept(ROWS_BYTES))
+
+    def view(self, digest: bytes) -> View | None:
+        """Of a picture that needs no more looking."""
+        view = self.views.find(digest)
+        return view if view and all(each.digest in self.rows for each in view.frames) else None
+
+    def keep_view(self, view: View) -> None:
+        blank = view.without_pixels()
+        self.views.keep(view.digest, blank, blank.nbytes)
