@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from tests import tiny_decoders
 from worker.model import cpu_linear
-from worker.model.cpu_linear import Int8Linear, PackedLinear, Part, SharedProduct
+from worker.model.cpu_linear import Int8Linear, PackedLinear
 from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
 from worker.model.paging import PagingCheck
-from worker.model.shared_products import find_shared
+from worker.model.shared_products import Part, SharedProduct, find_shared
 
 torch.set_num_threads(1)
 

@@ -8,24 +8,20 @@ summed in float32, rounded to bfloat16. int8 weights carry one scale an output a
 bfloat16 inputs; more rows than those kernels are good at go through a copy of the dequantised
 values, if there is memory for one, so that both say the same. Layers are converted one by one, and
 each original goes as it is replaced, unless an embedding shares it. Those that are called on one
-input (shared_products.py) are one product: a wide one costs less than several narrow ones, each of
-which is started, and waits for its threads, anew. The first that is called computes all, the others
-take their columns. In a compiled graph each asks for the whole, and the compiler merges what is
-the same.
+input become one product (shared_products.py).
 """
 
 import logging
-import weakref
-from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from worker.model.large_pages import use_large_pages
 from worker.model.loading import has_bfloat16
-from worker.model.shared_products import find_shared
+from worker.model.shared_products import Part, find_shared, share
 
 log = logging.getLogger("onequeue.linear")
 
@@ -54,6 +50,7 @@ class PackedLinear(nn.Module):
         self.weight = SimpleNamespace(dtype=weight.dtype, device=weight.device)  # some ask for it
         weight = weight.detach().to(self.inside)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, INT8_ROWS)
+        use_large_pages(packed)
         bias = None if bias is None else bias.detach().to(self.inside)
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
@@ -111,63 +108,6 @@ class Int8Linear(nn.Module):
         return made
 
 
-class Kept(NamedTuple):
-    """A product between the calls of its parts."""
-
-    x: weakref.ref[Tensor]
-    version: int
-    place: int  # of the part that is to be called next
-    made: Tensor
-
-
-class SharedProduct(nn.Module):
-    """`layer` makes the columns of all parts, x [..., in] → [..., sum of `sizes`]."""
-
-    def __init__(self, layer: nn.Module, sizes: Sequence[int]) -> None:
-        super().__init__()
-        self.layer: Any = layer
-        self.columns = list(pairwise(accumulate(sizes, initial=0)))
-        self.kept: Kept | None = None
-
-    def part(self, x: Tensor, place: int) -> Tensor:
-        """[..., its size]. Parts that are called in turn on one tensor share what the first made,
-        which is kept no longer than that. Other threads may do the same."""
-        if torch.compiler.is_compiling():
-            made: Tensor = self.layer(x)
-        else:
-            made = self._made(x, place)
-        start, end = self.columns[place]
-        return made[..., start:end].contiguous()  # as the layer's own
-
-    def _made(self, x: Tensor, place: int) -> Tensor:
-        kept, version = self.kept, _version(x)
-        if kept and kept.x() is x and kept[1:3] == (version, place):
-            made = kept.made
-        else:
-            made = self.layer(x)
-        more = place + 1 < len(self.columns)
-        self.kept = Kept(weakref.ref(x), version, place + 1, made) if more else None
-        return made
-
-
-class Part(nn.Module):
-    """x [..., in] → [..., out], as the linear layer in whose place it is."""
-
-    def __init__(self, shared: SharedProduct, place: int, biased: bool) -> None:
-        super().__init__()
-        self.shared = shared
-        self.place = place
-        self.biased = biased
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.shared.part(x, self.place)
-
-
-def _version(x: Tensor) -> int:
-    """Changes when its values are changed in place, where that is known."""
-    return 0 if x.is_inference() else x._version
-
-
 def _quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
     """int8 [rows, in] and the rows' scales."""
     weight = weight.float()
@@ -219,32 +159,6 @@ def _replace(model: nn.Module, kind: type[nn.Module], make: Callable[[Any], nn.M
         setattr(parent, name, make(parent.get_submodule(name)))
 
 
-def _join(
-    model: nn.Module, groups: Sequence[Sequence[str]], make: Callable[..., nn.Module]
-) -> None:
-    """The layers of each group become parts of what is made of their weights and biases."""
-    for names in groups:
-        layers: list[Any] = [model.get_submodule(name) for name in names]
-        sizes = [each.out_features for each in layers]
-        biased = [each.bias is not None for each in layers]
-        weight, bias = _joined(layers)
-        layers.clear()
-        for name in names:
-            model.set_submodule(name, nn.Identity())  # the original goes before it is there thrice
-        shared = SharedProduct(make(weight, bias), sizes)
-        for place, name in enumerate(names):
-            model.set_submodule(name, Part(shared, place, biased[place]))
-
-
-def _joined(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Weight [sum of out, in] and bias of all; a missing one is zeros beside those of others."""
-    weight = torch.cat([each.weight.detach() for each in layers])
-    if all(each.bias is None for each in layers):
-        return weight, None
-    biases = [weight.new_zeros(e.out_features) if e.bias is None else e.bias for e in layers]
-    return weight, torch.cat([each.detach() for each in biases])
-
-
 def pack(
     model: nn.Module,
     free_bytes: int,
@@ -262,7 +176,7 @@ def pack(
     if more:
         log.info("bfloat16 weights multiplied in float32, which takes %.3f GB more", more / 1e9)
     try:
-        _join(model, find_shared(model, check) if shares else (), PackedLinear)
+        share(model, find_shared(model, check) if shares else (), PackedLinear)
         _replace(model, nn.Linear, lambda plain: PackedLinear(plain.weight, plain.bias))
         check()
     except Exception as error:  # a model that uses weights without calling their layer
@@ -288,7 +202,7 @@ def quantise(model: nn.Module, free_bytes: int, check: Callable[[], object] = la
     numbers, dtype = _weights(model)
     copy_bytes = numbers * packed_dtype(dtype).itemsize
     copy = copy_bytes <= COPY_SHARE * free_bytes
-    _join(model, find_shared(model, check), lambda weight, bias: Int8Linear(weight, bias, copy))
+    share(model, find_shared(model, check), lambda weight, bias: Int8Linear(weight, bias, copy))
     _replace(model, nn.Linear, lambda plain: Int8Linear(plain.weight, plain.bias, copy))
     log.info(
         "int8 weights_gb=%.3f copy_gb=%.3f%s",

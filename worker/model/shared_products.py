@@ -1,11 +1,17 @@
-"""Which linear layers are called on one input (queries, keys and values; gate and up), so that they
-can be one product (cpu_linear.py): seen in a forward, not told by names.
+"""Linear layers that are called on one input (queries, keys and values; gate and up) become one
+product: seen in a forward, not told by names.
+
+A wide product costs less than several narrow ones, each of which is started, and waits for its
+threads, anew. The first layer that is called computes all, the others take their columns. In a
+compiled graph each asks for the whole, and the compiler merges what is the same.
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -62,3 +68,89 @@ def _hooked(model: nn.Module, calls: _Calls) -> Iterator[None]:
 def _alike(model: nn.Module, names: Sequence[str]) -> bool:
     layers: list[Any] = [model.get_submodule(name) for name in names]
     return len({(each.weight.dtype, each.weight.device, each.in_features) for each in layers}) == 1
+
+
+# ── one product in their place ──
+
+
+def share(
+    model: nn.Module, groups: Sequence[Sequence[str]], make: Callable[..., nn.Module]
+) -> None:
+    """The layers of each group become parts of what is made of their weights and biases."""
+    for names in groups:
+        layers: list[Any] = [model.get_submodule(name) for name in names]
+        sizes = [each.out_features for each in layers]
+        biased = [each.bias is not None for each in layers]
+        weight, bias = _joined(layers)
+        layers.clear()
+        for name in names:
+            model.set_submodule(name, nn.Identity())  # the original goes before it is there thrice
+        shared = SharedProduct(make(weight, bias), sizes)
+        for place, name in enumerate(names):
+            model.set_submodule(name, Part(shared, place, biased[place]))
+
+
+def _joined(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Weight [sum of out, in] and bias of all; a missing one is zeros beside those of others."""
+    weight = torch.cat([each.weight.detach() for each in layers])
+    if all(each.bias is None for each in layers):
+        return weight, None
+    biases = [weight.new_zeros(e.out_features) if e.bias is None else e.bias for e in layers]
+    return weight, torch.cat([each.detach() for each in biases])
+
+
+class Kept(NamedTuple):
+    """A product between the calls of its parts."""
+
+    x: weakref.ref[Tensor]
+    version: int
+    place: int  # of the part that is to be called next
+    made: Tensor
+
+
+class SharedProduct(nn.Module):
+    """`layer` makes the columns of all parts, x [..., in] → [..., sum of `sizes`]."""
+
+    def __init__(self, layer: nn.Module, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.layer: Any = layer
+        self.columns = list(pairwise(accumulate(sizes, initial=0)))
+        self.kept: Kept | None = None
+
+    def part(self, x: Tensor, place: int) -> Tensor:
+        """[..., its size]. Parts that are called in turn on one tensor share what the first made,
+        which is kept no longer than that. Other threads may do the same."""
+        if torch.compiler.is_compiling():
+            made: Tensor = self.layer(x)
+        else:
+            made = self._made(x, place)
+        start, end = self.columns[place]
+        return made[..., start:end].contiguous()  # as the layer's own
+
+    def _made(self, x: Tensor, place: int) -> Tensor:
+        kept, version = self.kept, _version(x)
+        if kept and kept.x() is x and kept[1:3] == (version, place):
+            made = kept.made
+        else:
+            made = self.layer(x)
+        more = place + 1 < len(self.columns)
+        self.kept = Kept(weakref.ref(x), version, place + 1, made) if more else None
+        return made
+
+
+class Part(nn.Module):
+    """x [..., in] → [..., out], as the linear layer in whose place it is."""
+
+    def __init__(self, shared: SharedProduct, place: int, biased: bool) -> None:
+        super().__init__()
+        self.shared = shared
+        self.place = place
+        self.biased = biased
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shared.part(x, self.place)
+
+
+def _version(x: Tensor) -> int:
+    """Changes when its values are changed in place, where that is known."""
+    return 0 if x.is_inference() else x._version
