@@ -5,6 +5,11 @@ A flag becomes the environment's, over what was there; then it is `uvicorn serve
 makes no sense is said in one line, status 2, before torch is imported.
 """
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of what is being imported
+
 import shutil
 import sys
 from collections.abc import Sequence
@@ -18,7 +23,7 @@ from server import __version__
 from server.log import uvicorn_config
 from server.placement import place
 from server.preflight import MISUSE, check_address, check_socket, check_workers, refuse
-from server.settings import Settings, SettingsError, put_flags
+from server.settings import Settings, SettingsError, load_settings, put_flags
 
 PROGRAM = "python -m server"
 APP = {"app": "server.app:app", "app_dir": "", "factory": False}
@@ -117,9 +122,12 @@ def start(model: str | None, **given: Any) -> None:
         check_address(given["host"], given["port"])
     if given["log_config"] is None:
         given |= {"log_config": uvicorn_config(), "use_colors": None}
-    from server.app import make_app
+    from server.app import create_app, make_app
 
-    make_app()
+    if given["reload"]:  # the processes that serve make theirs, with this environment
+        create_app(load_settings())
+    else:
+        make_app()
     assert uvicorn_command.callback
     uvicorn_command.callback(**APP, **given)
 
@@ -164,12 +172,14 @@ def start_calibration(model: str | None, **given: Any) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    made, name = command(), PROGRAM
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    name, make = PROGRAM, command
     if words[:1] == ["calibrate"]:
-        made, name, words = calibration(), f"{PROGRAM} calibrate", words[1:]
+        name, make, words = f"{PROGRAM} calibrate", calibration, words[1:]
     try:
-        made.main(list(words), prog_name=name, standalone_mode=False)
-    except click.Abort:  # Ctrl-C
+        make().main(list(words), prog_name=name, standalone_mode=False)
+    except (click.Abort, KeyboardInterrupt):  # Ctrl-C
         raise SystemExit(130) from None
     except click.ClickException as error:
         refuse(f"{error.format_message()} ({name} --help lists them)", MISUSE)

@@ -24,10 +24,10 @@ from typing import Any
 
 from batching import errors
 from batching.request_queue import RequestQueue, Stream, WorkItem
-from server.metrics import Metrics
+from server.metrics import MOST_REPORTS, Metrics
 from worker.cores import compute_alone
 from worker.models import GenerationModel, Outcome, PipelineModel
-from worker.protocol import BatchReport, Generator, Pending, State, StepOutcome
+from worker.protocol import BatchReport, Generator, Pending, State, StepOutcome, StepReport
 from worker.worker import Model, SteppedModel, Worker
 
 log = logging.getLogger("onequeue.engine")
@@ -87,6 +87,7 @@ class Engine:
         self.models = self.worker.models
         self.prepare = Pool("prepare", pool_threads, self._prepare_items)
         self.finish = Pool("finish", pool_threads, self._finish_items)
+        self.outputs = self.finish.put
         self._watchdog: asyncio.TimerHandle | None = None
 
     # ── life ──
@@ -219,10 +220,7 @@ class Engine:
                 answers.append((item, failure))
         self._post(self.resolve, answers)
 
-    # ── the worker's side: `outputs` on its thread, the rest on the loop ──
-
-    def outputs(self, outcomes: list[Outcome]) -> None:
-        self.finish.put(outcomes)
+    # ── what the worker calls: `outputs` on its thread, the rest on the loop ──
 
     def resolve(self, outcomes: list[Outcome]) -> None:
         for item, outcome in outcomes:
@@ -231,15 +229,12 @@ class Engine:
     def on_batch(self, model: PipelineModel, report: BatchReport, failed: list[Outcome]) -> None:
         if report.saturated and report.size:
             model.lane.record(report.size, report.tokens, report.total_s)
-        self.metrics.record_batch(model.name, report)
+        self._record(model.name, report)
         self.resolve(failed)
 
     def on_step(self, model: SteppedModel, outcome: StepOutcome) -> None:
         now, report = self.queue.clock(), outcome.report
-        if isinstance(model, GenerationModel):
-            self.metrics.record_step(model.name, report)
-        else:
-            self.metrics.record_windows(report)
+        self._record(model.name, report)
         for item, _ in chain(outcome.deltas, outcome.done):
             if not item.begun:  # those that failed have had their turn too
                 model.lane_for(item.payload).begin(item)
@@ -251,6 +246,12 @@ class Engine:
             if lane.begun or starved != (lane.starved_since is not None):
                 lane.stepped(now, starved)
         self.resolve(outcome.done)
+
+    def _record(self, serves: str, report: BatchReport | StepReport) -> None:
+        reports = self.metrics.reports
+        reports.append((serves, report))
+        if len(reports) >= MOST_REPORTS:
+            self.metrics.collect()
 
     def on_rejected(self, items: list[WorkItem]) -> None:
         refusal = self.refusal(items[0].model.name)

@@ -1,15 +1,16 @@
 """Prometheus metrics, one registry per app: the instruments, used where something happens.
 
-Requests and errors are counted in http/request.py; engine.py hands on what the worker reports.
+Requests and errors are counted in http/request.py. What the worker reports engine.py leaves in
+`reports`: it is recorded when somebody looks, or when much of it is there.
 """
 
 import importlib.metadata
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,12 +22,15 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 TOKENS = (16, 64, 256, 1024, 4096, 16384, 65536)
 
+MOST_REPORTS = 100
 Recorders = Mapping[str, Callable[[float], None]]  # by the field of a report that they record
 
 
 class Metrics:
     def __init__(self, queue_depth: Callable[[], float]) -> None:
         self.registry = CollectorRegistry()
+        self.registry.register(self)
+        self.reports: list[tuple[str, BatchReport | StepReport]] = []  # after the model's name
         ours: dict[str, Any] = {"namespace": "onequeue", "registry": self.registry}
         in_seconds, in_tokens = ours | {"buckets": SECONDS}, ours | {"buckets": TOKENS}
         self.requests = Counter("requests", "Requests answered", ["endpoint", "status"], **ours)
@@ -88,7 +92,19 @@ class Metrics:
         for name, gauge in gauges.items():
             gauge.set_function(partial(self._of_last_step, name))
 
-    def record_batch(self, serves: str, report: BatchReport) -> None:
+    def collect(self) -> Iterable[Metric]:
+        """Called by the registry before the instruments: they have all that was reported."""
+        reports, self.reports = self.reports, []
+        for serves, report in reports:
+            if isinstance(report, BatchReport):
+                self._record_batch(serves, report)
+            elif serves == "transcription":
+                self._record_windows(report)
+            else:
+                self._record_step(serves, report)
+        return ()
+
+    def _record_batch(self, serves: str, report: BatchReport) -> None:
         of_items = self._of_batch if report.size else {}  # else all of them go on
         for name, record in {**of_items, **self._of_forward}.items():
             record(getattr(report, name))
@@ -96,7 +112,7 @@ class Metrics:
             gauge.labels(serves).set(getattr(report, name))
         self._observe_waits(report)
 
-    def record_step(self, serves: str, report: StepReport) -> None:
+    def _record_step(self, serves: str, report: StepReport) -> None:
         self._last_steps[serves] = report
         for name, count in self._counted_of_step.items():
             if more := getattr(report, name):  # in most steps most are 0
@@ -106,7 +122,7 @@ class Metrics:
             self._step_tokens.observe(tokens)
             self._step_s.observe(report.total_s)
 
-    def record_windows(self, report: StepReport) -> None:
+    def _record_windows(self, report: StepReport) -> None:
         for name, gauge in self._of_windows.items():
             gauge.set(getattr(report, name))
         self._observe_waits(report)

@@ -2,7 +2,7 @@
 
 routes → their operations in the table → paths, and schemas of the structs they name
 
-The table is in openapi_operations.py, what answers look like in openapi_answers.py; what of a
+The table is in openapi_operations.py, what answers look like in answers.py; what of a
 request is not implemented, its struct says itself. A path that is mounted and not in the table, or
 not as it is there, fails a test.
 """
@@ -16,8 +16,7 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.routing import Route
 
-from server import __version__
-from server import openapi_answers as answers
+from server import __version__, answers
 from server.http.access import is_open
 from server.http.json import to_json
 from server.http.request import JsonEndpoint
@@ -122,13 +121,17 @@ def _described(method: str, path: str, operation: Operation, keyed: bool) -> dic
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in re.findall(r"\{(\w+)\}", path)
     ]
-    for name, schema in operation.query.items():
-        parameters.append({"name": name, "in": "query", "schema": schema})
+    if query := operation.query:
+        _, schemas = msgspec.json.schema_components([query])
+        for name, schema in schemas[query.__name__]["properties"].items():
+            parameters.append({"name": name, "in": "query", "schema": schema})
     if parameters:
         made["parameters"] = parameters
     errors = {405, 500, *operation.errors}
     if operation.request:
         errors |= answers.OF_A_BODY
+        if "model" in getattr(operation.request, "__struct_fields__", ()):
+            errors.add(404)
         made["requestBody"] = {"required": True, "content": _content(operation.request)}
     if keyed:
         errors.add(401)

@@ -1,12 +1,12 @@
 """What can be asked of the server: the table that `GET /openapi.json` is made of."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec import Struct
 
-from server import openapi_answers as answers
+from server import answers
 from server.health import Health, Ready
 from server.openai.audio.endpoint import PATHS as AUDIO_PATHS
 from server.openai.audio.request import TranscriptionRequest, TranslationRequest, form_schema
@@ -17,6 +17,7 @@ from server.openai.decisions.systemone import SystemOneRequest
 from server.openai.embeddings import PATHS as EMBEDDING_PATHS
 from server.openai.embeddings import EmbeddingRequest
 from server.openai.models import LoadRequest, Model, ModelList
+from server.openai.responses.endpoint import Page
 from server.openai.responses.request import ResponseRequest
 from server.openai.tokenize import DetokenizeRequest, Prompt, TokenizeRequest, Tokens
 from server.rerank import PATHS as RERANK_PATHS
@@ -33,17 +34,17 @@ Body = Mapping[str, Schema]  # by media type
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of a path. A struct alone is a body in JSON; `stream` tells of the events that a
-    request may ask for instead, `bare` of what is in the list that it may, `others` are media types
-    of texts. `errors` are the
-    statuses beyond 401, 405, 500 and what may become of a request's body."""
+    """One method of a path. A struct alone is a body in JSON. What a request may ask for instead of
+    it: `stream` describes events, `bare` is the schema of an entry of a list without an object
+    around it, `others` are media types of text. `errors` are the statuses beyond 401, 405, 500 and
+    those of every body (answers.OF_A_BODY); a struct with a `model` may get 404."""
 
     summary: str
     answer: type[Struct] | Body
     request: type[Struct] | Body | None = None
     errors: Sequence[int] = ()
     stream: str | None = None
-    query: Mapping[str, Schema] = field(default_factory=dict)
+    query: type[Struct] | None = None
     bare: Schema | None = None
     others: Sequence[str] = ()
 
@@ -56,17 +57,16 @@ RESPONSE_EVENTS = "With stream: true. The last event holds the response."
 
 OPERATIONS: Mapping[str, Operation] = {
     "POST /v1/chat/completions": Operation(
-        "The next message of a conversation", answers.ChatCompletion, ChatRequest, [404], CHUNKS
+        "The next message of a conversation", answers.ChatCompletion, ChatRequest, stream=CHUNKS
     ),
     "POST /v1/completions": Operation(
-        "What follows a text or token ids", answers.Completion, CompletionRequest, [404], CHUNKS
+        "What follows a text or token ids", answers.Completion, CompletionRequest, stream=CHUNKS
     ),
     "POST /v1/responses": Operation(
         "A model's response to items or a text, stored unless store is false",
         answers.Response,
         ResponseRequest,
-        [404],
-        RESPONSE_EVENTS,
+        stream=RESPONSE_EVENTS,
     ),
     "GET /v1/responses/{id}": Operation("A response", answers.Response, errors=[400, 404]),
     "DELETE /v1/responses/{id}": Operation("Forget a response", answers.Deleted, errors=[404]),
@@ -74,11 +74,7 @@ OPERATIONS: Mapping[str, Operation] = {
         "What a response was given, newest first",
         answers.ItemList,
         errors=[400, 404],
-        query={
-            "order": {"enum": ["asc", "desc"], "default": "desc"},
-            "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
-            "after": {"type": "string", "description": "The id of an item"},
-        },
+        query=Page,
     ),
     "POST /v1/responses/{id}/cancel": Operation(
         "End a response that runs in the background", answers.Response, errors=[400, 404]
@@ -87,10 +83,9 @@ OPERATIONS: Mapping[str, Operation] = {
         "How likely the answers to questions about an input are",
         answers.Decision,
         DecisionRequest,
-        [404],
     ),
     "POST /v1/systemone": Operation(
-        "The same, of named questions about a state", answers.SystemOne, SystemOneRequest, [404]
+        "The same, of named questions about a state", answers.SystemOne, SystemOneRequest
     ),
     **dict.fromkeys(
         (f"POST {path}" for path in EMBEDDING_PATHS),
@@ -98,7 +93,6 @@ OPERATIONS: Mapping[str, Operation] = {
             "The vectors of texts or token ids; of `inputs` as a bare list",
             answers.Embeddings,
             EmbeddingRequest,
-            [404],
             bare={"type": "array", "items": {"type": "number"}},
         ),
     ),
@@ -108,11 +102,10 @@ OPERATIONS: Mapping[str, Operation] = {
             "Documents by relevance to a query; `texts` as a bare list",
             answers.Reranked,
             RerankRequest,
-            [404],
             bare={"type": "object", "required": ["index", "score"]},
         ),
     ),
-    "POST /v1/score": Operation("How well texts go together", answers.Scores, ScoreRequest, [404]),
+    "POST /v1/score": Operation("How well texts go together", answers.Scores, ScoreRequest),
     AUDIO[0]: Operation(
         "What a recording says",
         answers.Transcription,
@@ -131,14 +124,13 @@ OPERATIONS: Mapping[str, Operation] = {
     "GET /v1/models": Operation("The models", ModelList, errors=[503]),
     "GET /v1/models/{id}": Operation("A model by its name", Model, errors=[404, 503]),
     "POST /tokenize": Operation(
-        "The token ids of a text or a conversation", Tokens, TokenizeRequest, [404]
+        "The token ids of a text or a conversation", Tokens, TokenizeRequest
     ),
-    "POST /detokenize": Operation("The text of token ids", Prompt, DetokenizeRequest, [404]),
+    "POST /detokenize": Operation("The text of token ids", Prompt, DetokenizeRequest),
     "POST /load_model": Operation(
         "An event that says that the model is ready",
         {EVENTS: {"description": "One event, a JSON object."}},
         LoadRequest,
-        [404],
     ),
     "GET /health": Operation("Is the process worth keeping", Health, errors=[503]),
     "GET /ready": Operation("Should it get traffic", Ready, errors=[503]),

@@ -120,10 +120,10 @@ class Front:
 
 def prefers_html(accept: str) -> bool:
     """Whether HTML is asked for by name, and plain text not more so."""
-    liked: dict[str, float] = {}
+    qualities: dict[str, float] = {}
     for each in accept.lower().split(","):
         media, *parameters = [part.strip() for part in each.split(";")]
         stated = [part for part in parameters if part.startswith("q=")]
         quality = _QUALITY.fullmatch(stated[0] if stated else "q=1")
-        liked[media] = float(quality[1]) if quality else 0.0
-    return 0 < liked.get("text/html", 0) >= liked.get("text/plain", 0)
+        qualities[media] = float(quality[1]) if quality else 0.0
+    return 0 < qualities.get("text/html", 0) >= qualities.get("text/plain", 0)

@@ -32,13 +32,14 @@ MISUSE = 2  # what a shell's commands end with for words that make no sense
 STARTUP_FAILURE = 3  # uvicorn's own; at this exit status its supervisor does not start another
 _HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
-MODELS = (
-    "pipeline_model",
-    "chat_model",
-    "embedding_model",
-    "rerank_model",
-    "transcription_model",
-)
+# Settings that name a model, and what it is called in the registry.
+MODELS = {
+    "pipeline_model": "pipeline",
+    "chat_model": "generation",
+    "embedding_model": "embedding",
+    "rerank_model": "rerank",
+    "transcription_model": "transcription",
+}
 _CONFIGS = ("config.json", "modules.json")
 SPINS = 20_000  # some 0.3 ms to 1 ms, by how long the processor's pause is
 CODE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
@@ -79,7 +80,7 @@ def check_models(settings: Settings, given: Container[str] = ()) -> Settings:
         if settings.quantization == "int8" and settings.device.startswith("cuda"):
             both = f"QUANTIZATION=int8 and DEVICE={settings.device}: int8 is for models on a CPU"
             raise SettingsError(both)
-    for name in MODELS[2:]:
+    for name in ("embedding_model", "rerank_model", "transcription_model"):
         if name not in given:
             check_model(name.upper(), getattr(settings, name))
     if settings.rerank_model == "demo" and "rerank_model" not in given:

@@ -7,39 +7,28 @@ are too long are cut) and of text-embeddings-inference (`texts`: a bare list, cu
 """
 
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
-import anyio.to_thread
-from msgspec import Meta, Struct
-from starlette.types import Receive, Scope, Send
+from msgspec import UNSET, Meta, Struct
 
 from batching.errors import InvalidInput
-from server.engine import Engine
-from server.http.json import INLINE_BYTES, Document, Parsing, to_json
-from server.http.request import read_json_request, send_json
-from server.openai.embeddings import MOST_INPUTS, in_pieces
-from server.openai.models import ModelNames
-from server.openai.params import FILLED, Count, Filled, Salt, decode
-from server.openai.request import rooted
-from server.settings import Settings
-from server.submission import Submission
+from server.answers import EmbeddingUsage, Ranked, Reranked, TextDocument
+from server.http.json import Document, to_json
+from server.openai.params import Count, Filled, Salt
+from server.scoring import MOST_INPUTS, ScoringEndpoint
 from worker.scoring import PairsInput, PieceSize, Scored, pieces
 
 PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
 
-Texts = Annotated[list[Filled], FILLED]
+SOME = Meta(min_length=1, max_length=MOST_INPUTS)
+Texts = Annotated[list[Filled], SOME]
 AtLeastOne = Annotated[int, Meta(ge=1)]
-
-
-class TextDocument(Struct):
-    text: str
 
 
 class RerankRequest(Struct, kw_only=True):
     query: Filled
-    documents: Annotated[list[Filled | TextDocument], FILLED] | None = None
+    documents: Annotated[list[Filled | TextDocument], SOME] | None = None
     texts: Texts | None = None
     model: str | None = None
     top_n: Count | None = None
@@ -66,10 +55,7 @@ class RerankRequest(Struct, kw_only=True):
         if (self.documents is None) == (self.texts is None):
             raise InvalidInput.at("documents", "needs either this or texts")
         given: Sequence[Any] = self.documents or self.texts or ()
-        read = [each.text if isinstance(each, TextDocument) else each for each in given]
-        param = "texts" if self.is_bare else "documents"
-        check_count(read, param)
-        return read
+        return [each.text if isinstance(each, TextDocument) else each for each in given]
 
     def pieces(self, most: PieceSize) -> list[PairsInput]:
         documents = self.read()
@@ -85,7 +71,7 @@ class RerankRequest(Struct, kw_only=True):
             raw=bool(self.raw_scores),
         )
 
-    def answer(self, scores: list[float], tokens: int) -> Document | list[Document]:
+    def answer(self, scores: list[float], tokens: int) -> Reranked | list[Document]:
         ranked = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
         texts = self.read() if self.shown else []
         ranked = ranked[: self.top_n or None]
@@ -94,24 +80,9 @@ class RerankRequest(Struct, kw_only=True):
                 {"index": n, "score": scores[n], **({"text": texts[n]} if texts else {})}
                 for n in ranked
             ]
-        results: list[Document] = [{"index": n, "relevance_score": scores[n]} for n in ranked]
-        for result in results if texts else ():
-            result["document"] = {"text": texts[result["index"]]}
-        return {
-            "id": "rerank-" + secrets.token_hex(12),
-            "model": self.model,
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-            "results": results,
-        }
-
-
-def check_count(texts: Sequence[str], param: str) -> None:
-    if not texts:
-        raise InvalidInput.at(param, "must not be empty")
-    if len(texts) > MOST_INPUTS:
-        raise InvalidInput.at(param, f"takes at most {MOST_INPUTS} texts, not {len(texts)}")
-    if "" in texts:
-        raise InvalidInput.at(f"{param}[{texts.index('')}]", "must not be empty")
+        results = [Ranked(n, scores[n], TextDocument(texts[n]) if texts else UNSET) for n in ranked]
+        id, usage = "rerank-" + secrets.token_hex(12), EmbeddingUsage(tokens, tokens)
+        return Reranked(id, self.model or "", usage, results)
 
 
 def pairs_in_pieces(
@@ -127,29 +98,14 @@ def pairs_in_pieces(
     ]
 
 
-@dataclass(eq=False)
-class Rerank:
-    """A bare ASGI app."""
+class Rerank(ScoringEndpoint[RerankRequest]):
+    kind = RerankRequest
 
-    settings: Settings
-    engine: Engine
-    models: ModelNames
-    parsing: Parsing = field(init=False, default_factory=Parsing)
+    def pieces_of(
+        self, request: RerankRequest, serves: str
+    ) -> Callable[[PieceSize], list[PairsInput]]:
+        return request.pieces
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, deadlines = await read_json_request(scope, receive, "rerank")
-        request, payloads = await self.parsing.run(self.parse, body, deadlines.first)
-        payloads = rooted(payloads, scope, self.models.id, request.cache_salt)
-        with Submission(self.engine, "rerank", payloads, deadlines, receive) as work:
-            answers: list[Scored] = await work.answers()
-        scores = [score for each in answers for score in each.scores]
-        document = request.answer(scores, sum(each.tokens for each in answers))
-        if request.shown and len(body) > INLINE_BYTES:
-            content = await anyio.to_thread.run_sync(to_json, document)
-        else:
-            content = to_json(document)
-        await send_json(send, content, headers=work.timing_headers())
-
-    def parse(self, body: bytes) -> tuple[RerankRequest, list[PairsInput]]:
-        request = decode(body, RerankRequest, self.models.names.of)
-        return request, in_pieces(request.pieces, self.settings)
+    def content(self, request: RerankRequest, outputs: list[Scored]) -> list[bytes]:
+        scores = [score for each in outputs for score in each.scores]
+        return [to_json(request.answer(scores, sum(each.tokens for each in outputs)))]

@@ -32,20 +32,12 @@ from server.openai.tokenize import tokenizer_routes
 from server.page import PATH as ASSETS
 from server.page import Assets, Front
 from server.pipeline import Root
+from server.preflight import MODELS
 from server.rerank import PATHS as RERANK_PATHS
 from server.rerank import Rerank
 from server.score import Score
 from server.settings import Settings, SettingsError
 from server.version import icon, version
-
-# Models that requests call by a name: in the registry, and the setting.
-NAMED = {
-    "generation": "chat_model",
-    "embedding": "embedding_model",
-    "rerank": "rerank_model",
-    "transcription": "transcription_model",
-}
-
 
 PROBES = [
     Route("/health", JsonEndpoint(health), methods=["GET"]),
@@ -97,10 +89,10 @@ def make_routes(
 
 
 def named_models(settings: Settings, engine: Engine) -> dict[str, ModelNames]:
-    """By their names in the registry."""
+    """Models that requests may name, by their names in the registry."""
     named: dict[str, ModelNames] = {}
-    for serves, setting in NAMED.items():
-        if (model := getattr(settings, setting)) != "none":
+    for setting, serves in MODELS.items():
+        if serves != "pipeline" and (model := getattr(settings, setting)) != "none":
             named[serves] = ModelNames(model, engine, serves, [*named.values()])
     return named
 
@@ -110,10 +102,10 @@ def other_routes(
 ) -> Iterator[Route]:
     """Of models that generate no text."""
     if names := named.get("embedding"):
-        embeddings = Embeddings(settings, engine, names)
+        embeddings = Embeddings(settings, engine, [names])
         yield from (post(path, embeddings) for path in EMBEDDING_PATHS)
     if names := named.get("rerank"):
-        rerank = Rerank(settings, engine, names)
+        rerank = Rerank(settings, engine, [names])
         yield from (post(path, rerank) for path in RERANK_PATHS)
     if scoring := [named[serves] for serves in ("rerank", "embedding") if serves in named]:
         yield post("/v1/score", Score(settings, engine, scoring))

@@ -5,26 +5,18 @@ By the rerank model, or by the cosine of embeddings where that model is named or
 
 import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import anyio.to_thread
 import numpy as np
 from msgspec import Struct
-from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
-from server.engine import Engine
-from server.http.json import Document, Parsing
-from server.http.request import read_json_request, send_json
-from server.openai.embeddings import in_pieces
-from server.openai.models import ModelNames, find
-from server.openai.params import Filled, Salt, decode
-from server.openai.request import rooted
-from server.rerank import Texts, check_count, pairs_in_pieces
-from server.settings import Settings
-from server.submission import Submission
+from server import answers
+from server.http.json import to_json
+from server.openai.params import Filled, Salt, required
+from server.rerank import Texts, pairs_in_pieces
+from server.scoring import ScoringEndpoint
 from worker.scoring import (
     Embedded,
     EmbeddingInput,
@@ -51,13 +43,8 @@ class ScoreRequest(Struct, kw_only=True):
         first, second = ("text_1", "text_2") if by_text else ("queries", "documents")
         read = []
         for name in (first, second):
-            if (given := getattr(self, name)) is None:
-                raise InvalidInput.at(name, "is required")
-            if given == "":
-                raise InvalidInput.at(name, "must not be empty")
-            texts = [given] if isinstance(given, str) else given
-            check_count(texts, name)
-            read.append((name, texts))
+            given: str | list[str] = required(getattr(self, name), name)
+            read.append((name, [given] if isinstance(given, str) else given))
         counts = len(read[0][1]), len(read[1][1])
         if counts[0] != counts[1] and 1 not in counts:
             unequal = f"has {counts[1]} texts for the {counts[0]} of {first}"
@@ -89,56 +76,35 @@ class ScoreRequest(Struct, kw_only=True):
                 made.append(piece)
         return made
 
-    def answer(self, scores: list[float], tokens: int) -> Document:
-        data = [{"index": n, "object": "score", "score": each} for n, each in enumerate(scores)]
-        return {
-            "id": "score-" + secrets.token_hex(12),
-            "object": "list",
-            "created": int(time.time()),
-            "model": self.model,
-            "data": data,
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-        }
+    def answer(self, scores: list[float], tokens: int) -> answers.Scores:
+        id, usage = "score-" + secrets.token_hex(12), answers.EmbeddingUsage(tokens, tokens)
+        data = [answers.Score(n, "score", each) for n, each in enumerate(scores)]
+        return answers.Scores(id, "list", int(time.time()), self.model or "", data, usage)
 
 
 def _path(name: str, texts: Sequence[str], n: int) -> str:
     return f"{name}[{n}]" if len(texts) > 1 else name
 
 
-@dataclass(eq=False)
-class Score:
-    """A bare ASGI app, of a reranker, an embedder or both."""
+class Score(ScoringEndpoint[ScoreRequest]):
+    """Of a reranker, an embedder or both."""
 
-    settings: Settings
-    engine: Engine
-    models: Sequence[ModelNames]
-    parsing: Parsing = field(init=False, default_factory=Parsing)
+    kind = ScoreRequest
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, deadlines = await read_json_request(scope, receive, self.models[0].serves)
-        request, names, payloads = await self.parsing.run(self.parse, body, deadlines.first)
-        payloads = rooted(payloads, scope, names.id, request.cache_salt)
-        with Submission(self.engine, names.serves, payloads, deadlines, receive) as work:
-            answers: list[Any] = await work.answers()
-        tokens = sum(each.tokens for each in answers)
-        if names.serves == "rerank":
-            scores = [score for each in answers for score in each.scores]
+    def pieces_of(self, request: ScoreRequest, serves: str) -> Callable[[PieceSize], list[Any]]:
+        return request.pairs if serves == "rerank" else request.texts
+
+    def content(self, request: ScoreRequest, outputs: list[Any]) -> list[bytes]:
+        if isinstance(outputs[0], Embedded):
+            scores = cosines(outputs, len(request.sides()[0][1]))
         else:
-            count = len(request.sides()[0][1])
-            scores = await anyio.to_thread.run_sync(cosines, answers, count)
-        await send_json(send, request.answer(scores, tokens), headers=work.timing_headers())
-
-    def parse(self, body: bytes) -> tuple[ScoreRequest, ModelNames, list[Any]]:
-        request = decode(body, ScoreRequest, lambda given: find(self.models, given).serves)
-        names = next(each for each in self.models if each.serves == request.model)
-        request.model = names.id
-        make: Any = request.pairs if names.serves == "rerank" else request.texts
-        return request, names, in_pieces(make, self.settings)
+            scores = [score for each in outputs for score in each.scores]
+        return [to_json(request.answer(scores, sum(each.tokens for each in outputs)))]
 
 
-def cosines(answers: Sequence[Embedded], count: int) -> list[float]:
+def cosines(outputs: Sequence[Embedded], count: int) -> list[float]:
     """Of unit vectors, of which the first `count` are one side."""
-    vectors = np.concatenate([each.vectors for each in answers])
+    vectors = np.concatenate([each.vectors for each in outputs])
     one, other = vectors[:count], vectors[count:]
     scores: list[float] = (one * other).sum(1).tolist()
     return scores

@@ -7,13 +7,15 @@ comes in parts, after each step: an AnswerStream keeps them until the client rea
 """
 
 import asyncio
+import hashlib
 import math
+import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Self, TypeVar
 
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
 from batching.errors import ClientGone, DeadlineExceeded, ItemFailed
 from batching.request_queue import Stream
@@ -25,11 +27,33 @@ from worker.deltas import Delta
 from worker.protocol import GenerationInput
 
 D = TypeVar("D")
+P = TypeVar("P", bound=Any)  # a payload, which has a `cache_root`
+
+_SECRET = secrets.token_bytes(32)  # so that nobody finds a key by its digests
+
+
+def rooted(payloads: Sequence[P], scope: Scope, model: str, salt: str | None) -> list[P]:
+    """A request's payloads, which share their prefixes from here on."""
+    root = cache_root(model, scope["api_key"], salt or "")
+    return [replace(each, cache_root=root) for each in payloads]
+
+
+def cache_root(model: str, key: bytes, salt: str) -> bytes:
+    """Whose prefix cache a request shares: a shared one tells by its times what others have asked.
+
+    16 bytes that say nothing of what they are made of. Without API_KEYS there is one room for all;
+    a client's salt makes smaller rooms within that of its key, never larger ones."""
+    digest = hashlib.blake2b(digest_size=16, key=_SECRET)
+    for part in (model.encode(), key, salt.encode()):
+        digest.update(len(part).to_bytes(8))
+        digest.update(part)
+    return digest.digest()
 
 
 class Submission:
-    """Items on their way to the model of a name in the registry, as long as the block lasts. Their
-    futures get an answer, the deadline's error or the client's leave.
+    """Work items for the model of that name in the registry, which keep their places as long as
+    the block lasts. Their futures get the answers, DeadlineExceeded, or ClientGone if the client
+    leaves.
 
     Raises a Refused if they are not accepted. Without `receive` no client waits for them."""
 

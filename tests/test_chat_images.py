@@ -104,7 +104,7 @@ def test_responses_take_images_and_their_conversations_keep_them(
         (user(image("file:///a.png")), "messages[0].content[0].image_url", "paths are not"),
         (user(image("data:image/png,abc")), "messages[0].content[0].image_url", "base64"),
         (user(image("data:;base64,a")), "messages[0].content[0].image_url", "base64"),
-        (user(image(detail="huge")), "messages[0].content[0].detail", "'huge'"),
+        (user(image(detail="huge")), "messages[0].content[0].image_url.detail", "'huge'"),
         (user(image(None)), "messages[0].content[0].image_url", "expected"),
         (user(text("a"), *[image()] * 21), "messages[0]", "at most 20 images"),
         (user(image(), role="assistant"), "messages[0].content[0].type", "of the user alone"),

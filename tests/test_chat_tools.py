@@ -230,14 +230,14 @@ def test_a_budget_for_thinking_arrives(generator: FakeGenerator, server: Server)
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": 3}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function.name"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function"),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
             "tool_choice.function.name",
         ),
         (
             {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}},
-            "tool_choice.allowed_tools.mode",
+            "tool_choice.allowed_tools",
         ),
         (
             {

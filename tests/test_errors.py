@@ -1,15 +1,18 @@
 """What is raised becomes an answer by its class, or the nearest base that is known."""
 
+import asyncio
 from typing import Any
 
 import httpx
 import pytest
 import torch
 from starlette.exceptions import HTTPException
+from starlette.types import Message
 
-from batching.errors import InvalidInput, OutOfMemory, QueueFull
+from batching.errors import ClientGone, InvalidInput, OutOfMemory, QueueFull
 from batching.request_queue import WorkItem
 from server.http.errors import MAX_MESSAGE, MAX_PARAM, HttpError, as_http_error
+from server.http.sse import EventStream, Write
 from tests.fakes import FakeRunner
 from tests.serving import metric, serving
 
@@ -75,3 +78,28 @@ def test_what_preparing_raises_is_the_input_s_fault_but_for_a_lack_of_memory(
     with serving(Unpreparing) as server:
         answer = httpx.post(server.url + "/", content="a text")
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (OSError("broken pipe"), ClientGone),
+        (RuntimeError("unable to perform operation on <transport closed=True>"), ClientGone),
+        (RuntimeError("a bug"), RuntimeError),
+    ],
+)
+def test_an_event_that_cannot_be_sent_tells_that_the_client_has_gone(
+    error: Exception, raised: type[Exception]
+) -> None:
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            raise error
+
+    async def write_one(write: Write) -> None:
+        await write(b"data: 1\n\n")
+
+    async def stream() -> None:
+        await EventStream({"send": send}, send, lambda: None).send_all(write_one)
+
+    with pytest.raises(raised):
+        asyncio.run(stream())

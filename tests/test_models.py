@@ -95,7 +95,12 @@ def test_detokenize_gives_the_text_back(server: Server) -> None:
     ("path", "body", "param", "says"),
     [
         ("tokenize", {}, "prompt", "either"),
-        ("tokenize", {"prompt": "a", "messages": []}, "prompt", "either"),
+        (
+            "tokenize",
+            {"prompt": "a", "messages": [{"role": "user", "content": "b"}]},
+            "prompt",
+            "either",
+        ),
         ("tokenize", {"prompt": 3}, "prompt", "got int"),
         ("tokenize", {"prompt": "refused"}, None, "the template refuses this"),
         ("tokenize", {"messages": []}, "messages", "empty"),

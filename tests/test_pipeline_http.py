@@ -182,13 +182,14 @@ class Slow:
 
         class Watched(asyncio.Timeout):  # type: ignore[misc]  # final to type checkers alone
             def reschedule(self, when: float | None) -> None:
-                if when is None:  # it begins
-                    super().reschedule(when)
-                    return
+                assert when is not None
                 slow.left_s, slow.pass_at = when - slow.loop.time(), super().reschedule
                 slow.waiting.release()
 
-        patched = SimpleNamespace(**vars(asyncio) | {"timeout": Watched})
+        def timeout(delay_s: float) -> Watched:
+            return Watched(slow.loop.time() + delay_s)
+
+        patched = SimpleNamespace(**vars(asyncio) | {"timeout": timeout})
         monkeypatch.setattr("server.http.request.asyncio", patched)
         self.client = socket.create_connection(("127.0.0.1", server.port))
         self.client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nh")

@@ -44,7 +44,13 @@ def completion(**fields: Any) -> ChoicesReply:
 def choices(reply: ChoicesReply) -> list[dict[str, Any]]:
     deltas = copy.deepcopy(TOKENS)  # they are the reply's, once they are added
     made = [*reply.begin([]), *(event for each in deltas for event in reply.add(each))]
-    return [event["choices"][0] for event in made]
+    return [choice_of(event) for event in made]
+
+
+def choice_of(event: bytes) -> dict[str, Any]:
+    [choice] = orjson.loads(event.removeprefix(b"data: "))["choices"]
+    found: dict[str, Any] = choice
+    return found
 
 
 def test_log_probabilities_of_half_a_character_wait_for_the_whole_one() -> None:
@@ -73,12 +79,27 @@ def test_a_chunk_without_log_probabilities_says_null() -> None:
     assert all(choice["logprobs"] is None for choice in choices(completion()))
     bare = [delta("a", 1), Delta(0, finish_reason="stop")]
     made = [event for each in bare for event in chat().add(each)]
-    assert all(event["choices"][0]["logprobs"] is None for event in made)
+    assert all(choice_of(event)["logprobs"] is None for event in made)
 
 
 def test_the_chosen_token_is_among_the_top_by_its_own_text() -> None:
     top = (TokenLogprob(9, "er", b"er", -0.1), TokenLogprob(3, "\ufffd", b"\xa9", -1.0))
     last = delta("é", 1, [TokenLogprob(3, "é", b"\xa9", -1.0, top)], finish_reason="length")
     (event,) = completion(logprobs=2).add(last)
-    logprobs = event["choices"][0]["logprobs"]
+    logprobs = choice_of(event)["logprobs"]
     assert logprobs["top_logprobs"] == [{"er": -0.1, "é": -1.0}]
+
+
+def test_a_chunk_of_text_alone_is_like_any_other() -> None:
+    for make in (chat, completion):
+        templated, made = make(), make(n=2)
+        made._alike = False
+        for text in ("a", '"{}"\n', "é\u2028", "b"):
+            for index in (0, 1):
+                told = [
+                    choice_of(event)
+                    for reply in (templated, made)
+                    for event in reply.add(Delta(index, [Part("content", text)], 1))
+                ]
+                assert told[0] == told[1]
+                assert text in (told[0].get("text"), told[0].get("delta", {}).get("content"))

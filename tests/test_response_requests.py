@@ -384,7 +384,7 @@ ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}
         ({"tools": [TOOL, {"type": "web_search"}]}, "tools[1].type", "'web_search'"),
         ({"tools": [{"type": "mcp", "server_label": "a"}]}, "tools[0].type", "'mcp'"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "is required"),
-        ({"tools": [{"type": "function", "name": ""}]}, "tools[0].name", "is required"),
+        ({"tools": [{"type": "function", "name": ""}]}, "tools[0].name", "{1,64}"),
         ({"tools": [TOOL, TOOL]}, "tools[1].name", "before it"),
         ({"tools": [{**TOOL, "parameters": 3}]}, "tools[0].parameters", "expected object"),
         ({"tools": [{**TOOL, "parameters": deep(250)}]}, "tools[0].parameters", "nested"),
@@ -408,7 +408,7 @@ ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}
         (
             {"tools": [TOOL], "tool_choice": {**ALLOWED, "mode": None}},
             "tool_choice.mode",
-            "is required",
+            "got null",
         ),
         (
             {"tools": [TOOL], "tool_choice": {**ALLOWED, "tools": []}},

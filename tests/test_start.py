@@ -4,6 +4,7 @@ our command can tell, with uvicorn's 3 for a start that failed, and from uvicorn
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -212,6 +213,33 @@ def test_the_command_needs_no_torch() -> None:
     done = run([sys.executable, "-c", code])
     assert done.returncode == 0
     assert not {"torch", "transformers"} & set(done.stdout.splitlines()[-1].split())
+
+
+def test_ctrl_c_while_python_still_imports_says_nothing() -> None:
+    code = """
+        import builtins, os, runpy, signal
+        find = builtins.__import__
+
+        def interrupted(name, *where, **parts):
+            if name == "click":
+                os.kill(os.getpid(), signal.SIGINT)
+            return find(name, *where, **parts)
+
+        builtins.__import__ = interrupted
+        runpy.run_module("server", run_name="__main__")
+    """
+    done = run(program(code))
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+def test_a_reloaded_process_is_not_told_of_threads_that_nobody_asked_for() -> None:
+    code = """
+        import os, server.__main__ as command
+        command.uvicorn_command.callback = lambda **given: print(os.environ["OMP_NUM_THREADS"])
+        command.main(["--port", "0", "--reload"])
+    """
+    done = run(program(code), OMP_NUM_THREADS="")
+    assert done.stdout == "\n", done.stderr
 
 
 def test_a_taken_port_is_said_before_the_model_loads() -> None:

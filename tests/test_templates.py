@@ -284,6 +284,14 @@ def leaves(value: Any) -> list[str]:
     return [value] if isinstance(value, str) and value.isalnum() else []
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tool_that_does_not_describe_itself_is_shown(name: str) -> None:
+    template, bare = reader(name).template, {"type": "function", "function": {"name": "clock"}}
+    if not template.takes_tools:
+        pytest.skip("the template shows no tools")
+    assert "clock" in template.render(Chat((ASKED,), (bare,)))
+
+
 @pytest.mark.parametrize("answer", ANSWERS)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_model_calls_is_read_and_goes_back(name: str, answer: str) -> None:

@@ -55,7 +55,8 @@ STATUSES: Mapping[int, tuple[str, str]] = {
 class HttpError(Exception):
     """An answer of 4xx or 5xx. `type` and `code` are the status's, unless given.
 
-    `kind` is what metrics count it as, if anything; `headers` have names in lower case."""
+    `kind` is its label in the metric of errors, empty if it is not counted; `headers` have names in
+    lower case."""
 
     def __init__(
         self,
@@ -104,6 +105,16 @@ def as_http_error(error: Exception, scope: Scope, debug: bool) -> HttpError:
         headers = [(b"retry-after", b"%d" % math.ceil(error.retry_after_s))]
     param = getattr(error, "param", None)
     return HttpError(status, message, param, headers, type=type_, code=code, kind=code)
+
+
+def as_client_gone(error: OSError | RuntimeError) -> Exception:
+    """What sending to a closed connection raises: servers an OSError, uvloop's transports a
+    RuntimeError. Anything else stays as it is."""
+    if isinstance(error, RuntimeError) and "closed=True" not in str(error):
+        return error
+    gone = errors.ClientGone("the client has gone")
+    gone.__cause__ = error
+    return gone
 
 
 def _of_routing(error: HTTPException, scope: Scope) -> HttpError:

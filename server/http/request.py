@@ -3,9 +3,9 @@
     id → API key → route → time limits → body, within bounds → … → JSON, or the envelope of what
     was raised → counted
 
-One pure ASGI layer in the place of Starlette's application and its middleware: a short request
-pays for each of them. What a header may cost is bounded in connections.py, what JSON may in
-json.py, and who may come in at all is access.py's.
+One pure ASGI layer in the place of Starlette's application and its middleware, since each layer
+costs every request. Headers are bounded in connections.py, JSON in json.py; access.py decides who
+may come in at all.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from batching.errors import ClientGone, Draining, InvalidInput, QueueFull
 from server.engine import Engine
 from server.http.access import Cors, key_of
-from server.http.errors import HttpError, as_http_error
+from server.http.errors import HttpError, as_client_gone, as_http_error
 from server.http.json import Header, to_json
 from server.settings import Settings
 
@@ -83,6 +83,7 @@ class Middleware:
         started = time.monotonic()
         status = scope["body_bytes"] = 0
         scope["request_id"] = request_id = _request_id(scope)
+        scope["send"] = send  # for what follows a start
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -93,10 +94,7 @@ class Middleware:
             try:
                 await send(message)
             except (OSError, RuntimeError) as error:
-                # uvloop's closed transports raise a RuntimeError
-                if isinstance(error, RuntimeError) and "closed=True" not in str(error):
-                    raise
-                raise ClientGone("the client has gone") from error
+                raise as_client_gone(error) from None
 
         try:
             await self.answer(scope, receive, send_with_id)
@@ -204,26 +202,33 @@ async def read_body(scope: Scope, receive: Receive, headers: Headers, deadline: 
     app: Middleware = scope["app"]
     limit, declared = app.max_body, headers.get(b"content-length", b"")
     announced = int(declared[:20]) if declared.isdigit() else 0
-    loop, chunks, size = asyncio.get_running_loop(), [], 0
-    try:
-        async with asyncio.timeout(None) as timer:
-            while max(announced, size) <= limit:
-                left_s = min(app.settings.body_timeout_s, deadline - time.monotonic())
-                timer.reschedule(loop.time() + left_s)
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone("the client has gone")
-                chunks.append(message.get("body", b""))
-                app.count_body(scope, len(chunks[-1]))
-                size += len(chunks[-1])
-                if size <= limit and not message.get("more_body", False):
-                    return b"".join(chunks)
-    except TimeoutError:
-        late = "the body stopped arriving, or came too slowly for the request's time limit"
-        raise HttpError(408, late, headers=CLOSE) from None
-    if size or headers.get(b"expect", b"").lower() != b"100-continue":  # else it will not be sent
+    chunks: list[bytes] = []
+    size, more = 0, True
+    while more and max(announced, size) <= limit:
+        until = min(time.monotonic() + app.settings.body_timeout_s, deadline)
+        chunk, more = await receive_until(receive, until)
+        chunks.append(chunk)
+        app.count_body(scope, len(chunk))
+        size += len(chunk)
+    if not more and size <= limit:
+        return b"".join(chunks)
+    waits = not size and headers.get(b"expect", b"").lower() == b"100-continue"
+    if more and not waits:  # else nothing more will be sent
         await linger(receive)
     raise HttpError(413, f"the body is larger than {limit / 1_000_000:g} MB", headers=CLOSE)
+
+
+async def receive_until(receive: Receive, until: float) -> tuple[bytes, bool]:
+    """The next of a body, and whether there is more; HttpError (408) at that time, ClientGone."""
+    try:
+        async with asyncio.timeout(until - time.monotonic()):
+            message = await receive()
+    except TimeoutError:
+        late = "the body stopped arriving, or came too slowly"
+        raise HttpError(408, late, headers=CLOSE) from None
+    if message["type"] == "http.disconnect":
+        raise ClientGone("the client has gone")
+    return message.get("body", b""), message.get("more_body", False)
 
 
 async def linger(receive: Receive) -> None:

@@ -17,16 +17,24 @@ import anyio.to_thread
 from python_multipart.multipart import parse_options_header
 from starlette.types import Receive, Scope
 
-from batching.errors import ClientGone, InvalidInput, OnequeueError, QueueFull
+from batching.errors import InvalidInput, OnequeueError, QueueFull
 from server.http.errors import HttpError, as_http_error
 from server.http.form import MAX_FIELD, MOST_PARTS, Form
-from server.http.request import BODIES, CLOSE, Deadlines, Headers, begin, linger, media_type
+from server.http.request import (
+    BODIES,
+    CLOSE,
+    Deadlines,
+    Headers,
+    begin,
+    linger,
+    media_type,
+    receive_until,
+)
 
 PIECE = 1 << 18  # bytes that are parsed and written at a time
 SLOWEST = 8_000  # bytes a second that an upload must make on the whole
 WRITERS = 4  # threads
 FIELDS = MOST_PARTS * MAX_FIELD  # bytes beside the file
-LATE = "the upload stopped arriving, or came too slowly"
 
 
 @dataclass(eq=False)
@@ -119,15 +127,3 @@ def boundary_of(headers: Headers) -> bytes:
     if not boundary:
         raise InvalidInput("the Content-Type has no boundary: leave it to the client's library")
     return boundary
-
-
-async def receive_until(receive: Receive, until: float) -> tuple[bytes, bool]:
-    """The next of the body, and whether there is more; HttpError (408) at that time."""
-    try:
-        async with asyncio.timeout(until - time.monotonic()):
-            message = await receive()
-    except TimeoutError:
-        raise HttpError(408, LATE, headers=CLOSE) from None
-    if message["type"] == "http.disconnect":
-        raise ClientGone("the client has gone")
-    return message.get("body", b""), message.get("more_body", False)

@@ -8,11 +8,12 @@ from msgspec import Meta
 
 from batching.errors import InvalidInput
 from server.http.json import Document
+from server.http.sse import data_frame
 from server.openai.logprobs import logprob_documents
 from server.openai.messages import Messages, conversation
-from server.openai.params import FILLED, Count, Effort, GenerationRequest, TopLogprobs, decode
+from server.openai.params import Count, Effort, GenerationRequest, TopLogprobs, decode
 from server.openai.request import ChoicesReply, GenerationEndpoint
-from server.openai.tools import TOOL_CHOICE, Tools, chat_calls
+from server.openai.tools import ChatToolChoice, Tools, chat_calls
 from worker.deltas import Delta, Part, TokenLogprob
 from worker.protocol import Chat, GenerationInput
 
@@ -37,8 +38,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    tools: Annotated[Tools, FILLED] | None = None
-    tool_choice: Annotated[Any, Meta(extra_json_schema=TOOL_CHOICE)] = None
+    tools: Annotated[Tools, Meta(min_length=1)] | None = None
+    tool_choice: ChatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     thinking_token_budget: Count | None = None
@@ -88,10 +89,10 @@ class ChatReply(ChoicesReply):
         self._called_before = payload.prompt.calls if payload.calls else 0
         self._call_id = call_id
 
-    def begin(self, first: Sequence[Delta]) -> Iterator[Document]:
+    def begin(self, first: Sequence[Delta]) -> Iterator[bytes]:
         for index in range(self.payloads[0].n):
-            told = self.of_prompt(first[0]) if first and index == 0 else {}
-            yield self.chunk(_choice(index, {"role": "assistant"})) | told
+            prompt = self.of_prompt(first[0]) if first and index == 0 else {}
+            yield data_frame(self.chunk(_choice(index, {"role": "assistant"})) | prompt)
 
     def choices(self, delta: Delta) -> Iterator[Document]:
         index, logprobs = delta.choice, delta.logprobs

@@ -2,14 +2,15 @@
 
 from collections import Counter
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
 from batching.errors import InvalidInput
 from server.http.json import Document
+from server.openai.inputs import read_inputs
 from server.openai.logprobs import finite
-from server.openai.params import Filled, GenerationRequest, TopLogprobs, decode
+from server.openai.params import Filled, GenerationRequest, TokenId, TopLogprobs, decode
 from server.openai.request import ChoicesReply, GenerationEndpoint
 from worker.deltas import Delta, TokenLogprob
 from worker.protocol import GenerationInput
@@ -25,14 +26,12 @@ ONE_ALONE = Meta(
     extra_json_schema={"description": "Not implemented: leave it out", "enum": [None, 1]}
 )
 
-Prompt = str | tuple[int, ...]
-
 
 class CompletionRequest(GenerationRequest, kw_only=True):
     unimplemented: ClassVar = {"suffix": ()} | GenerationRequest.unimplemented
     default_tokens: ClassVar = 16
 
-    prompt: Filled | Annotated[list[str | int | list[int]], OF_ONE_KIND]
+    prompt: Filled | Annotated[list[str | TokenId | list[TokenId]], OF_ONE_KIND]
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
     best_of: Annotated[int | None, ONE_ALONE] = None
@@ -51,42 +50,18 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     def generation_inputs(self, most: int) -> list[GenerationInput]:
         """One a prompt. A list makes at most `most` choices in all."""
-        prompts, n = self._prompts(), self.n or 1
+        prompts, n = read_inputs(self.prompt, "prompt"), self.n or 1
         if len(prompts) > 1 and len(prompts) * n > most:
             many = f"{len(prompts)} times n={n} is more than {most} choices"
             raise InvalidInput.at("prompt", many)
         asked = self._input("", self.logprobs, echo=bool(self.echo))
         if self.max_tokens == 0:
             asked = replace(asked, constraint=None)  # no text is generated
+        given = [each if isinstance(each, str) else tuple(each) for each in prompts.values()]
         return [
-            replace(asked, prompt=prompt, first_choice=number * n, param=path)
-            for number, (path, prompt) in enumerate(prompts.items())
+            replace(asked, prompt=each, first_choice=number * n, param=path)
+            for number, (path, each) in enumerate(zip(prompts, given, strict=True))
         ]
-
-    def _prompts(self) -> dict[str, Prompt]:
-        """The prompts by what errors call them."""
-        given = self.prompt
-        if isinstance(given, str) or (given and isinstance(given[0], int)):
-            return {"prompt": _prompt(given, "prompt")}
-        if not given:
-            raise InvalidInput.at("prompt", "must not be empty")
-        kind = type(given[0])
-        for n, each in enumerate(given):
-            if type(each) is not kind:
-                raise InvalidInput.at(f"prompt[{n}]", "a list has prompts of one kind")
-        return {f"prompt[{n}]": _prompt(each, f"prompt[{n}]") for n, each in enumerate(given)}
-
-
-def _prompt(given: Any, path: str) -> Prompt:
-    """Text, or token ids; the type has been checked but for what a list of ids holds."""
-    if not given:
-        raise InvalidInput.at(path, "must not be empty")
-    if isinstance(given, str):
-        return given
-    for n, each in enumerate(given):
-        if not isinstance(each, int) or each < 0:
-            raise InvalidInput.at(f"{path}[{n}]", "must be a token id")
-    return tuple(given)
 
 
 class CompletionReply(ChoicesReply):

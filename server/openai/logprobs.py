@@ -13,11 +13,11 @@ def prompt_document(chosen: TokenLogprob) -> Document | None:
     if chosen.logprob is None:
         return None
     ranked = [*enumerate(chosen.top, start=1), (chosen.rank, chosen)]
-    told: Document = {}
+    document: Document = {}
     for rank, each in ranked:
         scored = {"logprob": finite(each.logprob), "rank": rank, "decoded_token": each.text}
-        told.setdefault(str(each.token_id), scored)
-    return told
+        document.setdefault(str(each.token_id), scored)
+    return document
 
 
 def logprob_documents(logprobs: Sequence[TokenLogprob]) -> list[Document]:

@@ -1,24 +1,32 @@
 """The messages of a conversation: as clients send them, as chat templates read them.
 
-Those that the Responses API's items make, too. Parts of text are joined with line breaks, as vLLM
-does for templates that take strings; beside images they stay parts.
+The items of the Responses API become such messages too. Parts of text are joined with line breaks,
+as vLLM does for templates that take strings; beside images they stay parts.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 from msgspec import Meta, Struct, to_builtins
 
 from batching.errors import InvalidInput
 from server.http.json import Document
-from server.openai.params import FILLED, TextPart, any_of, one_of, required
+from server.openai.params import FILLED, required
 from server.openai.pictures import MOST_PICTURES, ImageUrl, picture
 from worker.protocol import Chat, Picture
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+Role = Literal["system", "developer", "user", "assistant", "tool"]
 TEXTS = ("text", "refusal")
 IMAGE = "image_url"
 PARTS = (*TEXTS, IMAGE)
+
+
+def any_of(*needs: tuple[Document, list[str]]) -> Meta:
+    """For the OpenAPI document: properties and which of them are required, beyond their types."""
+    each = [{"properties": properties, "required": names} for properties, names in needs]
+    return Meta(extra_json_schema={"anyOf": each})
+
+
 # For the OpenAPI document.
 FULL_PART = any_of(
     *(({"type": {"const": kind}, kind: {"type": "string"}}, [kind]) for kind in TEXTS),
@@ -28,6 +36,23 @@ CALLING = {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minI
 FULL_MESSAGE = any_of(
     ({"content": {"type": ["string", "array"]}}, ["content"]), (CALLING, ["tool_calls"])
 )
+
+
+class TextPart(Struct):
+    """Of a message, in either API. What is neither text nor an image is refused by name."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+    def read(self, path: str, kinds: Sequence[str], prefix: str = "") -> str:
+        """Its text, if it is of one of the kinds; `prefix` begins the error otherwise."""
+        if self.type not in kinds:
+            only = f"{prefix}this model takes text, not {self.type[:50]!r}"
+            raise InvalidInput.at(f"{path}.type", only)
+        if self.type == "refusal":
+            return required(self.refusal, f"{path}.refusal")
+        return required(self.text, f"{path}.text")
 
 
 class ContentPart(TextPart):
@@ -52,7 +77,7 @@ class ToolCall(Struct):
 
 
 class Message(Struct):
-    role: Annotated[str, Meta(extra_json_schema={"enum": ROLES})]
+    role: Role
     content: str | Annotated[list[Annotated[ContentPart, FULL_PART]], FILLED] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -63,12 +88,9 @@ class Message(Struct):
     def rendered(self, path: str) -> tuple[Document, list[Picture]]:
         """What the template gets, and the images that it stands for; `path` is what errors call
         this message."""
-        one_of(ROLES, self.role, f"{path}.role")
         content: str | list[Document] | None = None
         pictures: list[Picture] = []
         if isinstance(self.content, list):
-            if not self.content:
-                raise InvalidInput.at(f"{path}.content", "must not be empty")
             content, pictures = self._parts(self.content, path)
         elif self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise InvalidInput.at(f"{path}.content", "is required")
@@ -125,8 +147,6 @@ def conversation(
     tools: Sequence[Document] | None,
     effort: str | None = None,
 ) -> Chat:
-    if not messages:
-        raise InvalidInput.at("messages", "must not be empty")
     prompted = asked.add_generation_prompt
     rendered, pictures = read_messages((f"messages[{n}]", each) for n, each in enumerate(messages))
     return Chat(

@@ -8,12 +8,13 @@ documented default. What needs the model (token ids, lengths) is checked in `Gen
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, inspect
 
 from batching.errors import InvalidInput
 from server.http.errors import HttpError
@@ -24,6 +25,7 @@ from worker.protocol import Chat, GenerationInput, Sampling, Stopping
 MOST_STOPS = 16
 MOST_BIASES = 1024
 _PATH = re.compile(r"(.*?)(?: - at `(?:key` in `)?\$(.*)`)?", re.DOTALL)
+_UNKNOWN = re.compile(r"Invalid enum value '(.*)'", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -31,40 +33,16 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 TokenId = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=0)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-# What the checks below say, for the OpenAPI document.
-Filled = Annotated[str, Meta(extra_json_schema={"minLength": 1})]
-Stops = Annotated[list[Filled], Meta(extra_json_schema={"maxItems": MOST_STOPS})]
+Filled = Annotated[str, Meta(min_length=1)]
+Stops = Annotated[list[Filled], Meta(max_length=MOST_STOPS)]
 Biases = Annotated[
     dict[str, Bias],
     Meta(max_length=MOST_BIASES, extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}),
 ]
 Salt = Annotated[str, Meta(min_length=1, max_length=256)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
-FILLED = Meta(extra_json_schema={"minItems": 1})
+FILLED = Meta(min_length=1)
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-
-
-def any_of(*needs: tuple[Document, list[str]]) -> Meta:
-    """For the OpenAPI document: properties and which of them are required, beyond their types."""
-    each = [{"properties": properties, "required": names} for properties, names in needs]
-    return Meta(extra_json_schema={"anyOf": each})
-
-
-class TextPart(Struct):
-    """Of a message, in either API. What is neither text nor an image is refused by name."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-    def read(self, path: str, kinds: Sequence[str], prefix: str = "") -> str:
-        """Its text, if it is of one of the kinds; `prefix` begins the error otherwise."""
-        if self.type not in kinds:
-            only = f"{prefix}this model takes text, not {self.type[:50]!r}"
-            raise InvalidInput.at(f"{path}.type", only)
-        if self.type == "refusal":
-            return required(self.refusal, f"{path}.refusal")
-        return required(self.text, f"{path}.text")
 
 
 class StreamOptions(Struct):
@@ -154,7 +132,7 @@ class GenerationRequest(Struct, kw_only=True):
         stopping = Stopping(
             max_tokens=max_tokens,
             min_tokens=self.min_tokens or 0,
-            stop=_stops(self.stop),
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             default_tokens=self.default_tokens,
@@ -235,14 +213,8 @@ def convert(document: Document, kind: type[T], strict: bool = True) -> T:
     try:
         return msgspec.convert(document, kind, strict=strict)
     except msgspec.ValidationError as error:
-        message, param = _explain(str(error))
+        message, param = _explain(str(error), kind)
         raise InvalidInput.at(param, message) from None
-
-
-def one_of(known: Sequence[str], value: str, path: str) -> None:
-    if value not in known:
-        must = f"must be one of {', '.join(known)}, not {value[:50]!r}"
-        raise InvalidInput.at(path, must)
 
 
 def required(value: T | None, path: str) -> T:
@@ -266,25 +238,42 @@ def _lengths(document: Document, fields: Iterable[str]) -> Iterator[tuple[str, i
                         yield f"{name}[{n}].{key}", len(value)
 
 
-def _explain(error: str) -> tuple[str, str]:
+def _explain(error: str, kind: Any) -> tuple[str, str]:
     """msgspec's words and path in ours: ("expected int, got str", "stop[1]")."""
     match = _PATH.fullmatch(error)
     assert match is not None
     reason, path = match[1], (match[2] or "").removeprefix(".").removesuffix("[...]")
     if missing := _MISSING.fullmatch(reason):
         return "is required", f"{path}.{missing[1]}" if path else missing[1]
+    if reason.endswith("of length >= 1"):
+        return "must not be empty", path
+    if value := _UNKNOWN.fullmatch(reason):
+        known = _values(type_info(kind), re.findall(r"\w+", path))
+        return f"must be {' or '.join(known)}, not {value[1][:50]!r}", path
     reason = reason.replace(" | null", "").replace("`", "")
     return reason[:1].lower() + reason[1:], path
 
 
-def _stops(given: str | list[str] | None) -> tuple[str, ...]:
-    stops = [given] if isinstance(given, str) else given or []
-    if len(stops) > MOST_STOPS:
-        raise InvalidInput.at("stop", f"takes at most {MOST_STOPS} strings, not {len(stops)}")
-    if "" in stops:
-        path = "stop" if isinstance(given, str) else f"stop[{stops.index('')}]"
-        raise InvalidInput.at(path, "must not be empty")
-    return tuple(stops)
+type_info = cache(inspect.type_info)
+
+
+def _values(node: Any, steps: list[str]) -> list[str]:
+    """What a field may be, as its Literals say: the path of a type leads there."""
+    match node:
+        case inspect.LiteralType() if not steps:
+            return list(map(str, node.values))
+        case inspect.Metadata():
+            return _values(node.type, steps)
+        case inspect.UnionType():
+            return [found for each in node.types for found in _values(each, steps)]
+        case inspect.ListType() if steps and steps[0].isdigit():
+            return _values(node.item_type, steps[1:])
+        case inspect.DictType() if steps:
+            return _values(node.value_type, steps[1:])
+        case inspect.StructType() if steps:
+            of_name = [each.type for each in node.fields if each.encode_name == steps[0]]
+            return [found for each in of_name for found in _values(each, steps[1:])]
+    return []
 
 
 def _biases(given: dict[str, float] | None) -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""The way of a request through HTTP whose answer comes in parts, whatever its endpoint.
+"""A request whose answer comes in parts, from its body to its last event, whatever its endpoint.
 
     body → parse → images → submit → first delta or refusal → headers → events, or one document
 
@@ -6,13 +6,13 @@ A stream's headers wait for the first delta, so that refusals and early failures
 codes; what fails later is an event. What an answer looks like is its Reply's matter.
 """
 
-import hashlib
 import logging
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 import orjson
@@ -23,58 +23,51 @@ from server.engine import Engine
 from server.http.errors import HttpError, as_http_error
 from server.http.json import Document, Parsing
 from server.http.request import Deadlines, read_json_request, send_json
-from server.http.sse import DONE, EventStream
+from server.http.sse import COMMENT, DONE, EventStream, Write, data_frame
 from server.openai.logprobs import prompt_document
 from server.openai.models import ModelNames
 from server.openai.params import GenerationRequest
 from server.openai.pictures import Pictures
 from server.settings import Settings
-from server.submission import AnswerStream, TokenStream, Usage
-from worker.deltas import Delta
+from server.submission import AnswerStream, TokenStream, Usage, rooted
+from worker.deltas import Delta, Part
 from worker.protocol import Chat, GenerationInput
 
 log = logging.getLogger("onequeue.answers")
 
-_SECRET = secrets.token_bytes(32)  # so that nobody finds a key by its digests
+TEXT = secrets.token_hex()  # where a chunk's text goes, in a template; nothing else is like it
 D = TypeVar("D")
 
 
 class Reply(ABC, Generic[D]):
-    """The answer to one request: events while it is made, or one document.
-
-    Events may share parts with later ones: send each before the next is made.
-    """
+    """The answer to one request: events while it is made, as they are sent, or one document."""
 
     streams: bool  # it is sent as events
     media = b"application/json"  # of what `whole` gives
 
-    def begin(self, first: Sequence[D]) -> Iterator[Document]:
+    def begin(self, first: Sequence[D]) -> Iterator[bytes]:
         """The events before those of the first deltas."""
         return iter(())
 
     @abstractmethod
-    def add(self, delta: D) -> Iterator[Document]:
+    def add(self, delta: D) -> Iterator[bytes]:
         """The events of what is new."""
 
     @abstractmethod
-    def finish(self) -> Iterator[Document]:
+    def finish(self) -> Iterator[bytes]:
         """The events after the last delta's."""
 
     @abstractmethod
-    def fail(self, error: HttpError) -> Iterator[Document]:
+    def fail(self, error: HttpError) -> Iterator[bytes]:
         """The events of a failure after the start."""
+
+    def last(self) -> bytes:
+        """What ends a stream, however the request ended."""
+        return DONE
 
     @abstractmethod
     def whole(self, deltas: Sequence[D]) -> Document | bytes:
         """The answer at once, from all deltas."""
-
-    def frame(self, event: Document) -> bytes:
-        """An event as it is sent."""
-        return b"data: %b\n\n" % orjson.dumps(event)
-
-    def last_frame(self) -> bytes:
-        """What ends a stream, however the request ended."""
-        return DONE
 
 
 R = TypeVar("R", bound=Reply[Any])
@@ -104,27 +97,27 @@ class Endpoint(ABC, Generic[R]):
                 content = reply.whole(await stream.collect())
                 await self.keep(reply)
                 return await send_json(send, content, media=reply.media)
-            frames = self._frames(scope, reply, stream, await stream.read())
+            first = await stream.read()
             try:
-                await EventStream(send, stream.arrival.set).send_all(frames)
+                events = EventStream(scope, send, stream.arrival.set)
+                await events.send_all(partial(self._write, scope, reply, stream, first))
             except ClientGone as error:
                 self.engine.metrics.errors.labels("client_gone").inc()
                 log.info("stream ended id=%s because=%r", scope["request_id"].decode(), str(error))
 
-    async def _frames(
-        self, scope: Scope, reply: R, stream: AnswerStream[Any], first: list[Any]
-    ) -> AsyncIterator[bytes | None]:
-        """All that a stream says, a failure too; None if the reader was woken."""
+    async def _write(
+        self, scope: Scope, reply: R, stream: AnswerStream[Any], first: list[Any], write: Write
+    ) -> None:
+        """All events of a stream, a failure's too."""
         try:
-            async for event in events(reply, stream, first):
-                yield None if event is None else reply.frame(event)
+            await write_events(reply, stream, first, write)
         except ClientGone:
             raise
         except Exception as error:
             for event in reply.fail(self.failed(error, scope)):
-                yield reply.frame(event)
+                await write(event)
         await self.keep(reply)
-        yield reply.last_frame()
+        await write(reply.last())
 
     def failed(self, error: Exception, scope: Scope) -> HttpError:
         """Counts a failure; its envelope."""
@@ -133,23 +126,23 @@ class Endpoint(ABC, Generic[R]):
         return envelope
 
 
-async def events(
-    reply: Reply[D], stream: AnswerStream[D], deltas: list[D]
-) -> AsyncIterator[Document | None]:
-    """The events of an answer, from the first deltas on; None if the reader was woken."""
+async def write_events(
+    reply: Reply[D], stream: AnswerStream[D], deltas: Sequence[D], write: Write
+) -> None:
+    """An answer's events, from its first deltas on; a comment when the connection was idle."""
     for event in reply.begin(deltas):
-        yield event
+        await write(event)
     while True:
         for delta in deltas:
             for event in reply.add(delta):
-                yield event
+                await write(event)
         if not stream.unfinished:
             break
         deltas = await stream.read()
         if not deltas and stream.unfinished:
-            yield None
+            await write(COMMENT)
     for event in reply.finish():
-        yield event
+        await write(event)
 
 
 class GenerationReply(Reply[Delta]):
@@ -178,41 +171,18 @@ class GenerationEndpoint(Endpoint[G]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive, "generation")
         reply = await self.parsing.run(self.parse, body, deadlines.first, self.blocks)
-        payloads, reply.payloads = reply.payloads, []
-        root = cache_root(self.models.names.id, scope["api_key"], payloads[0].cache_salt)
-        for payload in payloads:
-            prompt = payload.prompt
-            if isinstance(prompt, Chat) and prompt.pictures:
-                owned = tuple(replace(each, root=root) for each in prompt.pictures)
-                prompt = replace(prompt, pictures=owned)
-                prompt = await self.pictures.fetched(scope, receive, prompt, deadlines.first)
-            reply.payloads.append(replace(payload, prompt=prompt, cache_root=root))
+        salt = reply.payloads[0].cache_salt
+        reply.payloads = rooted(reply.payloads, scope, self.models.names.id, salt)
+        for n, payload in enumerate(reply.payloads):
+            if isinstance(payload.prompt, Chat) and payload.prompt.pictures:
+                prompt = payload.prompt.of_root(payload.cache_root)
+                fetched = self.pictures.fetched(scope, receive, prompt, deadlines.first)
+                reply.payloads[n] = replace(payload, prompt=await fetched)
         await self.answer(scope, receive, send, reply, deadlines)
 
     def submit(self, reply: G, deadlines: Deadlines, receive: Receive | None) -> TokenStream:
         given = reply.payloads, deadlines, reply.usage, receive
         return TokenStream(self.engine, "generation", *given)
-
-
-P = TypeVar("P", bound=Any)  # a payload, which has a `cache_root`
-
-
-def rooted(payloads: Sequence[P], scope: Scope, model: str, salt: str | None) -> list[P]:
-    """A request's payloads, which share their prefixes from here on."""
-    root = cache_root(model, scope["api_key"], salt or "")
-    return [replace(each, cache_root=root) for each in payloads]
-
-
-def cache_root(model: str, key: bytes, salt: str) -> bytes:
-    """Whose prefix cache a request shares: a shared one tells by its times what others have asked.
-
-    16 bytes that say nothing of what they are made of. Without API_KEYS there is one room for all;
-    a client's salt makes smaller rooms within that of its key, never larger ones."""
-    digest = hashlib.blake2b(digest_size=16, key=_SECRET)
-    for part in (model.encode(), key, salt.encode()):
-        digest.update(len(part).to_bytes(8))
-        digest.update(part)
-    return digest.digest()
 
 
 class ChoicesReply(GenerationReply):
@@ -236,6 +206,9 @@ class ChoicesReply(GenerationReply):
         self.scored = payloads[0].sampling.logprobs is not None
         self.tells_ids = payloads[0].token_ids
         self.held: dict[int, Delta] = {}  # by choice: what goes with text that is still to come
+        # Whether chunks of text differ in nothing else; what is around the text, by choice.
+        self._alike = not (self.scored or self.tells_ids or self.continuous_usage)
+        self._around: dict[int, Sequence[bytes]] = {}
 
     @abstractmethod
     def choice(self, delta: Delta) -> Document:
@@ -247,38 +220,50 @@ class ChoicesReply(GenerationReply):
 
     def of_prompt(self, delta: Delta) -> Document:
         """What was asked for about a prompt's tokens, of the first delta; as vLLM has it."""
-        told: Document = {}
+        fields: Document = {}
         if delta.prompt_ids:
-            told["prompt_token_ids"] = delta.prompt_ids
+            fields["prompt_token_ids"] = delta.prompt_ids
         if delta.prompt_logprobs:
-            told["prompt_logprobs"] = list(map(prompt_document, delta.prompt_logprobs))
-        return told
+            fields["prompt_logprobs"] = list(map(prompt_document, delta.prompt_logprobs))
+        return fields
 
-    def add(self, delta: Delta) -> Iterator[Document]:
+    def add(self, delta: Delta) -> Iterator[bytes]:
         """None as long as there is no text to show; what goes with it waits."""
         if (held := self.held.pop(delta.choice, None)) is not None:
             held.merge(delta)
             delta = held
-        if not delta.parts and delta.finish_reason is None:
+        ends, parts = delta.finish_reason is not None, delta.parts
+        if self._alike and len(parts) == 1 and parts[0].kind == "content" and not ends:
+            before, after = self._around.get(delta.choice) or self._text_chunk(delta.choice)
+            yield before + orjson.dumps(parts[0].text) + after
+        elif parts or ends:
+            ids = delta.token_ids
+            for choice in self.choices(delta):
+                if self.tells_ids:
+                    choice["token_ids"], ids = ids, []
+                yield data_frame(self.chunk(choice))
+        else:
             self.held[delta.choice] = delta
-            return
-        ids = delta.token_ids
-        for choice in self.choices(delta):
-            if self.tells_ids:
-                choice["token_ids"], ids = ids, []
-            yield self.chunk(choice)
 
-    def finish(self) -> Iterator[Document]:
+    def _text_chunk(self, choice: int) -> Sequence[bytes]:
+        """What is before and after the text in each of a choice's chunks."""
+        [made] = self.choices(Delta(choice, [Part("content", TEXT)]))
+        around = data_frame(self.chunk(made)).split(orjson.dumps(TEXT))
+        self._around[choice] = around
+        return around
+
+    def finish(self) -> Iterator[bytes]:
         if self.includes_usage:
-            yield self.head | {"choices": [], "usage": self._usage()}
+            yield data_frame(self.head | {"choices": [], "usage": self._usage()})
 
-    def fail(self, error: HttpError) -> Iterator[Document]:
-        yield error.document
+    def fail(self, error: HttpError) -> Iterator[bytes]:
+        yield data_frame(error.document)
 
     def whole(self, deltas: Sequence[Delta]) -> Document:
         choices = [self.choice(delta) for delta in deltas]
-        for choice, delta in zip(choices, deltas if self.tells_ids else (), strict=False):
-            choice["token_ids"] = delta.token_ids
+        if self.tells_ids:
+            for choice, delta in zip(choices, deltas, strict=True):
+                choice["token_ids"] = delta.token_ids
         return self.head | {"choices": choices, "usage": self._usage()}
 
     def chunk(self, choice: Document) -> Document:

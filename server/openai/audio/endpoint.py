@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from server.http.errors import HttpError
 from server.http.json import Document
 from server.http.request import Deadlines
+from server.http.sse import data_frame
 from server.http.upload import Uploads
 from server.openai.audio.formats import Transcript, render
 from server.openai.audio.request import TranscriptionRequest, read_fields
@@ -38,24 +39,24 @@ class TranscriptReply(Reply[TranscriptDelta]):
         self.streams = bool(request.stream)
         self.transcript = Transcript()
 
-    def add(self, delta: TranscriptDelta) -> Iterator[Document]:
+    def add(self, delta: TranscriptDelta) -> Iterator[bytes]:
         if new := self.transcript.add(delta):
             event: Document = {"type": "transcript.text.delta", "delta": new}
             if self.request.include:
                 event["logprobs"] = list(map(token_document, delta.logprobs))
-            yield event
+            yield data_frame(event)
 
-    def finish(self) -> Iterator[Document]:
+    def finish(self) -> Iterator[bytes]:
         transcript = self.transcript
         self.seconds.inc(transcript.seconds)
         done: Document = {"type": "transcript.text.done", "text": transcript.text}
         done["usage"] = transcript.usage
         if self.request.include:
             done["logprobs"] = transcript.logprob_documents()
-        yield done
+        yield data_frame(done)
 
-    def fail(self, error: HttpError) -> Iterator[Document]:
-        yield error.document
+    def fail(self, error: HttpError) -> Iterator[bytes]:
+        yield data_frame(error.document)
 
     def whole(self, deltas: Sequence[TranscriptDelta]) -> bytes:
         for delta in deltas:

@@ -12,7 +12,10 @@ from server.openai.logprobs import token_document
 from worker.deltas import TokenLogprob
 from worker.transcription import Segment, TranscriptDelta, Word
 
-SCORES = ("temperature", "avg_logprob", "compression_ratio", "no_speech_prob")  # of a segment
+FIELDS = (  # of a segment
+    *("id", "seek", "start", "end", "text"),
+    *("temperature", "avg_logprob", "compression_ratio", "no_speech_prob"),
+)
 
 
 @dataclass(slots=True)
@@ -73,10 +76,7 @@ def as_verbose_json(transcript: Transcript, request: TranscriptionRequest) -> by
 
 
 def _segment(segment: Segment) -> Document:
-    told: Document = {"id": segment.id, "seek": segment.seek}
-    told |= {"start": segment.start, "end": segment.end}
-    told |= {"text": segment.text, "tokens": list(segment.tokens)}
-    return told | {name: getattr(segment, name) for name in SCORES}
+    return {name: getattr(segment, name) for name in FIELDS} | {"tokens": list(segment.tokens)}
 
 
 def _word(word: Word) -> Document:

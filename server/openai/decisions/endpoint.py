@@ -19,8 +19,7 @@ from server.http.json import INLINE_BYTES, Document, Parsing, to_json
 from server.http.request import Deadlines, read_json_request, send_json
 from server.openai.models import ModelNames
 from server.openai.params import Body, decode
-from server.openai.request import rooted
-from server.submission import TokenStream, Usage
+from server.submission import TokenStream, Usage, rooted
 from worker.decisions import MOST_QUESTIONS, DecisionInput
 from worker.deltas import Delta
 

@@ -10,9 +10,16 @@ from typing import Annotated, Any, TypeAlias
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
-from server.http.json import Document
+from server.answers import (
+    ChoiceAnswer,
+    ChoiceProbability,
+    PredicateAnswer,
+    ScoreAnswer,
+    ScoreProbability,
+)
 from server.openai.decisions import confidence
-from server.openai.params import FILLED, TextPart, required
+from server.openai.messages import TextPart
+from server.openai.params import FILLED, required
 from worker.decisions import MOST_OPTIONS, Question
 
 KINDS = ("input_text", "input_json")
@@ -43,8 +50,8 @@ class PredicateQuestion(Struct, tag_field="type", tag="predicate"):
         instructions = shown(self.instructions, f"{path}.instructions")
         return Question("predicate", instructions, ("", ""), path)
 
-    def answer(self, probabilities: Sequence[float]) -> Document:
-        return {"probability": probabilities[0]}
+    def answer(self, probabilities: Sequence[float]) -> PredicateAnswer:
+        return PredicateAnswer(self.name, probabilities[0])
 
 
 class ChoiceOption(Struct):
@@ -66,14 +73,14 @@ class ChoiceQuestion(Struct, tag_field="type", tag="choice"):
         )
         return Question("choice", shown(self.instructions, f"{path}.instructions"), options, path)
 
-    def answer(self, probabilities: Sequence[float]) -> Document:
+    def answer(self, probabilities: Sequence[float]) -> ChoiceAnswer:
         values = [each.value for each in self.choices]
-        each = zip(values, probabilities, strict=True)
-        return {
-            "choice": values[confidence.likeliest(probabilities)],
-            "confidence": confidence.of_choice(probabilities),
-            "probabilities": [{"value": value, "probability": p} for value, p in each],
-        }
+        return ChoiceAnswer(
+            self.name,
+            values[confidence.likeliest(probabilities)],
+            confidence.of_choice(probabilities),
+            list(map(ChoiceProbability, values, probabilities)),
+        )
 
 
 class ScoreLevel(Struct):
@@ -92,16 +99,14 @@ class ScoreQuestion(Struct, tag_field="type", tag="score"):
         options = tuple(described(each.label, each.description) for each in self.levels)
         return Question("score", shown(self.instructions, f"{path}.instructions"), options, path)
 
-    def answer(self, probabilities: Sequence[float]) -> Document:
-        each = enumerate(zip(self.levels, probabilities, strict=True))
-        return {
-            "score": confidence.mean_level(probabilities),
-            "confidence": confidence.of_score(probabilities),
-            "probabilities": [
-                {"value": value, "label": level.label, "probability": p}
-                for value, (level, p) in each
-            ],
-        }
+    def answer(self, probabilities: Sequence[float]) -> ScoreAnswer:
+        labels = [each.label for each in self.levels]
+        return ScoreAnswer(
+            self.name,
+            confidence.mean_level(probabilities),
+            confidence.of_score(probabilities),
+            list(map(ScoreProbability, range(len(labels)), labels, probabilities)),
+        )
 
 
 AnyQuestion: TypeAlias = PredicateQuestion | ChoiceQuestion | ScoreQuestion
@@ -111,8 +116,6 @@ def shown(given: Parts, path: str) -> str:
     """Parts are joined as those of a message."""
     if isinstance(given, str):
         return given
-    if not given:
-        raise InvalidInput.at(path, "must not be empty")
     return "\n".join(part.shown(f"{path}[{n}]") for n, part in enumerate(given))
 
 

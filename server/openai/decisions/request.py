@@ -1,7 +1,7 @@
 """The body of `POST /v1/decisions`, checked, as a DecisionInput; and its answers' document."""
 
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -14,9 +14,9 @@ from server.openai.responses.events import usage_document
 from server.openai.responses.items import (
     IMAGE,
     MESSAGE_PARTS,
-    ROLES,
     InputPart,
     Item,
+    Role,
     documents,
     messages,
 )
@@ -24,8 +24,15 @@ from server.submission import Usage
 from worker.decisions import MOST_QUESTIONS, DecisionInput
 
 # As a response has them, and what that has instead of calls of tools that take a text.
-KINDS = ("message", "function_call", "function_call_output")
-CUSTOM = {"custom_tool_call": KINDS[1], "custom_tool_call_output": KINDS[2]}
+Kind = Literal["message", "function_call", "function_call_output"]
+Custom = Literal["custom_tool_call", "custom_tool_call_output"]
+PLAIN: Mapping[Kind | Custom, Kind] = {
+    "message": "message",
+    "function_call": "function_call",
+    "function_call_output": "function_call_output",
+    "custom_tool_call": "function_call",
+    "custom_tool_call_output": "function_call_output",
+}
 
 
 class ItemPart(QuestionPart):
@@ -40,8 +47,8 @@ class ItemPart(QuestionPart):
 
 
 class DecisionItem(Struct):
-    type: Annotated[str, Meta(extra_json_schema={"enum": [*KINDS, *CUSTOM]})] = "message"
-    role: Annotated[str, Meta(extra_json_schema={"enum": ROLES})] | None = None
+    type: Kind | Custom = "message"
+    role: Role | None = None
     content: str | list[ItemPart] | None = None
     call_id: str | None = None
     name: str | None = None
@@ -55,7 +62,7 @@ class DecisionItem(Struct):
         if self.type == "custom_tool_call":
             arguments = to_json({"input": required(self.input, f"{path}.input")}).decode()
         return Item(
-            CUSTOM.get(self.type, self.type),
+            PLAIN[self.type],
             role=self.role,
             content=self._plain_content(f"{path}.content"),
             call_id=self.call_id,
@@ -103,12 +110,8 @@ class DecisionRequest(Struct, kw_only=True):
     def document(self, probabilities: Sequence[Sequence[float]], usage: Usage) -> Document:
         """From the probabilities of each question's options, in order."""
         pairs = zip(self.questions, probabilities, strict=True)
-        kinds = {type(each): each.__struct_config__.tag for each in self.questions}
         return {
-            "answers": [
-                {"type": kinds[type(each)], "name": each.name, **each.answer(found)}
-                for each, found in pairs
-            ],
+            "answers": [each.answer(found) for each, found in pairs],
             "model": self.model,
             "usage": usage_document(usage),
         }

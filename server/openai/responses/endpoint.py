@@ -11,12 +11,13 @@ import contextlib
 import logging
 import math
 import sqlite3
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import anyio.to_thread
+from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -26,8 +27,8 @@ from batching.request_queue import WorkItem
 from server.http.errors import HttpError
 from server.http.json import Document
 from server.http.request import Deadlines, JsonEndpoint, send_json
-from server.openai.params import decode
-from server.openai.request import GenerationEndpoint, events
+from server.openai.params import convert, decode
+from server.openai.request import GenerationEndpoint, write_events
 from server.openai.responses.events import ResponseReply
 from server.openai.responses.items import documents
 from server.openai.responses.request import ResponseRequest
@@ -39,7 +40,6 @@ log = logging.getLogger("onequeue.responses")
 PATH = "/v1/responses/{id}"
 INPUT_PATH = PATH + "/input_items"
 CANCEL_PATH = PATH + "/cancel"
-MOST_ITEMS = 100
 MOST_UNSTORED = 1000
 MOST_UNSTORED_BYTES = 64_000_000
 
@@ -52,6 +52,25 @@ class Job(NamedTuple):
     reply: ResponseReply
     items: list[WorkItem]
     task: "asyncio.Task[None]"
+
+
+class Page(Struct):
+    """Which of a response's input items are asked for: newest first unless asked otherwise."""
+
+    order: Literal["asc", "desc"] = "desc"
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+    after: Annotated[str | None, Meta(description="The id of an item")] = None
+
+    def of(self, items: list[Document]) -> tuple[list[Document], bool]:
+        """Some of the items, and whether there are more."""
+        items, start = items[:: -1 if self.order == "desc" else 1], 0
+        if self.after is not None:
+            ids = [item["id"] for item in items]
+            if self.after not in ids:
+                raise InvalidInput.at("after", f"there is no input item {self.after[:100]!r}")
+            start = ids.index(self.after) + 1
+        end = start + self.limit
+        return items[start:end], end < len(items)
 
 
 @dataclass(eq=False)
@@ -122,8 +141,7 @@ class Responses(GenerationEndpoint[ResponseReply]):
         """In the background: whatever ends it is what its response says."""
         with stream:
             try:
-                async for _ in events(reply, stream, await stream.read()):
-                    pass
+                await write_events(reply, stream, await stream.read(), to_nobody)
             except ClientGone:
                 reply.break_off("cancelled")
             except Exception as error:
@@ -168,7 +186,7 @@ class Responses(GenerationEndpoint[ResponseReply]):
 
     async def input_items(self, request: Request) -> Document:
         found = await self._find(_id(request, INPUT_PATH))
-        items, more = page(found.input, request.query_params)
+        items, more = convert(dict(request.query_params), Page, strict=False).of(found.input)
         return {
             "object": "list",
             "data": items,
@@ -205,23 +223,8 @@ class Responses(GenerationEndpoint[ResponseReply]):
         raise _not_found(id, "id")
 
 
-def page(items: list[Document], query: Mapping[str, str]) -> tuple[list[Document], bool]:
-    """Newest first unless asked otherwise, and whether there are more."""
-    order, limit = query.get("order", "desc"), query.get("limit", "20")
-    if order not in ("asc", "desc"):
-        raise InvalidInput.at("order", "must be asc or desc")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MOST_ITEMS):
-        raise InvalidInput.at("limit", f"must be a whole number from 1 to {MOST_ITEMS}")
-    if order == "desc":
-        items = items[::-1]
-    start = 0
-    if (after := query.get("after")) is not None:
-        ids = [item["id"] for item in items]
-        if after not in ids:
-            raise InvalidInput.at("after", f"there is no input item {after[:100]!r}")
-        start = ids.index(after) + 1
-    end = start + int(limit)
-    return items[start:end], end < len(items)
+async def to_nobody(event: bytes) -> None:
+    """A response in the background is asked for when it has ended."""
 
 
 def _id(request: Request, counted_as: str) -> str:

@@ -3,8 +3,8 @@
     created, in_progress → output items → completed | incomplete | failed | cancelled
     output_item.added → content_part.added → deltas → ….done → content_part.done → output_item.done
 
-An event is a document with its `type`; it shares items with the response, so write it before the
-next. Calls have no content parts. A stretch of reasoning, of text or of arguments is one item.
+An event is a document with its `type`; it shares items with the response, so it is written before
+the next is made. Calls have no content parts. A stretch of reasoning, text or arguments is an item.
 """
 
 import secrets
@@ -66,24 +66,24 @@ class ResponseReply(GenerationReply):
         self._cut = False  # by max_output_tokens, or the end of the context
         self._events = 0
 
-    def begin(self, first: Sequence[Delta]) -> Iterator[Document]:
+    def begin(self, first: Sequence[Delta]) -> Iterator[bytes]:
         self.document["status"] = "in_progress"
         for name in ("created", "in_progress"):
-            yield self._event(name)
+            yield self._frame(self._event(name))
 
-    def add(self, delta: Delta) -> Iterator[Document]:
+    def add(self, delta: Delta) -> Iterator[bytes]:
         self._cut = self._cut or delta.finish_reason == "length"
-        yield from self.output.add(delta)
+        return map(self._frame, self.output.add(delta))
 
-    def finish(self) -> Iterator[Document]:
-        """The last item's end; the response's own is the last frame."""
+    def finish(self) -> Iterator[bytes]:
+        """The last item's end; the response's own is the last event."""
         status: Ending = "incomplete" if self._cut else "completed"
-        yield from self.output.end(status)
+        yield from map(self._frame, self.output.end(status))
         if self._cut:
             self.document["incomplete_details"] = {"reason": "max_output_tokens"}
         self._end(status)
 
-    def fail(self, error: HttpError) -> Iterator[Document]:
+    def fail(self, error: HttpError) -> Iterator[bytes]:
         """What was open is closed without its last events."""
         code = "invalid_prompt" if error.code == "invalid_value" else "server_error"
         self.document["error"] = {"code": code, "message": str(error)}
@@ -96,13 +96,13 @@ class ResponseReply(GenerationReply):
         consume(self.finish())
         return self.document
 
-    def frame(self, event: Document) -> bytes:
+    def _frame(self, event: Document) -> bytes:
         numbered = event | {"sequence_number": self._events}
         self._events += 1
         return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(numbered))
 
-    def last_frame(self) -> bytes:
-        return self.frame(self._event(self.document["status"]))
+    def last(self) -> bytes:
+        return self._frame(self._event(self.document["status"]))
 
     def _event(self, name: str) -> Document:
         return {"type": f"response.{name}", "response": self.document}
@@ -224,7 +224,7 @@ class ResponseOutput:
         return {"type": type, "output_index": len(self.items) - 1, **fields}
 
 
-def consume(events: Iterator[Document]) -> None:
+def consume(events: Iterator[object]) -> None:
     """Make the changes that come with events which nobody gets."""
     deque(events, maxlen=0)
 

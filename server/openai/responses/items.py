@@ -8,15 +8,22 @@ message. Images are in messages of the user; other items and parts are refused b
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated
+from typing import Literal
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from batching.errors import InvalidInput
 from server.http.errors import HttpError
 from server.http.json import Document
-from server.openai.messages import CalledFunction, ContentPart, Message, ToolCall
-from server.openai.params import TextPart, any_of, one_of, required
+from server.openai.messages import (
+    CalledFunction,
+    ContentPart,
+    Message,
+    TextPart,
+    ToolCall,
+    any_of,
+)
+from server.openai.params import required
 from server.openai.pictures import Detail, ImageUrl
 
 PREFIXES = {
@@ -25,7 +32,10 @@ PREFIXES = {
     "function_call": "fc_",
     "function_call_output": "fco_",
 }
-NEEDS = {
+ItemType = Literal[
+    "message", "reasoning", "function_call", "function_call_output", "item_reference", "input_text"
+]
+NEEDS: Mapping[ItemType, Sequence[str]] = {
     "message": ("role", "content"),
     "reasoning": (),
     "function_call": ("call_id", "name", "arguments"),
@@ -33,7 +43,7 @@ NEEDS = {
     "item_reference": ("id",),
     "input_text": ("text",),  # a part of a message, without one: the user's
 }
-ROLES = ("user", "assistant", "system", "developer")
+Role = Literal["user", "assistant", "system", "developer"]
 MESSAGE_PARTS = ("input_text", "output_text", "refusal")
 IMAGE = "input_image"
 # For the OpenAPI document: what an item needs, beyond its fields' types. A type may be left out
@@ -73,9 +83,9 @@ Parts = str | list[InputPart]
 
 
 class Item(Struct):
-    type: Annotated[str, Meta(extra_json_schema={"enum": [*NEEDS]})] | None = None
+    type: ItemType | None = None
     id: str | None = None
-    role: Annotated[str, Meta(extra_json_schema={"enum": ROLES})] | None = None
+    role: Role | None = None
     content: Parts | None = None
     summary: list[InputPart] | None = None
     call_id: str | None = None
@@ -85,7 +95,7 @@ class Item(Struct):
     text: str | None = None
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> ItemType:
         if self.type is not None:
             return self.type
         return "item_reference" if self.role is None and self.id else "message"
@@ -102,13 +112,11 @@ class Item(Struct):
         if kind == "input_text":
             text = required(self.text, f"{path}.text")
             return Item(role=self.role or "user", content=text).document(path, stored)
-        one_of([*NEEDS], kind, f"{path}.type")
         made: Document = getattr(self, f"_{kind}")(path)
         return {"id": self.id or new_id(kind), "type": kind, "status": "completed", **made}
 
     def _message(self, path: str) -> Document:
         role = required(self.role, f"{path}.role")
-        one_of(ROLES, role, f"{path}.role")
         content = _parts(self.content, f"{path}.content", MESSAGE_PARTS, role == "user")
         if not content:
             raise InvalidInput.at(f"{path}.content", "must not be empty")
@@ -142,8 +150,6 @@ def documents(
     given: str | list[Item], look_up: Callable[[set[str]], Mapping[str, Document]]
 ) -> list[Document]:
     """`look_up` finds stored items by their ids, those that there are."""
-    if not given:
-        raise InvalidInput.at("input", "must not be empty")
     items = [Item(role="user", content=given)] if isinstance(given, str) else given
     referred: set[str] = set()
     for n, item in enumerate(items):

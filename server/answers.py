@@ -1,4 +1,4 @@
-"""What answers look like, as types that the OpenAPI document is made from; tests hold them true."""
+"""What answers look like, as types: some are made of them, the OpenAPI document describes all."""
 
 from typing import Annotated, Any, Literal
 
@@ -231,14 +231,14 @@ class Embeddings(Struct):
     usage: EmbeddingUsage
 
 
-class RankedText(Struct):
-    text: str
+class TextDocument(Struct):
+    text: Annotated[str, Meta(min_length=1)]
 
 
 class Ranked(Struct):
     index: int
     relevance_score: float
-    document: RankedText | UnsetType = UNSET
+    document: TextDocument | UnsetType = UNSET
 
 
 class Reranked(Struct):
