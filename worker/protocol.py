@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
@@ -68,10 +68,6 @@ class Chat:
     effort: str | None = None  # how much to think first: `none`, `minimal`, `low`, …
     effort_param: str = "reasoning_effort"  # the field of the request that it comes from
     pictures: tuple[Picture, ...] = ()
-
-    def of_root(self, root: bytes) -> "Chat":
-        """With its pictures' root."""
-        return replace(self, pictures=tuple(replace(each, root=root) for each in self.pictures))
 
     @property
     def calls(self) -> int:

@@ -57,10 +57,13 @@ class Pictures:
     fetcher: Fetcher
     fetching: int = 0  # requests: they have no place in the queue yet
 
-    async def fetched(self, scope: Scope, receive: Receive, chat: Chat, deadline: float) -> Chat:
-        """With the bytes of its links. InvalidInput where one is not fetched, QueueFull,
-        DeadlineExceeded, ClientGone."""
+    async def fetched(
+        self, scope: Scope, receive: Receive, chat: Chat, root: bytes, deadline: float
+    ) -> Chat:
+        """With the bytes of its links, for requests of `root`. InvalidInput where one is not
+        fetched, QueueFull, DeadlineExceeded, ClientGone."""
         check_pictures(chat, self.engine.generator)
+        chat = replace(chat, pictures=tuple(replace(each, root=root) for each in chat.pictures))
         if not any(each.link for each in chat.pictures):
             return chat
         return await while_there(receive, self._chat(scope, chat, deadline))

@@ -175,8 +175,8 @@ class GenerationEndpoint(Endpoint[G]):
         reply.payloads = rooted(reply.payloads, scope, self.models.names.id, salt)
         for n, payload in enumerate(reply.payloads):
             if isinstance(payload.prompt, Chat) and payload.prompt.pictures:
-                prompt = payload.prompt.of_root(payload.cache_root)
-                fetched = self.pictures.fetched(scope, receive, prompt, deadlines.first)
+                given = payload.prompt, payload.cache_root, deadlines.first
+                fetched = self.pictures.fetched(scope, receive, *given)
                 reply.payloads[n] = replace(payload, prompt=await fetched)
         await self.answer(scope, receive, send, reply, deadlines)
 
