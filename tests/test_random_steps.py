@@ -104,7 +104,8 @@ def check(generator: GenerationEngine) -> None:
     scheduler = generator.scheduler
     pool, running = scheduler.pool, scheduler.running
     assert_sound(pool, [each.table for each in running if each.table])
-    assert not any(content < 0 for _, held in (pool._block_of | pool.computing) for content in held)
+    keys = pool._block_of | pool.computing
+    assert not any(isinstance(each, int) and each < 0 for _, held in keys for each in held)
     for sequence in (*running, *scheduler.waiting):
         assert min([0, *sequence.tokens[:-1]]) == 0
         assert sequence.promised <= (generator._flight is not None and sequence in running)
