@@ -31,6 +31,7 @@ class Joined(abc.Sequence[int]):
     def __getitem__(self, at: Any) -> Any:
         before = len(self.shared)
         if not isinstance(at, slice):
+            at = range(len(self))[at]
             return self.shared[at] if at < before else self.own[at - before]
         start, stop, _ = at.indices(len(self))
         own = self.own[max(0, start - before) : max(0, stop - before)]
@@ -118,6 +119,10 @@ class Chunk:
     def runs(self) -> bool:
         """Whether its sequence still has what it had when it was cut."""
         return self.table is not None and self.table is self.sequence.table
+
+    @property
+    def prefills(self) -> bool:
+        return self.start < self.sequence.prompt_len or self.count > 1
 
     @property
     def to_score(self) -> range:

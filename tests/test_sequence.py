@@ -3,9 +3,11 @@
 from collections import Counter
 from typing import Any
 
+import pytest
+
 from batching.block_pool import BlockPool, Key
 from batching.scheduler import ContinuousScheduler
-from batching.sequence import Sequence
+from batching.sequence import Joined, Sequence
 
 
 def test_choices_of_a_request_share_their_prompt_until_they_run() -> None:
@@ -43,3 +45,10 @@ def test_while_a_prefix_is_computed_it_is_looked_up_once_by_each_who_waits_for_i
         running = len(scheduler.running) - 1
     assert running == 63  # all at once, when it was there
     assert max(looked_up.values()) == 2
+
+
+@pytest.mark.parametrize("shared", [[], [7]])
+def test_a_joined_prompt_ends_with_its_own_token(shared: list[int]) -> None:
+    sequence = Sequence(Joined(shared, [5]), max_tokens=0)
+    assert sequence.tokens[-1] == 5
+    assert not sequence.promised

@@ -94,6 +94,25 @@ def test_a_client_that_leaves_while_a_step_flies_gets_nothing_of_it() -> None:
     assert_greedy("llama", [stays], 12)
 
 
+def test_a_prompt_whose_client_leaves_while_it_flies_counts_as_one_in_the_steps_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or what decoding takes would be learned from it."""
+    generator, learned = flying(), list[tuple[int, int]]()
+    monkeypatch.setattr(
+        generator._budget, "learn", lambda prompt, others, seconds: learned.append((prompt, others))
+    )
+    driver = Driver(generator)
+    driver.add(request(list(ORDINARY[:5]), max_tokens=4))
+    driver.step()
+    leaves = driver.add(request(prompts(4, (20,), each=1)[0], max_tokens=4))
+    driver.step()
+    leaves.item.open = False
+    driver.finish()
+    assert learned == [(5, 0), (20, 1), (0, 1), (0, 1)]
+    assert driver.total("prefill_tokens") == 5
+
+
 def test_who_reaches_the_most_tokens_with_what_flies_is_not_run_again() -> None:
     generator = flying()
     rows: list[int] = []

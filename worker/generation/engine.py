@@ -206,7 +206,8 @@ class GenerationEngine(Frontend):
         now = time.monotonic()
         seconds = now - max(flight.launched_at, self._landed_at)
         self._landed_at = now
-        rows, prefill = len(flight.batch.ids), self._counts["prefill_tokens"]
+        rows = len(flight.batch.ids)
+        prefill = sum(chunk.count for chunk in flight.batch.chunks if chunk.prefills)
         self._budget.learn(prefill, rows - prefill, seconds)
         if self.speculates:
             self._drafts.learn(prefill, rows, self._counts["decode_tokens"], seconds)
@@ -217,7 +218,7 @@ class GenerationEngine(Frontend):
         output: SequenceOutput = sequence.output
         if (drawn and drawn[0].token < 0) or any(score.token < 0 for score in scores):
             raise ItemFailed("the model's output for this input is no number")
-        if chunk.start < sequence.prompt_len or chunk.count > 1:
+        if chunk.prefills:
             counts["prefill_tokens"] += chunk.count
         if scores:
             output.score_prompt(scores)
