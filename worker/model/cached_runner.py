@@ -29,7 +29,7 @@ from worker.model.self_check import (
     length_beyond_windows,
     random_prompts,
 )
-from worker.model.transfers import fulfilled
+from worker.model.transfers import fulfilled, to_device
 
 log = logging.getLogger("onequeue.cached_runner")
 
@@ -175,12 +175,12 @@ class CachedRunner:
             width = max(map(len, texts))
             rows = [[self.pad] * (width - len(text)) + [*text] for text in texts]
             masked = [[0] * (width - len(text)) + [1] * len(text) for text in texts]
-            mask = torch.tensor(masked, device=self.device)
+            mask = to_device(masked, self.device)
         else:
             rows = [[text[-1]] for text in texts]
             mask = torch.cat([past.mask, past.mask.new_ones(len(texts), 1)], 1)
         positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -len(rows[0]) :]
-        ids = fulfilled(torch.tensor(rows, device=self.device), self._drawn)
+        ids = fulfilled(to_device(rows, self.device), self._drawn)
         inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions}
         return self.advance(inputs, mask, past, self.caches)
 
@@ -205,7 +205,7 @@ class CachedRunner:
         if not isinstance(past.cache, Cache):
             return None
         try:
-            index = torch.tensor(rows, device=self.device)
+            index = to_device(rows, self.device)
             past.cache.reorder_cache(index)  # type: ignore[arg-type]  # any integers will do
             return Past(past.name, past.cache, past.mask[index])
         except Exception as error:  # as when there is no memory for the copy
