@@ -28,3 +28,9 @@ class Drafting(DraftBudget):
         if chunk.drafts or sequence.output.guide:
             return True
         return bool(drafter.draft(sequence.tokens, self.worth(drafter.acceptance, self.room())))
+
+    def verified(self, chunk: Chunk, kept: int) -> dict[str, int]:
+        """A chunk's drafts have run, and so many tokens came of it; what is counted of that."""
+        drafted, accepted = len(chunk.drafts), max(0, kept - 1)
+        chunk.sequence.drafter.verified(drafted, accepted)
+        return {"drafted": drafted, "accepted": accepted}

@@ -5,8 +5,7 @@
 
 A step's tokens are not read before the next one is launched, which takes them on the device: the
 sequences were promised them. Who turns out to have ended with step N - 1 has no part in what N
-gives. A step that the next one's drafts wait for lands at once, as all do on a CPU, where
-the thread computes itself.
+gives. One that the next one's drafts wait for lands at once, as all do on a CPU.
 
 Implements worker.protocol.Generator. batching/scheduler.py decides which sequences run, and a model
 runner how: on paged memory (model/paged_runner.py) or, where that does not fit, with the model's
@@ -203,9 +202,8 @@ class GenerationEngine(Frontend):
                     self._advance(chunk, flight.scores.get(chunk.sequence, []), drawn)
                 except BaseException as error:
                     self._fail(chunk.sequence.output.item, error)
-        now = time.monotonic()
-        seconds = now - max(flight.launched_at, self._landed_at)
-        self._landed_at = now
+        began, self._landed_at = max(flight.launched_at, self._landed_at), time.monotonic()
+        seconds = self._landed_at - began
         rows = len(flight.batch.ids)
         prefill = sum(chunk.count for chunk in flight.batch.chunks if chunk.prefills)
         self._budget.learn(prefill, rows - prefill, seconds)
@@ -230,10 +228,7 @@ class GenerationEngine(Frontend):
         tokens = output.extend(chunk.drafts, drawn) if drawn else []
         counts["decode_tokens"] += len(tokens)
         if chunk.drafts:
-            accepted = max(0, len(tokens) - 1)
-            counts["drafted"] += len(chunk.drafts)
-            counts["accepted"] += accepted
-            sequence.drafter.verified(len(chunk.drafts), accepted)
+            counts.update(self._drafts.verified(chunk, len(tokens)))
         self.scheduler.advance(chunk, tokens)
         if output.ended:
             self.scheduler.remove(sequence)
@@ -278,8 +273,8 @@ class GenerationEngine(Frontend):
         report = self._report()
         deltas = [(item, delta) for item, delta in self._deltas if item not in self._failed]
         ending = dict.fromkeys(item for item, delta in deltas if delta.finish_reason)
-        ended = [i for i in ending if all(each.output.ended for each in self.live[i])]
-        done = [*self._failed.items(), *((item, None) for item in ended)]
+        ended = ((i, None) for i in ending if all(each.output.ended for each in self.live[i]))
+        done = [*self._failed.items(), *ended]
         for item, _ in done:
             del self.live[item]
         self._failed.clear()

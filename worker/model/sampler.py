@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from worker.model.logits_processors import Draw, SamplingParams, TokenMask, processed
+from worker.model.philox import uniform
 from worker.model.transfers import Readout, to_device
 
 # Rows are worked on in blocks: float32 sums stay exact enough, and the maxima of blocks tell
@@ -101,21 +102,6 @@ def label_logprobs(logits: Tensor, labels: Sequence[int]) -> list[SampledToken]:
     if any(map(isnan, logprobs)):
         return [SampledToken(-1)]
     return list(map(SampledToken, labels, logprobs))
-
-
-def uniform(seed: int, choice: int, position: int) -> float:
-    """The number in [0, 1), of 53 bits, that decides one output token.
-
-    Philox-2x64-10 with key `seed` and counter (position, choice): Salmon, Moraes, Dror and Shaw,
-    "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
-    """
-    mask = 2**64 - 1
-    x, y, key = position & mask, choice & mask, seed & mask
-    for _ in range(10):
-        product = 0xD2B74407B1CE6E93 * x
-        x, y = (product >> 64) ^ key ^ y, product & mask
-        key = (key + 0x9E3779B97F4A7C15) & mask
-    return (x >> 11) * 2.0**-53
 
 
 def _blocked(logits: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from batching.errors import ItemFailed
-from worker.model.sampler import uniform
+from worker.model.philox import uniform
 from worker.speech.cache import RowCache
 from worker.speech.rules import Rules
 from worker.speech.vocabulary import Vocabulary
