@@ -24,7 +24,7 @@ from server.http.json import Header
 from server.http.request import Deadlines
 from worker.decisions import DecisionInput
 from worker.deltas import Delta
-from worker.protocol import GenerationInput
+from worker.generation_input import GenerationInput
 
 D = TypeVar("D")
 P = TypeVar("P", bound=Any)  # a payload, which has a `cache_root`

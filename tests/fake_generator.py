@@ -22,7 +22,8 @@ from batching.errors import ClientGone, InvalidInput, ItemFailed
 from batching.request_queue import WorkItem
 from worker.decisions import DecisionInput
 from worker.deltas import Delta, FinishReason, Kind, Part, TokenLogprob
-from worker.protocol import TEXT_ALONE, Chat, GenerationInput, ModelInfo, StepOutcome, StepReport
+from worker.generation_input import TEXT_ALONE, Chat, GenerationInput
+from worker.protocol import ModelInfo, StepOutcome, StepReport
 
 INFO = ModelInfo("text-generation", "fake", "cpu", "float32", 0, "continuous")
 

@@ -19,12 +19,13 @@ from tests import tiny_decoders
 from worker.deltas import Delta
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import load_generator, paged_engine
+from worker.generation_input import GenerationInput, Sampling, Stopping
 from worker.model.attention_function import Attends
 from worker.model.kv_cache import BLOCK, KVCache
 from worker.model.language_model import GeneratorOptions
 from worker.model.paged_attention import AttentionMetadata
 from worker.model.paged_runner import PagedRunner
-from worker.protocol import GenerationInput, Generator, Pending, Sampling, StepReport, Stopping
+from worker.protocol import Generator, Pending, StepReport
 
 torch.set_num_threads(1)
 logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -17,11 +17,11 @@ from tests.generating import GREEDY, Served
 from worker.generation import loading
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import load_generator, paged_engine
+from worker.generation_input import Chat, GenerationInput, Picture, Stopping
 from worker.model.kv_cache import BLOCK
 from worker.model.language_model import GeneratorOptions
 from worker.model.paged_runner import PagedRunner
 from worker.model.self_check import CannotRun
-from worker.protocol import Chat, GenerationInput, Picture, Stopping
 from worker.vision.prompt import PicturePrompt
 
 torch.set_num_threads(1)

@@ -9,9 +9,9 @@ from llguidance import LLMatcher
 
 from tests import tiny_chat
 from tests.generating import when_ready
+from worker.generation_input import Constraint
 from worker.grammar.bitmask import MaskRequest, Masks
 from worker.grammar.compiler import Grammars
-from worker.protocol import Constraint
 
 TOKENIZER = tiny_chat.tokenizer()
 WIDTH = len(TOKENIZER) + 5  # a model may have more rows than the tokenizer has tokens

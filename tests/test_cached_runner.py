@@ -21,9 +21,9 @@ from tests.generating import GREEDY, ORDINARY, Driver, Served, request
 from tests.tiny_decoders import decoder
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import cached_engine, load_generator
+from worker.generation_input import Sampling
 from worker.model.cached_runner import CachedRunner, Group
 from worker.model.language_model import GeneratorOptions, LanguageModel
-from worker.protocol import Sampling
 
 LINEAR = {
     "num_key_value_heads": 2,

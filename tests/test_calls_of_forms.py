@@ -16,8 +16,8 @@ from tests.tiny import SMALL, hf
 from tests.tiny_chat import CONTEXT, asking, tokenizer
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import load_generator
+from worker.generation_input import Calls, Constraint, Sampling
 from worker.model.language_model import GeneratorOptions
-from worker.protocol import Calls, Constraint, Sampling
 
 PARAMETERS = {
     "type": "object",

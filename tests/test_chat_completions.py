@@ -11,7 +11,7 @@ from tests.event_streams import CLIENT, chat, chunks, post
 from tests.fake_generator import FakeGenerator
 from tests.serving import Server, serving
 from tests.test_pipeline_http import error_of
-from worker.protocol import Chat, GenerationInput, Sampling, Stopping
+from worker.generation_input import Chat, GenerationInput, Sampling, Stopping
 
 PATH = "/v1/chat/completions"
 WHOLE = "Hello there, wörld!"

@@ -15,7 +15,7 @@ from tests.fake_generator import FakeGenerator
 from tests.serving import Server, serving, wait_until
 from tests.test_fetch import IMAGE, answering
 from tests.test_pipeline_http import error_of
-from worker.protocol import Chat, Picture
+from worker.generation_input import Chat, Picture
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 DATA = "data:image/png;base64," + base64.b64encode(b"png").decode()

@@ -15,8 +15,8 @@ from tests.generating import when_ready
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.generation.frontend import Frontend
 from worker.generation.output import Prepared
+from worker.generation_input import Calls, Chat
 from worker.model.language_model import LanguageModel
-from worker.protocol import Calls, Chat
 from worker.text.chat_template import ChatTemplate
 from worker.text.probes import QUESTION, TOOLS
 

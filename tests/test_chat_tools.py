@@ -9,7 +9,7 @@ import pytest
 from tests.event_streams import chat, chunks
 from tests.fake_generator import FakeGenerator
 from tests.serving import Server, serving
-from worker.protocol import Calls, Chat, Constraint, GenerationInput
+from worker.generation_input import Calls, Chat, Constraint, GenerationInput
 
 WEATHER = {
     "type": "function",

@@ -25,7 +25,7 @@ from tests.generating import (
 )
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.deltas import Delta, TokenLogprob
-from worker.protocol import Sampling
+from worker.generation_input import Sampling
 
 pytestmark = pytest.mark.usefixtures("steps")
 

@@ -19,7 +19,7 @@ from tests.generating import (
     serve,
 )
 from worker.generation.engine import GenerationEngine
-from worker.protocol import Sampling
+from worker.generation_input import Sampling
 
 pytestmark = pytest.mark.usefixtures("steps")
 

@@ -25,11 +25,12 @@ from tests.fake_generator import FakeGenerator
 from tests.generating import Driver, prepare, when_ready
 from tests.serving import serving, wait_until
 from tests.tiny_chat import asking, engine
+from worker.generation_input import Constraint
 from worker.grammar import bitmask, compiler, trial
 from worker.grammar.bitmask import MaskRequest, Masks
 from worker.grammar.compiler import Grammar, Grammars
 from worker.grammar.trial import TOO_LONG, Trials, Verdict
-from worker.protocol import Constraint, Pending
+from worker.protocol import Pending
 
 TOKENIZER = tiny_chat.tokenizer()
 WIDTH = len(TOKENIZER)

@@ -15,9 +15,9 @@ from tests.generating import prepare
 from tests.serving import serving
 from tests.test_structured_answers import CLOCK, alone
 from tests.tiny_chat import asking, engine
+from worker.generation_input import Calls, Constraint, Sampling
 from worker.grammar.notation import rule
 from worker.grammar.one_of import exclusive
-from worker.protocol import Calls, Constraint, Sampling
 
 Schema = dict[str, Any]
 TEXT = {"type": "string", "maxLength": 3}

@@ -18,9 +18,9 @@ from tests.generating import ORDINARY, Driver, Served, engine, request
 from tests.scheduling import assert_sound
 from worker.generation import engine as module
 from worker.generation.engine import GenerationEngine
+from worker.generation_input import Sampling
 from worker.model.kv_cache import BLOCK
 from worker.model.transfers import fulfilled
-from worker.protocol import Sampling
 
 POISON = 310  # a step with this token raises
 WORDS = 12  # so few that texts repeat and prefixes are shared

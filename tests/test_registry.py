@@ -17,8 +17,9 @@ from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
 from tests.serving import wait_until
 from worker.deltas import Delta
+from worker.generation_input import GenerationInput
 from worker.models import GenerationModel, PipelineModel
-from worker.protocol import BatchReport, GenerationInput, PipelineInput, StepOutcome
+from worker.protocol import BatchReport, PipelineInput, StepOutcome
 from worker.worker import Worker
 
 pytestmark = pytest.mark.anyio

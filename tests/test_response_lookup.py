@@ -18,7 +18,7 @@ from tests.response_events import PATH, WHOLE, answered, events, look_up, of, re
 from tests.serving import Server, metric, read_answer, serving, wait_until
 from tests.test_pipeline_http import error_of
 from tests.test_response_store import filled
-from worker.protocol import Chat
+from worker.generation_input import Chat
 
 ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
 

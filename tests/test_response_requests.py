@@ -11,7 +11,7 @@ from tests.fake_generator import FakeGenerator
 from tests.response_events import PATH, answered, look_up, respond
 from tests.serving import Server, serving
 from tests.test_pipeline_http import error_of
-from worker.protocol import Calls, Chat, Constraint, GenerationInput, Sampling, Stopping
+from worker.generation_input import Calls, Chat, Constraint, GenerationInput, Sampling, Stopping
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 OTHER = {"type": "function", "name": "g", "description": "goes", "strict": False}

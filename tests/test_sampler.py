@@ -12,7 +12,8 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from worker.model import sampler
 from worker.model.logits_processors import Draw, SamplingParams, SamplingState, TokenMask
-from worker.model.sampler import BLOCK, SampledToken, prompt_logprobs, uniform
+from worker.model.philox import uniform
+from worker.model.sampler import BLOCK, SampledToken, prompt_logprobs
 
 WIDE = 20_000  # blocks of candidates, two widenings, and the sort of everything
 INF, NAN = float("inf"), float("nan")

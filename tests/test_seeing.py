@@ -17,8 +17,9 @@ from tests.seeing import assert_generated, png, request
 from tests.test_processors import loaded
 from worker.generation import loading
 from worker.generation.loading import load_generator
+from worker.generation_input import Picture
 from worker.model.language_model import GeneratorOptions
-from worker.protocol import Pending, Picture
+from worker.protocol import Pending
 from worker.vision.processed import View
 from worker.vision.processor import Processor
 from worker.vision.seeing import TIMES_IN_ALL, Sight

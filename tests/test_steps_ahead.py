@@ -20,10 +20,10 @@ from tests.generating import (
 from worker.generation import engine as module
 from worker.generation.engine import GenerationEngine
 from worker.generation.output import SequenceOutput
+from worker.generation_input import Sampling
 from worker.model.kv_cache import BLOCK
 from worker.model.sampler import Sampled
 from worker.model.transfers import fulfilled
-from worker.protocol import Sampling
 
 
 @pytest.fixture(autouse=True)

@@ -18,9 +18,9 @@ from tests import tiny_chat
 from tests.generating import Served, prepare, serve, when_ready
 from tests.tiny_chat import asking, engine
 from worker.generation.loading import cached_engine
+from worker.generation_input import Calls, Constraint, Sampling
 from worker.model.cached_runner import CachedRunner
 from worker.model.language_model import GeneratorOptions, load_language_model
-from worker.protocol import Calls, Constraint, Sampling
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "flat": {

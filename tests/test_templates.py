@@ -19,7 +19,7 @@ from tests.test_turns import answered, chat, results
 from worker.deltas import Delta, Part
 from worker.generation.answer_reader import AnswerReader, ReadAnswer, asking, told
 from worker.generation.frontend import answer_parser, begun_answer
-from worker.protocol import Chat
+from worker.generation_input import Chat
 from worker.text.byte_tokenizer import byte_tokenizer
 from worker.text.detokenizer import Piece
 from worker.text.parser import Parser

@@ -16,7 +16,7 @@ from server.openai.chat import ChatReply, ChatRequest
 from server.openai.params import Names, decode
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.deltas import Delta, Part
-from worker.protocol import Chat
+from worker.generation_input import Chat
 from worker.text.chat_template import ChatTemplate
 from worker.text.turns import Content, Conversation, TurnForm
 

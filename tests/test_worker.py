@@ -15,15 +15,9 @@ from batching.request_queue import WorkItem
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
 from tests.serving import wait_until
+from worker.generation_input import GenerationInput
 from worker.models import Breaker, GenerationModel, Outcome, PipelineModel
-from worker.protocol import (
-    UNFINISHED,
-    BatchReport,
-    GenerationInput,
-    PipelineInput,
-    State,
-    StepOutcome,
-)
+from worker.protocol import UNFINISHED, BatchReport, PipelineInput, State, StepOutcome
 from worker.worker import Model, SteppedModel, Worker
 
 

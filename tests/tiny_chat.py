@@ -14,9 +14,9 @@ from tests.tiny import SMALL, hf
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import load_generator, paged_engine
+from worker.generation_input import Chat, GenerationInput, Sampling, Stopping
 from worker.model.language_model import GeneratorOptions
 from worker.model.paged_runner import PagedRunner
-from worker.protocol import Chat, GenerationInput, Sampling, Stopping
 
 ORDINARY = Sampling(temperature=1.0, seed=1)
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]

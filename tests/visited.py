@@ -14,7 +14,7 @@ from batching.request_queue import WorkItem
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
 from tests.serving import Server, serving
-from worker.protocol import TEXT_ALONE
+from worker.generation_input import TEXT_ALONE
 from worker.scoring import Embedded
 
 KEY = "the-key"

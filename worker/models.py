@@ -18,15 +18,7 @@ from batching.errors import OnequeueError, OutOfMemory, WrongResultCount
 from batching.request_queue import BatchLane, TurnLane, WorkItem
 from batching.turns import Turns
 from worker.failures import run_halves
-from worker.protocol import (
-    UNFINISHED,
-    BatchReport,
-    Generator,
-    LoadedModel,
-    Runner,
-    State,
-    Stepped,
-)
+from worker.protocol import UNFINISHED, BatchReport, Generator, LoadedModel, Runner, State, Stepped
 
 log = logging.getLogger("onequeue.worker")
 

@@ -15,7 +15,7 @@ from server.openai.params import Count, Effort, GenerationRequest, TopLogprobs, 
 from server.openai.request import ChoicesReply, GenerationEndpoint
 from server.openai.tools import ChatToolChoice, Tools, chat_calls
 from worker.deltas import Delta, Part, TokenLogprob
-from worker.protocol import Chat, GenerationInput
+from worker.generation_input import Chat, GenerationInput
 
 CallId = Callable[[str, int], str]  # for a call of this function, its conversation's n-th
 

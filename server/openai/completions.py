@@ -13,7 +13,7 @@ from server.openai.logprobs import finite
 from server.openai.params import Filled, GenerationRequest, TokenId, TopLogprobs, decode
 from server.openai.request import ChoicesReply, GenerationEndpoint
 from worker.deltas import Delta, TokenLogprob
-from worker.protocol import GenerationInput
+from worker.generation_input import GenerationInput
 
 IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 OF_ONE_KIND = Meta(

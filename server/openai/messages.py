@@ -13,7 +13,7 @@ from batching.errors import InvalidInput
 from server.http.json import Document
 from server.openai.params import FILLED, required
 from server.openai.pictures import MOST_PICTURES, ImageUrl, picture
-from worker.protocol import Chat, Picture
+from worker.generation_input import Chat, Picture
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 TEXTS = ("text", "refusal")

@@ -20,7 +20,7 @@ from batching.errors import InvalidInput
 from server.http.errors import HttpError
 from server.http.json import Document, parse_json
 from server.openai.structured import Format, ResponseFormat, StructuredOutputs, constraint_of
-from worker.protocol import Chat, GenerationInput, Sampling, Stopping
+from worker.generation_input import Chat, GenerationInput, Sampling, Stopping
 
 MOST_STOPS = 16
 MOST_BIASES = 1024

@@ -20,7 +20,8 @@ from batching.errors import ClientGone, DeadlineExceeded, InvalidInput, QueueFul
 from server.engine import Engine
 from server.http.fetch import Fetcher
 from worker.data_urls import to_bytes
-from worker.protocol import Chat, Picture, Tokenizing
+from worker.generation_input import Chat, Picture
+from worker.protocol import Tokenizing
 
 MOST_PICTURES = 20  # of a request
 Detail = Literal["auto", "low", "high", "original"]

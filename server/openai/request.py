@@ -31,7 +31,7 @@ from server.openai.pictures import Pictures
 from server.settings import Settings
 from server.submission import AnswerStream, TokenStream, Usage, rooted
 from worker.deltas import Delta, Part
-from worker.protocol import Chat, GenerationInput
+from worker.generation_input import Chat, GenerationInput
 
 log = logging.getLogger("onequeue.answers")
 

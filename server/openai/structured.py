@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from batching.errors import InvalidInput
 from server.http.json import Document
-from worker.protocol import Constraint
+from worker.generation_input import Constraint
 
 ANY_OBJECT = {"type": "object"}
 KINDS = ("json", "regex", "choice", "grammar", "json_object")

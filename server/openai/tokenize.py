@@ -20,7 +20,8 @@ from server.openai.models import ModelNames, find
 from server.openai.params import TokenId, decode
 from server.openai.pictures import check_pictures
 from server.openai.tools import Tools
-from worker.protocol import Chat, Tokenizing
+from worker.generation_input import Chat
+from worker.protocol import Tokenizing
 
 THREADS = 2  # a long text delays other texts here, not what is being generated
 

@@ -15,7 +15,7 @@ from batching.errors import InvalidInput
 from server.http.json import Document
 from server.openai.params import convert
 from server.openai.structured import check_depth
-from worker.protocol import Calls
+from worker.generation_input import Calls
 
 MOST_TOOLS = 128
 Tools = Annotated[list[dict[str, Any]], Meta(max_length=MOST_TOOLS)]  # a template gets all of them

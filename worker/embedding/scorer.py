@@ -17,7 +17,8 @@ from batching.request_queue import WorkItem
 from worker.embedding.paged_rows import PagedRows
 from worker.embedding.rows import Reduce, RowModel
 from worker.embedding.texts import Row, TextReader
-from worker.protocol import TEXT_ALONE, UNFINISHED, ModelInfo
+from worker.generation_input import TEXT_ALONE
+from worker.protocol import UNFINISHED, ModelInfo
 
 
 class Scorer(ABC):

@@ -16,9 +16,9 @@ from worker.deltas import Delta
 from worker.generation.frontend import answer_parser, begun_answer
 from worker.generation.output import Prepared, make_choices
 from worker.generation.plans import proved
+from worker.generation_input import Calls, Chat, GenerationInput
 from worker.model.logits_processors import SamplingParams
 from worker.model.sampler import SampledToken
-from worker.protocol import Calls, Chat, GenerationInput
 from worker.text.chat_template import ChatTemplate
 from worker.text.detokenizer import Vocabulary
 

@@ -24,9 +24,9 @@ from batching.sequence import Joined
 from worker.decisions import LETTERS, YES_NO, DecisionInput, Question
 from worker.deltas import Delta
 from worker.generation.output import Prepared
+from worker.generation_input import Chat
 from worker.model.logits_processors import SamplingParams
 from worker.model.sampler import SampledToken, label_logprobs
-from worker.protocol import Chat
 from worker.text.chat_template import ChatTemplate
 from worker.text.control_tokens import ControlTokens
 

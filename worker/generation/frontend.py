@@ -18,11 +18,12 @@ from worker.generation.decisions import Decisions
 from worker.generation.defaults import LEFT_OPEN, default_sampling, end_ids
 from worker.generation.output import Prepared, make_choices
 from worker.generation.plans import Plans, proved
+from worker.generation_input import Chat, GenerationInput, Sampling, Stopping
 from worker.grammar.guide import Plan
 from worker.model.language_model import LanguageModel
 from worker.model.loading import model_info
 from worker.model.logits_processors import SamplingParams
-from worker.protocol import Batching, Chat, GenerationInput, Sampling, Stopping
+from worker.protocol import Batching
 from worker.text.answer_form import ANSWER
 from worker.text.chat_template import ChatTemplate
 from worker.text.detokenizer import Vocabulary

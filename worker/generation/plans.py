@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput
+from worker.generation_input import Calls, Chat, GenerationInput
 from worker.grammar.calls import accepts, calls_grammar
 from worker.grammar.compiler import Grammar, Grammars
 from worker.grammar.guide import Plan
 from worker.grammar.notation import either, unusable
-from worker.protocol import Calls, Chat, GenerationInput
 from worker.text.answer_form import AnswerForm
 from worker.text.call_form import CallForm
 from worker.text.chat_template import ChatTemplate

@@ -24,9 +24,10 @@ from llguidance import LLMatcher, LLTokenizer
 from transformers import PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput, OnequeueError, QueueFull, WorkerDown
+from worker.generation_input import Constraint
 from worker.grammar import notation, trial
 from worker.grammar.trial import Trials, Unusable
-from worker.protocol import Constraint, Pending
+from worker.protocol import Pending
 
 log = logging.getLogger("onequeue.grammar")
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from batching.errors import InvalidInput
+from worker.generation_input import Constraint
 from worker.grammar.formats import FORMATS
 from worker.grammar.one_of import exclusive
-from worker.protocol import Constraint
 from worker.text.call_form import VARIABLE
 
 Quote = Callable[[str], str]  # a text in the notation

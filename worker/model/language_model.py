@@ -23,6 +23,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from worker.architectures import advice
+from worker.generation_input import TEXT_ALONE
 from worker.model import cpu_linear, missing_weights
 from worker.model.kv_cache import LayerShape
 from worker.model.loading import (
@@ -34,7 +35,6 @@ from worker.model.loading import (
     local_path,
 )
 from worker.model.self_check import TOLERANCE, compare, explicit_masks
-from worker.protocol import TEXT_ALONE
 
 log = logging.getLogger("onequeue.language_model")
 

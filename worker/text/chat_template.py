@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import chat_template_utils
 
 from batching.errors import InvalidInput
-from worker.protocol import Calls, Chat
+from worker.generation_input import Calls, Chat
 from worker.text.answer_form import PLAIN, AnswerForm
 from worker.text.call_form import PLAIN_CALLS, CallForm
 from worker.text.learning import INSTEAD, SWITCHES, learn, names_tools, plain_calls

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from worker.protocol import Calls
+from worker.generation_input import Calls
 from worker.text.chat_template import ChatTemplate
 from worker.text.probes import CONTENT, QUESTION, TOOLS, Render, assistant
 from worker.text.proof import shown_calls

@@ -17,8 +17,9 @@ from PIL import Image
 
 from batching.errors import InvalidInput
 from worker.decode_budget import DecodeBudget, Lease
+from worker.generation_input import Picture
 from worker.image_files import decode_image, open_image, upright_rgb
-from worker.protocol import Pending, Picture
+from worker.protocol import Pending
 from worker.vision.album import Album
 from worker.vision.processed import Processed, View
 from worker.vision.processor import Processor

@@ -27,7 +27,8 @@ from server.openai.responses.store import Stored
 from server.openai.structured import Format
 from server.submission import Usage
 from worker.deltas import Delta, TokenLogprob
-from worker.protocol import Chat, GenerationInput, Generator, SamplingDefaults
+from worker.generation_input import Chat, GenerationInput, SamplingDefaults
+from worker.protocol import Generator
 
 Ending = Literal["completed", "incomplete"]
 

@@ -19,7 +19,7 @@ from server.openai.params import (
 from server.openai.responses.items import FULL_ITEM, Item, messages
 from server.openai.structured import Format
 from server.openai.tools import MOST_TOOLS, Tool, ToolChoice, flat_calls
-from worker.protocol import Chat, GenerationInput
+from worker.generation_input import Chat, GenerationInput
 
 LOGPROBS = "message.output_text.logprobs"
 # What an answer may include; the second is an empty promise, since nothing is encrypted here.
