@@ -218,6 +218,8 @@ def test_the_command_needs_no_torch() -> None:
 def test_ctrl_c_while_python_still_imports_says_nothing() -> None:
     code = """
         import builtins, os, runpy, signal
+        # where tests run it may be ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         find = builtins.__import__
 
         def interrupted(name, *where, **parts):
