@@ -7,6 +7,8 @@ from batching.sequence import Chunk, Sequence
 
 
 class Drafting(DraftBudget):
+    """`begin` a step, then `draft` for each sequence in it; once it is launched, `waits_for`."""
+
     def draft(self, sequence: Sequence) -> tuple[int, ...]:
         """For the step that is being scheduled; nothing after a token that is only promised."""
         if sequence.drafter is None or sequence.promised:

@@ -100,8 +100,8 @@ class CachedRunner:
     @torch.inference_mode()
     def forward(self, batch: Batch, drawn: Tensor | None = None) -> Tensor:
         """Logits [R, vocabulary] of the batch's rows; `drawn`: what promised tokens stand for.
-        Sequences whose last token has been through
-        are not run again: another group raised, and parts of the batch are tried."""
+        Sequences whose last token has been through are not run again: another group raised, and
+        parts of the batch are tried."""
         self._drawn = drawn
         scored = [self._scored(chunk) for chunk in batch.chunks if chunk.to_score]
         sequences = [chunk.sequence for chunk in batch.chunks if chunk.to_sample]

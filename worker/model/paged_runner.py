@@ -199,7 +199,8 @@ def run(
     positions: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Logits [R, vocabulary] by the model, or states [R, H] by one without a head, whose layers
-    attend by the metadata. `positions`: as the model is told them, where that is not [1, T]."""
+    attend by the metadata. `drawn`: what promised tokens stand for. `positions`: as the model is
+    told them, where that is not [1, T]."""
     device = metadata.cache.device
     if positions is None:
         told = to_device(batch.shifted, device) if batch.shifts else metadata.positions

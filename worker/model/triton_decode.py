@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 64  # keys that a program looks at together
-WIDE = 512  # bytes of a key from which on it looks at half as many: they are to fit on the chip
+WIDE = 512  # bytes of a key beyond which it looks at half as many: they are to fit on the chip
 SPLITS = 16  # parts at most that a row's keys are split into
 # What the matrix units take at least in each direction.
 LEAST = 16
