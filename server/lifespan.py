@@ -1,4 +1,4 @@
-"""How a serving process lives: its log, its worker, and its end.
+"""How a serving process lives: its log, its worker, what it says when it is ready, and its end.
 
 It ends drained on a signal, or because a model could not be loaded. Whoever embeds the app off
 the main thread has signals and the process to itself.
@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import shlex
 import signal
 import sys
 import time
@@ -19,8 +20,8 @@ from typing import Any
 
 import uvicorn
 
+from server.curl import line_to_try
 from server.engine import Engine
-from server.greeting import greet
 from server.http.connections import APP, bound_connections
 from server.http.request import Middleware
 from server.log import configure_log
@@ -79,11 +80,31 @@ def settle(
 
 
 def welcome(app: Middleware, server: uvicorn.Server, seconds: float) -> None:
-    """As soon as it listens: the models may have been there before."""
-    if server.started:
-        greet(app.settings, app.engine, server, seconds)
-    elif not server.should_exit:
-        app.engine.loop.call_later(0.05, welcome, app, server, seconds)
+    """Say where it is and what to try, as soon as it listens: the models may have been there
+    before. `seconds` since the process began to serve."""
+    if not server.started:
+        if not server.should_exit:
+            app.engine.loop.call_later(0.05, welcome, app, server, seconds)
+        return
+    url, curl = address(server)
+    if uds := server.config.uds:
+        log.info("ready seconds=%.1f socket=%s", seconds, uds)  # browsers have no way there
+    else:
+        log.info("ready seconds=%.1f address=%s page=%s/", seconds, url, url)
+    log.info("try: %s", line_to_try(app.settings, app.engine, url).replace("curl", curl, 1))
+
+
+def address(server: uvicorn.Server) -> tuple[str, str]:
+    """The URL, of this machine where all of its addresses are listened on, and the curl that finds
+    the way."""
+    config, scheme = server.config, "https" if server.config.is_ssl else "http"
+    if config.uds:
+        return "http://localhost", shlex.join(["curl", "--unix-socket", config.uds])
+    host, port = config.host, config.port
+    if not port:
+        port = server.servers[0].sockets[0].getsockname()[1]
+    host = {"0.0.0.0": "localhost", "::": "localhost"}.get(host, host)
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", "curl"
 
 
 def end_unloaded(error: BaseException, debug: bool, server: uvicorn.Server | None) -> None:

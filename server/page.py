@@ -74,16 +74,17 @@ def read_file(path: Path) -> File:
 
 
 class Assets:
-    """The page's files, by name."""
+    """The page's files, by name; its icon is at /favicon.ico too, for a browser's tab."""
 
     def __init__(self) -> None:
         paths = [path for path in ASSETS.iterdir() if path.suffix in MEDIA]
         self.files = {path.name: read_file(path) for path in paths}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["counted_as"] = PATH
         request = Request(scope)
-        if (file := self.files.get(request.path_params["name"])) is None:
+        if request.path_params:
+            scope["counted_as"] = PATH
+        if (file := self.files.get(request.path_params.get("name", "icon.svg"))) is None:
             raise HttpError(404, "the page has no such file")
         await file.answer(request, HEADERS)(scope, receive, send)
 

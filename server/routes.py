@@ -8,7 +8,7 @@ from starlette.types import ASGIApp
 
 from server import openapi
 from server.engine import Engine
-from server.health import health, ready
+from server.health import health, ready, version
 from server.http.fetch import Fetcher
 from server.http.request import JsonEndpoint
 from server.http.upload import Uploads
@@ -37,14 +37,12 @@ from server.rerank import PATHS as RERANK_PATHS
 from server.rerank import Rerank
 from server.score import Score
 from server.settings import Settings, SettingsError
-from server.version import icon, version
 
 PROBES = [
     Route("/health", JsonEndpoint(health), methods=["GET"]),
     Route("/ready", JsonEndpoint(ready), methods=["GET"]),
     Route("/ping", JsonEndpoint(ready), methods=["GET"]),
     Route("/version", JsonEndpoint(version), methods=["GET"]),
-    Route("/favicon.ico", icon, methods=["GET"]),
     Route("/metrics", metrics),
 ]
 
@@ -83,7 +81,7 @@ def make_routes(
         routes += tokenizer_routes(texts)
     methods = ["GET", "POST"] if pipeline else ["GET"]
     routes.insert(0, Route("/", pipeline or front, methods=methods))  # they are tried in order
-    routes.append(Route(ASSETS, assets, methods=["GET"]))
+    routes += [Route(path, assets, methods=["GET"]) for path in (ASSETS, "/favicon.ico")]
     routes.append(openapi.route(settings, routes))
     return routes, responses
 

@@ -12,8 +12,8 @@ import httpx
 import pytest
 import uvicorn
 
-from server import greeting
 from server.curl import line_to_try
+from server.lifespan import address
 from server.log import configure_log, is_no_probe, uvicorn_config
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
@@ -87,7 +87,7 @@ def test_the_line_is_a_short_one_that_works_a_chat_if_there_is_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "address"),
+    ("config", "wanted"),
     [
         ({"port": 9000}, ("http://127.0.0.1:9000", "curl")),
         ({"host": "0.0.0.0"}, ("http://localhost:8000", "curl")),
@@ -95,9 +95,9 @@ def test_the_line_is_a_short_one_that_works_a_chat_if_there_is_one() -> None:
         ({"uds": "/run/q"}, ("http://localhost", "curl --unix-socket /run/q")),
     ],
 )
-def test_the_address_is_one_that_can_be_called(config: dict[str, Any], address: Any) -> None:
+def test_the_address_is_one_that_can_be_called(config: dict[str, Any], wanted: Any) -> None:
     made = uvicorn.Config("a:b", log_config=uvicorn_config(), **config)
-    assert greeting.address(uvicorn.Server(made)) == address
+    assert address(uvicorn.Server(made)) == wanted
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics?name=a", "/a/prefix/ready"])

@@ -63,6 +63,7 @@ def requests_for(
 def _of_pipeline(engine: Engine, texts: Iterator[str], file: bytes | None) -> Requests:
     info = engine.models["pipeline"].loaded.info
     task, media = TASKS[info.task], BYTES
+    bodies: Iterator[bytes]
     if file is not None:
         bodies, media = itertools.repeat(file), JSON if file.lstrip()[:1] == b"{" else BYTES
     elif task.required or task.kind == "json":
@@ -88,5 +89,5 @@ def _sound(seed: int) -> bytes:
 
 
 def _form(file: bytes) -> bytes:
-    given = {"files": {"file": ("sound", file)}, "headers": {"content-type": FORM}}
-    return httpx.Request("POST", "http://localhost", **given).read()
+    media, files = {"content-type": FORM}, {"file": ("sound", file)}
+    return httpx.Request("POST", "http://localhost", headers=media, files=files).read()

@@ -15,8 +15,7 @@ from msgspec import Meta, Struct
 from batching.errors import InvalidInput
 from server.answers import EmbeddingUsage
 from server.http.json import to_json
-from server.openai.inputs import read_inputs
-from server.openai.params import Salt, TokenId
+from server.openai.params import Salt, TokenId, read_inputs
 from server.scoring import MOST_INPUTS, ScoringEndpoint
 from worker.scoring import Embedded, EmbeddingInput, PieceSize, Truncation, pieces
 

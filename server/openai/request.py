@@ -172,7 +172,7 @@ class GenerationEndpoint(Endpoint[G]):
         body, deadlines = await read_json_request(scope, receive, "generation")
         reply = await self.parsing.run(self.parse, body, deadlines.first, self.blocks)
         salt = reply.payloads[0].cache_salt
-        reply.payloads = rooted(reply.payloads, scope, self.models.names.id, salt)
+        reply.payloads = rooted(reply.payloads, scope, self.models.id, salt)
         for n, payload in enumerate(reply.payloads):
             if isinstance(payload.prompt, Chat) and payload.prompt.pictures:
                 given = payload.prompt, payload.cache_root, deadlines.first

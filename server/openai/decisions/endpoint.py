@@ -44,7 +44,7 @@ class DecisionEndpoint:
     def parse(self, body: bytes) -> tuple[DecisionBody, DecisionInput]:
         """In a pool thread: 400 questions take milliseconds."""
         most = max(MOST_QUESTIONS, self.models.loaded.max_model_len)
-        request = decode(body, self.kind, self.models.names.of, most)
+        request = decode(body, self.kind, self.models.called, most)
         return request, request.decision_input()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,7 +63,7 @@ class DecisionEndpoint:
         request: DecisionBody,
         payload: DecisionInput,
     ) -> tuple[list[Delta], Usage]:
-        payloads = rooted([payload], scope, self.models.names.id, request.cache_salt)
+        payloads = rooted([payload], scope, self.models.id, request.cache_salt)
         usage = Usage()
         deadlines = replace(deadlines, whole=deadlines.first)
         given = self.models.serves, payloads, deadlines, usage, receive

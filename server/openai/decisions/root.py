@@ -56,9 +56,7 @@ class DecisionRoot(Root):
         if not isinstance(given.inputs, dict) or "model" in given.inputs:
             raise InvalidInput(f"{self.task_name} takes an object of state and questions", path)
         try:
-            request = decode(
-                to_json(given.inputs), SystemOneRequest, self.decisions.models.names.of
-            )
+            request = decode(to_json(given.inputs), SystemOneRequest, self.decisions.models.called)
             return request, request.decision_input()
         except InvalidInput as error:
             error.param = f"{path}.{error.param}" if error.param else path
