@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, cast
 
 from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
@@ -69,9 +69,7 @@ class ModelNames:
     @property
     def loaded(self) -> Tokenizing:
         """Ask after `refusal` only."""
-        loaded: Any = self.engine.models[self.serves].loaded
-        made: Tokenizing = loaded
-        return made
+        return cast(Tokenizing, self.engine.models[self.serves].loaded)
 
     def described(self) -> Model:
         if (refusal := self.engine.refusal(self.serves)) is not None:
