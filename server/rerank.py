@@ -14,7 +14,7 @@ from msgspec import UNSET, Meta, Struct
 
 from batching.errors import InvalidInput
 from server.answers import EmbeddingUsage, Ranked, Reranked, TextDocument
-from server.http.json import to_json
+from server.http.json import Document, to_json
 from server.openai.params import Count, Filled, Salt
 from server.scoring import MOST_INPUTS
 from worker.scoring import PairsInput, PieceSize, Scored, pieces
@@ -77,11 +77,9 @@ class RerankRequest(Struct, kw_only=True):
         ranked = ranked[: self.top_n or None]
         texts = self.read() if self.shown else []
         if self.is_bare:
-            shown = [{"text": texts[n]} if texts else {} for n in ranked]
-            bare = [
-                {"index": n, "score": scores[n], **text}
-                for n, text in zip(ranked, shown, strict=True)
-            ]
+            bare: list[Document] = [{"index": n, "score": scores[n]} for n in ranked]
+            for each in bare if texts else ():
+                each["text"] = texts[each["index"]]
             return [to_json(bare)]
         results = [Ranked(n, scores[n], TextDocument(texts[n]) if texts else UNSET) for n in ranked]
         tokens = sum(each.tokens for each in outputs)
