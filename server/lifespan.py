@@ -20,7 +20,6 @@ from typing import Any
 
 import uvicorn
 
-from server.curl import line_to_try
 from server.engine import Engine
 from server.http.connections import APP, bound_connections
 from server.http.request import Middleware
@@ -80,31 +79,23 @@ def settle(
 
 
 def welcome(app: Middleware, server: uvicorn.Server, seconds: float) -> None:
-    """Say where it is and what to try, as soon as it listens: the models may have been there
-    before. `seconds` since the process began to serve."""
-    if not server.started:
-        if not server.should_exit:
-            app.engine.loop.call_later(0.05, welcome, app, server, seconds)
-        return
-    url, curl = address(server)
-    if uds := server.config.uds:
-        log.info("ready seconds=%.1f socket=%s", seconds, uds)  # browsers have no way there
-    else:
-        log.info("ready seconds=%.1f address=%s page=%s/", seconds, url, url)
-    log.info("try: %s", line_to_try(app.settings, app.engine, url).replace("curl", curl, 1))
+    """Say where lines to try and the page are, as soon as it listens: the models may have been
+    there before. `seconds` since the process began to serve."""
+    if server.started:
+        log.info("ready seconds=%.1f: try %s, or a browser", seconds, curl(server))
+    elif not server.should_exit:
+        app.engine.loop.call_later(0.05, welcome, app, server, seconds)
 
 
-def address(server: uvicorn.Server) -> tuple[str, str]:
-    """The URL, of this machine where all of its addresses are listened on, and the curl that finds
-    the way."""
+def curl(server: uvicorn.Server) -> str:
+    """A command that asks for `GET /`, of this machine where all of its addresses are listened
+    on."""
     config, scheme = server.config, "https" if server.config.is_ssl else "http"
     if config.uds:
-        return "http://localhost", shlex.join(["curl", "--unix-socket", config.uds])
-    host, port = config.host, config.port
-    if not port:
-        port = server.servers[0].sockets[0].getsockname()[1]
-    host = {"0.0.0.0": "localhost", "::": "localhost"}.get(host, host)
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", "curl"
+        return shlex.join(["curl", "--unix-socket", config.uds, "http://localhost/"])
+    port = config.port or server.servers[0].sockets[0].getsockname()[1]
+    host = "localhost" if config.host in ("0.0.0.0", "::") else config.host
+    return f"curl {scheme}://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
 def end_unloaded(error: BaseException, debug: bool, server: uvicorn.Server | None) -> None:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server import __version__
-from server.curl import ASSETS, shown_lines
+from server.curl import ASSETS, MASK, curl_lines
 from server.engine import Engine
 from server.http.errors import HttpError
 from server.settings import Settings
@@ -113,7 +113,10 @@ class Front:
         host = request.headers.get("host", "")
         address = f"{request.scope['scheme']}://{host if _HOST.fullmatch(host) else 'localhost'}"
         address += request.scope.get("root_path", "")
-        lines = shown_lines(self.settings, self.engine, address)
+        mask = MASK
+        if "pipeline" in self.engine.models and self.engine.refusal("pipeline") is None:
+            mask = self.engine.models["pipeline"].loaded.info.mask or mask
+        lines = curl_lines(self.settings, address, mask)
         said = "\n\n".join(f"# {each.about}\n{each.command}" for each in lines)
         more = f"# In a browser there is a page: {address}/\n# All there is: {address}/openapi.json"
         return f"# onequeue {__version__}\n\n{said}\n\n{more}\n"
