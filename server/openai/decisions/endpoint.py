@@ -58,7 +58,10 @@ class DecisionEndpoint:
         body, deadlines = await read_json_request(scope, receive, self.models.serves)
         request, payload = await self.parsing.run(self.parse, body, deadlines.first, blocks=True)
         deltas, usage = await self.ask(scope, receive, deadlines, request, payload)
-        write = partial(content_of, request, deltas, usage)
+
+        def write() -> bytes:
+            return to_json(request.document([each.probabilities for each in deltas], usage))
+
         large = len(body) > INLINE_BYTES  # so is the answer
         await send_json(send, await anyio.to_thread.run_sync(write) if large else write())
 
@@ -76,10 +79,6 @@ class DecisionEndpoint:
         given = self.models.serves, payloads, deadlines, usage, receive
         with TokenStream(self.engine, *given) as stream:
             return await stream.collect(), usage
-
-
-def content_of(request: DecisionBody, deltas: Sequence[Delta], usage: Usage) -> bytes:
-    return to_json(request.document([each.probabilities for each in deltas], usage))
 
 
 def decides_in_steps(settings: Settings) -> bool:
