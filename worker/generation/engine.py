@@ -36,10 +36,9 @@ from worker.model.cached_runner import CachedRunner
 from worker.model.paged_runner import PagedRunner
 from worker.model.sampler import SampledToken, sample
 from worker.protocol import StepOutcome, StepReport
-from worker.vision.album import Album
 from worker.vision.prompt import PicturePrompt
 from worker.vision.seeing import Sight
-from worker.vision.tower import Tower
+from worker.vision.tower import Album, Tower
 from worker.vision.viewing import Viewing
 
 log = logging.getLogger("onequeue.generation")
