@@ -14,10 +14,9 @@ from batching.sequence import Batch
 from tests.generating import assert_greedy, engine, greedy, prompts, request, serve
 from tests.tiny_decoders import ARCHITECTURES
 from worker.generation.ngram_drafter import NgramDrafter
-from worker.model.attention_function import Attends
 from worker.model.kv_cache import KVCache
 from worker.model.native_attention import NativeMetadata
-from worker.model.paged_attention import AttentionMetadata
+from worker.model.paged_attention import Attends, AttentionMetadata
 
 pytestmark = pytest.mark.usefixtures("steps")
 

@@ -10,7 +10,7 @@ import logging
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
@@ -23,7 +23,7 @@ from server.engine import Engine
 from server.http.errors import HttpError, as_http_error
 from server.http.json import Document, Parsing
 from server.http.request import Deadlines, read_json_request, send_json
-from server.http.sse import COMMENT, DONE, EventStream, Write, data_frame
+from server.http.sse import COMMENT, DONE, EventStream, data_frame
 from server.openai.logprobs import prompt_document
 from server.openai.models import ModelNames
 from server.openai.params import GenerationRequest
@@ -100,24 +100,33 @@ class Endpoint(ABC, Generic[R]):
             first = await stream.read()
             try:
                 events = EventStream(scope, send, stream.arrival.set)
-                await events.send_all(partial(self._write, scope, reply, stream, first))
+                await events.run(partial(self._send, scope, reply, stream, first))
             except ClientGone as error:
                 self.engine.metrics.errors.labels("client_gone").inc()
                 log.info("stream ended id=%s because=%r", scope["request_id"].decode(), str(error))
 
-    async def _write(
-        self, scope: Scope, reply: R, stream: AnswerStream[Any], first: list[Any], write: Write
+    async def _send(
+        self, scope: Scope, reply: R, stream: AnswerStream[Any], first: list[Any], to: EventStream
     ) -> None:
-        """All events of a stream, a failure's too."""
+        """All events of a stream, a failure's too. What sending raises is the connection's."""
+        send: Send = scope["send"]
+        async for event in self._events(scope, reply, stream, first):
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+            to.sent += 1
+
+    async def _events(
+        self, scope: Scope, reply: R, stream: AnswerStream[Any], first: list[Any]
+    ) -> AsyncIterator[bytes]:
         try:
-            await write_events(reply, stream, first, write)
+            async for event in events_of(reply, stream, first):
+                yield event
         except ClientGone:
             raise
         except Exception as error:
             for event in reply.fail(self.failed(error, scope)):
-                await write(event)
+                yield event
         await self.keep(reply)
-        await write(reply.last())
+        yield reply.last()
 
     def failed(self, error: Exception, scope: Scope) -> HttpError:
         """Counts a failure; its envelope."""
@@ -126,23 +135,23 @@ class Endpoint(ABC, Generic[R]):
         return envelope
 
 
-async def write_events(
-    reply: Reply[D], stream: AnswerStream[D], deltas: Sequence[D], write: Write
-) -> None:
+async def events_of(
+    reply: Reply[D], stream: AnswerStream[D], deltas: Sequence[D]
+) -> AsyncIterator[bytes]:
     """An answer's events, from its first deltas on; a comment when the connection was idle."""
     for event in reply.begin(deltas):
-        await write(event)
+        yield event
     while True:
         for delta in deltas:
             for event in reply.add(delta):
-                await write(event)
+                yield event
         if not stream.unfinished:
             break
         deltas = await stream.read()
         if not deltas and stream.unfinished:
-            await write(COMMENT)
+            yield COMMENT
     for event in reply.finish():
-        await write(event)
+        yield event
 
 
 class GenerationReply(Reply[Delta]):

@@ -28,7 +28,7 @@ from server.http.errors import HttpError
 from server.http.json import Document
 from server.http.request import Deadlines, JsonEndpoint, send_json
 from server.openai.params import convert, decode
-from server.openai.request import GenerationEndpoint, write_events
+from server.openai.request import GenerationEndpoint, events_of
 from server.openai.responses.events import ResponseReply
 from server.openai.responses.items import documents
 from server.openai.responses.request import ResponseRequest
@@ -141,7 +141,8 @@ class Responses(GenerationEndpoint[ResponseReply]):
         """In the background: whatever ends it is what its response says."""
         with stream:
             try:
-                await write_events(reply, stream, await stream.read(), to_nobody)
+                async for _ in events_of(reply, stream, await stream.read()):
+                    pass  # nobody is sent any
             except ClientGone:
                 reply.break_off("cancelled")
             except Exception as error:
@@ -221,10 +222,6 @@ class Responses(GenerationEndpoint[ResponseReply]):
             with contextlib.suppress(NotStored):
                 return await anyio.to_thread.run_sync(work, store, id)
         raise _not_found(id, "id")
-
-
-async def to_nobody(event: bytes) -> None:
-    """A response in the background is asked for when it has ended."""
 
 
 def _id(request: Request, counted_as: str) -> str:
