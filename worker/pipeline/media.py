@@ -20,7 +20,7 @@ from batching.errors import InvalidInput
 from worker.data_urls import to_bytes
 from worker.decode_budget import Lease
 from worker.image_files import decode_image, open_image
-from worker.speech.recording import Recording
+from worker.speech.recording import MAX_AUDIO_S, Recording
 
 # Values (float32) that an answer may have for each pixel before fewer pixels are taken.
 FREE_VALUES_PER_PIXEL = 8
@@ -67,7 +67,7 @@ def to_audio(
     with NamedTemporaryFile() as file:
         file.write(sound)
         file.flush()
-        with Recording(file.name, sampling_rate, param="inputs") as recording:
+        with Recording(file.name, sampling_rate, MAX_AUDIO_S, "inputs") as recording:
             seconds = recording.length()
             check_seconds(seconds)
             count = int(seconds * sampling_rate)

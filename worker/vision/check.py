@@ -24,7 +24,7 @@ from worker.model.paged_runner import PagedRunner
 from worker.model.self_check import explicit_masks
 from worker.vision.processed import Processed
 from worker.vision.processor import Processor
-from worker.vision.prompt import PicturePrompt
+from worker.vision.prompt import PicturePrompt, taken
 from worker.vision.tower import Album, Tower
 
 log = logging.getLogger("onequeue.generation")
@@ -93,11 +93,8 @@ def own_logits(language: LanguageModel, processor: Processor, made: Processed) -
     """[T, V] by the model's own forward."""
     takes = inspect.signature(language.model.forward).parameters
     images = processor.joined(made.images) if made.images else {}
-    inputs = {
-        name: each.to(language.device)
-        for name, each in {**made.inputs, **images}.items()
-        if name in takes and isinstance(each, Tensor)
-    }
+    given = taken({**made.inputs, **images}, takes)
+    inputs = {name: each.to(language.device) for name, each in given.items()}
     ids = torch.tensor([made.ids], device=language.device)
     logits: Tensor = language.model(input_ids=ids, **inputs, use_cache=False).logits[0]
     return logits
