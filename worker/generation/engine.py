@@ -179,7 +179,7 @@ class GenerationEngine(Requests, Frontend):
             draws, masks = self._draws_of(chunks)
         scores = scores_of(batch, logits) if batch.scored else {}
         sampled = sample(logits[batch.scored :], draws, masks.result() if masks else None)
-        flies = self._ahead and not any(map(self._drafts.waits_for, chunks))
+        flies = self._ahead and not (self.speculates and any(map(self._drafts.waits_for, chunks)))
         self._flight = Flight(batch, scores, sampled, launched_at)
         if flies:
             self.scheduler.promise(chunks)
@@ -221,8 +221,8 @@ class GenerationEngine(Requests, Frontend):
             self._budget.learn(prefill, rows - prefill, seconds)
         else:
             self._budget.decode_s = seconds
-        if self.speculates:
-            self._drafts.learn(prefill, rows, self._counts["decode_tokens"], seconds)
+            if self.speculates:
+                self._drafts.learn(rows, self._counts["decode_tokens"], seconds)
         self._counts += counted
 
     def _advance(self, chunk: Chunk, scores: list[SampledToken], drawn: list[SampledToken]) -> None:
