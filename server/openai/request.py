@@ -19,17 +19,18 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import ClientGone
-from server.engine import Engine
+from server.answer_stream import AnswerStream, TokenStream, Usage
+from server.cache_root import cache_root
+from server.engine import Deadlines, Engine
 from server.http.errors import HttpError, as_http_error
 from server.http.json import Document, Parsing
-from server.http.request import Deadlines, read_json_request, send_json
+from server.http.request import read_json_request, send_json
 from server.http.sse import COMMENT, DONE, EventStream, data_frame
 from server.openai.logprobs import prompt_document
 from server.openai.models import ModelNames
 from server.openai.params import GenerationRequest
 from server.openai.pictures import Pictures
 from server.settings import Settings
-from server.submission import AnswerStream, TokenStream, Usage, rooted
 from worker.deltas import Delta, Part
 from worker.generation_input import Chat, GenerationInput
 
@@ -181,7 +182,8 @@ class GenerationEndpoint(Endpoint[G]):
         body, deadlines = await read_json_request(scope, receive, "generation")
         reply = await self.parsing.run(self.parse, body, deadlines.first, self.blocks)
         salt = reply.payloads[0].cache_salt
-        reply.payloads = rooted(reply.payloads, scope, self.models.id, salt)
+        root = cache_root(self.models.id, scope["api_key"], salt)
+        reply.payloads = [replace(each, cache_root=root) for each in reply.payloads]
         for n, payload in enumerate(reply.payloads):
             if isinstance(payload.prompt, Chat) and payload.prompt.pictures:
                 given = payload.prompt, payload.cache_root, deadlines.first

@@ -39,9 +39,8 @@ from worker.model.logits_processors import Draw
 from worker.model.paged_runner import PagedRunner
 from worker.model.sampler import Sampled, SampledToken, sample
 from worker.protocol import StepOutcome, StepReport
-from worker.vision.album import Album
 from worker.vision.seeing import Sight
-from worker.vision.tower import Tower
+from worker.vision.tower import Album, Tower
 from worker.vision.viewing import Viewing
 
 AHEAD = {"cpu": False, "cuda": True}  # whether a step is launched before the last has landed
@@ -180,7 +179,7 @@ class GenerationEngine(Requests, Frontend):
             draws, masks = self._draws_of(chunks)
         scores = scores_of(batch, logits) if batch.scored else {}
         sampled = sample(logits[batch.scored :], draws, masks.result() if masks else None)
-        flies = self._ahead and not any(map(self._drafts.waits_for, chunks))
+        flies = self._ahead and not (self.speculates and any(map(self._drafts.waits_for, chunks)))
         self._flight = Flight(batch, scores, sampled, launched_at)
         if flies:
             self.scheduler.promise(chunks)
@@ -222,8 +221,8 @@ class GenerationEngine(Requests, Frontend):
             self._budget.learn(prefill, rows - prefill, seconds)
         else:
             self._budget.decode_s = seconds
-        if self.speculates:
-            self._drafts.learn(prefill, rows, self._counts["decode_tokens"], seconds)
+            if self.speculates:
+                self._drafts.learn(rows, self._counts["decode_tokens"], seconds)
         self._counts += counted
 
     def _advance(self, chunk: Chunk, scores: list[SampledToken], drawn: list[SampledToken]) -> None:

@@ -24,16 +24,17 @@ from starlette.types import Receive, Scope, Send
 
 from batching.errors import ClientGone, InvalidInput
 from batching.request_queue import WorkItem
+from server.answer_stream import TokenStream
+from server.engine import Deadlines
 from server.http.errors import HttpError
 from server.http.json import Document
-from server.http.request import Deadlines, JsonEndpoint, send_json
+from server.http.request import JsonEndpoint, send_json
 from server.openai.params import convert, decode
 from server.openai.request import GenerationEndpoint, events_of
 from server.openai.responses.events import ResponseReply
 from server.openai.responses.items import documents
 from server.openai.responses.request import ResponseRequest
 from server.openai.responses.store import NotStored, ResponseStore, Stored, TooLarge
-from server.submission import TokenStream
 
 log = logging.getLogger("onequeue.responses")
 
