@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from worker.text.call_form import Arguments, common_start
+from worker.text.call_form import Arguments
 
 DEEPEST = 100
 BACKSLASH, ESCAPES = re.compile(r"\\(.)", re.DOTALL), "\\'\"abfnrtvxuUN01234567\n"
@@ -57,7 +57,7 @@ def entries(form: Arguments, text: str, declared: Schema) -> dict[str, Any]:
         written = match["value"]
         if written.startswith(CDATA[0]) and written.endswith(CDATA[1]):
             written = written[len(CDATA[0]) : -len(CDATA[1])]
-        found[key] = value(written, declared.get(key)) if match["text"] is None else written
+        found[key] = value(written, declared.get(key))
         at = match.end()
     if text.strip() and not found:
         raise ValueError("no entries")
@@ -68,14 +68,11 @@ def entries(form: Arguments, text: str, declared: Schema) -> dict[str, Any]:
 def _entry(form: Arguments) -> re.Pattern[str]:
     """With any space where the middle has some. A line feed on either side of the value is not
     part of it, where the form writes one."""
-    parts, text_parts = (each.split() or [each] for each in (form.middle, form.text_middle))
-    middle, text_middle = (r"\s*+".join(map(re.escape, each)) for each in (parts, text_parts))
-    if parts == text_parts:
-        text_middle = "(?!)"  # never found
-    key = rf"(?:(?!{re.escape(common_start(parts[0], text_parts[0]))}).)++"
+    parts = form.middle.split() or [form.middle]
+    middle = r"\s*+".join(map(re.escape, parts))
     before, after = "\n?" * form.middle.endswith("\n"), "\n?" * form.close.startswith("\n")
     return re.compile(
-        rf"{re.escape(form.open.strip())}(?P<key>{key})(?:(?P<text>{text_middle})|{middle})"
+        rf"{re.escape(form.open.strip())}(?P<key>(?:(?!{re.escape(parts[0])}).)++){middle}"
         rf"{before}(?P<value>.*?){after}{re.escape(form.close.strip())}",
         re.DOTALL,
     )

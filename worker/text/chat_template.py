@@ -26,8 +26,7 @@ from worker.generation_input import Calls, Chat
 from worker.text.answer_form import PLAIN, AnswerForm
 from worker.text.call_form import PLAIN_CALLS, CallForm
 from worker.text.learning import INSTEAD, SWITCHES, learn, names_tools, plain_calls
-from worker.text.probes import CONTENT, QUESTION, TOOLS, Render
-from worker.text.proof import shown_calls
+from worker.text.probes import CONTENT, QUESTION, TOOLS, Render, shown_calls
 from worker.text.turns import Conversation, Message, TurnForm
 
 EFFORT = "reasoning_effort"

@@ -6,7 +6,8 @@ The form of calls is found in such texts by learned_calls.py, what the template 
 were made before by learned_turns.py, thoughts and content here. The template renders turns with and
 without calls, thoughts and text, with names and values that occur nowhere else; what stands around
 those is the form. There is no table of families, but for <think>, where a template names its end
-and shows no thoughts. What is found is proved (proof.py) before it is used.
+and shows no thoughts. What is found is proved by reading back what
+the template has written.
 """
 
 import re
@@ -36,10 +37,12 @@ from worker.text.probes import (
     THOUGHT,
     TOOLS,
     TYPED_TOOLS,
+    Example,
     Render,
     assistant,
+    examples,
+    reads_back,
 )
-from worker.text.proof import Example, examples, reads_back
 from worker.text.turns import BLOCKS, Conversation, Message, TurnForm
 
 INSTEAD = "taken as JSON in <tool_call>"

@@ -9,8 +9,7 @@ from typing import Any
 
 from worker.generation_input import Calls
 from worker.text.chat_template import ChatTemplate
-from worker.text.probes import CONTENT, QUESTION, TOOLS, Render, assistant
-from worker.text.proof import shown_calls
+from worker.text.probes import CONTENT, QUESTION, TOOLS, Render, assistant, shown_calls
 
 CONTENTS = {"absent": "left out", "null": "null", "dumped": "null", "empty": "an empty text"}
 IDS = {"any": "any", "nine": "nine letters or digits", "named": "functions.NAME:INDEX"}
