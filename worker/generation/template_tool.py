@@ -11,9 +11,9 @@ import json
 import logging
 import signal
 import sys
-from io import BytesIO
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
@@ -48,10 +48,13 @@ def main() -> None:
     asked = arguments().parse_args()
     try:
         reader, ends = load(asked.template, asked.tokenizer)
+        lines: Iterable[bytes] = sys.stdin.buffer
+        if asked.read not in (None, "-"):
+            lines = Path(asked.read).read_bytes().splitlines()
     except Exception as error:  # whatever a file, a hub or a library has against it
         refuse(f"{asked.template}: {first_line(error)}")
     if asked.read:
-        read(reader, opened(asked.read))
+        read(reader, lines)
     else:
         made = report(reader.template, ends)
         print(json.dumps(made, ensure_ascii=False, indent=2) if asked.json else as_text(made))
@@ -107,7 +110,7 @@ def of_file(source: str, folder: str | None) -> PreTrainedTokenizerBase:
     return made
 
 
-def read(reader: AnswerReader, lines: BinaryIO) -> None:
+def read(reader: AnswerReader, lines: Iterable[bytes]) -> None:
     """A line for each. Stops at one that is bad."""
     decoder = msgspec.json.Decoder(Line)
     for number, text in enumerate(lines, 1):
@@ -122,15 +125,6 @@ def read(reader: AnswerReader, lines: BinaryIO) -> None:
         except (msgspec.MsgspecError, InvalidInput) as error:
             refuse(f"line {number}: {error}")
         print(msgspec.json.encode(answer).decode(), flush=True)
-
-
-def opened(name: str) -> BinaryIO:
-    if name == "-":
-        return sys.stdin.buffer
-    try:
-        return BytesIO(Path(name).read_bytes())
-    except OSError as error:
-        refuse(f"{name}: {error.strerror}")
 
 
 def refuse(why: str) -> NoReturn:

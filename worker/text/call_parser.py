@@ -61,7 +61,7 @@ class CallParser:
             self._begin(self._bare_name)
         follows = SPACE if self._bare_name is not None else SPACE + ",;{"
         for place, letter in enumerate(text):
-            depth, quoted = self._depth, self.quoted
+            depth, nested = self._depth, self.quoted
             if self._opened and depth == 0 and letter not in follows:
                 if marked:
                     continue
@@ -69,11 +69,12 @@ class CallParser:
                 break
             self._follow(letter)
             self.may_go_on &= self._opened or letter in SPACE
-            nested = quoted or max(depth, self._depth) > self._level
+            nested |= max(depth, self._depth) > self._level
             if self._bare_name is not None:
                 self._argument(letter)
             elif depth < self._level:
-                self._enter(letter)
+                if letter == "[" and depth == 0:
+                    self._level = 2  # a list of calls
             elif nested or letter not in ":,}":
                 self._member(letter)
             elif letter == ":":
@@ -81,9 +82,10 @@ class CallParser:
                 if self._key and not self._name_keys:
                     self._begin(self._key)
             else:
-                if letter == "}" and self._named and not self._given:
-                    self._add(*"{}")
                 self._key, self._text, self._space = None, [], None
+                if letter == "}":
+                    self._add(*"{}" * (self._named and not self._given))
+                    self._named = False
         return [CallPart(name, "".join(letters)) for name, letters in self._parts]
 
     def close(self, cut: bool) -> list[CallPart]:
@@ -104,12 +106,6 @@ class CallParser:
             self._opened = True
         elif letter in "}]":
             self._depth -= 1
-
-    def _enter(self, letter: str) -> None:
-        if letter == "[" and self._depth == 1:
-            self._level = 2  # a list of calls
-        elif letter == "{":
-            self._named, self._key, self._text, self._space = False, None, [], None
 
     def _member(self, letter: str) -> None:
         if self._key in self._arguments_keys or (self._key and not self._name_keys):

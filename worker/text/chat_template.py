@@ -26,8 +26,8 @@ from worker.generation_input import Calls, Chat
 from worker.text.answer_form import PLAIN, AnswerForm
 from worker.text.call_form import PLAIN_CALLS, CallForm
 from worker.text.learning import INSTEAD, SWITCHES, learn, names_tools, plain_calls
-from worker.text.probes import CONTENT, QUESTION, TOOLS, Render, shown_calls
-from worker.text.turns import Conversation, Message, TurnForm
+from worker.text.probes import CONTENT, TOOLS, shown_calls
+from worker.text.turns import QUESTION, Conversation, Message, Render, TurnForm
 
 EFFORT = "reasoning_effort"
 INSTRUCTIONS = """# Tools

@@ -3,7 +3,7 @@
     turns made for the purpose (probes.py)  --Render-->  texts  --compare-->  forms
 
 The form of calls is found in such texts by learned_calls.py, what the template takes of calls that
-were made before by learned_turns.py, thoughts and content here. The template renders turns with and
+were made before by turns.py, thoughts and content here. The template renders turns with and
 without calls, thoughts and text, with names and values that occur nowhere else; what stands around
 those is the form. There is no table of families, but for <think>, where a template names its end
 and shows no thoughts. What is found is proved by reading back what
@@ -27,23 +27,20 @@ from worker.text.call_form import (
     common_start,
 )
 from worker.text.learned_calls import call_form
-from worker.text.learned_turns import turn_form
 from worker.text.probes import (
     ARGUMENTS,
     CONTENT,
     IDS,
     NAMES,
-    QUESTION,
     THOUGHT,
     TOOLS,
     TYPED_TOOLS,
     Example,
-    Render,
     assistant,
     examples,
     reads_back,
 )
-from worker.text.turns import BLOCKS, Conversation, Message, TurnForm
+from worker.text.turns import BLOCKS, QUESTION, Conversation, Message, Render, TurnForm, turn_form
 
 INSTEAD = "taken as JSON in <tool_call>"
 SWITCHES = ("enable_thinking", "thinking")  # what templates call it
@@ -132,9 +129,6 @@ class Learner:
             if text := self._shown_thoughts(key):
                 self._thinking = text
                 self.turns = self.turns and replace(self.turns, thoughts=key)
-                all_at_once = assistant(ARGUMENTS, content=CONTENT, thought=THOUGHT)
-                if self.turns and not self._turn(all_at_once, key):  # it refuses text beside them
-                    self.turns = replace(self.turns, apart=True)
                 break
         self.thoughts = self._thoughts(source)
 

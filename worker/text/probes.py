@@ -14,13 +14,10 @@ from worker.text.answer_form import AnswerForm
 from worker.text.call_form import PLAIN_CALLS, CallForm
 from worker.text.detokenizer import Piece
 from worker.text.parser import Parser
-from worker.text.turns import Message
+from worker.text.turns import Message, call
 
-# Messages, tools and variables as the template's text; nothing where it raises.
-Render = Callable[..., str]
 Example = tuple[str, list[tuple[str, Any]]]  # calls as written, their names and arguments
 
-QUESTION: Message = {"role": "user", "content": "?"}
 CONTENT, THOUGHT = "qcontentq", "qthoughtq"
 NAMES, IDS = ("nameone", "nametwo"), ("callidone", "callidtwo")
 TEXT, NUMBER = "valueone", 12
@@ -61,11 +58,6 @@ def assistant(*calls: dict[str, Any], content: str = "", thought: str = "") -> M
         made = zip(IDS, NAMES, calls, strict=False)
         turn["tool_calls"] = [call(id, name, arguments) for id, name, arguments in made]
     return turn
-
-
-def call(id: str, name: str, arguments: dict[str, Any]) -> Message:
-    function = {"name": name, "arguments": json.dumps(arguments)}
-    return {"id": id, "type": "function", "function": function}
 
 
 def _tool(name: str, types: dict[str, str]) -> dict[str, Any]:

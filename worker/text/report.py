@@ -4,12 +4,13 @@ ChatTemplate → report, a dict → as_text
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from worker.generation_input import Calls
 from worker.text.chat_template import ChatTemplate
-from worker.text.probes import CONTENT, QUESTION, TOOLS, Render, assistant, shown_calls
+from worker.text.probes import CONTENT, TOOLS, assistant, shown_calls
+from worker.text.turns import QUESTION, Render
 
 CONTENTS = {"absent": "left out", "null": "null", "dumped": "null", "empty": "an empty text"}
 IDS = {"any": "any", "nine": "nine letters or digits", "named": "functions.NAME:INDEX"}
@@ -87,29 +88,18 @@ def end_of_turn(render: Render) -> str | None:
 
 def as_text(made: Mapping[str, Any]) -> str:
     """A line a fact, and a line for all that is lacking."""
-    calls, thoughts, history = made["calls"], made["thoughts"], made["history"]
-    learned = "learned" if calls["learned"] else "not learned"
-    name, written = ("two", calls["two"]) if calls["two"] else ("only one", calls["one"])
-    lines = [("calls", f"{learned}; arguments: {calls['arguments']}")]
-    lines.append((f"  {name}", _shown(written)))
-    if thoughts:
-        lines.append(("thoughts", f"{_shown(thoughts['open'])} … {_shown(thoughts['close'])}"))
-        begun = {switch: _shown(text) for switch, text in thoughts["in_prompt"].items()}
-        switched = [f"{switch}: {text}" for switch, text in begun.items()]
-        same = len({*begun.values()}) == 1
-        lines.append(("  in the prompt", begun["default"] if same else "; ".join(switched)))
-    lines.append(("tools shown", "yes" if made["tools_shown"] else "no"))
-    if history:
-        shown = ("content_of_null", "arguments", "ids")  # of the rest, what is lacking is told
-        facts = [f"{fact.replace('_', ' ')}: {history[fact]}" for fact in shown]
-        lines.append(("earlier calls", "; ".join(facts)))
-    lines.append(("end of a turn", _shown(made["end_of_turn"])))
-    lines.append(("end tokens", ", ".join(made["end_tokens"]) or "none"))
-    lines += [("lacks", each) for each in made["lacks"]]
+    lines = [*_facts(made, "")]
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:{width}}  {value}" for name, value in lines)
 
 
-def _shown(text: str | None) -> str:
-    """On one line, with what cannot be seen escaped."""
-    return json.dumps(text, ensure_ascii=False)[1:-1].replace('\\"', '"') if text else "none"
+def _facts(made: Mapping[str, Any], of: str) -> Iterator[tuple[str, str]]:
+    for key, value in made.items():
+        name = f"{of}{key.replace('_', ' ')}"
+        if isinstance(value, dict):
+            yield from _facts(value, f"{name}: ")
+        else:
+            for each in value if isinstance(value, list) else [value]:
+                # on one line, with what cannot be seen escaped
+                shown = json.dumps(each, ensure_ascii=False).replace('\\"', '"')
+                yield name, shown[1:-1] if isinstance(each, str) else shown
