@@ -261,11 +261,10 @@ def _points(text: str, nones: int) -> int:
 
 def _arranged(render: Render, best: TurnForm) -> TurnForm:
     """In messages of their own, where the template does not show all that is in one."""
-    for field, content, calls in (("apart", BEFORE, 1), ("single", "", 2)):
-        other = replace(best, **{field: True})
-        if not _shows(render, best, content, calls) and _shows(render, other, content, calls):
-            best = other
-    return best
+    apart, single = replace(best, apart=True), replace(best, single=True)
+    if not _shows(render, best, BEFORE, 1) and _shows(render, apart, BEFORE, 1):
+        best, single = apart, replace(apart, single=True)
+    return single if not _shows(render, best, "", 2) and _shows(render, single, "", 2) else best
 
 
 def _shows(render: Render, form: TurnForm, content: str, calls: int) -> bool:
