@@ -20,7 +20,7 @@ class PrefillBudget:
     def __init__(self, device_type: str, whole_prompts: bool = False) -> None:
         self._most = (MOST_WHOLE if whole_prompts else MOST)[device_type]
         self._least_alone = self._most if whole_prompts else LEAST_ALONE[device_type]
-        self._decode_s = 0.0  # a step without prompts
+        self.decode_s = 0.0  # the last step without prompts: whoever times it says so
         self._token_s = 0.0  # what a prompt token adds
 
     def prompt_tokens(self, streaming: bool, spent_s: float = 0.0) -> int:
@@ -32,12 +32,7 @@ class PrefillBudget:
 
     def learn(self, prompt: int, others: int, seconds: float) -> None:
         """A step of so many prompt tokens and other rows took so long."""
-        if not prompt:
-            self._decode_s = _mean(self._decode_s, seconds)
-        elif prompt >= LEAST:
-            more_s = max(0.0, seconds - self._decode_s) if others else seconds
-            self._token_s = _mean(self._token_s, more_s / prompt)
-
-
-def _mean(known: float, new: float) -> float:
-    return known + (NEW_SHARE if known else 1.0) * (new - known)
+        if prompt >= LEAST:
+            more_s = max(0.0, seconds - self.decode_s) if others else seconds
+            share = NEW_SHARE if self._token_s else 1.0
+            self._token_s += share * (more_s / prompt - self._token_s)

@@ -95,8 +95,12 @@ class Lane:
         """It is answered, or nobody waits for it any more."""
         self.taken -= 1
         if not item.begun:
-            item.begun = True
-            self.ahead -= 1
+            Lane.begin(self, item)
+
+    def begin(self, item: WorkItem) -> None:
+        """Its answer begins: from here on it takes its time, but nobody waits for it."""
+        item.begun = True
+        self.ahead -= 1
 
     def prepared(self, item: WorkItem) -> None:
         """Its tokens are known. From any thread."""
@@ -185,9 +189,7 @@ class TurnLane(Lane):
         self._seconds = 0.0  # that they took together
 
     def begin(self, item: WorkItem) -> None:
-        """The item's answer begins: from here on it takes its time, but nobody waits for it."""
-        item.begun = True
-        self.ahead -= 1
+        super().begin(item)
         self.begun += 1
 
     def leave(self, item: WorkItem) -> None:

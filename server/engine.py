@@ -1,34 +1,38 @@
-"""The loop side of the worker: from the queue to the thread and back to the futures.
+"""A request's work items, from the loop to the worker's thread and back to their futures.
 
     submit → drain task → prepare (pool) → worker: batch, forward → finish (pool) → future
                                          → worker: step, step, … → stream, at the end the future
 
-An item knows its model from its submission on. The loop is not asked in between: a pool hands
-items to the worker, the worker hands outputs to the other, and each group of answers, or
-generation step, is one call into the loop. Every item is resolved here, once.
-Whether anything is accepted is not stored but asked: `refusal` looks at the worker as it is.
+The loop is not asked in between: a pool hands items to the worker, the worker hands outputs to the
+other, and each group of answers, or generation step, is one call into the loop. Every item is
+resolved once, on the loop, and let go by its Submission whatever becomes of it. Whether anything is
+accepted is not stored but asked: `refusal` looks at the worker as it is.
 """
 
 import asyncio
 import contextlib
 import logging
+import math
 import queue
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import InitVar, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Self
+
+from starlette.types import Receive
 
 from batching import errors
 from batching.request_queue import RequestQueue, Stream, WorkItem
+from server.http.json import Header
 from server.metrics import MOST_REPORTS, Metrics
+from server.supervisor import Supervisor, fail
 from worker.cores import compute_alone
 from worker.models import GenerationModel, Outcome, PipelineModel
-from worker.protocol import BatchReport, Generator, Pending, State, StepOutcome, StepReport
-from worker.worker import Model, SteppedModel, Worker
+from worker.protocol import BatchReport, Generator, Pending, StepOutcome, StepReport
+from worker.worker import SteppedModel, Worker
 
 log = logging.getLogger("onequeue.engine")
 
@@ -60,10 +64,8 @@ class Pool:
             self._groups.put(None)
 
     def _run(self) -> None:
-        alone = False
+        compute_alone()
         while (group := self._groups.get()) is not None:
-            if not alone and (alone := "torch" in sys.modules):
-                compute_alone()
             started = time.perf_counter()
             try:
                 self.work(group)
@@ -73,64 +75,36 @@ class Pool:
             self.item_s += 0.2 * (item_s - self.item_s)
 
 
-@dataclass(eq=False)
-class Engine:
-    worker: Worker
-    queue: RequestQueue
-    metrics: Metrics
-    pool_threads: InitVar[int]
-    stuck_after_s: float
-
-    def __post_init__(self, pool_threads: int) -> None:
-        self.failure: Exception | None = None  # why the worker is dead
-        self.draining = False
-        self.models = self.worker.models
+class Engine(Supervisor):
+    def __init__(
+        self,
+        worker: Worker,
+        queue: RequestQueue,
+        metrics: Metrics,
+        pool_threads: int,
+        stuck_after_s: float,
+    ) -> None:
+        super().__init__(worker, queue, metrics, stuck_after_s)
         self.prepare = Pool("prepare", pool_threads, self._prepare_items)
         self.finish = Pool("finish", pool_threads, self._finish_items)
         self.outputs = self.finish.put
-        self._watchdog: asyncio.TimerHandle | None = None
-
-    # ── life ──
+        self.threads = [*self.prepare.threads, *self.finish.threads]
 
     def start(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.loaded: asyncio.Future[None] = self.loop.create_future()  # fails if there is no model
+        super().start()
         self._drain_task = self.loop.create_task(self._drain_queue())
-        for thread in (*self.prepare.threads, *self.finish.threads):
-            thread.start()
         self.worker.start(self, self._post)
+
+    def stop(self) -> None:
+        super().stop()
+        self.prepare.stop()
+        self.finish.stop()
+        self._drain_task.cancel()
 
     def _post(self, function: Callable[..., None], *args: Any) -> None:
         """Call a function on the loop, from any thread; nobody is left to call once it closed."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function, *args)
-
-    def give_up(self) -> None:
-        """Answer everything that still waits, wherever it is."""
-        fail(self.queue.waiting, errors.Draining("the server has stopped", 5))
-
-    def stop(self) -> None:
-        self.draining = True
-        self.give_up()
-        self.worker.stop()
-        for model in self.models.values():
-            model.close()
-        if self._watchdog:
-            self._watchdog.cancel()
-        self.prepare.stop()
-        self.finish.stop()
-        self._drain_task.cancel()
-
-    # ── health ──
-
-    @property
-    def stuck(self) -> bool:
-        return self._busy_s > self.stuck_after_s
-
-    @property
-    def _busy_s(self) -> float:
-        since = self.worker.busy_since
-        return 0.0 if since is None else time.monotonic() - since
 
     def refusal(self, name: str | None = None) -> errors.Refused | None:
         """Why nothing is accepted now, for any model or for one."""
@@ -138,7 +112,7 @@ class Engine:
             return errors.Draining("the server is stopping", 5)
         if (state := self.worker.state) == "dead":
             return errors.WorkerDown("the model is not being served: the worker is down", 60)
-        if self.stuck:
+        if self.worker.busy_s > self.stuck_after_s:
             return errors.WorkerDown("the worker is stuck in a forward pass", 60)
         if state != "ready":
             return errors.NotReady(f"the model is {state}", 5)
@@ -146,8 +120,6 @@ class Engine:
             wait_s = max(1.0, probe_at - time.monotonic())
             return errors.BreakerOpen("the model keeps failing; it is tried again shortly", wait_s)
         return None
-
-    # ── one item ──
 
     def submit(
         self, name: str, payloads: Sequence[Any], deadline: float, stream: Stream | None = None
@@ -157,10 +129,7 @@ class Engine:
         if (refusal := self.refusal(name)) is not None:
             raise refusal
         model = self.models[name]
-        items = self.queue.accept(payloads, deadline, model.lane_for(payloads[0]), model, stream)
-        if self._watchdog is None:
-            self._watch(self.stuck_after_s)
-        return items
+        return self.queue.accept(payloads, deadline, model.lane_for(payloads[0]), model, stream)
 
     @property
     def generator(self) -> Generator:
@@ -237,7 +206,7 @@ class Engine:
         self._record(model.name, report)
         for item, _ in chain(outcome.deltas, outcome.done):
             if not item.begun:  # those that failed have had their turn too
-                model.lane_for(item.payload).begin(item)
+                item.lane.begin(item)
         for item, delta in outcome.deltas:
             if item.open and item.stream:
                 item.stream.push(delta)
@@ -257,42 +226,74 @@ class Engine:
         refusal = self.refusal(items[0].model.name)
         fail(items, refusal or errors.BreakerOpen("the model keeps failing", 1))
 
-    def on_breaker(self, model: Model, is_open: bool) -> None:
-        self.metrics.breaker_open.labels(model.name).set(is_open)
-        level = logging.ERROR if is_open else logging.INFO
-        log.log(level, "breaker serves=%s open=%s", model.name, is_open)
 
-    def on_state(self, state: State, error: Exception | None) -> None:
-        if state == "warming":
-            for model in self.models.values():
-                self.metrics.loaded(model.name, model.loaded.info)
-        elif state == "ready":
-            self.loaded.set_result(None)
-        elif state == "dead":
-            self.failure = error
-            self._abandon("the worker has died")
-            if error and not self.loaded.done():
-                self.loaded.set_exception(error)
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Monotonic seconds, infinite where there is no limit. For work that answers all at once,
+    `first` is all there is."""
 
-    def _abandon(self, reason: str) -> None:
-        """Answer what the worker would still have to run; what has run is being finished."""
-        fail([i for i in self.queue.waiting if not i.ran], errors.WorkerDown(reason, 60))
-
-    def _watch(self, delay_s: float) -> None:
-        """Look again in `delay_s`, as long as somebody waits; a stuck worker's clients get 503."""
-
-        def look() -> None:
-            self._watchdog = None
-            if self.stuck:
-                log.critical("worker stuck for more than seconds=%g", self.stuck_after_s)
-                self._abandon("the worker is stuck")
-            elif self.queue.pending:
-                self._watch(self.stuck_after_s - self._busy_s + 0.01)
-
-        self._watchdog = self.loop.call_later(delay_s, look)
+    first: float  # until an answer begins
+    whole: float  # until it has ended
 
 
-def fail(items: Iterable[WorkItem], error: errors.OnequeueError) -> None:
-    """Answer what is not answered yet."""
-    for item in items:
-        item.resolve(error)
+class Submission:
+    """Work items for the model of that name in the registry, which keep their places as long as
+    the block lasts. Their futures get the answers, DeadlineExceeded, or ClientGone if the client
+    leaves. Raises a Refused if they are not accepted. Without `receive` no client waits."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        serves: str,
+        payloads: Sequence[Any],
+        deadlines: Deadlines,
+        receive: Receive | None,
+        stream: Stream | None = None,
+    ) -> None:
+        self.engine = engine
+        self._timer: asyncio.TimerHandle | None = None
+        self.items = engine.submit(serves, payloads, deadlines.first, stream)
+        self._expire_at(min(deadlines.first, deadlines.whole))
+        if receive:
+            engine.loop.create_task(self._abort_on_disconnect(receive))  # receive() holds it
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the places back; what still runs is aborted."""
+        self._expire_at(math.inf)
+        self.engine.queue.forget(self.items)
+
+    def timing_headers(self) -> list[Header]:
+        """Where the time went, in milliseconds; of several items, the one that took longest."""
+        items = self.items
+        item = items[0] if len(items) == 1 else max(items, key=lambda item: item.finished_at)
+        timing = b"queue;dur=%.2f, batch;dur=%.2f, model;dur=%.2f" % (
+            (item.arrived_at - item.accepted_at) * 1e3,
+            (item.started_at - item.arrived_at) * 1e3,
+            (item.finished_at - item.started_at) * 1e3,
+        )
+        return [(b"server-timing", timing), (b"x-batch-size", b"%d" % item.batch_size)]
+
+    def _expire_at(self, deadline: float) -> None:
+        """From now on this is the time limit."""
+        if self._timer:
+            self._timer.cancel()
+        if deadline < math.inf:
+            left_s = deadline - time.monotonic()
+            self._timer = self.engine.loop.call_later(left_s, self._expire)
+
+    def _expire(self) -> None:
+        late = "the request did not finish within its time limit"
+        self._fail(errors.DeadlineExceeded(late))
+
+    async def _abort_on_disconnect(self, receive: Receive) -> None:
+        """After the answer, when that is reported too, this does nothing."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._fail(errors.ClientGone("the client has gone"))
+
+    def _fail(self, error: errors.OnequeueError) -> None:
+        for item in self.items:
+            item.resolve(error)

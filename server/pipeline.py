@@ -12,12 +12,11 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from batching.errors import InvalidInput
-from server.engine import Engine
+from server.engine import Engine, Submission
 from server.http.errors import HttpError
 from server.http.json import INLINE_BYTES, Document, Parsing, parse_json
 from server.http.request import Posted, read_request, send_json
 from server.settings import Settings
-from server.submission import Submission
 from worker.decode_budget import RequestBudget
 from worker.protocol import PipelineInput
 from worker.tasks import TASKS, check_parameters

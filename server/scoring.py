@@ -5,20 +5,20 @@ body → request → pieces, a work item each → their answers, end to end → 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import anyio.to_thread
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
-from server.engine import Engine
+from server.cache_root import cache_root
+from server.engine import Engine, Submission
 from server.http.json import INLINE_BYTES, Parsing
 from server.http.request import read_json_request, send_parts
 from server.openai.models import ModelNames, find
 from server.openai.params import Body, decode
 from server.settings import Settings
-from server.submission import Submission, rooted
 from worker.scoring import PIECE, PieceSize
 
 MOST_INPUTS = 2048
@@ -53,9 +53,10 @@ class ScoringEndpoint(ABC, Generic[R]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive, self.models[0].serves)
         request, names, payloads = await self.parsing.run(self.parse, body, deadlines.first)
-        payloads = rooted(payloads, scope, names.id, request.cache_salt)
+        root = cache_root(names.id, scope["api_key"], request.cache_salt)
+        payloads = [replace(each, cache_root=root) for each in payloads]
         with Submission(self.engine, names.serves, payloads, deadlines, receive) as work:
-            outputs = await work.answers()
+            outputs = [await item.future for item in work.items]
         if len(body) > INLINE_BYTES:
             parts = await anyio.to_thread.run_sync(self.content, request, outputs)
         else:

@@ -20,10 +20,9 @@ from worker.deltas import Delta
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import load_generator, paged_engine
 from worker.generation_input import GenerationInput, Sampling, Stopping
-from worker.model.attention_function import Attends
 from worker.model.kv_cache import BLOCK, KVCache
 from worker.model.language_model import GeneratorOptions
-from worker.model.paged_attention import AttentionMetadata
+from worker.model.paged_attention import Attends, AttentionMetadata
 from worker.model.paged_runner import PagedRunner
 from worker.protocol import Generator, Pending, StepReport
 

@@ -10,7 +10,7 @@ from batching.block_pool import BlockPool, BlockTable
 from batching.scene import Content
 from batching.scheduler import ContinuousScheduler
 from batching.sequence import Sequence
-from server.submission import cache_root
+from server.cache_root import cache_root
 from tests import tiny_chat
 from tests.serving import Server, serving
 from tests.test_pipeline_http import error_of

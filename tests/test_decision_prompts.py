@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
+from server.answer_stream import Usage
 from server.http.json import to_json
 from server.openai.decisions.request import DecisionRequest
 from server.openai.decisions.systemone import SystemOneRequest
 from server.openai.params import Names, decode
-from server.submission import Usage
 from tests import tiny_decisions
 from tests.tiny_decisions import STATE, about, predicates, prompts_of, read
 from worker.decisions import DecisionInput, Question

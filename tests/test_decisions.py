@@ -10,9 +10,9 @@ import torch
 from batching import prefill_budget
 from batching.errors import ItemFailed
 from batching.request_queue import WorkItem
+from server.answer_stream import Usage
 from server.http.json import to_json
 from server.openai.decisions.systemone import SystemOneRequest
-from server.submission import Usage
 from tests import tiny_decisions
 from tests.generating import Driver, Served, request
 from tests.tiny import hf

@@ -12,7 +12,7 @@ from starlette.types import Message
 from batching.errors import ClientGone, InvalidInput, OutOfMemory, QueueFull
 from batching.request_queue import WorkItem
 from server.http.errors import MAX_MESSAGE, MAX_PARAM, HttpError, as_http_error
-from server.http.sse import EventStream, Write
+from server.http.sse import EventStream
 from tests.fakes import FakeRunner
 from tests.serving import metric, serving
 
@@ -95,11 +95,9 @@ def test_an_event_that_cannot_be_sent_tells_that_the_client_has_gone(
         if message["type"] == "http.response.body":
             raise error
 
-    async def write_one(write: Write) -> None:
-        await write(b"data: 1\n\n")
-
     async def stream() -> None:
-        await EventStream({"send": send}, send, lambda: None).send_all(write_one)
+        one = {"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True}
+        await EventStream({"send": send}, send, lambda: None).run(lambda _: send(one))
 
     with pytest.raises(raised):
         asyncio.run(stream())

@@ -9,15 +9,14 @@ import pytest
 
 from batching import prefill_budget
 from batching.block_pool import BlockPool
-from batching.draft_budget import DraftBudget
 from batching.sequence import Batch
 from tests.generating import assert_greedy, engine, greedy, prompts, request, serve
 from tests.tiny_decoders import ARCHITECTURES
+from worker.generation.drafting import Drafting
 from worker.generation.ngram_drafter import NgramDrafter
-from worker.model.attention_function import Attends
 from worker.model.kv_cache import KVCache
 from worker.model.native_attention import NativeMetadata
-from worker.model.paged_attention import AttentionMetadata
+from worker.model.paged_attention import Attends, AttentionMetadata
 
 pytestmark = pytest.mark.usefixtures("steps")
 
@@ -59,7 +58,7 @@ def check_parity(
     if "prefix cache" not in features:
         monkeypatch.setattr(BlockPool, "match", lambda pool, tokens, root: ([], None))
     if "speculation" in features:
-        monkeypatch.setattr(DraftBudget, "worth", lambda budget, acceptance, most: most)
+        monkeypatch.setattr(Drafting, "worth", lambda budget, acceptance, most: most)
         monkeypatch.setattr(NgramDrafter, "draft", foreseeing(given, greedy(model, given, NEW)))
     generator = engine(
         model,

@@ -12,10 +12,10 @@ from tests.generating import assert_greedy, prompts, request, runner_of, serve
 from tests.test_paged_attention import CASES, Case, expected, memory, mixes, name
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import load_generator
-from worker.model.attention_function import attend, forward_context
 from worker.model.cuda_graphs import RowsMetadata
 from worker.model.kv_cache import KVCache
 from worker.model.language_model import GeneratorOptions
+from worker.model.paged_attention import attend, forward_context
 
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)

@@ -11,11 +11,11 @@ from transformers import AttentionInterface
 from tests import tiny_decoders
 from tests.tiny_decoders import ARCHITECTURES, LONG_ROPES, UNPAGED, WINDOW, WINDOWED
 from worker.generation.loading import load_generator
-from worker.model import attention_function, paged_attention
-from worker.model.attention_function import ATTENTION
+from worker.model import paged_attention
+from worker.model.kv_cache import LayerShape
 from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
 from worker.model.loading import LoadingFailed
-from worker.model.paged_attention import AttentionMetadata
+from worker.model.paged_attention import ATTENTION, AttentionMetadata
 from worker.model.paging import PagingCheck
 from worker.model.self_check import CannotRun
 
@@ -96,7 +96,7 @@ def test_a_window_longer_than_the_prompts_of_the_check_is_told(
 def test_a_longer_window_that_layers_are_not_told_is_noticed(
     model: str,
 ) -> None:
-    ordinary: Any = attention_function.attention_function
+    ordinary: Any = paged_attention.attention_function
 
     def untold(*arguments: Any, sliding_window: int | None = None, **more: Any) -> Any:
         return ordinary(*arguments, sliding_window=None, **more)
@@ -118,9 +118,9 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 def attending(change: Callable[..., tuple[Any, ...]]) -> Patch:
     """`change` sees and returns (query, …, sinks, layer, scale, window, softcap)."""
-    ordinary = attention_function.attend
+    ordinary = paged_attention.attend
     return lambda patch: patch.setattr(
-        attention_function, "attend", lambda *arguments: ordinary(*change(*arguments))
+        paged_attention, "attend", lambda *arguments: ordinary(*change(*arguments))
     )
 
 
@@ -174,7 +174,7 @@ def slots_off(patch: pytest.MonkeyPatch) -> None:
 
 
 def queries_scaled_by_row(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(paged_attention, "rescaled", lambda query, *rest: query)
+    patch.setattr(LayerShape, "rescaled", lambda shape, query, positions: query)
 
 
 FAULTS: list[tuple[str, str, Patch]] = [

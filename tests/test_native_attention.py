@@ -16,9 +16,9 @@ from torch._inductor.cpp_builder import CppBuilder
 from batching.sequence import Batch, Span
 from tests.test_paged_attention import CASES, Case, expected, memory, mixes, name
 from worker.model import native_attention
-from worker.model.attention_function import attend, forward_context
 from worker.model.kv_cache import BLOCK, KVCache, LayerShape
 from worker.model.native_attention import NativeMetadata
+from worker.model.paged_attention import attend, forward_context
 
 pytestmark = pytest.mark.usefixtures("native")
 

@@ -10,9 +10,15 @@ import torch
 from torch import Tensor
 
 from batching.sequence import Batch, Span
-from worker.model.attention_function import attend, forward_context
 from worker.model.kv_cache import BLOCK, KVCache, LayerShape
-from worker.model.paged_attention import SLACK, SPREAD, AttentionMetadata, Group
+from worker.model.paged_attention import (
+    SLACK,
+    SPREAD,
+    AttentionMetadata,
+    Group,
+    attend,
+    forward_context,
+)
 
 FLOAT32 = torch.float32
 CPU = torch.device("cpu")

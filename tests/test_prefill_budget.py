@@ -23,7 +23,10 @@ def taught(token_s: float, chance: random.Random, steps: int = 60) -> PrefillBud
     for number in range(steps):
         prompt = 0 if number % 3 == 2 else pace.prompt_tokens(streaming=True)
         seconds = (DECODE_S + prompt * token_s) * chance.uniform(0.9, 1.2)
-        pace.learn(prompt, ROWS, seconds)
+        if prompt:
+            pace.learn(prompt, ROWS, seconds)
+        else:
+            pace.decode_s = seconds
     return pace
 
 
@@ -81,7 +84,10 @@ def test_a_slow_first_step_is_forgotten() -> None:
     pace.learn(MOST["cpu"], 0, 5.0)
     for number in range(40):
         tokens = pace.prompt_tokens(streaming=True) * (number % 2)
-        pace.learn(tokens, ROWS, DECODE_S + tokens * 0.003)
+        if tokens:
+            pace.learn(tokens, ROWS, DECODE_S + tokens * 0.003)
+        else:
+            pace.decode_s = DECODE_S
     assert pace.prompt_tokens(streaming=True) > 0.9 * LONGER_S / 0.003
 
 

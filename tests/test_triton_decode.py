@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.test_paged_attention import Case, Memory, expected, memory
-from worker.model.attention_function import attend, forward_context
 from worker.model.cuda_graphs import RowsMetadata
 from worker.model.kv_cache import BLOCK
+from worker.model.paged_attention import attend, forward_context
 
 pytest.importorskip("triton", reason="triton is made for Linux only")
 from worker.model import triton_decode

@@ -72,7 +72,7 @@ class Worker:
         self.cores = cores  # None: torch's own choice
         self._free_cores = FreeCores(cores) if cores else None
         self.dead = False
-        self.busy_since: float | None = None  # read by the watchdog
+        self.busy_since = float("inf")
         self._free_since = float("-inf")  # when the last turn ended
         self._tidy_at: float | None = None  # when memory is handed back, if nothing runs until then
         self.inbox: queue.SimpleQueue[list[WorkItem] | None] = queue.SimpleQueue()
@@ -86,6 +86,11 @@ class Worker:
         if self.dead:
             return "dead"
         return min((model.state for model in self.models.values()), key=STATES.index)
+
+    @property
+    def busy_s(self) -> float:
+        """How long the turn that runs has taken so far; minus infinity if none does."""
+        return self.clock() - self.busy_since
 
     def start(self, listener: Listener, post: Callable[..., None]) -> None:
         """`post(function, *args)` runs a listener's method on the event loop."""
@@ -213,7 +218,7 @@ class Worker:
     def _rest(self) -> float:
         """A turn has ended; says when."""
         now = self._free_since = self.clock()
-        self.busy_since = None
+        self.busy_since = float("inf")
         self._tidy_at = now + IDLE_S
         return now
 
@@ -235,7 +240,7 @@ class Worker:
 
     def _blame(self, name: str, items: list[WorkItem], error: BaseException) -> None:
         """Items fail by an error; a lost device is raised."""
-        self.busy_since = None
+        self.busy_since = float("inf")
         if isinstance(failure_of(error), DeviceLost):
             raise error
         log.error("failed serves=%s items=%d", name, len(items), exc_info=error)
@@ -259,7 +264,7 @@ class Worker:
         else:
             breaker.succeeded()
         finally:
-            self.busy_since = None
+            self.busy_since = float("inf")
         if breaker.is_open != was_open:
             self._post(self._listener.on_breaker, model, breaker.is_open)
         if breaker.is_open:
@@ -271,7 +276,7 @@ class Worker:
 
     def _die(self, error: BaseException) -> None:
         loaded = self.state == "ready"
-        self.busy_since = None
+        self.busy_since = float("inf")
         self.dead = True
         if not isinstance(reason := error, OnequeueError):
             down = "the worker has died" if loaded else "the models could not be loaded"

@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batching.errors import ClientGone, Draining, InvalidInput, QueueFull
-from server.engine import Engine
+from server.engine import Deadlines, Engine
 from server.http.access import Cors, key_of
 from server.http.errors import HttpError, as_client_gone, as_http_error
 from server.http.json import Header, to_json
@@ -137,15 +137,6 @@ def _request_id(scope: Scope) -> bytes:
 
 
 # ── in ──
-
-
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """Monotonic seconds, infinite where there is no limit. For work that answers all at once,
-    `first` is all there is."""
-
-    first: float  # until an answer begins
-    whole: float  # until it has ended
 
 
 def begin(scope: Scope) -> tuple[Headers, Deadlines]:

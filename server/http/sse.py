@@ -6,7 +6,8 @@ once the client has left (the watcher of the request notices that).
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
+from typing import Self
 
 import orjson
 from starlette.types import Scope, Send
@@ -15,7 +16,7 @@ from batching.errors import ClientGone
 from server.http.errors import as_client_gone
 from server.http.json import Document
 
-KEEP_ALIVE_S = 15.0  # silence after which a comment is sent
+LOOK_S = 10.0  # who has sent nothing since the last look sends a comment
 STALLED_S = 60.0  # one write may wait so long for the client to read
 
 HEADERS = [
@@ -26,8 +27,6 @@ HEADERS = [
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
 
-Write = Callable[[bytes], Awaitable[None]]
-
 
 def data_frame(document: Document) -> bytes:
     """An event without a name."""
@@ -36,33 +35,25 @@ def data_frame(document: Document) -> bytes:
 
 class EventStream:
     """`wake` is called when the connection has been idle, so that whoever waits for something to
-    write writes a comment. One timer a stream, re-armed only when it fires."""
+    send sends a comment."""
 
     def __init__(self, scope: Scope, send: Send, wake: Callable[[], None]) -> None:
+        self.sent = 0  # events: whoever sends one counts it
         self._start = send
         self._send: Send = scope["send"]
         self._wake = wake
         self._loop = asyncio.get_running_loop()
-        self._wrote_at = self._loop.time()
-        self._writing = self._stalled = False
+        self._looks = 0  # in a row that found nothing sent
 
-    async def send_all(self, write: Callable[[Write], Coroutine[None, None, None]]) -> None:
-        """All that the coroutine writes. It runs in a task of its own: resuming it, token by token,
-        would resume every caller up to the server's. ClientGone if the client does not read."""
+    async def run(self, sending: Callable[[Self], Coroutine[None, None, None]]) -> None:
+        """The coroutine sends all events. It runs in a task of its own: resuming it, token by
+        token, would resume every caller up to the server's. ClientGone if the client does not
+        read."""
         await self._start({"type": "http.response.start", "status": 200, "headers": HEADERS})
-        self._task = self._loop.create_task(write(self._write))
-        self._timer = self._loop.call_later(KEEP_ALIVE_S, self._look)
+        self._task = self._loop.create_task(sending(self))
+        self._timer = self._loop.call_later(LOOK_S, self._look, self.sent)
         try:
             await self._task
-        finally:
-            self._timer.cancel()
-        await self._send({"type": "http.response.body", "body": b""})
-
-    async def _write(self, frame: bytes) -> None:
-        self._wrote_at = self._loop.time()
-        self._writing = True
-        try:
-            await self._send({"type": "http.response.body", "body": frame, "more_body": True})
         except asyncio.CancelledError:
             if self._stalled:
                 raise ClientGone("the client stopped reading") from None
@@ -70,16 +61,18 @@ class EventStream:
         except (OSError, RuntimeError) as error:
             raise as_client_gone(error) from None
         finally:
-            self._writing = False
+            self._timer.cancel()
+        await self._send({"type": "http.response.body", "body": b""})
 
-    def _look(self) -> None:
-        limit_s = STALLED_S if self._writing else KEEP_ALIVE_S
-        left_s = self._wrote_at + limit_s - self._loop.time()
-        if left_s <= 0:
-            if self._writing:
-                self._stalled = True
-                self._task.cancel()
-                return
+    @property
+    def _stalled(self) -> bool:
+        return self._looks * LOOK_S >= STALLED_S
+
+    def _look(self, sent: int) -> None:
+        """`sent`: at the last look. Who sends nothing although woken waits for the client."""
+        self._looks = self._looks + 1 if self.sent == sent else 0
+        if self._stalled:
+            self._task.cancel()
+        elif self._looks:
             self._wake()
-            left_s = KEEP_ALIVE_S
-        self._timer = self._loop.call_later(left_s, self._look)
+        self._timer = self._loop.call_later(LOOK_S, self._look, self.sent)

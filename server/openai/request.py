@@ -10,7 +10,7 @@ import logging
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
@@ -19,17 +19,18 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import ClientGone
-from server.engine import Engine
+from server.answer_stream import AnswerStream, TokenStream, Usage
+from server.cache_root import cache_root
+from server.engine import Deadlines, Engine
 from server.http.errors import HttpError, as_http_error
 from server.http.json import Document, Parsing
-from server.http.request import Deadlines, read_json_request, send_json
-from server.http.sse import COMMENT, DONE, EventStream, Write, data_frame
+from server.http.request import read_json_request, send_json
+from server.http.sse import COMMENT, DONE, EventStream, data_frame
 from server.openai.logprobs import prompt_document
 from server.openai.models import ModelNames
 from server.openai.params import GenerationRequest
 from server.openai.pictures import Pictures
 from server.settings import Settings
-from server.submission import AnswerStream, TokenStream, Usage, rooted
 from worker.deltas import Delta, Part
 from worker.generation_input import Chat, GenerationInput
 
@@ -100,24 +101,33 @@ class Endpoint(ABC, Generic[R]):
             first = await stream.read()
             try:
                 events = EventStream(scope, send, stream.arrival.set)
-                await events.send_all(partial(self._write, scope, reply, stream, first))
+                await events.run(partial(self._send, scope, reply, stream, first))
             except ClientGone as error:
                 self.engine.metrics.errors.labels("client_gone").inc()
                 log.info("stream ended id=%s because=%r", scope["request_id"].decode(), str(error))
 
-    async def _write(
-        self, scope: Scope, reply: R, stream: AnswerStream[Any], first: list[Any], write: Write
+    async def _send(
+        self, scope: Scope, reply: R, stream: AnswerStream[Any], first: list[Any], to: EventStream
     ) -> None:
-        """All events of a stream, a failure's too."""
+        """All events of a stream, a failure's too. What sending raises is the connection's."""
+        send: Send = scope["send"]
+        async for event in self._events(scope, reply, stream, first):
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+            to.sent += 1
+
+    async def _events(
+        self, scope: Scope, reply: R, stream: AnswerStream[Any], first: list[Any]
+    ) -> AsyncIterator[bytes]:
         try:
-            await write_events(reply, stream, first, write)
+            async for event in events_of(reply, stream, first):
+                yield event
         except ClientGone:
             raise
         except Exception as error:
             for event in reply.fail(self.failed(error, scope)):
-                await write(event)
+                yield event
         await self.keep(reply)
-        await write(reply.last())
+        yield reply.last()
 
     def failed(self, error: Exception, scope: Scope) -> HttpError:
         """Counts a failure; its envelope."""
@@ -126,23 +136,23 @@ class Endpoint(ABC, Generic[R]):
         return envelope
 
 
-async def write_events(
-    reply: Reply[D], stream: AnswerStream[D], deltas: Sequence[D], write: Write
-) -> None:
+async def events_of(
+    reply: Reply[D], stream: AnswerStream[D], deltas: Sequence[D]
+) -> AsyncIterator[bytes]:
     """An answer's events, from its first deltas on; a comment when the connection was idle."""
     for event in reply.begin(deltas):
-        await write(event)
+        yield event
     while True:
         for delta in deltas:
             for event in reply.add(delta):
-                await write(event)
+                yield event
         if not stream.unfinished:
             break
         deltas = await stream.read()
         if not deltas and stream.unfinished:
-            await write(COMMENT)
+            yield COMMENT
     for event in reply.finish():
-        await write(event)
+        yield event
 
 
 class GenerationReply(Reply[Delta]):
@@ -172,7 +182,8 @@ class GenerationEndpoint(Endpoint[G]):
         body, deadlines = await read_json_request(scope, receive, "generation")
         reply = await self.parsing.run(self.parse, body, deadlines.first, self.blocks)
         salt = reply.payloads[0].cache_salt
-        reply.payloads = rooted(reply.payloads, scope, self.models.names.id, salt)
+        root = cache_root(self.models.names.id, scope["api_key"], salt)
+        reply.payloads = [replace(each, cache_root=root) for each in reply.payloads]
         for n, payload in enumerate(reply.payloads):
             if isinstance(payload.prompt, Chat) and payload.prompt.pictures:
                 given = payload.prompt, payload.cache_root, deadlines.first

@@ -12,44 +12,54 @@ runner how: on paged memory (model/paged_runner.py) or, where that does not fit,
 cache (model/cached_runner.py). Requests are read in frontend.py, text is made in output.py.
 """
 
-import logging
 import time
 from collections import Counter, abc
 from collections.abc import Callable
-from itertools import chain, islice
+from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
-from batching.errors import DeviceLost, ItemFailed, OnequeueError, OutOfMemory
+from torch import Tensor
+
+from batching.errors import ItemFailed
 from batching.prefill_budget import PrefillBudget
 from batching.request_queue import WorkItem
 from batching.scheduler import ContinuousScheduler
 from batching.sequence import Batch, Chunk, Sequence
 from worker.deltas import Delta
-from worker.failures import failure_of, run_halves
+from worker.failures import run_halves
 from worker.generation.drafting import Drafting
-from worker.generation.flight import Flight, draws_of, scores_of
 from worker.generation.frontend import Frontend
 from worker.generation.ngram_drafter import NgramDrafter
 from worker.generation.output import SequenceOutput, sequence_of
-from worker.grammar.bitmask import Masks
+from worker.generation.requests import Requests
+from worker.grammar.bitmask import MaskRequest, Masks, PendingMask
 from worker.model.cached_runner import CachedRunner
+from worker.model.logits_processors import Draw
 from worker.model.paged_runner import PagedRunner
-from worker.model.sampler import SampledToken, sample
+from worker.model.sampler import Sampled, SampledToken, sample
 from worker.protocol import StepOutcome, StepReport
-from worker.vision.album import Album
-from worker.vision.prompt import PicturePrompt
 from worker.vision.seeing import Sight
-from worker.vision.tower import Tower
+from worker.vision.tower import Album, Tower
 from worker.vision.viewing import Viewing
-
-log = logging.getLogger("onequeue.generation")
 
 AHEAD = {"cpu": False, "cuda": True}  # whether a step is launched before the last has landed
 
 
-class GenerationEngine(Frontend):
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that is launched: its draws are made, none of them is read. `sampled` is to be told to
+    whoever still runs then."""
+
+    batch: Batch
+    scores: dict[Sequence, list[SampledToken]]  # of prompts
+    sampled: Sampled
+    launched_at: float
+
+
+class GenerationEngine(Requests, Frontend):
     """`prepare`, `encode`, `decode` and `token` run in pool threads, the rest on the worker's.
-    `new_scheduler` makes one with nothing in it; `why`: why the model is not paged."""
+    `why`: why the model is not paged."""
 
     def __init__(
         self,
@@ -60,14 +70,11 @@ class GenerationEngine(Frontend):
         sight: Sight | None = None,
     ) -> None:
         language, device = runner.language, runner.language.device.type
-        super().__init__(language, runner.max_model_len, why, sight)
+        Requests.__init__(self, new_scheduler)
+        Frontend.__init__(self, language, runner.max_model_len, why, sight)
         self.runner = runner
         self.speculates = speculates
         self._ahead = AHEAD[device]
-        self.live: dict[WorkItem, list[Sequence]] = {}  # until their end is reported
-        self._failed: dict[WorkItem, Exception] = {}  # of them
-        self._new_scheduler = new_scheduler
-        self.scheduler = new_scheduler()
         self._budget = PrefillBudget(device, self.scheduler.whole_prompts)
         self._drafts = Drafting(device)
         self._viewing = self._new_viewing()
@@ -83,7 +90,7 @@ class GenerationEngine(Frontend):
         if not entrance or not sight:
             return None
         sight.album = Album()
-        return Viewing(Tower(entrance, sight.album), self._not_viewed)
+        return Viewing(Tower(entrance, sight.album), self.fail_pictured)
 
     @property
     def compile_state(self) -> Literal["running", "done", "off"]:
@@ -94,25 +101,18 @@ class GenerationEngine(Frontend):
         return bool(self.live)
 
     def add(self, item: WorkItem) -> None:
-        self.live[item] = [sequence_of(output) for output in item.prepared]
-        for sequence in self.live[item]:
+        sequences = [sequence_of(output) for output in item.prepared]
+        for sequence in sequences:
             if self.speculates and sequence.max_tokens:
                 sequence.drafter = NgramDrafter()
             if sequence.scene and not self._viewing:
                 sequence.scene.ready = True  # its pictures run with it
-            self.scheduler.add(sequence)
+        self.take(item, sequences)
 
     def clear(self) -> list[WorkItem]:
-        """What was scheduled, and how, may be what is wrong: nothing of it is kept."""
-        items = list(self.live)
-        for sequence in chain(*self.live.values()):
-            sequence.table = None
-        self.live.clear()
-        self._failed.clear()
         self._flight = None
-        self.scheduler = self._new_scheduler()
         self._viewing = self._new_viewing()
-        return items
+        return self.drop_all()
 
     def warm_up(self) -> None:
         """Two steps of a sequence, in a free block if there is one."""
@@ -134,7 +134,8 @@ class GenerationEngine(Frontend):
     def step(self) -> StepOutcome:
         self._started = time.monotonic()
         self._counts, self._deltas = Counter(), []
-        self._drop_closed()
+        for item in [item for item in self.live if not item.open]:
+            self.drop(item)
         if chunks := self._schedule():
             self._launch(chunks)
         else:
@@ -142,12 +143,14 @@ class GenerationEngine(Frontend):
         return self._outcome()
 
     def _schedule(self) -> list[Chunk]:
-        streaming = any(sequence.left <= 1 for sequence in self.scheduler.running)
+        left = [sequence.left for sequence in self.scheduler.running]
+        streaming, budget = min(left, default=2) <= 1, 0
         if self._viewing:
             self._viewing.turn(self.scheduler, streaming)
         if self.speculates:
             self._drafts.begin(len(self.scheduler.running))
-        budget = self._budget.prompt_tokens(streaming, time.monotonic() - self._started)
+        if self.scheduler.waiting or max(left, default=0) > 1:
+            budget = self._budget.prompt_tokens(streaming, time.monotonic() - self._started)
         chunks = self.scheduler.schedule(budget, self._draft if self.speculates else None)
         return [chunk for chunk in chunks if chunk.runs]
 
@@ -156,37 +159,45 @@ class GenerationEngine(Frontend):
             self._run(chunks)
         except BaseException as error:
             self._land()  # or this raises: what was promised never comes, which is all that runs
-            run_halves(error, chunks, self._run, self._forward_failed, lambda chunk: chunk.runs)
-
-    def _drop_closed(self) -> None:
-        for item in [item for item in self.live if not item.open]:
-            self._unschedule(item)
-            del self.live[item]
+            run_halves(error, chunks, self._run, self.fail_chunks, lambda chunk: chunk.runs)
 
     def _draft(self, sequence: Sequence) -> tuple[int, ...]:
         try:
             return self._drafts.draft(sequence)
         except BaseException as error:
-            self._fail(sequence.output.item, error)
+            self.fail(sequence.output.item, error)
             return ()
 
     def _run(self, chunks: abc.Sequence[Chunk]) -> None:
         """Through the model; raises before anything of theirs has changed. Draws may depend on what
         the step before gave: it lands first, while the model runs."""
         batch, last, launched_at = Batch.of(chunks), self._flight, time.monotonic()
-        draws, masks = ([], None) if last else draws_of(chunks, self._masks)
-        logits = self.runner.forward(batch, last.drawn if last else None)
+        draws, masks = ([], None) if last else self._draws_of(chunks)
+        logits = self.runner.forward(batch, last.sampled.tokens if last else None)
         if last:
             self._land()
-            draws, masks = draws_of(chunks, self._masks)
-        scores = scores_of(batch, logits)
+            draws, masks = self._draws_of(chunks)
+        scores = scores_of(batch, logits) if batch.scored else {}
         sampled = sample(logits[batch.scored :], draws, masks.result() if masks else None)
-        flies = self._ahead and not any(map(self._drafts.waits_for, chunks))
+        flies = self._ahead and not (self.speculates and any(map(self._drafts.waits_for, chunks)))
         self._flight = Flight(batch, scores, sampled, launched_at)
         if flies:
             self.scheduler.promise(chunks)
         else:
             self._land()
+
+    def _draws_of(self, chunks: abc.Sequence[Chunk]) -> tuple[list[Draw], PendingMask | None]:
+        """What decides the tokens of the chunks' rows, by all that came before; masks are computed
+        from here on. What a row that nobody waits for gives does not count."""
+        draws: list[Draw] = []
+        requests: list[tuple[int, MaskRequest]] = []  # with the first row that each is for
+        for chunk in chunks:
+            if count := chunk.to_sample:
+                output, drafts = chunk.sequence.output, chunk.drafts
+                if output.guide and chunk.runs and (request := output.guide.mask(drafts)):
+                    requests.append((len(draws), request))
+                draws += [Draw(output.sampling, output.count + n, drafts[:n]) for n in range(count)]
+        return draws, self._masks.begin(requests) if requests else None
 
     def _land(self) -> None:
         """The last step's tokens are read, and become text."""
@@ -201,14 +212,17 @@ class GenerationEngine(Frontend):
                 try:
                     self._advance(chunk, flight.scores.get(chunk.sequence, []), drawn)
                 except BaseException as error:
-                    self._fail(chunk.sequence.output.item, error)
+                    self.fail(chunk.sequence.output.item, error)
         began, self._landed_at = max(flight.launched_at, self._landed_at), time.monotonic()
         seconds = self._landed_at - began
         rows = len(flight.batch.ids)
         prefill = sum(chunk.count for chunk in flight.batch.chunks if chunk.prefills)
-        self._budget.learn(prefill, rows - prefill, seconds)
-        if self.speculates:
-            self._drafts.learn(prefill, rows, self._counts["decode_tokens"], seconds)
+        if prefill:
+            self._budget.learn(prefill, rows - prefill, seconds)
+        else:
+            self._budget.decode_s = seconds
+            if self.speculates:
+                self._drafts.learn(rows, self._counts["decode_tokens"], seconds)
         self._counts += counted
 
     def _advance(self, chunk: Chunk, scores: list[SampledToken], drawn: list[SampledToken]) -> None:
@@ -234,50 +248,19 @@ class GenerationEngine(Frontend):
             self.scheduler.remove(sequence)
         self._deltas.append((output.item, output.take()))
 
-    # ── failures ──
-
-    def _not_viewed(self, prompt: PicturePrompt, error: BaseException) -> None:
-        """A picture of the prompt failed, and what it belongs to."""
-        for item, sequences in list(self.live.items()):
-            if item not in self._failed and any(each.scene is prompt for each in sequences):
-                self._fail(item, error)
-
-    def _forward_failed(self, chunks: abc.Sequence[Chunk], failure: OnequeueError) -> None:
-        if isinstance(failure, OutOfMemory) and self.scheduler.give_way():
-            return
-        if len(chunks) == 1 and chunks[0].runs:
-            self._fail(chunks[0].sequence.output.item, failure)
-
-    def _fail(self, item: WorkItem, error: BaseException) -> None:
-        """It raised while working on this item alone, which is dropped."""
-        if isinstance(failure := failure_of(error), DeviceLost):
-            raise error
-        log.warning("generation failed error=%r", failure.__cause__ or failure)
-        error.with_traceback(None)
-        self._failed[item] = failure
-        self._unschedule(item, broken=True)
-
-    def _unschedule(self, item: WorkItem, broken: bool = False) -> None:
-        """`broken`: nobody shall take its prefix from the cache."""
-        for sequence in self.live[item]:
-            if broken and sequence.table:
-                self.scheduler.pool.forget(sequence.table)
-            if sequence.number >= 0:
-                self.scheduler.remove(sequence)
-
     # ── what comes of it ──
 
     def _outcome(self) -> StepOutcome:
         if self._viewing:
             self._viewing.close_those_that_ran(self.scheduler)
         report = self._report()
-        deltas = [(item, delta) for item, delta in self._deltas if item not in self._failed]
+        deltas = [(item, delta) for item, delta in self._deltas if item not in self.failed]
         ending = dict.fromkeys(item for item, delta in deltas if delta.finish_reason)
         ended = ((i, None) for i in ending if all(each.output.ended for each in self.live[i]))
-        done = [*self._failed.items(), *ended]
+        done = [*self.failed.items(), *ended]
         for item, _ in done:
             del self.live[item]
-        self._failed.clear()
+        self.failed.clear()
         if not self.live:
             self._flight = None  # nobody waits for what it gives
         return StepOutcome(report, deltas, done)
@@ -298,3 +281,14 @@ class GenerationEngine(Frontend):
             total_s=time.monotonic() - self._started,
             waits_s=tuple(self._started - s.output.item.accepted_at for s in admitted),
         )
+
+
+def scores_of(batch: Batch, logits: Tensor) -> dict[Sequence, list[SampledToken]]:
+    """How likely prompts' tokens are, or what may follow one, where that is asked: read at once."""
+    scores, row = {}, 0
+    for chunk in batch.chunks:
+        if positions := chunk.to_score:
+            end = row + len(positions)
+            scores[chunk.sequence] = chunk.sequence.output.score(logits[row:end], positions)
+            row = end
+    return scores

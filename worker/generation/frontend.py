@@ -3,19 +3,19 @@ limits, and what answers are parsed by; and from ids to text. What holds them: p
 
     payload → text (text/chat_template.py) → ids → Prepared, for output.py
 
-The tokenizer never truncates or pads, so threads may share it; lengths are checked here. What a
-request leaves open comes from the checkpoint's generation_config.
+The tokenizer never truncates or pads, so threads may share it; lengths are checked here.
 """
 
 import secrets
 from dataclasses import replace
 from typing import Any
 
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
 from worker.decisions import DecisionInput
 from worker.generation.decisions import Decisions
-from worker.generation.defaults import LEFT_OPEN, default_sampling, end_ids
 from worker.generation.output import Prepared, make_choices
 from worker.generation.plans import Plans, proved
 from worker.generation_input import Chat, GenerationInput, Sampling, Stopping
@@ -30,6 +30,10 @@ from worker.text.detokenizer import Vocabulary
 from worker.text.parser import Parser
 from worker.vision.prompt import PicturePrompt
 from worker.vision.seeing import Sight
+
+# What a request may leave open: it is as the checkpoint's generation_config has it, or else as the
+# OpenAI API does.
+LEFT_OPEN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class Frontend:
@@ -143,10 +147,10 @@ class Frontend:
         sight = self.sight
         if sight is None:
             raise InvalidInput(self.no_images, chat.pictures[0].param)
-        sight.check_room(chat.pictures)
-        text = self.template.render(chat)
-        self._check_length(text, "messages")
-        made = sight.process(text, chat.pictures)
+        with sight.turn(chat.pictures):
+            text = self.template.render(chat)
+            self._check_length(text, "messages")
+            made = sight.process(text, chat.pictures)
         return text, PicturePrompt.of(made, lambda: sight.again(text, chat.pictures))
 
     def _encoded(self, prompt: Chat | str, special: bool, param: str) -> tuple[str, list[int]]:
@@ -219,3 +223,18 @@ def answer_parser(
         return None
     tools = request.called_tools if request.calls else ()
     return Parser(form, begun, bool(request.calls), tools, document)
+
+
+def end_ids(defaults: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """All of the checkpoint's end-of-sequence tokens."""
+    ids = getattr(defaults, "eos_token_id", None)
+    ids = tokenizer.eos_token_id if ids is None else ids
+    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+
+
+def default_sampling(defaults: GenerationConfig) -> SamplingParams:
+    """What the checkpoint says; `do_sample: false` is greedy."""
+    given = {name: getattr(defaults, name, None) for name in LEFT_OPEN}
+    if getattr(defaults, "do_sample", None) is False:
+        given["temperature"] = 0.0
+    return SamplingParams(**{name: value for name, value in given.items() if value is not None})

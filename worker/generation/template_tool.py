@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from batching.errors import InvalidInput
 from worker.generation.answer_reader import AnswerReader
-from worker.generation.defaults import end_ids
+from worker.generation.frontend import end_ids
 from worker.model.language_model import DEMO_FOLDER
 from worker.model.loading import first_line, local_path
 from worker.text.byte_tokenizer import byte_tokenizer

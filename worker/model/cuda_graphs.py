@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from batching.sequence import Batch, Span
-from worker.model.attention_function import Attends, forward_context, rescaled
 from worker.model.kv_cache import BLOCK, KVCache
 from worker.model.language_model import LanguageModel
 from worker.model.loading import first_line
+from worker.model.paged_attention import Attends, forward_context
 from worker.model.transfers import fulfilled, to_device
 
 log = logging.getLogger("onequeue.cuda_graphs")
@@ -105,13 +105,15 @@ class RowsMetadata(Attends):
         from worker.model import triton_decode  # needs triton, which comes with torch for GPUs
 
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        query = rescaled(query, self.cache.layers[layer].temperature, self.positions)
+        shape = self.cache.layers[layer]
+        if shape.temperature:
+            query = shape.rescaled(query, self.positions)
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
         q, k, v = (t if t.stride(2) == 1 else t.contiguous() for t in (q, k, v))
         triton_decode.write(k, v, keys, values, self.slots, self.rests)
         return triton_decode.attend(
             q, keys, values, self.tables, self.positions, programs=self.programs, scale=scale,
-            window=window, chunk=self.cache.layers[layer].chunk, softcap=softcap, sinks=sinks,
+            window=window, chunk=shape.chunk, softcap=softcap, sinks=sinks,
         ).unsqueeze(0)  # fmt: skip
 
 

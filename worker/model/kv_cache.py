@@ -23,6 +23,18 @@ class LayerShape:
     # Llama 4's temperature tuning, floor_scale and attn_scale: queries grow with their position
     temperature: tuple[float, float] | None = None
 
+    def rescaled(self, query: Tensor, positions: Tensor) -> Tensor:
+        """Llama 4 scales queries by 1 + attn_scale · log(1 + ⌊(place + 1) / floor_scale⌋) and takes
+        a token's row in the step for its place: made right for its position."""
+        assert self.temperature
+        floor_scale, attn_scale = self.temperature
+        rows = torch.arange(len(positions), device=positions.device)
+        right, given = (
+            torch.log1p(torch.floor((place.float() + 1) / floor_scale)) * attn_scale + 1
+            for place in (positions, rows)
+        )
+        return (query * (right / given)[:, None]).to(query.dtype)
+
 
 class KVCache:
     """Keys and values of all layers, [blocks, BLOCK, heads, size] each.

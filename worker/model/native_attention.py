@@ -3,7 +3,7 @@ to the paged cache and attended to where they lie. Linear layers (native_linear.
 
 Built by the compiler that torch.compile uses and into the same folder (TORCHINDUCTOR_CACHE_DIR),
 which processes may share; where that fails, paged_attention.py goes on. Loading it gives the
-operation that layers call (attention_function.py) a kernel for CPUs.
+operation that layers call (paged_attention.py) a kernel for CPUs.
 """
 
 import ctypes
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from batching.sequence import Batch
-from worker.model.attention_function import Attends
 from worker.model.kv_cache import BLOCK, KVCache
+from worker.model.paged_attention import Attends
 
 FOLDER = Path(__file__).parent / "native"
 SOURCES = (

@@ -1,14 +1,17 @@
-"""Attention over the paged KV cache by torch's functions, and the metadata that a step builds once.
+"""Attention over the paged KV cache: what layers call, and how they attend by torch's functions.
 
-A batch is one row of tokens, span after span, each some tokens of one sequence. A layer's keys and
-values go into the blocks that the scheduler gave the sequence (batching/block_pool.py), then each
-token sees its sequence only. Spans of similar reach share a call: their blocks are gathered
-side by side, what is not theirs is masked. Full, sliding-window and chunked attention, grouped
-queries, soft-capping and attention sinks, on any device. Few rows on a GPU: cuda_graphs.py; a CPU
-with a compiler: native_attention.py.
+Layers find a step's metadata through the thread, on which it is told before the model runs. A batch
+is one row of tokens, span after span, each some tokens of one sequence. A layer's keys and values
+go into the blocks that the scheduler gave the sequence (batching/block_pool.py), then each token
+sees its sequence only. Spans of similar reach share a call: their blocks are gathered side by side,
+what is not theirs is masked. Elsewhere: few rows on a GPU (cuda_graphs.py), a CPU with a compiler
+(native_attention.py).
 """
 
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +19,88 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
 
 from batching.sequence import Batch
-from worker.model.attention_function import Attends, rescaled
 from worker.model.kv_cache import BLOCK, KVCache
 from worker.model.transfers import to_device
 
+ATTENTION = "onequeue_paged"
 # Spans share a call while the farthest reach is at most this factor and this many tokens more.
 SPREAD, SLACK = 1.5, 256
+
+
+class Attends(ABC):
+    """A step's metadata: where its tokens lie, and how layers attend to them. `begin` and `end`:
+    before and after they run, on their thread."""
+
+    cache: KVCache
+    positions: Tensor  # [T]
+
+    @abstractmethod
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None,
+        layer: int, scale: float, window: int, softcap: float,
+    ) -> Tensor:  # fmt: skip
+        """Of one layer, [1, heads, T, size] in, [1, T, heads, size] out. `window`: how many tokens
+        back are seen, 0: all. `softcap`: what scores are capped to, 0: nothing."""
+
+    def begin(self) -> None: ...  # noqa: B027  # nothing to do for most
+    def end(self) -> None: ...  # noqa: B027
+
+
+_context = threading.local()  # .metadata: of the step that runs on this thread
+
+
+@contextmanager
+def forward_context(metadata: Attends) -> Iterator[None]:
+    """The layers of a model that is run inside, on this thread, attend by this metadata."""
+    _context.metadata = metadata
+    try:
+        metadata.begin()
+        yield
+    finally:
+        metadata.end()
+        _context.metadata = None
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None,
+    layer: int, scale: float, window: int, softcap: float,
+) -> Tensor:  # fmt: skip
+    metadata: Attends = _context.metadata
+    return metadata.attend(query, key, value, sinks, layer, scale, window, softcap)
+
+
+# The same, opaque to the compiler: its graph depends on the number of tokens only. The cache is
+# found through the thread, not passed, and each layer writes its part alone. On a CPU, the native
+# operation takes the first one's place once it is loaded, and leaves steps that are not its own to
+# the second.
+_attend_op = torch.library.custom_op("onequeue::paged_attention", attend, mutates_args=())
+torch.library.custom_op("onequeue::plain_attention", attend, mutates_args=())
+
+
+@_attend_op.register_fake
+def _(query: Any, key: Any, value: Any, sinks: Any, *rest: Any) -> Any:
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def attention_function(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
+    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """transformers' attention interface: [1, heads, T, size] in, [1, T, heads, size] out."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    options = (module.layer_idx, scale, sliding_window or 0, softcap or 0.0)
+    if torch.compiler.is_compiling():
+        return torch.ops.onequeue.paged_attention(query, key, value, s_aux, *options), None
+    return attend(query, key, value, s_aux, *options), None
+
+
+# No function that makes its mask is registered: for such, transformers makes none, and does not
+# look at the positions, which a GPU would have to wait for.
+AttentionInterface.register(ATTENTION, attention_function)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +130,20 @@ class AttentionMetadata(Attends):
             for b, s, w in batch.spans
         ]
         slots = np.concatenate(blocks) * BLOCK + positions % BLOCK
-        self.positions, self.slots = self._tensor(positions), self._tensor(slots)  # [T] each
-        # blocks that the step begins and does not fill
         begun = [b[(s + w) // BLOCK] for b, s, w in batch.spans if 0 < (s + w) % BLOCK <= w]
-        self.begun = self._tensor(np.array(begun, np.int64))
+        self.positions = to_device(positions, cache.device)  # [T]
+        self.slots = to_device(slots, cache.device)  # [T]
+        self.begun = to_device(begun, cache.device)  # blocks that the step begins, not to fill them
         self._groups: dict[tuple[int, int, bool], list[Group]] = {}
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None,
         layer: int, scale: float, window: int, softcap: float,
     ) -> Tensor:  # fmt: skip
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        query = rescaled(query, self.cache.layers[layer].temperature, self.positions)
+        cache, shape = self.cache, self.cache.layers[layer]
+        keys, values = cache.keys[layer], cache.values[layer]
+        if shape.temperature:
+            query = shape.rescaled(query, self.positions)
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [T, heads, size]
         for stored, new in ((keys, k), (values, v)):
             if len(self.begun):
@@ -72,7 +151,7 @@ class AttentionMetadata(Attends):
             stored.view(-1, *stored.shape[2:]).index_copy_(0, self.slots, new)
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
         masked = softcap > 0 or sinks is not None
-        for group in self.groups(window, self.cache.layers[layer].chunk, masked):
+        for group in self.groups(window, shape.chunk, masked):
             b, t = group.shape
             if group.blocks is not None:
                 ks, vs = (each.index_select(0, group.blocks) for each in (keys, values))
@@ -97,8 +176,7 @@ class AttentionMetadata(Attends):
         return self._groups[key]
 
     def _members(self, window: int, chunk: int) -> Iterator[Any]:
-        """Numbers of the spans of each group: they see themselves or blocks, of similar reach and
-        width."""
+        """Numbers of the spans of each group: they see themselves, or blocks, alike in reach."""
         first = self._first_gathered(slice(None), window, chunk)
         reach = self.starts + self.widths - first // BLOCK * BLOCK
         fresh = (self.starts == 0) & (self.widths > 1)
@@ -123,23 +201,23 @@ class AttentionMetadata(Attends):
 
     def _group(self, members: Any, window: int, chunk: int, masked: bool) -> Group:
         starts, widths = self.starts[members], self.widths[members]
-        b, t = len(members), int(widths.max())
+        b, t, device = len(members), int(widths.max()), self.cache.device
         within = np.arange(t)
         queries = starts[:, None] + within  # [b, t] positions
         real = within < widths[:, None]  # [b, t]
         rows = self.offsets[members, None] + np.minimum(within, widths[:, None] - 1)
-        places = None if real.all() else self._tensor(np.flatnonzero(real))
+        places = None if real.all() else to_device(np.flatnonzero(real), device)
         every = places is None and b == len(self.widths)
         blocks = mask = None
         if t == 1 or starts.any():
             gathered, keys = self._gathered(members, window, chunk)
-            blocks = self._tensor(gathered.ravel())
+            blocks = to_device(gathered.ravel(), device)
             mask = self._mask(queries, keys, window, chunk, rows)
         elif masked or 0 < window < t or 0 < chunk < t:
             keys = np.broadcast_to(within, (b, t))
             mask = self._mask(queries, keys, window, chunk, rows)
-        target = None if every else self._tensor(rows[real])
-        rows = None if every else self._tensor(rows.ravel())
+        target = None if every else to_device(rows[real], device)
+        rows = None if every else to_device(rows.ravel(), device)
         return Group(rows, places, target, (b, t), blocks, mask)
 
     def _gathered(self, members: Any, window: int, chunk: int) -> tuple[Any, Any]:
@@ -156,10 +234,9 @@ class AttentionMetadata(Attends):
         return blocks, first[:, None] * BLOCK + np.arange(n * BLOCK)
 
     def _mask(self, queries: Any, keys: Any, window: int, chunk: int, rows: Any) -> Tensor:
-        seen = self._seen(queries, keys, window, chunk, rows)
-        mask = torch.zeros(seen.shape, dtype=self.cache.dtype)
-        mask.masked_fill_(torch.from_numpy(~seen), -torch.inf)
-        return mask.unsqueeze(1).to(self.cache.device)
+        hidden = torch.from_numpy(~self._seen(queries, keys, window, chunk, rows)).unsqueeze(1)
+        mask = torch.zeros(hidden.shape, dtype=self.cache.dtype)
+        return mask.masked_fill_(hidden, -torch.inf).to(self.cache.device)
 
     def _seen(self, queries: Any, keys: Any, window: int, chunk: int, rows: Any) -> Any:
         """[b, t, keys] whether a query sees a key; `rows`: of the queries in the step."""
@@ -168,9 +245,6 @@ class AttentionMetadata(Attends):
         if window or chunk:
             seen &= keys[:, None, :] >= self._first_seen(position, window, chunk)
         return seen
-
-    def _tensor(self, values: Any) -> Tensor:
-        return to_device(values, self.cache.device)
 
 
 def _rows(tensor: Tensor, rows: Tensor | None) -> Tensor:

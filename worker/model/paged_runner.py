@@ -17,7 +17,6 @@ from torch import Tensor
 from batching.sequence import Batch, Span
 from worker.cores import release
 from worker.model import native_attention, native_linear
-from worker.model.attention_function import Attends, forward_context
 from worker.model.both_ways import BothWaysMetadata, has_blocks
 from worker.model.compiling import compiled
 from worker.model.cuda_graphs import SIZES, SPARE, CudaGraphs, RowsMetadata, capture_graphs
@@ -26,7 +25,7 @@ from worker.model.kv_cache import BLOCK, KVCache
 from worker.model.language_model import LanguageModel
 from worker.model.loading import first_line
 from worker.model.native_attention import NativeMetadata
-from worker.model.paged_attention import AttentionMetadata
+from worker.model.paged_attention import Attends, AttentionMetadata, forward_context
 from worker.model.pictures import rows_of, told_positions
 from worker.model.self_check import length_beyond_windows
 from worker.model.transfers import fulfilled, to_device

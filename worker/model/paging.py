@@ -20,11 +20,10 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from batching.sequence import Batch, Span
-from worker.model.attention_function import ATTENTION
 from worker.model.kv_cache import BLOCK, KVCache, LayerShape
 from worker.model.language_model import GeneratorOptions, LanguageModel
 from worker.model.loading import GB, LoadingFailed, first_line, free_bytes, worth_compiling
-from worker.model.paged_attention import AttentionMetadata, Group
+from worker.model.paged_attention import ATTENTION, AttentionMetadata, Group
 from worker.model.paged_runner import PagedRunner, run
 from worker.model.self_check import (
     SHORTEST,

@@ -42,6 +42,6 @@ class Readout:
 def fulfilled(ids: Tensor, drawn: Tensor | None) -> Tensor:
     """Ids of any shape, with the tokens in place of the promised ones (-1 - row of `drawn` [R]). A
     row without usable numbers (-1) has any token: nobody gets what comes of it."""
-    if drawn is None:
+    if drawn is None or not len(drawn):
         return ids
     return torch.where(ids < 0, drawn[(-1 - ids).clamp(min=0)].clamp(min=0), ids)

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from prometheus_client import Counter
 from starlette.types import Receive, Scope, Send
 
+from server.answer_stream import AnswerStream
+from server.engine import Deadlines
 from server.http.errors import HttpError
 from server.http.json import Document
-from server.http.request import Deadlines
 from server.http.sse import data_frame
 from server.http.upload import Uploads
 from server.openai.audio.formats import Transcript, render
 from server.openai.audio.request import TranscriptionRequest, read_fields
 from server.openai.logprobs import token_document
 from server.openai.request import Endpoint, Reply
-from server.submission import AnswerStream
 from worker.transcription import TranscriptDelta, TranscriptionInput
 
 PATHS = "/v1/audio/transcriptions", "/v1/audio/translations"

@@ -14,12 +14,13 @@ from typing import Protocol
 import anyio.to_thread
 from starlette.types import Receive, Scope, Send
 
-from server.engine import Engine
+from server.answer_stream import TokenStream, Usage
+from server.cache_root import cache_root
+from server.engine import Deadlines, Engine
 from server.http.json import INLINE_BYTES, Document, Parsing, to_json
-from server.http.request import Deadlines, read_json_request, send_json
+from server.http.request import read_json_request, send_json
 from server.openai.models import ModelNames
 from server.openai.params import Body, decode
-from server.submission import TokenStream, Usage, rooted
 from worker.decisions import MOST_QUESTIONS, DecisionInput
 from worker.deltas import Delta
 
@@ -63,7 +64,8 @@ class DecisionEndpoint:
         request: DecisionBody,
         payload: DecisionInput,
     ) -> tuple[list[Delta], Usage]:
-        payloads = rooted([payload], scope, self.models.names.id, request.cache_salt)
+        root = cache_root(self.models.names.id, scope["api_key"], request.cache_salt)
+        payloads = [replace(payload, cache_root=root)]
         usage = Usage()
         deadlines = replace(deadlines, whole=deadlines.first)
         given = self.models.serves, payloads, deadlines, usage, receive

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
+from server.answer_stream import Usage
 from server.http.json import Document, parse_json, to_json
 from server.openai.decisions.questions import AnyQuestion, QuestionPart
 from server.openai.messages import read_messages
@@ -20,7 +21,6 @@ from server.openai.responses.items import (
     documents,
     messages,
 )
-from server.submission import Usage
 from worker.decisions import MOST_QUESTIONS, DecisionInput
 
 # As a response has them, and what that has instead of calls of tools that take a text.

@@ -10,11 +10,11 @@ import orjson
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
+from server.answer_stream import Usage
 from server.http.json import Document
 from server.openai.decisions import confidence
 from server.openai.decisions.questions import described, written
 from server.openai.params import Salt
-from server.submission import Usage
 from worker.decisions import MOST_OPTIONS, DecisionInput, Question
 
 MOST_NAMED = 64

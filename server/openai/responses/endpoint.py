@@ -24,16 +24,17 @@ from starlette.types import Receive, Scope, Send
 
 from batching.errors import ClientGone, InvalidInput
 from batching.request_queue import WorkItem
+from server.answer_stream import TokenStream
+from server.engine import Deadlines
 from server.http.errors import HttpError
 from server.http.json import Document
-from server.http.request import Deadlines, JsonEndpoint, send_json
+from server.http.request import JsonEndpoint, send_json
 from server.openai.params import convert, decode
-from server.openai.request import GenerationEndpoint, write_events
+from server.openai.request import GenerationEndpoint, events_of
 from server.openai.responses.events import ResponseReply
 from server.openai.responses.items import documents
 from server.openai.responses.request import ResponseRequest
 from server.openai.responses.store import NotStored, ResponseStore, Stored, TooLarge
-from server.submission import TokenStream
 
 log = logging.getLogger("onequeue.responses")
 
@@ -141,7 +142,8 @@ class Responses(GenerationEndpoint[ResponseReply]):
         """In the background: whatever ends it is what its response says."""
         with stream:
             try:
-                await write_events(reply, stream, await stream.read(), to_nobody)
+                async for _ in events_of(reply, stream, await stream.read()):
+                    pass  # nobody is sent any
             except ClientGone:
                 reply.break_off("cancelled")
             except Exception as error:
@@ -221,10 +223,6 @@ class Responses(GenerationEndpoint[ResponseReply]):
             with contextlib.suppress(NotStored):
                 return await anyio.to_thread.run_sync(work, store, id)
         raise _not_found(id, "id")
-
-
-async def to_nobody(event: bytes) -> None:
-    """A response in the background is asked for when it has ended."""
 
 
 def _id(request: Request, counted_as: str) -> str:

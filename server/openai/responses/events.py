@@ -16,6 +16,7 @@ from typing import Any, Literal
 import msgspec
 import orjson
 
+from server.answer_stream import Usage
 from server.http.errors import HttpError
 from server.http.json import Document
 from server.openai.chat import CallId
@@ -25,7 +26,6 @@ from server.openai.responses.items import new_id
 from server.openai.responses.request import ResponseRequest
 from server.openai.responses.store import Stored
 from server.openai.structured import Format
-from server.submission import Usage
 from worker.deltas import Delta, TokenLogprob
 from worker.generation_input import Chat, GenerationInput, SamplingDefaults
 from worker.protocol import Generator

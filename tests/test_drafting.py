@@ -4,16 +4,16 @@ import random
 
 import pytest
 
-from batching.draft_budget import MOST_ROWS, DraftBudget
+from worker.generation.drafting import MOST_ROWS, Drafting
 
 
-def taught(row_s: float, sequences: int, steps: int = 200, fixed_s: float = 0.01) -> DraftBudget:
+def taught(row_s: float, sequences: int, steps: int = 200, fixed_s: float = 0.01) -> Drafting:
     """By steps of a few sequences more or less, with some noise in their times."""
-    budget, chance = DraftBudget("cpu"), random.Random(1)
+    budget, chance = Drafting("cpu"), random.Random(1)
     for _ in range(steps):
         drafts = chance.randrange(9)
         seconds = (fixed_s + row_s * (sequences + drafts)) * chance.uniform(0.95, 1.1)
-        budget.learn(0, sequences + drafts, sequences, seconds)
+        budget.learn(sequences + drafts, sequences, seconds)
     return budget
 
 
@@ -41,31 +41,24 @@ def test_rows_that_cost_nothing_are_used_and_those_that_cost_as_a_step_are_not()
 
 
 def test_what_rows_cost_is_assumed_until_it_is_seen() -> None:
-    unknown = DraftBudget("cpu")
+    unknown = Drafting("cpu")
     assert unknown.worth(0.5, 6) == 5
     for _ in range(50):
-        unknown.learn(0, 16, 16, 0.01)  # always the same: nothing is to be seen
+        unknown.learn(16, 16, 0.01)  # always the same: nothing is to be seen
     assert unknown.worth(0.5, 6) == 1
     assert unknown.worth(0.2, 6) == 0
-
-
-def test_a_step_with_a_prompt_says_nothing() -> None:
-    budget = taught(0.0005, 8)
-    least = budget.least_gain
-    budget.learn(100, 108, 8, 1.0)
-    assert budget.least_gain == least
 
 
 def test_another_load_is_learned() -> None:
     budget = taught(0.002, 16)
     for _ in range(1000):
-        budget.learn(0, 2, 1, 0.02)
+        budget.learn(2, 1, 0.02)
     assert budget.worth(0.9, 16) == 16
 
 
 @pytest.mark.parametrize("sequences", [1, 3, 8, 16, 31, 32, 40])
 def test_no_step_has_more_rows_than_the_most_and_all_sequences_have_a_share(sequences: int) -> None:
-    budget = DraftBudget("cpu")
+    budget = Drafting("cpu")
     budget.begin(sequences)
     rooms = []
     for _ in range(sequences):
@@ -76,7 +69,7 @@ def test_no_step_has_more_rows_than_the_most_and_all_sequences_have_a_share(sequ
 
 
 def test_rows_that_are_not_taken_are_for_those_that_follow() -> None:
-    budget = DraftBudget("cpu")
+    budget = Drafting("cpu")
     budget.begin(4)
     assert budget.room() == 7
     assert [budget.room() for _ in range(3)] == [10, 14, 28]

@@ -1,118 +1,25 @@
-"""A request's work items: submitted, awaited or streamed, and let go whatever becomes of them.
+"""What is generated or heard for a request comes in parts, kept here until the client reads.
 
-    submit, or the refusal → the items' answers, or deltas as they come → their places are free
+    each step's deltas → an AnswerStream → its reader, at the client's pace
 
-Event loop only. What is answered at once comes by the items' futures. What is generated or heard
-comes in parts, after each step: an AnswerStream keeps them until the client reads.
+Event loop only. How a request's items are submitted and let go is engine.py's.
 """
 
 import asyncio
-import hashlib
-import math
-import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Generic, Self, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
-from starlette.types import Receive, Scope
+from starlette.types import Receive
 
-from batching.errors import ClientGone, DeadlineExceeded, ItemFailed
-from batching.request_queue import Stream
-from server.engine import Engine, fail
-from server.http.json import Header
-from server.http.request import Deadlines
+from batching.errors import ClientGone, ItemFailed
+from server.engine import Deadlines, Engine, Submission
 from worker.decisions import DecisionInput
 from worker.deltas import Delta
 from worker.generation_input import GenerationInput
 
 D = TypeVar("D")
-P = TypeVar("P", bound=Any)  # a payload, which has a `cache_root`
-
-_SECRET = secrets.token_bytes(32)  # so that nobody finds a key by its digests
-
-
-def rooted(payloads: Sequence[P], scope: Scope, model: str, salt: str | None) -> list[P]:
-    """A request's payloads, which share their prefixes from here on."""
-    root = cache_root(model, scope["api_key"], salt or "")
-    return [replace(each, cache_root=root) for each in payloads]
-
-
-def cache_root(model: str, key: bytes, salt: str) -> bytes:
-    """Whose prefix cache a request shares: a shared one tells by its times what others have asked.
-
-    16 bytes that say nothing of what they are made of. Without API_KEYS there is one room for all;
-    a client's salt makes smaller rooms within that of its key, never larger ones."""
-    digest = hashlib.blake2b(digest_size=16, key=_SECRET)
-    for part in (model.encode(), key, salt.encode()):
-        digest.update(len(part).to_bytes(8))
-        digest.update(part)
-    return digest.digest()
-
-
-class Submission:
-    """Work items for the model of that name in the registry, which keep their places as long as
-    the block lasts. Their futures get the answers, DeadlineExceeded, or ClientGone if the client
-    leaves.
-
-    Raises a Refused if they are not accepted. Without `receive` no client waits for them."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        serves: str,
-        payloads: Sequence[Any],
-        deadlines: Deadlines,
-        receive: Receive | None,
-        stream: Stream | None = None,
-    ) -> None:
-        self.engine = engine
-        self._timer: asyncio.TimerHandle | None = None
-        self.items = engine.submit(serves, payloads, deadlines.first, stream)
-        self._expire_at(min(deadlines.first, deadlines.whole))
-        if receive:
-            engine.loop.create_task(self._abort_on_disconnect(receive))  # receive() holds it
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Give the places back; what still runs is aborted."""
-        self._expire_at(math.inf)
-        self.engine.queue.forget(self.items)
-
-    async def answers(self) -> list[Any]:
-        """Of all items, in order; raises the first error there is."""
-        return [await item.future for item in self.items]
-
-    def timing_headers(self) -> list[Header]:
-        """Where the time went, in milliseconds; of several items, the one that took longest."""
-        items = self.items
-        item = items[0] if len(items) == 1 else max(items, key=lambda item: item.finished_at)
-        timing = b"queue;dur=%.2f, batch;dur=%.2f, model;dur=%.2f" % (
-            (item.arrived_at - item.accepted_at) * 1e3,
-            (item.started_at - item.arrived_at) * 1e3,
-            (item.finished_at - item.started_at) * 1e3,
-        )
-        return [(b"server-timing", timing), (b"x-batch-size", b"%d" % item.batch_size)]
-
-    def _expire_at(self, deadline: float) -> None:
-        """From now on this is the time limit."""
-        if self._timer:
-            self._timer.cancel()
-        if deadline < math.inf:
-            left_s = deadline - time.monotonic()
-            self._timer = self.engine.loop.call_later(left_s, self._expire)
-
-    def _expire(self) -> None:
-        late = "the request did not finish within its time limit"
-        fail(self.items, DeadlineExceeded(late))
-
-    async def _abort_on_disconnect(self, receive: Receive) -> None:
-        """After the answer, when that is reported too, this does nothing."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        fail(self.items, ClientGone("the client has gone"))
 
 
 class AnswerStream(Submission, Generic[D]):
