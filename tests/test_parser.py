@@ -304,12 +304,6 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
     ),
     (
         "coder",
-        "<tool_call>\n<function=get>\n<parameter=s>\n<![CDATA[a < b]]>\n</parameter>\n</function>"
-        "\n</tool_call>",
-        ("", "", [("get", {"s": "a < b"})]),
-    ),
-    (
-        "coder",
         "<think>\na\n</think>\n\nThe <b>answer</b> </think",
         ("The <b>answer</b> </think", "a", []),
     ),

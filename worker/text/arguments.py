@@ -17,7 +17,6 @@ from worker.text.call_form import Arguments
 DEEPEST = 100
 BACKSLASH, ESCAPES = re.compile(r"\\(.)", re.DOTALL), "\\'\"abfnrtvxuUN01234567\n"
 BARE_KEY = re.compile(r'(?<=[{,])([^":,{}\[\]]+):')
-CDATA = "<![CDATA[", "]]>"  # what some put around texts between tags
 
 TOKEN = re.compile(
     r"""(?P<text>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')
@@ -54,10 +53,7 @@ def entries(form: Arguments, text: str, declared: Schema) -> dict[str, Any]:
     while (start := text.find(opens, at)) >= 0 and (match := entry.match(text, start)):
         if not (key := match["key"].strip()):
             break
-        written = match["value"]
-        if written.startswith(CDATA[0]) and written.endswith(CDATA[1]):
-            written = written[len(CDATA[0]) : -len(CDATA[1])]
-        found[key] = value(written, declared.get(key))
+        found[key] = value(match["value"], declared.get(key))
         at = match.end()
     if text.strip() and not found:
         raise ValueError("no entries")
