@@ -117,6 +117,8 @@ class CallParser:
                     self._begin(name)
 
     def _begin(self, name: str) -> None:
+        self._tell()  # of a call that has not ended
+        self._given = bool(self._letters)
         self._named = self.begun = True
         self._parts.append(CallPart(name))
 
