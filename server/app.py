@@ -130,8 +130,7 @@ def _load(name: str, settings: Settings, recognizer: Model | None = None) -> Any
             loaded: Any = recognizer and recognizer.loaded
             return load_speech(_options(SpeechOptions, name, settings), loaded and loaded.pipe)
         case _:
-            from worker.embedding.checkpoint import ScoringOptions
-            from worker.embedding.load import load_embedder, load_reranker
+            from worker.embedding.load import ScoringOptions, load_embedder, load_reranker
 
             load = load_embedder if name == "embedding" else load_reranker
             return load(_options(ScoringOptions, name, settings))

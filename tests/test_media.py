@@ -4,6 +4,7 @@ import base64
 import io
 import random
 import struct
+import tempfile
 import zlib
 from functools import partial
 from pathlib import Path
@@ -97,8 +98,17 @@ def test_links_and_paths_are_not_opened(name: str, monkeypatch: pytest.MonkeyPat
     with pytest.raises(InvalidInput) as caught:
         to_image(name, "inputs.image")
     assert caught.value.param == "inputs.image"
+    monkeypatch.undo()
+    opened: list[str] = []
+
+    def watched(file: str, *given: Any) -> Any:
+        opened.append(file)
+        return io.open(file, *given)  # noqa: UP020  # that which is not watched
+
+    monkeypatch.setattr("builtins.open", watched)
     with pytest.raises(InvalidInput):
         to_audio(name, RATE)
+    assert all(file.startswith(tempfile.gettempdir()) for file in opened)
 
 
 def test_the_path_of_an_existing_image_is_not_opened(tmp_path: Path) -> None:

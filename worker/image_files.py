@@ -43,6 +43,9 @@ def open_image(data: bytes, param: str, most: int) -> Image.Image:
     if tile > MAX_TILE:
         raise InvalidInput("the image is stored in tiles that are too large", param)
     width, height = image.size
+    if width * height > most:
+        large = f"the image has {width} x {height} pixels; at most {most} are taken"
+        raise InvalidInput(large, param)
     if max(width, height) > MOST_RATIO * min(width, height):
         long = f"one side may be at most {MOST_RATIO} times the other"
         raise InvalidInput(f"the image has {width} x {height} pixels; {long}", param)

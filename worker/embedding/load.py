@@ -1,8 +1,12 @@
-"""From settings to an embedder or a reranker, on the worker thread: loaded, run, and checked to
-have the weights that its answers depend on.
+"""From settings to an embedder or a reranker, on the worker thread: the checkpoint with what
+sentence-transformers wrote beside it, run, and checked to have the weights that its answers depend
+on.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,30 +17,91 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTextEncoding,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 
-from worker.embedding.checkpoint import Checkpoint, ScoringOptions, load_checkpoint
 from worker.embedding.embedder import Embedder
-from worker.embedding.files import activation
+from worker.embedding.files import SentenceFiles, activation, read_files
+from worker.embedding.paged_rows import PagedRows, paged_rows
 from worker.embedding.pairs import QuestionPairs, TextPairs
 from worker.embedding.reranker import Reranker, of_answer, of_label
-from worker.embedding.rows import LOGITS, STATES
+from worker.embedding.rows import LOGITS, STATES, RowModel
 from worker.embedding.texts import Row, TextReader
-from worker.model import missing_weights
-from worker.model.language_model import check_generates
-from worker.model.loading import LoadingFailed, loading
-from worker.model.self_check import TOLERANCE
+from worker.model import loading, missing_weights
+from worker.model.language_model import LanguageModel, check_generates
+from worker.model.loading import LoadingFailed, ModelOptions, local_path, model_info
+from worker.model.self_check import TOLERANCE, CannotRun
+from worker.pipeline import native_packing
+from worker.pipeline.limits import context_limit, vocabulary
+from worker.protocol import ModelInfo
+
+log = logging.getLogger("onequeue.embedding")
+
+DEMO_FOLDER = Path(__file__).parent.parent / "demo" / "embedding"
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOptions(ModelOptions):
+    compile: str = "auto"
+    allow_dimensions: bool = False
+    max_running: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint in memory."""
+
+    options: ScoringOptions
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    files: SentenceFiles
+    lacking: dict[str, str]  # weights that it has not, by name
+
+    @property
+    def limit(self) -> int:
+        """Tokens of a text at most."""
+        return min(context_limit(self), self.files.max_length or context_limit(self))
+
+    @property
+    def reader(self) -> TextReader:
+        return TextReader(self.tokenizer, self.limit, vocabulary(self), self.files.lower_case)
+
+    def rows(self, model: PreTrainedModel, wanted: str) -> RowModel | PagedRows:
+        """Through this model or part of it, in the way that it can take."""
+        if wanted == STATES:
+            language = LanguageModel(self.options.model, model, self.tokenizer)
+            try:
+                options = self.options
+                return paged_rows(language, self.limit, options.compile, options.max_running)
+            except CannotRun as error:
+                log.debug("not paged: %s", error)
+        rows = RowModel(model, self.tokenizer, self.limit, wanted)
+        native_packing.begin(rows.model, rows.packing, rows.warm_up, self.options.compile)
+        return rows
+
+    def info(self, task: str, rows: RowModel | PagedRows) -> ModelInfo:
+        return model_info(task, self.options.model, self.model, rows.batching, rows.why)
 
 
 def load_embedder(options: ScoringOptions) -> Embedder:
     """LoadingFailed if the model cannot be served."""
-    with loading(options.model, "embeddings"):
+    with loading.loading(options.model, "embeddings"):
         made = load_checkpoint(options, encoder_class)
         check_weights(made)
         rows = made.rows(made.model, STATES)
         sizes = None if options.allow_dimensions else trained_sizes(made.model.config)
         info = made.info("feature-extraction", rows)
         return Embedder(rows, made.reader, made.files, sizes, info)
+
+
+def load_checkpoint(options: ScoringOptions, choose: Callable[[Any], Any]) -> Checkpoint:
+    """By one of transformers' auto classes, which `choose` knows from the configuration."""
+    path = local_path(options.model, DEMO_FOLDER)
+    files = read_files(path)
+    if files.subfolder:
+        path = str(Path(path) / files.subfolder)  # as old versions saved it
+    model, tokenizer, lacking = loading.load_checkpoint(options, path, choose)
+    return Checkpoint(options, model, tokenizer, files, lacking)
 
 
 def encoder_class(config: Any) -> Any:
@@ -74,7 +139,7 @@ def trained_sizes(config: Any) -> Sequence[int] | None:
 
 def load_reranker(options: ScoringOptions) -> Reranker:
     """LoadingFailed if the model cannot be served."""
-    with loading(options.model, "reranking"):
+    with loading.loading(options.model, "reranking"):
         made = load_checkpoint(options, reranker_class)
         decides = decides_by_tokens(made.model.config)
         return decider(made) if decides else cross_encoder(made)

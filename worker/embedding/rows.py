@@ -11,9 +11,10 @@ run in chunks, on blocks of memory, are paged_rows.py's.
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from worker.embedding.texts import Row
@@ -24,7 +25,6 @@ from worker.model.self_check import (
     length_beyond_windows,
     random_prompts,
 )
-from worker.pipeline.last_layer import find_join
 from worker.pipeline.load import choose_batching, padded
 from worker.pipeline.packed_attention import Packing
 from worker.protocol import Batching
@@ -133,7 +133,9 @@ class RowModel:
         return True
 
     def _end_early(self, rows: Sequence[Row], reference: Tensor) -> None:
-        """If that gives the same: the head looks at the first token of each text alone."""
+        """The head looks at the first token of each text alone: in the last layer attention sees
+        all, and from where its answer is added to the layer's input on, only those go on. If that
+        gives the same."""
         assert self.packing is not None
         join = find_join(self.packing.layers[-1], lambda: self(rows))
         if join is None:
@@ -143,3 +145,24 @@ class RowModel:
             compare(self(rows), reference, TOLERANCE[reference.dtype])
         except Exception:  # as the rest of its last layer refuses
             undo()
+
+
+def find_join(layer: nn.Module, run: Callable[[], object]) -> nn.Module | None:
+    """The module in `layer` that is called with attention's answer and the layer's own input, as is
+    seen while `run` runs the model; None where a layer adds by itself."""
+    inputs: list[Tensor] = []
+    found: list[nn.Module] = []
+
+    def note(module: nn.Module, args: Any) -> None:
+        if module is layer:
+            inputs[:] = args[:1]
+        elif inputs and len(args) == 2 and args[1] is inputs[0]:
+            found.append(module)
+
+    handles = [module.register_forward_pre_hook(note) for module in layer.modules()]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if len(found) == 1 else None

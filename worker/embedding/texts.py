@@ -6,6 +6,7 @@ is too long is refused or cut here.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -95,8 +96,6 @@ class TextReader:
     def checked(self, ids: list[int], path: str) -> list[int]:
         if not ids:
             raise InvalidInput.at(path, "has no tokens")
-        if len(ids) > self.limit:
-            raise InvalidInput.at(path, f"has {len(ids)} tokens; the model takes {self.limit}")
         if (largest := max(ids)) >= self.vocabulary:
             raise InvalidInput.at(path, f"has a token that the model does not know: {largest}")
         return ids
@@ -144,7 +143,4 @@ def cut(ids: list[int], special: Sequence[int], most: int, left: bool, path: str
 
 def _trailing(special: Sequence[int]) -> int:
     """How many special tokens there are at the end."""
-    count = 0
-    while count < len(special) and special[-1 - count]:
-        count += 1
-    return count
+    return len(list(takewhile(bool, special[::-1])))

@@ -39,9 +39,8 @@ from worker.model.logits_processors import Draw
 from worker.model.paged_runner import PagedRunner
 from worker.model.sampler import Sampled, SampledToken, sample
 from worker.protocol import StepOutcome, StepReport
-from worker.vision.album import Album
 from worker.vision.seeing import Sight
-from worker.vision.tower import Tower
+from worker.vision.tower import Album, Tower
 from worker.vision.viewing import Viewing
 
 AHEAD = {"cpu": False, "cuda": True}  # whether a step is launched before the last has landed

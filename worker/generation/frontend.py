@@ -147,10 +147,10 @@ class Frontend:
         sight = self.sight
         if sight is None:
             raise InvalidInput(self.no_images, chat.pictures[0].param)
-        sight.check_room(chat.pictures)
-        text = self.template.render(chat)
-        self._check_length(text, "messages")
-        made = sight.process(text, chat.pictures)
+        with sight.turn(chat.pictures):
+            text = self.template.render(chat)
+            self._check_length(text, "messages")
+            made = sight.process(text, chat.pictures)
         return text, PicturePrompt.of(made, lambda: sight.again(text, chat.pictures))
 
     def _encoded(self, prompt: Chat | str, special: bool, param: str) -> tuple[str, list[int]]:

@@ -17,7 +17,7 @@ from worker.model.paged_runner import PagedRunner
 from worker.model.paging import load_paged_runner
 from worker.model.self_check import CannotRun
 from worker.vision.cached import PicturedRunner
-from worker.vision.check import check_own_forward, check_pictures
+from worker.vision.check import check_pictures, sees_unpaged
 from worker.vision.processor import Processor
 from worker.vision.processor_loading import load_processor
 from worker.vision.quickening import quicken
@@ -43,7 +43,7 @@ def load_generator(options: GeneratorOptions) -> GenerationEngine:
     except CannotRun as error:
         log.warning("static batches: %s", error)
         language.lay_out(options.quantization)
-        sight = sight if sight and sees(language, sight.processor) else None
+        sight = sight if sight and sees_unpaged(language, sight.processor) else None
         length = options.max_model_len
         if sight:
             runner = PicturedRunner(language, length, sight.processor)
@@ -73,17 +73,6 @@ def load_sight(language: LanguageModel, most_pixels: int) -> Sight | None:
         return None
     language.tokenizer = processor.tokenizer
     return Sight(processor, most_pixels)
-
-
-def sees(language: LanguageModel, processor: Processor) -> bool:
-    """Whether its own forward takes pictures; else, with a line in the log, it serves text."""
-    try:
-        check_own_forward(language, processor)
-    except CannotRun as error:
-        log.warning("images are refused, the model does not run with them: %s", error)
-        language.no_images = "this model does not run with images here: the server's log says why"
-        return False
-    return True
 
 
 def paged_engine(

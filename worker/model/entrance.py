@@ -21,9 +21,10 @@ READ = "onequeue_masks_read"
 # Tensors that a decoder is given and no picture changes, or that are told in other ways.
 ORDINARY = ("input_ids", "attention_mask", "position_ids", "cache_position")
 
-# What is passed to a decoder in pictures' places, by its arguments' names: [N, …] a row a token. A
-# tensor of booleans says of which rows the lists of tensors are; the other rows of those are zeros.
-Rows = Mapping[str, Tensor | list[Tensor]]
+# What is passed to a decoder in pictures' places, by its arguments' names: [N, …] a row a token. Of
+# a list of tensors each has its number after a point; a tensor of booleans says of which rows they
+# are, and the others are zeros.
+Rows = Mapping[str, Tensor]
 
 
 class Arrived(Exception):
@@ -70,16 +71,18 @@ class Entrance:
             raise Arrived(given)
         places, rows = self._brought
         shape = given["inputs_embeds"].shape[:2]
+        lists: dict[str, list[Tensor]] = {}
         for name, each in rows.items():
-            if isinstance(each, list):
+            name, in_list, _ = name.partition(".")
+            if in_list:
                 [mask] = _masks(rows)
-                given[name] = [layer[mask] for layer in each]
+                lists.setdefault(name, []).append(each[mask])
                 continue
             before = given.get(name)
             joined = each.new_zeros(shape) if before is None else before.clone()
             joined[0, places] = each.to(joined.dtype)
             given[name] = joined
-        return self._decode(**{**given, "attention_mask": None})
+        return self._decode(**{**given, **lists, "attention_mask": None})
 
 
 def rows_of(given: Mapping[str, Any], count: int, width: int) -> Sequence[Rows]:
@@ -87,20 +90,18 @@ def rows_of(given: Mapping[str, Any], count: int, width: int) -> Sequence[Rows]:
     decoder is given what cannot be told apart by token."""
     found = {n: each for n, each in given.items() if n not in ORDINARY and _holds_tensors(each)}
     masks = _masks(found)
-    made: list[dict[str, Tensor | list[Tensor]]] = [{} for _ in range(count)]
+    by_token: dict[str, Tensor] = {}
     for name, each in found.items():
         if isinstance(each, Tensor):
-            by_token: list[Tensor] = [each]
+            by_token[name] = each
         elif len(masks) == 1:
-            by_token = [_spread(layer, masks[0]) for layer in each]
+            by_token |= {f"{name}.{n}": _spread(layer, masks[0]) for n, layer in enumerate(each)}
         else:
             raise CannotRun(f"its decoder is given {name}, of which tokens is not told")
-        if any(tensor.shape[:2] != (count, width) for tensor in by_token):
+    for name, each in by_token.items():
+        if each.shape[:2] != (count, width):
             raise CannotRun(f"its decoder is given {name}, which is not of tokens")
-        for number, rows in enumerate(made):
-            parts = [tensor[number].clone() for tensor in by_token]
-            rows[name] = parts[0] if isinstance(each, Tensor) else parts
-    return made
+    return [{name: each[n].clone() for name, each in by_token.items()} for n in range(count)]
 
 
 def sees_next(given: Mapping[str, Any]) -> Tensor:

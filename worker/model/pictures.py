@@ -56,20 +56,8 @@ def rows_of(batch: Batch) -> tuple[Tensor, Rows]:
             begin, end = max(first, start), min(stop, start + width)
             if begin < end:
                 places.append(torch.arange(begin + shift, end + shift))
-                parts.append(_part(rows, begin - first, end - first))
+                own = slice(begin - first, end - first)
+                parts.append({name: each[own] for name, each in rows.items()})
     if not parts:
         return torch.empty(0, dtype=torch.long), {}
-    return torch.cat(places), {name: _joined([part[name] for part in parts]) for name in parts[0]}
-
-
-def _part(rows: Rows, begin: int, end: int) -> Rows:
-    return {
-        name: [layer[begin:end] for layer in each] if isinstance(each, list) else each[begin:end]
-        for name, each in rows.items()
-    }
-
-
-def _joined(parts: list[Any]) -> Tensor | list[Tensor]:
-    if isinstance(parts[0], list):
-        return [torch.cat(layers) for layers in zip(*parts, strict=True)]
-    return torch.cat(parts)
+    return torch.cat(places), {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

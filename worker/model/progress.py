@@ -6,7 +6,7 @@ missing_weights.py and said there.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from transformers.utils import logging as transformers_log
@@ -16,30 +16,16 @@ log = logging.getLogger("onequeue.loading")
 EVERY_S = 3.0
 
 
-class Progress:
-    """In the place of a tqdm bar: iterates, and tells how far it is."""
-
-    def __init__(self, over: Iterable[Any] = (), *_: Any, **told: Any) -> None:
-        self.over = over
-        self.what = str(told.get("desc") or "loading").lower()
-        self.total: int | None = told.get("total") or getattr(over, "__len__", lambda: None)()
-
-    def __iter__(self) -> Iterator[Any]:
-        began = said = time.monotonic()
-        for done, each in enumerate(self.over):
-            if self.total and (now := time.monotonic()) - said >= EVERY_S:
-                said, share = now, 100 * done / self.total
-                log.info("%s percent=%.0f seconds=%.0f", self.what, share, now - began)
-            yield each
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_, **__: None
+def told(over: Iterable[Any] = (), *_: Any, **bar: Any) -> Iterator[Any]:
+    """What a tqdm bar iterates over; the log has how far it is."""
+    what = str(bar.get("desc") or "loading").lower()
+    total: int | None = bar.get("total") or getattr(over, "__len__", lambda: None)()
+    began = said = time.monotonic()
+    for done, each in enumerate(over):
+        if total and (now := time.monotonic()) - said >= EVERY_S:
+            said, share = now, 100 * done / total
+            log.info("%s percent=%.0f seconds=%.0f", what, share, now - began)
+        yield each
 
 
 def is_no_report(record: logging.LogRecord) -> bool:
@@ -48,7 +34,8 @@ def is_no_report(record: logging.LogRecord) -> bool:
 
 def use_our_log() -> None:
     """For what transformers says from now on."""
-    transformers_log.set_tqdm_hook(lambda _, args, told: Progress(*args, **told))
+    no_bar: Any = transformers_log.EmptyTqdm  # not annotated
+    transformers_log.set_tqdm_hook(lambda _, args, bar: no_bar(told(*args, **bar)))
     logging.getLogger("transformers.modeling_utils").addFilter(is_no_report)
     if ours := logging.getLogger("onequeue").handlers:
         transformers_log.disable_default_handler()

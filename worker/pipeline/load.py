@@ -6,6 +6,7 @@ padded on the left before generation. What differs is not used; the reason is lo
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -208,12 +209,9 @@ def check_packing(packing: Packing, tokenizer: PreTrainedTokenizerBase, limit: i
     rows = rows_beyond_windows(packing.model, tokenizer, limit)
 
     def packed(**batch: Tensor) -> Any:
-        detach = packing.attach()
-        try:
-            with packing.batch(rows.counts, max(rows.counts)):
-                return packing.model(**batch)
-        finally:
-            detach()
+        with ExitStack() as undo, packing.batch(rows.counts, max(rows.counts)):
+            undo.callback(packing.attach())
+            return packing.model(**batch)
 
     check_rows(rows, packing.model, packed)
     if packing.calls != len(packing.layers):

@@ -9,6 +9,7 @@ import base64
 import io
 from collections.abc import Callable, Sequence
 from functools import partial
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,10 @@ from batching.errors import InvalidInput
 from worker.data_urls import to_bytes
 from worker.decode_budget import Lease
 from worker.image_files import decode_image, open_image
-from worker.speech.recording import Recording
+from worker.speech.recording import MAX_AUDIO_S, Recording
 
 # Values (float32) that an answer may have for each pixel before fewer pixels are taken.
 FREE_VALUES_PER_PIXEL = 8
-MAX_AUDIO_S = 2 * 3600.0
 
 
 def to_images(
@@ -59,17 +59,20 @@ def to_audio(
     sampling_rate: int,
     lease: Lease,
     check_seconds: Callable[[float], None] = lambda seconds: None,
-    param: str = "inputs",
 ) -> np.ndarray:
     """Mono float32 samples [n] at `sampling_rate` Hz of a sound file (speech/recording.py).
 
     `check_seconds` raises for a length that is not taken."""
-    with Recording(to_bytes(value, param), sampling_rate, MAX_AUDIO_S, param) as recording:
-        seconds = recording.length()
-        check_seconds(seconds)
-        count = int(seconds * sampling_rate)
-        lease.take(count)
-        return recording.window(0, count + sampling_rate)  # a header may be a little off
+    sound = to_bytes(value, "inputs")
+    with NamedTemporaryFile() as file:
+        file.write(sound)
+        file.flush()
+        with Recording(file.name, sampling_rate, MAX_AUDIO_S, "inputs") as recording:
+            seconds = recording.length()
+            check_seconds(seconds)
+            count = int(seconds * sampling_rate)
+            lease.take(count)
+            return recording.window(0, count + sampling_rate)  # a header may be a little off
 
 
 def _plain(value: Any) -> Any:

@@ -152,7 +152,7 @@ class Packing:
         return detach
 
     def end_early_at(self, join: nn.Module) -> Callable[[], None]:
-        """Kept positions go on alone from this module (last_layer.py); returns what undoes it."""
+        """Kept positions go on alone from this module of the last layer; returns what undoes it."""
 
         def cut(module: nn.Module, args: Any) -> Any:
             if self.plan is None or self.plan.keep is None:

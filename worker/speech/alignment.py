@@ -80,7 +80,7 @@ def token_ends(weights: Tensor, width: int) -> list[float]:
     `weights` as above, `width` of the median filter."""
     spread, mean = torch.std_mean(weights, dim=-2, keepdim=True, unbiased=False)
     smooth = _median((weights - mean) / spread, width).mean(0)
-    tokens, states = warp(-smooth.double().numpy())
+    tokens, states = warp(np.nan_to_num(-smooth.double().numpy()))  # of one token, all is 0 / 0
     jumps = np.pad(np.diff(tokens), (1, 0), constant_values=1).astype(bool)
     ends: list[float] = (states[jumps] * STATE_S).tolist()
     return [*ends, ends[-1]]
@@ -102,22 +102,21 @@ def warp(costs: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int6
     rows, columns = costs.shape
     total = np.full((rows + 1, columns + 1), np.inf, np.float32)
     total[0, 0] = 0
-    came = np.full((rows + 1, columns + 1), 2, np.int8)  # 0: from both; 1: a row on; 2: a column on
-    came[1:, 0] = 1
     for diagonal in range(2, rows + columns + 1):
         i = np.arange(max(1, diagonal - columns), min(rows, diagonal - 1) + 1)
         j = diagonal - i
-        both, row, column = total[i - 1, j - 1], total[i - 1, j], total[i, j - 1]
-        best_both = (both < row) & (both < column)
-        best_row = ~best_both & (row < both) & (row < column)
-        came[i, j] = np.where(best_both, 0, np.where(best_row, 1, 2))
-        least = np.where(best_both, both, np.where(best_row, row, column))
+        least = np.minimum(np.minimum(total[i - 1, j - 1], total[i - 1, j]), total[i, j - 1])
         total[i, j] = costs[i - 1, j - 1] + least
     path = []
     at, to = rows, columns
-    while at > 0 or to > 0:
+    while at:
         path.append((at - 1, to - 1))
-        step = 1 if to == 0 else 2 if at == 0 else came[at, to]
-        at, to = at - (step != 2), to - (step != 1)
+        both, row, column = total[at - 1, to - 1], total[at - 1, to], total[at, to - 1]
+        if both < min(row, column):
+            at, to = at - 1, to - 1
+        elif row < min(both, column):
+            at -= 1
+        else:
+            to -= 1
     turned = np.array(path[::-1])
     return turned[:, 0], turned[:, 1]

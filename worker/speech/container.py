@@ -16,7 +16,6 @@ import os
 import resource
 import subprocess
 import sys
-import tempfile
 import threading
 import weakref
 from collections.abc import Iterator
@@ -58,26 +57,23 @@ class NoDecoder(Exception):
     """PyAV is not installed."""
 
 
-def container_format(file: str | bytes) -> str | None:
-    """FFmpeg's name for a file, by its path or its bytes; None: it is not left to FFmpeg."""
-    if isinstance(file, bytes):
-        head = file[:16]
-    else:
-        with open(file, "rb") as opened:
-            head = opened.read(16)
+def container_format(path: str) -> str | None:
+    """FFmpeg's name for a file; None: it is not left to FFmpeg."""
+    with open(path, "rb") as opened:
+        head = opened.read(16)
     return next((name for at, mark, name in FORMATS if head.startswith(mark, at)), None)
 
 
 class Container:
-    """The server's end: the samples of a file's first stream of sound."""
+    """The server's end: the samples of a file's first stream of sound, as SoundFile gives them."""
 
-    def __init__(self, file: str | bytes, kind: str) -> None:
+    def __init__(self, path: str, kind: str) -> None:
         if importlib.util.find_spec("av") is None:
             raise NoDecoder
         if not _places.acquire(blocking=False):
             raise TooMany
         try:
-            self._process = self._start(file, kind)
+            self._process = self._start(path, kind)
         except BaseException:
             _places.release()
             raise
@@ -90,13 +86,13 @@ class Container:
             raise Unreadable from None
 
     @staticmethod
-    def _start(file: str | bytes, kind: str) -> "subprocess.Popen[bytes]":
+    def _start(path: str, kind: str) -> "subprocess.Popen[bytes]":
         # By its file, which imports nothing of ours: `worker` may not be on the path. In a session
         # of its own, so that a terminal's signals do not reach it.
-        with contextlib.ExitStack() as stack:
+        with open(path, "rb") as file:
             return subprocess.Popen(
                 [sys.executable, "-P", __file__, kind, str(CPU_S)],
-                stdin=stack.enter_context(_opened(file)),
+                stdin=file,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
@@ -115,16 +111,6 @@ class Container:
 
     def close(self) -> None:
         self._end()
-
-
-def _opened(file: str | bytes) -> IO[bytes]:
-    """A real file, as the process needs one that it can seek in."""
-    if isinstance(file, str):
-        return open(file, "rb")
-    spooled = tempfile.TemporaryFile()  # noqa: SIM115  # the caller's to close
-    spooled.write(file)
-    spooled.seek(0)
-    return spooled
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:

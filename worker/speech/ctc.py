@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from batching.errors import InvalidInput, ItemFailed
@@ -67,11 +69,15 @@ class Chunks(Audio):
         samples, last = read[: self.length], len(read) <= self.length
         if last:
             self._recording.close()
-        rate = self._recording.rate
-        asked = {"return_tensors": "pt", "return_attention_mask": True}
-        inputs = dict(self.extractor(samples, sampling_rate=rate, **asked))
+        inputs = inputs_of(self.extractor, samples)
         left, right = (self.stride if at else 0), (0 if last else self.stride)
         return Chunk(inputs, len(samples), left, right, last)
+
+
+def inputs_of(extractor: Any, samples: NDArray[np.float32]) -> dict[str, Tensor]:
+    """Of samples at the extractor's rate, what the model takes: [1, …] each."""
+    asked = {"return_tensors": "pt", "return_attention_mask": True}
+    return dict(extractor(samples, sampling_rate=extractor.sampling_rate, **asked))
 
 
 class CtcText(Text):

@@ -149,8 +149,6 @@ class SpeechEngine:
         running, said = self.runner.running, 0
         if joining := self._joining():
             self._guarded(self.runner.begin, joining)
-        elif again := [window for window in running if not window.said]:
-            self._guarded(self.runner.prompt, again)
         elif running:
             said = len(running)
             self._guarded(self.runner.step, list(running))

@@ -6,11 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    AutoFeatureExtractor,
-    AutoModelForCTC,
-    AutoModelForSpeechSeq2Seq,
-)
+from transformers import AutoFeatureExtractor, AutoModelForCTC, AutoModelForSpeechSeq2Seq
 
 from worker.model import cpu_linear, missing_weights
 from worker.model.loading import (
@@ -25,7 +21,7 @@ from worker.model.loading import (
 )
 from worker.speech.alignment import Aligner
 from worker.speech.cache import row_bytes
-from worker.speech.ctc import Chunk, Chunks, CtcRunner, CtcText
+from worker.speech.ctc import Chunk, Chunks, CtcRunner, CtcText, inputs_of
 from worker.speech.engine import ENCODED, SpeechEngine
 from worker.speech.features import Frames, LogMel
 from worker.speech.recording import Recording
@@ -59,17 +55,13 @@ class Speech:
 def load_speech(options: SpeechOptions, pipe: Pipe | None = None) -> SpeechEngine:
     """LoadingFailed if the model cannot be served. `pipe` has it loaded already, for POST /."""
     with loading(options.model, "transcription"):
-        if pipe is not None:
-            speech = Speech(pipe.model, pipe.tokenizer, pipe.feature_extractor)
-        else:
-            speech = load_speech_checkpoint(options)
-        engine, lacking = speech_engine(speech, options), speech.lacking
-        if missing_weights.matter(
-            speech.model, lacking, lambda: repr(engine.try_example()).encode()
-        ):
+        given = pipe and Speech(pipe.model, pipe.tokenizer, pipe.feature_extractor)
+        speech = given or load_speech_checkpoint(options)
+        model, lacking, engine = speech.model, speech.lacking, speech_engine(speech, options)
+        if missing_weights.matter(model, lacking, lambda: repr(engine.try_example()).encode()):
             raise LoadingFailed(missing_weights.shown(lacking))
-    if speech.model.device.type == "cpu" and cpu_linear.packs(speech.model.dtype):
-        cpu_linear.pack(speech.model, free_bytes(speech.model.device), engine.warm_up)
+    if model.device.type == "cpu" and cpu_linear.packs(model.dtype):
+        cpu_linear.pack(model, free_bytes(model.device), engine.warm_up)
     return engine
 
 
@@ -92,8 +84,8 @@ def load_speech_checkpoint(options: SpeechOptions) -> Speech:
 
 
 def speech_engine(speech: Speech, options: SpeechOptions) -> SpeechEngine:
-    make = whisper_engine if speech.model.config.model_type == "whisper" else ctc_engine
-    return make(speech, options)
+    is_whisper = speech.model.config.model_type == "whisper"
+    return (whisper_engine if is_whisper else ctc_engine)(speech, options)
 
 
 def whisper_engine(speech: Speech, options: SpeechOptions) -> SpeechEngine:
@@ -133,9 +125,7 @@ def ctc_engine(speech: Speech, options: SpeechOptions) -> SpeechEngine:
         return CtcText(payload, chunks, speech.tokenizer, moment / rate)
 
     def example() -> Chunk:
-        asked = {"return_tensors": "pt", "return_attention_mask": True}
-        inputs = extractor(np.zeros(rate, np.float32), sampling_rate=rate, **asked)
-        return Chunk(dict(inputs), rate, 0, 0, True)
+        return Chunk(inputs_of(extractor, np.zeros(rate, np.float32)), rate, 0, 0, True)
 
     runner = CtcRunner(model, ENCODED[model.device.type])
     info = model_info(TASK, options.model, model, "same shape")

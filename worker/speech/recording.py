@@ -7,10 +7,9 @@ by FFmpeg in a process of its own (container.py). Headers are believed only as f
 bears them out. One thread at a time reads a recording.
 """
 
-import io
 import math
 from collections.abc import Iterator
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -32,28 +31,15 @@ NO_DECODER = (
 )
 
 
-class Source(Protocol):
-    """A sound file's samples, whoever decodes them."""
-
-    rate: int  # samples a second
-    channels: int
-    frames: int  # samples of one channel, as the header says; 0 where it does not
-
-    def read(self, count: int) -> np.ndarray:
-        """Mono float32 [n], at most `count`; none at the end. Unreadable for a broken file."""
-
-    def close(self) -> None: ...
-
-
 class Recording:
     """Windows of a file's samples: mono, float32, at `rate` Hz. Close it in the end."""
 
     def __init__(
-        self, file: str | bytes, rate: int, max_s: float = MAX_AUDIO_S, param: str = "file"
+        self, path: str, rate: int, max_s: float = MAX_AUDIO_S, param: str = "file"
     ) -> None:
-        """`file`: its path, or what is in it. InvalidInput for what cannot be read, or lasts
-        longer than `max_s`, and names the request's field `param`."""
-        self.file = file
+        """InvalidInput for what cannot be read, or lasts longer than `max_s`, and names the
+        request's field `param`."""
+        self.path = path
         self.rate = rate
         self.max_s = max_s
         self.param = param
@@ -120,12 +106,11 @@ class Recording:
         if self.seconds < MIN_AUDIO_S:
             raise InvalidInput(f"sound must last at least {MIN_AUDIO_S} seconds", self.param)
 
-    def _open(self) -> Source:
+    def _open(self) -> "Container | SoundFile":
         """By libsndfile, or by FFmpeg what begins like something that is left to that."""
         try:
-            if (kind := container_format(self.file)) is not None:
-                return Container(self.file, kind)
-            return SoundFile(self.file)
+            kind = container_format(self.path)
+            return Container(self.path, kind) if kind else SoundFile(self.path)
         except NoDecoder:
             raise InvalidInput(NO_DECODER, self.param) from None
         except TooMany:
@@ -177,26 +162,16 @@ class Recording:
         return mono
 
 
-class SoundBytes(io.BytesIO):
-    """libsndfile seeks before the start of broken files, and its callbacks must not raise."""
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        try:
-            return super().seek(offset, whence)
-        except ValueError:
-            return super().seek(0)
-
-
 class SoundFile:
-    """What libsndfile reads. Never more than the header says, if it does, but perhaps less."""
+    """What libsndfile reads. Never more than the header says, if it does, but perhaps less. `rate`:
+    samples a second; `frames`: samples of a channel, 0 where the header does not say."""
 
-    def __init__(self, file: str | bytes) -> None:
+    def __init__(self, path: str) -> None:
         import soundfile
 
         self._broken: type[Exception] = soundfile.LibsndfileError
-        given = file if isinstance(file, str) else SoundBytes(file)
         try:
-            self._file: Any = soundfile.SoundFile(given)
+            self._file: Any = soundfile.SoundFile(path)
         except (self._broken, TypeError):  # the latter of what has no header
             raise Unreadable from None
         self.rate, self.channels = int(self._file.samplerate), int(self._file.channels)
@@ -207,6 +182,7 @@ class SoundFile:
             self._file.seekable = lambda: False
 
     def read(self, count: int) -> np.ndarray:
+        """Mono float32 [n], at most `count`; none at the end. Unreadable for a broken file."""
         try:
             block = self._file.read(count, "float32", always_2d=True)
         except self._broken as error:

@@ -24,9 +24,7 @@ class Rules:
 
     def logprobs(self, logits: Tensor, said: Sequence[Sequence[int]]) -> Tensor:
         """float32 [R, V] of logits [R, V], after the tokens that each row has said."""
-        scores = logits.float()
-        if scores is logits:
-            scores = logits.clone()
+        scores = logits.to(torch.float32, copy=True)
         scores.index_fill_(1, self._never, NEVER)
         for row, tokens in zip(scores, said, strict=True):
             self._restrict(row, tokens)

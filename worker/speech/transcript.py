@@ -12,11 +12,11 @@ one that has nothing but silence in it is left out.
 import math
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from worker.deltas import TokenLogprob
 from worker.speech.features import Frames
-from worker.speech.segments import Part, split
 from worker.speech.vocabulary import Vocabulary
 from worker.speech.whisper import Window
 from worker.speech.work import Text
@@ -26,8 +26,7 @@ from worker.transcription import Segment, TranscriptDelta, TranscriptionInput, W
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 # From here on, what was said is too random to be shown to the next window.
 RANDOM = 0.5
-
-
+FRAMES = 2  # of the features, that a timestamp counts
 # When an attempt looks wrong: OpenAI's, in `generate`'s units, unless the checkpoint's
 # generation_config has others. Of its tokens' bytes; a mean; a probability.
 THRESHOLDS = {
@@ -37,15 +36,21 @@ THRESHOLDS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tokens `begin` to `end` of a window, and from which frame of it to which they are said."""
+
+    begin: int
+    end: int
+    first: int
+    last: int
+
+
 class Transcript(Text):
     frames: Frames
 
     def __init__(
-        self,
-        payload: TranscriptionInput,
-        frames: Frames,
-        vocabulary: Vocabulary,
-        config: Any,
+        self, payload: TranscriptionInput, frames: Frames, vocabulary: Vocabulary, config: Any
     ) -> None:
         """`config` is the generation_config. InvalidInput if the model cannot do what is asked."""
         super().__init__(payload, frames)
@@ -65,28 +70,17 @@ class Transcript(Text):
         self._said = self.prompt[1:]  # in earlier windows, as far as the next is shown it
 
     def next(self) -> Window | None:
-        features = self.frames.window(self.seek)
-        if features is None:
+        if (features := self.frames.window(self.seek)) is None:
             return None
-        payload = self.payload
-        temperature = self.temperatures[0]
-        return Window(
-            features,
-            min(self.frames.mel.window, self.frames.end - self.seek),
-            self.seek,
-            self._before,
-            self.language,
-            payload.task,
-            temperature,
-        )
+        sound = min(self.frames.mel.window, self.frames.end - self.seek)
+        task, temperature = self.payload.task, self.temperatures[0]
+        return Window(features, sound, self.seek, self._before, self.language, task, temperature)
 
     def again(self, window: Window) -> bool:
-        attempt = window.attempt + 1
-        if self._is_silent(window) or not self._looks_wrong(window):
+        untried = self.temperatures[window.attempt + 1 :]
+        if not untried or self._is_silent(window) or not self._looks_wrong(window):
             return False
-        if attempt == len(self.temperatures):
-            return False
-        window.begin_again(self.temperatures[attempt])
+        window.begin_again(untried[0])
         return True
 
     def take(self, window: Window, times: Sequence[float] | None = None) -> list[TranscriptDelta]:
@@ -97,7 +91,7 @@ class Transcript(Text):
         deltas: list[TranscriptDelta] = []
         covered = frames
         if not self._is_silent(window) and said:
-            parts, covered = split(said, self.vocabulary.timestamps, frames)
+            parts, covered = parts_of(said, self.vocabulary.timestamps, frames)
             deltas = [delta for part in parts if (delta := self._delta(window, part, times))]
             self._remember(window, [said[part.begin : part.end] for part in parts])
         self.seek += covered
@@ -183,6 +177,29 @@ class Transcript(Text):
     def _text_places(self, window: Window, part: Part) -> list[int]:
         end = self.vocabulary.end
         return [at for at in range(part.begin, part.end) if window.said[at] < end]
+
+
+def parts_of(said: Sequence[int], timestamps: int, frames: int) -> tuple[list[Part], int]:
+    """Parts of what was said in a window of so many frames, the end of text left out, and how many
+    of them it covers; `timestamps` is the first token that is one. What comes after the last pair
+    of timestamps is heard again, unless the window ends with a single one, or has no pair."""
+    timed = [token >= timestamps for token in said]
+    pairs = [at + 1 for at in range(len(said) - 1) if timed[at] and timed[at + 1]]
+    if not pairs:
+        times = [token - timestamps for token in said if token >= timestamps]
+        last = times[-1] if times and times[-1] else frames // FRAMES
+        return [Part(0, len(said), 0, last * FRAMES)], frames
+    single = timed[-2:] == [False, True]
+    ends = [*pairs, len(said)] if single else [*pairs[:-1], pairs[-1] + 1]
+    parts = []
+    begin = 0
+    for end in ends:
+        closing = end - 1 if end != ends[-1] or single else end - 2
+        first, last = (said[at] - timestamps for at in (begin, closing))
+        parts.append(Part(begin, end, first * FRAMES, last * FRAMES))
+        begin = end
+    covered = frames if single else (said[begin - 2] - timestamps) * FRAMES
+    return parts, covered
 
 
 def _mean(window: Window) -> float:

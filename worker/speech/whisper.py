@@ -79,30 +79,16 @@ class WhisperRunner(Runner):
                 self.running.append(window)
         self._encode(windows)
         self._tell_languages([window for window in windows if window.language is None])
-        self.prompt(windows)
-
-    @torch.inference_mode()
-    def prompt(self, windows: Sequence[Window]) -> None:
-        windows = [window for window in windows if not window.said]
-        for window in windows:
-            assert window.language is not None
-            begin = self.vocabulary.begin(window.language, window.task)
-            window.prompt = [*window.before, *begin]
-        for length, group in groupby(windows, lambda window: len(window.prompt)):
-            members = list(group)
-            hidden = self._decode([list(each.prompt) for each in members], members, 0)
-            starts = [len(each.before) for each in members]
-            at_start = self.head(hidden[range(len(members)), starts]).float().softmax(1)
-            told = at_start[:, self.vocabulary.no_speech].tolist()
-            for window, probability in zip(members, told, strict=True):
-                window.no_speech = probability
-            self._say(members, self.head(hidden[:, length - 1]))
+        self._prompt(windows)
 
     @torch.inference_mode()
     def step(self, windows: Sequence[Window]) -> None:
-        starts = [len(window.prompt) + len(window.said) - 1 for window in windows]
-        hidden = self._decode([[window.said[-1]] for window in windows], windows, starts)
-        self._say(windows, self.head(hidden[:, 0]))
+        going = [window for window in windows if window.said and not window.ended]
+        self._prompt(windows)
+        if going:
+            starts = [len(window.prompt) + len(window.said) - 1 for window in going]
+            hidden = self._decode([[window.said[-1]] for window in going], going, starts)
+            self._say(going, self.head(hidden[:, 0]))
 
     def leave(self, window: Window) -> None:
         """The last window's row moves there."""
@@ -121,6 +107,23 @@ class WhisperRunner(Runner):
         self._decode([[*window.prompt, *tokens]], [window], 0)
 
     # ── parts of a step ──
+
+    def _prompt(self, windows: Sequence[Window]) -> None:
+        """The first token of those that have none."""
+        windows = [window for window in windows if not window.said]
+        for window in windows:
+            assert window.language is not None
+            begin = self.vocabulary.begin(window.language, window.task)
+            window.prompt = [*window.before, *begin]
+        for length, group in groupby(windows, lambda window: len(window.prompt)):
+            members = list(group)
+            hidden = self._decode([list(each.prompt) for each in members], members, 0)
+            starts = [len(each.before) for each in members]
+            at_start = self.head(hidden[range(len(members)), starts]).float().softmax(1)
+            told = at_start[:, self.vocabulary.no_speech].tolist()
+            for window, probability in zip(members, told, strict=True):
+                window.no_speech = probability
+            self._say(members, self.head(hidden[:, length - 1]))
 
     def _encode(self, windows: Sequence[Window]) -> None:
         features = torch.stack([window.features for window in windows])

@@ -79,11 +79,8 @@ class Runner(ABC):
     def begin(self, windows: Sequence[Any]) -> None:
         """Windows join; each is heard, and its first token said, or all."""
 
-    def prompt(self, windows: Sequence[Any]) -> None:  # noqa: B027  # for those who say them again
-        """The first token of those that have none."""
-
     def step(self, windows: Sequence[Any]) -> None:  # noqa: B027  # for those who say one by one
-        """A token more of each."""
+        """A token more of each; the first, where a window is said again."""
 
     @abstractmethod
     def leave(self, window: Any) -> None:

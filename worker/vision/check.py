@@ -6,6 +6,7 @@ decoder, the model runs with the cache that it came with, if its own forward tak
 """
 
 import inspect
+import logging
 
 import numpy as np
 import torch
@@ -20,12 +21,13 @@ from worker.model.kv_cache import BLOCK
 from worker.model.language_model import LanguageModel
 from worker.model.loading import first_line
 from worker.model.paged_runner import PagedRunner
-from worker.model.self_check import CannotRun, explicit_masks
-from worker.vision.album import Album
+from worker.model.self_check import explicit_masks
 from worker.vision.processed import Processed
 from worker.vision.processor import Processor
-from worker.vision.prompt import PicturePrompt
-from worker.vision.tower import Tower
+from worker.vision.prompt import PicturePrompt, taken
+from worker.vision.tower import Album, Tower
+
+log = logging.getLogger("onequeue.generation")
 
 WORDS = "A picture, {0} another one, {0} and what is to be seen in them."
 SIZES = (64, 48), (32, 64)  # pixels
@@ -62,14 +64,18 @@ def check_pictures(language: LanguageModel, processor: Processor) -> None:
             chunk.sequence.computed += chunk.count
 
 
-def check_own_forward(language: LanguageModel, processor: Processor) -> None:
-    """CannotRun, and why, unless that takes pictures: what is not paged is run by it."""
+def sees_unpaged(language: LanguageModel, processor: Processor) -> bool:
+    """Whether its own forward takes pictures; else, with a line in the log, it serves text."""
     try:
         own_logits(language, processor, sample(processor))
     except Exception as error:
         if isinstance(failure_of(error), DeviceLost):
             raise
-        raise CannotRun(first_line(error)) from error
+        why = first_line(error)
+        log.warning("images are refused, the model does not run with them: %s", why)
+        language.no_images = "this model does not run with images here: the server's log says why"
+        return False
+    return True
 
 
 def sample(processor: Processor) -> Processed:
@@ -87,11 +93,8 @@ def own_logits(language: LanguageModel, processor: Processor, made: Processed) -
     """[T, V] by the model's own forward."""
     takes = inspect.signature(language.model.forward).parameters
     images = processor.joined(made.images) if made.images else {}
-    inputs = {
-        name: each.to(language.device)
-        for name, each in {**made.inputs, **images}.items()
-        if name in takes and isinstance(each, Tensor)
-    }
+    given = taken({**made.inputs, **images}, takes)
+    inputs = {name: each.to(language.device) for name, each in given.items()}
     ids = torch.tensor([made.ids], device=language.device)
     logits: Tensor = language.model(input_ids=ids, **inputs, use_cache=False).logits[0]
     return logits

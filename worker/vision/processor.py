@@ -115,7 +115,9 @@ class Processor:
             odd = f"the model does not take an image of {width} × {height} pixels"
             raise InvalidInput(odd, param) from error
         [features], count = kept, _ids(made).count(self.image_id)
-        tensors = {n: features[n] for n in features.keys() & made.keys() if _is_tensor(features[n])}
+        tensors = {
+            n: features[n] for n in features.keys() & made.keys() if isinstance(features[n], Tensor)
+        }
         told = {name: _told(name, each) for name, each in features.items()}
         return View(digest, told, tensors, count, self._frames(digest, tensors, count))
 
@@ -142,12 +144,7 @@ class Processor:
         processor = copy.copy(self._processor)
         processor.image_processor = _StandIn(self._processor.image_processor, look)
         dots = [Image.new("RGB", (1, 1))] * count
-        plain = {
-            "add_special_tokens": False,
-            "padding": False,
-            "truncation": False,
-            "verbose": False,
-        }
+        plain = dict.fromkeys(("add_special_tokens", "padding", "truncation", "verbose"), False)
         return processor(images=dots, text=[text], text_kwargs=plain, **options)
 
     def _patches(self, width: int, height: int) -> int:
@@ -224,14 +221,10 @@ def _concatenated(parts: Sequence[Any], axis: int) -> Any:
 
 def _told(name: str, feature: Any) -> Any:
     """Of pixels a tensor of their shape that takes no memory."""
-    if not (name.startswith(PIXELS) and _is_tensor(feature)):
+    if not (name.startswith(PIXELS) and isinstance(feature, Tensor)):
         return feature
     return feature.new_zeros(()).expand(feature.shape)
 
 
 def _is_told(part: Tensor) -> bool:
     return part.untyped_storage().nbytes() < part.nbytes
-
-
-def _is_tensor(feature: Any) -> bool:
-    return isinstance(feature, Tensor)

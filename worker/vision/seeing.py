@@ -10,8 +10,9 @@ beyond that, requests wait without a thread.
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 from PIL import Image
 
@@ -20,9 +21,9 @@ from worker.decode_budget import DecodeBudget, Lease
 from worker.generation_input import Picture
 from worker.image_files import decode_image, open_image, upright_rgb
 from worker.protocol import Pending
-from worker.vision.album import Album
 from worker.vision.processed import Processed, View
 from worker.vision.processor import Processor
+from worker.vision.tower import Album
 
 # Pixels of a request's images together: so many times those that one may have.
 TIMES_IN_ALL = 4
@@ -42,27 +43,31 @@ class Sight:
         self.album = Album()
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="pictures")  # for those put back
 
-    def process(self, text: str, pictures: Sequence[Picture]) -> Processed:
-        """As processor.py's; InvalidInput for images that are broken or too large, and Pending
-        while those of another request are read, or take all memory there is for them."""
-        if self._knows(pictures):
-            return self._made(text, pictures)
+    @contextmanager
+    def turn(self, pictures: Sequence[Picture]) -> Iterator[None]:
+        """To `process` them. Pending while those of another request are read, or take all memory
+        there is for them, unless all of these are known."""
+        if all(self.album.view(each.digest) for each in pictures):
+            yield
+            return
         if not self.held.enter():
             raise Pending(self.held.then)
         try:
-            return self._held(text, pictures)
+            yield
         finally:
             self.held.leave()
 
-    def check_room(self, pictures: Sequence[Picture]) -> None:
-        """Pending where `process` would raise it: before the text is made."""
-        if self.held.full and not self._knows(pictures):
-            raise Pending(self.held.then)
+    def process(self, text: str, pictures: Sequence[Picture], anew: bool = False) -> Processed:
+        """As processor.py's; InvalidInput for images that are broken or too large. `anew`: pixels
+        and all, also of those that are known."""
+        made = self._made(text, pictures, anew)
+        self.held.take(made)
+        return made
 
     def again(self, text: str, pictures: Sequence[Picture]) -> Future[Processed]:
         """The same, pixels and all, in a thread of its own, whatever memory others take: they may
         wait for it."""
-        return self._threads.submit(self._held, text, pictures, anew=True)
+        return self._threads.submit(self.process, text, pictures, anew=True)
 
     def ids(self, text: str, pictures: Sequence[Picture]) -> list[int]:
         """Those of `process`, in that thread: no request takes more than it does."""
@@ -70,14 +75,6 @@ class Sight:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _knows(self, pictures: Sequence[Picture]) -> bool:
-        return all(self.album.view(each.digest) for each in pictures)
-
-    def _held(self, text: str, pictures: Sequence[Picture], anew: bool = False) -> Processed:
-        made = self._made(text, pictures, anew)
-        self.held.take(made)
-        return made
 
     def _made(self, text: str, pictures: Sequence[Picture], anew: bool = False) -> Processed:
         ids = self.processor.words(text)
@@ -121,12 +118,7 @@ class Sight:
 
     def _opened(self, picture: Picture) -> Image.Image:
         """Its header alone has been read."""
-        image = open_image(picture.data, picture.param, self.budget.size)
-        width, height = image.size
-        if width * height > self.budget.size:
-            large = f"the image has {width} x {height} pixels; at most {self.budget.size} are taken"
-            raise InvalidInput.at(picture.param, large)
-        return image
+        return open_image(picture.data, picture.param, self.budget.size)
 
 
 class Held:

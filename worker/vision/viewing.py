@@ -96,7 +96,7 @@ class Viewing:
 
     def _open_if_seen(self, prompt: PicturePrompt) -> None:
         try:
-            if prompt.is_seen(self.tower.album):
+            if not prompt.unseen(self.tower.album):
                 prompt.open(self.tower)
                 self._open[prompt] = None
         except Exception as error:
