@@ -63,7 +63,7 @@ def create_app(
     engine = Engine(worker, queue, observed, pool_threads, settings.stuck_after_s)
     routes, responses = make_routes(settings, engine, decides)
     router = Router(routes, lifespan=partial(lifespan, responses=responses))
-    return Middleware(router, {route.path_format for route in routes}, settings, engine)
+    return Middleware(router, routes, settings, engine)
 
 
 def served_models(
