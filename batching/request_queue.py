@@ -34,8 +34,8 @@ class ServingModel(Protocol):
 
     name: str
     loaded: Any  # a Runner or a Generator
-
-    def add(self, item: "WorkItem") -> None: ...
+    line: Any
+    busy: bool
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -129,7 +129,8 @@ class Engine(Supervisor):
         if (refusal := self.refusal(name)) is not None:
             raise refusal
         model = self.models[name]
-        return self.queue.accept(payloads, deadline, model.lane_for(payloads[0]), model, stream)
+        lane = model.lanes[-1] if getattr(payloads[0], "background", False) else model.lane
+        return self.queue.accept(payloads, deadline, lane, model, stream)
 
     @property
     def generator(self) -> Generator:

@@ -202,7 +202,7 @@ def test_who_fails_late_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     model = entry(embedder, DynamicBatcher(8, 1000, 0.0))
     bad, good = item_of(embedder, "a cow says moo " * 5 + "paris"), item_of(embedder, "moo " * 60)
     for item in (bad, good):
-        model.add(item)
+        model.line.add(item)
     failed: list[WorkItem] = []
     through: list[WorkItem] = []
     for _ in range(20):
@@ -236,7 +236,7 @@ def entry(runner: Any, batcher: DynamicBatcher | None = None) -> Any:
 def arrived(model: PipelineModel, text: str) -> WorkItem:
     item = WorkItem(None, float("inf"), 0.0)
     item.prepared = text.split()
-    model.add(item)
+    model.line.add(item)
     return item
 
 

@@ -58,6 +58,7 @@ class ServedModel(Generic[M]):
     """What entries of both kinds have. `name` stands in metrics, logs and /ready."""
 
     loaded: M  # by the worker's thread, while the state is "loading"
+    line: Any  # whose `add` takes its items: a batcher, or the engine that was loaded
 
     def __init__(self, name: str, load: Callable[[], M]) -> None:
         self.name = name
@@ -87,16 +88,13 @@ class SteppedModel(ServedModel[S]):
         self.lane = TurnLane(name, places)
         self.lanes = [self.lane]
 
+    def load(self) -> None:
+        super().load()
+        self.line = self.loaded
+
     def close(self) -> None:
         if self.state != "loading":
             self.loaded.close()
-
-    def lane_for(self, payload: Any) -> TurnLane:
-        return self.lane
-
-    def add(self, item: WorkItem) -> None:
-        self.busy = True
-        self.loaded.add(item)
 
     def clear(self) -> list[WorkItem]:
         """Drop everything, whatever state it is in; its items."""
@@ -115,9 +113,6 @@ class GenerationModel(SteppedModel[Generator]):
         super().__init__(name, load, places)
         self.background = TurnLane("background", max(1, places // BACKGROUND))
         self.lanes.append(self.background)
-
-    def lane_for(self, payload: Any) -> TurnLane:
-        return self.background if payload.background else self.lane
 
 
 @dataclass(slots=True)
@@ -144,7 +139,8 @@ class PipelineModel(ServedModel[Runner]):
     ) -> None:
         super().__init__(name, load)
         self.lane = BatchLane(name, places, turns)
-        self.batcher = batcher
+        self.lanes = [self.lane]
+        self.line = self.batcher = batcher
         self.batch: list[WorkItem] = []  # the one that runs
         self.unfinished: list[WorkItem] = []  # those of the last that go on with the next
         self._began = 0.0  # what the next report with an item in it is about
@@ -152,13 +148,6 @@ class PipelineModel(ServedModel[Runner]):
     def load(self) -> None:
         super().load()
         self.batcher.packs = self.loaded.info.batching in ("packed", "continuous")
-
-    def lane_for(self, payload: Any) -> BatchLane:
-        return self.lane
-
-    def add(self, item: WorkItem) -> None:
-        self.busy = True
-        self.batcher.add(item)
 
     def clear(self) -> list[WorkItem]:
         """Drop everything, whatever state it is in; the items that have no output yet."""

@@ -169,7 +169,8 @@ class Worker:
 
     def _hand_over(self, item: WorkItem) -> None:
         try:
-            item.model.add(item)
+            item.model.busy = True
+            item.model.line.add(item)
         except BaseException as error:
             self._blame(item.model.name, [item], error)
 

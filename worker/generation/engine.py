@@ -101,13 +101,13 @@ class GenerationEngine(Requests, Frontend):
         return bool(self.live)
 
     def add(self, item: WorkItem) -> None:
-        sequences = [sequence_of(output) for output in item.prepared]
-        for sequence in sequences:
+        self.live[item] = [sequence_of(output) for output in item.prepared]
+        for sequence in self.live[item]:
             if self.speculates and sequence.max_tokens:
                 sequence.drafter = NgramDrafter()
             if sequence.scene and not self._viewing:
                 sequence.scene.ready = True  # its pictures run with it
-        self.take(item, sequences)
+            self.scheduler.add(sequence)
 
     def clear(self) -> list[WorkItem]:
         self._flight = None

@@ -1,4 +1,4 @@
-"""The requests that a generation engine has in hand: how they come, and how they go unfinished.
+"""The requests that a generation engine has in hand, and how they go unfinished.
 
 Each is a work item with its sequences, which the scheduler has as long as they are not over. What
 runs them, step by step, is engine.py. On the worker's thread.
@@ -27,11 +27,6 @@ class Requests:
         self.failed: dict[WorkItem, Exception] = {}  # of them
         self.scheduler = new_scheduler()
         self._new_scheduler = new_scheduler
-
-    def take(self, item: WorkItem, sequences: list[Sequence]) -> None:
-        self.live[item] = sequences
-        for sequence in sequences:
-            self.scheduler.add(sequence)
 
     def drop(self, item: WorkItem) -> None:
         """Nobody waits for it any more."""
