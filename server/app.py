@@ -21,7 +21,7 @@ from server.engine import Engine
 from server.http.request import Middleware
 from server.lifespan import lifespan
 from server.metrics import Metrics
-from server.openai.decisions.root import decides_in_steps
+from server.openai.decisions.endpoint import decides_in_steps
 from server.preflight import (
     MODELS,
     asked_threads,
