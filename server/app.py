@@ -34,7 +34,7 @@ from server.preflight import (
 from server.routes import make_routes
 from server.settings import Settings, SettingsError, load_settings
 from worker.cores import find_cores
-from worker.models import GenerationModel, PipelineModel, SpeechModel
+from worker.models import GenerationModel, PipelineModel, SteppedModel
 from worker.protocol import Generator, Runner, Stepped
 from worker.scoring import PIECE
 from worker.tasks import resolve_task
@@ -87,7 +87,7 @@ def served_models(
         elif serves == "transcription":
             if not any(loaders.values()) and shares_speech(settings):
                 load = partial(_load, setting, settings, models[0])
-            models.append(SpeechModel(serves, load, places))
+            models.append(SteppedModel(serves, load, places))
         else:
             batcher = DynamicBatcher(settings.max_batch_size, settings.max_batch_tokens, wait_s)
             turns = None if serves == "pipeline" else turns_of(settings.max_batch_size)
