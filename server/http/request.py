@@ -17,7 +17,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from prometheus_client import Counter, Histogram
 from starlette.requests import Request
@@ -57,7 +57,8 @@ class Middleware:
         settings, self.metrics = self.settings, self.engine.metrics
         self.paths = {each.path_format for each in self.mounted}  # others are counted together
         # Paths with a name in them are counted by their template.
-        self._templates = {e.endpoint: e.path_format for e in self.mounted if e.param_convertors}
+        named = [each for each in self.mounted if each.param_convertors]
+        self._templates: dict[Any, str] = {each.endpoint: each.path_format for each in named}
         self.keys = [key.encode() for key in settings.api_keys]
         self.max_body = int(settings.max_body_mb * 1_000_000)
         self.body_bytes = 0  # of all requests that are not answered
