@@ -18,7 +18,8 @@ from worker.generation.output import Prepared
 from worker.generation_input import Calls, Chat
 from worker.model.language_model import LanguageModel
 from worker.text.chat_template import ChatTemplate
-from worker.text.probes import QUESTION, TOOLS
+from worker.text.probes import TOOLS
+from worker.text.turns import QUESTION
 
 HI: tuple[dict[str, Any], ...] = ({"role": "user", "content": "hi"},)
 

@@ -45,7 +45,6 @@ FORMS = {
             comma="",
             open="<parameter=",
             middle=">\n",
-            text_middle=">\n",
             close="\n</parameter>\n",
         ),
     ),
@@ -59,7 +58,6 @@ FORMS = {
             comma="",
             open="<arg_key>",
             middle="</arg_key>\n<arg_value>",
-            text_middle="</arg_key>\n<arg_value>",
             close="</arg_value>\n",
         ),
     ),
@@ -68,7 +66,7 @@ FORMS = {
         ("<|tool_call>call:", "}<tool_call|>"),
         "{",
         "",
-        Arguments("entries", comma=",", middle=":", text_middle=":", quotes='<|"|>'),
+        Arguments("entries", comma=",", middle=":", quotes='<|"|>'),
     ),
     "python": CallForm(
         ("<|calls|>[", "]<|end_calls|>"),
@@ -303,12 +301,6 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         "section",
         '<calls><call>functions.get:0<args>{"s": "a</call>\\" b"}</call></calls>',
         ("", "", [("get", {"s": 'a</call>" b'})]),
-    ),
-    (
-        "coder",
-        "<tool_call>\n<function=get>\n<parameter=s>\n<![CDATA[a < b]]>\n</parameter>\n</function>"
-        "\n</tool_call>",
-        ("", "", [("get", {"s": "a < b"})]),
     ),
     (
         "coder",

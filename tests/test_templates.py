@@ -19,11 +19,11 @@ from tests.test_turns import answered, chat, results
 from worker.deltas import Delta, Part
 from worker.generation.answer_reader import AnswerReader, ReadAnswer, asking, told
 from worker.generation.frontend import answer_parser, begun_answer
+from worker.generation.template_tool import end_of_turn
 from worker.generation_input import Chat
 from worker.text.byte_tokenizer import byte_tokenizer
 from worker.text.detokenizer import Piece
 from worker.text.parser import Parser
-from worker.text.report import end_of_turn
 
 REAL = Path(__file__).parents[2] / "shared" / "templates"
 NAMES = sorted(path.stem for path in REAL.glob("*.jinja"))

@@ -73,17 +73,9 @@ class AnswerReader:
 
 def told(delta: Delta) -> ReadAnswer:
     """A whole answer's parts."""
-    texts: dict[str, str] = {"content": "", "reasoning": ""}
-    calls: list[tuple[str, str]] = []
-    for part in delta.parts:
-        if part.kind != "call":
-            texts[part.kind] += part.text
-        elif part.name is not None:
-            calls.append((part.name, part.text))
-        else:
-            name, arguments = calls[-1]
-            calls[-1] = name, arguments + part.text
-    return ReadAnswer(texts["content"], texts["reasoning"], calls)
+    reasoning = "".join(part.text for part in delta.parts if part.kind == "reasoning")
+    calls = [(part.name or "", part.text) for part in delta.parts if part.kind == "call"]
+    return ReadAnswer(delta.text, reasoning, calls)
 
 
 def asking(tools: Sequence[dict[str, Any]], thinking: bool | None) -> GenerationInput:

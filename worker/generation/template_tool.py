@@ -11,9 +11,9 @@ import json
 import logging
 import signal
 import sys
-from io import BytesIO
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
@@ -21,13 +21,16 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from batching.errors import InvalidInput
 from worker.generation.answer_reader import AnswerReader
 from worker.generation.frontend import end_ids
-from worker.model.language_model import DEMO_FOLDER
+from worker.generation_input import Calls
 from worker.model.loading import first_line, local_path
 from worker.text.byte_tokenizer import byte_tokenizer
 from worker.text.chat_template import ChatTemplate
-from worker.text.report import as_text, end_of_turn, report
+from worker.text.probes import CONTENT, TOOLS, assistant, shown_calls
+from worker.text.turns import QUESTION, Render
 
 BAD = 2  # exit status, as argparse has it
+CONTENTS = {"absent": "left out", "null": "null", "dumped": "null", "empty": "an empty text"}
+IDS = {"any": "any", "nine": "nine letters or digits", "named": "functions.NAME:INDEX"}
 
 
 class Function(msgspec.Struct):
@@ -48,10 +51,13 @@ def main() -> None:
     asked = arguments().parse_args()
     try:
         reader, ends = load(asked.template, asked.tokenizer)
+        lines: Iterable[bytes] = sys.stdin.buffer
+        if asked.read not in (None, "-"):
+            lines = Path(asked.read).read_bytes().splitlines()
     except Exception as error:  # whatever a file, a hub or a library has against it
         refuse(f"{asked.template}: {first_line(error)}")
     if asked.read:
-        read(reader, opened(asked.read))
+        read(reader, lines)
     else:
         made = report(reader.template, ends)
         print(json.dumps(made, ensure_ascii=False, indent=2) if asked.json else as_text(made))
@@ -82,7 +88,7 @@ def load(name: str, tokenizer_folder: str | None) -> tuple[AnswerReader, tuple[s
         source = Path(name).read_text()
         tokenizer = of_file(source, tokenizer_folder)
     else:
-        path = local_path(name, DEMO_FOLDER)
+        path = local_path(name, "chat")
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         with contextlib.suppress(OSError):
             defaults = GenerationConfig.from_pretrained(path)
@@ -107,7 +113,10 @@ def of_file(source: str, folder: str | None) -> PreTrainedTokenizerBase:
     return made
 
 
-def read(reader: AnswerReader, lines: BinaryIO) -> None:
+# ── answers ──
+
+
+def read(reader: AnswerReader, lines: Iterable[bytes]) -> None:
     """A line for each. Stops at one that is bad."""
     decoder = msgspec.json.Decoder(Line)
     for number, text in enumerate(lines, 1):
@@ -124,18 +133,98 @@ def read(reader: AnswerReader, lines: BinaryIO) -> None:
         print(msgspec.json.encode(answer).decode(), flush=True)
 
 
-def opened(name: str) -> BinaryIO:
-    if name == "-":
-        return sys.stdin.buffer
-    try:
-        return BytesIO(Path(name).read_bytes())
-    except OSError as error:
-        refuse(f"{name}: {error.strerror}")
-
-
 def refuse(why: str) -> NoReturn:
     print(f"template: {why}", file=sys.stderr)
     raise SystemExit(BAD)
+
+
+# ── the report ──
+
+
+def report(template: ChatTemplate, end_tokens: tuple[str, ...]) -> dict[str, Any]:
+    """`end_tokens`: the checkpoint's; what ends a turn in the template is told beside them."""
+    made = {
+        "calls": _calls(template),
+        "thoughts": _thoughts(template),
+        "history": _history(template),
+        "tools_shown": template.shows_tools,
+        "end_tokens": list(end_tokens),
+        "end_of_turn": end_of_turn(template.tried),
+    }
+    lacks = [*template.notes]
+    turns = template.turns
+    if not made["thoughts"]:
+        lacks.append("thoughts: no marks of them were found; an answer has none")
+    if turns and turns.single:
+        lacks.append("turns: the template shows one call a message; each gets a message")
+    if turns and turns.apart:
+        lacks.append("turns: the template shows no text beside a call; it gets a message")
+    if not end_tokens and not made["end_of_turn"]:
+        lacks.append("end: no token ends an answer")
+    return {**made, "lacks": lacks}
+
+
+def _calls(template: ChatTemplate) -> dict[str, Any]:
+    """How they are written where they must be made, and whether that was learned."""
+    _, form = template.forms(Calls((), required=True))
+    assert form is not None
+    one, two = (shown_calls(template.examples, count) for count in (1, 2))
+    made = {"learned": bool(template.examples), "arguments": form.arguments.style, "one": one}
+    return {**made, "two": two if form.separator is not None else None}
+
+
+def _thoughts(template: ChatTemplate) -> dict[str, Any] | None:
+    """The marks, and what the prompt has written of them with each value of `enable_thinking`."""
+    form = template.answers
+    if form.thoughts is None:
+        return None
+    switches: dict[str, dict[str, Any]] = {"default": {}}
+    switches |= {str(way).lower(): {"enable_thinking": way} for way in (True, False)}
+    prompts = {name: template.tried([QUESTION], **given) for name, given in switches.items()}
+    begun = {name: form.thoughts_in(prompt) for name, prompt in prompts.items()}
+    return {"open": form.thoughts[0], "close": form.thoughts[1], "in_prompt": begun}
+
+
+def _history(template: ChatTemplate) -> dict[str, Any] | None:
+    """What the template takes of calls that were made before."""
+    turns = template.turns
+    if turns is None or turns.written:
+        return None
+    return {
+        "content_of_null": CONTENTS[turns.content],
+        "arguments": turns.arguments,
+        "ids": IDS[turns.ids],
+        "text_and_calls": "two messages" if turns.apart else "one message",
+        "calls_in_a_message": "one" if turns.single else "several",
+    }
+
+
+def end_of_turn(render: Render) -> str | None:
+    """What a template writes after an assistant's last message."""
+    turns = [QUESTION, assistant(content=CONTENT)]
+    text = render(turns, add_generation_prompt=False)
+    text = text or render(turns, TOOLS, add_generation_prompt=False)
+    _, shown, rest = text.rpartition(CONTENT)
+    return (rest.strip() or None) if shown else None
+
+
+def as_text(made: Mapping[str, Any]) -> str:
+    """A line a fact, and a line for all that is lacking."""
+    lines = [*_facts(made, "")]
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:{width}}  {value}" for name, value in lines)
+
+
+def _facts(made: Mapping[str, Any], of: str) -> Iterator[tuple[str, str]]:
+    for key, value in made.items():
+        name = f"{of}{key.replace('_', ' ')}"
+        if isinstance(value, dict):
+            yield from _facts(value, f"{name}: ")
+        else:
+            for each in value if isinstance(value, list) else [value]:
+                # on one line, with what cannot be seen escaped
+                shown = json.dumps(each, ensure_ascii=False).replace('\\"', '"')
+                yield name, shown[1:-1] if isinstance(each, str) else shown
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from batching.errors import InvalidInput
+from worker.text.arguments import type_of
 
 Schema = dict[str, Any]
 
@@ -234,13 +235,9 @@ def _apart_in(kind: str, a: Facts, b: Facts) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, int | float):
-        return "integer" if isinstance(value, int) or value.is_integer() else "fraction"
-    if isinstance(value, str):
-        return "string"
-    return "null" if value is None else "array" if isinstance(value, list) else "object"
+    if isinstance(value, float):
+        return "integer" if value.is_integer() else "fraction"
+    return type_of(value)
 
 
 def list_in(part: Schema, key: str) -> list[Any]:

@@ -102,20 +102,18 @@ class Values:
         if self._notation != "raw":
             value = self._value(schemas)
             return value and f"{before} {value} {after}"
-        text_before = self._quote(form.open + key + form.text_middle)
         written = []
         for facts in self._ways(schemas):
-            others = facts.kinds - {"string"}
+            others = facts.kinds
             if "string" in facts.kinds and facts.values is None:
+                others -= {"string"}
                 held = [kind for kind in sorted(others) if _held(kind, facts)]
-                written.append(f"{text_before} {self._text(form.close, facts, held)}")
+                written.append(self._text(form.close, facts, held))
                 if not held and not _held("string", facts):  # it may read as anything
                     continue
-            elif texts := self._each(facts, facts.kinds & {"string"}):
-                written.append(f"{text_before} ({' | '.join(texts)}) {after}")
             if either := self._each(facts, others):
-                written.append(f"{before} ({' | '.join(either)}) {after}")
-        return self._rule(" | ".join(written)) if written else ""
+                written.append(f"({' | '.join(either)}) {after}")
+        return self._rule(f"{before} ({' | '.join(written)})") if written else ""
 
     # ── rules ──
 

@@ -12,12 +12,11 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from worker.text.call_form import Arguments, common_start
+from worker.text.call_form import Arguments
 
 DEEPEST = 100
 BACKSLASH, ESCAPES = re.compile(r"\\(.)", re.DOTALL), "\\'\"abfnrtvxuUN01234567\n"
 BARE_KEY = re.compile(r'(?<=[{,])([^":,{}\[\]]+):')
-CDATA = "<![CDATA[", "]]>"  # what some put around texts between tags
 
 TOKEN = re.compile(
     r"""(?P<text>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')
@@ -54,10 +53,7 @@ def entries(form: Arguments, text: str, declared: Schema) -> dict[str, Any]:
     while (start := text.find(opens, at)) >= 0 and (match := entry.match(text, start)):
         if not (key := match["key"].strip()):
             break
-        written = match["value"]
-        if written.startswith(CDATA[0]) and written.endswith(CDATA[1]):
-            written = written[len(CDATA[0]) : -len(CDATA[1])]
-        found[key] = value(written, declared.get(key)) if match["text"] is None else written
+        found[key] = value(match["value"], declared.get(key))
         at = match.end()
     if text.strip() and not found:
         raise ValueError("no entries")
@@ -68,14 +64,11 @@ def entries(form: Arguments, text: str, declared: Schema) -> dict[str, Any]:
 def _entry(form: Arguments) -> re.Pattern[str]:
     """With any space where the middle has some. A line feed on either side of the value is not
     part of it, where the form writes one."""
-    parts, text_parts = (each.split() or [each] for each in (form.middle, form.text_middle))
-    middle, text_middle = (r"\s*+".join(map(re.escape, each)) for each in (parts, text_parts))
-    if parts == text_parts:
-        text_middle = "(?!)"  # never found
-    key = rf"(?:(?!{re.escape(common_start(parts[0], text_parts[0]))}).)++"
+    parts = form.middle.split() or [form.middle]
+    middle = r"\s*+".join(map(re.escape, parts))
     before, after = "\n?" * form.middle.endswith("\n"), "\n?" * form.close.startswith("\n")
     return re.compile(
-        rf"{re.escape(form.open.strip())}(?P<key>{key})(?:(?P<text>{text_middle})|{middle})"
+        rf"{re.escape(form.open.strip())}(?P<key>(?:(?!{re.escape(parts[0])}).)++){middle}"
         rf"{before}(?P<value>.*?){after}{re.escape(form.close.strip())}",
         re.DOTALL,
     )
@@ -107,7 +100,11 @@ def value(text: str, schema: Any) -> Any:
             continue
         if made is None and types and "null" not in types:
             continue
-        if not types or kind(made) in types or ("number" in types and kind(made) == "integer"):
+        if (
+            not types
+            or type_of(made) in types
+            or ("number" in types and type_of(made) == "integer")
+        ):
             return made
         if "integer" in types and isinstance(made, float) and made.is_integer():
             return int(made)
@@ -115,18 +112,15 @@ def value(text: str, schema: Any) -> Any:
 
 
 def _json(text: str) -> Any:
-    """With integers of any size; ValueError for numbers that JSON cannot show."""
-    return json.loads(text, parse_constant=_refuse, parse_float=_finite)
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not of JSON")
+    """With integers of any size."""
+    return json.loads(text, parse_constant=_finite, parse_float=_finite)
 
 
 def _finite(written: str) -> float:
+    """ValueError for numbers that JSON cannot show."""
     number = float(written)
     if not math.isfinite(number):
-        _refuse(written)
+        raise ValueError(f"{written} is not of JSON")
     return number
 
 
@@ -139,7 +133,7 @@ def types_of(schema: Any, depth: int = 0) -> set[str]:
     types = {each for each in listed if isinstance(each, str)}
     options = schema.get("enum", [schema["const"]] if "const" in schema else ())
     if not types and isinstance(options, list):
-        types = {kind(option) for option in options}
+        types = {type_of(option) for option in options}
     for several in ("anyOf", "oneOf"):
         branches = schema.get(several)
         for each in branches if isinstance(branches, list) else ():
@@ -149,7 +143,7 @@ def types_of(schema: Any, depth: int = 0) -> set[str]:
     return types
 
 
-def kind(made: Any) -> str:
+def type_of(made: Any) -> str:
     if made is None:
         return "null"
     names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
@@ -191,10 +185,8 @@ class _Reader:
 
     def calls(self, tools: Mapping[str, Schema]) -> Iterator[tuple[str, dict[str, Any]]]:
         close = "]" if self._takes("[") else END
-        for _ in self._items(close, before_words=True):
-            kind, name = self._next()
-            if kind != "word":
-                raise ValueError("no name")
+        for _ in self._items(close):
+            name = self._word()
             self.must("(")
             yield name, self._arguments(properties(tools.get(name)))
         if close:
@@ -216,34 +208,32 @@ class _Reader:
         taken, self._token = self._token, next(self._tokens, ("sign", END))
         return taken
 
+    def _word(self) -> str:
+        kind, word = self._next()
+        if kind != "word":
+            raise ValueError("no name")
+        return word
+
     def _takes(self, sign: str) -> bool:
         if self._token != ("sign", sign):
             return False
         self._next()
         return True
 
-    def _items(self, close: str, before_words: bool = False) -> Iterator[None]:
-        """A turn for each, up to what closes them. `before_words`: the comma may be left out
-        there."""
+    def _items(self, close: str) -> Iterator[None]:
+        """A turn for each, up to what closes them."""
         while not self._takes(close):
             yield
             if self._takes(close):
                 return
-            if not (self._takes(",") or (before_words and self._token[0] == "word")):
-                raise ValueError("no comma")
+            self.must(",")
 
     def _arguments(self, declared: Schema) -> dict[str, Any]:
-        """Those without a key are the parameters in their order."""
         made: dict[str, Any] = {}
-        for _ in self._items(")", before_words=True):
-            word = self._next()[1] if self._token[0] == "word" else None
-            if word is not None and self._takes("="):
-                made[word] = self._typed(declared.get(word))
-            elif len(made) < len(declared):
-                key = [*declared][len(made)]
-                made[key] = self.value() if word is None else WORDS.get(word, word)
-            else:
-                raise ValueError("an argument without a key")
+        for _ in self._items(")"):
+            key = self._word()
+            self.must("=")
+            made[key] = self._typed(declared.get(key))
         return made
 
     def _typed(self, schema: Any) -> Any:

@@ -10,6 +10,7 @@ or id stands in these texts, INDEX or ID does.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Literal
 
 INDEX, ID = "\0", "\1"
@@ -26,15 +27,14 @@ Pair = tuple[str, str]
 class Arguments:
     """A JSON object; Python's `key=value, …`; or an entry each: `open` KEY `middle` VALUE `close`.
 
-    In entries, texts stand between `quotes`, or have a middle of their own; values of other types
-    are JSON, or what Python shows of them."""
+    In entries, texts may stand between `quotes`; values of other types are JSON, or what Python
+    shows of them."""
 
     style: Style = "json"
     colon: str = ": "  # of JSON
     comma: str = ", "  # of JSON, or between entries
     open: str = ""
     middle: str = ""
-    text_middle: str = ""
     close: str = ""
     quotes: str = ""
 
@@ -118,7 +118,7 @@ PLAIN_CALLS = CallForm(
 
 def common_start(one: str, other: str) -> str:
     """Of two texts; no mark is cut in two."""
-    length = _alike(one, other)
+    length = len(commonprefix([one, other]))  # noqa: RUF071  # no paths
     for mark in [*MARK.finditer(one), *MARK.finditer(other)]:
         if mark.start() < length < mark.end():
             length = mark.start()
@@ -126,15 +126,9 @@ def common_start(one: str, other: str) -> str:
 
 
 def common_end(one: str, other: str) -> str:
-    length = _alike(one[::-1], other[::-1])
+    length = len(commonprefix([one[::-1], other[::-1]]))  # noqa: RUF071  # no paths
     for text in (one, other):
         for mark in MARK.finditer(text):
             if mark.start() < len(text) - length < mark.end():
                 length = len(text) - mark.end()
     return one[len(one) - length :]
-
-
-def _alike(one: str, other: str) -> int:
-    """How many of their first letters."""
-    letters = enumerate(zip(one, other, strict=False))
-    return next((n for n, (a, b) in letters if a != b), min(len(one), len(other)))

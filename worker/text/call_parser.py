@@ -49,10 +49,9 @@ class CallParser:
         self._given = False  # it has arguments
         self._key: str | None = None  # None: a key is being read
         self._text: list[str] = []  # of a key or a name
-        self._early: list[str] = []  # arguments that came before the name
-        # white space that may be the arguments' end; None: before them
-        self._space: list[str] | None = None
-        self._parts: list[tuple[str | None, list[str]]] = []
+        self._letters: list[str] = []  # of arguments, perhaps before the name
+        self._space: list[str] = []  # white space that may be the arguments' end
+        self._parts: list[CallPart] = []
 
     def feed(self, text: str, marked: bool = False) -> list[CallPart]:
         """`marked`: a mark ends the calls, so that what is no JSON after one is passed over."""
@@ -61,7 +60,7 @@ class CallParser:
             self._begin(self._bare_name)
         follows = SPACE if self._bare_name is not None else SPACE + ",;{"
         for place, letter in enumerate(text):
-            depth, quoted = self._depth, self.quoted
+            depth, nested = self._depth, self.quoted
             if self._opened and depth == 0 and letter not in follows:
                 if marked:
                     continue
@@ -69,11 +68,12 @@ class CallParser:
                 break
             self._follow(letter)
             self.may_go_on &= self._opened or letter in SPACE
-            nested = quoted or max(depth, self._depth) > self._level
+            nested |= max(depth, self._depth) > self._level
             if self._bare_name is not None:
                 self._argument(letter)
             elif depth < self._level:
-                self._enter(letter)
+                if letter == "[" and depth == 0:
+                    self._level = 2  # a list of calls
             elif nested or letter not in ":,}":
                 self._member(letter)
             elif letter == ":":
@@ -81,10 +81,11 @@ class CallParser:
                 if self._key and not self._name_keys:
                     self._begin(self._key)
             else:
-                if letter == "}" and self._named and not self._given:
-                    self._add(*"{}")
-                self._key, self._text, self._space = None, [], None
-        return [CallPart(name, "".join(letters)) for name, letters in self._parts]
+                self._key, self._text, self._space = None, [], []
+                if letter == "}":
+                    self._end()
+        self._tell()
+        return self._parts
 
     def close(self, cut: bool) -> list[CallPart]:
         """What the end of the call makes certain."""
@@ -105,12 +106,6 @@ class CallParser:
         elif letter in "}]":
             self._depth -= 1
 
-    def _enter(self, letter: str) -> None:
-        if letter == "[" and self._depth == 1:
-            self._level = 2  # a list of calls
-        elif letter == "{":
-            self._named, self._key, self._text, self._space = False, None, [], None
-
     def _member(self, letter: str) -> None:
         if self._key in self._arguments_keys or (self._key and not self._name_keys):
             self._argument(letter)
@@ -122,29 +117,28 @@ class CallParser:
                     self._begin(name)
 
     def _begin(self, name: str) -> None:
+        self._tell()  # of a call that has not ended
+        self._given = bool(self._letters)
         self._named = self.begun = True
-        self._given = False
-        self._parts.append((name, []))
-        self._add(*self._early)
-        self._early = []
+        self._parts.append(CallPart(name))
 
     def _argument(self, letter: str) -> None:
-        if letter in SPACE and not self.quoted:
-            if self._space is not None:
-                self._space.append(letter)
-            return
-        self._add(*(self._space or ()), letter)
-        self._space = []
+        if letter not in SPACE or self.quoted:
+            self._letters += *self._space, letter
+            self._space, self._given = [], True
+        elif self._given:
+            self._space.append(letter)
 
-    def _add(self, *letters: str) -> None:
-        if not self._named:
-            self._early += letters
-            return
-        self._given |= bool(letters)
-        if self._parts and self._parts[-1][0] is None:
-            self._parts[-1][1].extend(letters)
-        elif letters:
-            self._parts.append((None, [*letters]))
+    def _end(self) -> None:
+        if not self._given:
+            self._letters += "{}"
+        self._tell()
+        self._named, self._given, self._letters = False, False, []
+
+    def _tell(self) -> None:
+        if self._named and self._letters:
+            self._parts.append(CallPart(None, "".join(self._letters)))
+            self._letters = []
 
 
 class BodyParser:

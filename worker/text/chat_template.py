@@ -26,9 +26,8 @@ from worker.generation_input import Calls, Chat
 from worker.text.answer_form import PLAIN, AnswerForm
 from worker.text.call_form import PLAIN_CALLS, CallForm
 from worker.text.learning import INSTEAD, SWITCHES, learn, names_tools, plain_calls
-from worker.text.probes import CONTENT, QUESTION, TOOLS, Render
-from worker.text.proof import shown_calls
-from worker.text.turns import Conversation, Message, TurnForm
+from worker.text.probes import CONTENT, TOOLS, shown_calls
+from worker.text.turns import QUESTION, Conversation, Message, Render, TurnForm
 
 EFFORT = "reasoning_effort"
 INSTRUCTIONS = """# Tools
@@ -69,14 +68,13 @@ class ChatTemplate:
             self._wants_parts = CONTENT in self.tried([_in_parts(asked)])
         response = getattr(tokenizer, "response_template", None)
         learned = learn(self.tried, self._lenient(), self.source, response)
-        self.answers, self.turns, self.examples = learned.answers, learned.turns, learned.examples
-        self.shows_tools = learned.shows_tools
+        self.answers, self.turns, self.shows_tools, self.examples, lacks = learned
         self.notes: list[str] = []
         # Or they are told in a system message. A template that takes nothing says so itself.
         told = self.tried(self._instructed([QUESTION], TOOLS))
         self.takes_tools = self.shows_tools or names_tools(told) or not self.tried([QUESTION])
         self.opens_thoughts = self._start_of_thoughts()
-        for lack in learned.lacks:
+        for lack in lacks:
             self._note(lack)
         if not self.takes_tools:
             self._note("tools: the template shows neither tools nor a system message; refused")

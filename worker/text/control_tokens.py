@@ -33,10 +33,10 @@ class ControlTokens:
             for id_, token in self._tokenizer.added_tokens_decoder.items()
             if token.special or (token.content in template and not token.content.isspace())
         }
-        self._tokens = sorted(self._ids, key=len, reverse=True)
-        self._numbers = {token: number for number, token in enumerate(self._tokens)}
+        self._tokens = {id_: token for token, id_ in self._ids.items()}
+        longest_first = sorted(self._ids, key=len, reverse=True)
         # (?!) is never found
-        self._pattern = re.compile("|".join(map(re.escape, self._tokens)) or "(?!)")
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._as_text: dict[str, list[int]] = {}  # made as they are met
 
     @staticmethod
@@ -48,7 +48,7 @@ class ControlTokens:
     def hidden(self, given: Any, key: str) -> Any:
         """A text, or all texts in lists and mappings, without control tokens."""
         if isinstance(given, str):
-            return self._pattern.sub(lambda found: f"{key}{self._numbers[found[0]]}x", given)
+            return self._pattern.sub(lambda found: f"{key}{self._ids[found[0]]}x", given)
         if isinstance(given, Mapping):
             each = given.items()
             return {self.hidden(name, key): self.hidden(value, key) for name, value in each}
@@ -63,15 +63,10 @@ class ControlTokens:
         if not others:
             return ids
         made = [*ids]
-        for number, following in zip(others[::2], self._going_on(others[1::2]), strict=True):
-            made += self._plain(self._tokens[int(number)])
+        for id_, following in zip(others[::2], self._going_on(others[1::2]), strict=True):
+            made += self._plain(self._tokens[int(id_)])
             made += following
         return made
-
-    def plain_ids(self, text: str) -> list[int]:
-        """Of a client's text alone."""
-        key = self.new_key()
-        return self.ids(self.hidden(text, key), key)
 
     def _going_on(self, texts: list[str]) -> list[list[int]]:
         """Of texts that have others before them."""

@@ -104,18 +104,16 @@ def _entries(text: str) -> Found | None:
     found = ENTRIES.search(text)
     if found is None:
         return None
-    first, to_text, between, to_number, rest = found.groups()
-    quotes = ""
-    if to_text != to_number and to_text.startswith(to_number):
-        quotes = to_text[len(to_number) :]
-        if not between.startswith(quotes):
-            return None
-        to_text, between = to_number, between[len(quotes) :]
+    first, to_text, between, middle, rest = found.groups()
+    quotes = to_text[len(middle) :]
+    if to_text != middle + quotes or not between.startswith(quotes):
+        return None
+    between = between[len(quotes) :]
     close = common_start(between, rest)
     between = between[len(close) :]
     opens = common_end(first, between)
     comma = between[: len(between) - len(opens)]
-    texts = {"open": opens, "middle": to_number, "text_middle": to_text, "close": close}
+    texts = {"open": opens, "middle": middle, "close": close}
     arguments = Arguments("entries", comma=comma, quotes=quotes, **texts)
     start = found.start(1) + len(first) - len(opens)
     return Found(text[start : found.start(5) + len(close)], arguments)

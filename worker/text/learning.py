@@ -3,44 +3,23 @@
     turns made for the purpose (probes.py)  --Render-->  texts  --compare-->  forms
 
 The form of calls is found in such texts by learned_calls.py, what the template takes of calls that
-were made before by learned_turns.py, thoughts and content here. The template renders turns with and
-without calls, thoughts and text, with names and values that occur nowhere else; what stands around
-those is the form. There is no table of families, but for <think>, where a template names its end
-and shows no thoughts. What is found is proved (proof.py) before it is used.
+were made before by turns.py, thoughts and content here. The template renders turns with and without
+calls, thoughts and text, with names and values that occur nowhere else; what stands around those is
+the form. There is no table of families, but for <think>, where a template names its end
+and shows no thoughts. What is found is proved by reading back what the template has written.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from worker.text import response_template
+from worker.text import probes, response_template
 from worker.text.answer_form import AnswerForm, Channels, learned_form
-from worker.text.call_form import (
-    ID,
-    MARK,
-    PLAIN_CALLS,
-    CallForm,
-    Pair,
-    common_end,
-    common_start,
-)
+from worker.text.call_form import ID, MARK, PLAIN_CALLS, CallForm, Pair, common_end, common_start
 from worker.text.learned_calls import call_form
-from worker.text.learned_turns import turn_form
-from worker.text.probes import (
-    ARGUMENTS,
-    CONTENT,
-    IDS,
-    NAMES,
-    QUESTION,
-    THOUGHT,
-    TOOLS,
-    TYPED_TOOLS,
-    Render,
-    assistant,
-)
-from worker.text.proof import Example, examples, reads_back
-from worker.text.turns import BLOCKS, Conversation, Message, TurnForm
+from worker.text.probes import ARGUMENTS, CONTENT, NAMES, THOUGHT, TOOLS, Example, assistant
+from worker.text.turns import BLOCKS, QUESTION, Conversation, Message, Render, TurnForm, turn_form
 
 INSTEAD = "taken as JSON in <tool_call>"
 SWITCHES = ("enable_thinking", "thinking")  # what templates call it
@@ -55,8 +34,7 @@ LAST_MARK = re.compile(rf"(?:{MARK.pattern})\w*\s*$")
 OPENED = re.compile(r"(<([\w:]{1,40})>|\[([A-Z]{2,40})\])\s*(?:</\2>|\[/\3\])?\s*$")
 
 
-@dataclass(slots=True)
-class Learned:
+class Learned(NamedTuple):
     """What is known of a template, as ChatTemplate has it."""
 
     answers: AnswerForm
@@ -77,18 +55,18 @@ def learn(
     if calls is None and (turns is None or turns.written):
         learner = Learner(lenient, source)
         calls = learner.calls()
-    made = examples(learner.written, calls) if calls else []
+    made = probes.examples(learner.written, calls) if calls else []
     lacks = []
     if response:
         answers = replace(response_template.answer_form(response), calls=calls)
-        if answers.call_marks and calls and not reads_back(answers, made):
+        if answers.call_marks and calls and not probes.reads_back(answers, made):
             answers = replace(answers, calls=None)
             lacks.append("calls: the response template reads others; they are not held to a form")
     else:
         answers = learner.answers(calls)
         if calls is None:
             lacks.append(f"calls: the template writes none that are understood; {INSTEAD}")
-        elif not reads_back(answers, made):
+        elif not probes.reads_back(answers, made):
             lacks.append(f"calls: those that the template writes are not read back; {INSTEAD}")
         if lacks:
             answers, made = plain_calls(answers), []
@@ -120,7 +98,7 @@ class Learner:
     def __init__(self, render: Render, source: str) -> None:
         self._render = render
         with_tools = render([QUESTION], TOOLS)
-        self._offered, self._tools = (TOOLS, TYPED_TOOLS) if with_tools else ([], [])
+        self._offered, self._tools = (TOOLS, probes.TYPED_TOOLS) if with_tools else ([], [])
         self.asked = with_tools or render([QUESTION])
         self.turns = turn_form(lambda turns: render(turns, self._offered), self.asked.count("None"))
         self._plain = self._turn(assistant(content=CONTENT))
@@ -129,9 +107,6 @@ class Learner:
             if text := self._shown_thoughts(key):
                 self._thinking = text
                 self.turns = self.turns and replace(self.turns, thoughts=key)
-                all_at_once = assistant(ARGUMENTS, content=CONTENT, thought=THOUGHT)
-                if self.turns and not self._turn(all_at_once, key):  # it refuses text beside them
-                    self.turns = replace(self.turns, apart=True)
                 break
         self.thoughts = self._thoughts(source)
 
@@ -169,7 +144,7 @@ class Learner:
 
     def _one_id(self, count: int) -> str:
         """So many calls, with ID for each one's."""
-        return re.sub("|".join(IDS), ID, self.written(*(ARGUMENTS,) * count))
+        return re.sub("|".join(probes.IDS), ID, self.written(*(ARGUMENTS,) * count))
 
     def written(self, *arguments: dict[str, Any]) -> str:
         """A turn's calls with these arguments, and all that stands around them."""

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from worker.deltas import Kind
 from worker.text.answer_form import ANSWER, CALL, THINKING, AnswerForm, Mark, Match
-from worker.text.call_parser import BodyParser, CallParser, goes_on_as_json
+from worker.text.call_parser import BodyParser, CallParser, CallPart, goes_on_as_json
 from worker.text.detokenizer import Piece
 
 Phase: TypeAlias = Literal["answer", "thinking", "call"]
@@ -267,20 +267,23 @@ class Parser:
             self._buffer = piece
         if not (known and len(self._call_text.text) > MAX_PENDING):
             self._call_text.append(taken)
-        for name, arguments in parts:
-            if self._form.unmarked and name is not None and name not in self._tools:
+        for part in parts:
+            if self._form.unmarked and part.name is not None and part.name not in self._tools:
                 # What began like a call is none: it is read again, as content.
                 self._call_text.append(self._buffer)
                 self._buffer, self._call_text, self._call = self._call_text, Piece(""), None
                 self._enter(ANSWER)
                 self._go_on(events)
                 return True
-            self.calls_begun += name is not None
-            events.append(Event("call", Piece(arguments), name))
+            events.append(self._told(part))
         if ends:
             self._after_mark = True
             self._end_call(events)
         return ends
+
+    def _told(self, part: CallPart) -> Event:
+        self.calls_begun += part.name is not None
+        return Event("call", Piece(part.arguments), part.name)
 
     def _end_call(self, events: list[Event], cut: bool = False) -> None:
         call, self._call = self._call, None
@@ -288,10 +291,7 @@ class Parser:
         whole, self._call_text = self._call_text, Piece("")
         self._enter(ANSWER)
         calls = call.close(cut)
-        for name, arguments in calls:
-            self.calls_begun += name is not None
-            events += [Event("call", Piece(""), name)] if name is not None else []
-            events.append(Event("call", Piece(arguments)))
+        events += map(self._told, calls)
         if calls or call.begun:
             self.calls_ended += 1
         elif not (cut and call.may_go_on and self._form.may_call(whole.text, self._tools)):
