@@ -175,10 +175,9 @@ def decider(made: Checkpoint) -> Reranker:
     check_generates(model, made.lacking)
     yes, no = made.files.answers or (token_of(reader, "yes"), token_of(reader, "no"))
     probe = Row(reader.encode("yes or no", add_special_tokens=False))
+    ids = torch.tensor([probe.ids], device=model.device)
     with torch.inference_mode():
-        logits = (
-            model(input_ids=torch.tensor([probe.ids], device=model.device)).logits[0, -1].float()
-        )
+        logits = model(input_ids=ids).logits[0, -1].float()
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # theirs
     weight, expected = head.weight.detach().float(), logits[yes]
     direction = weight[yes]
