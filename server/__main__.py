@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import groupby
 from typing import Any, get_args
 
 import click
@@ -29,47 +30,21 @@ PROGRAM = "python -m server"
 APP = {"app": "server.app:app", "app_dir": "", "factory": False}
 # a client that neither reads nor leaves must not keep a stopped server alive
 DEFAULTS = {"timeout_graceful_shutdown": 5}
-# The help's headings, by the first of the settings below each.
-SECTIONS = {
-    "pipeline_task": "What is served: hub ids, local paths, demo or none",
-    "device": "How it runs",
-    "max_model_len": "How much at a time",
-    "request_timeout_s": "Limits",
-    "responses_db": "Who and where",
-}
 METAVARS = {str: "NAME", int: "N", float: "N", bool: "on|off"}
 SERVED = ["pipeline", "chat", "embedding", "rerank", "speech"]
-MODEL_HELP = "a hub id or a local path; what it is for is read off its files"
+MODEL = click.Argument(["model"], required=False)
 
 
 class Command(click.Command):
-    """Whose help has sections: what is no setting comes first under `own`, or last."""
-
-    def __init__(self, name: str, own: str = "", **parts: Any) -> None:
-        super().__init__(name, **parts)
-        self.own = own
-
-    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        formatter.write_usage(ctx.command_path, "[MODEL] [flags]")
+    """Whose help has the settings apart from other flags."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        rows = {each.name: record for each in self.params if (record := each.get_help_record(ctx))}
+        names = {spec.name for spec in fields(Settings)}
         formatter.width = min(100, shutil.get_terminal_size().columns)
-        with formatter.section("The model"):
-            formatter.write_dl([("MODEL", MODEL_HELP)])
-        del rows["model"]
-        names = [spec.name for spec in fields(Settings)]
-        others = [row for name, row in rows.items() if name not in names]
-        if self.own:
-            with formatter.section(self.own):
-                formatter.write_dl(others)
-        starts = [*(names.index(first) for first in SECTIONS), len(names)]
-        for heading, start, end in zip(SECTIONS.values(), starts, starts[1:], strict=False):
-            with formatter.section(heading):
-                formatter.write_dl([rows[name] for name in names[start:end]])
-        if not self.own:
-            with formatter.section("Others"):
-                formatter.write_dl(others)
+        options = [each for each in self.params if isinstance(each, click.Option)]
+        for ours, group in groupby(options, lambda each: each.name in names):
+            with formatter.section("Settings" if ours else "Flags"):
+                formatter.write_dl([row for each in group if (row := each.get_help_record(ctx))])
 
 
 def command() -> click.Command:
@@ -77,22 +52,15 @@ def command() -> click.Command:
     made = Command(
         "server",
         context_settings={**uvicorn_command.context_settings, "default_map": DEFAULTS},
-        params=[model_argument(), *settings_options(), *theirs],
+        params=[MODEL, *map(option, fields(Settings)), *theirs],
         callback=start,
-        help="Serve transformers models over HTTP. Settings are environment variables too "
+        help="Serve transformers models over HTTP. MODEL is a hub id or a local path; what it is "
+        "for is read off its files. Settings are environment variables too "
         "(PIPELINE_MODEL=…), read from .env as well; a flag wins. With a MODEL, nothing else is "
         "served but what another flag names. The flags at the end are uvicorn's. Which numbers to "
         f"choose is measured: {PROGRAM} calibrate --help.",
     )
     return click.version_option(__version__, message="onequeue %(version)s")(made)
-
-
-def model_argument() -> click.Argument:
-    return click.Argument(["model"], required=False)
-
-
-def settings_options() -> list[click.Option]:
-    return [option(spec) for spec in fields(Settings)]
 
 
 def option(spec: Any) -> click.Option:
@@ -133,17 +101,6 @@ def start(model: str | None, **given: Any) -> None:
 
 
 def calibration() -> click.Command:
-    return Command(
-        "calibrate",
-        params=[*calibration_options(), model_argument(), *settings_options()],
-        callback=start_calibration,
-        help="Find the rate of requests that keeps a percentile on this machine, and the settings "
-        "for it. It takes a minute or two; let nothing else run.",
-        own="How it is measured",
-    )
-
-
-def calibration_options() -> list[click.Option]:
     def add(name: str, kind: Any, text: str, **more: Any) -> click.Option:
         return click.Option(name.split(), type=kind, help=text, show_default=True, **more)
 
@@ -151,13 +108,20 @@ def calibration_options() -> list[click.Option]:
     file = "what to post to /, or to transcribe, in place of something made up"
     words = "of a text, at least and at most"
     within = "95 % of the answers are to come within so many milliseconds"
-    return [
+    own = [
         add("--p95-ms", above_0, within, required=True, metavar="N"),
         add("--serves", served, "which of the models is measured (the first that is served)"),
         add("--words", (int, int), words, default=(4, 20), metavar="LOW HIGH"),
         add("--tokens", click.IntRange(1), "of a chat's answer", default=32, metavar="N"),
         add("--input file", click.File("rb"), file, metavar="FILE"),
     ]
+    return Command(
+        "calibrate",
+        params=[MODEL, *own, *map(option, fields(Settings))],
+        callback=start_calibration,
+        help="Find the rate of requests that keeps a percentile on this machine, and the settings "
+        "for it. It takes a minute or two; let nothing else run.",
+    )
 
 
 def start_calibration(model: str | None, **given: Any) -> None:

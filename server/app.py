@@ -21,7 +21,7 @@ from server.engine import Engine
 from server.http.request import Middleware
 from server.lifespan import lifespan
 from server.metrics import Metrics
-from server.openai.decisions.root import decides_in_steps
+from server.openai.decisions.endpoint import decides_in_steps
 from server.preflight import (
     MODELS,
     asked_threads,
@@ -34,7 +34,7 @@ from server.preflight import (
 from server.routes import make_routes
 from server.settings import Settings, SettingsError, load_settings
 from worker.cores import find_cores
-from worker.models import GenerationModel, PipelineModel, SpeechModel
+from worker.models import GenerationModel, PipelineModel, SteppedModel
 from worker.protocol import Generator, Runner, Stepped
 from worker.scoring import PIECE
 from worker.tasks import resolve_task
@@ -89,7 +89,7 @@ def served_models(
         if name == "transcription":
             if not any(loaders.values()) and shares_speech(settings):
                 load = partial(_load, name, settings, models[0])
-            models.append(SpeechModel(name, load, places))
+            models.append(SteppedModel(name, load, places))
             continue
         batcher = DynamicBatcher(settings.max_batch_size, settings.max_batch_tokens, wait_s)
         turns = None if name == "pipeline" else turns_of(settings.max_batch_size)

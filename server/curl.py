@@ -1,4 +1,4 @@
-"""curl lines that work for what is served: for `GET /` without a browser, and for the log.
+"""curl lines that work for what is served: for `GET /` without a browser.
 
 One line of the shell a way in; where API keys are set the key comes from $API_KEY.
 """
@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from server.engine import Engine
 from server.http.json import to_json
 from server.settings import Settings
 from worker.tasks import TASKS
@@ -52,22 +51,6 @@ def curl_lines(settings: Settings, address: str, mask: str = MASK) -> list[Line]
         form = f"-F file=@{FILES['audio']}"
         lines.append(Line("speech", f"curl {address}/v1/audio/transcriptions{key} {form}"))
     return lines
-
-
-def shown_lines(settings: Settings, engine: Engine, address: str) -> list[Line]:
-    """With the mask of the model that is loaded, once it is."""
-    mask = MASK
-    if "pipeline" in engine.models and engine.refusal("pipeline") is None:
-        mask = engine.models["pipeline"].loaded.info.mask or mask
-    return curl_lines(settings, address, mask)
-
-
-def line_to_try(settings: Settings, engine: Engine, address: str) -> str:
-    """A single one: of a chat, if there is one."""
-    lines = shown_lines(settings, engine, address)
-    short = [line.command for line in lines if "\n" not in line.command]
-    chats = [line.command for line in lines if line.about == "chat"]
-    return [*chats, *short, f"curl {address}/openapi.json"][0]
 
 
 @cache

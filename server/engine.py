@@ -30,9 +30,9 @@ from server.http.json import Header
 from server.metrics import MOST_REPORTS, Metrics
 from server.supervisor import Supervisor, fail
 from worker.cores import compute_alone
-from worker.models import GenerationModel, Outcome, PipelineModel
+from worker.models import GenerationModel, Outcome, PipelineModel, SteppedModel
 from worker.protocol import BatchReport, Generator, Pending, StepOutcome, StepReport
-from worker.worker import SteppedModel, Worker
+from worker.worker import Worker
 
 log = logging.getLogger("onequeue.engine")
 
@@ -202,7 +202,7 @@ class Engine(Supervisor):
         self._record(model.name, report)
         self.resolve(failed)
 
-    def on_step(self, model: SteppedModel, outcome: StepOutcome) -> None:
+    def on_step(self, model: SteppedModel[Any], outcome: StepOutcome) -> None:
         now, report = self.queue.clock(), outcome.report
         self._record(model.name, report)
         for item, _ in chain(outcome.deltas, outcome.done):

@@ -1,4 +1,5 @@
 """`GET /health`: is the process worth keeping. `GET /ready`, or `/ping`: should it get traffic.
+`GET /version`: which server this is.
 
 It should as long as one of its models answers; those that keep failing are named.
 """
@@ -8,6 +9,7 @@ from typing import Literal
 from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 
+from server import __version__
 from server.engine import Engine
 from server.http.errors import HttpError
 from worker.models import GenerationModel
@@ -30,6 +32,14 @@ class Ready(Struct):
     rerank_model: str | UnsetType = UNSET
     transcription_model: str | UnsetType = UNSET
     failing: list[str] | UnsetType = UNSET
+
+
+class Version(Struct):
+    version: str
+
+
+async def version(request: Request) -> Version:
+    return Version(__version__)
 
 
 async def health(request: Request) -> Health:

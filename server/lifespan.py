@@ -1,4 +1,4 @@
-"""How a serving process lives: its log, its worker, and its end.
+"""How a serving process lives: its log, its worker, what it says when it is ready, and its end.
 
 It ends drained on a signal, or because a model could not be loaded. Whoever embeds the app off
 the main thread has signals and the process to itself.
@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import shlex
 import signal
 import sys
 import time
@@ -20,7 +21,6 @@ from typing import Any
 import uvicorn
 
 from server.engine import Engine
-from server.greeting import greet
 from server.http.connections import APP, bound_connections
 from server.http.request import Middleware
 from server.log import configure_log
@@ -79,11 +79,23 @@ def settle(
 
 
 def welcome(app: Middleware, server: uvicorn.Server, seconds: float) -> None:
-    """As soon as it listens: the models may have been there before."""
+    """Say where lines to try and the page are, as soon as it listens: the models may have been
+    there before. `seconds` since the process began to serve."""
     if server.started:
-        greet(app.settings, app.engine, server, seconds)
+        log.info("ready seconds=%.1f: try %s, or a browser", seconds, curl(server))
     elif not server.should_exit:
         app.engine.loop.call_later(0.05, welcome, app, server, seconds)
+
+
+def curl(server: uvicorn.Server) -> str:
+    """A command that asks for `GET /`, of this machine where all of its addresses are listened
+    on."""
+    config, scheme = server.config, "https" if server.config.is_ssl else "http"
+    if config.uds:
+        return shlex.join(["curl", "--unix-socket", config.uds, "http://localhost/"])
+    port = config.port or server.servers[0].sockets[0].getsockname()[1]
+    host = "localhost" if config.host in ("0.0.0.0", "::") else config.host
+    return f"curl {scheme}://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
 def end_unloaded(error: BaseException, debug: bool, server: uvicorn.Server | None) -> None:

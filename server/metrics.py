@@ -6,7 +6,7 @@ Requests and errors are counted in http/request.py. What the worker reports engi
 
 import importlib.metadata
 import platform
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,6 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 TOKENS = (16, 64, 256, 1024, 4096, 16384, 65536)
 
 MOST_REPORTS = 100
-Recorders = Mapping[str, Callable[[float], None]]  # by the field of a report that they record
 
 
 class Metrics:
@@ -49,26 +48,19 @@ class Metrics:
         Info("build", "Versions", **ours).info(versions)
         self.model = Info("model", "A loaded model", ["serves"], **ours)
 
-        out_of_memory = Counter("out_of_memory", "Forwards that ran out of memory", **ours)
-        rows, share = "Rows a batch may have now", "Padding in the last batch, 0 to 1"
-        self._last_batch = {
-            "cap": Gauge("batch_cap", rows, ["serves"], **ours),
-            "padding": Gauge("padding_share", share, ["serves"], **ours),
-        }
-        self._of_batch: Recorders = {
-            "size": Histogram("batch_size", "Items a batch", **ours, buckets=SIZES).observe,
-            "tokens": Histogram("batch_tokens", "Tokens a batch, unpadded", **in_tokens).observe,
-        }
-        self._of_forward: Recorders = {
-            "forward_s": Histogram("forward_seconds", "A batch's forward", **in_seconds).observe,
-            "out_of_memory": out_of_memory.inc,
-        }
+        self._out_of_memory = Counter("out_of_memory", "Forwards that ran out of memory", **ours)
+        self._cap = Gauge("batch_cap", "Rows a batch may have now", ["serves"], **ours)
+        share = "Padding in the last batch, 0 to 1"
+        self._padding = Gauge("padding_share", share, ["serves"], **ours)
+        self._size = Histogram("batch_size", "Items a batch", **ours, buckets=SIZES)
+        self._tokens = Histogram("batch_tokens", "Tokens a batch, unpadded", **in_tokens)
+        self._forward = Histogram("forward_seconds", "A batch's forward", **in_seconds)
 
         tokens = Counter("tokens", "Tokens processed", ["kind"], **ours)
         self._step_s = Histogram("step_seconds", "A generation step", **in_seconds)
         self._step_tokens = Histogram("step_tokens", "Tokens run in a step", **in_tokens)
         self.first_token = Histogram("time_to_first_token_seconds", "To its text", **in_seconds)
-        self._counted_of_step: Recorders = {
+        self._counted_of_step: dict[str, Callable[[float], None]] = {  # by a report's field
             "prefill_tokens": tokens.labels("prompt").inc,
             "cached_tokens": tokens.labels("cached").inc,
             "decode_tokens": tokens.labels("output").inc,
@@ -105,11 +97,13 @@ class Metrics:
         return ()
 
     def _record_batch(self, serves: str, report: BatchReport) -> None:
-        of_items = self._of_batch if report.size else {}  # else all of them go on
-        for name, record in {**of_items, **self._of_forward}.items():
-            record(getattr(report, name))
-        for name, gauge in self._last_batch.items():
-            gauge.labels(serves).set(getattr(report, name))
+        if report.size:  # else all of them go on
+            self._size.observe(report.size)
+            self._tokens.observe(report.tokens)
+        self._forward.observe(report.forward_s)
+        self._out_of_memory.inc(report.out_of_memory)
+        self._cap.labels(serves).set(report.cap)
+        self._padding.labels(serves).set(report.padding)
         self._observe_waits(report)
 
     def _record_step(self, serves: str, report: StepReport) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import Struct
 
 from server import answers
-from server.health import Health, Ready
+from server.health import Health, Ready, Version
 from server.openai.audio.endpoint import PATHS as AUDIO_PATHS
 from server.openai.audio.request import TranscriptionRequest, TranslationRequest, form_schema
 from server.openai.chat import ChatRequest
@@ -23,7 +23,6 @@ from server.openai.tokenize import DetokenizeRequest, Prompt, TokenizeRequest, T
 from server.rerank import PATHS as RERANK_PATHS
 from server.rerank import RerankRequest
 from server.score import ScoreRequest
-from server.version import ICON_TYPE, Version
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
 HTML = "text/html"
@@ -136,7 +135,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "GET /ready": Operation("Should it get traffic", Ready, errors=[503]),
     "GET /ping": Operation("The same as /ready", Ready, errors=[503]),
     "GET /version": Operation("Which server this is", Version),
-    "GET /favicon.ico": Operation("Its icon", {ICON_TYPE: {}}),
+    "GET /favicon.ico": Operation("Its icon", {"image/svg+xml": {}}),
     "GET /metrics": Operation("For Prometheus", {TEXT: {"type": "string"}}),
     "GET /": Operation(
         "A page for browsers; lines of curl for others",

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server import __version__
-from server.curl import ASSETS, shown_lines
+from server.curl import ASSETS, MASK, curl_lines
 from server.engine import Engine
 from server.http.errors import HttpError
 from server.settings import Settings
@@ -74,16 +74,17 @@ def read_file(path: Path) -> File:
 
 
 class Assets:
-    """The page's files, by name."""
+    """The page's files, by name; its icon is at /favicon.ico too, for a browser's tab."""
 
     def __init__(self) -> None:
         paths = [path for path in ASSETS.iterdir() if path.suffix in MEDIA]
         self.files = {path.name: read_file(path) for path in paths}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["counted_as"] = PATH
         request = Request(scope)
-        if (file := self.files.get(request.path_params["name"])) is None:
+        if request.path_params:
+            scope["counted_as"] = PATH
+        if (file := self.files.get(request.path_params.get("name", "icon.svg"))) is None:
             raise HttpError(404, "the page has no such file")
         await file.answer(request, HEADERS)(scope, receive, send)
 
@@ -112,7 +113,10 @@ class Front:
         host = request.headers.get("host", "")
         address = f"{request.scope['scheme']}://{host if _HOST.fullmatch(host) else 'localhost'}"
         address += request.scope.get("root_path", "")
-        lines = shown_lines(self.settings, self.engine, address)
+        mask = MASK
+        if "pipeline" in self.engine.models and self.engine.refusal("pipeline") is None:
+            mask = self.engine.models["pipeline"].loaded.info.mask or mask
+        lines = curl_lines(self.settings, address, mask)
         said = "\n\n".join(f"# {each.about}\n{each.command}" for each in lines)
         more = f"# In a browser there is a page: {address}/\n# All there is: {address}/openapi.json"
         return f"# onequeue {__version__}\n\n{said}\n\n{more}\n"

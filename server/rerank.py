@@ -7,7 +7,7 @@ are too long are cut) and of text-embeddings-inference (`texts`: a bare list, cu
 """
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Struct
@@ -16,7 +16,7 @@ from batching.errors import InvalidInput
 from server.answers import EmbeddingUsage, Ranked, Reranked, TextDocument
 from server.http.json import Document, to_json
 from server.openai.params import Count, Filled, Salt
-from server.scoring import MOST_INPUTS, ScoringEndpoint
+from server.scoring import MOST_INPUTS
 from worker.scoring import PairsInput, PieceSize, Scored, pieces
 
 PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
@@ -57,7 +57,7 @@ class RerankRequest(Struct, kw_only=True):
         given: Sequence[Any] = self.documents or self.texts or ()
         return [each.text if isinstance(each, TextDocument) else each for each in given]
 
-    def pieces(self, most: PieceSize) -> list[PairsInput]:
+    def payloads(self, most: PieceSize, serves: str) -> list[PairsInput]:
         documents = self.read()
         param = "texts" if self.is_bare else "documents"
         cuts = bool(self.truncate) if self.is_bare else self.truncate is not False
@@ -71,18 +71,20 @@ class RerankRequest(Struct, kw_only=True):
             raw=bool(self.raw_scores),
         )
 
-    def answer(self, scores: list[float], tokens: int) -> Reranked | list[Document]:
+    def content(self, outputs: list[Scored]) -> list[bytes]:
+        scores = [score for each in outputs for score in each.scores]
         ranked = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
-        texts = self.read() if self.shown else []
         ranked = ranked[: self.top_n or None]
+        texts = self.read() if self.shown else []
         if self.is_bare:
-            return [
-                {"index": n, "score": scores[n], **({"text": texts[n]} if texts else {})}
-                for n in ranked
-            ]
+            bare: list[Document] = [{"index": n, "score": scores[n]} for n in ranked]
+            for each in bare if texts else ():
+                each["text"] = texts[each["index"]]
+            return [to_json(bare)]
         results = [Ranked(n, scores[n], TextDocument(texts[n]) if texts else UNSET) for n in ranked]
+        tokens = sum(each.tokens for each in outputs)
         id, usage = "rerank-" + secrets.token_hex(12), EmbeddingUsage(tokens, tokens)
-        return Reranked(id, self.model or "", usage, results)
+        return [to_json(Reranked(id, self.model or "", usage, results))]
 
 
 def pairs_in_pieces(
@@ -96,16 +98,3 @@ def pairs_in_pieces(
         PairsInput(part, paths[first : first + len(part)], **options)
         for first, part in pieces(pairs, sizes, most)
     ]
-
-
-class Rerank(ScoringEndpoint[RerankRequest]):
-    kind = RerankRequest
-
-    def pieces_of(
-        self, request: RerankRequest, serves: str
-    ) -> Callable[[PieceSize], list[PairsInput]]:
-        return request.pieces
-
-    def content(self, request: RerankRequest, outputs: list[Scored]) -> list[bytes]:
-        scores = [score for each in outputs for score in each.scores]
-        return [to_json(request.answer(scores, sum(each.tokens for each in outputs)))]

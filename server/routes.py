@@ -8,7 +8,7 @@ from starlette.types import ASGIApp
 
 from server import openapi
 from server.engine import Engine
-from server.health import health, ready
+from server.health import health, ready, version
 from server.http.fetch import Fetcher
 from server.http.request import JsonEndpoint
 from server.http.upload import Uploads
@@ -18,12 +18,11 @@ from server.openai.audio.endpoint import SpeechEndpoint
 from server.openai.audio.request import TranscriptionRequest, TranslationRequest
 from server.openai.chat import ChatCompletions
 from server.openai.completions import Completions
-from server.openai.decisions.endpoint import DecisionEndpoint
+from server.openai.decisions.endpoint import DecisionEndpoint, DecisionRoot
 from server.openai.decisions.request import DecisionRequest
-from server.openai.decisions.root import DecisionRoot
 from server.openai.decisions.systemone import SystemOneRequest
 from server.openai.embeddings import PATHS as EMBEDDING_PATHS
-from server.openai.embeddings import Embeddings
+from server.openai.embeddings import EmbeddingRequest
 from server.openai.models import ModelListing, ModelNames
 from server.openai.pictures import Pictures
 from server.openai.responses.endpoint import Responses
@@ -34,17 +33,16 @@ from server.page import Assets, Front
 from server.pipeline import Root
 from server.preflight import MODELS
 from server.rerank import PATHS as RERANK_PATHS
-from server.rerank import Rerank
-from server.score import Score
+from server.rerank import RerankRequest
+from server.score import ScoreRequest
+from server.scoring import ScoringEndpoint
 from server.settings import Settings, SettingsError
-from server.version import icon, version
 
 PROBES = [
     Route("/health", JsonEndpoint(health), methods=["GET"]),
     Route("/ready", JsonEndpoint(ready), methods=["GET"]),
     Route("/ping", JsonEndpoint(ready), methods=["GET"]),
     Route("/version", JsonEndpoint(version), methods=["GET"]),
-    Route("/favicon.ico", icon, methods=["GET"]),
     Route("/metrics", metrics),
 ]
 
@@ -83,7 +81,7 @@ def make_routes(
         routes += tokenizer_routes(texts)
     methods = ["GET", "POST"] if pipeline else ["GET"]
     routes.insert(0, Route("/", pipeline or front, methods=methods))  # they are tried in order
-    routes.append(Route(ASSETS, assets, methods=["GET"]))
+    routes += [Route(path, assets, methods=["GET"]) for path in (ASSETS, "/favicon.ico")]
     routes.append(openapi.route(settings, routes))
     return routes, responses
 
@@ -102,13 +100,13 @@ def other_routes(
 ) -> Iterator[Route]:
     """Of models that generate no text."""
     if names := named.get("embedding"):
-        embeddings = Embeddings(settings, engine, [names])
+        embeddings = ScoringEndpoint(settings, engine, [names], EmbeddingRequest)
         yield from (post(path, embeddings) for path in EMBEDDING_PATHS)
     if names := named.get("rerank"):
-        rerank = Rerank(settings, engine, [names])
+        rerank = ScoringEndpoint(settings, engine, [names], RerankRequest)
         yield from (post(path, rerank) for path in RERANK_PATHS)
     if scoring := [named[serves] for serves in ("rerank", "embedding") if serves in named]:
-        yield post("/v1/score", Score(settings, engine, scoring))
+        yield post("/v1/score", ScoringEndpoint(settings, engine, scoring, ScoreRequest))
     if names := named.get("transcription"):
         uploads, kinds = Uploads(settings.max_audio_mb), (TranscriptionRequest, TranslationRequest)
         for path, kind in zip(AUDIO_PATHS, kinds, strict=True):

@@ -5,7 +5,7 @@ By the rerank model, or by the cosine of embeddings where that model is named or
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from server import answers
 from server.http.json import to_json
 from server.openai.params import Filled, Salt, required
 from server.rerank import Texts, pairs_in_pieces
-from server.scoring import ScoringEndpoint
 from worker.scoring import (
     Embedded,
     EmbeddingInput,
@@ -51,6 +50,9 @@ class ScoreRequest(Struct, kw_only=True):
             raise InvalidInput.at(second, unequal)
         return read[0], read[1]
 
+    def payloads(self, most: PieceSize, serves: str) -> Sequence[PairsInput | EmbeddingInput]:
+        return self.pairs(most) if serves == "rerank" else self.texts(most)
+
     def pairs(self, most: PieceSize) -> list[PairsInput]:
         (first, ones), (second, others) = self.sides()
         count = max(len(ones), len(others))
@@ -76,30 +78,20 @@ class ScoreRequest(Struct, kw_only=True):
                 made.append(piece)
         return made
 
-    def answer(self, scores: list[float], tokens: int) -> answers.Scores:
+    def content(self, outputs: list[Any]) -> list[bytes]:
+        if isinstance(outputs[0], Embedded):
+            scores = cosines(outputs, len(self.sides()[0][1]))
+        else:
+            scores = [score for each in outputs for score in each.scores]
+        tokens = sum(each.tokens for each in outputs)
         id, usage = "score-" + secrets.token_hex(12), answers.EmbeddingUsage(tokens, tokens)
         data = [answers.Score(n, "score", each) for n, each in enumerate(scores)]
-        return answers.Scores(id, "list", int(time.time()), self.model or "", data, usage)
+        made = answers.Scores(id, "list", int(time.time()), self.model or "", data, usage)
+        return [to_json(made)]
 
 
 def _path(name: str, texts: Sequence[str], n: int) -> str:
     return f"{name}[{n}]" if len(texts) > 1 else name
-
-
-class Score(ScoringEndpoint[ScoreRequest]):
-    """Of a reranker, an embedder or both."""
-
-    kind = ScoreRequest
-
-    def pieces_of(self, request: ScoreRequest, serves: str) -> Callable[[PieceSize], list[Any]]:
-        return request.pairs if serves == "rerank" else request.texts
-
-    def content(self, request: ScoreRequest, outputs: list[Any]) -> list[bytes]:
-        if isinstance(outputs[0], Embedded):
-            scores = cosines(outputs, len(request.sides()[0][1]))
-        else:
-            scores = [score for each in outputs for score in each.scores]
-        return [to_json(request.answer(scores, sum(each.tokens for each in outputs)))]
 
 
 def cosines(outputs: Sequence[Embedded], count: int) -> list[float]:

@@ -3,10 +3,9 @@
 body → request → pieces, a work item each → their answers, end to end → what is sent
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import anyio.to_thread
 from starlette.types import Receive, Scope, Send
@@ -27,28 +26,22 @@ MOST_INPUTS = 2048
 class ScoringBody(Body, Protocol):
     cache_salt: str | None
 
+    def payloads(self, most: PieceSize, serves: str) -> Sequence[Any]:
+        """Pieces for the model of a name in the registry; InvalidInput."""
 
-R = TypeVar("R", bound=ScoringBody)
+    def content(self, outputs: list[Any]) -> list[bytes]:
+        """The answer's JSON, of what came of the payloads. In a pool thread if it may be large."""
 
 
 @dataclass(eq=False)
-class ScoringEndpoint(ABC, Generic[R]):
-    """A bare ASGI app, of the models that requests may name."""
-
-    kind: ClassVar[type[Any]]  # R
+class ScoringEndpoint:
+    """A bare ASGI app, of the models that requests of this `kind` may name."""
 
     settings: Settings
     engine: Engine
     models: Sequence[ModelNames]
+    kind: type[ScoringBody]
     parsing: Parsing = field(init=False, default_factory=Parsing)
-
-    @abstractmethod
-    def pieces_of(self, request: R, serves: str) -> Callable[[PieceSize], Sequence[Any]]:
-        """What makes a request's payloads for the model of a name in the registry."""
-
-    @abstractmethod
-    def content(self, request: R, outputs: list[Any]) -> list[bytes]:
-        """The answer's JSON, of what came of the payloads. In a pool thread if it may be large."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive, self.models[0].serves)
@@ -58,19 +51,19 @@ class ScoringEndpoint(ABC, Generic[R]):
         with Submission(self.engine, names.serves, payloads, deadlines, receive) as work:
             outputs = [await item.future for item in work.items]
         if len(body) > INLINE_BYTES:
-            parts = await anyio.to_thread.run_sync(self.content, request, outputs)
+            parts = await anyio.to_thread.run_sync(request.content, outputs)
         else:
-            parts = self.content(request, outputs)
+            parts = request.content(outputs)
         await send_parts(send, parts, work.timing_headers())
 
-    def parse(self, body: bytes) -> tuple[R, ModelNames, Sequence[Any]]:
+    def parse(self, body: bytes) -> tuple[ScoringBody, ModelNames, Sequence[Any]]:
         """InvalidInput for more than the queue could ever take, in pieces for which a batch has
         room."""
-        request: R = decode(body, self.kind, lambda given: find(self.models, given).id)
-        [names] = [each for each in self.models if each.id == request.model]
+        request = decode(body, self.kind, lambda given: find(self.models, given).id)
+        names = find(self.models, request.model)
         settings = self.settings
         size = PieceSize(min(PIECE, settings.max_batch_size), settings.max_batch_tokens)
-        made = self.pieces_of(request, names.serves)(size)
+        made = request.payloads(size, names.serves)
         if len(made) > settings.max_queue_size:
             places = f"{len(made)} places; the queue has {settings.max_queue_size}"
             many = f"these inputs are too many or too long together: they need {places}"

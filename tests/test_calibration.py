@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from server.app import create_app
-from server.calibration import command, report
+from server.calibration import command
 from server.calibration.command import Options, calibrate
 from server.calibration.search import Knobs, Search, Stage
 from server.settings import Settings, SettingsError
@@ -77,17 +77,6 @@ def test_a_stage_with_failures_does_not_hold() -> None:
     assert not Stage(Knobs(8), 100, 100, 1, 2, 1).holds(2)
 
 
-def test_the_plot_has_a_bar_for_each_rate_of_what_was_found() -> None:
-    found = Stage(Knobs(8), 40, 40, 50, 100, 0)
-    late = Stage(Knobs(8), 60, 50, 90, 2050, 0)
-    others = [Stage(Knobs(4), 10, 10, 1, 1, 0), Stage(Knobs(8), 0, 70, 1, 1, 0)]
-    _, first, second = report.plot([late, *others, found], found, 100)
-    assert first.endswith("100 ms")
-    assert first.count("█") == report.WIDTH // 2
-    assert second.endswith("2,050 ms")
-    assert second.count("█") == report.WIDTH
-
-
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"LEAST_S": 0.05, "LIMITS": 0, "LEAST_REQUESTS": 1}.items():
@@ -144,8 +133,8 @@ def test_the_demo_of_speech_is_measured(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(("rate", "places"), [(10, 16), (400, 200)])
 def test_places_are_for_what_comes_within_the_limit_twice_over(rate: float, places: int) -> None:
     found = Stage(Knobs(256), rate, rate, 50, 200, 0)
-    assert report.settings(found, 250, True) == [f"MAX_QUEUE_SIZE={places}"]
-    assert report.settings(found, 250, False)[-1] == "MAX_QUEUE_SIZE=512"
+    assert command.settings(found, 250, True) == [f"MAX_QUEUE_SIZE={places}"]
+    assert command.settings(found, 250, False)[-1] == "MAX_QUEUE_SIZE=512"
 
 
 def lost() -> FakeRunner:

@@ -14,7 +14,7 @@ from server.answer_stream import Usage
 from server.http.json import to_json
 from server.openai.decisions.request import DecisionRequest
 from server.openai.decisions.systemone import SystemOneRequest
-from server.openai.params import Names, decode
+from server.openai.params import decode
 from tests import tiny_decisions
 from tests.tiny_decisions import STATE, about, predicates, prompts_of, read
 from worker.decisions import DecisionInput, Question
@@ -166,7 +166,7 @@ def test_no_escape_hides_control_tokens() -> None:
     call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": ""}
     call["arguments"] = json.dumps({"a": "no</s>", "b": "é"}).replace("<", "\\u003c")
     body = {"input": [call], "questions": [{"type": "predicate", "instructions": "b"}]}
-    request = decode(json.dumps(body).encode(), DecisionRequest, Names("tiny").of)
+    request = decode(json.dumps(body).encode(), DecisionRequest, lambda _: "tiny")
     [message] = request.decision_input().messages
     arguments = message["tool_calls"][0]["function"]["arguments"]
     assert json.loads(arguments) == {"a": "no</s>", "b": "é"}
@@ -181,7 +181,7 @@ LEVEL_DEEP = '{"state": "a", "questions": {"q": {"type": "score", "criteria": ["
 
 def nested(body: str, levels: int) -> SystemOneRequest:
     text = body.replace("DEEP", "[" * levels + "]" * levels)
-    return decode(text.encode(), SystemOneRequest, Names("tiny").of)
+    return decode(text.encode(), SystemOneRequest, lambda _: "tiny")
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="what can be parsed is written there")

@@ -1,6 +1,5 @@
 """What a start says: one form of line, an address, a request that works; and what it leaves out."""
 
-import json
 import logging
 import shlex
 import signal
@@ -12,10 +11,8 @@ import httpx
 import pytest
 import uvicorn
 
-from server import greeting
-from server.curl import line_to_try
+from server.lifespan import curl
 from server.log import configure_log, is_no_probe, uvicorn_config
-from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
 from tests.serving import serving, wait_until
 from tests.test_start import pipe, process, program, started
@@ -38,12 +35,13 @@ def test_a_process_says_where_it_is_what_to_try_and_what_it_waits_for() -> None:
         lines = []
         for line in pipe(child.stderr):
             lines.append(line)
-            if " try: " in line:
+            if " try curl" in line:
                 break
-        assert any(f"address={url} page={url}/" in line for line in lines)
         httpx.get(url + "/health")
         httpx.get(url + "/metrics?name=a")
-        command = shlex.split(lines[-1].partition(" try: ")[2])
+        assert lines[-1].endswith(f": try curl {url}/, or a browser\n")
+        [line] = [each for each in httpx.get(url).text.splitlines() if each.startswith("curl")]
+        command = shlex.split(line)
         assert command[:3] == ["curl", url + "/", "-d"]
         assert httpx.post(command[1], content=command[3]).status_code == 200
         child.send_signal(signal.SIGINT)
@@ -63,41 +61,26 @@ def test_a_socket_is_named_with_a_line_that_finds_it(tmp_path: Path) -> None:
         lines = []
         for line in pipe(child.stderr):
             lines.append(line)
-            if " try: " in line:
+            if " try curl" in line:
                 break
-        command = lines[-1].partition(" try: ")[2].strip()
+        command = lines[-1].partition(" try ")[2].removesuffix(", or a browser\n")
         done = subprocess.run(["sh", "-c", f"{command} --silent"], capture_output=True, check=True)
-        assert json.loads(done.stdout)
-    assert lines[-2].endswith(f" socket={uds}\n")
-    assert command.startswith(f"curl --unix-socket {uds} http://localhost/ ")
-
-
-def test_the_line_is_a_short_one_that_works_a_chat_if_there_is_one() -> None:
-    with serving(load_chat=FakeGenerator) as server:
-        words = shlex.split(line_to_try(server.app.settings, server.engine, server.url))
-        assert words[0] == "curl"
-        answer = httpx.post(words[1], content=words[-1], headers=dict([words[3].split(": ")]))
-        assert answer.json()["object"] == "chat.completion"
-    with serving(load_embedder=FakeRunner, ready=False) as server:
-        line = line_to_try(server.app.settings, server.engine, server.url)
-        assert "/v1/embeddings" in line
-    task = "table-question-answering"
-    with serving(FakeRunner, pipeline_task=task, pipeline_model="a/b", ready=False) as server:
-        assert "\n" not in line_to_try(server.app.settings, server.engine, server.url)
+        assert done.stdout.startswith(b"# onequeue")
+    assert command == f"curl --unix-socket {uds} http://localhost/"
 
 
 @pytest.mark.parametrize(
-    ("config", "address"),
+    ("config", "wanted"),
     [
-        ({"port": 9000}, ("http://127.0.0.1:9000", "curl")),
-        ({"host": "0.0.0.0"}, ("http://localhost:8000", "curl")),
-        ({"host": "::1"}, ("http://[::1]:8000", "curl")),
-        ({"uds": "/run/q"}, ("http://localhost", "curl --unix-socket /run/q")),
+        ({"port": 9000}, "curl http://127.0.0.1:9000/"),
+        ({"host": "0.0.0.0"}, "curl http://localhost:8000/"),
+        ({"host": "::1"}, "curl http://[::1]:8000/"),
+        ({"uds": "/run/q"}, "curl --unix-socket /run/q http://localhost/"),
     ],
 )
-def test_the_address_is_one_that_can_be_called(config: dict[str, Any], address: Any) -> None:
+def test_the_address_is_one_that_can_be_called(config: dict[str, Any], wanted: str) -> None:
     made = uvicorn.Config("a:b", log_config=uvicorn_config(), **config)
-    assert greeting.address(uvicorn.Server(made)) == address
+    assert curl(uvicorn.Server(made)) == wanted
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics?name=a", "/a/prefix/ready"])

@@ -8,7 +8,7 @@ import orjson
 
 from server.openai.chat import ChatReply, ChatRequest
 from server.openai.completions import CompletionReply, CompletionRequest
-from server.openai.params import Names, decode
+from server.openai.params import decode
 from server.openai.request import ChoicesReply
 from tests.fake_generator import FakeGenerator
 from worker.deltas import Delta, Part, TokenLogprob
@@ -32,13 +32,13 @@ TOKENS = [
 
 def chat(**fields: Any) -> ChoicesReply:
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True, **fields}
-    request = decode(orjson.dumps(body), ChatRequest, Names("demo").of)
+    request = decode(orjson.dumps(body), ChatRequest, lambda _: "demo")
     return ChatReply(request, FakeGenerator().call_id)
 
 
 def completion(**fields: Any) -> ChoicesReply:
     body = {"prompt": "x", "stream": True, **fields}
-    return CompletionReply(decode(orjson.dumps(body), CompletionRequest, Names("demo").of), 10)
+    return CompletionReply(decode(orjson.dumps(body), CompletionRequest, lambda _: "demo"), 10)
 
 
 def choices(reply: ChoicesReply) -> list[dict[str, Any]]:

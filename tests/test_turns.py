@@ -13,7 +13,7 @@ import pytest
 
 from batching.errors import InvalidInput
 from server.openai.chat import ChatReply, ChatRequest
-from server.openai.params import Names, decode
+from server.openai.params import decode
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.deltas import Delta, Part
 from worker.generation_input import Chat
@@ -44,7 +44,7 @@ def template_of(source: str) -> ChatTemplate:
 
 def chat(messages: list[Any], **fields: Any) -> tuple[ChatRequest, Chat]:
     body = {"messages": messages, "tools": TOOLS, **fields}
-    request = decode(orjson.dumps(body), ChatRequest, Names("demo").of)
+    request = decode(orjson.dumps(body), ChatRequest, lambda _: "demo")
     prompt = request.generation_input().prompt
     assert isinstance(prompt, Chat)
     return request, prompt

@@ -173,7 +173,7 @@ def test_a_picture_that_was_seen_and_then_given_up_is_looked_at_again() -> None:
     driver.add(request("What is ", TALL, "here?"))
     driver.finish()
     later = driver.add(request("Once more: ", TALL))
-    assert not any(each.whole for each in scene_of(later).pieces)
+    assert not any(each.whole for each in scene_of(later).made().pieces)
     rows.most_bytes = 0
     rows.keep(b"last", {}, 0)
     driver.finish()

@@ -16,9 +16,9 @@ from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
 from tests.serving import wait_until
 from worker.generation_input import GenerationInput
-from worker.models import Breaker, GenerationModel, Outcome, PipelineModel
+from worker.models import Breaker, GenerationModel, Outcome, PipelineModel, SteppedModel
 from worker.protocol import UNFINISHED, BatchReport, PipelineInput, State, StepOutcome
-from worker.worker import Model, SteppedModel, Worker
+from worker.worker import Model, Worker
 
 
 class Recorder:
@@ -48,7 +48,7 @@ class Recorder:
         self.reports.append(report)
         self.outputs(failed)
 
-    def on_step(self, model: SteppedModel, outcome: StepOutcome) -> None:
+    def on_step(self, model: SteppedModel[Any], outcome: StepOutcome) -> None:
         self.steps.append(outcome)
 
     def on_rejected(self, items: list[WorkItem]) -> None:

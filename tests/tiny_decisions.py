@@ -12,7 +12,7 @@ import torch
 from batching.prefill_budget import PrefillBudget
 from batching.request_queue import WorkItem
 from server.openai.decisions.systemone import SystemOneRequest
-from server.openai.params import Names, decode
+from server.openai.params import decode
 from tests import tiny_chat
 from tests.tiny import SMALL, hf
 from worker.decisions import DecisionInput, Question
@@ -77,7 +77,7 @@ def cached() -> GenerationEngine:
 
 def read(questions: Any, state: Any = STATE) -> SystemOneRequest:
     body = json.dumps({"state": state, "questions": questions}).encode()
-    return decode(body, SystemOneRequest, Names("tiny").of)
+    return decode(body, SystemOneRequest, lambda _: "tiny")
 
 
 def predicates(count: int, words: str = "the parcel") -> tuple[Question, ...]:

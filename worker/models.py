@@ -81,7 +81,7 @@ class ServedModel(Generic[M]):
 
 
 class SteppedModel(ServedModel[S]):
-    """Served in steps; its engine decides what waits and what runs."""
+    """Served in steps, as speech is; its engine decides what waits and what runs."""
 
     def __init__(self, name: str, load: Callable[[], S], places: int) -> None:
         super().__init__(name, load)
@@ -100,10 +100,6 @@ class SteppedModel(ServedModel[S]):
         """Drop everything, whatever state it is in; its items."""
         self.busy = False
         return self.loaded.clear()
-
-
-class SpeechModel(SteppedModel[Stepped]):
-    """Recordings, of which the speech engine runs windows."""
 
 
 class GenerationModel(SteppedModel[Generator]):

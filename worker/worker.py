@@ -19,20 +19,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from batching.errors import DeviceLost, ItemFailed, OnequeueError, WorkerDown
 from batching.request_queue import WorkItem
 from worker.cores import Cores, pin
 from worker.failures import failure_of
 from worker.free_cores import FreeCores
-from worker.models import GenerationModel, Outcome, PipelineModel, SpeechModel
+from worker.models import Outcome, PipelineModel, SteppedModel
 from worker.protocol import BatchReport, State, StepOutcome
 
 log = logging.getLogger("onequeue.worker")
 
-SteppedModel = GenerationModel | SpeechModel
-Model = PipelineModel | SteppedModel
+Model = PipelineModel | SteppedModel[Any]
 STATES: Sequence[State] = ("loading", "warming", "ready")  # in this order
 
 # When nothing has run for so long, what was freed goes back to the system. glibc would keep it, and
@@ -51,7 +50,7 @@ class Listener(Protocol):
     def on_batch(
         self, model: PipelineModel, report: BatchReport, failed: list[Outcome]
     ) -> None: ...
-    def on_step(self, model: SteppedModel, outcome: StepOutcome) -> None: ...
+    def on_step(self, model: SteppedModel[Any], outcome: StepOutcome) -> None: ...
     def on_rejected(self, items: list[WorkItem]) -> None: ...
     def on_breaker(self, model: Model, is_open: bool) -> None: ...
     def on_state(self, state: State, error: Exception | None) -> None: ...
@@ -190,7 +189,7 @@ class Worker:
                 self._blame(model.name, model.clear(), error)
                 self._probe(model)
 
-    def _run_step(self, model: SteppedModel) -> None:
+    def _run_step(self, model: SteppedModel[Any]) -> None:
         """One step, of which the model's engine has bisected and sorted out the failures."""
         self.busy_since = self.clock()
         outcome = model.loaded.step()

@@ -7,6 +7,7 @@ what is measured. A rate is of this machine, as quiet as it is now.
 
 import asyncio
 import logging
+import math
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,11 +15,9 @@ from dataclasses import dataclass
 
 import uvicorn
 
-from server.calibration import report
 from server.calibration.load import Load
 from server.calibration.requests import requests_for
 from server.calibration.search import CAPS, Knobs, Search, Stage
-from server.engine import Engine
 from server.http.request import Middleware
 from server.lifespan import with_cause
 from server.log import configure_log
@@ -35,6 +34,9 @@ STEPPED = {"generation", "transcription"}  # their batches form by themselves, s
 LEAST_S, LIMITS = 3.0, 8  # a stage's seconds: at least so many, and so many times the percentile
 LEAST_REQUESTS = 100  # that a stage is to have, for a 95th percentile to mean something
 MOST_S = 30.0
+HEADER = (
+    f"{'batch':>5} {'wait ms':>8} {'offered/s':>10} {'answered/s':>10} {'p50 ms':>9} {'p95 ms':>9}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,27 +77,23 @@ async def _calibrate(app: Middleware, options: Options, say: Callable[[str], Non
     with socket.create_server(("127.0.0.1", 0), backlog=config.backlog) as listener:
         serving = asyncio.create_task(server.serve([listener]))
         try:
-            await loaded(engine)
+            try:
+                await engine.loaded
+            except Exception as error:
+                raise SettingsError(with_cause(error)) from error
             requests = requests_for(engine, serves, options.words, options.tokens, options.file)
             model = engine.models[serves].loaded.info.model
             say(f"{requests.path} of {model}: which rate keeps 95 % within {options.p95_ms:g} ms?")
             load = Load(app, requests, listener.getsockname()[1])
-            return await _search(load, options, say)
+            return await _search(load, options.p95_ms, say)
         finally:
             server.should_exit = server.force_exit = True
             await serving
             engine.stop()
 
 
-async def loaded(engine: Engine) -> None:
-    try:
-        await engine.loaded
-    except Exception as error:
-        raise SettingsError(with_cause(error)) from error
-
-
-async def _search(load: Load, options: Options, say: Callable[[str], None]) -> Stage | None:
-    limit_ms, generates = options.p95_ms, load.requests.serves in STEPPED
+async def _search(load: Load, limit_ms: float, say: Callable[[str], None]) -> Stage | None:
+    generates = load.requests.serves in STEPPED
     most = load.app.settings.max_running if generates else max(CAPS)
     knobs = Knobs(min(4, most))
     await load(knobs, 0, 1.0)  # nothing is as slow as the first time
@@ -103,19 +101,37 @@ async def _search(load: Load, options: Options, say: Callable[[str], None]) -> S
     if first.failed:
         raise SettingsError(f"{first.failed} requests failed: is the input one that it takes?")
     seconds = max(LEAST_S, LIMITS * limit_ms / 1000, LEAST_REQUESTS / max(first.served, 0.1))
-    search = Search(
-        load,
-        limit_ms,
-        min(MOST_S, seconds),
-        caps=(most,) if generates else CAPS,
-        waits_ms=(knobs.wait_ms,) if generates else (1.0, 0.0, 5.0),
-        tell=lambda stage: say(report.line(stage, limit_ms)),
-    )
-    say(report.HEADER)
-    found = await search.run()
-    if found is None:
+    search = Search(load, limit_ms, min(MOST_S, seconds), tell=lambda stage: say(line(stage)))
+    if generates:
+        search.caps, search.waits_ms = [most], [knobs.wait_ms]
+    say(HEADER)
+    if (found := await search.run()) is None:
         say(f"no rate keeps 95 % of the answers within {limit_ms:g} ms here")
-    else:
-        for each in report.summary(search.stages, found, limit_ms, generates):
-            say(each)
+        return None
+    say(
+        f"\n{found.rate:.1f} requests/s can be sustained: 95 % of their answers come within "
+        f"{found.p95_ms:.1f} ms, of {limit_ms:g}. As settings:\n"
+    )
+    for each in settings(found, limit_ms, generates):
+        say(each)
     return found
+
+
+def line(stage: Stage) -> str:
+    """Under HEADER; what is offered is empty where it was as fast as it can."""
+    offered = f"{stage.rate:.1f}" if stage.rate else ""
+    failed = f"  {stage.failed} failed" if stage.failed else ""
+    return (
+        f"{stage.knobs.cap:5d} {stage.knobs.wait_ms:8g} {offered:>10} {stage.served:10.1f}"
+        f" {stage.p50_ms:9.1f} {stage.p95_ms:9.1f}{failed}"
+    )
+
+
+def settings(found: Stage, limit_ms: float, generates: bool) -> list[str]:
+    """As lines of a .env file. What waits longer than the limit twice over is refused at once."""
+    places = max(16, math.ceil(2 * found.rate * limit_ms / 1000))
+    if generates:
+        return [f"MAX_QUEUE_SIZE={places}"]
+    cap, wait_ms = found.knobs.cap, found.knobs.wait_ms
+    places = max(places, 2 * cap)  # one batch runs while the next fills
+    return [f"MAX_BATCH_SIZE={cap}", f"MAX_BATCH_WAIT_MS={wait_ms:g}", f"MAX_QUEUE_SIZE={places}"]

@@ -2,12 +2,14 @@
 
 import io
 import itertools
-import json
 import random
-import wave
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import httpx
+import numpy as np
+import orjson
+import soundfile
 from PIL import Image
 
 from server.engine import Engine
@@ -20,8 +22,8 @@ bright heavy simple open runs keeps finds moves answers over under beside before
 """.split()  # noqa: SIM905
 SIDE = 320  # pixels of a picture, of which there are a few
 SOUND_S, SOUND_HZ = 3, 16_000
-JSON = "application/json"
-BOUNDARY = "a-part-of-a-calibration"
+JSON, BYTES = "application/json", "application/octet-stream"
+FORM = "multipart/form-data; boundary=a-part-of-a-calibration"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,38 +43,37 @@ def requests_for(
     where one is given. SettingsError where a task needs one that nobody can guess."""
     rng = random.Random(0)
     texts = (" ".join(rng.choices(WORDS, k=rng.randint(*words))) for _ in itertools.count())
-    if file is not None and serves == "pipeline":
-        media = JSON if file.lstrip()[:1] == b"{" else "application/octet-stream"
-        return Requests(serves, "/", media, itertools.repeat(file))
-    if serves == "generation":
-        asked = ({"messages": [{"role": "user", "content": text}]} for text in texts)
-        bodies = (json.dumps({**each, "max_tokens": tokens}).encode() for each in asked)
-        return Requests(serves, "/v1/chat/completions", JSON, bodies)
-    if serves == "embedding":
-        bodies = (json.dumps({"input": text}).encode() for text in texts)
-        return Requests(serves, "/v1/embeddings", JSON, bodies)
+    if serves == "pipeline":
+        return _of_pipeline(engine, texts, file)
     if serves == "transcription":
-        sounds = [_form(_sound(n)) for n in range(4)] if file is None else [_form(file)]
-        media = f"multipart/form-data; boundary={BOUNDARY}"
-        return Requests(serves, "/v1/audio/transcriptions", media, itertools.cycle(sounds))
-    if serves == "rerank":
-        bodies = (
-            json.dumps({"query": text, "documents": [next(texts)]}).encode() for text in texts
-        )
-        return Requests(serves, "/rerank", JSON, bodies)
-    return _of_pipeline(engine, texts)
+        files = [file] if file is not None else [_sound(n) for n in range(4)]
+        bodies = itertools.cycle([_form(each) for each in files])
+        return Requests(serves, "/v1/audio/transcriptions", FORM, bodies)
+    path, documents = {
+        "generation": (
+            "/v1/chat/completions",
+            ({"messages": [{"role": "user", "content": t}], "max_tokens": tokens} for t in texts),
+        ),
+        "embedding": ("/v1/embeddings", ({"input": text} for text in texts)),
+        "rerank": ("/rerank", ({"query": text, "documents": [next(texts)]} for text in texts)),
+    }[serves]
+    return Requests(serves, path, JSON, map(orjson.dumps, documents))
 
 
-def _of_pipeline(engine: Engine, texts: Iterator[str]) -> Requests:
+def _of_pipeline(engine: Engine, texts: Iterator[str], file: bytes | None) -> Requests:
     info = engine.models["pipeline"].loaded.info
-    task = TASKS[info.task]
-    if task.required or task.kind == "json":
+    task, media = TASKS[info.task], BYTES
+    bodies: Iterator[bytes]
+    if file is not None:
+        bodies, media = itertools.repeat(file), JSON if file.lstrip()[:1] == b"{" else BYTES
+    elif task.required or task.kind == "json":
         raise SettingsError(f"--input FILE is needed: {info.task} takes JSON of its own")
-    if task.kind == "text":
-        bodies = (f"{text} {info.mask}".strip().encode() for text in texts)
-        return Requests("pipeline", "/", "text/plain", bodies)
-    made = [_picture(n) if task.kind == "image" else _sound(n) for n in range(4)]
-    return Requests("pipeline", "/", "application/octet-stream", itertools.cycle(made))
+    elif task.kind == "text":
+        bodies, media = (f"{text} {info.mask}".strip().encode() for text in texts), "text/plain"
+    else:
+        make = _picture if task.kind == "image" else _sound
+        bodies = itertools.cycle([make(n) for n in range(4)])
+    return Requests("pipeline", "/", media, bodies)
 
 
 def _picture(seed: int) -> bytes:
@@ -82,15 +83,11 @@ def _picture(seed: int) -> bytes:
 
 
 def _sound(seed: int) -> bytes:
-    file = io.BytesIO()
-    with wave.open(file, "wb") as sound:
-        sound.setnchannels(1)
-        sound.setsampwidth(2)
-        sound.setframerate(SOUND_HZ)
-        sound.writeframes(random.Random(seed).randbytes(2 * SOUND_HZ * SOUND_S))
+    file, noise = io.BytesIO(), np.random.default_rng(seed).uniform(-1, 1, SOUND_S * SOUND_HZ)
+    soundfile.write(file, noise, SOUND_HZ, format="WAV")
     return file.getvalue()
 
 
 def _form(file: bytes) -> bytes:
-    head = f'--{BOUNDARY}\r\ncontent-disposition: form-data; name="file"; filename="sound"\r\n\r\n'
-    return head.encode() + file + f"\r\n--{BOUNDARY}--\r\n".encode()
+    media, files = {"content-type": FORM}, {"file": ("sound", file)}
+    return httpx.Request("POST", "http://localhost", headers=media, files=files).read()

@@ -52,8 +52,9 @@ class Bounded(asyncio.Protocol):
         self._time_header()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        self._stop_reading()
+        for timer in (self.timer, self.reading):
+            if timer:
+                timer.cancel()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -61,7 +62,8 @@ class Bounded(asyncio.Protocol):
         self._time_reading()
 
     def resume_writing(self) -> None:
-        self._stop_reading()
+        if self.reading:
+            self.reading.cancel()
         super().resume_writing()
 
     def _time_reading(self) -> None:
@@ -75,11 +77,6 @@ class Bounded(asyncio.Protocol):
             self.transport.abort()  # close() would wait until all is read
         else:
             self._time_reading()
-
-    def _stop_reading(self) -> None:
-        if self.reading is not None:
-            self.reading.cancel()
-            self.reading = None
 
     def send_400_response(self, msg: str) -> None:
         self.refuse(HttpError(400, "this is not valid HTTP"))

@@ -11,7 +11,7 @@ import asyncio
 import ipaddress
 import socket
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import httpcore
@@ -91,11 +91,13 @@ class Fetcher:
     hosts: tuple[str, ...]
     most_bytes: int
     metrics: Metrics
-    pool: httpcore.AsyncConnectionPool | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.allowed = {host.lower() for host in self.hosts}
         self.turns = asyncio.Semaphore(AT_ONCE)
+        self.pool = httpcore.AsyncConnectionPool(
+            max_keepalive_connections=0, network_backend=PublicBackend()
+        )
 
     def check(self, link: str, param: str) -> None:
         """InvalidInput for a link that is not even tried."""
@@ -122,7 +124,7 @@ class Fetcher:
     async def _follow(self, link: str, count: Callable[[int], None]) -> bytes:
         for _ in range(MOST_REDIRECTS + 1):
             url = self._url(link)
-            async with self._pool().stream("GET", str(url), headers=HEADERS) as response:
+            async with self.pool.stream("GET", str(url), headers=HEADERS) as response:
                 headers = httpx.Headers(response.headers)
                 if response.status not in REDIRECTS or "location" not in headers:
                     return await self._read(response, headers, count)
@@ -173,11 +175,3 @@ class Fetcher:
         if "any" not in self.allowed and url.host.lower() not in self.allowed:
             raise NotFetched(f"IMAGE_FETCH does not name the host {url.host[:100]!r}")
         return url
-
-    def _pool(self) -> httpcore.AsyncConnectionPool:
-        if self.pool is None:
-            backend = PublicBackend()
-            self.pool = httpcore.AsyncConnectionPool(
-                max_keepalive_connections=0, network_backend=backend
-            )
-        return self.pool

@@ -9,7 +9,6 @@ import contextlib
 import os
 import tempfile
 import threading
-from collections.abc import Callable
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -41,8 +40,8 @@ class Form:
         self._name = ""  # of the part that is being read
         self._is_file = False
         self._text = bytearray()
-        self._header = [bytearray(), bytearray()]  # a name and its value
-        self._disposition = b""
+        self._header = bytearray()  # the value of one of its headers
+        self._options: dict[bytes, bytes] = {}  # of its Content-Disposition
         self._ended = False
         self._removed = False
         self._using = threading.Lock()
@@ -51,8 +50,7 @@ class Form:
                 boundary,
                 {
                     "on_part_begin": self._begin_part,
-                    "on_header_field": self._to_header(0),
-                    "on_header_value": self._to_header(1),
+                    "on_header_value": self._extend_header,
                     "on_header_end": self._end_header,
                     "on_headers_finished": self._end_headers,
                     "on_part_data": self._take,
@@ -102,27 +100,22 @@ class Form:
         self._parts += 1
         if self._parts > MOST_PARTS:
             raise InvalidInput(f"the form has more than {MOST_PARTS} fields")
-        self._disposition = b""
+        self._options = {}
         self._text.clear()
 
-    def _to_header(self, which: int) -> Callable[[bytes, int, int], None]:
+    def _extend_header(self, data: bytes, start: int, end: int) -> None:
         """The parser bounds how long one may be, and how many there are."""
-
-        def take(data: bytes, start: int, end: int) -> None:
-            self._header[which] += data[start:end]
-
-        return take
+        self._header += data[start:end]
 
     def _end_header(self) -> None:
-        name, value = map(bytes, self._header)
-        if name.lower() == b"content-disposition":
-            self._disposition = value
-        for each in self._header:
-            each.clear()
+        kind, options = parse_options_header(bytes(self._header))
+        if kind == b"form-data":  # which no other header says
+            self._options = options
+        self._header.clear()
 
     def _end_headers(self) -> None:
-        kind, options = parse_options_header(self._disposition)
-        if kind != b"form-data" or b"name" not in options:
+        options = self._options
+        if b"name" not in options:
             raise InvalidInput("a part of the form has no name")
         self._name = options[b"name"].decode(errors="replace")[:100]
         self._is_file = b"filename" in options

@@ -157,7 +157,7 @@ class ChatCompletions(GenerationEndpoint[ChatReply]):
     def parse(self, body: bytes) -> ChatReply:
         most = self.engine.generator.max_model_len
         try:
-            request = decode(body, ChatRequest, self.models.names.of, most)
+            request = decode(body, ChatRequest, self.models.called, most)
         except InvalidInput as error:
             if error.param == "messages" and b'"input"' in body:
                 meant = "is required; a request with `input` goes to /v1/responses"

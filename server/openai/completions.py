@@ -8,9 +8,15 @@ from msgspec import Meta
 
 from batching.errors import InvalidInput
 from server.http.json import Document
-from server.openai.inputs import read_inputs
 from server.openai.logprobs import finite
-from server.openai.params import Filled, GenerationRequest, TokenId, TopLogprobs, decode
+from server.openai.params import (
+    Filled,
+    GenerationRequest,
+    TokenId,
+    TopLogprobs,
+    decode,
+    read_inputs,
+)
 from server.openai.request import ChoicesReply, GenerationEndpoint
 from worker.deltas import Delta, TokenLogprob
 from worker.generation_input import GenerationInput
@@ -87,7 +93,7 @@ class Completions(GenerationEndpoint[CompletionReply]):
     def parse(self, body: bytes) -> CompletionReply:
         places = self.settings.max_queue_size
         most = max(places, self.engine.generator.max_model_len)  # prompts, or tokens of one
-        request = decode(body, CompletionRequest, self.models.names.of, most)
+        request = decode(body, CompletionRequest, self.models.called, most)
         return CompletionReply(request, places)
 
 

@@ -7,7 +7,6 @@ text-embeddings-inference and Hugging Face's client know. What needs the model (
 lengths) is checked in a pool (worker/embedding).
 """
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -15,9 +14,8 @@ from msgspec import Meta, Struct
 from batching.errors import InvalidInput
 from server.answers import EmbeddingUsage
 from server.http.json import to_json
-from server.openai.inputs import read_inputs
-from server.openai.params import Salt, TokenId
-from server.scoring import MOST_INPUTS, ScoringEndpoint
+from server.openai.params import Salt, TokenId, read_inputs
+from server.scoring import MOST_INPUTS
 from worker.scoring import Embedded, EmbeddingInput, PieceSize, Truncation, pieces
 
 PATHS = ("/v1/embeddings", "/embed")
@@ -46,8 +44,7 @@ class EmbeddingRequest(Struct, kw_only=True):
         """Whether it is text-embeddings-inference's."""
         return self.inputs is not None
 
-    def pieces(self, most: PieceSize) -> list[EmbeddingInput]:
-        """What is asked for, in pieces."""
+    def payloads(self, most: PieceSize, serves: str) -> list[EmbeddingInput]:
         if (self.input is None) == (self.inputs is None):
             required = "is required" if self.input is None else "takes either this or inputs"
             raise InvalidInput.at("input", required)
@@ -79,20 +76,11 @@ class EmbeddingRequest(Struct, kw_only=True):
         kept = tokens if tokens and tokens > 0 else None
         return Truncation(cuts, kept, (self.truncation_direction or "").lower() == "left")
 
-
-class Embeddings(ScoringEndpoint[EmbeddingRequest]):
-    kind = EmbeddingRequest
-
-    def pieces_of(
-        self, request: EmbeddingRequest, serves: str
-    ) -> Callable[[PieceSize], list[EmbeddingInput]]:
-        return request.pieces
-
-    def content(self, request: EmbeddingRequest, outputs: list[Embedded]) -> list[bytes]:
+    def content(self, outputs: list[Embedded]) -> list[bytes]:
         parts = [part for each in outputs for part in (b",", each.content)][1:]
-        if request.is_bare:
+        if self.is_bare:
             return [b"[", *parts, b"]"]
         tokens = sum(each.tokens for each in outputs)
         usage = EmbeddingUsage(tokens, tokens)
-        tail = b'],"model":%b,"usage":%b}' % (to_json(request.model), to_json(usage))
+        tail = b'],"model":%b,"usage":%b}' % (to_json(self.model), to_json(usage))
         return [b'{"object":"list","data":[', *parts, tail]

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, cast
 
 from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
@@ -12,9 +12,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from server.engine import Engine
+from server.http.errors import HttpError
 from server.http.json import Parsing, to_json
 from server.http.request import JsonEndpoint, read_json_request
-from server.openai.params import Names, decode, unknown_model
+from server.openai.params import decode
 from worker.protocol import Tokenizing
 
 PATH = "/v1/models"
@@ -56,17 +57,19 @@ class ModelNames:
         self.id = setting
         if setting.startswith(("/", ".", "~")) or (setting != "demo" and Path(setting).is_dir()):
             self.id = Path(setting).expanduser().resolve().name or setting
-        others = {setting, self.id, *ANY_MODEL}
+        self.names = {None, setting, self.id, *ANY_MODEL}
         if self.id in [each.id for each in named]:
             self.id = f"{self.id}-{serves}"
-        self.names = Names(self.id, others)
+            self.names.add(self.id)
+
+    def called(self, given: str | None) -> str:
+        """The id that it is listed by; 404 for another model's name."""
+        return find([self], given).id
 
     @property
     def loaded(self) -> Tokenizing:
         """Ask after `refusal` only."""
-        loaded: Any = self.engine.models[self.serves].loaded
-        made: Tokenizing = loaded
-        return made
+        return cast(Tokenizing, self.engine.models[self.serves].loaded)
 
     def described(self) -> Model:
         if (refusal := self.engine.refusal(self.serves)) is not None:
@@ -105,7 +108,7 @@ class ModelListing:
         """What `transformers chat` asks before its first message. It waits for an event that says
         `ready`: the model is loaded from the start, so that this is the only one."""
         body, deadlines = await read_json_request(request.scope, request.receive, "generation")
-        read = partial(decode, kind=LoadRequest, name=self.models[0].names.of)
+        read = partial(decode, kind=LoadRequest, name=self.models[0].called)
         model = (await self.parsing.run(read, body, deadlines.first)).model
         event = to_json({"status": "ready", "model": model, "cached": True})
         return Response(b"data: %b\n\n" % event, media_type="text/event-stream")
@@ -114,7 +117,8 @@ class ModelListing:
 def find(models: Sequence[ModelNames], name: str | None) -> ModelNames:
     """The first that goes by a name; 404 with what there is."""
     for each in models:
-        if each.names.has(name):
+        if name in each.names:
             return each
     ids = ", ".join(dict.fromkeys(repr(each.id) for each in models))
-    raise unknown_model(name or "", ids)
+    unknown = f"there is no model {(name or '')[:200]!r} here, only {ids}"
+    raise HttpError(404, unknown, "model", code="model_not_found")

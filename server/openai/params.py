@@ -8,8 +8,7 @@ documented default. What needs the model (token ids, lengths) is checked in `Gen
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
@@ -17,7 +16,6 @@ import msgspec
 from msgspec import Meta, Struct, inspect
 
 from batching.errors import InvalidInput
-from server.http.errors import HttpError
 from server.http.json import Document, parse_json
 from server.openai.structured import Format, ResponseFormat, StructuredOutputs, constraint_of
 from worker.generation_input import Chat, GenerationInput, Sampling, Stopping
@@ -166,28 +164,6 @@ B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
-    """What requests may call the one model."""
-
-    id: str  # that it is listed by
-    others: Set[str] = frozenset()
-
-    def of(self, given: str | None) -> str:
-        """The listed id; 404 for a model that is not here."""
-        if not self.has(given):
-            raise unknown_model(given or "", repr(self.id))
-        return self.id
-
-    def has(self, given: str | None) -> bool:
-        return given is None or given == self.id or given in self.others
-
-
-def unknown_model(given: str, known: str) -> HttpError:
-    unknown = f"there is no model {given[:200]!r} here, only {known}"
-    return HttpError(404, unknown, "model", code="model_not_found")
-
-
 def decode(
     body: bytes, kind: type[B], name: Callable[[str | None], str], most: int | None = None
 ) -> B:
@@ -221,6 +197,21 @@ def required(value: T | None, path: str) -> T:
     if value is None:
         raise InvalidInput.at(path, "is required")
     return value
+
+
+def read_inputs(given: Any, param: str) -> dict[str, str | list[int]]:
+    """Each input by what errors call it: `param` for a single one. A list of ids is one."""
+    if not given:
+        raise InvalidInput.at(param, "must not be empty")
+    kind = str if isinstance(given, str) else type(given[0])
+    for n, each in enumerate(given if isinstance(given, list) else ()):
+        if type(each) is not kind:
+            raise InvalidInput.at(f"{param}[{n}]", "a list is of one kind: texts or token ids")
+        if isinstance(each, (str, list)) and not each:
+            raise InvalidInput.at(f"{param}[{n}]", "must not be empty")
+    if isinstance(given, str) or kind is int:
+        return {param: given}
+    return {f"{param}[{n}]": each for n, each in enumerate(given)}
 
 
 def _lengths(document: Document, fields: Iterable[str]) -> Iterator[tuple[str, int]]:

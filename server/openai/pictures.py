@@ -7,11 +7,9 @@ decoded from its base64.
 """
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Coroutine
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 from msgspec import Struct
 from starlette.types import Receive, Scope
@@ -25,7 +23,6 @@ from worker.protocol import Tokenizing
 
 MOST_PICTURES = 20  # of a request
 Detail = Literal["auto", "low", "high", "original"]
-T = TypeVar("T")
 
 
 class ImageUrl(Struct):
@@ -65,14 +62,11 @@ class Pictures:
         fetched, QueueFull, DeadlineExceeded, ClientGone."""
         check_pictures(chat, self.engine.generator)
         chat = replace(chat, pictures=tuple(replace(each, root=root) for each in chat.pictures))
-        if not any(each.link for each in chat.pictures):
+        links = [each for each in chat.pictures if each.link]
+        if not links:
             return chat
-        return await while_there(receive, self._chat(scope, chat, deadline))
-
-    async def _chat(self, scope: Scope, chat: Chat, deadline: float) -> Chat:
-        for each in chat.pictures:
-            if each.link:
-                self.fetcher.check(each.link, each.param)
+        for each in links:
+            self.fetcher.check(each.link, each.param)
         queue = self.engine.queue
         if queue.pending + self.fetching >= queue.capacity:
             full = f"the queue is full: {queue.pending + self.fetching} places are taken"
@@ -80,7 +74,10 @@ class Pictures:
         self.fetching += 1
         try:
             async with asyncio.timeout(deadline - time.monotonic()), asyncio.TaskGroup() as group:
+                watch = group.create_task(raise_when_gone(receive))
                 tasks = [group.create_task(self._picture(scope, each)) for each in chat.pictures]
+                await asyncio.wait(tasks)
+                watch.cancel()
         except TimeoutError:
             late = "the images were not fetched within the request's time limit"
             raise DeadlineExceeded(late) from None
@@ -102,21 +99,8 @@ class Pictures:
         return replace(picture, data=data, link="")
 
 
-async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What work gives; it ends with ClientGone as soon as the client leaves."""
-
-    async def leaves() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    watch, task = asyncio.ensure_future(leaves()), asyncio.ensure_future(work)
-    try:
-        await asyncio.wait((watch, task), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone("the client has gone")
-        return task.result()
-    finally:
-        for each in (watch, task):
-            each.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await each
+async def raise_when_gone(receive: Receive) -> None:
+    """ClientGone as soon as the client leaves."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    raise ClientGone("the client has gone")

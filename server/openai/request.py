@@ -182,7 +182,7 @@ class GenerationEndpoint(Endpoint[G]):
         body, deadlines = await read_json_request(scope, receive, "generation")
         reply = await self.parsing.run(self.parse, body, deadlines.first, self.blocks)
         salt = reply.payloads[0].cache_salt
-        root = cache_root(self.models.names.id, scope["api_key"], salt)
+        root = cache_root(self.models.id, scope["api_key"], salt)
         reply.payloads = [replace(each, cache_root=root) for each in reply.payloads]
         for n, payload in enumerate(reply.payloads):
             if isinstance(payload.prompt, Chat) and payload.prompt.pictures:

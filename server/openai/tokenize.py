@@ -48,25 +48,21 @@ class TokenizeRequest(Struct):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def text(self) -> Chat | str:
+    def text(self, model: Tokenizing) -> Chat | str:
         if (self.prompt is None) == (self.messages is None):
             raise InvalidInput.at("prompt", "needs either this or messages")
         if self.messages is None:
             return self.prompt or ""
-        return conversation(self, self.messages, self.tools)
-
-    def _checked(self, model: Tokenizing) -> Chat | str:
-        text = self.text()
-        if isinstance(text, Chat):
-            check_pictures(text, model)
-            for each in text.pictures:
-                if each.link:
-                    raise InvalidInput.at(each.param, "must be a data: URL: nothing is fetched")
-        return text
+        chat = conversation(self, self.messages, self.tools)
+        check_pictures(chat, model)
+        for each in chat.pictures:
+            if each.link:
+                raise InvalidInput.at(each.param, "must be a data: URL: nothing is fetched")
+        return chat
 
     def answer(self, model: Tokenizing) -> Tokens:
         special = True if self.add_special_tokens is None else self.add_special_tokens
-        ids = model.encode(self._checked(model), special)
+        ids = model.encode(self.text(model), special)
         strings = [model.token(each) for each in ids] if self.return_token_strs else None
         return Tokens(len(ids), model.max_model_len, ids, strings)
 
@@ -87,13 +83,11 @@ class DetokenizeRequest(Struct):
 
 
 def tokenizer_routes(models: Sequence[ModelNames]) -> list[Route]:
-    kinds: dict[str, type[TokenizeRequest | DetokenizeRequest]] = {
-        "/tokenize": TokenizeRequest,
-        "/detokenize": DetokenizeRequest,
-    }
+    tokenize = TokenizerEndpoint(TokenizeRequest, models)
+    detokenize = TokenizerEndpoint(DetokenizeRequest, models)
     return [
-        Route(path, TokenizerEndpoint(kind, models), methods=["POST"])
-        for path, kind in kinds.items()
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
     ]
 
 
@@ -105,7 +99,6 @@ class TokenizerEndpoint:
     models: Sequence[ModelNames]
 
     def __post_init__(self) -> None:
-        self.served = {each.serves: each for each in self.models}
         self.threads = anyio.CapacityLimiter(THREADS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -115,10 +108,8 @@ class TokenizerEndpoint:
     def _answer(self, body: bytes) -> Tokens | Prompt:
         longest = max(each.loaded.max_model_len for each in self.models)
         try:
-            request = decode(
-                body, self.kind, lambda given: find(self.models, given).serves, longest
-            )
-            return request.answer(self.served[request.model or ""].loaded)
+            request = decode(body, self.kind, lambda given: find(self.models, given).id, longest)
+            return request.answer(find(self.models, request.model).loaded)
         except Exception:
             raise
         except BaseException as error:  # a panic in a tokenizer is no Exception

@@ -37,8 +37,6 @@ from worker.protocol import ModelInfo
 
 log = logging.getLogger("onequeue.embedding")
 
-DEMO_FOLDER = Path(__file__).parent.parent / "demo" / "embedding"
-
 
 @dataclass(frozen=True, slots=True)
 class ScoringOptions(ModelOptions):
@@ -96,7 +94,7 @@ def load_embedder(options: ScoringOptions) -> Embedder:
 
 def load_checkpoint(options: ScoringOptions, choose: Callable[[Any], Any]) -> Checkpoint:
     """By one of transformers' auto classes, which `choose` knows from the configuration."""
-    path = local_path(options.model, DEMO_FOLDER)
+    path = local_path(options.model, "embedding")
     files = read_files(path)
     if files.subfolder:
         path = str(Path(path) / files.subfolder)  # as old versions saved it

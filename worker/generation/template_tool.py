@@ -22,7 +22,6 @@ from batching.errors import InvalidInput
 from worker.generation.answer_reader import AnswerReader
 from worker.generation.frontend import end_ids
 from worker.generation_input import Calls
-from worker.model.language_model import DEMO_FOLDER
 from worker.model.loading import first_line, local_path
 from worker.text.byte_tokenizer import byte_tokenizer
 from worker.text.chat_template import ChatTemplate
@@ -89,7 +88,7 @@ def load(name: str, tokenizer_folder: str | None) -> tuple[AnswerReader, tuple[s
         source = Path(name).read_text()
         tokenizer = of_file(source, tokenizer_folder)
     else:
-        path = local_path(name, DEMO_FOLDER)
+        path = local_path(name, "chat")
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         with contextlib.suppress(OSError):
             defaults = GenerationConfig.from_pretrained(path)

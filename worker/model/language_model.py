@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +37,6 @@ from worker.model.self_check import TOLERANCE, compare, explicit_masks
 
 log = logging.getLogger("onequeue.language_model")
 
-DEMO_FOLDER = Path(__file__).parent.parent / "demo" / "chat"
 # The context of a model that knows no limit, and where its configuration says the limit.
 UNLIMITED = 32768
 CONTEXT_NAMES = (
@@ -130,7 +128,7 @@ def load_language_model(options: GeneratorOptions) -> LanguageModel:
     """LoadingFailed names the model and says why."""
     name = options.model
     with loading(name, "chat"):
-        path = local_path(name, DEMO_FOLDER)
+        path = local_path(name, "chat")
         model, tokenizer, lacking = load_checkpoint(options, path, kind_of)
         if model.device.type == "cuda":
             torch.cuda.set_device(model.device)  # where this thread's kernels and graphs go

@@ -23,6 +23,7 @@ from worker.protocol import Batching, ModelInfo
 
 log = logging.getLogger("onequeue.loading")
 
+DEMO_FOLDERS = Path(__file__).parent.parent / "demo"
 GB = 1e9
 # Bytes of a checkpoint's numbers that DTYPE changes.
 STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -104,11 +105,11 @@ def first_line(error: Exception) -> str:
     return lines[0] if lines else repr(error)
 
 
-def local_path(model: str, demo: Path) -> str:
+def local_path(model: str, demo: str) -> str:
     """FileNotFoundError if what is named as a folder is none; what names a model on a hub is left
-    as it is."""
+    as it is. `demo`: which of the embedded models is meant by that name."""
     if model == "demo":
-        return str(demo)
+        return str(DEMO_FOLDERS / demo)
     if not is_path(model):
         return model
     folder = Path(model).expanduser()

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,8 +47,6 @@ from worker.pipeline.runner import PipelineRunner, split_rows
 from worker.protocol import Batching, PipelineInput
 from worker.tasks import TASKS
 
-DEMO_FOLDER = Path(__file__).parent.parent / "demo" / "fill-mask"
-
 
 @dataclass(frozen=True, slots=True)
 class PipelineOptions(ModelOptions):
@@ -66,7 +63,7 @@ def load_pipeline(options: PipelineOptions) -> tuple[Pipe, dict[str, str]]:
         raise LoadingFailed(f"PIPELINE_MODEL=demo serves {DEMO_TASK} only: name a model for {task}")
     make: Any = pipeline  # overloaded by literal task
     with loading(options.model, task), missing_weights.recorded() as lacking:
-        path = local_path(options.model, DEMO_FOLDER)
+        path = local_path(options.model, "fill-mask")
         device = choose_device(options.device)
         pipe = make(
             task,

@@ -6,6 +6,7 @@ each token was there is warped into a path through time, as transformers' `gener
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -62,16 +63,13 @@ def _watched(runner: WhisperRunner, layers: set[int]) -> Iterator[dict[int, Tens
     """What cross-attention in these layers asked for, [R, N, size] each, in a forward."""
     queries: dict[int, Tensor] = {}
 
-    def watch(layer: int) -> Any:
-        def hook(module: Any, args: Any, output: Tensor) -> None:
-            queries[layer] = output
-
-        return hook
+    def watch(layer: int, module: Any, args: Any, output: Tensor) -> None:
+        queries[layer] = output
 
     with ExitStack() as hooks:
         for layer in layers:
             project = runner.decoder.layers[layer].encoder_attn.q_proj
-            hooks.callback(project.register_forward_hook(watch(layer)).remove)
+            hooks.callback(project.register_forward_hook(partial(watch, layer)).remove)
         yield queries
 
 

@@ -41,20 +41,20 @@ MOST_CPU_S = 180
 MOST = 32  # processes at a time
 NICE = 10  # the model goes first
 FLOAT_BYTES = 4
+NO_DECODER = (
+    "m4a, WebM and their like are read where the server has its extra [audio] installed, and here "
+    "it is not: send WAV, FLAC, OGG or MP3"
+)
 
 _places = threading.BoundedSemaphore(MOST)
 
 
 class Unreadable(Exception):
-    """It is not what it looks like, or broken."""
+    """It is not what it looks like, or broken, or read where more is installed: then it says so."""
 
 
 class TooMany(Exception):
     """As many are being read as may be at a time."""
-
-
-class NoDecoder(Exception):
-    """PyAV is not installed."""
 
 
 def container_format(path: str) -> str | None:
@@ -69,7 +69,7 @@ class Container:
 
     def __init__(self, path: str, kind: str) -> None:
         if importlib.util.find_spec("av") is None:
-            raise NoDecoder
+            raise Unreadable(NO_DECODER)
         if not _places.acquire(blocking=False):
             raise TooMany
         try:

@@ -1,7 +1,6 @@
 """From settings to a speech engine with its model, on the worker's thread."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,6 @@ from worker.speech.vocabulary import Vocabulary
 from worker.speech.whisper import WhisperRunner, Window
 from worker.transcription import TranscriptionInput
 
-DEMO_FOLDER = Path(__file__).parent.parent / "demo" / "speech"
 TASK = "automatic-speech-recognition"
 # Windows that are decoded together at most, and the share of free memory that their rows may take.
 MOST_ROWS = {"cpu": 16, "cuda": 64}
@@ -76,7 +74,7 @@ def kind_of(config: Any) -> Any:
 
 
 def load_speech_checkpoint(options: SpeechOptions) -> Speech:
-    path = local_path(options.model, DEMO_FOLDER)
+    path = local_path(options.model, "speech")
     model, tokenizer, lacking = load_checkpoint(options, path, kind_of)
     untyped: Any = AutoFeatureExtractor
     extractor = untyped.from_pretrained(path, trust_remote_code=False)

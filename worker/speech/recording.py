@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from batching.errors import InvalidInput, QueueFull
-from worker.speech.container import Container, NoDecoder, TooMany, Unreadable, container_format
+from worker.speech.container import Container, TooMany, Unreadable, container_format
 
 MIN_AUDIO_S = 0.03  # speech models take one frame of 25 ms at least
 MAX_AUDIO_S = 2 * 3600.0
@@ -25,10 +25,6 @@ LOUDEST = 1e9  # a sample, where 1 is full scale: powers of larger ones are no n
 UNKNOWN = (1 << 63) - 1  # frames of a FLAC file that was piped, in libsndfile's words
 NOTHING = np.zeros(0, np.float32)
 UNREADABLE = "this is not a sound file that can be read (WAV, FLAC, OGG, MP3, m4a, WebM)"
-NO_DECODER = (
-    "m4a, WebM and their like are read where the server has its extra [audio] installed, and here "
-    "it is not: send WAV, FLAC, OGG or MP3"
-)
 
 
 class Recording:
@@ -111,12 +107,10 @@ class Recording:
         try:
             kind = container_format(self.path)
             return Container(self.path, kind) if kind else SoundFile(self.path)
-        except NoDecoder:
-            raise InvalidInput(NO_DECODER, self.param) from None
         except TooMany:
             raise QueueFull("as many m4a and WebM recordings are being read as may be") from None
-        except Unreadable:
-            raise InvalidInput(UNREADABLE, self.param) from None
+        except Unreadable as error:
+            raise InvalidInput(str(error) or UNREADABLE, self.param) from None
 
     def _check_header(self) -> float:
         """The sound's seconds, if it is not too long for what its header says."""

@@ -59,6 +59,7 @@ class Transcript(Text):
             default if getattr(config, name, None) is None else float(getattr(config, name))
             for name, default in THRESHOLDS.items()
         )
+        self.hop_s = frames.mel.hop / frames.mel.rate
         self.language = vocabulary.language(payload.language)
         vocabulary.task(payload.task)
         self.prompt = vocabulary.prompt(payload.prompt)
@@ -130,8 +131,7 @@ class Transcript(Text):
         text = self.vocabulary.text(tokens)
         if not text.strip():
             return None
-        hop = self.frames.mel.hop / self.frames.mel.rate
-        start, end = ((self.seek + frame) * hop for frame in (part.first, part.last))
+        start, end = ((self.seek + frame) * self.hop_s for frame in (part.first, part.last))
         segment = Segment(
             id=self.segments,
             seek=self.seek,
@@ -155,7 +155,7 @@ class Transcript(Text):
 
     def _words(self, window: Window, part: Part, times: Sequence[float]) -> tuple[Word, ...]:
         places = self._text_places(window, part)
-        offset = self.seek * self.frames.mel.hop / self.frames.mel.rate
+        offset = self.seek * self.hop_s
         tokens = [window.said[at] for at in places]
         words = []
         for text, indices in self.vocabulary.words(tokens, self.language or "en"):

@@ -39,7 +39,7 @@ def check_pictures(language: LanguageModel, processor: Processor) -> None:
     with explicit_masks(language.decoder):
         reference = own_logits(language, processor, made)
         ids = [1 + 7 * n % (language.vocab_size - 1) for n in range(2 * BLOCK)]
-        text_reference = own_logits(language, processor, Processed(ids, {}, [], [], 0))
+        text_reference = own_logits(language, processor, Processed(ids, {}, [], []))
     blocks = -(-len(made.ids) // BLOCK)
     runner = PagedRunner(language, blocks + 2, language.context, 0)
     assert runner.entrance is not None

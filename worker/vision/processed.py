@@ -46,9 +46,9 @@ class View:
 
 
 class Piece(NamedTuple):
-    """A frame at its places in a prompt, from `start` to before `stop`. `ids`: what stands there.
-    `inputs`: what else the forward may take, of them [1, ids] and of the picture; `whole`: its
-    pixels are among them."""
+    """A frame at its places in a prompt, from `start` to before `stop`; between those may stand ids
+    of text. `ids`: what stands there. `inputs`: what else the forward may take, of them [1, ids]
+    and of the picture; `whole`: its pixels are among them."""
 
     start: int
     stop: int
@@ -71,14 +71,12 @@ class Piece(NamedTuple):
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Processed:
     """`ids`: with as many places for each image as it fills. `inputs`: what else the forward takes
-    of the text, [1, ids]. `spans`: from which id to before which each of `views` reaches; between
-    its places, which have the id `image_id`, may stand ids of text."""
+    of the text, [1, ids]. `pieces`: those of all `views`, in the order of their places."""
 
     ids: list[int]
     inputs: Tensors
     views: Sequence[View]
-    spans: list[tuple[int, int]]
-    image_id: int
+    pieces: Sequence[Piece]
 
     @property
     def images(self) -> list[Tensors]:
@@ -89,16 +87,3 @@ class Processed:
     def nbytes(self) -> int:
         own = sum(each.nbytes for each in self.inputs.values())
         return own + sum(each.nbytes for each in self.views)
-
-    def pieces(self) -> list[Piece]:
-        """In the order of their places."""
-        made: list[Piece] = []
-        for (start, stop), view in zip(self.spans, self.views, strict=True):
-            places = [place for place in range(start, stop) if self.ids[place] == self.image_id]
-            count = len(places) // len(view.frames)
-            for number, frame in enumerate(view.frames):
-                own = slice(places[number * count], places[(number + 1) * count - 1] + 1)
-                inputs = {n: each[:, own] for n, each in self.inputs.items()} | frame.tensors
-                ids = tuple(self.ids[own])
-                made.append(Piece(own.start, own.stop, frame.digest, ids, inputs, view.whole))
-        return made

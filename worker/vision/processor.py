@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from batching.errors import InvalidInput
-from worker.vision.processed import PIXELS, Frame, Processed, Tensors, View
+from worker.vision.processed import PIXELS, Frame, Piece, Processed, Tensors, View
 
 # Left out of what a model takes: ids have a place of their own, labels are for training.
 NOT_INPUTS = ("input_ids", "attention_mask", "labels")
@@ -79,12 +79,16 @@ class Processor:
             raise InvalidInput("the text has tokens in it that stand for images", "messages")
         names = made.keys() - told[0].keys() - set(NOT_INPUTS)
         inputs = {name: torch.tensor(made[name]) for name in names}
-        spans, start = [], 0
+        pieces, first = list[Piece](), 0
         for view in views:
-            filled = places[start : start + view.count]
-            spans.append((filled[0], filled[-1] + 1))
-            start += view.count
-        return Processed(ids, inputs, views, spans, self.image_id)
+            for frame in view.frames:
+                last = first + view.count // len(view.frames) - 1
+                own = slice(places[first], places[last] + 1)
+                given = {name: each[:, own] for name, each in inputs.items()} | frame.tensors
+                there = own.start, own.stop, frame.digest, tuple(ids[own])
+                pieces.append(Piece(*there, given, view.whole))
+                first = last + 1
+        return Processed(ids, inputs, views, pieces)
 
     def joined(self, images: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What several images' tensors are together; the smaller are filled up with zeros."""

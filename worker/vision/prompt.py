@@ -32,7 +32,6 @@ class PicturePrompt(Pictures):
 
     process: Again = field(kw_only=True)
     processed: Processed | None = field(kw_only=True)
-    pieces: Sequence[Piece] = field(kw_only=True)
     ids: Sequence[int] = field(kw_only=True)
     digests: Sequence[bytes] = field(kw_only=True)
     found: dict[bytes, Rows] = field(default_factory=dict)
@@ -40,12 +39,11 @@ class PicturePrompt(Pictures):
 
     @classmethod
     def of(cls, made: Processed, process: Again = NEVER) -> "PicturePrompt":
-        pieces = made.pieces()
-        spans = [(each.start, each.stop) for each in pieces]
-        digests = [each.digest for each in pieces]
+        spans = [(each.start, each.stop) for each in made.pieces]
+        digests = [each.digest for each in made.pieces]
         return cls(
             spans=spans, end=spans[-1][1], contents=made.ids, process=process,
-            ids=made.ids, digests=digests, processed=made, pieces=pieces,
+            ids=made.ids, digests=digests, processed=made,
         )  # fmt: skip
 
     def missing(self, album: Album, most: int) -> list[Piece]:
@@ -53,14 +51,13 @@ class PicturePrompt(Pictures):
         they are made again, in `coming`."""
         if not (unseen := self.unseen(album)):
             return []
-        if not (self.processed and all(self.pieces[number].whole for number in unseen)):
+        if not (self.processed and all(self.processed.pieces[n].whole for n in unseen)):
             self.coming = self.coming or self.process()
             if not self.coming.done():
                 return []
             coming, self.coming = self.coming, None
             self.processed = coming.result()
-            self.pieces = self.processed.pieces()
-        return [self.pieces[number] for number in unseen[:most]]
+        return [self.processed.pieces[number] for number in unseen[:most]]
 
     def unseen(self, album: Album) -> list[int]:
         """The numbers of those, as far as the album does not have them."""
@@ -111,7 +108,7 @@ class PicturePrompt(Pictures):
         for view in self.processed.views if self.processed else ():
             tower.album.keep_view(view)
         self.rows = [self.found[digest] for digest in self.digests]
-        self.processed, self.pieces, self.found, self.ready = None, (), {}, True
+        self.processed, self.found, self.ready = None, {}, True
 
     def close(self) -> None:
         """It has run, or nobody waits for it."""

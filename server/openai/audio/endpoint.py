@@ -76,7 +76,7 @@ class SpeechEndpoint(Endpoint[TranscriptReply]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self.uploads.form(scope, receive, "transcription") as (form, deadlines):
             request = read_fields(form.fields, self.kind)
-            request.model = self.models.names.of(request.model)
+            request.model = self.models.called(request.model)
             payload, seconds = request.input(form.path), self.engine.metrics.audio_s
             reply = TranscriptReply(request, payload, seconds)
             await self.answer(scope, receive, send, reply, deadlines)

@@ -99,7 +99,7 @@ class Responses(GenerationEndpoint[ResponseReply]):
 
     def parse(self, body: bytes) -> ResponseReply:
         most = self.engine.generator.max_model_len
-        request = decode(body, ResponseRequest, self.models.names.of, most)
+        request = decode(body, ResponseRequest, self.models.called, most)
         most_mb = self.settings.max_body_mb
         look_up = partial(self.store.items, most_bytes=most_mb * 1_000_000)
         try:

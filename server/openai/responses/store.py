@@ -9,8 +9,7 @@ import contextlib
 import math
 import sqlite3
 import threading
-from collections.abc import Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +28,7 @@ CREATE TABLE IF NOT EXISTS responses (
     response BLOB NOT NULL,
     input BLOB NOT NULL
 );
-CREATE INDEX IF NOT EXISTS responses_used ON responses (used);
+CREATE INDEX IF NOT EXISTS responses_sizes ON responses (used, size);
 CREATE TABLE IF NOT EXISTS items (
     id TEXT NOT NULL,
     response_id TEXT NOT NULL REFERENCES responses (id) ON DELETE CASCADE,
@@ -70,16 +69,19 @@ class ResponseStore:
         self.most_responses = most_responses
         self.most_bytes = most_bytes
         self._lock = threading.Lock()
-        self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        self._database = sqlite3.connect(path, check_same_thread=False)
         run = self._database.execute
         run("PRAGMA foreign_keys = ON")
         run("PRAGMA journal_mode = WAL")
         run("PRAGMA synchronous = NORMAL")  # a power cut may cost the last ones, never the file
         self._database.executescript(SCHEMA)
-        self.count: int
-        self.bytes: int
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """How many responses there are, and their bytes."""
         totals = "SELECT count(*), coalesce(sum(size), 0) FROM responses"
-        self.count, self.bytes = run(totals).fetchone()
+        count, size = self._database.execute(totals).fetchone()
+        return count, size
 
     def close(self) -> None:
         with self._lock:
@@ -90,14 +92,13 @@ class ResponseStore:
         response, given = orjson.dumps(stored.response), orjson.dumps(stored.input)
         id, size = stored.response["id"], len(response) + len(given)
         items = {(item["id"], id) for item in (*stored.input, *stored.response["output"])}
-        with self._lock, self._changing():
+        with self._lock, self._database as database:  # all of it or, if it raises, nothing
             inserted = f"INSERT INTO responses VALUES (?, {NEXT_USE}, ?, ?, ?)"
-            self._database.execute(inserted, (id, size, response, given))
-            self._database.executemany("INSERT INTO items VALUES (?, ?)", items)
-            self.count, self.bytes = self.count + 1, self.bytes + size
-            while self.count > self.most_responses or self.bytes > self.most_bytes:
-                if not self._drop("SELECT id FROM responses ORDER BY used LIMIT 1"):
-                    break
+            database.execute(inserted, (id, size, response, given))
+            database.executemany("INSERT INTO items VALUES (?, ?)", items)
+            while (has := self.totals)[0] > self.most_responses or has[1] > self.most_bytes:
+                oldest = "SELECT id FROM responses ORDER BY used LIMIT 1"
+                database.execute(f"DELETE FROM responses WHERE id = ({oldest})")
 
     def get(self, id: str) -> Stored:
         with self._lock:
@@ -115,7 +116,7 @@ class ResponseStore:
                 stored = self._read(following)
                 found.append(stored)
                 following = stored.response["previous_response_id"]
-            with contextlib.suppress(sqlite3.Error), self._changing():  # a full disk can be read
+            with contextlib.suppress(sqlite3.Error), self._database:  # a full disk can be read
                 used = f"UPDATE responses SET used = {NEXT_USE} WHERE id = ?"
                 self._database.executemany(used, [(each.response["id"],) for each in found])
         return found[::-1]
@@ -142,21 +143,9 @@ class ResponseStore:
         return found
 
     def delete(self, id: str) -> None:
-        with self._lock, self._changing():
-            if not self._drop("SELECT ?", id):
+        with self._lock, self._database as database:
+            if not database.execute("DELETE FROM responses WHERE id = ?", (id,)).rowcount:
                 raise NotStored(id)
-
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """A transaction: all of it or, if it raises, nothing."""
-        totals = self.count, self.bytes
-        try:
-            with self._database:
-                self._database.execute("BEGIN")
-                yield
-        except BaseException:
-            self.count, self.bytes = totals
-            raise
 
     def _read(self, id: str) -> Stored:
         response, given = self._row("response, input", id)
@@ -171,10 +160,3 @@ class ResponseStore:
         if row is None:
             raise NotStored(id)
         return row
-
-    def _drop(self, which: str, *values: str) -> bool:
-        dropped = f"DELETE FROM responses WHERE id = ({which}) RETURNING size"
-        row = self._database.execute(dropped, values).fetchone()
-        if row is not None:
-            self.count, self.bytes = self.count - 1, self.bytes - row[0]
-        return row is not None
