@@ -90,13 +90,8 @@ def value(text: str, types: Collection[str]) -> Any:
             made = read(stripped)
         except (ValueError, RecursionError):
             continue
-        if made is None and types and "null" not in types:
-            continue
-        if (
-            not types
-            or type_of(made) in types
-            or ("number" in types and type_of(made) == "integer")
-        ):
+        kind = type_of(made)
+        if not types or kind in types or (kind == "integer" and "number" in types):
             return made
         if "integer" in types and isinstance(made, float) and made.is_integer():
             return int(made)
