@@ -584,6 +584,7 @@ REFERRING = {
         "kind": {"$ref": "#/$defs/Kind"},
         "size": {"allOf": [{"$ref": "#/$defs/Size"}]},
         "tree": {"$ref": "#/$defs/Tree"},
+        "odd": {"type": "str"},
     },
     "$defs": {
         "Place": {"type": "object", "properties": {"city": {"type": "string"}}},
@@ -595,7 +596,7 @@ REFERRING = {
 
 
 def test_arguments_have_the_types_that_their_schemas_refer_to() -> None:
-    arguments = {"place": {"city": "P"}, "kind": "1", "size": 2, "tree": "3"}
+    arguments = {"place": {"city": "P"}, "kind": "1", "size": 2, "tree": "3", "odd": "4"}
     shown = [(key, x if isinstance(x, str) else json.dumps(x)) for key, x in arguments.items()]
     entries = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in shown)
     tool = {"type": "function", "function": {"name": "get", "parameters": REFERRING}}

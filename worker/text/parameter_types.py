@@ -10,7 +10,8 @@ from urllib.parse import unquote
 
 DEEPEST = 100
 NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
-NAMES |= {type(None): "null"}
+NAMES |= {type(None): "null", dict: "object"}
+JSON = frozenset(NAMES.values())
 
 Types = Mapping[str, Collection[str]]  # of parameters; none where a schema does not say
 Tools = Mapping[str, Types]  # by their names
@@ -21,17 +22,18 @@ def types_of_parameters(tool: Mapping[str, Any]) -> Types:
     declared = parameters.get("properties") if isinstance(parameters, dict) else None
     if not isinstance(declared, dict):
         return {}
-    known: dict[str, set[str]] = {}
+    known: dict[int, set[str]] = {}
     return {key: types_of(schema, parameters, known) for key, schema in declared.items()}
 
 
-def types_of(schema: Any, root: Any, known: dict[str, set[str]], depth: int = 0) -> set[str]:
-    """The types that a schema within `root` allows. `known`: by references."""
+def types_of(schema: Any, root: Any, known: dict[int, set[str]], depth: int = 0) -> set[str]:
+    """The types that a schema within `root` allows. `known`: of what is referred to, by its id."""
     if not isinstance(schema, dict) or depth > DEEPEST:
         return set()
     named = schema.get("type")
     listed = named if isinstance(named, list) else [named]
-    types = {each for each in listed if isinstance(each, str)}
+    # a type that JSON has not is written as a text
+    types = {each if each in JSON else "string" for each in listed if isinstance(each, str)}
     options = schema.get("enum", [schema["const"]] if "const" in schema else ())
     if not types and isinstance(options, list):
         types = {type_of(option) for option in options}
@@ -40,10 +42,11 @@ def types_of(schema: Any, root: Any, known: dict[str, set[str]], depth: int = 0)
         for each in branches if isinstance(branches, list) else ():
             types |= types_of(each, root, known, depth + 1)
     if isinstance(reference := schema.get("$ref"), str):
-        if reference not in known:
-            known[reference] = set()  # it may refer to itself
-            known[reference] = types_of(referred(root, reference), root, known, depth + 1)
-        types |= known[reference]
+        found = referred(root, reference)
+        if id(found) not in known:
+            known[id(found)] = set()  # it may refer to itself
+            known[id(found)] = types_of(found, root, known, depth + 1)
+        types |= known[id(found)]
     if schema.get("nullable"):
         types.add("null")
     return types
@@ -65,4 +68,4 @@ def referred(root: Any, reference: str) -> Any:
 
 
 def type_of(made: Any) -> str:
-    return NAMES.get(type(made), "object")
+    return NAMES[type(made)]
