@@ -41,6 +41,8 @@ class PagedRunner:
     """`blocks`: how many sequences may have between them. `max_model_len`: tokens of the longest
     sequence. `max_running`: the most sequences of a step; 0: no graphs are captured."""
 
+    repeats = True  # a batch may be run again, with other tokens: that is as if it ran once
+
     def __init__(
         self, language: LanguageModel, blocks: int, max_model_len: int, max_running: int
     ) -> None:
