@@ -174,12 +174,6 @@ def test_a_stream_that_cannot_begin_is_a_status(server: Server) -> None:
     assert done == "data: [DONE]"
 
 
-def test_what_was_said_before_a_failure_is_no_answer(server: Server) -> None:
-    answer = post(server, prompt="bad later")
-    assert answer.status_code == 500
-    assert answer.json()["error"]["code"] == "item_failed"
-
-
 # ── clients ──
 
 
