@@ -15,8 +15,8 @@ pytestmark = pytest.mark.usefixtures("native")
 
 # in, out: what groups of columns and pairs of rows divide, and what they don't
 SIZES = [(64, 128), (96, 40), (40, 24), (33, 101), (512, 768)]
-# alone, around a tile of rows, as many as are few, more
-ROWS = [1, 2, 8, 15, 16, 17, 31, 32, 33, 100]
+# alone, around a tile of rows, as many as are few, more, with and without rows filled up
+ROWS = [1, 2, 8, 15, 16, 17, 31, 32, 33, 48, 100, 257, 600]
 
 
 def packed(
@@ -85,10 +85,28 @@ def test_any_shape_and_strides_are_taken(dtype: torch.dtype) -> None:
         torch.randn(2, 0, 48, dtype=dtype),
         torch.randn(48, 5, dtype=dtype).T,
         torch.randn(6, 96, dtype=dtype)[:, ::2],
+        torch.randn(2, 35, 48, dtype=dtype),
+        torch.randn(70, 96, dtype=dtype)[:, ::2],
     ):
         close(layer(x), layer.packed_product(x.contiguous()))
         assert layer(x).shape == (*x.shape[:-1], 80)
         assert layer(x).is_contiguous()
+
+
+def rows_given_to_onednn(layer: PackedLinear, rows: int) -> int:
+    x = torch.randn(rows, layer.in_features, dtype=layer.dtype)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        layer(x)
+    [shapes] = [e.input_shapes for e in profile.events() if e.name == "mkldnn::_linear_pointwise"]
+    return int(shapes[0][0])
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_onednn_sees_few_numbers_of_rows(dtype: torch.dtype) -> None:
+    layer = packed(64, 128, dtype)
+    given = {rows: rows_given_to_onednn(layer, rows) for rows in range(33, 600)}
+    assert all(rows <= seen < rows * 9 / 8 + 16 for rows, seen in given.items())
+    assert len(set(given.values())) < 32
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)

@@ -577,6 +577,33 @@ def test_a_name_that_is_none_begins_no_call(name: str) -> None:
     assert found["calls"] == []
 
 
+REFERRING = {
+    "type": "object",
+    "properties": {
+        "place": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]},
+        "kind": {"$ref": "#/$defs/Kind"},
+        "size": {"allOf": [{"$ref": "#/$defs/Size"}]},
+        "tree": {"$ref": "#/$defs/Tree"},
+        "odd": {"type": "str"},
+    },
+    "$defs": {
+        "Place": {"type": "object", "properties": {"city": {"type": "string"}}},
+        "Kind": {"enum": ["1", "2"]},
+        "Size": {"type": "integer"},
+        "Tree": {"anyOf": [{"$ref": "#/$defs/Tree"}, {"type": "string"}]},
+    },
+}
+
+
+def test_arguments_have_the_types_that_their_schemas_refer_to() -> None:
+    arguments = {"place": {"city": "P"}, "kind": "1", "size": 2, "tree": "3", "odd": "4"}
+    shown = [(key, x if isinstance(x, str) else json.dumps(x)) for key, x in arguments.items()]
+    entries = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in shown)
+    tool = {"type": "function", "function": {"name": "get", "parameters": REFERRING}}
+    made = read(form("coder"), FORMS["coder"].text([("get", entries)]), tools=[tool])
+    assert [json.loads(written) for _, written in made["calls"]] == [arguments]
+
+
 def test_without_tools_calls_are_text() -> None:
     assert read(HERMES, WHOLE, calls=False)["content"] == f"Hello  there. \n{CALL}\n{CALL}"
 

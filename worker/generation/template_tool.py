@@ -152,13 +152,8 @@ def report(template: ChatTemplate, end_tokens: tuple[str, ...]) -> dict[str, Any
         "end_of_turn": end_of_turn(template.tried),
     }
     lacks = [*template.notes]
-    turns = template.turns
     if not made["thoughts"]:
         lacks.append("thoughts: no marks of them were found; an answer has none")
-    if turns and turns.single:
-        lacks.append("turns: the template shows one call a message; each gets a message")
-    if turns and turns.apart:
-        lacks.append("turns: the template shows no text beside a call; it gets a message")
     if not end_tokens and not made["end_of_turn"]:
         lacks.append("end: no token ends an answer")
     return {**made, "lacks": lacks}

@@ -10,10 +10,9 @@ from collections.abc import Hashable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import Any
-from urllib.parse import unquote
 
 from batching.errors import InvalidInput
-from worker.text.arguments import type_of
+from worker.text.parameter_types import referred, type_of
 
 Schema = dict[str, Any]
 
@@ -47,21 +46,11 @@ class Document:
             raise InvalidInput("it has too many properties or branches")
 
     def referred(self, reference: Any) -> Any:
-        """What a `$ref` within the document means; True, which takes anything, where it is none."""
-        if not isinstance(reference, str) or not f"{reference}/".startswith("#/"):
+        """What a `$ref` means; True, which takes anything, where it is none."""
+        if not isinstance(reference, str):
             return True
-        self.spend(len(reference) // 10)
-        found: Any = self._root
-        for key in unquote(reference).split("/")[1:]:
-            self.spend()
-            key = key.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and key.isdecimal() and int(key[:9]) < len(found):
-                found = found[int(key[:9])]
-            elif isinstance(found, dict) and key in found:
-                found = found[key]
-            else:
-                return True
-        return found
+        self.spend(1 + len(reference) // 10)
+        return referred(self._root, reference)
 
 
 class Facts:

@@ -1,9 +1,12 @@
 """Linear layers with few rows, as decoding has them, by a native operation (native/linear.cpp).
 
 It reads a weight once, as fast as memory gives it, from where oneDNN has packed it for its own
-products (cpu_linear.py), which go on serving more rows: there is no other copy. A row's result does
-not depend on how many others come with it, up to as many as the operation takes. How oneDNN packs
-is its own affair: a layer uses the operation where both give the same product.
+products (cpu_linear.py): there is no other copy. A row's result does not depend on how many others
+come with it, up to as many as the operation takes. How oneDNN packs is its own affair: a layer uses
+the operation where both give the same product.
+
+More rows go on to oneDNN, filled up to one of a few dozen numbers: for each that it has not seen it
+makes kernels first, which took a small model's prompts half as long again.
 """
 
 import logging
@@ -18,11 +21,11 @@ log = logging.getLogger("onequeue.native_linear")
 
 # How many columns may lie side by side.
 WIDTHS = (32, 64)
-# Numbers of rows that are compared: one, some, and more than a matrix tile has.
-COMPARED_ROWS = (1, 7, 18)
+# Numbers of rows that are compared: one, some, and more than a matrix tile or the operation has.
+COMPARED_ROWS = (1, 7, 18, 45)
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
-# The C++ implements it. More rows than it is good at go to oneDNN.
+# The C++ implements it.
 torch.library.define(
     "onequeue::linear", "(Tensor x, Tensor packed, Tensor? bias, int width) -> Tensor",
     tags=torch.Tag.flexible_layout,

@@ -1,6 +1,6 @@
 """What makes an encoder quick on a CPU: weights laid out for its kernels; then, built and compared
-in the background, native attention of packed rows and products by matrix tiles, each used as soon
-as it is there. Without a compiler, or where they say something else, torch's go on."""
+in the background, native attention of packed rows and products by matrix tiles or of few rows, each
+used as soon as it is there. Without a compiler, or where they say something else, torch's go on."""
 
 import logging
 import threading
@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from worker.cores import compute_alone, release
-from worker.model import cpu_linear, native_attention, tile_linear
+from worker.model import cpu_linear, native_attention, native_linear, tile_linear
 from worker.model.loading import first_line, free_bytes, worth_compiling
 from worker.model.self_check import SHORTEST, TOLERANCE, compare
 from worker.pipeline.packed_attention import (
@@ -52,6 +52,7 @@ def _take(packing: Packing) -> None:
         packing.native = True
         log.info("native attention")
         tile_linear.use(packing.model.base_model, free_bytes(packing.model.device))
+        native_linear.use(packing.model.base_model)
 
 
 @torch.inference_mode()

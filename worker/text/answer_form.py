@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, TypeAlias
 import regex
 
 from worker.text.call_form import ID, INDEX, MARK, PLAIN_CALLS, VARIABLE, CallForm, Pair
-from worker.text.call_parser import BodyParser, CallParser, Tools, body_parser
+from worker.text.call_parser import BodyParser, CallParser, body_parser
+from worker.text.parameter_types import Tools
 
 Match: TypeAlias = Any  # of the regex package
 # Of the groups of the match that opens calls, and the tools that may be called.

@@ -8,11 +8,12 @@ import ast
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from functools import cache
 from typing import Any
 
 from worker.text.call_form import Arguments
+from worker.text.parameter_types import Tools, Types, type_of
 
 DEEPEST = 100
 BACKSLASH, ESCAPES = re.compile(r"\\(.)", re.DOTALL), "\\'\"abfnrtvxuUN01234567\n"
@@ -29,22 +30,13 @@ END = ""  # the last sign
 WORDS: dict[str, bool | None] = {"True": True, "true": True, "False": False, "false": False}
 WORDS |= dict.fromkeys(("None", "null", "none"))
 
-Schema = Mapping[str, Any]
 Calls = list[tuple[str, dict[str, Any]]]
-
-
-def properties(tool: Schema | None) -> Schema:
-    """The schemas of a tool's parameters."""
-    function = tool.get("function") if tool else None
-    parameters = function.get("parameters") if isinstance(function, dict) else None
-    declared = parameters.get("properties") if isinstance(parameters, dict) else None
-    return declared if isinstance(declared, dict) else {}
 
 
 # ── entries ──
 
 
-def entries(form: Arguments, text: str, declared: Schema) -> dict[str, Any]:
+def entries(form: Arguments, text: str, declared: Types) -> dict[str, Any]:
     """Up to what does not go on; ValueError where there is none."""
     if form.quotes:
         return _typed(form, text)
@@ -53,7 +45,7 @@ def entries(form: Arguments, text: str, declared: Schema) -> dict[str, Any]:
     while (start := text.find(opens, at)) >= 0 and (match := entry.match(text, start)):
         if not (key := match["key"].strip()):
             break
-        found[key] = value(match["value"], declared.get(key))
+        found[key] = value(match["value"], declared.get(key, ()))
         at = match.end()
     if text.strip() and not found:
         raise ValueError("no entries")
@@ -87,9 +79,9 @@ def _typed(form: Arguments, text: str) -> dict[str, Any]:
     return made
 
 
-def value(text: str, schema: Any) -> Any:
-    """Of a text that may be a text, or JSON, or what Python shows of it."""
-    types = types_of(schema)
+def value(text: str, types: Collection[str]) -> Any:
+    """Of a text that may be a text, or JSON, or what Python shows of it; none of the types: it may
+    be of any."""
     if types == {"string"}:
         return text
     stripped = text.strip()
@@ -98,13 +90,8 @@ def value(text: str, schema: Any) -> Any:
             made = read(stripped)
         except (ValueError, RecursionError):
             continue
-        if made is None and types and "null" not in types:
-            continue
-        if (
-            not types
-            or type_of(made) in types
-            or ("number" in types and type_of(made) == "integer")
-        ):
+        kind = type_of(made)
+        if not types or kind in types or (kind == "integer" and "number" in types):
             return made
         if "integer" in types and isinstance(made, float) and made.is_integer():
             return int(made)
@@ -124,32 +111,6 @@ def _finite(written: str) -> float:
     return number
 
 
-def types_of(schema: Any, depth: int = 0) -> set[str]:
-    """The types that a schema allows; none where it does not say."""
-    if not isinstance(schema, dict) or depth > DEEPEST:
-        return set()
-    named = schema.get("type")
-    listed = named if isinstance(named, list) else [named]
-    types = {each for each in listed if isinstance(each, str)}
-    options = schema.get("enum", [schema["const"]] if "const" in schema else ())
-    if not types and isinstance(options, list):
-        types = {type_of(option) for option in options}
-    for several in ("anyOf", "oneOf"):
-        branches = schema.get(several)
-        for each in branches if isinstance(branches, list) else ():
-            types |= types_of(each, depth + 1)
-    if schema.get("nullable"):
-        types.add("null")
-    return types
-
-
-def type_of(made: Any) -> str:
-    if made is None:
-        return "null"
-    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
-    return names.get(type(made), "object")
-
-
 # ── Python ──
 
 
@@ -162,7 +123,7 @@ def literal(text: str) -> Any:
     return made
 
 
-def python_calls(text: str, tools: Mapping[str, Schema], cut: bool) -> Calls:
+def python_calls(text: str, tools: Tools, cut: bool) -> Calls:
     """Of `[name(key=value, …), …]`; ValueError where it is none. `cut`: it may end too early, with
     the calls that are whole."""
     made: Calls = []
@@ -183,12 +144,12 @@ class _Reader:
         self._token = next(self._tokens, ("sign", END))
         self._depth = 0
 
-    def calls(self, tools: Mapping[str, Schema]) -> Iterator[tuple[str, dict[str, Any]]]:
+    def calls(self, tools: Tools) -> Iterator[tuple[str, dict[str, Any]]]:
         close = "]" if self._takes("[") else END
         for _ in self._items(close):
             name = self._word()
             self.must("(")
-            yield name, self._arguments(properties(tools.get(name)))
+            yield name, self._arguments(tools.get(name, {}))
         if close:
             self.must(END)
 
@@ -228,21 +189,21 @@ class _Reader:
                 return
             self.must(",")
 
-    def _arguments(self, declared: Schema) -> dict[str, Any]:
+    def _arguments(self, declared: Types) -> dict[str, Any]:
         made: dict[str, Any] = {}
         for _ in self._items(")"):
             key = self._word()
             self.must("=")
-            made[key] = self._typed(declared.get(key))
+            made[key] = self._typed(declared.get(key, ()))
         return made
 
-    def _typed(self, schema: Any) -> Any:
+    def _typed(self, types: Collection[str]) -> Any:
         """Some models quote all values, some none."""
         kind, _ = self._token
-        if kind == "number" and types_of(schema) == {"string"}:
+        if kind == "number" and types == {"string"}:
             return self._next()[1]
         made = self.value()
-        return value(made, schema) if kind == "text" and schema else made
+        return value(made, types) if kind == "text" and types else made
 
     def _value(self) -> Any:
         kind, text = self._next()

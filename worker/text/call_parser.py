@@ -8,17 +8,16 @@ another way is read when the call is whole (arguments.py).
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
-from worker.text.arguments import Calls, entries, properties, python_calls
+from worker.text.arguments import Calls, entries, python_calls
 from worker.text.call_form import CallForm
+from worker.text.parameter_types import Tools
 
 END_OF_STRING = re.compile(r'(?:[^"\\]|\\.)*+"\s*+(\S)', re.DOTALL)
 SPACE = " \t\r\n"
 ARGUMENTS = ("arguments", "parameters")  # models take one for the other
-
-Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # by their names
 
 
 class CallPart(NamedTuple):
@@ -174,7 +173,7 @@ def body_parser(form: CallForm, name: str | None, tools: Tools) -> BodyParser:
     """Of calls that are not written as JSON; of one, if its name has been read."""
     if name is None:
         return BodyParser(lambda text, cut: python_calls(text, tools, cut))
-    declared = properties(tools.get(name))
+    declared = tools.get(name, {})
     return BodyParser(lambda text, _: [(name, entries(form.arguments, text, declared))], one=True)
 
 

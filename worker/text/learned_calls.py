@@ -19,7 +19,7 @@ OBJECT = re.compile(
 )
 PYTHON = re.compile(
     rf"{NAMES[0]}\((?P<written>\s*keyone\s*=\s*(?P<quote>[\"']?){TEXT}(?P=quote)"
-    rf"(?P<comma>\s*,?\s*)keytwo\s*=\s*(?P<other>[\"']?){NUMBER}(?P=other)\s*)\)"
+    rf"(?P<comma>\s*,\s*)keytwo\s*=\s*(?P<other>[\"']?){NUMBER}(?P=other)\s*)\)"
 )
 ENTRIES = re.compile(rf"{NAMES[0]}(.*?)keyone(.*?){TEXT}(.*?)keytwo(.*?){NUMBER}(.*)$", re.DOTALL)
 
@@ -86,7 +86,7 @@ def _python(text: str) -> Found | None:
     if found is None:
         return None
     quotes = "" if found["other"] else found["quote"]
-    arguments = Arguments("python", comma=found["comma"] or ", ", quotes=quotes)
+    arguments = Arguments("python", comma=found["comma"], quotes=quotes)
     return Found(found["written"], arguments, after=len(")"))
 
 

@@ -19,6 +19,7 @@ from worker.deltas import Kind
 from worker.text.answer_form import ANSWER, CALL, THINKING, AnswerForm, Mark, Match
 from worker.text.call_parser import BodyParser, CallParser, CallPart, goes_on_as_json
 from worker.text.detokenizer import Piece
+from worker.text.parameter_types import types_of_parameters
 
 Phase: TypeAlias = Literal["answer", "thinking", "call"]
 KINDS: dict[str, Kind] = {ANSWER: "content", THINKING: "reasoning"}
@@ -47,7 +48,7 @@ class Parser:
     ) -> None:
         self.calls_begun = self.calls_ended = 0
         self._form = form
-        self._tools = {tool["function"]["name"]: dict(tool) for tool in tools}
+        self._tools = {tool["function"]["name"]: types_of_parameters(tool) for tool in tools}
         self._calls = calls
         self._marks = [*form.call_marks, *form.marks] if calls else [*form.marks]
         self._enter(form.begins)
@@ -252,7 +253,6 @@ class Parser:
         """The end of the text is not between anything."""
         if self._space.text and not self._after_mark and (kind := KINDS.get(self._inside)):
             events.append(Event(kind, self._space))
-        self._space = Piece("")
 
     # ── calls ──
 

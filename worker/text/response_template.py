@@ -17,9 +17,10 @@ from transformers.utils.chat_parsing.response_templates import (
 )
 
 from worker.text.answer_form import ANSWER, CALL, NOBODY, THINKING, AnswerForm, Mark
-from worker.text.arguments import Calls, properties, value
+from worker.text.arguments import Calls, value
 from worker.text.call_form import Pair
-from worker.text.call_parser import BodyParser, CallParser, Tools
+from worker.text.call_parser import BodyParser, CallParser
+from worker.text.parameter_types import Tools
 
 CALLS, CONTENT = "tool_calls", "content"
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -105,7 +106,7 @@ def _call_parser(
             raise ValueError("no calls") from error
 
     def typed(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        declared = properties(tools.get(name))
+        declared = tools.get(name, {})
         return {
             key: value(each, declared[key]) if isinstance(each, str) and key in declared else each
             for key, each in arguments.items()

@@ -6,6 +6,8 @@ namespace {
 
 constexpr int64_t FEW_ROWS = 32;  // what one reading serves
 constexpr int64_t AHEAD_BYTES = 8192;
+constexpr int64_t LEAST_STEP = 16;       // between usual numbers of rows
+constexpr int64_t COPIED_BYTES = 65536;  // by a thread, at least
 
 // x [rows, depth], groups [columns / GROUP, depth / PER_WORD, GROUP, PER_WORD], out [rows, columns]
 template <typename T, int64_t GROUP>
@@ -53,6 +55,31 @@ Tensor packed_product(const Tensor& x, const Tensor& packed, const std::optional
   return product.call(x, packed, bias, "none", c10::List<std::optional<c10::Scalar>>(), "");
 }
 
+// One of eight numbers in each doubling: for each that it has not seen oneDNN makes a kernel, which
+// takes as long as the product of hundreds of rows.
+int64_t usual_rows(int64_t rows) {
+  int64_t step = LEAST_STEP;
+  while (step * 16 <= rows) step *= 2;
+  return rounded_up(rows, step);
+}
+
+// By oneDNN, with rows of zeros behind them to be a usual number.
+Tensor multiply_many(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias) {
+  const int64_t depth = x.size(-1), rows = x.numel() / depth, filled = usual_rows(rows);
+  if (rows == filled) return packed_product(x, packed, bias);
+  const Tensor given = x.contiguous(), all = at::empty({filled, depth}, x.options());
+  const int64_t bytes = depth * x.element_size();
+  const auto* from = static_cast<const char*>(given.const_data_ptr());
+  auto* to = static_cast<char*>(all.mutable_data_ptr());
+  at::parallel_for(0, rows, COPIED_BYTES / bytes + 1, [=](int64_t begin, int64_t end) {
+    std::memcpy(to + begin * bytes, from + begin * bytes, (end - begin) * bytes);
+  });
+  std::memset(to + rows * bytes, 0, (filled - rows) * bytes);
+  auto sizes = x.sizes().vec();
+  sizes.back() = packed.size(0);
+  return packed_product(all, packed, bias).narrow(0, 0, rows).view(sizes);
+}
+
 template <typename T, int64_t GROUP>
 void multiply_few(const Tensor& x, const void* packed, const Tensor* bias, const Tensor& out) {
   Linear<T, GROUP>{
@@ -90,7 +117,8 @@ Tensor linear(
       "a product of ", x.sizes(), " ", x.scalar_type(), " with ", packed.sizes(), " ",
       packed.scalar_type());
   const int64_t rows = depth ? x.numel() / depth : 0;
-  if (rows < 1 || rows > FEW_ROWS) return packed_product(x, packed, bias);
+  if (rows < 1) return packed_product(x, packed, bias);
+  if (rows > FEW_ROWS) return multiply_many(x, packed, bias);
   auto sizes = x.sizes().vec();
   sizes.back() = columns;
   const Tensor out = at::empty(sizes, x.options());
