@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from batching.errors import ItemFailed
-from batching.request_queue import Lane, RequestQueue
+from batching.request_queue import RequestQueue, TurnLane
 from server.answer_stream import AnswerStream
 from server.engine import Deadlines
 
@@ -23,7 +23,7 @@ async def streaming() -> AsyncIterator[AnswerStream[str]]:
 
     def submit(name: str, payloads: list[str], deadline: float, stream: Any) -> Any:
         model: Any = None
-        return queue.accept(payloads, deadline, Lane(name, 10), model, stream)
+        return queue.accept(payloads, deadline, TurnLane(name, 10), model, stream)
 
     engine: Any = SimpleNamespace(loop=loop, queue=queue, submit=submit)
     with AnswerStream[str](engine, "x", ["a"], Deadlines(math.inf, math.inf), None) as stream:
