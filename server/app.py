@@ -63,7 +63,7 @@ def create_app(
     engine = Engine(worker, queue, observed, pool_threads, settings.stuck_after_s)
     routes, responses = make_routes(settings, engine, decides)
     router = Router(routes, lifespan=partial(lifespan, responses=responses))
-    return Middleware(router, {route.path_format for route in routes}, settings, engine)
+    return Middleware(router, routes, settings, engine)
 
 
 def served_models(
@@ -73,27 +73,25 @@ def served_models(
     `POST /` `decides`, it does so by a language model, the chat model if that is the same."""
     models: list[Model] = []
     places, wait_s = settings.max_queue_size, settings.max_batch_wait_ms / 1000
-    for setting in MODELS:
+    for setting, serves in MODELS.items():
         if getattr(settings, setting) == "none":
             continue
-        name = setting.removesuffix("_model")
-        load: Callable[[], Any] = loaders[setting] or partial(_load, name, settings)
-        if decides and name == "pipeline":
+        load: Callable[[], Any] = loaders[setting] or partial(_load, setting, settings)
+        if serves == "pipeline" and decides:
             if settings.pipeline_model != settings.chat_model:
-                load = partial(_load, "chat", replace(settings, chat_model=settings.pipeline_model))
-                models.append(GenerationModel(name, load, places))
-            continue
-        if name == "chat":
-            models.append(GenerationModel("generation", load, places))
-            continue
-        if name == "transcription":
+                other = replace(settings, chat_model=settings.pipeline_model)
+                load = partial(_load, "chat_model", other)
+                models.append(GenerationModel(serves, load, places))
+        elif serves == "generation":
+            models.append(GenerationModel(serves, load, places))
+        elif serves == "transcription":
             if not any(loaders.values()) and shares_speech(settings):
-                load = partial(_load, name, settings, models[0])
-            models.append(SteppedModel(name, load, places))
-            continue
-        batcher = DynamicBatcher(settings.max_batch_size, settings.max_batch_tokens, wait_s)
-        turns = None if name == "pipeline" else turns_of(settings.max_batch_size)
-        models.append(PipelineModel(name, load, places, batcher, turns))
+                load = partial(_load, setting, settings, models[0])
+            models.append(SteppedModel(serves, load, places))
+        else:
+            batcher = DynamicBatcher(settings.max_batch_size, settings.max_batch_tokens, wait_s)
+            turns = None if serves == "pipeline" else turns_of(settings.max_batch_size)
+            models.append(PipelineModel(serves, load, places, batcher, turns))
     return models
 
 
@@ -109,31 +107,32 @@ def turns_of(batch_rows: int) -> Turns[WorkItem]:
     return Turns(max(2, 2 * batch_rows // min(PIECE, batch_rows)))
 
 
-def _load(name: str, settings: Settings, recognizer: Model | None = None) -> Any:
+def _load(setting: str, settings: Settings, recognizer: Model | None = None) -> Any:
     """The model that a setting names; `recognizer` has that of speech loaded already."""
     if not has_code_folder():
         settings = replace(settings, compile="off")
     _import()
-    match name:
-        case "pipeline":
+    match setting:
+        case "pipeline_model":
             from worker.pipeline.load import PipelineOptions, load_runner
 
-            return load_runner(_options(PipelineOptions, name, settings), settings.max_batch_size)
-        case "chat":
+            options = _options(PipelineOptions, setting, settings)
+            return load_runner(options, settings.max_batch_size)
+        case "chat_model":
             from worker.generation.loading import load_generator
             from worker.model.language_model import GeneratorOptions
 
-            return load_generator(_options(GeneratorOptions, name, settings))
-        case "transcription":
+            return load_generator(_options(GeneratorOptions, setting, settings))
+        case "transcription_model":
             from worker.speech.loading import SpeechOptions, load_speech
 
             loaded: Any = recognizer and recognizer.loaded
-            return load_speech(_options(SpeechOptions, name, settings), loaded and loaded.pipe)
+            return load_speech(_options(SpeechOptions, setting, settings), loaded and loaded.pipe)
         case _:
             from worker.embedding.load import ScoringOptions, load_embedder, load_reranker
 
-            load = load_embedder if name == "embedding" else load_reranker
-            return load(_options(ScoringOptions, name, settings))
+            load = load_embedder if setting == "embedding_model" else load_reranker
+            return load(_options(ScoringOptions, setting, settings))
 
 
 def _import() -> None:
@@ -147,11 +146,11 @@ def _import() -> None:
     use_our_log()
 
 
-def _options(kind: Any, name: str, settings: Settings) -> Any:
+def _options(kind: Any, setting: str, settings: Settings) -> Any:
     """A loader's options: but for these, each is the setting of its name."""
     chosen = {
         "task": settings.pipeline_task,
-        "model": getattr(settings, f"{name}_model"),
+        "model": getattr(settings, setting),
         "attention": settings.attn_implementation,
     }
     names = {each.name for each in fields(kind)}

@@ -82,8 +82,6 @@ class Assets:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
-        if request.path_params:
-            scope["counted_as"] = PATH
         if (file := self.files.get(request.path_params.get("name", "icon.svg"))) is None:
             raise HttpError(404, "the page has no such file")
         await file.answer(request, HEADERS)(scope, receive, send)

@@ -69,24 +69,20 @@ def check_models(settings: Settings, given: Container[str] = ()) -> Settings:
     them."""
     if not _DEVICE.fullmatch(settings.device):
         raise SettingsError(f"DEVICE={settings.device!r}: must be auto, cpu, cuda or cuda:N")
-    if "pipeline_model" not in given:
-        check_model("PIPELINE_MODEL", settings.pipeline_model)
-        demo, task = settings.pipeline_model == "demo", settings.pipeline_task
-        if demo and task not in ("auto", "fill-mask") and task in TASKS:
-            only = f"PIPELINE_MODEL=demo serves fill-mask only: name a model for {task}"
-            raise SettingsError(only)
-    if "chat_model" not in given:
-        check_model("CHAT_MODEL", settings.chat_model)
-        if settings.quantization == "int8" and settings.device.startswith("cuda"):
-            both = f"QUANTIZATION=int8 and DEVICE={settings.device}: int8 is for models on a CPU"
-            raise SettingsError(both)
-    for name in ("embedding_model", "rerank_model", "transcription_model"):
-        if name not in given:
-            check_model(name.upper(), getattr(settings, name))
-    if settings.rerank_model == "demo" and "rerank_model" not in given:
+    named = {name: getattr(settings, name) for name in MODELS if name not in given}
+    for name, model in named.items():
+        check_model(name.upper(), model)
+    task = settings.pipeline_task
+    if named.get("pipeline_model") == "demo" and task in TASKS and task != "fill-mask":
+        raise SettingsError(f"PIPELINE_MODEL=demo serves fill-mask only: name a model for {task}")
+    if named.get("rerank_model") == "demo":
         raise SettingsError("RERANK_MODEL=demo: there is no such demo, name a model")
+    int8 = "chat_model" in named and settings.quantization == "int8"
+    if int8 and settings.device.startswith("cuda"):
+        both = f"QUANTIZATION=int8 and DEVICE={settings.device}: int8 is for models on a CPU"
+        raise SettingsError(both)
     try:
-        task = settle_task(settings.pipeline_task, settings.pipeline_model)
+        task = settle_task(task, settings.pipeline_model)
     except UnservedTask as error:
         raise SettingsError(f"PIPELINE_TASK: {error}") from None
     except TaskUnclear as error:

@@ -60,7 +60,7 @@ class ScoringEndpoint:
         """InvalidInput for more than the queue could ever take, in pieces for which a batch has
         room."""
         request = decode(body, self.kind, lambda given: find(self.models, given).id)
-        names = find(self.models, request.model)
+        [names] = [each for each in self.models if each.id == request.model]
         settings = self.settings
         size = PieceSize(min(PIECE, settings.max_batch_size), settings.max_batch_tokens)
         made = request.payloads(size, names.serves)

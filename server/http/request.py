@@ -17,10 +17,11 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from prometheus_client import Counter, Histogram
 from starlette.requests import Request
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batching.errors import ClientGone, Draining, InvalidInput, QueueFull
@@ -44,15 +45,20 @@ Headers = Mapping[bytes, bytes]  # names in lower case, as ASGI gives them
 
 @dataclass(eq=False)
 class Middleware:
-    """`routes` answers or raises. Starlette, too, wants to find the app in the scope."""
+    """`routes`, of which some are `mounted`, answers or raises. Starlette, too, wants to find the
+    app in the scope."""
 
     routes: ASGIApp
-    paths: set[str]  # requests elsewhere are counted together
+    mounted: Sequence[Route]
     settings: Settings
     engine: Engine
 
     def __post_init__(self) -> None:
         settings, self.metrics = self.settings, self.engine.metrics
+        self.paths = {each.path_format for each in self.mounted}  # others are counted together
+        # Paths with a name in them are counted by their template.
+        named = [each for each in self.mounted if each.param_convertors]
+        self._templates: dict[Any, str] = {each.endpoint: each.path_format for each in named}
         self.keys = [key.encode() for key in settings.api_keys]
         self.max_body = int(settings.max_body_mb * 1_000_000)
         self.body_bytes = 0  # of all requests that are not answered
@@ -100,8 +106,9 @@ class Middleware:
             await self.answer(scope, receive, send_with_id)
         finally:
             self.body_bytes -= scope["body_bytes"]
-            endpoint = scope.get("counted_as", scope["path"])  # of paths with a name in them
-            self._count(endpoint if endpoint in self.paths else "other", status, started)
+            path = self._templates.get(scope.get("endpoint"), scope["path"])
+            path = scope.get("counted_as", path)
+            self._count(path if path in self.paths else "other", status, started)
 
     def _count(self, endpoint: str, status: int, started: float) -> None:
         if (counters := self._counters.get((endpoint, status))) is None:

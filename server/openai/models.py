@@ -18,8 +18,6 @@ from server.http.request import JsonEndpoint, read_json_request
 from server.openai.params import decode
 from worker.protocol import Tokenizing
 
-PATH = "/v1/models"
-ONE_PATH = "/v1/models/{id:path}"
 ANY_MODEL = ("", "dummy", "tgi")  # what clients send that have to send something
 
 
@@ -90,8 +88,8 @@ class ModelListing:
 
     def routes(self) -> list[Route]:
         routes = [
-            Route(PATH, JsonEndpoint(self.list), methods=["GET"]),
-            Route(ONE_PATH, JsonEndpoint(self.one), methods=["GET"]),
+            Route("/v1/models", JsonEndpoint(self.list), methods=["GET"]),
+            Route("/v1/models/{id:path}", JsonEndpoint(self.one), methods=["GET"]),
         ]
         if self.models[0].serves == "generation":
             routes.append(Route("/load_model", self.load, methods=["POST"]))
@@ -101,7 +99,6 @@ class ModelListing:
         return ModelList("list", [names.described() for names in self.models])
 
     async def one(self, request: Request) -> Model:
-        request.scope["counted_as"] = PATH + "/{id}"
         return find(self.models, request.path_params["id"]).described()
 
     async def load(self, request: Request) -> Response:

@@ -109,7 +109,8 @@ class TokenizerEndpoint:
         longest = max(each.loaded.max_model_len for each in self.models)
         try:
             request = decode(body, self.kind, lambda given: find(self.models, given).id, longest)
-            return request.answer(find(self.models, request.model).loaded)
+            [names] = [each for each in self.models if each.id == request.model]
+            return request.answer(names.loaded)
         except Exception:
             raise
         except BaseException as error:  # a panic in a tokenizer is no Exception

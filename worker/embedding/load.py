@@ -27,9 +27,16 @@ from worker.embedding.pairs import QuestionPairs, TextPairs
 from worker.embedding.reranker import Reranker, of_answer, of_label
 from worker.embedding.rows import LOGITS, STATES, RowModel
 from worker.embedding.texts import Row, TextReader
-from worker.model import loading, missing_weights
+from worker.model import missing_weights
 from worker.model.language_model import LanguageModel, check_generates
-from worker.model.loading import LoadingFailed, ModelOptions, local_path, model_info
+from worker.model.loading import (
+    LoadingFailed,
+    ModelOptions,
+    load_checkpoint,
+    loading,
+    local_path,
+    model_info,
+)
 from worker.model.self_check import TOLERANCE, CannotRun
 from worker.pipeline import native_packing
 from worker.pipeline.limits import context_limit, vocabulary
@@ -83,8 +90,8 @@ class Checkpoint:
 
 def load_embedder(options: ScoringOptions) -> Embedder:
     """LoadingFailed if the model cannot be served."""
-    with loading.loading(options.model, "embeddings"):
-        made = load_checkpoint(options, encoder_class)
+    with loading(options.model, "embeddings"):
+        made = read_checkpoint(options, encoder_class)
         check_weights(made)
         rows = made.rows(made.model, STATES)
         sizes = None if options.allow_dimensions else trained_sizes(made.model.config)
@@ -92,13 +99,13 @@ def load_embedder(options: ScoringOptions) -> Embedder:
         return Embedder(rows, made.reader, made.files, sizes, info)
 
 
-def load_checkpoint(options: ScoringOptions, choose: Callable[[Any], Any]) -> Checkpoint:
+def read_checkpoint(options: ScoringOptions, choose: Callable[[Any], Any]) -> Checkpoint:
     """By one of transformers' auto classes, which `choose` knows from the configuration."""
     path = local_path(options.model, "embedding")
     files = read_files(path)
     if files.subfolder:
         path = str(Path(path) / files.subfolder)  # as old versions saved it
-    model, tokenizer, lacking = loading.load_checkpoint(options, path, choose)
+    model, tokenizer, lacking = load_checkpoint(options, path, choose)
     return Checkpoint(options, model, tokenizer, files, lacking)
 
 
@@ -137,8 +144,8 @@ def trained_sizes(config: Any) -> Sequence[int] | None:
 
 def load_reranker(options: ScoringOptions) -> Reranker:
     """LoadingFailed if the model cannot be served."""
-    with loading.loading(options.model, "reranking"):
-        made = load_checkpoint(options, reranker_class)
+    with loading(options.model, "reranking"):
+        made = read_checkpoint(options, reranker_class)
         decides = decides_by_tokens(made.model.config)
         return decider(made) if decides else cross_encoder(made)
 
@@ -168,10 +175,9 @@ def decider(made: Checkpoint) -> Reranker:
     check_generates(model, made.lacking)
     yes, no = made.files.answers or (token_of(reader, "yes"), token_of(reader, "no"))
     probe = Row(reader.encode("yes or no", add_special_tokens=False))
+    ids = torch.tensor([probe.ids], device=model.device)
     with torch.inference_mode():
-        logits = (
-            model(input_ids=torch.tensor([probe.ids], device=model.device)).logits[0, -1].float()
-        )
+        logits = model(input_ids=ids).logits[0, -1].float()
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # theirs
     weight, expected = head.weight.detach().float(), logits[yes]
     direction = weight[yes]

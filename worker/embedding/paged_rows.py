@@ -114,10 +114,8 @@ class PagedRows:
 
 def slots_of(blocks: abc.Sequence[int], start: int, end: int) -> Tensor:
     """Where in memory a sequence's positions from `start` to `end` lie."""
-    first = start // BLOCK
-    begins = torch.tensor(blocks[first : -(-end // BLOCK)]) * BLOCK
-    slots = (begins[:, None] + torch.arange(BLOCK)).flatten()
-    return slots[start - first * BLOCK : end - first * BLOCK]
+    positions = torch.arange(start, end)
+    return torch.tensor(blocks)[positions // BLOCK] * BLOCK + positions % BLOCK
 
 
 def paged_rows(language: LanguageModel, limit: int, compile: str, max_running: int) -> PagedRows:

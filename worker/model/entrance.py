@@ -28,11 +28,7 @@ Rows = Mapping[str, Tensor]
 
 
 class Arrived(Exception):
-    """At the decoder, with what it was to be given."""
-
-    def __init__(self, given: dict[str, Any]) -> None:
-        super().__init__()
-        self.given = given
+    """At the decoder, with what it was to be given: by its arguments' names."""
 
 
 class Entrance:
@@ -52,7 +48,8 @@ class Entrance:
         try:
             self.model(**inputs, use_cache=False)
         except Arrived as arrived:
-            return arrived.given
+            given: dict[str, Any] = arrived.args[0]
+            return given
         raise CannotRun("its decoder is not run")
 
     @contextmanager

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
+from transformers.models.whisper.generation_whisper import _median_filter
 
 from worker.speech.whisper import WhisperRunner, Window
 
@@ -77,20 +77,11 @@ def token_ends(weights: Tensor, width: int) -> list[float]:
     """Seconds of the window where each token that was said ends, the last as the one before.
     `weights` as above, `width` of the median filter."""
     spread, mean = torch.std_mean(weights, dim=-2, keepdim=True, unbiased=False)
-    smooth = _median((weights - mean) / spread, width).mean(0)
+    smooth = _median_filter((weights - mean) / spread, width).mean(0)
     tokens, states = warp(np.nan_to_num(-smooth.double().numpy()))  # of one token, all is 0 / 0
     jumps = np.pad(np.diff(tokens), (1, 0), constant_values=1).astype(bool)
     ends: list[float] = (states[jumps] * STATE_S).tolist()
     return [*ends, ends[-1]]
-
-
-def _median(values: Tensor, width: int) -> Tensor:
-    """Of each and its neighbours along the last dimension."""
-    side = width // 2
-    if values.shape[-1] <= side:
-        return values
-    padded = functional.pad(values, (side, side), "reflect")
-    return padded.unfold(-1, width, 1).sort()[0][..., side]
 
 
 def warp(costs: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -158,16 +158,9 @@ class Held:
 
     def then(self, wanted: Callable[[], bool], again: Callable[[], None]) -> None:
         """Call `again` once there is room."""
-
-        def call() -> None:
-            if wanted():
-                again()
-
         with self._lock:
-            if self.full:
-                self._waiting.append(call)
-                return
-        call()
+            self._waiting.append(lambda: again() if wanted() else None)
+        self._call_those_that_wait()
 
     def _give_back(self, size: int) -> None:
         with self._lock:

@@ -18,7 +18,7 @@ from server.http.errors import HttpError
 from server.http.json import Document
 from server.http.sse import data_frame
 from server.http.upload import Uploads
-from server.openai.audio.formats import Transcript, render
+from server.openai.audio.formats import Transcript, json_document, render
 from server.openai.audio.request import TranscriptionRequest, read_fields
 from server.openai.logprobs import token_document
 from server.openai.request import Endpoint, Reply
@@ -47,13 +47,9 @@ class TranscriptReply(Reply[TranscriptDelta]):
             yield data_frame(event)
 
     def finish(self) -> Iterator[bytes]:
-        transcript = self.transcript
-        self.seconds.inc(transcript.seconds)
-        done: Document = {"type": "transcript.text.done", "text": transcript.text}
-        done["usage"] = transcript.usage
-        if self.request.include:
-            done["logprobs"] = transcript.logprob_documents()
-        yield data_frame(done)
+        self.seconds.inc(self.transcript.seconds)
+        done = {"type": "transcript.text.done"}
+        yield data_frame(done | json_document(self.transcript, self.request))
 
     def fail(self, error: HttpError) -> Iterator[bytes]:
         yield data_frame(error.document)

@@ -43,9 +43,6 @@ class Transcript:
     def usage(self) -> Document:
         return {"type": "duration", "seconds": round(self.seconds, 3)}
 
-    def logprob_documents(self) -> list[Document]:
-        return [token_document(each) for each in self.logprobs]
-
 
 def render(transcript: Transcript, request: TranscriptionRequest) -> tuple[bytes, bytes]:
     """A whole answer and its media type."""
@@ -53,11 +50,15 @@ def render(transcript: Transcript, request: TranscriptionRequest) -> tuple[bytes
     return make(transcript, request), media
 
 
-def as_json(transcript: Transcript, request: TranscriptionRequest) -> bytes:
+def json_document(transcript: Transcript, request: TranscriptionRequest) -> Document:
     document: Document = {"text": transcript.text, "usage": transcript.usage}
     if request.include:
-        document["logprobs"] = transcript.logprob_documents()
-    return to_json(document)
+        document["logprobs"] = [token_document(each) for each in transcript.logprobs]
+    return document
+
+
+def as_json(transcript: Transcript, request: TranscriptionRequest) -> bytes:
+    return to_json(json_document(transcript, request))
 
 
 def as_verbose_json(transcript: Transcript, request: TranscriptionRequest) -> bytes:

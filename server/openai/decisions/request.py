@@ -1,7 +1,7 @@
 """The body of `POST /v1/decisions`, checked, as a DecisionInput; and its answers' document."""
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -26,13 +26,6 @@ from worker.decisions import MOST_QUESTIONS, DecisionInput
 # As a response has them, and what that has instead of calls of tools that take a text.
 Kind = Literal["message", "function_call", "function_call_output"]
 Custom = Literal["custom_tool_call", "custom_tool_call_output"]
-PLAIN: Mapping[Kind | Custom, Kind] = {
-    "message": "message",
-    "function_call": "function_call",
-    "function_call_output": "function_call_output",
-    "custom_tool_call": "function_call",
-    "custom_tool_call_output": "function_call_output",
-}
 
 
 class ItemPart(QuestionPart):
@@ -61,8 +54,9 @@ class DecisionItem(Struct):
         arguments = self.arguments and unescaped(self.arguments)
         if self.type == "custom_tool_call":
             arguments = to_json({"input": required(self.input, f"{path}.input")}).decode()
+        plain: Any = self.type.replace("custom_tool", "function")
         return Item(
-            PLAIN[self.type],
+            plain,
             role=self.role,
             content=self._plain_content(f"{path}.content"),
             call_id=self.call_id,

@@ -39,8 +39,6 @@ from server.openai.responses.store import NotStored, ResponseStore, Stored, TooL
 log = logging.getLogger("onequeue.responses")
 
 PATH = "/v1/responses/{id}"
-INPUT_PATH = PATH + "/input_items"
-CANCEL_PATH = PATH + "/cancel"
 MOST_UNSTORED = 1000
 MOST_UNSTORED_BYTES = 64_000_000
 
@@ -91,8 +89,8 @@ class Responses(GenerationEndpoint[ResponseReply]):
     def routes(self) -> list[Route]:
         return [
             Route(PATH, JsonEndpoint(self.one), methods=["GET", "DELETE"]),
-            Route(INPUT_PATH, JsonEndpoint(self.input_items), methods=["GET"]),
-            Route(CANCEL_PATH, JsonEndpoint(self.cancelled), methods=["POST"]),
+            Route(PATH + "/input_items", JsonEndpoint(self.input_items), methods=["GET"]),
+            Route(PATH + "/cancel", JsonEndpoint(self.cancelled), methods=["POST"]),
         ]
 
     # ── a new one ──
@@ -177,7 +175,7 @@ class Responses(GenerationEndpoint[ResponseReply]):
     # ── one that there is ──
 
     async def one(self, request: Request) -> Document:
-        id = _id(request, PATH)
+        id = request.path_params["id"]
         if request.method == "DELETE":
             await self._cancel(id)
             await self._in_stores(ResponseStore.delete, id)
@@ -187,7 +185,7 @@ class Responses(GenerationEndpoint[ResponseReply]):
         return (await self._find(id)).response
 
     async def input_items(self, request: Request) -> Document:
-        found = await self._find(_id(request, INPUT_PATH))
+        found = await self._find(request.path_params["id"])
         items, more = convert(dict(request.query_params), Page, strict=False).of(found.input)
         return {
             "object": "list",
@@ -198,7 +196,7 @@ class Responses(GenerationEndpoint[ResponseReply]):
         }
 
     async def cancelled(self, request: Request) -> Document:
-        id = _id(request, CANCEL_PATH)
+        id = request.path_params["id"]
         if not (await self._find(id)).response["background"]:
             raise InvalidInput.at("id", "only a response with background: true can be cancelled")
         await self._cancel(id)
@@ -223,12 +221,6 @@ class Responses(GenerationEndpoint[ResponseReply]):
             with contextlib.suppress(NotStored):
                 return await anyio.to_thread.run_sync(work, store, id)
         raise _not_found(id, "id")
-
-
-def _id(request: Request, counted_as: str) -> str:
-    """The path's id; whatever it is, requests are counted by the path's template."""
-    request.scope["counted_as"] = counted_as
-    return str(request.path_params["id"])
 
 
 def _not_found(id: str, param: str) -> HttpError:
