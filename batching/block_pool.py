@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batching.scene import Content
-
+# A token's id. In the place of what is no text, as of a picture, a digest of it: its tokens are
+# the same for all.
+Content = int | bytes
 ROOT = b""  # of chains that are everybody's
 Node = int | bytes  # a block that has been named; before the first, the chain's root
 Key = tuple[Node, tuple[Content, ...]]  # the node before, and what the block holds

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
-from batching.block_pool import ROOT, BlockTable, Key
-from batching.scene import Content, Scene
+from batching.block_pool import ROOT, BlockTable, Content, Key
 
 
 class Joined(abc.Sequence[int]):
@@ -36,6 +35,29 @@ class Joined(abc.Sequence[int]):
         start, stop, _ = at.indices(len(self))
         own = self.own[max(0, start - before) : max(0, stop - before)]
         return [*self.shared[start:stop], *own]
+
+
+@dataclass(eq=False, slots=True)
+class Scene:
+    """What a prompt with pictures has beside its ids, shared by a request's choices. Known once its
+    pictures have been looked at (worker/vision/viewing.py); until then they let others pass.
+
+    `contents`: of the prompt, what its blocks are found by. `blocks`: places [start, stop) whose
+    tokens see each other in both directions, and so are run together. All pictures and blocks lie
+    before `end`. `shift`: by how much positions exceed places behind it."""
+
+    ready: bool = False
+    contents: abc.Sequence[Content] = ()
+    blocks: abc.Sequence[tuple[int, int]] = ()
+    end: int = 0
+    shift: int = 0
+
+    def undivided(self, start: int, count: int) -> int:
+        """How many tokens from `start` on can be run together, of `count` or a few more."""
+        for first, stop in self.blocks:
+            if first < start + count < stop:
+                return (first if first > start else stop) - start
+        return count
 
 
 @dataclass(eq=False, slots=True)

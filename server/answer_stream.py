@@ -51,17 +51,18 @@ class AnswerStream(Submission, Generic[D]):
 
     def take(self) -> list[D]:
         """What is unread, if anything."""
-        self.unfinished = int(self._running > 0)
+        self.unfinished = int(self._running > 0 or self._error is not None)
         deltas, self._unread = self._unread, []
         return deltas
+
+    def begin(self) -> None:
+        """The first deltas are there."""
+        self.begun = True
+        self._expire_at(self.deadlines.whole)
 
     def ended(self) -> BaseException | None:
         """The worker is done with all items: what is wrong with that, if anything."""
         return None
-
-    def merged(self, deltas: list[D]) -> list[D]:
-        """All that were read, as an answer at once has them."""
-        return deltas
 
     async def read(self) -> list[D]:
         """What is new; nothing if woken. Raises whatever ended the request."""
@@ -72,19 +73,22 @@ class AnswerStream(Submission, Generic[D]):
         elif not deltas:
             raise self._error
         if deltas and not self.begun:
-            self.begun = True
-            self._expire_at(self.deadlines.whole)
+            self.begin()
         return deltas
 
     async def collect(self) -> list[D]:
-        """The whole answer."""
-        whole: list[D] = []
-        while self.unfinished:
-            whole += await self.read()
-            if self.unfinished:  # the rest is kept here; nobody looks at it step by step
-                futures = [item.future for item in self.items]
-                await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
-        return self.merged(whole)
+        """The whole answer, of which nobody looks at the parts."""
+        await self.arrival.wait()
+        if self._error is None:
+            self.begin()
+            futures = [item.future for item in self.items]
+            await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
+        deltas = self.take()
+        if self.unfinished and self._error:
+            raise self._error
+        if not self.begun:
+            self.begin()
+        return deltas
 
     def _on_done(self, future: "asyncio.Future[None]") -> None:
         """The worker is done with an item: no more deltas will come."""
@@ -136,32 +140,23 @@ class TokenStream(AnswerStream[Delta]):
         self._choices: dict[int, Delta] = {}  # unread
 
     def push(self, delta: Delta) -> None:
-        merge(self._choices, delta)
+        if (earlier := self._choices.setdefault(delta.choice, delta)) is not delta:
+            earlier.merge(delta)
         self.arrival.set()
 
     def take(self) -> list[Delta]:
-        """One delta a choice."""
-        if self._choices and not self.begun:
-            waited_s = time.monotonic() - self.items[0].accepted_at
-            self.engine.metrics.first_token.observe(waited_s)
-        deltas = list(self._choices.values())
+        """One delta a choice, in order."""
+        deltas = [self._choices[choice] for choice in sorted(self._choices)]
         self._choices = {}
         for delta in deltas:
             self.usage.count(delta)
             self.unfinished -= delta.finish_reason is not None
         return deltas
 
+    def begin(self) -> None:
+        super().begin()
+        waited_s = time.monotonic() - self.items[0].accepted_at
+        self.engine.metrics.first_token.observe(waited_s)
+
     def ended(self) -> BaseException:
         return ItemFailed("the model ended without a finish_reason")
-
-    def merged(self, deltas: list[Delta]) -> list[Delta]:
-        """One delta a choice, in order."""
-        whole: dict[int, Delta] = {}
-        for delta in deltas:
-            merge(whole, delta)
-        return [whole[choice] for choice in sorted(whole)]
-
-
-def merge(choices: dict[int, Delta], delta: Delta) -> None:
-    if (earlier := choices.setdefault(delta.choice, delta)) is not delta:
-        earlier.merge(delta)

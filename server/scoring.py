@@ -5,6 +5,7 @@ body → request → pieces, a work item each → their answers, end to end → 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import anyio.to_thread
@@ -15,8 +16,8 @@ from server.cache_root import cache_root
 from server.engine import Engine, Submission
 from server.http.json import INLINE_BYTES, Parsing
 from server.http.request import read_json_request, send_parts
-from server.openai.models import ModelNames, find
-from server.openai.params import Body, decode
+from server.openai.models import ModelNames
+from server.openai.params import Body, decode, id_of
 from server.settings import Settings
 from worker.scoring import PIECE, PieceSize
 
@@ -59,7 +60,7 @@ class ScoringEndpoint:
     def parse(self, body: bytes) -> tuple[ScoringBody, ModelNames, Sequence[Any]]:
         """InvalidInput for more than the queue could ever take, in pieces for which a batch has
         room."""
-        request = decode(body, self.kind, lambda given: find(self.models, given).id)
+        request = decode(body, self.kind, partial(id_of, self.models))
         [names] = [each for each in self.models if each.id == request.model]
         settings = self.settings
         size = PieceSize(min(PIECE, settings.max_batch_size), settings.max_batch_tokens)

@@ -6,8 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from batching.block_pool import BlockPool, BlockTable
-from batching.scene import Content
+from batching.block_pool import BlockPool, BlockTable, Content
 from batching.scheduler import ContinuousScheduler
 from batching.sequence import Sequence
 from server.cache_root import cache_root

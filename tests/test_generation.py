@@ -12,8 +12,7 @@ from batching.block_pool import BlockPool
 from batching.sequence import Batch
 from tests.generating import assert_greedy, engine, greedy, prompts, request, serve
 from tests.tiny_decoders import ARCHITECTURES
-from worker.generation.drafting import Drafting
-from worker.generation.ngram_drafter import NgramDrafter
+from worker.generation.drafting import Drafting, NgramDrafter
 from worker.model.kv_cache import KVCache
 from worker.model.native_attention import NativeMetadata
 from worker.model.paged_attention import Attends, AttentionMetadata

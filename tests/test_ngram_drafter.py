@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from worker.generation.ngram_drafter import DRAFT, EXPECTED, INDEXED, NgramDrafter
+from worker.generation.drafting import DRAFT, EXPECTED, INDEXED, NgramDrafter
 
 
 def test_what_followed_the_last_tokens_is_drafted() -> None:

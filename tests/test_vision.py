@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from torch._dynamo.utils import counters
 
-from batching.scene import Content, Scene
+from batching.block_pool import Content
+from batching.sequence import Scene
 from tests import tiny_seeing
 from tests.generating import Driver, Served, runner_of, serve
 from tests.seeing import (

@@ -12,10 +12,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from server.engine import Engine
-from server.http.errors import HttpError
 from server.http.json import Parsing, to_json
 from server.http.request import JsonEndpoint, read_json_request
-from server.openai.params import decode
+from server.openai.params import decode, find, id_of
 from worker.protocol import Tokenizing
 
 ANY_MODEL = ("", "dummy", "tgi")  # what clients send that have to send something
@@ -59,10 +58,7 @@ class ModelNames:
         if self.id in [each.id for each in named]:
             self.id = f"{self.id}-{serves}"
             self.names.add(self.id)
-
-    def called(self, given: str | None) -> str:
-        """The id that it is listed by; 404 for another model's name."""
-        return find([self], given).id
+        self.called = partial(id_of, [self])  # what requests call it → its id
 
     @property
     def loaded(self) -> Tokenizing:
@@ -109,13 +105,3 @@ class ModelListing:
         model = (await self.parsing.run(read, body, deadlines.first)).model
         event = to_json({"status": "ready", "model": model, "cached": True})
         return Response(b"data: %b\n\n" % event, media_type="text/event-stream")
-
-
-def find(models: Sequence[ModelNames], name: str | None) -> ModelNames:
-    """The first that goes by a name; 404 with what there is."""
-    for each in models:
-        if name in each.names:
-            return each
-    ids = ", ".join(dict.fromkeys(repr(each.id) for each in models))
-    unknown = f"there is no model {(name or '')[:200]!r} here, only {ids}"
-    raise HttpError(404, unknown, "model", code="model_not_found")

@@ -5,6 +5,7 @@ As vLLM answers them. Both need the tokenizer and no forward pass, and run in a 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import anyio
@@ -16,8 +17,8 @@ from batching.errors import InvalidInput
 from server.http.json import in_thread
 from server.http.request import read_json_request, send_json
 from server.openai.messages import Messages, conversation
-from server.openai.models import ModelNames, find
-from server.openai.params import TokenId, decode
+from server.openai.models import ModelNames
+from server.openai.params import TokenId, decode, id_of
 from server.openai.pictures import check_pictures
 from server.openai.tools import Tools
 from worker.generation_input import Chat
@@ -108,7 +109,7 @@ class TokenizerEndpoint:
     def _answer(self, body: bytes) -> Tokens | Prompt:
         longest = max(each.loaded.max_model_len for each in self.models)
         try:
-            request = decode(body, self.kind, lambda given: find(self.models, given).id, longest)
+            request = decode(body, self.kind, partial(id_of, self.models), longest)
             [names] = [each for each in self.models if each.id == request.model]
             return request.answer(names.loaded)
         except Exception:

@@ -28,9 +28,8 @@ from batching.scheduler import ContinuousScheduler
 from batching.sequence import Batch, Chunk, Sequence
 from worker.deltas import Delta
 from worker.failures import run_halves
-from worker.generation.drafting import Drafting
+from worker.generation.drafting import Drafting, NgramDrafter
 from worker.generation.frontend import Frontend
-from worker.generation.ngram_drafter import NgramDrafter
 from worker.generation.output import SequenceOutput, sequence_of
 from worker.generation.requests import Requests
 from worker.grammar.bitmask import MaskRequest, Masks, PendingMask

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batching.scene import Scene
-from batching.sequence import Batch
+from batching.sequence import Batch, Scene
 from worker.model.entrance import Rows
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from batching.scene import Content
+from batching.block_pool import Content
 from worker.model.entrance import Entrance, Rows, sees_next
 from worker.model.pictures import Pictures
 from worker.vision.processed import PIXELS, Piece, Processed
