@@ -44,7 +44,7 @@ def cached() -> GenerationEngine:
     torch.manual_seed(1)
     model, tokenizer = tiny_decoders.BUILDERS["llama"]()
     runner = CachedRunner(LanguageModel("llama", model.eval(), tokenizer))
-    return cached_engine(runner, GeneratorOptions("", speculation="off"))
+    return cached_engine(runner, GeneratorOptions("", speculation="off"), "")
 
 
 def counted(generator: GenerationEngine) -> list[int]:
