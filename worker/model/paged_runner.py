@@ -84,12 +84,12 @@ class PagedRunner:
         """Pictures join on the way to the decoder: the compiled one where they do so as when it was
         checked."""
         metadata = (BothWaysMetadata if has_blocks(batch) else self.metadata)(self.cache, batch)
-        positions = told_positions(batch).to(self.cache.device)
+        positions = to_device(told_positions(batch).numpy(), self.cache.device)
         places, rows = rows_of(batch)
         usual = positions.dim() == 2 and rows.keys() <= {"inputs_embeds"}
         entrance = self._quick if self._quick and usual else self.entrance
         assert entrance is not None
-        with entrance.bringing(places.to(self.cache.device), rows):
+        with entrance.bringing(to_device(places.numpy(), self.cache.device), rows):
             return run(entrance.model, batch, metadata, drawn, positions)
 
     # ── compiling ──
