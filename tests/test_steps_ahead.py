@@ -168,8 +168,8 @@ def test_rows_that_looked_at_too_few_logits_are_drawn_anew(
         generator = flying() if paged else cached()
         widths = counted(generator)
         items = [
-            request(prompt, Sampling(temperature=1.5, top_p=0.9, seed=n, **more), 12)
-            for n, (prompt, more) in enumerate(zip(given, ({}, {"top_k": 9}) * 2, strict=True))
+            request(prompt, Sampling(temperature=1.5, top_p=0.9, top_k=n % 2 * 9, seed=n), 12)
+            for n, prompt in enumerate(given)
         ]
         return [each.ids[0] for each in serve(generator, items)[0]], len(widths)
 
