@@ -11,8 +11,11 @@ from starlette.types import Message
 
 from batching.errors import ClientGone, InvalidInput, OutOfMemory, QueueFull
 from batching.request_queue import WorkItem
-from server.http.errors import MAX_MESSAGE, MAX_PARAM, HttpError, as_http_error
+from server.http.errors import MAX_MESSAGE, MAX_PARAM, NEEDS, HttpError, as_http_error
 from server.http.sse import EventStream
+from server.openai.audio.endpoint import PATHS as AUDIO_PATHS
+from server.openai.embeddings import PATHS as EMBEDDING_PATHS
+from server.rerank import PATHS as RERANK_PATHS
 from tests.fakes import FakeRunner
 from tests.serving import metric, serving
 
@@ -41,6 +44,22 @@ def test_an_error_is_told_by_its_nearest_known_class(
     answer = as_http_error(error, SCOPE, debug=False)
     assert (answer.status, answer.code, answer.kind) == (status, code, kind)
     assert (b"retry-after" in dict(answer.headers)) == isinstance(error, VeryFull)
+
+
+def test_what_no_model_serves_names_the_setting_that_it_needs() -> None:
+    assert {*AUDIO_PATHS, *EMBEDDING_PATHS, *RERANK_PATHS} <= set(NEEDS)
+    with serving(FakeRunner) as server:
+        for path in set(NEEDS) - {"/"}:
+            answer = httpx.post(server.url + path, json={})
+            assert answer.status_code == 404
+            assert answer.json()["error"]["message"].endswith(
+                f"{path} here: it needs {NEEDS[path]}"
+            )
+            assert "needs" not in httpx.get(server.url + path).text
+        assert "needs" not in httpx.post(server.url + "/nope").text
+    posted = SCOPE | {"path": "/", "method": "POST"}
+    refused = as_http_error(HTTPException(405), posted, debug=False)
+    assert refused.document["error"]["message"] == "/ does not take POST: it needs PIPELINE_MODEL"
 
 
 def test_messages_and_fields_are_cut() -> None:

@@ -21,6 +21,23 @@ log = logging.getLogger("onequeue.errors")
 MAX_MESSAGE = 4000
 MAX_PARAM = 200
 
+# What is posted to a path that is there with a model only: the setting that names one.
+PATHS_OF: Mapping[str, Sequence[str]] = {
+    "PIPELINE_MODEL": ["/"],
+    "CHAT_MODEL": [
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/decisions",
+        "/v1/systemone",
+    ],
+    "EMBEDDING_MODEL": ["/v1/embeddings", "/embed"],
+    "RERANK_MODEL": ["/rerank", "/v1/rerank", "/v2/rerank"],
+    "RERANK_MODEL or EMBEDDING_MODEL": ["/v1/score"],
+    "TRANSCRIPTION_MODEL": ["/v1/audio/transcriptions", "/v1/audio/translations"],
+}
+NEEDS = {path: setting for setting, paths in PATHS_OF.items() for path in paths}
+
 # exception, or the nearest of its bases: (status, type, code)
 TABLE: Mapping[type[Exception], tuple[int, str, str]] = {
     errors.InvalidInput: (400, "invalid_request_error", "invalid_value"),
@@ -124,5 +141,7 @@ def _of_routing(error: HTTPException, scope: Scope) -> HttpError:
         404: f"there is no {path} here",
         405: f"{path} does not take {scope['method'][:20]}",
     }.get(error.status_code, error.detail)
+    if scope["method"] == "POST" and (setting := NEEDS.get(path)):
+        message += f": it needs {setting}"
     headers = [(k.lower().encode(), v.encode()) for k, v in (error.headers or {}).items()]
     return HttpError(error.status_code, message, None, headers, kind="routing")
