@@ -1,8 +1,13 @@
-"""Digits as pairs of tones, in two voices: what the speech demo model hears, and tests say."""
+"""Digits as pairs of tones, in two voices: what the speech demo model hears, and tests say.
 
+.venv/bin/python scripts/demo_tones.py talk.mp3 314 15    # two phrases, in a file of any format
+"""
+
+import argparse
 from typing import NamedTuple
 
 import numpy as np
+import soundfile
 from numpy.typing import NDArray
 
 RATE = 16_000  # samples a second
@@ -47,3 +52,20 @@ def say(
         at = start + 0.5 * len(digits)
         said.append(Phrase(digits, start, at - 0.15))
     return np.concatenate(parts), said
+
+
+def phrase(text: str) -> list[int]:
+    return [int(digit) for digit in text]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write digits, as tones, to a file of sound.")
+    parser.add_argument("file", help="its name says the format: .wav, .flac, .ogg or .mp3")
+    parser.add_argument("phrases", metavar="DIGITS", type=phrase, nargs="+")
+    parser.add_argument("--voice", choices=WORDS, default="en")
+    asked = parser.parse_args()
+    soundfile.write(asked.file, say(asked.phrases, asked.voice)[0], RATE)
+
+
+if __name__ == "__main__":
+    main()

@@ -60,6 +60,22 @@ def words(demo: ModuleType, phrases: list[list[int]], language: str = "en") -> s
     return " ".join(demo.WORDS[language][digit] for digits in phrases for digit in digits)
 
 
+@pytest.mark.parametrize("voice", ["en", "de"])
+def test_readme_s_recording_is_written_and_heard(
+    voice: str,
+    demo: ModuleType,
+    server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = str(tmp_path / "talk.mp3")
+    monkeypatch.setattr("sys.argv", ["demo_tones.py", file, "314", "15", "--voice", voice])
+    demo.main()
+    sound, rate = soundfile.read(file, dtype="float32")
+    assert rate == demo.RATE
+    assert post(server, sound).json()["text"] == words(demo, SHORT, voice)
+
+
 def test_a_recording_gives_its_text(demo: ModuleType, server: Server) -> None:
     sound, _ = demo.say(SHORT)
     assert post(server, sound).json()["text"] == "three one four one five"
