@@ -18,9 +18,9 @@ from tests.generating import Driver, Served, request
 from tests.tiny import hf
 from tests.tiny_decisions import STATE, about, predicates, prompts_of, read
 from worker.decisions import DecisionInput
+from worker.generation.decisions import label_logprobs
 from worker.generation.engine import GenerationEngine
 from worker.model.kv_cache import BLOCK
-from worker.model.sampler import label_logprobs
 
 KINDS: dict[str, Any] = {
     "refund": {"type": "noul", "instructions": "Is a refund requested?"},

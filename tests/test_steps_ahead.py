@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from batching.errors import ItemFailed
+from tests import tiny_decoders
 from tests.generating import (
     ORDINARY,
     Driver,
@@ -19,9 +20,13 @@ from tests.generating import (
 )
 from worker.generation import engine as module
 from worker.generation.engine import GenerationEngine
+from worker.generation.loading import cached_engine
 from worker.generation.output import SequenceOutput
 from worker.generation_input import Sampling
+from worker.model import sampler
+from worker.model.cached_runner import CachedRunner
 from worker.model.kv_cache import BLOCK
+from worker.model.language_model import GeneratorOptions, LanguageModel
 from worker.model.sampler import Sampled
 from worker.model.transfers import fulfilled
 
@@ -33,6 +38,25 @@ def _ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def flying(**options: Any) -> GenerationEngine:
     return engine("llama", speculation="off", **options)
+
+
+def cached() -> GenerationEngine:
+    torch.manual_seed(1)
+    model, tokenizer = tiny_decoders.BUILDERS["llama"]()
+    runner = CachedRunner(LanguageModel("llama", model.eval(), tokenizer))
+    return cached_engine(runner, GeneratorOptions("", speculation="off"), "")
+
+
+def counted(generator: GenerationEngine) -> list[int]:
+    """How many tokens each forward has been given."""
+    forward, widths = generator.runner.forward, list[int]()
+
+    def count(batch: Any, drawn: Any = None) -> Any:
+        widths.append(len(batch.ids))
+        return forward(batch, drawn)
+
+    generator.runner.forward = count  # type: ignore[method-assign]
+    return widths
 
 
 def test_a_step_is_launched_before_the_text_of_the_last_is_made(
@@ -115,15 +139,7 @@ def test_a_prompt_whose_client_leaves_while_it_flies_counts_as_one_in_the_steps_
 
 def test_who_reaches_the_most_tokens_with_what_flies_is_not_run_again() -> None:
     generator = flying()
-    rows: list[int] = []
-    runner = runner_of(generator)
-    forward = runner.forward
-
-    def counted(batch: Any, drawn: Any = None) -> Any:
-        rows.append(len(batch.ids))
-        return forward(batch, drawn)
-
-    runner.forward = counted  # type: ignore[method-assign]
+    rows = counted(generator)
     serve(generator, [request(list(ORDINARY[:5]), max_tokens=3)])
     assert rows == [5, 1, 1]
 
@@ -139,6 +155,31 @@ def test_penalties_and_grammars_know_the_token_that_flew(monkeypatch: pytest.Mon
     ahead = served()
     monkeypatch.setitem(module.AHEAD, "cpu", False)
     assert ahead == served()
+
+
+@pytest.mark.parametrize("paged", [True, False])
+def test_rows_that_looked_at_too_few_logits_are_drawn_anew(
+    paged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is known once they are read, when the next step runs with what they gave first."""
+    given = prompts(6, (9, 30), each=2)
+
+    def served() -> tuple[list[list[int]], int]:
+        generator = flying() if paged else cached()
+        widths = counted(generator)
+        items = [
+            request(prompt, Sampling(temperature=1.5, top_p=0.9, top_k=n % 2 * 9, seed=n), 12)
+            for n, prompt in enumerate(given)
+        ]
+        return [each.ids[0] for each in serve(generator, items)[0]], len(widths)
+
+    monkeypatch.setattr(sampler, "CANDIDATES", 1)
+    ahead, steps = served()
+    monkeypatch.setattr(sampler, "CANDIDATES", 64)
+    monkeypatch.setitem(module.AHEAD, "cpu", False)
+    at_once, least = served()
+    assert ahead == at_once
+    assert (steps > least) == paged  # such a step is run again, or not before that is known
 
 
 def test_an_error_that_shows_when_a_step_is_read_delivers_nothing_more(

@@ -12,9 +12,10 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from itertools import product
-from math import exp
+from math import exp, isnan
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -26,7 +27,7 @@ from worker.deltas import Delta
 from worker.generation.output import Prepared
 from worker.generation_input import Chat
 from worker.model.logits_processors import SamplingParams
-from worker.model.sampler import SampledToken, label_logprobs
+from worker.model.sampler import SampledToken
 from worker.text.chat_template import ChatTemplate
 from worker.text.control_tokens import ControlTokens
 
@@ -198,3 +199,14 @@ def with_question(messages: Messages, text: str) -> tuple[Mapping[str, Any], ...
     if last["role"] != "user":
         return (*messages, {"role": "user", "content": text})
     return (*before, {**last, "content": f"{last['content']}\n\n{text}"})
+
+
+@torch.inference_mode()
+def label_logprobs(logits: Tensor, labels: Sequence[int]) -> list[SampledToken]:
+    """The tokens `labels`, as likely as each is to come if one of them does, by a row of logits
+    [V]; a single -1 where that holds no usable numbers."""
+    chosen = logits[torch.tensor(labels, device=logits.device)].float()
+    logprobs = chosen.double().log_softmax(0).tolist()
+    if any(map(isnan, logprobs)):
+        return [SampledToken(-1)]
+    return list(map(SampledToken, labels, logprobs))

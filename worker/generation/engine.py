@@ -172,8 +172,12 @@ class GenerationEngine(Requests, Frontend):
         the step before gave: it lands first, while the model runs."""
         batch, last, launched_at = Batch.of(chunks), self._flight, time.monotonic()
         draws, masks = ([], None) if last else self._draws_of(chunks)
+        if last and not self.runner.repeats:
+            last.sampled.settle()
         logits = self.runner.forward(batch, last.sampled.tokens if last else None)
         if last:
+            if last.sampled.settle():  # other tokens than it was launched with
+                logits = self.runner.forward(batch, last.sampled.tokens)
             self._land()
             draws, masks = self._draws_of(chunks)
         scores = scores_of(batch, logits) if batch.scored else {}

@@ -81,6 +81,7 @@ class Place(NamedTuple):
 class CachedRunner:
     compile_state: Literal["running", "done", "off"] = "off"
     entrance: None = None
+    repeats = False
 
     def __init__(self, language: LanguageModel, max_model_len: int | None = None) -> None:
         self.language = language

@@ -41,6 +41,8 @@ class PagedRunner:
     """`blocks`: how many sequences may have between them. `max_model_len`: tokens of the longest
     sequence. `max_running`: the most sequences of a step; 0: no graphs are captured."""
 
+    repeats = True  # a batch may be run again, with other tokens: that is as if it ran once
+
     def __init__(
         self, language: LanguageModel, blocks: int, max_model_len: int, max_running: int
     ) -> None:
@@ -82,12 +84,12 @@ class PagedRunner:
         """Pictures join on the way to the decoder: the compiled one where they do so as when it was
         checked."""
         metadata = (BothWaysMetadata if has_blocks(batch) else self.metadata)(self.cache, batch)
-        positions = told_positions(batch).to(self.cache.device)
+        positions = to_device(told_positions(batch).numpy(), self.cache.device)
         places, rows = rows_of(batch)
         usual = positions.dim() == 2 and rows.keys() <= {"inputs_embeds"}
         entrance = self._quick if self._quick and usual else self.entrance
         assert entrance is not None
-        with entrance.bringing(places.to(self.cache.device), rows):
+        with entrance.bringing(to_device(places.numpy(), self.cache.device), rows):
             return run(entrance.model, batch, metadata, drawn, positions)
 
     # ── compiling ──

@@ -9,7 +9,6 @@ Not here: which rows there are, and what a token does to its request (stop strin
 """
 
 from collections.abc import Sequence
-from math import isnan
 from typing import NamedTuple
 
 import numpy as np
@@ -40,13 +39,42 @@ class SampledToken(NamedTuple):
 class Sampled:
     """What rows give. The next step can run with `tokens` [R] before they are read."""
 
-    def __init__(self, tokens: Tensor, asked: dict[int, int], scores: Tensor | None) -> None:
-        self.tokens = tokens
-        self._asked = asked  # rows with log-probabilities, and of how many of the best
-        self._tokens, self._scores = Readout(tokens), None if scores is None else Readout(scores)
+    def __init__(self, raw: Tensor, scores: Tensor, draws: Sequence[Draw]) -> None:
+        """`raw` and `scores` [R, N, BLOCK]: before and after what changes the distribution."""
+        self._raw, self._blocks, self._draws = raw, scores, draws
+        self.tokens, few = _tokens(scores, draws, CANDIDATES)
+        self._few = None if few is None else Readout(few)
+        params = [draw.state.params for draw in draws]
+        # rows with log-probabilities, and of how many of the best
+        self._asked = {row: p.logprobs for row, p in enumerate(params) if p.logprobs is not None}
+        self._read_out()
+
+    def _read_out(self) -> None:
+        self._tokens, self._scores = Readout(self.tokens), None
+        if asked := self._asked:
+            index = to_device(list(asked), self.tokens.device)
+            raw = self._raw if len(asked) == len(self._raw) else self._raw[index]
+            self._scores = Readout(_scores(raw, self.tokens[index], max(asked.values())))
+
+    @torch.inference_mode()
+    def settle(self) -> bool:
+        """Waits to know which rows have looked at too few logits, and draws theirs anew: whether
+        `tokens` have changed."""
+        few, self._few = self._few.read() if self._few else (), None
+        rows, width = [row for row, is_few in enumerate(few) if is_few], CANDIDATES
+        changed = bool(rows)
+        while rows:
+            width *= WIDEN
+            index, draws = to_device(rows, self.tokens.device), [self._draws[row] for row in rows]
+            self.tokens[index], more = _tokens(self._blocks[index], draws, width)
+            rows = [] if more is None else index[more].tolist()
+        if changed:
+            self._read_out()
+        return changed
 
     def read(self) -> list[SampledToken]:
         """Waits until they are there."""
+        self.settle()
         sampled = list(map(SampledToken, self._tokens.read()))
         if self._scores:
             scored = _scored_tokens(self._scores.read(), list(self._asked.values()))
@@ -57,26 +85,17 @@ class Sampled:
 
 @torch.inference_mode()
 def sample(logits: Tensor, draws: Sequence[Draw], mask: TokenMask | None = None) -> Sampled:
-    """One token for each row of logits [R, V], of any float type, on any device. Where top_p, top_k
-    or min_p look at the largest logits, it waits to know whether those were enough.
+    """One token for each row of logits [R, V], of any float type, on any device.
 
     Order: the mask, bias, penalties (repetition, then frequency and presence), ban of ends,
     temperature, min_p, top_k, top_p. This is vLLM's; transformers has min_p last. Where they
     differ: top_p is a part of what min_p and top_k keep.
     """
-    if not draws:
-        return Sampled(torch.empty(0, dtype=torch.long, device=logits.device), {}, None)
     raw = _blocked(logits)
     scores = raw
     if mask or any(draw.state.processes_logits for draw in draws):
         scores = processed(raw, draws, logits.shape[1], mask)
-    tokens = _tokens(scores, draws)
-    asked = {row: k for row, d in enumerate(draws) if (k := d.state.params.logprobs) is not None}
-    if not asked:
-        return Sampled(tokens, {}, None)
-    index = to_device(list(asked), logits.device)
-    scores = _scores(_take(raw, index), tokens[index], max(asked.values()))
-    return Sampled(tokens, asked, scores)
+    return Sampled(raw, scores, draws)
 
 
 @torch.inference_mode()
@@ -93,48 +112,38 @@ def prompt_logprobs(logits: Tensor, targets: Sequence[int], top: int) -> list[Sa
     return _scored_tokens(_scores(raw, tokens, top).tolist(), [top] * len(targets))
 
 
-@torch.inference_mode()
-def label_logprobs(logits: Tensor, labels: Sequence[int]) -> list[SampledToken]:
-    """The tokens `labels`, as likely as each is to come if one of them does, by a row of logits
-    [V]; a single -1 where that holds no usable numbers."""
-    chosen = logits[torch.tensor(labels, device=logits.device)].float()
-    logprobs = chosen.double().log_softmax(0).tolist()
-    if any(map(isnan, logprobs)):
-        return [SampledToken(-1)]
-    return list(map(SampledToken, labels, logprobs))
-
-
 def _blocked(logits: Tensor) -> Tensor:
-    """[R, V] as float32 [R, N, BLOCK]; copied, once, only where type or width ask for it."""
+    """[R, V] as float32 [R, N, BLOCK]; copied, once, where type or width ask for it, and on a GPU:
+    rows may be looked at again when the next step's logits are where these were."""
     rows, width = logits.shape
     if missing := -width % BLOCK:
         padded = logits.new_empty(rows, width + missing, dtype=torch.float32)
         padded[:, :width] = logits
         padded[:, width:] = -torch.inf
         logits = padded
-    return logits.float().view(rows, -1, BLOCK)
+    made = logits.to(torch.float32, copy=logits.is_cuda)
+    return made.view(rows, logits.shape[1] // BLOCK, BLOCK)
 
 
-def _take(rows: Tensor, index: Tensor) -> Tensor:
-    """The rows at `index`, ascending and without repeats: all of them need no copy."""
-    return rows if len(index) == len(rows) else rows[index]
-
-
-def _tokens(blocks: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """[R], -1 where a row of scores [R, N, BLOCK] holds no usable numbers. What a call costs counts
-    more than what it computes, so rows of one kind, as a step mostly has, are not picked out."""
+def _tokens(blocks: Tensor, draws: Sequence[Draw], width: int) -> tuple[Tensor, Tensor | None]:
+    """[R], -1 where a row of scores [R, N, BLOCK] holds no usable numbers; and whether [R] a row
+    has to be drawn from more than the `width` largest, if any may. What a call costs counts more
+    than what it computes, so rows of one kind, as a step mostly has, are not picked out."""
     maxima = blocks.amax(-1)
     peak = maxima.amax(-1)  # NaN where the row has one
     kinds = [_kind(draw.state.params) for draw in draws]
+    few: Tensor | None = None
     if len(set(kinds)) == 1:
-        tokens = _drawn(kinds[0], blocks, maxima, peak, draws)
+        tokens, few = _drawn(kinds[0], blocks, maxima, peak, draws, width)
     else:
-        tokens = torch.empty_like(peak, dtype=torch.long)
+        tokens, few = torch.empty_like(peak, dtype=torch.long), peak != peak
         for kind in set(kinds):
             group = [row for row, each in enumerate(kinds) if each == kind]
             at, of_group = to_device(group, peak.device), [draws[row] for row in group]
-            tokens[at] = _drawn(kind, blocks[at], maxima[at], peak[at], of_group)
-    return torch.where(peak - peak == 0, tokens, -1)  # it is finite
+            made = _drawn(kind, blocks[at], maxima[at], peak[at], of_group, width)
+            tokens[at], few[at] = made[0], False if made[1] is None else made[1]
+    usable = peak - peak == 0  # it is finite
+    return torch.where(usable, tokens, -1), None if few is None else few & usable
 
 
 def _first_best(blocks: Tensor, maxima: Tensor) -> Tensor:
@@ -170,19 +179,19 @@ def _numbers(kind: str, draws: Sequence[Draw], device: torch.device) -> Tensor:
 
 
 def _drawn(
-    kind: str, blocks: Tensor, maxima: Tensor, peak: Tensor, draws: Sequence[Draw]
-) -> Tensor:
-    """Tokens [R] of rows of a kind: scores [R, N, BLOCK], the maxima of blocks and of rows."""
+    kind: str, blocks: Tensor, maxima: Tensor, peak: Tensor, draws: Sequence[Draw], width: int
+) -> tuple[Tensor, Tensor | None]:
+    """Of rows of a kind: scores [R, N, BLOCK], the maxima of blocks and of rows."""
     if kind == "greedy":
-        return _first_best(blocks, maxima)
+        return _first_best(blocks, maxima), None
     numbers = _numbers(kind, draws, blocks.device)
     if kind == "top":
-        return _drawn_from_top(blocks, peak, numbers, None, CANDIDATES)
+        return _drawn_from_top(blocks, peak, numbers, None, width)
     even = all(draw.state.params.temperature == 1.0 for draw in draws)
     weights = _weights(blocks, peak, None if even else numbers[0])
     if kind == "any":
-        return _pick(weights, numbers[1])
-    return _drawn_from_top(blocks, peak, numbers, _sum(weights), CANDIDATES)
+        return _pick(weights, numbers[1]), None
+    return _drawn_from_top(blocks, peak, numbers, _sum(weights), width)
 
 
 def _weights(blocks: Tensor, peak: Tensor, temperature: Tensor | None = None) -> Tensor:
@@ -200,9 +209,9 @@ def _sum(weights: Tensor) -> Tensor:
 
 def _drawn_from_top(
     blocks: Tensor, peak: Tensor, numbers: Tensor, mass: Tensor | None, width: int
-) -> Tensor:
-    """Looks at the `width` largest logits, and for the rows that need it at more. top_p is a part
-    of `mass` [R], or else of what min_p and top_k keep."""
+) -> tuple[Tensor, Tensor | None]:
+    """Tokens [R] by the `width` largest logits, and whether [R] a row needs more, unless it was
+    all. top_p is a part of `mass` [R], or else of what min_p and top_k keep."""
     temperature, number, top_p, top_k, min_p = numbers[..., None]
     values, ids = _top(blocks, width)  # each filter keeps a beginning of this order
     weights = ((values.double() - peak[:, None]) / temperature).exp()
@@ -215,17 +224,13 @@ def _drawn_from_top(
     weights = weights.where(rank < count, 0.0)
     if values.shape[1] == blocks[0].numel():
         whole = torch.zeros_like(weights).scatter_(1, ids, weights)
-        return _pick(whole.view_as(blocks), number[:, 0])
+        return _pick(whole.view_as(blocks), number[:, 0]), None
     ids, order = ids.sort()
     sums = weights.gather(1, order).cumsum(-1)
     tokens = ids.gather(1, _passed(sums, number[:, 0] * sums[:, -1])[:, None])[:, 0]
     # Equals of the smallest value may be missing: the last one needed must be larger.
     needed = values.gather(1, (limit if mass is None else count) - 1)
-    few = (needed == values[:, -1:])[:, 0].nonzero()[:, 0]
-    if len(few):
-        part = blocks[few], peak[few], numbers[:, few], None if mass is None else mass[few]
-        tokens[few] = _drawn_from_top(*part, width * WIDEN)
-    return tokens
+    return tokens, (needed == values[:, -1:])[:, 0]
 
 
 def _top(blocks: Tensor, width: int) -> tuple[Tensor, Tensor]:
