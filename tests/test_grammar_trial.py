@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import signal
+import string
 import subprocess
 import sys
 import threading
@@ -92,6 +93,13 @@ def test_what_no_answer_can_end_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(InvalidInput, match="too complex to be followed, or asks for a text with"):
         when_ready(lambda: grammars.matcher(constraint))
+
+
+def test_what_must_come_first_hides_nothing_from_a_trial(grammars: Grammars) -> None:
+    loop = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+    rule = f'start: "{string.ascii_letters}" %json {json.dumps(loop)}'
+    with pytest.raises(InvalidInput, match="no text fits it"):
+        when_ready(lambda: grammars.compiled(rule, "f"))
 
 
 def test_a_text_that_takes_long_to_be_read_is_read_in_the_child(grammars: Grammars) -> None:

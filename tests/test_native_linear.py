@@ -1,7 +1,8 @@
 """The native linear layer gives oneDNN's products from the same packed weights, or is not used."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from worker.model import native_linear
 from worker.model.cpu_linear import PackedLinear
-from worker.model.native_linear import ROUNDING, WIDTHS, gives_the_same
+from worker.model.native_linear import MADE_ROWS, ROUNDING, WIDTHS, gives_the_same
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -93,20 +94,25 @@ def test_any_shape_and_strides_are_taken(dtype: torch.dtype) -> None:
         assert layer(x).is_contiguous()
 
 
-def rows_given_to_onednn(layer: PackedLinear, rows: int) -> int:
-    x = torch.randn(rows, layer.in_features, dtype=layer.dtype)
+def rows_given_to_onednn(run: Callable[[], object]) -> set[int]:
     with torch.profiler.profile(record_shapes=True) as profile:
-        layer(x)
-    [shapes] = [e.input_shapes for e in profile.events() if e.name == "mkldnn::_linear_pointwise"]
-    return int(shapes[0][0])
+        run()
+    found = [e.input_shapes for e in profile.events() if e.name == "mkldnn::_linear_pointwise"]
+    return {shapes[0][0] for shapes in found}
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-def test_onednn_sees_few_numbers_of_rows(dtype: torch.dtype) -> None:
+def test_onednn_sees_few_numbers_of_rows_and_those_of_usual_prompts_beforehand(
+    dtype: torch.dtype,
+) -> None:
     layer = packed(64, 128, dtype)
-    given = {rows: rows_given_to_onednn(layer, rows) for rows in range(33, 600)}
+    given = dict[int, int]()
+    for rows in range(33, 600):
+        [given[rows]] = rows_given_to_onednn(partial(layer, torch.randn(rows, 64, dtype=dtype)))
     assert all(rows <= seen < rows * 9 / 8 + 16 for rows, seen in given.items())
     assert len(set(given.values())) < 32
+    made = rows_given_to_onednn(partial(native_linear.make_kernels, nn.Sequential(layer)))
+    assert {given[rows] for rows in range(33, MADE_ROWS + 1)} <= made
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)

@@ -36,6 +36,7 @@ MEMORY_BYTES = 192 << 20  # for one grammar, its stack not counted
 ARENA_BYTES = 128 << 20  # of address space, that a thread's allocator sets aside
 WALL_S = 20.0  # on a busy machine; the limit proper is on CPU time
 STEPS = 12  # that are tried after compiling: the lexer is made as it is needed
+SURE = 32  # tokens of a step, where they must come: before a call's arguments there are some
 STEP_S = 0.1  # of CPU time for what is done once a token
 NICE = 10  # the model goes first
 TOO_LONG = "it takes too long to compile"
@@ -240,10 +241,10 @@ def _follow(matcher: LLMatcher) -> None:
             raise Unusable("no text fits it")
         if matcher.is_error() or not ANY_BIT.search(mask):
             break
-        sure = _in_time(matcher.compute_ff_tokens)
-        token = sure[0] if sure else _any_of(mask, chance)
-        _in_time(partial(matcher.validate_tokens, [token]))
-        _in_time(partial(matcher.consume_token, token))
+        sure = _in_time(matcher.compute_ff_tokens)[:SURE]
+        for token in sure or [_any_of(mask, chance)]:
+            _in_time(partial(matcher.validate_tokens, [token]))
+            _in_time(partial(matcher.consume_token, token))
         if matcher.is_stopped():
             break
     if matcher.is_error():

@@ -6,7 +6,8 @@ come with it, up to as many as the operation takes. How oneDNN packs is its own 
 the operation where both give the same product.
 
 More rows go on to oneDNN, filled up to one of a few dozen numbers: for each that it has not seen it
-makes kernels first, which took a small model's prompts half as long again.
+makes kernels first, which took a small model's prompts half as long again. Those of usual prompts
+are made beforehand.
 """
 
 import logging
@@ -24,6 +25,7 @@ WIDTHS = (32, 64)
 # Numbers of rows that are compared: one, some, and more than a matrix tile or the operation has.
 COMPARED_ROWS = (1, 7, 18, 45)
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+MADE_ROWS, MADE_STEP = 512, 16
 
 # The C++ implements it.
 torch.library.define(
@@ -47,6 +49,17 @@ def use(model: nn.Module) -> None:
         layer.native_width = next((w for w in WIDTHS if gives_the_same(layer, w)), 0)
     using = sum(layer.native_width > 0 for layer in layers)
     log.info("native products layers=%d of %d", using, len(layers))
+
+
+@torch.inference_mode()
+def make_kernels(body: nn.Module) -> None:
+    """Those of oneDNN that prompts of up to MADE_ROWS tokens need, before the first such prompt
+    does; for as many threads as the calling one has."""
+    layers = [each for each in body.modules() if isinstance(each, PackedLinear)]
+    alike = {(each.in_features, each.out_features, each.bias is None): each for each in layers}
+    for layer in alike.values():
+        for rows in range(MADE_STEP, MADE_ROWS + 1, MADE_STEP):
+            layer(torch.zeros(rows, layer.in_features, dtype=layer.packed.dtype))
 
 
 def gives_the_same(layer: PackedLinear, width: int) -> bool:

@@ -132,6 +132,7 @@ class PagedRunner:
             native_attention.load()
             native_linear.use(language.model)
             self._check_native()
+            native_linear.make_kernels(language.model.base_model)
         except Exception as error:
             log.warning("no native attention, torch's serves: %.300s", first_line(error))
         else:
