@@ -151,7 +151,7 @@ def direct(arguments: argparse.Namespace) -> None:
     """The median latency of one client, beside the pipeline called in a loop in a process."""
     code = (
         "import json,sys,time,random,statistics; sys.path.insert(0,'scripts')\n"
-        "from load_test import WORDS; from transformers import pipeline\n"
+        "from load_bodies import WORDS; from transformers import pipeline\n"
         "pipe=pipeline('fill-mask',model=sys.argv[1]); r=random.Random(1); took=[]\n"
         "for i in range(44):\n"
         "    words=[r.choice(WORDS.split()) for _ in range(r.randint(4,60))]\n"
@@ -163,7 +163,7 @@ def direct(arguments: argparse.Namespace) -> None:
     for _ in range(arguments.rounds):
         done = subprocess.run(
             [sys.executable, "-c", code, arguments.model],
-            cwd=ROOT, check=True, capture_output=True, text=True,
+            cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         loops.append(float(done.stdout))
         say(bench="direct", server="loop", p50_ms=round(loops[-1], 1))

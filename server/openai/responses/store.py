@@ -96,9 +96,11 @@ class ResponseStore:
             inserted = f"INSERT INTO responses VALUES (?, {NEXT_USE}, ?, ?, ?)"
             database.execute(inserted, (id, size, response, given))
             database.executemany("INSERT INTO items VALUES (?, ?)", items)
-            while (has := self.totals)[0] > self.most_responses or has[1] > self.most_bytes:
-                oldest = "SELECT id FROM responses ORDER BY used LIMIT 1"
-                database.execute(f"DELETE FROM responses WHERE id = ({oldest})")
+            count, total = self.totals
+            oldest = "SELECT id FROM responses ORDER BY used LIMIT 1"
+            while count > self.most_responses or total > self.most_bytes:
+                dropped = f"DELETE FROM responses WHERE id = ({oldest}) RETURNING size"
+                count, total = count - 1, total - database.execute(dropped).fetchone()[0]
 
     def get(self, id: str) -> Stored:
         with self._lock:
