@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from worker.model.cpu_linear import PackedLinear, pack
-from worker.model.native_linear import ROUNDING
+from worker.model.cpu_linear import ROUNDING, PackedLinear, pack
 from worker.vision.quickening import quicken
 
 

@@ -2,9 +2,10 @@
 
 oneDNN's layout makes products with few rows, which is what decoding is, several times faster
 than the plain one, and a compiled graph uses the same weights. A CPU that has no bfloat16 would
-emulate it at a sixth of the speed: there the weights of a bfloat16 model are laid out as float32,
-if there is memory for that. Products are then as bfloat16 kernels make them: of the same numbers,
-summed in float32, rounded to bfloat16. int8 weights carry one scale an output and are multiplied by
+emulate it at a sixth of the speed: there the weights of a bfloat16 model are multiplied by an
+operation of our own (widening_linear.py), and until it is built laid out as float32, if there is
+memory for that. Products are then as bfloat16 kernels make them: of the same numbers, summed in
+float32, rounded to bfloat16. int8 weights carry one scale an output and are multiplied by
 bfloat16 inputs; more rows than those kernels are good at go through a copy of the dequantised
 values, if there is memory for one, so that both say the same. Layers are converted one by one, and
 each original goes as it is replaced, unless an embedding shares it. Those that are called on one
@@ -21,7 +22,9 @@ from torch import Tensor, nn
 
 from worker.model.large_pages import use_large_pages
 from worker.model.loading import has_bfloat16
+from worker.model.self_check import CannotRun, compare
 from worker.model.shared_products import Part, find_shared, share
+from worker.model.widening_linear import WideningLinear
 
 log = logging.getLogger("onequeue.linear")
 
@@ -31,6 +34,10 @@ INT8_ROWS = 8
 QUANTISED_ROWS = 4096
 # Of what is free, how much the copy may take.
 COPY_SHARE = 0.5
+# Numbers of rows of products that are compared: one, some, more than tiles or few rows are.
+COMPARED_ROWS = (1, 7, 18, 45)
+# Of a product's largest number.
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
 class PackedLinear(nn.Module):
@@ -50,7 +57,7 @@ class PackedLinear(nn.Module):
         self.weight = SimpleNamespace(dtype=weight.dtype, device=weight.device)  # some ask for it
         weight = weight.detach().to(self.inside)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, INT8_ROWS)
-        use_large_pages(packed)
+        use_large_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
         bias = None if bias is None else bias.detach().to(self.inside)
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
@@ -70,9 +77,10 @@ class PackedLinear(nn.Module):
         made: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, name, [], kind)
         return made
 
-    def unpacked(self) -> nn.Linear:
+    def plain(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias as they were given."""
         bias = None if self.bias is None else self.bias.to(self.dtype)
-        return _linear(self.packed.to_dense().to(self.dtype), bias)
+        return self.packed.to_dense().to(self.dtype), bias
 
 
 class Int8Linear(nn.Module):
@@ -164,20 +172,23 @@ def pack(
     free_bytes: int,
     check: Callable[[], object] = lambda: None,
     shares: bool = True,
+    widens: bool = False,
 ) -> None:
     """Lay out all linear layers' weights anew, unless that takes too much memory, or `check`, which
     runs the model, raises then; what was shared with an embedding is copied. `shares`: those that
-    are called on one input become one product, which pays where rows are few."""
+    are called on one input become one product, which pays where rows are few. `widens`: bfloat16
+    that would be emulated is left to the native operation, which must be loaded."""
     numbers, dtype = _weights(model)
-    more = numbers * (packed_dtype(dtype).itemsize - dtype.itemsize)
+    kind = WideningLinear if widens and emulates(dtype) else PackedLinear
+    more = numbers * (packed_dtype(dtype).itemsize - dtype.itemsize) if kind is PackedLinear else 0
     if more > COPY_SHARE * free_bytes:
         log.warning("bfloat16 is emulated: float32 weights would take %.1f GB more", more / 1e9)
         return
     if more:
         log.info("bfloat16 weights multiplied in float32, which takes %.3f GB more", more / 1e9)
     try:
-        share(model, find_shared(model, check) if shares else (), PackedLinear)
-        _replace(model, nn.Linear, lambda plain: PackedLinear(plain.weight, plain.bias))
+        share(model, find_shared(model, check) if shares else (), kind)
+        _replace(model, nn.Linear, lambda plain: kind(plain.weight, plain.bias))
         check()
     except Exception as error:  # a model that uses weights without calling their layer
         unpack(model)
@@ -185,15 +196,58 @@ def pack(
         log.warning("%sweights stay as they are: %r", slow, error)
 
 
+def multiply_alike(
+    one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor], inputs: int,
+    dtype: torch.dtype, rounding: float,
+) -> bool:  # fmt: skip
+    """Whether both make the same of random rows [R, inputs] of this dtype."""
+    generator = torch.Generator().manual_seed(0)
+    for rows in COMPARED_ROWS:
+        x = torch.randn(rows, inputs, generator=generator).to(dtype)
+        try:
+            compare(one(x), other(x), rounding)
+        except CannotRun:
+            return False
+    return True
+
+
 def unpack(model: nn.Module) -> None:
     _replace(model, Part, _unpacked_part)
-    _replace(model, PackedLinear, PackedLinear.unpacked)
+    for kind in (PackedLinear, WideningLinear):
+        _replace(model, kind, lambda layer: _linear(*layer.plain()))
 
 
 def _unpacked_part(part: Part) -> nn.Linear:
-    whole = part.shared.layer.unpacked()
+    weight, bias = part.shared.layer.plain()
     rows = slice(*part.shared.columns[part.place])
-    return _linear(whole.weight[rows].clone(), whole.bias[rows].clone() if part.biased else None)
+    return _linear(weight[rows].clone(), bias[rows].clone() if part.biased else None)
+
+
+@torch.inference_mode()
+def widen(model: nn.Module) -> None:
+    """Each layer of bfloat16 that this CPU would emulate gives way to the native operation, which
+    must be loaded, where that gives the same product: one after another, while the model may be
+    running."""
+    if not emulates(torch.bfloat16):
+        return
+    using = 0
+
+    def widened(layer: Any) -> nn.Module:
+        nonlocal using
+        if layer.weight.dtype != torch.bfloat16:
+            return layer  # type: ignore[no-any-return]
+        plain = layer.plain() if isinstance(layer, PackedLinear) else (layer.weight, layer.bias)
+        made = WideningLinear(*plain)
+        dtype = layer.weight.dtype
+        if not multiply_alike(made, layer, layer.in_features, dtype, ROUNDING[dtype]):
+            return layer  # type: ignore[no-any-return]
+        using += 1
+        return made
+
+    for kind in (PackedLinear, nn.Linear):
+        _replace(model, kind, widened)
+    if using:
+        log.info("bfloat16 weights made float32 as they are multiplied layers=%d", using)
 
 
 def quantise(model: nn.Module, free_bytes: int, check: Callable[[], object] = lambda: None) -> None:

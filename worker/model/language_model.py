@@ -33,6 +33,7 @@ from worker.model.loading import (
     loading,
     local_path,
 )
+from worker.model.native_attention import load_if_built
 from worker.model.self_check import TOLERANCE, compare, explicit_masks
 
 log = logging.getLogger("onequeue.language_model")
@@ -109,9 +110,12 @@ class LanguageModel:
     def compare(self, got: Tensor, reference: Tensor) -> None:
         compare(got, reference, self.tolerance)
 
-    def lay_out(self, quantization: str, recheck: Callable[[], None] | None = None) -> None:
+    def lay_out(
+        self, quantization: str, recheck: Callable[[], None] | None = None, native: bool = False
+    ) -> None:
         """Weights as this device's kernels want them. Without `recheck`, which runs the model and
-        raises if that says something else then, only if `quantization` asks for it."""
+        raises if that says something else then, only if `quantization` asks for it. `native`:
+        native operations are used if they are there."""
         on_cpu = self.device.type == "cpu"
         if quantization == "int8":
             if not on_cpu:
@@ -119,7 +123,8 @@ class LanguageModel:
             cpu_linear.quantise(self.model, free_bytes(self.device), recheck or (lambda: None))
             self.tolerance = TOLERANCE[torch.bfloat16]  # what int8 weights are multiplied by
         elif recheck and on_cpu and cpu_linear.packs(self.dtype):
-            cpu_linear.pack(self.model, free_bytes(self.device), recheck)
+            widens = native and cpu_linear.emulates(self.dtype) and load_if_built()
+            cpu_linear.pack(self.model, free_bytes(self.device), recheck, widens=widens)
         elif on_cpu and cpu_linear.emulates(self.dtype):
             log.warning("this CPU emulates bfloat16: DTYPE=float32 is faster here")
 

@@ -6,18 +6,15 @@ import ctypes
 import mmap
 import sys
 
-import torch
-from torch import Tensor
-
 PAGE = 2 << 20
 COLLAPSE = 25  # MADV_COLLAPSE of madvise(2), Linux 6.1: at once
 
 
-def use_large_pages(packed: Tensor) -> None:
-    """For what lies in whole pages of a packed weight; what the system refuses stays as it is."""
+def use_large_pages(start: int, size: int) -> None:
+    """For what lies in whole pages of so many bytes there; what the system refuses stays as it
+    is."""
     if sys.platform != "linux":
         return
-    start, size = torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
     first, last = -(-start // PAGE) * PAGE, (start + size) // PAGE * PAGE
     if first < last:
         advise = ctypes.CDLL(None).madvise

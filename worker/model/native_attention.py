@@ -25,6 +25,7 @@ from worker.model.paged_attention import Attends
 FOLDER = Path(__file__).parent / "native"
 SOURCES = (
     "vectors", "panels", "products", "tile", "attention", "operations", "linear", "tile_linear",
+    "widening_linear",
 )  # fmt: skip
 FLAGS = ("-fno-fast-math", "-ffp-contract=fast", "-Wno-psabi")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -42,8 +43,20 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL(str(built()))
 
 
-def built() -> Path:
-    """Where it is, as a whole: a build that is cut off leaves nothing there."""
+def load_if_built() -> bool:
+    """Whether it is built, and loaded then."""
+    try:
+        there = built(needed=False).exists()
+    except Exception:  # there is no compiler
+        return False
+    if there:
+        load()
+    return there
+
+
+def built(needed: bool = True) -> Path:
+    """Where it is, as a whole: a build that is cut off leaves nothing there. Unless it is `needed`,
+    where it would be."""
     from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions  # seconds to import
     from torch._inductor.cpu_vec_isa import pick_vec_isa
     from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -54,7 +67,7 @@ def built() -> Path:
     # the folder may be another machine's too
     built_for = "\n".join((source, command, torch.__version__, _cpu()))
     place = Path(cache_dir()) / f"onequeue-{sha256(built_for.encode()).hexdigest()}.so"
-    if not place.exists():
+    if needed and not place.exists():
         with TemporaryDirectory(dir=place.parent) as folder:
             written = Path(folder) / "native.cpp"
             written.write_text(source)

@@ -16,15 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from worker.model.cpu_linear import PackedLinear
+from worker.model.cpu_linear import ROUNDING, PackedLinear, multiply_alike
 
 log = logging.getLogger("onequeue.native_linear")
 
 # How many columns may lie side by side.
 WIDTHS = (32, 64)
-# Numbers of rows that are compared: one, some, and more than a matrix tile or the operation has.
-COMPARED_ROWS = (1, 7, 18, 45)
-ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 MADE_ROWS, MADE_STEP = 512, 16
 
 # The C++ implements it.
@@ -48,7 +45,8 @@ def use(model: nn.Module) -> None:
     for layer in layers:
         layer.native_width = next((w for w in WIDTHS if gives_the_same(layer, w)), 0)
     using = sum(layer.native_width > 0 for layer in layers)
-    log.info("native products layers=%d of %d", using, len(layers))
+    if layers:
+        log.info("native products layers=%d of %d", using, len(layers))
 
 
 @torch.inference_mode()
@@ -64,15 +62,13 @@ def make_kernels(body: nn.Module) -> None:
 
 def gives_the_same(layer: PackedLinear, width: int) -> bool:
     """Whether it does, but for rounding, if the weights' columns lie so many side by side."""
-    generator = torch.Generator().manual_seed(0)
-    for rows in COMPARED_ROWS:
-        x = torch.randn(rows, layer.in_features, generator=generator).to(layer.packed.dtype)
-        reference = layer.packed_product(x)
-        try:
-            got = torch.ops.onequeue.linear(x, layer.packed, layer.bias, width)
-        except RuntimeError:  # this CPU has no kernel, or they are packed in another way
-            return False
-        largest = float(reference.float().abs().max())
-        if not float((got.float() - reference.float()).abs().max()) <= ROUNDING[x.dtype] * largest:
-            return False
-    return True
+
+    def product(x: Tensor) -> Tensor:
+        made: Tensor = torch.ops.onequeue.linear(x, layer.packed, layer.bias, width)
+        return made
+
+    inputs, dtype = layer.in_features, layer.packed.dtype
+    try:
+        return multiply_alike(product, layer.packed_product, inputs, dtype, ROUNDING[dtype])
+    except RuntimeError:  # this CPU has no kernel, or they are packed in another way
+        return False

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from batching.sequence import Batch, Span
 from worker.cores import release
-from worker.model import native_attention, native_linear
+from worker.model import cpu_linear, native_attention, native_linear
 from worker.model.both_ways import BothWaysMetadata, has_blocks
 from worker.model.compiling import compiled
 from worker.model.cuda_graphs import SIZES, SPARE, CudaGraphs, RowsMetadata, capture_graphs
@@ -130,6 +130,7 @@ class PagedRunner:
         started = time.monotonic()
         try:
             native_attention.load()
+            cpu_linear.widen(language.model)
             native_linear.use(language.model)
             self._check_native()
             native_linear.make_kernels(language.model.base_model)

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from worker.model.cpu_linear import PackedLinear
+from worker.model.cpu_linear import ROUNDING, PackedLinear
 from worker.model.language_model import LanguageModel
-from worker.model.native_linear import ROUNDING
 
 log = logging.getLogger("onequeue.vision")
 
