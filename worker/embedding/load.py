@@ -61,6 +61,7 @@ class Checkpoint:
     tokenizer: PreTrainedTokenizerBase
     files: SentenceFiles
     lacking: dict[str, str]  # weights that it has not, by name
+    parameters: int  # how many there are
 
     @property
     def limit(self) -> int:
@@ -85,7 +86,8 @@ class Checkpoint:
         return rows
 
     def info(self, task: str, rows: RowModel | PagedRows) -> ModelInfo:
-        return model_info(task, self.options.model, self.model, rows.batching, rows.why)
+        name, count = self.options.model, self.parameters
+        return model_info(task, name, self.model, count, rows.batching, rows.why)
 
 
 def load_embedder(options: ScoringOptions) -> Embedder:
@@ -106,7 +108,7 @@ def read_checkpoint(options: ScoringOptions, choose: Callable[[Any], Any]) -> Ch
     if files.subfolder:
         path = str(Path(path) / files.subfolder)  # as old versions saved it
     model, tokenizer, lacking = load_checkpoint(options, path, choose)
-    return Checkpoint(options, model, tokenizer, files, lacking)
+    return Checkpoint(options, model, tokenizer, files, lacking, model.num_parameters())
 
 
 def encoder_class(config: Any) -> Any:

@@ -55,7 +55,9 @@ class Frontend:
         self.no_images = "" if sight else language.no_images
         batching: Batching = "static" if why else "continuous"
         model = language.model
-        self.info = model_info("text-generation", language.name, model, batching, why)
+        self.info = model_info(
+            "text-generation", language.name, model, language.parameters, batching, why
+        )
         self.eos_ids = tuple(id_ for id_ in end_ids(defaults, tokenizer) if id_ < vocab_size)
         self.defaults = default_sampling(defaults)
         self.template = proved(ChatTemplate(tokenizer))

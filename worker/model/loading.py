@@ -67,14 +67,16 @@ def load_checkpoint(
     return model.to(device).eval(), tokenizer, missing_weights.names_of(info)
 
 
-def model_info(task: str, name: str, model: Any, batching: Batching, why: str = "") -> ModelInfo:
-    """`model`: a PreTrainedModel."""
+def model_info(
+    task: str, name: str, model: Any, parameters: int, batching: Batching, why: str = ""
+) -> ModelInfo:
+    """`model`: a PreTrainedModel. `parameters`: how many it had before they were laid out anew."""
     return ModelInfo(
         task=task,
         model=name,
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
-        parameters=model.num_parameters(),
+        parameters=parameters,
         batching=batching,
         why=why,
     )

@@ -91,7 +91,8 @@ def load_runner(options: PipelineOptions, max_rows: int) -> PipelineRunner:
     if pipe.tokenizer is not None and TASKS[task].kind == "text":
         pipe.tokenizer.padding_side = "left" if task == "text-generation" else "right"
     batching, why, packing = choose_batching(task, pipe)
-    info = model_info(task, options.model, pipe.model, batching, why)
+    count = pipe.model.num_parameters()
+    info = model_info(task, options.model, pipe.model, count, batching, why)
     if task == "fill-mask":
         info = replace(info, mask=pipe.tokenizer.mask_token)
     budget = DecodeBudget(int(options.max_image_mp * 1e6))

@@ -32,9 +32,10 @@ def begin(
     layers, and is multiplied by few rows or none."""
     if model.device.type != "cpu" or model.dtype not in native_attention.DTYPES:
         return
+    parameters = model.num_parameters()
     if cpu_linear.packs(model.dtype):
         cpu_linear.pack(model.base_model, free_bytes(model.device), run, shares=False)
-    if packing and worth_compiling(compile, model.num_parameters()):
+    if packing and worth_compiling(compile, parameters):
         run()  # the packing sees how its layers attend
         threading.Thread(target=_take, args=(packing,), name="compile", daemon=True).start()
 

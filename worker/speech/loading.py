@@ -101,7 +101,7 @@ def whisper_engine(speech: Speech, options: SpeechOptions) -> SpeechEngine:
         language = next(iter(vocabulary.languages), "en")
         return Window(silence, mel.window, 0, (), language, "transcribe")
 
-    info = model_info(TASK, options.model, model, "continuous")
+    info = model_info(TASK, options.model, model, model.num_parameters(), "continuous")
     return SpeechEngine(runner, open_text, info, example, Aligner(runner))
 
 
@@ -126,5 +126,5 @@ def ctc_engine(speech: Speech, options: SpeechOptions) -> SpeechEngine:
         return Chunk(inputs_of(extractor, np.zeros(rate, np.float32)), rate, 0, 0, True)
 
     runner = CtcRunner(model, ENCODED[model.device.type])
-    info = model_info(TASK, options.model, model, "same shape")
+    info = model_info(TASK, options.model, model, model.num_parameters(), "same shape")
     return SpeechEngine(runner, open_text, info, example)
