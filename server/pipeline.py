@@ -131,7 +131,7 @@ class Root:
         try:
             return PipelineInput(body.decode())
         except UnicodeDecodeError as error:
-            wrong = f"the text is not valid UTF-8 at byte {error.start}"
+            wrong = f"{self.task_name} takes text; this is not valid UTF-8 at byte {error.start}"
             raise InvalidInput(wrong, "inputs") from None
 
 

@@ -76,7 +76,7 @@ def check_models(settings: Settings, given: Container[str] = ()) -> Settings:
     if named.get("pipeline_model") == "demo" and task in TASKS and task != "fill-mask":
         raise SettingsError(f"PIPELINE_MODEL=demo serves fill-mask only: name a model for {task}")
     if named.get("rerank_model") == "demo":
-        raise SettingsError("RERANK_MODEL=demo: there is no such demo, name a model")
+        raise SettingsError("RERANK_MODEL=demo: no reranker is embedded, name a model")
     int8 = "chat_model" in named and settings.quantization == "int8"
     if int8 and settings.device.startswith("cuda"):
         both = f"QUANTIZATION=int8 and DEVICE={settings.device}: int8 is for models on a CPU"

@@ -7,6 +7,7 @@ that cannot be used is refused at start-up by name. Nothing is looked up again l
 import difflib
 import math
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -23,10 +24,15 @@ class SettingsError(ValueError):
 
 
 def setting(
-    default: Any, text: str, choices: tuple[str, ...] = (), minimum: float | None = None
+    default: Any,
+    text: str,
+    choices: tuple[str, ...] = (),
+    minimum: float | None = None,
+    each: tuple[str, str] = ("", ""),
 ) -> Any:
-    """A number whose default is None is written `auto`."""
-    about = {"help": text, "choices": choices, "minimum": minimum}
+    """A number whose default is None is written `auto`. `each`: a pattern for each part of what is
+    comma-separated, and what that is in words."""
+    about = {"help": text, "choices": choices, "minimum": minimum, "each": each}
     return field(default=default, metadata=about)
 
 
@@ -84,7 +90,9 @@ class Settings:
         64.0, "megapixels of one image, and of all that are decoded at a time", minimum=1
     )
     image_fetch: tuple[str, ...] = setting(
-        (), "comma-separated hosts from which images of chats may be fetched, or any"
+        (),
+        "comma-separated hosts from which images of chats may be fetched, or any",
+        each=(r"[\w.-]+|[\da-fA-F:]+", "hosts without scheme, port or *, or any"),
     )
     max_audio_mb: float = setting(200.0, "larger uploads of sound get 413", minimum=0.000001)
     max_audio_s: float = setting(7200.0, "seconds that a recording may last", minimum=0.03)
@@ -97,8 +105,19 @@ class Settings:
     responses_db: str = setting(
         ":memory:", "sqlite file that keeps stored responses; :memory: loses them at the end"
     )
-    api_keys: tuple[str, ...] = setting((), "comma-separated; empty: everybody may call")
-    cors_origins: tuple[str, ...] = setting((), "comma-separated origins of web pages, or *")
+    api_keys: tuple[str, ...] = setting(
+        (),
+        "comma-separated; empty: everybody may call",
+        each=("[!-~]+", "keys of ASCII characters without spaces, as a header can carry"),
+    )
+    cors_origins: tuple[str, ...] = setting(
+        (),
+        "comma-separated origins of web pages, or *",
+        each=(
+            r"\*|null|[\w+.-]+://[^\s/*]+",
+            "origins like https://their.site, or *",
+        ),
+    )
     debug: bool = setting(False, "show internals in error messages")
 
 
@@ -137,7 +156,12 @@ def misspelt(given: Iterable[str]) -> Iterator[tuple[str, str]]:
 def _parse(spec: Any, raw: str) -> Any:
     raw, choices, minimum = raw.strip(), spec.metadata["choices"], spec.metadata["minimum"]
     if isinstance(spec.default, tuple):
-        return tuple(part.strip() for part in raw.split(",") if part.strip())
+        parts = tuple(part.strip() for part in raw.split(",") if part.strip())
+        pattern, wanted = spec.metadata["each"]
+        if all(re.fullmatch(pattern, part) for part in parts):
+            return parts
+        shown = "" if spec.name == "api_keys" else f"={raw!r}"  # which are secret
+        raise SettingsError(f"{spec.name.upper()}{shown}: must be {wanted}")
     [kind, *optional] = get_args(spec.type) or [spec.type]
     if kind is str:
         if raw and (raw in choices or not choices):

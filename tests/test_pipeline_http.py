@@ -107,7 +107,7 @@ def test_json_form_with_one_input_and_with_several(server: Server) -> None:
     ("body", "media", "status", "param", "says"),
     [
         (b"", "text/plain", 400, "inputs", "empty"),
-        (b"\xff\xfe", "text/plain", 400, "inputs", "UTF-8"),
+        (b"\xff\xfe", "text/plain", 400, "inputs", "takes text; this is not valid UTF-8 at byte 0"),
         (b"{", "application/json", 400, None, "not valid JSON"),
         (b"\xff", "application/json", 400, None, "not valid JSON"),
         (b"[]", "application/json", 400, None, "object"),

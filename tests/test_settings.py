@@ -54,11 +54,40 @@ def test_env_file_is_read_and_the_environment_wins(
         ("DEBUG", "perhaps"),
         ("PIPELINE_MODEL", ""),
         ("PIN_WORKER", "perhaps"),
+        ("IMAGE_FETCH", "https://example.com"),
+        ("IMAGE_FETCH", "example.com,*"),
+        ("IMAGE_FETCH", "example.com:80"),
+        ("CORS_ORIGINS", "their.site"),
+        ("CORS_ORIGINS", "https://their.site/"),
+        ("CORS_ORIGINS", "https://*.their.site"),
+        ("API_KEYS", "schlüssel"),
+        ("API_KEYS", "one two"),
     ],
 )
 def test_an_unusable_value_is_refused_by_name(name: str, value: str) -> None:
     with pytest.raises(SettingsError, match=name):
         load_settings({name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("IMAGE_FETCH", "any"),
+        ("IMAGE_FETCH", "example.com, 10.0.0.1,2001:db8::1"),
+        ("CORS_ORIGINS", "*"),
+        ("CORS_ORIGINS", "https://their.site,http://localhost:3000,null,app://id"),
+        ("API_KEYS", "sk-1_2=,$%"),
+    ],
+)
+def test_lists_are_taken_as_they_are(name: str, value: str) -> None:
+    made = getattr(load_settings({name: value}), name.lower())
+    assert made == tuple(part.strip() for part in value.split(","))
+
+
+def test_a_key_that_cannot_be_used_is_not_shown() -> None:
+    with pytest.raises(SettingsError) as raised:
+        load_settings({"API_KEYS": "very secret"})
+    assert "secret" not in str(raised.value)
 
 
 def test_help_lists_every_setting() -> None:

@@ -145,7 +145,7 @@ NOTHING = dict.fromkeys(("pipeline_model", "chat_model", "embedding_model"), "no
         ({"device": "cuda", "quantization": "int8"}, "QUANTIZATION=int8 and DEVICE=cuda"),
         (NOTHING, "there is nothing to serve"),
         ({"embedding_model": "/nowhere"}, "EMBEDDING_MODEL='/nowhere': there is no such folder"),
-        ({"rerank_model": "demo"}, "RERANK_MODEL=demo: there is no such demo"),
+        ({"rerank_model": "demo"}, "RERANK_MODEL=demo: no reranker is embedded"),
         ({"responses_db": "/nowhere/responses.db"}, "RESPONSES_DB='/nowhere/responses.db'"),
         ({"responses_db": __file__}, "file is not a database"),
     ],
