@@ -2,8 +2,8 @@
 """What a decode step costs at least: all weights, read once, as fast as this machine reads them.
 
 The bandwidth is that of large packed products of one row, in a process of its own: oneDNN's; in
-float32 where the CPU would emulate bfloat16, whose weights are two bytes each all the same. A model
-that fits into the CPU's cache may be faster than this.
+float32 where the CPU would emulate bfloat16. A model that fits into the CPU's cache may be faster
+than this.
 """
 
 import json

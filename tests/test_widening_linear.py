@@ -3,16 +3,19 @@ once, a row whatever the rows beside it; used where a CPU would emulate bfloat16
 
 import copy
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests import tiny
 from tests.test_native_linear import threads
 from tests.test_shared_products import Fan, parts
-from worker.model import cpu_linear
+from worker.model import cpu_linear, language_model, native_attention
 from worker.model.cpu_linear import Int8Linear, PackedLinear, pack, widen
+from worker.model.language_model import GeneratorOptions, load_language_model
 from worker.model.widening_linear import WideningLinear
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -147,12 +150,78 @@ def test_they_are_used_at_once_where_they_are_there(monkeypatch: pytest.MonkeyPa
     assert set(kinds(model)) == {PackedLinear}, "where bfloat16 is multiplied, oneDNN does"
 
 
-def test_plain_layers_for_which_there_was_no_room_give_way_too() -> None:
+def test_layers_that_were_put_back_stay() -> None:
+    """Their model uses their weights without calling them."""
     model = nn.Sequential(plain(48, 80), plain(80, 3))
-    pack(model, 0)
-    assert kinds(model) == [nn.Linear] * 2
+
+    def looks() -> None:
+        weight: Any = model[1].weight
+        weight.sum()
+
+    for widens in (False, True):
+        pack(model, 10**9, looks, widens=widens)
+        assert kinds(model) == [nn.Linear] * 2
+        widen(model)
+        assert kinds(model) == [nn.Linear] * 2
+
+
+@pytest.mark.parametrize("float_first", [True, False])
+def test_layers_of_another_dtype_are_packed_beside_them(float_first: bool) -> None:
+    model = nn.Sequential(plain(48, 48), plain(48, 48))
+    model[not float_first].float()
+
+    def run() -> None:
+        layers: Any = model
+        for each in layers:
+            each(torch.ones(2, 48, dtype=each.weight.dtype))
+
+    pack(model, 10**9, run, widens=True)
+    expected: list[type] = [PackedLinear, WideningLinear]
+    assert kinds(model) == (expected if float_first else expected[::-1])
+
+
+def test_what_makes_its_activation_stays() -> None:
+    layer = PackedLinear(plain(48, 80).weight, None)
+    layer.activation = "gelu", "tanh"
+    model = nn.Sequential(layer)
     widen(model)
-    assert kinds(model) == [WideningLinear] * 2
+    assert kinds(model) == [PackedLinear]
+
+
+@pytest.mark.parametrize("room", ["no room", "room"])
+def test_where_there_is_no_room_for_float32_the_operation_is_built_at_once(
+    room: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = GeneratorOptions(str(tiny.folder("llama-lm")), device="cpu", dtype="bfloat16")
+    language = load_language_model(options)
+    asked: list[bool] = []
+
+    def loaded(build: bool) -> bool:
+        asked.append(build)
+        return build
+
+    monkeypatch.setattr(language_model, "loaded", loaded)
+    free = 0 if room == "no room" else 10**9
+    monkeypatch.setattr(language_model, "free_bytes", lambda device: free)
+    language.lay_out("none", lambda: None)
+    assert not asked, "native operations are not wanted"
+    language = load_language_model(options)
+    language.lay_out("none", lambda: None, native=True)
+    assert asked == [room == "no room"]
+    assert set(kinds(language.model)) == {WideningLinear if asked[0] else PackedLinear}
+
+
+def test_a_library_that_does_not_load_is_told_and_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    native_attention._library.cache_clear()
+    assert not native_attention.loaded(build=False)
+    native_attention.built(needed=False).write_bytes(b"half")
+    assert not native_attention.loaded(build=False)
+    assert "no native operations" in caplog.messages[-1]
+    monkeypatch.undo()
+    assert native_attention.loaded(build=False)
 
 
 def test_the_copy_beside_int8_weights_gives_way_too() -> None:
@@ -172,14 +241,14 @@ def test_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     widen(model)
     assert kinds(model) == [nn.Linear, PackedLinear]
     monkeypatch.setattr(cpu_linear, "has_bfloat16", lambda: True)
-    model = nn.Sequential(plain(8, 8))
+    model = nn.Sequential(PackedLinear(plain(8, 8).weight, None))
     widen(model)
-    assert kinds(model) == [nn.Linear]
+    assert kinds(model) == [PackedLinear]
 
 
 def test_what_says_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     ordinary: Any = WideningLinear.forward
     monkeypatch.setattr(WideningLinear, "forward", lambda self, x: ordinary(self, x) * 1.1)
-    model = nn.Sequential(plain(48, 80))
+    model = nn.Sequential(PackedLinear(plain(48, 80).weight, None))
     widen(model)
-    assert kinds(model) == [nn.Linear]
+    assert kinds(model) == [PackedLinear]

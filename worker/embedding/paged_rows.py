@@ -131,9 +131,10 @@ def paged_rows(language: LanguageModel, limit: int, compile: str, max_running: i
     except Exception as error:  # as encoders refuse what decoders are given
         raise CannotRun(f"it is not called like a decoder: {first_line(error)[:200]}") from error
     check.page()
-    language.lay_out("none", check.compare)
+    compiles = worth_compiling(compile, language.parameters)
+    language.lay_out("none", check.compare, native=compiles)
     blocks = cache_blocks(language, None, limit + CACHED)
     runner = PagedRunner(language, blocks, limit, max_running=0)
-    if worth_compiling(compile, language.parameters):
+    if compiles:
         runner.compile()
     return PagedRows(runner, max_running)

@@ -12,7 +12,7 @@ from worker.generation.engine import GenerationEngine
 from worker.model.cached_runner import CachedRunner
 from worker.model.kv_cache import BLOCK
 from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
-from worker.model.loading import first_line
+from worker.model.loading import first_line, worth_compiling
 from worker.model.paged_runner import PagedRunner
 from worker.model.paging import load_paged_runner
 from worker.model.self_check import CannotRun
@@ -52,6 +52,8 @@ def load_generator(options: GeneratorOptions) -> GenerationEngine:
         return cached_engine(runner, options, str(error), sight)
     if sight:
         quicken(language)
+    if worth_compiling(options.compile, language.parameters):
+        runner.compile()
     return paged_engine(runner, options, sight)
 
 

@@ -34,7 +34,7 @@ INT8_ROWS = 8
 QUANTISED_ROWS = 4096
 # Of what is free, how much the copy may take.
 COPY_SHARE = 0.5
-# Numbers of rows of products that are compared: one, some, more than tiles or few rows are.
+# Rows of products that are compared: one, some, more than a matrix tile has, more than are few.
 COMPARED_ROWS = (1, 7, 18, 45)
 # Of a product's largest number.
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -178,22 +178,32 @@ def pack(
     runs the model, raises then; what was shared with an embedding is copied. `shares`: those that
     are called on one input become one product, which pays where rows are few. `widens`: bfloat16
     that would be emulated is left to the native operation, which must be loaded."""
-    numbers, dtype = _weights(model)
-    kind = WideningLinear if widens and emulates(dtype) else PackedLinear
-    more = numbers * (packed_dtype(dtype).itemsize - dtype.itemsize) if kind is PackedLinear else 0
+
+    def laid_out(weight: Tensor, bias: Tensor | None) -> nn.Module:
+        kind = WideningLinear if widens and emulates(weight.dtype) else PackedLinear
+        return kind(weight, bias)
+
+    more = 0 if widens else more_bytes(model)
     if more > COPY_SHARE * free_bytes:
         log.warning("bfloat16 is emulated: float32 weights would take %.1f GB more", more / 1e9)
         return
     if more:
         log.info("bfloat16 weights multiplied in float32, which takes %.3f GB more", more / 1e9)
     try:
-        share(model, find_shared(model, check) if shares else (), kind)
-        _replace(model, nn.Linear, lambda plain: kind(plain.weight, plain.bias))
+        share(model, find_shared(model, check) if shares else (), laid_out)
+        _replace(model, nn.Linear, lambda plain: laid_out(plain.weight, plain.bias))
         check()
     except Exception as error:  # a model that uses weights without calling their layer
         unpack(model)
-        slow = "this CPU emulates bfloat16: DTYPE=float32 is faster here; " if more else ""
+        emulated = emulates(_weights(model)[1])
+        slow = "this CPU emulates bfloat16: DTYPE=float32 is faster here; " if emulated else ""
         log.warning("%sweights stay as they are: %r", slow, error)
+
+
+def more_bytes(model: nn.Module) -> int:
+    """That packed weights take than plain ones."""
+    numbers, dtype = _weights(model)
+    return numbers * (packed_dtype(dtype).itemsize - dtype.itemsize)
 
 
 def multiply_alike(
@@ -225,27 +235,23 @@ def _unpacked_part(part: Part) -> nn.Linear:
 
 @torch.inference_mode()
 def widen(model: nn.Module) -> None:
-    """Each layer of bfloat16 that this CPU would emulate gives way to the native operation, which
-    must be loaded, where that gives the same product: one after another, while the model may be
-    running."""
-    if not emulates(torch.bfloat16):
-        return
+    """Each packed layer of bfloat16 that this CPU would emulate gives way to the native operation,
+    which must be loaded, where that gives the same product: one after another, while the model may
+    be running."""
     using = 0
 
     def widened(layer: Any) -> nn.Module:
         nonlocal using
-        if layer.weight.dtype != torch.bfloat16:
+        if not emulates(layer.dtype) or layer.activation:
             return layer  # type: ignore[no-any-return]
-        plain = layer.plain() if isinstance(layer, PackedLinear) else (layer.weight, layer.bias)
-        made = WideningLinear(*plain)
-        dtype = layer.weight.dtype
+        made = WideningLinear(*layer.plain())
+        dtype = layer.dtype
         if not multiply_alike(made, layer, layer.in_features, dtype, ROUNDING[dtype]):
             return layer  # type: ignore[no-any-return]
         using += 1
         return made
 
-    for kind in (PackedLinear, nn.Linear):
-        _replace(model, kind, widened)
+    _replace(model, PackedLinear, widened)
     if using:
         log.info("bfloat16 weights made float32 as they are multiplied layers=%d", using)
 

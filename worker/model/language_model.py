@@ -33,7 +33,7 @@ from worker.model.loading import (
     loading,
     local_path,
 )
-from worker.model.native_attention import load_if_built
+from worker.model.native_attention import loaded
 from worker.model.self_check import TOLERANCE, compare, explicit_masks
 
 log = logging.getLogger("onequeue.language_model")
@@ -115,7 +115,8 @@ class LanguageModel:
     ) -> None:
         """Weights as this device's kernels want them. Without `recheck`, which runs the model and
         raises if that says something else then, only if `quantization` asks for it. `native`:
-        native operations are used if they are there."""
+        native operations are used if they are built, and built at once where there is no room for
+        what serves until then."""
         on_cpu = self.device.type == "cpu"
         if quantization == "int8":
             if not on_cpu:
@@ -123,8 +124,10 @@ class LanguageModel:
             cpu_linear.quantise(self.model, free_bytes(self.device), recheck or (lambda: None))
             self.tolerance = TOLERANCE[torch.bfloat16]  # what int8 weights are multiplied by
         elif recheck and on_cpu and cpu_linear.packs(self.dtype):
-            widens = native and cpu_linear.emulates(self.dtype) and load_if_built()
-            cpu_linear.pack(self.model, free_bytes(self.device), recheck, widens=widens)
+            free = free_bytes(self.device)
+            crowded = cpu_linear.more_bytes(self.model) > cpu_linear.COPY_SHARE * free
+            widens = native and cpu_linear.emulates(self.dtype) and loaded(build=crowded)
+            cpu_linear.pack(self.model, free, recheck, widens=widens)
         elif on_cpu and cpu_linear.emulates(self.dtype):
             log.warning("this CPU emulates bfloat16: DTYPE=float32 is faster here")
 

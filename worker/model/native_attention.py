@@ -7,6 +7,7 @@ operation that layers call (paged_attention.py) a kernel for CPUs.
 """
 
 import ctypes
+import logging
 import os
 import platform
 import threading
@@ -20,7 +21,10 @@ from torch import Tensor
 
 from batching.sequence import Batch
 from worker.model.kv_cache import BLOCK, KVCache
+from worker.model.loading import first_line
 from worker.model.paged_attention import Attends
+
+log = logging.getLogger("onequeue.native_attention")
 
 FOLDER = Path(__file__).parent / "native"
 SOURCES = (
@@ -43,15 +47,16 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL(str(built()))
 
 
-def load_if_built() -> bool:
-    """Whether it is built, and loaded then."""
+def loaded(build: bool) -> bool:
+    """Whether it could be loaded; only if it is there, unless it is to be built."""
     try:
-        there = built(needed=False).exists()
-    except Exception:  # there is no compiler
-        return False
-    if there:
+        if not build and not built(needed=False).exists():
+            return False
         load()
-    return there
+    except Exception as error:  # there is no compiler, or what it made cannot be loaded
+        log.warning("no native operations: %.300s", first_line(error))
+        return False
+    return True
 
 
 def built(needed: bool = True) -> Path:

@@ -131,6 +131,8 @@ class PagedRunner:
         try:
             native_attention.load()
             cpu_linear.widen(language.model)
+            if self.entrance:
+                self.entrance = Entrance(language.model)  # of what stands there now
             native_linear.use(language.model)
             self._check_native()
             native_linear.make_kernels(language.model.base_model)

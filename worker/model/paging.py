@@ -53,8 +53,8 @@ def load_paged_runner(
     what else is to be checked once its layers attend over one."""
     check = PagingCheck(language, also)
     check.page()
-    compiles = worth_compiling(options.compile, language.parameters)
-    language.lay_out(options.quantization, check.compare, native=compiles)
+    native = worth_compiling(options.compile, language.parameters)
+    language.lay_out(options.quantization, check.compare, native)
     wanted = min(options.max_model_len or language.context, language.context)
     blocks = cache_blocks(language, options.kv_cache_gb, options.max_running * wanted)
     max_model_len = min(wanted, blocks * BLOCK)
@@ -64,10 +64,7 @@ def load_paged_runner(
             f"and the memory for keys and values holds {blocks * BLOCK}"
         )
     log.info("cache blocks=%d tokens=%d context=%d", blocks, blocks * BLOCK, max_model_len)
-    runner = PagedRunner(language, blocks, max_model_len, options.max_running)
-    if compiles:
-        runner.compile()
-    return runner
+    return PagedRunner(language, blocks, max_model_len, options.max_running)
 
 
 def cache_blocks(language: LanguageModel, given_gb: float | None, most_tokens: int) -> int:

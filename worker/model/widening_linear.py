@@ -43,9 +43,11 @@ class WideningLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self.weight = SimpleNamespace(dtype=weight.dtype, device=weight.device)  # some ask for it
-        missing = (0, self.in_features % 2, 0, -self.out_features % SPREAD)
-        filled = nn.functional.pad(weight.detach(), missing)
-        pairs = filled.view(-1, SPREAD, filled.shape[1] // 2, 2)
+        filled = weight.detach()
+        columns, rows = self.in_features % 2, -self.out_features % SPREAD
+        if columns or rows:
+            filled = nn.functional.pad(filled, (0, columns, 0, rows))
+        pairs = filled.reshape(-1, SPREAD, filled.shape[1] // 2, 2)
         panels = pairs.transpose(1, 2).contiguous()
         use_large_pages(panels.data_ptr(), panels.nbytes)
         self.register_buffer("panels", panels, persistent=False)

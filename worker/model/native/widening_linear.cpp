@@ -7,18 +7,18 @@ namespace {
 constexpr int64_t SPREAD = 2 * LANES;    // columns that lie side by side, two rows of the matrix in pairs
 constexpr int64_t CHUNK = 1024;          // depth that is summed at a time
 constexpr int64_t KEPT_BYTES = 1 << 19;  // of rows that stay in a level 2 cache while weights pass
-constexpr int64_t FETCHED = 2048;        // numbers ahead
-constexpr int64_t WIDENED = 1 << 16;     // numbers that a thread makes float32, at least
+constexpr int64_t PREFETCHED = 2048;     // numbers ahead
+constexpr int64_t GRAIN = 1 << 16;         // numbers that a thread makes float32, at least
 
 // What a register holds, and how many of them hold sums.
 #if defined(__AVX512F__)
-constexpr int REGISTER = 16, SUMMED = 24;
+constexpr int REGISTER = 16, ACCUMULATORS = 24;
 #elif defined(__AVX2__)
-constexpr int REGISTER = 8, SUMMED = 12;
+constexpr int REGISTER = 8, ACCUMULATORS = 12;
 #else
-constexpr int REGISTER = 4, SUMMED = 12;
+constexpr int REGISTER = 4, ACCUMULATORS = 12;
 #endif
-constexpr int TOGETHER = SUMMED / 2;  // rows, with two registers each
+constexpr int ROW_BLOCK = ACCUMULATORS / 2;  // rows, with two registers each
 
 typedef float Numbers __attribute__((vector_size(4 * REGISTER)));
 typedef uint32_t Pairs __attribute__((vector_size(4 * REGISTER)));
@@ -36,7 +36,7 @@ struct WideningLinear {
 
   void multiply() const {
     const int64_t groups = (columns + SPREAD - 1) / SPREAD;
-    const int64_t fitting = std::max<int64_t>(KEPT_BYTES / 4 / depth / TOGETHER, 1) * TOGETHER;
+    const int64_t fitting = std::max<int64_t>(KEPT_BYTES / 4 / depth / ROW_BLOCK, 1) * ROW_BLOCK;
     const int64_t shares = (rows + fitting - 1) / fitting;
     at::parallel_for(0, shares * groups, 1, [&](int64_t begin, int64_t end) {
       std::vector<float> sums(std::min(fitting, rows) * SPREAD);
@@ -50,11 +50,11 @@ struct WideningLinear {
   void multiply(int64_t first, int64_t last, int64_t group, float* sums) const {
     const Half* from = panels + group * depth * SPREAD;
     for (int64_t k = 0; k < depth; k += CHUNK)
-      for (int64_t row = first; row < last; row += TOGETHER)
+      for (int64_t row = first; row < last; row += ROW_BLOCK)
         rows_block(
-            std::min<int64_t>(TOGETHER, last - row), x + row * depth + k, from + k * SPREAD,
+            std::min<int64_t>(ROW_BLOCK, last - row), x + row * depth + k, from + k * SPREAD,
             std::min(CHUNK, depth - k), sums + (row - first) * SPREAD, k > 0,
-            std::make_integer_sequence<int, TOGETHER>());
+            std::make_integer_sequence<int, ROW_BLOCK>());
     for (int64_t row = first; row < last; ++row, sums += SPREAD)
       for (int64_t lane = 0; lane < SPREAD; lane += LANES)
         put(load<Floats>(sums + lane), row, group * SPREAD + lane);
@@ -69,7 +69,7 @@ struct WideningLinear {
 
   template <int ROWS>
   void columns_block(const float* a, const Half* lines, int64_t deep, float* sums, bool add) const {
-    constexpr int all = SPREAD / REGISTER, P = ROWS * all <= SUMMED ? all : 2;
+    constexpr int all = SPREAD / REGISTER, P = ROWS * all <= ACCUMULATORS ? all : 2;
     for (int p = 0; p < all; p += P)
       block<ROWS, P>(a, lines + 2 * p * REGISTER, deep, sums + p * REGISTER, add);
   }
@@ -92,7 +92,7 @@ struct WideningLinear {
       for (int p = 0; p < P; ++p) {
         const Pairs pairs = load<Pairs>(lines + 2 * p * REGISTER);
         evens[p] = even(pairs), odds[p] = odd(pairs);
-        __builtin_prefetch(lines + FETCHED + 2 * p * REGISTER);
+        __builtin_prefetch(lines + PREFETCHED + 2 * p * REGISTER);
       }
       add_products(a + k, evens);
       add_products(a + k + 1, odds);
@@ -114,7 +114,7 @@ Tensor widened(const Tensor& x, int64_t rows, int64_t depth) {
   const Tensor given = x.contiguous(), made = at::empty({rows, filled}, x.options().dtype(at::kFloat));
   const Half* from = given.const_data_ptr<Half>();
   float* to = made.mutable_data_ptr<float>();
-  at::parallel_for(0, rows, WIDENED / depth + 1, [=](int64_t begin, int64_t end) {
+  at::parallel_for(0, rows, GRAIN / depth + 1, [=](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row)
       for (int64_t n = 0; n < filled; n += LANES)
         store_floats(
