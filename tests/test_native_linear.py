@@ -34,6 +34,15 @@ def packed(
     return made
 
 
+def of_any_shape(size: int, dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
+    """[..., size], few rows and many, of all strides."""
+    for shape in ((1, 3, size), (size,), (0, size), (2, 0, size), (2, 35, size)):
+        yield torch.randn(shape, dtype=dtype)
+    yield torch.randn(size, 5, dtype=dtype).T
+    for rows in (6, 70):
+        yield torch.randn(rows, 2 * size, dtype=dtype)[:, ::2]
+
+
 @contextmanager
 def threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
@@ -79,16 +88,7 @@ def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_any_shape_and_strides_are_taken(dtype: torch.dtype) -> None:
     layer = packed(48, 80, dtype)
-    for x in (
-        torch.randn(1, 3, 48, dtype=dtype),
-        torch.randn(48, dtype=dtype),
-        torch.randn(0, 48, dtype=dtype),
-        torch.randn(2, 0, 48, dtype=dtype),
-        torch.randn(48, 5, dtype=dtype).T,
-        torch.randn(6, 96, dtype=dtype)[:, ::2],
-        torch.randn(2, 35, 48, dtype=dtype),
-        torch.randn(70, 96, dtype=dtype)[:, ::2],
-    ):
+    for x in of_any_shape(48, dtype):
         close(layer(x), layer.packed_product(x.contiguous()))
         assert layer(x).shape == (*x.shape[:-1], 80)
         assert layer(x).is_contiguous()

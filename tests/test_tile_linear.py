@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.test_native_linear import threads
+from tests.test_native_linear import of_any_shape, threads
 from tests.test_packed_attention import fresh_model, taken_by
 from worker.model import cpu_linear, tile_linear
 from worker.model.cpu_linear import PackedLinear
@@ -82,14 +82,7 @@ def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(count: int) -> N
 def test_any_shape_and_strides_are_taken() -> None:
     layer = packed(48, 80)
     tiles = TileLinear(layer)
-    for x in (
-        torch.randn(1, 3, 48),
-        torch.randn(48),
-        torch.randn(0, 48),
-        torch.randn(2, 0, 48),
-        torch.randn(48, 5).T,
-        torch.randn(6, 96)[:, ::2],
-    ):
+    for x in of_any_shape(48):
         made = tiles(x)
         assert made.shape == (*x.shape[:-1], 80)
         assert made.is_contiguous()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import tiny
-from tests.test_native_linear import threads
+from tests.test_native_linear import of_any_shape, threads
 from tests.test_shared_products import Fan, parts
 from worker.model import cpu_linear, language_model, native_attention
 from worker.model.cpu_linear import Int8Linear, PackedLinear, pack, widen
@@ -80,14 +80,7 @@ def test_numbers_that_are_not_finite_stay_in_their_columns() -> None:
 def test_any_shape_and_strides_are_taken() -> None:
     layer = plain(48, 80)
     made = widening(layer)
-    for x in (
-        torch.randn(1, 3, 48),
-        torch.randn(48),
-        torch.randn(0, 48),
-        torch.randn(2, 0, 48),
-        torch.randn(48, 5).T,
-        torch.randn(6, 96)[:, ::2],
-    ):
+    for x in of_any_shape(48):
         got = made(x.bfloat16())
         assert got.shape == (*x.shape[:-1], 80)
         assert got.is_contiguous()
@@ -200,7 +193,7 @@ def test_where_there_is_no_room_for_float32_the_operation_is_built_at_once(
         asked.append(build)
         return build
 
-    monkeypatch.setattr(language_model, "loaded", loaded)
+    monkeypatch.setattr(native_attention, "loaded", loaded)
     free = 0 if room == "no room" else 10**9
     monkeypatch.setattr(language_model, "free_bytes", lambda device: free)
     language.lay_out("none", lambda: None)

@@ -184,7 +184,7 @@ def pack(
         return kind(weight, bias)
 
     more = 0 if widens else more_bytes(model)
-    if more > COPY_SHARE * free_bytes:
+    if not widens and not has_room(model, free_bytes):
         log.warning("bfloat16 is emulated: float32 weights would take %.1f GB more", more / 1e9)
         return
     if more:
@@ -204,6 +204,11 @@ def more_bytes(model: nn.Module) -> int:
     """That packed weights take than plain ones."""
     numbers, dtype = _weights(model)
     return numbers * (packed_dtype(dtype).itemsize - dtype.itemsize)
+
+
+def has_room(model: nn.Module, free_bytes: int) -> bool:
+    """Whether packed weights may take what they take more."""
+    return more_bytes(model) <= COPY_SHARE * free_bytes
 
 
 def multiply_alike(

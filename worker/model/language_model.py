@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from worker.architectures import advice
 from worker.generation_input import TEXT_ALONE
-from worker.model import cpu_linear, missing_weights
+from worker.model import cpu_linear, missing_weights, native_attention
 from worker.model.kv_cache import LayerShape
 from worker.model.loading import (
     LoadingFailed,
@@ -33,7 +33,6 @@ from worker.model.loading import (
     loading,
     local_path,
 )
-from worker.model.native_attention import loaded
 from worker.model.self_check import TOLERANCE, compare, explicit_masks
 
 log = logging.getLogger("onequeue.language_model")
@@ -125,8 +124,9 @@ class LanguageModel:
             self.tolerance = TOLERANCE[torch.bfloat16]  # what int8 weights are multiplied by
         elif recheck and on_cpu and cpu_linear.packs(self.dtype):
             free = free_bytes(self.device)
-            crowded = cpu_linear.more_bytes(self.model) > cpu_linear.COPY_SHARE * free
-            widens = native and cpu_linear.emulates(self.dtype) and loaded(build=crowded)
+            widens = native and cpu_linear.emulates(self.dtype)
+            if widens:
+                widens = native_attention.loaded(build=not cpu_linear.has_room(self.model, free))
             cpu_linear.pack(self.model, free, recheck, widens=widens)
         elif on_cpu and cpu_linear.emulates(self.dtype):
             log.warning("this CPU emulates bfloat16: DTYPE=float32 is faster here")
