@@ -142,7 +142,7 @@ class FakeGenerator:
             self._advance(each, outcome)
         if outcome.deltas:
             self.said.set()
-        time.sleep(0.0005 if outcome.deltas else 0.002)  # a model computes, and others run meanwhile
+        time.sleep(0.0005 if outcome.deltas else 0.002)  # others run meanwhile
         return outcome
 
     def _advance(self, each: Running, outcome: StepOutcome) -> None:
