@@ -45,7 +45,10 @@ def compile_state(runner: PagedRunner) -> str:
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
-@pytest.mark.parametrize(("quantization", "rounding"), [("none", 1e-4), ("int8", 5e-2)])
+@pytest.mark.parametrize(
+    ("quantization", "rounding"),
+    [("none", 1e-4), pytest.param("int8", 5e-2, marks=pytest.mark.slow)],
+)
 def test_the_compiled_model_takes_over_and_gives_the_same_logits(
     quantization: str, rounding: float
 ) -> None:

@@ -111,8 +111,10 @@ def stage(shared: Stage) -> Iterator[Stage]:
     assert not shared.generator.scheduler.pool.used
 
 
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("place", OF_A_CHOICE)
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [*((place, PanicException) for place in OF_A_CHOICE), *(("push", each) for each in ERRORS[:2])],
+)
 def test_an_error_in_a_request_s_own_part_fails_it_alone(
     stage: Stage, place: str, error: type[BaseException]
 ) -> None:

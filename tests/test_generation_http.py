@@ -190,9 +190,9 @@ def test_the_clients_own_limit_bounds_the_whole(path: str, stream: bool) -> None
 
 
 def test_a_server_that_gives_up_says_so_in_the_stream() -> None:
-    with serving_fake() as (server, generator), ThreadPoolExecutor(1) as pool:
+    with serving_fake() as (server, _), ThreadPoolExecutor(1) as pool:
         asked = pool.submit(chat, server, "long", stream=True)
-        assert generator.said.wait(60)
+        wait_until(lambda: metric(server, "onequeue_time_to_first_token_seconds_count") == 1)
         server.engine.loop.call_soon_threadsafe(server.engine.give_up)
         assert json.loads(frames(asked.result().text)[-2])["error"]["code"] == "draining"
 

@@ -99,8 +99,13 @@ def schema(name: str) -> Constraint:
     return Constraint("json_schema", SCHEMAS[name], "response_format")
 
 
+def together(items: Sequence[WorkItem], **options: Any) -> list[Served]:
+    served, _ = serve(engine(**options), items)
+    return served
+
+
 def alone(item: WorkItem, **options: Any) -> Served:
-    [served], _ = serve(engine(**options), [item])
+    [served] = together([item], **options)
     return served
 
 
@@ -148,9 +153,9 @@ def test_other_forms_hold(form: str) -> None:
         "gbnf": "<[ab]>",
     }
     texts = set()
-    for seed in range(5):
-        sampling = Sampling(temperature=1.5, seed=seed)
-        [choice] = alone(asking(sampling=sampling, constraint=FORMS[form])).choices
+    drawn = [Sampling(temperature=1.5, seed=seed) for seed in range(5)]
+    for served in together([asking(sampling=each, constraint=FORMS[form]) for each in drawn]):
+        [choice] = served.choices
         assert choice.finish_reason == "stop"
         assert re.fullmatch(patterns[form], choice.text)
         texts.add(choice.text)
@@ -165,7 +170,7 @@ def test_speculation_changes_nothing() -> None:
             asking(sampling=s, tools=TOOLS, calls=Calls(NAMES, required=True))
             for s in (BUSY, greedy)
         ]
-        each = [alone(item, speculation=speculation) for item in items]
+        each = together(items, speculation=speculation)
         return [(served.choices[0].text, served.ids[0]) for served in each]
 
     greedy = Sampling(temperature=0.0)
@@ -227,8 +232,8 @@ def test_log_probabilities_are_of_what_the_model_would_say() -> None:
 @pytest.mark.usefixtures("steps")
 def test_log_probabilities_are_those_of_the_content() -> None:
     sampling = Sampling(temperature=1.0, logprobs=0, logit_bias=opening_call(0).logit_bias)
-    for seed in range(6):
-        item = asking(
+    items = [
+        asking(
             sampling=replace(sampling, seed=seed),
             tools=TOOLS,
             calls=Calls(NAMES),
@@ -237,7 +242,10 @@ def test_log_probabilities_are_those_of_the_content() -> None:
             max_tokens=120,
             stopping={"stop": ("e",)} if seed > 3 else {},
         )
-        [choice] = alone(item).choices
+        for seed in range(6)
+    ]
+    for served in together(items):
+        [choice] = served.choices
         assert "".join(entry.text for entry in choice.logprobs) == choice.text
 
 
@@ -434,19 +442,17 @@ def test_calls_that_must_be_made_are_made() -> None:
 
 
 def test_one_call_where_only_one_may_be_made() -> None:
-    for seed in range(5):
-        sampling = Sampling(temperature=1.0, seed=seed)
-        calls = Calls(NAMES, required=True, parallel=False)
-        served = alone(asking(sampling=sampling, tools=TOOLS, calls=calls))
+    calls = Calls(NAMES, required=True, parallel=False)
+    drawn = [Sampling(temperature=1.0, seed=seed) for seed in range(5)]
+    for served in together([asking(sampling=each, tools=TOOLS, calls=calls) for each in drawn]):
         assert len(calls_in(served)) == 1
         assert_of_tools(calls_in(served))
 
 
 def test_a_named_tool_is_the_one_that_is_called() -> None:
     calls = Calls(("clock",), required=True)
-    for seed in range(3):
-        sampling = Sampling(temperature=1.0, seed=seed)
-        served = alone(asking(sampling=sampling, tools=TOOLS, calls=calls))
+    drawn = [Sampling(temperature=1.0, seed=seed) for seed in range(3)]
+    for served in together([asking(sampling=each, tools=TOOLS, calls=calls) for each in drawn]):
         assert {name for name, _ in calls_in(served)} == {"clock"}
 
 
@@ -458,11 +464,11 @@ def opening_call(seed: int) -> Sampling:
 
 def test_a_call_that_the_model_begins_is_held_to_its_tool() -> None:
     made = 0
-    for seed in range(40):
-        if made > 2:
-            break
-        item = asking(sampling=opening_call(seed), tools=TOOLS, calls=Calls(NAMES), max_tokens=400)
-        served = alone(item)
+    items = [
+        asking(sampling=opening_call(seed), tools=TOOLS, calls=Calls(NAMES), max_tokens=400)
+        for seed in range(40)
+    ]
+    for served in together(items):
         if served.choices[0].finish_reason == "length":
             continue
         if calls := calls_in(served):
@@ -474,9 +480,8 @@ def test_a_call_that_the_model_begins_is_held_to_its_tool() -> None:
 
 def test_the_first_call_is_the_last_where_only_one_may_be_made() -> None:
     made = 0
-    for seed in range(6):
-        calls = Calls(NAMES, parallel=False)
-        served = alone(asking(sampling=opening_call(seed), tools=TOOLS, calls=calls))
+    asked: Any = {"tools": TOOLS, "calls": Calls(NAMES, parallel=False)}
+    for served in together([asking(sampling=opening_call(seed), **asked) for seed in range(6)]):
         if served.choices[0].finish_reason == "tool_calls":
             assert len(calls_in(served)) == 1
             assert served.choices[0].parts[-1].kind == "call"
@@ -485,22 +490,22 @@ def test_the_first_call_is_the_last_where_only_one_may_be_made() -> None:
 
 
 def test_without_tools_a_call_is_text() -> None:
-    texts = [alone(asking(sampling=opening_call(seed))).choices[0].text for seed in range(4)]
-    assert any("<tool_call>" in text for text in texts)
+    served = together([asking(sampling=opening_call(seed)) for seed in range(4)])
+    assert any("<tool_call>" in each.choices[0].text for each in served)
 
 
 def test_an_answer_in_a_form_may_be_a_call_instead() -> None:
     kinds: set[str] = set()
-    for seed in range(60):
-        if len(kinds) == 2:
-            break
-        item = asking(
+    items = [
+        asking(
             sampling=Sampling(temperature=2.0, seed=seed),
             tools=TOOLS,
             calls=Calls(NAMES),
             constraint=schema("flat"),
         )
-        served = alone(item)
+        for seed in range(60)
+    ]
+    for served in together(items):
         if served.choices[0].finish_reason == "length":
             continue
         if calls := calls_in(served):
@@ -549,21 +554,19 @@ def test_stop_strings_do_not_get_in_the_way(stop: tuple[str, ...]) -> None:
         {"sampling": opening_call(1), "tools": TOOLS, "calls": Calls(NAMES)},
         {"tools": TOOLS, "calls": Calls(NAMES, required=True)},
     ]
-    for fields in asked:
-        without = alone(asking(**fields))
-        stopped = alone(asking(**fields, stopping={"stop": stop}))
-        assert stopped.ids == without.ids
-        assert stopped.choices[0].parts == without.choices[0].parts
+    without = together([asking(**fields) for fields in asked])
+    stopped = together([asking(**fields, stopping={"stop": stop}) for fields in asked])
+    for one, other in zip(stopped, without, strict=True):
+        assert one.ids == other.ids
+        assert one.choices[0].parts == other.choices[0].parts
 
 
 def test_marks_within_a_document_are_its_text() -> None:
     pattern = r'\{"a":"<think(>|!)a{0,9}</thin(k|x)(>|!)b{3}"\}'
-    for seed in range(6):
-        item = asking(
-            sampling=Sampling(temperature=1.0, seed=seed),
-            constraint=Constraint("regex", pattern, "f"),
-        )
-        [choice] = alone(item).choices
+    form = Constraint("regex", pattern, "f")
+    drawn = [Sampling(temperature=1.0, seed=seed) for seed in range(6)]
+    for served in together([asking(sampling=each, constraint=form) for each in drawn]):
+        [choice] = served.choices
         assert re.fullmatch(pattern, choice.text)
         assert {part.kind for part in choice.parts} == {"content"}
 

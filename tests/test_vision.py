@@ -351,7 +351,9 @@ def test_a_block_seen_in_both_directions_is_not_divided() -> None:
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
-@pytest.mark.parametrize("model", ["smolvlm", "gemma3", "qwen3-vl"])
+@pytest.mark.parametrize(
+    "model", ["smolvlm", "qwen3-vl", pytest.param("gemma3", marks=pytest.mark.slow)]
+)
 def test_pictures_join_on_the_way_to_the_compiled_decoder(
     monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
