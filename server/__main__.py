@@ -18,6 +18,7 @@ from itertools import groupby
 from typing import Any, get_args
 
 import click
+from dotenv import load_dotenv
 from uvicorn.main import main as uvicorn_command
 
 from server import __version__
@@ -82,6 +83,8 @@ def put_settings(model: str | None, given: dict[str, Any]) -> None:
 
 
 def start(model: str | None, **given: Any) -> None:
+    if given["env_file"]:  # uvicorn reads it when the app is there already
+        load_dotenv(given["env_file"])
     put_settings(model, given)
     check_workers(given["workers"] and str(given["workers"]))
     if given["uds"]:

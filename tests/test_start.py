@@ -176,6 +176,14 @@ def test_flags_win_over_the_environment() -> None:
     assert_refused(done, "MAX_BATCH_SIZE='none': must be a whole number")
 
 
+def test_an_env_file_is_read_before_anything_is_made_of_it(tmp_path: Path) -> None:
+    """What is set already, and flags, win over it."""
+    file = tmp_path / "settings"
+    file.write_text("PIPELINE_MODEL=/nowhere\nDTYPE=none\nMAX_BATCH_SIZE=none\n")
+    flags = ["--env-file", str(file), "--max-batch-size", "8"]
+    assert_refused(run([*SERVER, *flags], DTYPE="float32"), "PIPELINE_MODEL='/nowhere'")
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
