@@ -62,6 +62,19 @@ def test_what_no_model_serves_names_the_setting_that_it_needs() -> None:
     assert refused.document["error"]["message"] == "/ does not take POST: it needs PIPELINE_MODEL"
 
 
+def test_a_prefix_of_the_address_is_no_part_of_a_path() -> None:
+    """uvicorn puts what `--root-path` says before each path."""
+    with serving(FakeRunner, api_keys=("key",)) as server:
+        server.uvicorn.config.root_path = "/llm"
+        for path in ("/health", "/ready", "/", "/assets/chat.js"):
+            assert httpx.get(server.url + path).status_code == 200
+        assert httpx.post(server.url, content="a").status_code == 401
+        key = {"x-api-key": "key"}
+        refused = httpx.post(server.url + "/v1/embeddings", headers=key, json={})
+        assert "it needs EMBEDDING_MODEL" in refused.text
+        assert metric(server, 'onequeue_requests_total{endpoint="/health",status="200"}') == 1
+
+
 def test_messages_and_fields_are_cut() -> None:
     details = HttpError(400, "m" * 9999, "p" * 999).document["error"]
     assert len(details["message"]) == MAX_MESSAGE

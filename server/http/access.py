@@ -3,6 +3,7 @@
 import hmac
 from collections.abc import Sequence
 
+from starlette._utils import get_route_path
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -17,7 +18,7 @@ OPEN_PATHS = {"/health", "/ready", "/ping", "/metrics", "/version", "/favicon.ic
 
 def key_of(scope: Scope, keys: Sequence[bytes]) -> bytes:
     """The request's API key, empty where it needs none; HttpError (401) if it is none of `keys`."""
-    if scope["method"] == "OPTIONS" or is_open(scope["method"], scope["path"]):
+    if scope["method"] == "OPTIONS" or is_open(scope["method"], get_route_path(scope)):
         return b""
     headers = dict(reversed(scope["headers"]))  # of several, the first
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")

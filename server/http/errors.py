@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 
+from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
@@ -136,7 +137,7 @@ def as_client_gone(error: OSError | RuntimeError) -> Exception:
 
 def _of_routing(error: HTTPException, scope: Scope) -> HttpError:
     """Raised by Starlette's router: no such route, method not allowed."""
-    path = scope["path"][:200]
+    path = get_route_path(scope)[:200]
     message = {
         404: f"there is no {path} here",
         405: f"{path} does not take {scope['method'][:20]}",

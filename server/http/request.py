@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from prometheus_client import Counter, Histogram
+from starlette._utils import get_route_path
 from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -106,7 +107,7 @@ class Middleware:
             await self.answer(scope, receive, send_with_id)
         finally:
             self.body_bytes -= scope["body_bytes"]
-            path = self._templates.get(scope.get("endpoint"), scope["path"])
+            path = self._templates.get(scope.get("endpoint"), get_route_path(scope))
             path = scope.get("counted_as", path)
             self._count(path if path in self.paths else "other", status, started)
 
