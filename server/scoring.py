@@ -45,7 +45,7 @@ class ScoringEndpoint:
     parsing: Parsing = field(init=False, default_factory=Parsing)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, deadlines = await read_json_request(scope, receive, self.models[0].serves)
+        body, deadlines = await read_json_request(scope, receive)
         request, names, payloads = await self.parsing.run(self.parse, body, deadlines.first)
         root = cache_root(names.id, scope["api_key"], request.cache_salt)
         payloads = [replace(each, cache_root=root) for each in payloads]

@@ -1,6 +1,7 @@
 """Reranking: cross-encoders and decoders that say yes or no; Jina's, Cohere's and TEI's shapes."""
 
 import importlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.tiny_embedders import checkpoint, write
 from worker.embedding.load import ScoringOptions, load_reranker
 from worker.embedding.reranker import Reranker
 from worker.model.loading import LoadingFailed
+from worker.models import Breaker
 from worker.scoring import PairsInput, Scored
 
 hf: Any = importlib.import_module("transformers")  # half of it is not annotated
@@ -218,6 +220,18 @@ def test_a_score_is_of_the_model_that_is_named(server: Server) -> None:
     assert post(server, "/v1/score", body | {"model": "other"}).status_code == 404
     listed = CLIENT.get(server.url + "/v1/models").json()["data"]
     assert [each["id"] for each in listed] == ["demo", "bert-rank"]
+
+
+def test_a_model_that_fails_leaves_what_is_not_its_own(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.engine.models["rerank"], "breaker", Breaker(1, 3600))
+    server.engine.models["rerank"].breaker.failed(time.monotonic())
+    assert len(CLIENT.get(server.url + "/v1/models").json()["data"]) == 2
+    body = {"text_1": "red", "text_2": "red", "prompt": "red"}
+    assert error_of(post(server, "/v1/score", body))["code"] == "breaker_open"
+    for path in ("/v1/score", "/tokenize"):
+        assert post(server, path, body | {"model": "demo"}).status_code == 200
 
 
 def test_what_does_not_fit_a_score_is_named(server: Server) -> None:

@@ -179,17 +179,16 @@ async def read_request(scope: Scope, receive: Receive) -> Posted:
     return Posted(media_type(headers), body, deadlines)
 
 
-async def read_json_request(scope: Scope, receive: Receive, model: str) -> tuple[bytes, Deadlines]:
-    """The body, not parsed yet, and the time limits of a request in JSON to a model by its name in
-    the registry.
+async def read_json_request(scope: Scope, receive: Receive) -> tuple[bytes, Deadlines]:
+    """The body, not parsed yet, and the time limits of a request in JSON.
 
     Beyond what `read_request` raises: HttpError (415) for a media type that cannot be JSON,
-    and a Refused (503) if the model takes nothing now."""
+    and a Refused (503) if no model takes anything now. One by itself may when work is submitted."""
     media, body, deadlines = await read_request(scope, receive)
     # curl's form type can be: it is what `curl -d '{…}'` sends
     if media.partition("/")[0] in ("multipart", "image", "audio", "video"):
         raise HttpError(415, f"this takes application/json, not {media[:100]!r}")
-    if (refusal := scope["app"].engine.refusal(model)) is not None:
+    if (refusal := scope["app"].engine.refusal()) is not None:
         raise refusal
     return body, deadlines
 

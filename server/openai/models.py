@@ -66,7 +66,7 @@ class ModelNames:
         return cast(Tokenizing, self.engine.models[self.serves].loaded)
 
     def described(self) -> Model:
-        if (refusal := self.engine.refusal(self.serves)) is not None:
+        if (refusal := self.engine.refusal()) is not None:
             raise refusal
         model = Model(self.id, "model", self.created, "onequeue", self.serves, ["audio"])
         if self.serves != "transcription":
@@ -100,7 +100,7 @@ class ModelListing:
     async def load(self, request: Request) -> Response:
         """What `transformers chat` asks before its first message. It waits for an event that says
         `ready`: the model is loaded from the start, so that this is the only one."""
-        body, deadlines = await read_json_request(request.scope, request.receive, "generation")
+        body, deadlines = await read_json_request(request.scope, request.receive)
         read = partial(decode, kind=LoadRequest, name=self.models[0].called)
         model = (await self.parsing.run(read, body, deadlines.first)).model
         event = to_json({"status": "ready", "model": model, "cached": True})

@@ -179,7 +179,7 @@ class GenerationEndpoint(Endpoint[G]):
         """What is asked for; raises InvalidInput. In a pool thread if the body is large."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, deadlines = await read_json_request(scope, receive, "generation")
+        body, deadlines = await read_json_request(scope, receive)
         reply = await self.parsing.run(self.parse, body, deadlines.first, self.blocks)
         salt = reply.payloads[0].cache_salt
         root = cache_root(self.models.id, scope["api_key"], salt)

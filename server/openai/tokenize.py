@@ -103,7 +103,7 @@ class TokenizerEndpoint:
         self.threads = anyio.CapacityLimiter(THREADS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, deadlines = await read_json_request(scope, receive, self.models[0].serves)
+        body, deadlines = await read_json_request(scope, receive)
         await send_json(send, await in_thread(self._answer, body, deadlines.first, self.threads))
 
     def _answer(self, body: bytes) -> Tokens | Prompt:

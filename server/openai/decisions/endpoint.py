@@ -56,7 +56,7 @@ class DecisionEndpoint:
         return request, request.decision_input()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, deadlines = await read_json_request(scope, receive, self.models.serves)
+        body, deadlines = await read_json_request(scope, receive)
         request, payload = await self.parsing.run(self.parse, body, deadlines.first, blocks=True)
         deltas, usage = await self.ask(scope, receive, deadlines, request, payload)
 
