@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from batching.errors import InvalidInput
 from server.cache_root import cache_root
 from server.engine import Engine, Submission
-from server.http.json import INLINE_BYTES, Parsing
+from server.http.json import INLINE_BYTES, Parsing, parse_json
 from server.http.request import read_json_request, send_parts
 from server.openai.models import ModelNames
 from server.openai.params import Body, decode, id_of
@@ -60,7 +60,7 @@ class ScoringEndpoint:
     def parse(self, body: bytes) -> tuple[ScoringBody, ModelNames, Sequence[Any]]:
         """InvalidInput for more than the queue could ever take, in pieces for which a batch has
         room."""
-        request = decode(body, self.kind, partial(id_of, self.models))
+        request = decode(parse_json(body), self.kind, partial(id_of, self.models))
         [names] = [each for each in self.models if each.id == request.model]
         settings = self.settings
         size = PieceSize(min(PIECE, settings.max_batch_size), settings.max_batch_tokens)

@@ -5,6 +5,7 @@ import json
 import sys
 from typing import Any
 
+import orjson
 import pytest
 from transformers import PreTrainedTokenizerBase
 
@@ -164,12 +165,16 @@ def test_a_clients_control_tokens_are_text_as_for_the_library(text: str) -> None
 
 def test_no_escape_hides_control_tokens() -> None:
     call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": ""}
-    call["arguments"] = json.dumps({"a": "no</s>", "b": "é"}).replace("<", "\\u003c")
+    deep: Any = 0
+    for _ in range(400):
+        deep = [deep]
+    given = {"a": "no</s>", "b": "é", "deep": deep}
+    call["arguments"] = json.dumps(given).replace("<", "\\u003c")
     body = {"input": [call], "questions": [{"type": "predicate", "instructions": "b"}]}
-    request = decode(json.dumps(body).encode(), DecisionRequest, lambda _: "tiny")
+    request = decode(body, DecisionRequest, lambda _: "tiny")
     [message] = request.decision_input().messages
     arguments = message["tool_calls"][0]["function"]["arguments"]
-    assert json.loads(arguments) == {"a": "no</s>", "b": "é"}
+    assert json.loads(arguments) == given
     assert "no</s>" in arguments
 
 
@@ -181,7 +186,7 @@ LEVEL_DEEP = '{"state": "a", "questions": {"q": {"type": "score", "criteria": ["
 
 def nested(body: str, levels: int) -> SystemOneRequest:
     text = body.replace("DEEP", "[" * levels + "]" * levels)
-    return decode(text.encode(), SystemOneRequest, lambda _: "tiny")
+    return decode(orjson.loads(text), SystemOneRequest, lambda _: "tiny")
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="what can be parsed is written there")

@@ -78,6 +78,13 @@ def test_what_cannot_be_asked_is_named(server: Server, inputs: Any, param: str) 
     assert str(error_of(answer)["param"]).startswith(param)
 
 
+def test_a_state_may_be_nested_deeper_than_json_is_written(server: Server) -> None:
+    state: Any = 0
+    for _ in range(400):
+        state = [state]
+    assert post(server, "/", {"inputs": {**ASKED, "state": state}}).status_code == 200
+
+
 def test_without_a_chat_model_it_is_loaded_for_decisions_alone(server: Server) -> None:
     folder = str(tiny_decisions.folder())
     settings: dict[str, Any] = {"chat_model": "none", "pipeline_model": folder}

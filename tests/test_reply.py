@@ -32,13 +32,13 @@ TOKENS = [
 
 def chat(**fields: Any) -> ChoicesReply:
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True, **fields}
-    request = decode(orjson.dumps(body), ChatRequest, lambda _: "demo")
+    request = decode(body, ChatRequest, lambda _: "demo")
     return ChatReply(request, FakeGenerator().call_id)
 
 
 def completion(**fields: Any) -> ChoicesReply:
     body = {"prompt": "x", "stream": True, **fields}
-    return CompletionReply(decode(orjson.dumps(body), CompletionRequest, lambda _: "demo"), 10)
+    return CompletionReply(decode(body, CompletionRequest, lambda _: "demo"), 10)
 
 
 def choices(reply: ChoicesReply) -> list[dict[str, Any]]:

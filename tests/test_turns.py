@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 
 from batching.errors import InvalidInput
@@ -44,7 +43,7 @@ def template_of(source: str) -> ChatTemplate:
 
 def chat(messages: list[Any], **fields: Any) -> tuple[ChatRequest, Chat]:
     body = {"messages": messages, "tools": TOOLS, **fields}
-    request = decode(orjson.dumps(body), ChatRequest, lambda _: "demo")
+    request = decode(body, ChatRequest, lambda _: "demo")
     prompt = request.generation_input().prompt
     assert isinstance(prompt, Chat)
     return request, prompt

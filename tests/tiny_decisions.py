@@ -1,6 +1,5 @@
 """A tiny random model with opinions: its labels are tokens, and their probabilities differ."""
 
-import json
 import tempfile
 from collections.abc import Sequence
 from functools import cache
@@ -76,8 +75,7 @@ def cached() -> GenerationEngine:
 
 
 def read(questions: Any, state: Any = STATE) -> SystemOneRequest:
-    body = json.dumps({"state": state, "questions": questions}).encode()
-    return decode(body, SystemOneRequest, lambda _: "tiny")
+    return decode({"state": state, "questions": questions}, SystemOneRequest, lambda _: "tiny")
 
 
 def predicates(count: int, words: str = "the parcel") -> tuple[Question, ...]:

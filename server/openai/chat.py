@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta
 
 from batching.errors import InvalidInput
-from server.http.json import Document
+from server.http.json import Document, parse_json
 from server.http.sse import data_frame
 from server.openai.logprobs import logprob_documents
 from server.openai.messages import Messages, conversation
@@ -157,7 +157,7 @@ class ChatCompletions(GenerationEndpoint[ChatReply]):
     def parse(self, body: bytes) -> ChatReply:
         most = self.engine.generator.max_model_len
         try:
-            request = decode(body, ChatRequest, self.models.called, most)
+            request = decode(parse_json(body), ChatRequest, self.models.called, most)
         except InvalidInput as error:
             if error.param == "messages" and b'"input"' in body:
                 meant = "is required; a request with `input` goes to /v1/responses"

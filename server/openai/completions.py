@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 
 from batching.errors import InvalidInput
-from server.http.json import Document
+from server.http.json import Document, parse_json
 from server.openai.logprobs import finite
 from server.openai.params import (
     Filled,
@@ -93,7 +93,7 @@ class Completions(GenerationEndpoint[CompletionReply]):
     def parse(self, body: bytes) -> CompletionReply:
         places = self.settings.max_queue_size
         most = max(places, self.engine.generator.max_model_len)  # prompts, or tokens of one
-        request = decode(body, CompletionRequest, self.models.called, most)
+        request = decode(parse_json(body), CompletionRequest, self.models.called, most)
         return CompletionReply(request, places)
 
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from server.engine import Engine
-from server.http.json import Parsing, to_json
+from server.http.json import Parsing, parse_json, to_json
 from server.http.request import JsonEndpoint, read_json_request
 from server.openai.params import decode, find, id_of
 from worker.protocol import Tokenizing
@@ -101,7 +101,7 @@ class ModelListing:
         """What `transformers chat` asks before its first message. It waits for an event that says
         `ready`: the model is loaded from the start, so that this is the only one."""
         body, deadlines = await read_json_request(request.scope, request.receive)
-        read = partial(decode, kind=LoadRequest, name=self.models[0].called)
-        model = (await self.parsing.run(read, body, deadlines.first)).model
+        document = await self.parsing.run(parse_json, body, deadlines.first)
+        model = decode(document, LoadRequest, self.models[0].called).model
         event = to_json({"status": "ready", "model": model, "cached": True})
         return Response(b"data: %b\n\n" % event, media_type="text/event-stream")

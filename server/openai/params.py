@@ -17,7 +17,7 @@ from msgspec import Meta, Struct, inspect
 
 from batching.errors import InvalidInput
 from server.http.errors import HttpError
-from server.http.json import Document, parse_json
+from server.http.json import Document
 from server.openai.structured import Format, ResponseFormat, StructuredOutputs, constraint_of
 from worker.generation_input import Chat, GenerationInput, Sampling, Stopping
 
@@ -190,14 +190,13 @@ def id_of(models: Sequence[Named], name: str | None) -> str:
 
 
 def decode(
-    body: bytes, kind: type[B], name: Callable[[str | None], str], most: int | None = None
+    document: Document, kind: type[B], name: Callable[[str | None], str], most: int | None = None
 ) -> B:
     """A checked request; InvalidInput names the first field that does not fit. `name` says what its
     `model` is called here.
 
     `most` entries its lists may have, and the lists in those: what is to become tokens is not
     looked at one by one if it cannot fit into the context."""
-    document = parse_json(body)
     if most is not None:
         for path, length in _lengths(document, kind.__struct_fields__):
             if length > most:

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
-from server.http.json import in_thread
+from server.http.json import in_thread, parse_json
 from server.http.request import read_json_request, send_json
 from server.openai.messages import Messages, conversation
 from server.openai.models import ModelNames
@@ -109,7 +109,7 @@ class TokenizerEndpoint:
     def _answer(self, body: bytes) -> Tokens | Prompt:
         longest = max(each.loaded.max_model_len for each in self.models)
         try:
-            request = decode(body, self.kind, partial(id_of, self.models), longest)
+            request = decode(parse_json(body), self.kind, partial(id_of, self.models), longest)
             [names] = [each for each in self.models if each.id == request.model]
             return request.answer(names.loaded)
         except Exception:

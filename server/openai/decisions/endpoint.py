@@ -20,7 +20,7 @@ from batching.errors import InvalidInput
 from server.answer_stream import TokenStream, Usage
 from server.cache_root import cache_root
 from server.engine import Deadlines, Engine
-from server.http.json import INLINE_BYTES, Document, Parsing, to_json
+from server.http.json import INLINE_BYTES, Document, Parsing, parse_json, to_json
 from server.http.request import Posted, read_json_request, send_json
 from server.openai.decisions.systemone import SystemOneRequest
 from server.openai.models import ModelNames
@@ -52,7 +52,7 @@ class DecisionEndpoint:
     def parse(self, body: bytes) -> tuple[DecisionBody, DecisionInput]:
         """In a pool thread: 400 questions take milliseconds."""
         most = max(MOST_QUESTIONS, self.models.loaded.max_model_len)
-        request = decode(body, self.kind, self.models.called, most)
+        request = decode(parse_json(body), self.kind, self.models.called, most)
         return request, request.decision_input()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -117,7 +117,7 @@ class DecisionRoot(Root):
         if not isinstance(given.inputs, dict) or "model" in given.inputs:
             raise InvalidInput(f"{self.task_name} takes an object of state and questions", path)
         try:
-            request = decode(to_json(given.inputs), SystemOneRequest, self.decisions.models.called)
+            request = decode(given.inputs, SystemOneRequest, self.decisions.models.called)
             return request, request.decision_input()
         except InvalidInput as error:
             error.param = f"{path}.{error.param}" if error.param else path

@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 from batching.errors import InvalidInput
 from server.answer_stream import Usage
 from server.http.json import Document, parse_json, to_json
-from server.openai.decisions.questions import AnyQuestion, QuestionPart
+from server.openai.decisions.questions import AnyQuestion, QuestionPart, written
 from server.openai.messages import read_messages
 from server.openai.params import FILLED, Filled, Salt, required
 from server.openai.responses.events import usage_document
@@ -51,7 +51,7 @@ class DecisionItem(Struct):
 
     def plain(self, path: str) -> Item:
         """What a response would be given."""
-        arguments = self.arguments and unescaped(self.arguments)
+        arguments = self.arguments and unescaped(self.arguments, f"{path}.arguments")
         if self.type == "custom_tool_call":
             arguments = to_json({"input": required(self.input, f"{path}.input")}).decode()
         plain: Any = self.type.replace("custom_tool", "function")
@@ -71,12 +71,13 @@ class DecisionItem(Struct):
         return [each.plain(f"{path}[{n}]") for n, each in enumerate(self.content)]
 
 
-def unescaped(arguments: str) -> str:
+def unescaped(arguments: str, path: str) -> str:
     """JSON whose escapes hide nothing that is looked for in texts; what is none is as it was."""
     try:
-        return to_json(parse_json(arguments.encode())).decode() if "\\u" in arguments else arguments
+        parsed = parse_json(arguments.encode()) if "\\u" in arguments else arguments
     except InvalidInput:
         return arguments
+    return written(parsed, path)  # orjson writes JSON less deep than it reads it
 
 
 class DecisionRequest(Struct, kw_only=True):

@@ -27,7 +27,7 @@ from batching.request_queue import WorkItem
 from server.answer_stream import TokenStream
 from server.engine import Deadlines
 from server.http.errors import HttpError
-from server.http.json import Document
+from server.http.json import Document, parse_json
 from server.http.request import JsonEndpoint, send_json
 from server.openai.params import convert, decode
 from server.openai.request import GenerationEndpoint, events_of
@@ -97,7 +97,7 @@ class Responses(GenerationEndpoint[ResponseReply]):
 
     def parse(self, body: bytes) -> ResponseReply:
         most = self.engine.generator.max_model_len
-        request = decode(body, ResponseRequest, self.models.called, most)
+        request = decode(parse_json(body), ResponseRequest, self.models.called, most)
         most_mb = self.settings.max_body_mb
         look_up = partial(self.store.items, most_bytes=most_mb * 1_000_000)
         try:
