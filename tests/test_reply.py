@@ -5,8 +5,10 @@ import math
 from typing import Any
 
 import orjson
+import pytest
 
-from server.openai.chat import ChatReply, ChatRequest
+from batching.errors import InvalidInput
+from server.openai.chat import ChatReply, ChatRequest, with_config
 from server.openai.completions import CompletionReply, CompletionRequest
 from server.openai.params import decode
 from server.openai.request import ChoicesReply
@@ -34,6 +36,17 @@ def chat(**fields: Any) -> ChoicesReply:
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True, **fields}
     request = decode(body, ChatRequest, lambda _: "demo")
     return ChatReply(request, FakeGenerator().call_id)
+
+
+def test_a_configuration_stands_in_for_fields_that_are_missing() -> None:
+    """As `transformers chat` sends it."""
+    body = {"generation_config": '{"temperature": 0.5, "top_p": 0.4, "max_new_tokens": 9}'}
+    told = with_config(body | {"top_p": 1, "max_tokens": None})
+    assert (told["temperature"], told["top_p"], told["max_tokens"]) == (0.5, 1, 9)
+    for wrong in ("{", "[]", ""):
+        with pytest.raises(InvalidInput) as refused:
+            with_config({"generation_config": wrong})
+        assert refused.value.param == "generation_config"
 
 
 def completion(**fields: Any) -> ChoicesReply:

@@ -155,9 +155,11 @@ def test_huggingface_client(server: Server, monkeypatch: pytest.MonkeyPatch) -> 
 def test_transformers_chat(tmp_path: Path) -> None:
     command = Path(sys.executable).parent / "transformers"
     environment = os.environ | {"HF_HUB_OFFLINE": "0", "COLUMNS": "120", "TERM": "dumb"}
-    with serving(load_chat=FakeGenerator) as server:
+    generator = FakeGenerator()
+    flags = ["max_new_tokens=20", "temperature=0.1", "do_sample=False", "top_k=9"]
+    with serving(load_chat=lambda: generator) as server:
         done = subprocess.run(
-            [command, "chat", "demo", server.url, "max_new_tokens=20"],
+            [command, "chat", "demo", server.url, *flags],
             input="hi\n!exit\n",
             capture_output=True,
             text=True,
@@ -168,3 +170,6 @@ def test_transformers_chat(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "demo was already loaded" in done.stdout
     assert WHOLE in done.stdout
+    [payload] = generator.payloads
+    assert payload.stopping.max_tokens == 20
+    assert (payload.sampling.temperature, payload.sampling.top_k) == (0, 9)

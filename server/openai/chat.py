@@ -17,6 +17,11 @@ from server.openai.tools import ChatToolChoice, Tools, chat_calls
 from worker.deltas import Delta, Part, TokenLogprob
 from worker.generation_input import Chat, GenerationInput
 
+# What `transformers chat` says of an answer, in transformers' words → ours.
+OF_CONFIG = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"} | {
+    name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+}
+
 CallId = Callable[[str, int], str]  # for a call of this function, its conversation's n-th
 
 
@@ -46,6 +51,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    generation_config: str | None = None  # JSON, for fields of ours that are missing
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -157,13 +163,28 @@ class ChatCompletions(GenerationEndpoint[ChatReply]):
     def parse(self, body: bytes) -> ChatReply:
         most = self.engine.generator.max_model_len
         try:
-            request = decode(parse_json(body), ChatRequest, self.models.called, most)
+            document = with_config(parse_json(body))
+            request = decode(document, ChatRequest, self.models.called, most)
         except InvalidInput as error:
             if error.param == "messages" and b'"input"' in body:
                 meant = "is required; a request with `input` goes to /v1/responses"
                 raise InvalidInput.at("messages", meant) from None
             raise
         return ChatReply(request, self.engine.generator.call_id)
+
+
+def with_config(document: Document) -> Document:
+    """A body with what only its `generation_config` says."""
+    if not isinstance(given := document.get("generation_config"), str):
+        return document
+    try:
+        config = parse_json(given.encode())
+    except InvalidInput:
+        raise InvalidInput.at("generation_config", "must be a JSON object, as text") from None
+    if config.get("do_sample") is False:
+        config["temperature"] = 0
+    told = {ours: config.get(theirs) for theirs, ours in OF_CONFIG.items()}
+    return told | {name: value for name, value in document.items() if value is not None}
 
 
 def _thoughts(text: str) -> Document:
