@@ -104,7 +104,7 @@ def read_fields(
     """A checked request, of a form's fields; InvalidInput names the first that does not fit."""
     document: Document = {}
     for given, values in fields.items():
-        name, values = given.removesuffix("[]"), [value for value in values if value]
+        name, values = given.partition("[")[0], [value for value in values if value]
         if name in kind.unimplemented and any(
             value not in kind.unimplemented[name] for value in values
         ):
