@@ -121,6 +121,20 @@ def test_a_tool_is_called_and_its_result_handed_over(page: Any) -> None:
     assert result["tool_call_id"] == call["tool_calls"][0]["id"]
 
 
+def test_a_call_that_was_stopped_leaves_no_trace(page: Any) -> None:
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Tools").fill('[{"type": "function", "function": {"name": "weather"}}]')
+    GENERATOR.one_by_one = True
+    answer = say(page, "say !weather ={ =}")
+    GENERATOR.single.release(2)
+    answer.get_by_text("weather({").wait_for()
+    page.keyboard.press("Escape")
+    answer.get_by_text("stopped").wait_for()
+    GENERATOR.release()
+    say(page, "and now").get_by_text("Hello there").wait_for()
+    assert [message["content"] for message in heard()] == ["and now"]
+
+
 def test_an_error_is_told_as_the_server_words_it(page: Any) -> None:
     answer = say(page, "refused")
     alert = answer.get_by_role("alert")

@@ -201,12 +201,13 @@ class Chat {
   // What was said goes on; an answer that was stopped before a word leaves no trace.
   keep(answer) {
     const { content, reasoning_content: thoughts, tool_calls: calls } = answer.message;
-    if (!content && !calls) return;
+    const called = answer.finishReason !== "stopped" && calls;
+    if (!content && !called) return;
     const message = { role: "assistant", content: content || null };
     if (thoughts) message.reasoning_content = thoughts;
-    if (calls && answer.finishReason !== "stopped") message.tool_calls = calls;
+    if (called) message.tool_calls = calls;
     this.messages.push(message);
-    if (message.tool_calls) {
+    if (called) {
       this.following(() => this.log.append(resultsForm(calls, results => {
         this.messages.push(...results);
         this.ask();
