@@ -50,7 +50,7 @@ def messages(payload: GenerationInput) -> list[Any]:
 
 # ── what the worker gets ──
 
-BARE = Chat(({"role": "user", "content": "hi"},), effort_param="reasoning.effort")
+BARE = Chat(({"role": "user", "content": "hi"},))
 
 
 def test_a_bare_request_leaves_everything_to_the_checkpoint(asked: Any) -> None:
@@ -459,7 +459,6 @@ def test_what_does_not_fit_is_named(
         ("moderation", {}),
         ("n", 2),
         ("prompt", {"id": "p"}),
-        ("prompt_cache_options", {}),
         ("prompt_cache_retention", "24h"),
         ("response_format", {"type": "text"}),
         ("truncation", "auto"),
@@ -473,6 +472,17 @@ def test_a_parameter_that_is_not_implemented_is_named(
     error = error_of(answer)
     assert error["param"] == name
     assert "not implemented" in error["message"]
+
+
+def test_what_the_api_does_by_default_may_be_asked_for(server: Server) -> None:
+    defaults = {
+        "prompt_cache_options": {"mode": "implicit", "ttl": "30m"},
+        "background_options": {"completion_window": "soonest"},
+        "image": {"context_compression": "auto"},
+    }
+    assert respond(server, **defaults).status_code == 200
+    refused = respond(server, prompt_cache_options={"mode": "explicit"})
+    assert error_of(refused)["param"] == "prompt_cache_options"
 
 
 def test_an_unknown_model_is_404_whatever_else_is_not_here(server: Server) -> None:

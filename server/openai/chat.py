@@ -11,7 +11,7 @@ from server.http.json import Document, parse_json
 from server.http.sse import data_frame
 from server.openai.logprobs import logprob_documents
 from server.openai.messages import Messages, conversation
-from server.openai.params import Count, Effort, GenerationRequest, TopLogprobs, decode
+from server.openai.params import CacheOptions, Count, Effort, GenerationRequest, TopLogprobs, decode
 from server.openai.request import ChoicesReply, GenerationEndpoint
 from server.openai.tools import ChatToolChoice, Tools, chat_calls
 from worker.deltas import Delta, Part, TokenLogprob
@@ -33,7 +33,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
         "modalities": (["text"],),
         "moderation": (),
         "prediction": (),
-        "prompt_cache_options": (),
         "prompt_cache_retention": ("in_memory", "in-memory"),
         "store": (False,),
         "web_search_options": (),
@@ -51,6 +50,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    prompt_cache_options: CacheOptions | None = None
     generation_config: str | None = None  # JSON, for fields of ours that are missing
 
     @property

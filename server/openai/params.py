@@ -42,6 +42,7 @@ Salt = Annotated[str, Meta(min_length=1, max_length=256)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 FILLED = Meta(min_length=1)
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+CacheOptions = dict[Literal["mode", "ttl"], Literal["implicit", "30m"]]  # the API's defaults
 
 
 class StreamOptions(Struct):

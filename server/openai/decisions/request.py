@@ -10,7 +10,7 @@ from server.answer_stream import Usage
 from server.http.json import Document, parse_json, to_json
 from server.openai.decisions.questions import AnyQuestion, QuestionPart, written
 from server.openai.messages import read_messages
-from server.openai.params import FILLED, Filled, Salt, required
+from server.openai.params import FILLED, CacheOptions, Filled, Salt, required
 from server.openai.responses.events import usage_document
 from server.openai.responses.items import (
     IMAGE,
@@ -85,7 +85,7 @@ class DecisionRequest(Struct, kw_only=True):
     input: Filled | Annotated[list[DecisionItem], FILLED]
     questions: Annotated[list[AnyQuestion], Meta(min_length=1, max_length=MOST_QUESTIONS)]
     cache_salt: Salt | None = None
-    prompt_cache_options: Annotated[None, Meta(description="Not implemented: leave it out")] = None
+    prompt_cache_options: CacheOptions | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 

@@ -10,6 +10,7 @@ from server.http.json import Document
 from server.openai.messages import Message, read_messages
 from server.openai.params import (
     FILLED,
+    CacheOptions,
     Count,
     Effort,
     Filled,
@@ -47,17 +48,16 @@ class Reasoning(Struct):
 class ResponseRequest(GenerationRequest, kw_only=True):
     unimplemented: ClassVar = {
         "access_programs": (),
-        "background_options": (),
+        "background_options": ({"completion_window": "soonest"},),
         "context_management": (),
         "conversation": (),
-        "image": (),
+        "image": ({"context_compression": "auto"},),
         "max_tokens": (),
         "max_tool_calls": (),
         "moderation": (),
         "n": (1,),
         "prompt": (),
         "prompt_logprobs": (),
-        "prompt_cache_options": (),
         "prompt_cache_retention": ("in_memory", "in-memory"),
         "response_format": (),
         "return_token_ids": (False,),
@@ -85,6 +85,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: CacheOptions | None = None
     service_tier: str | None = None
 
     @property
@@ -125,7 +126,6 @@ class ResponseRequest(GenerationRequest, kw_only=True):
             tuple(tool.nested() for tool in tools if calls),
             self.chat_template_kwargs or {},
             effort=self.reasoning.effort if self.reasoning else None,
-            effort_param="reasoning.effort",
             pictures=pictures,
         )
         return self._input(
