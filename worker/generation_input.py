@@ -47,7 +47,6 @@ class Chat:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     effort: str | None = None  # how much to think first: `none`, `minimal`, `low`, …
-    effort_param: str = "reasoning_effort"  # the field of the request that it comes from
     pictures: tuple[Picture, ...] = ()
 
     @property

@@ -156,12 +156,9 @@ class ChatTemplate:
             raise InvalidInput(f"the model's chat template {why}", "messages") from error
 
     def _effort(self, chat: Chat) -> dict[str, Any]:
-        """The template's variables that say how much to think."""
+        """The template's variables that say how much to think; it may know none."""
         if chat.effort is None:
             return {}
-        if not self._thinking and chat.effort != "none":
-            why = f"{chat.effort_param}: this model's template knows no thinking"
-            raise InvalidInput(why, chat.effort_param)
         switch = chat.effort != "none"
         return {name: chat.effort if name == EFFORT else switch for name in self._thinking}
 
