@@ -9,6 +9,7 @@ counted without building any.
 import json
 import re
 import time
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -66,7 +67,7 @@ def parse_json(body: bytes) -> Document:
     """A JSON object; InvalidInput says what is wrong with anything else."""
     check_values(body)
     try:
-        parsed = orjson.loads(body)
+        parsed = orjson.loads(body.removeprefix(BOM_UTF8))
     except orjson.JSONDecodeError as error:
         if (param := _half_character(body)) is not None:
             raise InvalidInput("has half of a surrogate pair: not Unicode text", param) from None
