@@ -1,5 +1,6 @@
 """Model names, and the endpoints that need no forward pass: /v1/models, /tokenize, /load_model."""
 
+import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,7 @@ def test_the_model_is_listed_and_found_by_its_name(server: Server) -> None:
         "max_model_len": 4096,
         "context_length": 4096,
     }
+    assert CLIENT.get(server.url + "/v1/models/").json() == {"object": "list", "data": [model]}
     found = CLIENT.get(server.url + "/v1/models/org/model")
     assert found.json() == model
     missing = CLIENT.get(server.url + "/v1/models/org/other")
@@ -143,6 +145,15 @@ def test_a_panic_in_the_tokenizer_is_a_refusal(
     answer = post(server, "/tokenize", {"prompt": "a"})
     assert answer.status_code == 400
     assert "index" not in error_of(answer)["message"]
+
+
+def test_a_body_may_have_a_mark_of_its_byte_order_and_not_be_compressed(server: Server) -> None:
+    body = b'{"prompt": "ab"}'
+    marked = CLIENT.post(server.url + "/tokenize", content=b"\xef\xbb\xbf" + body)
+    assert marked.json()["count"] == 3
+    packed = {"content-encoding": "gzip"}
+    answer = CLIENT.post(server.url + "/tokenize", content=gzip.compress(body), headers=packed)
+    assert (answer.status_code, error_of(answer)["param"]) == (415, "Content-Encoding")
 
 
 def test_load_model_says_ready_in_one_event(server: Server) -> None:

@@ -37,6 +37,7 @@ BODIES = 16  # of MAX_BODY_MB each may be there at a time
 LINGER_S = 5.0
 CLOSE = [(b"connection", b"close")]
 JSON = b"application/json"
+COMPRESSED = (b"gzip", b"deflate", b"br", b"zstd")
 _PLAIN_ID = re.compile(rb"[!-~]{1,128}")
 _PROCESS = secrets.token_hex(4).encode()
 _COUNT = itertools.count(1)
@@ -151,7 +152,7 @@ def begin(scope: Scope) -> tuple[Headers, Deadlines]:
     """How every POST begins: its headers by name, its time limits.
 
     The header X-Request-Timeout-Ms may only shorten the setting. Raises InvalidInput (400) where
-    it is no time, and Draining (503)."""
+    it is no time, HttpError (415) for a body that is compressed, and Draining (503)."""
     app: Middleware = scope["app"]
     headers, now = dict(scope["headers"]), time.monotonic()
     whole = math.inf
@@ -159,6 +160,8 @@ def begin(scope: Scope) -> tuple[Headers, Deadlines]:
         if not given.isdigit() or len(given) > 10 or not int(given):
             raise InvalidInput("must be a positive whole number", "X-Request-Timeout-Ms")
         whole = now + int(given) / 1000
+    if headers.get(b"content-encoding", b"").lower() in COMPRESSED:
+        raise HttpError(415, "the body must come as it is, not compressed", "Content-Encoding")
     if app.engine.draining:
         raise Draining("the server is stopping", 5)
     return headers, Deadlines(min(now + app.settings.request_timeout_s, whole), whole)
