@@ -94,8 +94,10 @@ class ModelListing:
     async def list(self, request: Request) -> ModelList:
         return ModelList("list", [names.described() for names in self.models])
 
-    async def one(self, request: Request) -> Model:
-        return find(self.models, request.path_params["id"]).described()
+    async def one(self, request: Request) -> Model | ModelList:
+        if not (name := request.path_params["id"]):
+            return await self.list(request)
+        return find(self.models, name).described()
 
     async def load(self, request: Request) -> Response:
         """What `transformers chat` asks before its first message. It waits for an event that says
