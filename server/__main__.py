@@ -77,14 +77,16 @@ def option(spec: Any) -> click.Option:
 
 
 def put_settings(model: str | None, given: dict[str, Any]) -> None:
-    """Take the settings out of what was given, and put them into the environment."""
+    """Take the settings out of what was given, and put them into the environment, over what was
+    there, over files; of these uvicorn would read its own when there is an app already."""
+    for file in (given.get("env_file"), ".env"):
+        if file:
+            load_dotenv(file)
     flags = {spec.name: given.pop(spec.name) for spec in fields(Settings)}
     put_flags(place(model, flags) if model else flags)
 
 
 def start(model: str | None, **given: Any) -> None:
-    if given["env_file"]:  # uvicorn reads it when the app is there already
-        load_dotenv(given["env_file"])
     put_settings(model, given)
     check_workers(given["workers"] and str(given["workers"]))
     if given["uds"]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
-from dotenv import dotenv_values
+from dotenv import dotenv_values, load_dotenv
 
 NEARLY = 0.82  # of difflib's 1: two letters swapped, a part left out
 SHORT = 7  # letters: a name that is a setting and a letter more may well be somebody else's
@@ -122,14 +122,14 @@ class Settings:
 
 
 def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
-    """From `.env`, and over it the environment."""
+    """From the environment, where it says nothing from `.env`, which is put into it."""
     if environ is None:
-        file = {k: v for k, v in dotenv_values(".env").items() if v is not None}
-        for name, guess in misspelt(file):
+        for name, guess in misspelt(dotenv_values(".env")):
             raise SettingsError(f"{name} in .env is not a setting; did you mean {guess}?")
         for name, guess in misspelt(os.environ):  # which is not ours alone
             print(f"onequeue: {name} is not a setting; did you mean {guess}?", file=sys.stderr)
-        environ = file | os.environ
+        load_dotenv(".env")  # with what is for the hub's library, and others
+        environ = os.environ
     values = {
         spec.name: _parse(spec, raw)
         for spec in fields(Settings)

@@ -1,10 +1,13 @@
+import os
 import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from server.__main__ import put_settings
 from server.settings import Settings, SettingsError, load_settings, misspelt
 
 ROOT = Path(__file__).parent.parent
@@ -34,11 +37,24 @@ def test_values_are_parsed_by_their_type() -> None:
 def test_env_file_is_read_and_the_environment_wins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / ".env").write_text("MAX_BATCH_SIZE=5\nMAX_QUEUE_SIZE=6\n")
+    (tmp_path / ".env").write_text("MAX_BATCH_SIZE=5\nMAX_QUEUE_SIZE=6\nHF_TOKEN=a\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MAX_QUEUE_SIZE", "7")
+    monkeypatch.setattr(os, "environ", {"MAX_QUEUE_SIZE": "7"})
     settings = load_settings()
     assert (settings.max_batch_size, settings.max_queue_size) == (5, 7)
+    assert os.environ["HF_TOKEN"] == "a", "others read it too"
+
+
+def test_files_are_there_before_a_model_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".env").write_text("MAX_BATCH_SIZE=5\nHF_TOKEN=a\n")
+    (tmp_path / "given").write_text("MAX_BATCH_SIZE=6\nMAX_QUEUE_SIZE=7\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", {})
+    flags: dict[str, Any] = {spec.name: None for spec in fields(Settings)}
+    put_settings(None, {**flags, "max_queue_size": "8", "env_file": "given"})
+    assert os.environ == {"MAX_BATCH_SIZE": "6", "MAX_QUEUE_SIZE": "8", "HF_TOKEN": "a"}
 
 
 @pytest.mark.parametrize(
