@@ -284,10 +284,13 @@ def test_apps_of_others_keep_uvicorns_protocol(server: Server) -> None:
 
 
 @pytest.mark.parametrize("http", ["httptools", "h11"])
-def test_an_answer_that_nobody_reads_is_dropped(http: Parser) -> None:
+def test_an_answer_that_nobody_reads_is_dropped(
+    http: Parser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "STALLED_S", 0.5)
     runner = FakeRunner()
     runner.finish = lambda item, raw: b"[" + b"1," * 20_000_000 + b"1]"  # type: ignore[method-assign]
-    with serving(lambda: runner, body_timeout_s=1, http=http) as server:
+    with serving(lambda: runner, body_timeout_s=3600, http=http) as server:
         with connect(server) as client:
             client.sendall(POST)
             wait_until(lambda: bool(runner.batches))

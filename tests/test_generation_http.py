@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.http import sse
+from server.http import connections, sse
 from tests.event_streams import CLIENT, chat, chunks, frames, open_stream, post, read_until, writes
 from tests.fake_generator import FakeGenerator
 from tests.serving import Server, Timers, metric, read_answer, serving, wait_until
@@ -283,9 +283,8 @@ def test_leaving_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_client_that_stops_reading_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "LOOK_S", 0.1)
-    monkeypatch.setattr(sse, "STALLED_S", 0.3)
-    with serving_fake() as (server, generator):
+    monkeypatch.setattr(connections, "STALLED_S", 0.3)
+    with serving_fake(body_timeout_s=3600) as (server, generator):
         with open_stream(server, CHAT, body_for(CHAT, "big", stream=True)) as client:
             wait_until(lambda: generator.dropped == ["big"])
             wait_until(lambda: server.engine.queue.pending == 0)

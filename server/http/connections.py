@@ -18,8 +18,9 @@ from server.http.json import to_json
 from server.http.request import LINGER_S, Middleware, content_headers
 
 MAX_HEAD = 64_000  # bytes of a header with its request line, or between two pieces of a body
-# So many bytes of an answer that waits to be read a client takes within each time limit.
+# So many bytes of an answer that waits to be read a client takes within so long, or is given up.
 LEAST_READ = 64_000
+STALLED_S = 60.0
 MOST_AHEAD = 100  # requests of a connection that wait behind another
 APP = "onequeue"  # where the lifespan's state has the app
 
@@ -68,7 +69,7 @@ class Bounded(asyncio.Protocol):
 
     def _time_reading(self) -> None:
         left = self.transport.get_write_buffer_size()
-        self.reading = self.loop.call_later(self.limit_s, self._check_reading, left)
+        self.reading = self.loop.call_later(STALLED_S, self._check_reading, left)
 
     def _check_reading(self, before: int) -> None:
         if self.transport.get_protocol() is not self:
