@@ -10,13 +10,13 @@ import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from msgspec import UNSET, Meta, Struct
+from msgspec import UNSET, Meta
 
 from batching.errors import InvalidInput
 from server.answers import EmbeddingUsage, Ranked, Reranked, TextDocument
 from server.http.json import Document, to_json
 from server.openai.params import Count, Filled, Salt
-from server.scoring import MOST_INPUTS
+from server.scoring import MOST_INPUTS, Truncatable
 from worker.scoring import PairsInput, PieceSize, Scored, pieces
 
 PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
@@ -26,7 +26,7 @@ Texts = Annotated[list[Filled], SOME]
 AtLeastOne = Annotated[int, Meta(ge=1)]
 
 
-class RerankRequest(Struct, kw_only=True):
+class RerankRequest(Truncatable, kw_only=True):
     query: Filled
     documents: Annotated[list[Filled | TextDocument], SOME] | None = None
     texts: Texts | None = None
@@ -37,7 +37,7 @@ class RerankRequest(Struct, kw_only=True):
     max_tokens_per_doc: AtLeastOne | None = None
     instruction: str | None = None
     raw_scores: bool | None = None
-    truncate: bool | None = None
+    use_activation: bool | None = None
     cache_salt: Salt | None = None
 
     @property
@@ -60,15 +60,14 @@ class RerankRequest(Struct, kw_only=True):
     def payloads(self, most: PieceSize, serves: str) -> list[PairsInput]:
         documents = self.read()
         param = "texts" if self.is_bare else "documents"
-        cuts = bool(self.truncate) if self.is_bare else self.truncate is not False
         return pairs_in_pieces(
             [(self.query, document) for document in documents],
             [("query", f"{param}[{n}]") for n in range(len(documents))],
             most,
             instruction=self.instruction,
             document_tokens=self.max_tokens_per_doc,
-            cuts=cuts,
-            raw=bool(self.raw_scores),
+            truncation=self.truncation(cuts=not self.is_bare),
+            raw=bool(self.raw_scores) or self.use_activation is False,
         )
 
     def content(self, outputs: list[Scored]) -> list[bytes]:

@@ -9,31 +9,30 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
 
 from batching.errors import InvalidInput
 from server import answers
 from server.http.json import to_json
 from server.openai.params import Filled, Salt, required
 from server.rerank import Texts, pairs_in_pieces
+from server.scoring import Truncatable
 from worker.scoring import (
     Embedded,
     EmbeddingInput,
     PairsInput,
     PieceSize,
-    Truncation,
     pieces,
 )
 
 
-class ScoreRequest(Struct, kw_only=True):
+class ScoreRequest(Truncatable, kw_only=True):
     text_1: Filled | Texts | None = None
     text_2: Filled | Texts | None = None
     queries: Filled | Texts | None = None
     documents: Filled | Texts | None = None
     model: str | None = None
     instruction: str | None = None
-    truncate: bool | None = None
+    use_activation: bool | None = None
     cache_salt: Salt | None = None
 
     def sides(self) -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:
@@ -61,7 +60,8 @@ class ScoreRequest(Struct, kw_only=True):
             [(_path(first, ones, n), _path(second, others, n)) for n in range(count)],
             most,
             instruction=self.instruction,
-            cuts=bool(self.truncate),
+            truncation=self.truncation(),
+            raw=self.use_activation is False,
         )
 
     def texts(self, most: PieceSize) -> list[EmbeddingInput]:
@@ -70,12 +70,9 @@ class ScoreRequest(Struct, kw_only=True):
         made = []
         for name, texts in self.sides():
             for first, part in pieces(texts, [len(text) for text in texts], most):
-                cuts = Truncation(bool(self.truncate))
                 place = first if isinstance(getattr(self, name), list) else None
-                piece = EmbeddingInput(
-                    part, place, truncation=cuts, normalize=True, form="vectors", param=name
-                )
-                made.append(piece)
+                options: Any = {"truncation": self.truncation(), "form": "vectors", "param": name}
+                made.append(EmbeddingInput(part, place, normalize=True, **options))
         return made
 
     def content(self, outputs: list[Any]) -> list[bytes]:

@@ -6,9 +6,10 @@ body → request → pieces, a work item each → their answers, end to end → 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import anyio.to_thread
+from msgspec import Meta, Struct
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import InvalidInput
@@ -19,9 +20,27 @@ from server.http.request import read_json_request, send_parts
 from server.openai.models import ModelNames
 from server.openai.params import Body, decode, id_of
 from server.settings import Settings
-from worker.scoring import PIECE, PieceSize
+from worker.scoring import PIECE, PieceSize, Truncation
 
 MOST_INPUTS = 2048
+
+
+class Truncatable(Struct, kw_only=True):
+    """A request whose texts may be too long, with what clients of vLLM and of
+    text-embeddings-inference say about that."""
+
+    truncate: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    truncation_direction: Literal["left", "right", "Left", "Right"] | None = None
+
+    def truncation(self, cuts: bool = False) -> Truncation:
+        """`cuts`: whether they are cut where nothing is said."""
+        tokens = self.truncate_prompt_tokens
+        if tokens == 0:
+            raise InvalidInput.at("truncate_prompt_tokens", "must be -1 or at least 1, not 0")
+        cuts = cuts or tokens is not None if self.truncate is None else self.truncate
+        kept = tokens if tokens and tokens > 0 else None
+        return Truncation(cuts, kept, (self.truncation_direction or "").lower() == "left")
 
 
 class ScoringBody(Body, Protocol):

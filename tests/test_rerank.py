@@ -20,7 +20,7 @@ from worker.embedding.load import ScoringOptions, load_reranker
 from worker.embedding.reranker import Reranker
 from worker.model.loading import LoadingFailed
 from worker.models import Breaker
-from worker.scoring import PairsInput, Scored
+from worker.scoring import PairsInput, Scored, Truncation
 
 hf: Any = importlib.import_module("transformers")  # half of it is not annotated
 
@@ -78,7 +78,7 @@ def test_a_long_document_is_cut_and_a_query_is_not(tmp_path: Path) -> None:
     short = scores(reranker, ["a a a"])
     assert scores(reranker, ["a " * 30], document_tokens=3) == pytest.approx(short, abs=1e-5)
     with pytest.raises(InvalidInput, match=r"documents\[0\]: has"):
-        scores(reranker, [long], cuts=False)
+        scores(reranker, [long], truncation=Truncation())
     with pytest.raises(InvalidInput, match="instruction"):
         scores(reranker, ["a"], instruction="Find it")
 
@@ -198,6 +198,23 @@ def test_text_embeddings_inferences_shape(server: Server) -> None:
     long = body | {"texts": ["a cow says moo " * 100]}
     assert error_of(post(server, "/rerank", long))["param"] == "texts[0]"
     assert post(server, "/rerank", long | {"truncate": True}).status_code == 200
+
+
+def test_what_vllm_and_tei_say_of_length_and_activation_counts(server: Server) -> None:
+    long, cut = "the cat sat on the mat " * 40 + "hello", {"truncate_prompt_tokens": -1}
+    pair = {"text_1": QUERY, "text_2": long}
+    assert post(server, "/v1/score", pair).status_code == 400
+    [scored] = post(server, "/v1/score", pair | cut).json()["data"]
+    [raw] = post(server, "/v1/score", pair | cut | {"use_activation": False}).json()["data"]
+    assert scored["score"] == pytest.approx(1 / (1 + np.exp(-raw["score"])), abs=1e-5)
+    texts = {"query": QUERY, "texts": [long], "truncate": True}
+    ends = [
+        post(server, "/rerank", texts | {"truncation_direction": end, **told}).json()[0]["score"]
+        for end in ("Right", "Left")
+        for told in ({}, {"use_activation": False})
+    ]
+    assert ends[:2] == pytest.approx([scored["score"], raw["score"]], abs=1e-5)
+    assert abs(ends[3] - ends[1]) > 1e-4
 
 
 def test_a_hundred_documents_come_back_in_order(server: Server) -> None:

@@ -14,7 +14,7 @@ from tests.tiny_embedders import checkpoint
 from worker.embedding.pairs import TextPairs
 from worker.embedding.reranker import Reranker
 from worker.embedding.texts import Row, TextReader
-from worker.scoring import PairsInput
+from worker.scoring import PairsInput, Truncation
 
 hf: Any = importlib.import_module("transformers")  # half of it is not annotated
 
@@ -60,6 +60,19 @@ def test_each_text_is_tokenized_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert texts[0] == QUERY
 
 
+@pytest.mark.parametrize("name", ["bert-rank", "qwen3-lm"])
+def test_either_end_of_a_document_may_be_kept_and_so_many_tokens(tmp_path: Path, name: str) -> None:
+    reranker = load(decoder(tmp_path / "m") if name == "qwen3-lm" else tiny.folder(name))
+    whole = "cow says moo on the mat"
+    around = len(row_of(reranker, QUERY, "a").ids) - 1
+    for left, kept, gone in ((False, "cow", "mat"), (True, "mat", "cow")):
+        cut = Truncation(cuts=True, tokens=around + 3, left=left)
+        ids = row_of(reranker, QUERY, whole, truncation=cut).ids
+        assert len(ids) == around + 3
+        assert kept in reranker.reader.decode(ids)
+        assert gone not in reranker.reader.decode(ids)
+
+
 def test_only_first_tokens_go_through_the_rest_of_the_last_layer() -> None:
     reranker = load(tiny.folder("bert-rank"))
     rows: Any = reranker.rows
@@ -92,7 +105,7 @@ def test_a_decoders_long_document_is_cut(
     assert row.ids[-1:] == row_of(reranker, QUERY, "a").ids[-1:]
     assert len(row_of(reranker, QUERY, long, document_tokens=2).ids) <= around + 2
     with pytest.raises(InvalidInput, match=r"documents\[0\]: has"):
-        row_of(reranker, QUERY, long, cuts=False)
+        row_of(reranker, QUERY, long, truncation=Truncation())
     with pytest.raises(InvalidInput, match="query: "):
         row_of(reranker, "a cow says moo " * 20, long)
 

@@ -63,7 +63,7 @@ class PairsInput:
     paths: Sequence[tuple[str, str]]
     instruction: str | None = None
     document_tokens: int | None = None  # so many of a document's tokens are read at most
-    cuts: bool = True  # documents that are too long; queries never are
+    truncation: Truncation = Truncation(cuts=True)  # of rows, in documents; queries stay whole
     raw: bool = False  # scores as the model gives them, without an activation
     cache_root: bytes = b""
 

@@ -9,14 +9,14 @@ lengths) is checked in a pool (worker/embedding).
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from batching.errors import InvalidInput
 from server.answers import EmbeddingUsage
 from server.http.json import to_json
 from server.openai.params import Salt, TokenId, read_inputs
-from server.scoring import MOST_INPUTS
-from worker.scoring import Embedded, EmbeddingInput, PieceSize, Truncation, pieces
+from server.scoring import MOST_INPUTS, Truncatable
+from worker.scoring import Embedded, EmbeddingInput, PieceSize, pieces
 
 PATHS = ("/v1/embeddings", "/embed")
 Inputs = Annotated[
@@ -25,7 +25,7 @@ Inputs = Annotated[
 ]
 
 
-class EmbeddingRequest(Struct, kw_only=True):
+class EmbeddingRequest(Truncatable, kw_only=True):
     input: str | Inputs | None = None
     inputs: str | Inputs | None = None
     model: str | None = None
@@ -34,9 +34,6 @@ class EmbeddingRequest(Struct, kw_only=True):
     input_type: str | None = None
     prompt_name: str | None = None
     normalize: bool | None = None
-    truncate: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
-    truncation_direction: Literal["left", "right", "Left", "Right"] | None = None
     cache_salt: Salt | None = None
 
     @property
@@ -61,20 +58,12 @@ class EmbeddingRequest(Struct, kw_only=True):
             "role": self.input_type,
             "dimensions": self.dimensions,
             "normalize": self.normalize,
-            "truncation": self._truncation(),
+            "truncation": self.truncation(),
             "form": form,
             "param": param,
         }
         single, parts = param in found, pieces(inputs, [len(each) for each in inputs], most)
         return [EmbeddingInput(part, None if single else n, **options) for n, part in parts]
-
-    def _truncation(self) -> Truncation:
-        tokens = self.truncate_prompt_tokens
-        if tokens == 0:
-            raise InvalidInput.at("truncate_prompt_tokens", "must be -1 or at least 1, not 0")
-        cuts = bool(self.truncate) or (tokens is not None and self.truncate is not False)
-        kept = tokens if tokens and tokens > 0 else None
-        return Truncation(cuts, kept, (self.truncation_direction or "").lower() == "left")
 
     def content(self, outputs: list[Embedded]) -> list[bytes]:
         parts = [part for each in outputs for part in (b",", each.content)][1:]

@@ -14,7 +14,6 @@ from worker.embedding.texts import Row, TextReader
 from worker.scoring import PairsInput, Truncation
 from worker.text.control_tokens import ControlTokens
 
-CUT = Truncation(cuts=True)
 WHOLE = Truncation()
 # What Qwen3-Reranker was trained on; of its model card. Jinja drops a last newline.
 QUESTION = (
@@ -32,26 +31,29 @@ Pairs = Callable[[PairsInput], list[Row]]
 
 def bounded(reader: TextReader, payload: PairsInput) -> tuple[list[str], list[str]]:
     """Queries and documents, of no more characters than the model's tokens may have."""
-    of_documents = CUT if payload.cuts else WHOLE
     numbered = list(zip(payload.pairs, payload.paths, strict=True))
     return (
         [reader.bounded(query, paths[0], WHOLE) for (query, _), paths in numbered],
-        [reader.bounded(document, paths[1], of_documents) for (_, document), paths in numbered],
+        [
+            reader.bounded(document, paths[1], payload.truncation)
+            for (_, document), paths in numbered
+        ],
     )
 
 
-def kept(payload: PairsInput, tokens: int, around: int, limit: int, paths: Paths) -> int:
-    """How many of a document's tokens are read beside `around` others."""
-    wanted = min(tokens, payload.document_tokens or tokens)
-    if wanted + around <= limit:
-        return wanted
-    if not payload.cuts:
+def kept(payload: PairsInput, tokens: int, around: int, limit: int, paths: Paths) -> slice:
+    """Which of a document's tokens are read beside `around` others."""
+    truncation = payload.truncation
+    limit = min(limit, truncation.tokens or limit)
+    wanted, room = min(tokens, payload.document_tokens or tokens), limit - around
+    if wanted > room and not truncation.cuts:
         many = f"has {wanted + around} tokens with its query; the model takes"
         raise InvalidInput.at(paths[1], f"{many} {limit}")
-    if around >= limit:
-        many = "leaves no room for a document: the model takes"
-        raise InvalidInput.at(paths[0], f"{many} {limit} tokens")
-    return limit - around
+    if wanted > room < 1:
+        many = f"leaves no room for a document in {limit} tokens"
+        raise InvalidInput.at(paths[0], many)
+    most = min(wanted, room)
+    return slice(tokens - most, tokens) if truncation.left else slice(most)
 
 
 class TextPairs:
@@ -88,7 +90,7 @@ class TextPairs:
     def _row(self, payload: PairsInput, query: list[int], document: list[int], paths: Paths) -> Row:
         before, between, after = self.ids
         around = len(before) + len(query) + len(between) + len(after)
-        document = document[: kept(payload, len(document), around, self.reader.limit, paths)]
+        document = document[kept(payload, len(document), around, self.reader.limit, paths)]
         row = Row([*before, *query, *between, *document, *after])
         self.reader.checked(row.ids, paths[1])
         if self.typed:
@@ -120,9 +122,9 @@ class QuestionPairs:
         for query, document, paths in zip(queries, documents, payload.paths, strict=True):
             ids, (before, after) = self._ids(told, query, document), around[query]
             tokens = len(ids) - before - after
-            most = kept(payload, tokens, before + after, self.reader.limit, paths)
-            if most < tokens:
-                ids = ids[: before + most] + ids[len(ids) - after :]
+            part = kept(payload, tokens, before + after, self.reader.limit, paths)
+            end = before + tokens
+            ids = [*ids[:before], *ids[before:end][part], *ids[end:]]
             rows.append(Row(self.reader.checked(ids, paths[1])))
         return rows
 
