@@ -10,7 +10,14 @@ from transformers import pipeline
 from batching.errors import InvalidInput
 from tests.parity import item, refusal, runner, serve
 from tests.test_media import tone
-from tests.tiny_tokenizers import llama_tokenizer
+from tests.tiny_tokenizers import llama_tokenizer, wordpiece
+from worker.pipeline import limits
+
+
+def words(count: int) -> list[str]:
+    """Of the vocabulary."""
+    return sorted(wordpiece())[:count]
+
 
 # ── texts ──
 
@@ -124,6 +131,33 @@ def test_conversation_needs_a_chat_template() -> None:
         patch.setattr(run, "_replica", lambda: nullcontext(plain))
         with pytest.raises(InvalidInput, match="no chat template"):
             run.prepare(item([{"role": "user", "content": "hello"}]))
+
+
+@pytest.mark.parametrize(
+    ("model", "fine", "too_many"),
+    [
+        ("bert-mlm", {"top_k": 100}, {"top_k": 101}),
+        ("deberta-mlm", {"top_k": 100}, {"top_k": 101}),  # it is not packed
+        ("bert-mlm", {"top_k": 200, "targets": words(100)}, {"top_k": 200, "targets": words(101)}),
+    ],
+)
+def test_answers_that_repeat_a_text_too_often_are_refused(
+    monkeypatch: pytest.MonkeyPatch, model: str, fine: Any, too_many: Any
+) -> None:
+    monkeypatch.setattr(limits, "MAX_FILLED", 20 * 100 * 35)  # 140 characters
+    runner("fill-mask", model).prepare(item("[MASK] " * 20, **fine))
+    assert refusal("fill-mask", model, "[MASK] " * 20, **too_many).param == "parameters.top_k"
+    monkeypatch.setattr(limits, "MAX_FILLED", 20 * 4 * 35)
+    assert refusal("fill-mask", model, "[MASK] " * 20).param == "inputs"
+
+
+def test_masks_of_more_scores_than_there_is_room_for_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "MAX_SCORES", 20 * 260)
+    runner("fill-mask", "bert-mlm").prepare(item("[MASK] " * 20))
+    wrong = refusal("fill-mask", "bert-mlm", "[MASK] " * 21, top_k=1)
+    assert str(wrong) == "the text has 21 masks; at most 20 are taken"
 
 
 # ── objects ──

@@ -18,6 +18,10 @@ ENDLESS = 1 << 24  # tokenizers say 10^30 where nobody set a limit
 MAX_CHARS_PER_TOKEN = 256
 MAX_CHUNKS = 1024  # forward rows of one input
 MAX_UNCHUNKED_S = 300.0  # sound in one row: its cost grows with the square
+MAX_FILLED = 1 << 20  # tokens of all texts in an answer of fill-mask: seconds, and some 4 MB
+MAX_SCORES = 1 << 24  # of one text's masks, each of which has one for every word
+CHARS_PER_TOKEN = 4  # about
+FILL_MASK_TOP_K = 5  # the pipeline's own default
 
 
 def context_limit(pipe: Pipe) -> int:
@@ -69,6 +73,25 @@ def check_strings(pipe: Pipe, inputs: Any, parameters: Mapping[str, Any], limit:
         check_characters(len(text), limit)
         if (count := len(pipe.tokenizer(text)["input_ids"])) > limit:
             raise InvalidInput(f"the text has {count} tokens; the model takes {limit}", "inputs")
+
+
+def check_masks(
+    masks: int, tokens: int, text: str, parameters: Mapping[str, Any], words: int
+) -> None:
+    """Of fill-mask, whose answers repeat the text: `parameters` are its postprocessing's, `words`
+    the size of its vocabulary."""
+    if masks * words > MAX_SCORES:
+        many = f"the text has {masks} masks; at most {MAX_SCORES // words} are taken"
+        raise InvalidInput(many, "inputs")
+    answers, targets = parameters.get("top_k", FILL_MASK_TOP_K), parameters.get("target_ids")
+    if targets is not None:
+        answers = min(answers, len(targets))
+    if answers > words:
+        raise InvalidInput(f"the model has {words} tokens", "parameters.top_k")
+    length = max(tokens, len(text) // CHARS_PER_TOKEN)
+    if masks * answers * length > MAX_FILLED:
+        long = f"{answers} answers for {masks} masks, each the whole text, are too much to send"
+        raise InvalidInput(long, "parameters.top_k" if "top_k" in parameters else "inputs")
 
 
 def check_strides(parameters: Mapping[str, Any], limit: int) -> None:

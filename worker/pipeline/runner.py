@@ -129,12 +129,12 @@ class PipelineRunner:
             if "tokenizer" in during:  # there with stop strings; the replica's stays in the pool
                 during["tokenizer"] = self.pipe.tokenizer
         if self.fills_masks:
-            if "target_ids" not in after and after.get("top_k", 0) > self.vocabulary:
-                raise InvalidInput(f"the model has {self.vocabulary} tokens", "parameters.top_k")
-            if self.packing:
-                mask_id = pipe.tokenizer.mask_token_id
-                found = [chunk["input_ids"][0] == mask_id for chunk in chunks]
-                prepared.masks = [each.nonzero().squeeze(1).tolist() for each in found]
+            is_mask = made["input_ids"][0] == pipe.tokenizer.mask_token_id
+            masks = is_mask.nonzero().squeeze(1).tolist()
+            if len(masks) > 1 or after:
+                words = min(self.vocabulary, len(pipe.tokenizer))
+                limits.check_masks(len(masks), prepared.tokens, inputs, after, words)
+            prepared.masks = [masks] if self.packing else None
         return prepared
 
     def _share_equal(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
