@@ -11,9 +11,9 @@ ahead, and look where words are.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from batching.errors import DeviceLost, OnequeueError
@@ -21,7 +21,7 @@ from batching.request_queue import WorkItem
 from worker.cores import compute_alone
 from worker.failures import failure_of, run_in_halves
 from worker.protocol import ModelInfo, Pending, StepOutcome, StepReport
-from worker.speech.work import Align, Runner, Text, Work
+from worker.speech.work import Align, Audio, Runner, Text, Work
 from worker.transcription import TranscriptDelta, TranscriptionInput
 
 log = logging.getLogger("onequeue.speech")
@@ -47,16 +47,19 @@ class SpeechEngine:
     def __init__(
         self,
         runner: Runner,
-        open_text: Callable[[TranscriptionInput], Text],
+        open_audio: Callable[[TranscriptionInput], Audio],
+        read_text: Callable[[TranscriptionInput, Any], Text],
         info: ModelInfo,
         example: Callable[[], Any],
         align: Align | None = None,
     ) -> None:
-        """`open_text` raises InvalidInput for what cannot be transcribed; `example` is a window to
-        warm up with; without `align`, texts know of themselves where their words are."""
+        """`open_audio` opens a recording, `read_text` begins what is said in it: InvalidInput from
+        either. `example` is a window to warm up with; without `align`, texts know of themselves
+        where their words are."""
         self.runner = runner
         self.info = info
-        self._open = open_text
+        self._open = open_audio
+        self._text = read_text
         self._example = example
         self._align = align
         self._encoded = ENCODED[info.device.split(":")[0]]
@@ -84,26 +87,31 @@ class SpeechEngine:
     def _begin(self, item: WorkItem, wanted: Wanted, again: Again) -> None:
         if not wanted():
             return
-        work, is_short = Work(), True
-        try:
-            work.text = self._open(item.payload)
-            is_short = work.text.frames.measure()
-        except BaseException as error:  # a panic in a tokenizer is no Exception
-            work.error = error.with_traceback(None)  # its frames hold the item
-        item.prepared = work
+        item.prepared, is_short = Work(), True
+        with self._reading(item.prepared, wanted) as work:
+            work.audio = self._open(item.payload)
+            work.text = self._text(item.payload, work.audio)
+            is_short = work.audio.measure()
         if is_short:
             again()
         else:
             self._scans.submit(self._scan, work, wanted, again)
 
     def _scan(self, work: Work, wanted: Wanted, again: Again) -> None:
-        try:
+        with self._reading(work, wanted):
             work.text.frames.scan(wanted)
-        except BaseException as error:
-            work.error = error.with_traceback(None)
-        if not wanted():
-            work.text.frames.close()
         again()
+
+    @contextmanager
+    def _reading(self, work: Work, wanted: Wanted) -> Iterator[Work]:
+        """Work keeps what is raised inside; after that, or if nobody wants it, its recording is
+        closed."""
+        try:
+            yield work
+        except BaseException as error:  # a panic in a tokenizer is no Exception
+            work.error = error.with_traceback(None)  # its frames hold the item
+        if work.audio and (work.error or not wanted()):
+            work.audio.close()
 
     def close(self) -> None:
         for pool in (self._pool, self._openers, self._scans):

@@ -92,9 +92,11 @@ def whisper_engine(speech: Speech, options: SpeechOptions) -> SpeechEngine:
     vocabulary = Vocabulary(speech.tokenizer, config, model.config.max_target_positions)
     runner = WhisperRunner(model, vocabulary, rows_of(model))
 
-    def open_text(payload: TranscriptionInput) -> Transcript:
-        recording = Recording(payload.path, mel.rate, options.max_audio_s)
-        return Transcript(payload, Frames(mel, recording), vocabulary, config)
+    def open_audio(payload: TranscriptionInput) -> Frames:
+        return Frames(mel, Recording(payload.path, mel.rate, options.max_audio_s))
+
+    def read_text(payload: TranscriptionInput, frames: Frames) -> Transcript:
+        return Transcript(payload, frames, vocabulary, config)
 
     def example() -> Window:
         silence = torch.zeros(model.config.num_mel_bins, mel.window)
@@ -102,7 +104,7 @@ def whisper_engine(speech: Speech, options: SpeechOptions) -> SpeechEngine:
         return Window(silence, mel.window, 0, (), language, "transcribe")
 
     info = model_info(TASK, options.model, model, model.num_parameters(), "continuous")
-    return SpeechEngine(runner, open_text, info, example, Aligner(runner))
+    return SpeechEngine(runner, open_audio, read_text, info, example, Aligner(runner))
 
 
 def rows_of(model: Any) -> int:
@@ -117,9 +119,10 @@ def ctc_engine(speech: Speech, options: SpeechOptions) -> SpeechEngine:
     rate: int = extractor.sampling_rate
     moment = int(getattr(model.config, "inputs_to_logits_ratio", 1))
 
-    def open_text(payload: TranscriptionInput) -> CtcText:
-        recording = Recording(payload.path, rate, options.max_audio_s)
-        chunks = Chunks(extractor, moment, recording)
+    def open_audio(payload: TranscriptionInput) -> Chunks:
+        return Chunks(extractor, moment, Recording(payload.path, rate, options.max_audio_s))
+
+    def read_text(payload: TranscriptionInput, chunks: Chunks) -> CtcText:
         return CtcText(payload, chunks, speech.tokenizer, moment / rate)
 
     def example() -> Chunk:
@@ -127,4 +130,4 @@ def ctc_engine(speech: Speech, options: SpeechOptions) -> SpeechEngine:
 
     runner = CtcRunner(model, ENCODED[model.device.type])
     info = model_info(TASK, options.model, model, model.num_parameters(), "same shape")
-    return SpeechEngine(runner, open_text, info, example)
+    return SpeechEngine(runner, open_audio, read_text, info, example)

@@ -63,7 +63,7 @@ class Recording:
         except BaseException:
             self.close()
             raise
-        self._blocks = self._read()
+        self._blocks = blocks(self._source, self.rate, self.max_s, self.param)
 
     def length(self) -> float:
         """Its seconds; where the header does not say, all of it is read to tell."""
@@ -118,42 +118,45 @@ class Recording:
         if not MIN_RATE <= source.rate <= MAX_RATE:
             odd = f"the sound has {source.rate} samples a second"
             raise InvalidInput(f"{odd}; {MIN_RATE} to {MAX_RATE} are taken", self.param)
-        seconds = source.frames / source.rate
-        self._check_length(seconds, source.frames, source.channels)
-        return seconds
+        return check_length(source, source.frames, self.max_s, self.param)
 
-    def _check_length(self, seconds: float, frames: int, channels: int) -> None:
-        if seconds > self.max_s or frames * channels > MAX_SAMPLES:
-            long = f"the sound lasts {seconds:.0f} seconds in {channels} channels"
-            most = f"at most {self.max_s:g} seconds and {MAX_SAMPLES} samples are taken"
-            raise InvalidInput(f"{long}; {most}", self.param)
 
-    def _read(self) -> Iterator[np.ndarray]:
-        """Its samples at the recording's rate, block by block."""
-        import soxr
+def check_length(source: "Container | SoundFile", frames: int, max_s: float, param: str) -> float:
+    """The seconds of so many samples of each channel, if they are not too many."""
+    seconds, channels = frames / source.rate, source.channels
+    if seconds > max_s or frames * channels > MAX_SAMPLES:
+        long = f"the sound lasts {seconds:.0f} seconds in {channels} channels"
+        most = f"at most {max_s:g} seconds and {MAX_SAMPLES} samples are taken"
+        raise InvalidInput(f"{long}; {most}", param)
+    return seconds
 
-        source = self._source
-        same = source.rate == self.rate
-        resampler = None if same else soxr.ResampleStream(source.rate, self.rate, 1)
-        grows = math.ceil(self.rate / source.rate)
-        count, frames = max(1, BLOCK // max(source.channels, grows)), 0
-        while len(mono := self._block(count)):
-            frames += len(mono)
-            self._check_length(frames / source.rate, frames, source.channels)
-            yield mono if resampler is None else resampler.resample_chunk(mono)
-        if resampler is not None:
-            yield resampler.resample_chunk(NOTHING, last=True)
 
-    def _block(self, count: int) -> np.ndarray:
-        try:
-            mono = self._source.read(count)
-        except Unreadable:
-            raise InvalidInput(f"{UNREADABLE}, or it is broken", self.param) from None
-        if not (np.abs(mono) <= LOUDEST).all():
-            raise InvalidInput(
-                "samples of the sound are not finite numbers, or too large", self.param
-            )
-        return mono
+def blocks(
+    source: "Container | SoundFile", rate: int, max_s: float, param: str
+) -> Iterator[np.ndarray]:
+    """A source's samples at `rate`, block by block. It knows no recording: one that is forgotten
+    would wait for the garbage collector to be closed."""
+    import soxr
+
+    resampler = None if source.rate == rate else soxr.ResampleStream(source.rate, rate, 1)
+    grows = math.ceil(rate / source.rate)
+    count, frames = max(1, BLOCK // max(source.channels, grows)), 0
+    while len(mono := read_block(source, count, param)):
+        frames += len(mono)
+        check_length(source, frames, max_s, param)
+        yield mono if resampler is None else resampler.resample_chunk(mono)
+    if resampler is not None:
+        yield resampler.resample_chunk(NOTHING, last=True)
+
+
+def read_block(source: "Container | SoundFile", count: int, param: str) -> np.ndarray:
+    try:
+        mono = source.read(count)
+    except Unreadable:
+        raise InvalidInput(f"{UNREADABLE}, or it is broken", param) from None
+    if not (np.abs(mono) <= LOUDEST).all():
+        raise InvalidInput("samples of the sound are not finite numbers, or too large", param)
+    return mono
 
 
 class SoundFile:

@@ -95,7 +95,8 @@ Align = Callable[[Any], Callable[[], Sequence[float]]]
 class Work:
     """An item that is being transcribed."""
 
-    text: Text = field(init=False)  # once it is opened
+    audio: Audio | None = None  # once it is opened
+    text: Text = field(init=False)
     error: BaseException | None = None  # of that, or of its scan
     begun: bool = False
     window: Any = None  # the one that runs, or waits for the times of its words
