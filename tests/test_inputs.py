@@ -1,23 +1,32 @@
 """Which inputs are refused, in which words, and that it takes no time."""
 
+import io
+import json
+import shutil
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
+import soundfile
 from transformers import pipeline
 
 from batching.errors import InvalidInput
+from tests import tiny
 from tests.parity import item, refusal, runner, serve
 from tests.test_media import tone
 from tests.tiny_tokenizers import llama_tokenizer, wordpiece
 from worker.pipeline import limits
+from worker.pipeline.load import PipelineOptions, load_runner
 
 
 def words(count: int) -> list[str]:
     """Of the vocabulary."""
     return sorted(wordpiece())[:count]
 
+
+ASR = "automatic-speech-recognition"
 
 # ── texts ──
 
@@ -206,7 +215,7 @@ def test_cells_that_are_numbers_or_empty_are_read_as_text() -> None:
 def test_pieces_of_sound_that_bring_nothing_new_are_refused() -> None:
     for chunk_s, stride_s in ((0.2, 0.1), (0.1, 0.049995)):
         wrong = refusal(
-            "automatic-speech-recognition",
+            ASR,
             "wav2vec2-ctc",
             tone(20),
             chunk_length_s=chunk_s,
@@ -216,5 +225,45 @@ def test_pieces_of_sound_that_bring_nothing_new_are_refused() -> None:
 
 
 def test_long_sound_must_be_cut_into_pieces() -> None:
-    wrong = refusal("automatic-speech-recognition", "wav2vec2-ctc", tone(301))
+    wrong = refusal(ASR, "wav2vec2-ctc", tone(301))
     assert "set chunk_length_s" in str(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("language", "klingon"),
+        ("language", "fr"),  # the model has no token for it
+        ("max_new_tokens", 29),  # of 32 positions
+        ("return_timestamps", "word"),
+        ("task", "translate"),
+    ],
+)
+def test_what_whisper_cannot_do_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: Any
+) -> None:
+    config = runner(ASR, "whisper").pipe.model.generation_config
+    monkeypatch.setattr(config, "task_to_id", {"transcribe": config.task_to_id["transcribe"]})
+    monkeypatch.delattr(config, "alignment_heads")
+    assert refusal(ASR, "whisper", tone(1), **{name: value}).param == f"parameters.{name}"
+    monkeypatch.setattr(config, "is_multilingual", False)
+    if name in ("language", "task"):
+        refusal(ASR, "whisper", tone(1), language="en")
+
+
+def test_long_sound_is_heard_where_the_checkpoint_has_no_timestamps_by_default(
+    tmp_path: Path,
+) -> None:
+    """As OpenAI's own have it."""
+    shutil.copytree(tiny.folder("whisper"), tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "return_timestamps": False}))
+    run = load_runner(PipelineOptions(str(tmp_path), task=ASR, device="cpu"), 8)
+    asked: list[dict[str, Any]] = [{}, {"return_timestamps": False}, {"return_timestamps": True}]
+    answers = serve(run, [item(tone(3), max_new_tokens=6, **each) for each in asked])
+    assert answers[0] == answers[1] == {"text": answers[2]["text"]}
+    assert answers[2]["chunks"]
+    short = serve(run, [item(tone(1), max_new_tokens=6)])[0]
+    make: Any = pipeline
+    sound, _ = soundfile.read(io.BytesIO(tone(1)), dtype="float32")
+    assert short == make(ASR, model=str(tmp_path), device="cpu")(sound, max_new_tokens=6)

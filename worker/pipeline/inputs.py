@@ -46,8 +46,9 @@ class InputReader:
             case "image":
                 inputs = to_image(inputs, lease, values_per_pixel=self.values_per_pixel)
             case "audio":
-                any_length = getattr(pipe, "type", "") == "seq2seq_whisper"
-                check = partial(limits.check_sound, parameters=parameters, any_length=any_length)
+                if is_whisper := getattr(pipe, "type", "") == "seq2seq_whisper":
+                    limits.check_whisper(pipe, parameters)
+                check = partial(limits.check_sound, parameters=parameters, any_length=is_whisper)
                 inputs = to_audio(inputs, pipe.feature_extractor.sampling_rate, lease, check)
             case "json":
                 inputs = read_object(self.name, inputs, self.limit, lease)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
+from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from batching.errors import InvalidInput
 from worker.model.loading import Pipe
@@ -22,6 +23,7 @@ MAX_FILLED = 1 << 20  # tokens of all texts in an answer of fill-mask: seconds, 
 MAX_SCORES = 1 << 24  # of one text's masks, each of which has one for every word
 CHARS_PER_TOKEN = 4  # about
 FILL_MASK_TOP_K = 5  # the pipeline's own default
+WHISPER_PROMPT = 4  # tokens at most: start, language, task, no timestamps
 
 
 def context_limit(pipe: Pipe) -> int:
@@ -119,6 +121,29 @@ def check_sound(seconds: float, parameters: Mapping[str, Any], any_length: bool)
         long = f"the sound lasts {seconds:.0f} seconds; this model takes {MAX_UNCHUNKED_S:.0f}"
         cut = "speech recognition can cut it into pieces: set chunk_length_s"
         raise InvalidInput(f"{long} at a time ({cut})", "inputs")
+
+
+def check_whisper(pipe: Pipe, parameters: Mapping[str, Any]) -> None:
+    """What its `generate` would raise for."""
+    config, asked = pipe.model.generation_config, parameters.get("return_timestamps")
+    needed = "alignment_heads" if asked == "word" else "no_timestamps_token_id"
+    if asked and getattr(config, needed, None) is None:
+        raise InvalidInput(f"its generation_config has no {needed}", "parameters.return_timestamps")
+    most = pipe.model.config.max_target_positions - WHISPER_PROMPT
+    if (parameters.get("max_new_tokens") or 0) > most:
+        many = f"the model says at most {most} tokens of a piece of sound"
+        raise InvalidInput(many, "parameters.max_new_tokens")
+    for name, table in (("language", "lang_to_id"), ("task", "task_to_id")):
+        if (value := parameters.get(name)) is None:
+            continue
+        known = getattr(config, table, None) if getattr(config, "is_multilingual", True) else None
+        if name == "language":
+            code = value.lower().strip("<|>")
+            value = f"<|{TO_LANGUAGE_CODE.get(code, code)}|>"
+        if value not in (known or ()):
+            names = ", ".join(each.strip("<|>") for each in known or ())
+            knows = f"it knows {names or 'one alone'}"
+            raise InvalidInput(f"the model takes no such {name}: {knows}", f"parameters.{name}")
 
 
 def values_per_pixel(task: str, pipe: Pipe) -> int:
