@@ -169,6 +169,19 @@ def test_masks_of_more_scores_than_there_is_room_for_are_refused(
     assert str(wrong) == "the text has 21 masks; at most 20 are taken"
 
 
+@pytest.mark.parametrize(
+    ("labels", "fine"), [(["a"] * 10, 40), (",".join(["many words"] * 10), 40), (["a"] * 40, 10)]
+)
+def test_a_text_that_is_read_with_each_of_many_labels_is_short(
+    monkeypatch: pytest.MonkeyPatch, labels: Any, fine: int
+) -> None:
+    monkeypatch.setattr("worker.pipeline.inputs.MAX_LABELLED_CHARS", 400)
+    task, model = "zero-shot-classification", "bert-nli"
+    runner(task, model).prepare(item("a" * fine, candidate_labels=labels))
+    wrong = refusal(task, model, "a" * (fine + 1), candidate_labels=labels)
+    assert "too long for so many labels" in str(wrong)
+
+
 # ── objects ──
 
 BOX = [0, 0, 10, 10]
@@ -222,6 +235,17 @@ def test_pieces_of_sound_that_bring_nothing_new_are_refused() -> None:
             stride_length_s=stride_s,
         )
         assert wrong.param == "parameters.chunk_length_s"
+
+
+def test_pieces_that_are_filled_up_are_few_for_their_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whisper hears a whole window, however short a piece is: here of two seconds."""
+    monkeypatch.setattr(limits, "MAX_UNCHUNKED_S", 10.0)
+    wrong = refusal(ASR, "whisper", tone(20), chunk_length_s=0.4, stride_length_s=0)
+    assert "of 20 seconds there may be at most 45 pieces" in str(wrong)
+    assert wrong.param == "parameters.chunk_length_s"
+    fine = item(tone(20), chunk_length_s=0.5, stride_length_s=0)
+    runner(ASR, "whisper").prepare(fine)
+    assert fine.rows == 40
 
 
 def test_long_sound_must_be_cut_into_pieces() -> None:

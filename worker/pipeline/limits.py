@@ -19,6 +19,7 @@ ENDLESS = 1 << 24  # tokenizers say 10^30 where nobody set a limit
 MAX_CHARS_PER_TOKEN = 256
 MAX_CHUNKS = 1024  # forward rows of one input
 MAX_UNCHUNKED_S = 300.0  # sound in one row: its cost grows with the square
+MAX_HEARD = 4  # times that sound is heard where each piece is filled up with silence
 MAX_FILLED = 1 << 20  # tokens of all texts in an answer of fill-mask: seconds, and some 4 MB
 MAX_SCORES = 1 << 24  # of one text's masks, each of which has one for every word
 CHARS_PER_TOKEN = 4  # about
@@ -108,16 +109,20 @@ def check_strides(parameters: Mapping[str, Any], limit: int) -> None:
             raise InvalidInput(most, f"parameters.{name}")
 
 
-def check_sound(seconds: float, parameters: Mapping[str, Any], any_length: bool) -> None:
-    """`any_length`: the model cuts sound to its own pieces."""
+def check_sound(seconds: float, parameters: Mapping[str, Any], window_s: float) -> None:
+    """`window_s`: what the model hears of each piece, silence after it; then it cuts sound of any
+    length to pieces of its own. 0: it hears what there is."""
     if chunk_s := parameters.get("chunk_length_s") or 0.0:
         step_s = chunk_s - 2 * parameters.get("stride_length_s", chunk_s / 6)
-        if step_s <= 0 or seconds / step_s > MAX_CHUNKS:
+        most = float(MAX_CHUNKS)
+        if window_s:
+            most = min(most, (MAX_UNCHUNKED_S + MAX_HEARD * seconds) / window_s)
+        if step_s <= 0 or seconds / step_s > most:
             new = f"(chunk_length_s - 2 x stride_length_s is {step_s:g} seconds)"
-            most = f"and there may be at most {MAX_CHUNKS} pieces"
-            each = f"each piece must bring something new {new}, {most}"
+            many = f"and of {seconds:.0f} seconds there may be at most {int(most)} pieces"
+            each = f"each piece must bring something new {new}, {many}"
             raise InvalidInput(each, "parameters.chunk_length_s")
-    elif seconds > MAX_UNCHUNKED_S and not any_length:
+    elif seconds > MAX_UNCHUNKED_S and not window_s:
         long = f"the sound lasts {seconds:.0f} seconds; this model takes {MAX_UNCHUNKED_S:.0f}"
         cut = "speech recognition can cut it into pieces: set chunk_length_s"
         raise InvalidInput(f"{long} at a time ({cut})", "inputs")
