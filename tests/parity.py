@@ -70,7 +70,7 @@ def serve(run: PipelineRunner, items: Sequence[WorkItem]) -> list[Any]:
     return answers
 
 
-def refusal(task: str, model: str, inputs: Any, **parameters: Any) -> InvalidInput:
+def refusal(task: str, model: str, inputs: Any, /, **parameters: Any) -> InvalidInput:
     run = runner(task, model)
     with pytest.raises(InvalidInput) as caught:
         run.prepare(item(inputs, **parameters))

@@ -41,6 +41,21 @@ def test_a_recording_says_what_the_pipeline_says(tmp_path: Path, seconds: float)
     assert deltas[-1].seconds == pytest.approx(seconds)
 
 
+def test_times_are_right_whatever_the_configuration_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of Parakeet and its like say nothing of samples."""
+    samples = noise(2.0)
+    expected = piped(samples)["chunks"]
+    config = type(speech(CTC).model.config)
+    monkeypatch.setattr(config, "inputs_to_logits_ratio", 1)
+    payload = TranscriptionInput(saved(tmp_path, samples), words=True)
+    [[delta]] = transcribed(engine(CTC), [payload])
+    assert delta.segment
+    ours = [at for word in delta.segment.words for at in (word.start, word.end)]
+    assert ours == pytest.approx([at for each in expected for at in each["timestamp"]])
+
+
 @pytest.mark.parametrize(
     ("field", "asked"),
     [

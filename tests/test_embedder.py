@@ -1,5 +1,6 @@
 """What sentence-transformers' files say is what is done, whichever way a batch runs."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from torch.nn.functional import normalize
 
 from batching.errors import InvalidInput
-from tests.tiny_embedders import NEW, checkpoint, dense, load, states
+from tests import tiny
+from tests.tiny_embedders import NEW, OLD, checkpoint, dense, load, states, write
 from worker.embedding.embedder import Embedder
 from worker.model.loading import LoadingFailed
 from worker.scoring import Embedded, EmbeddingInput, Truncation
@@ -94,6 +96,22 @@ def test_several_poolings_are_concatenated_in_their_order(tmp_path: Path) -> Non
     hidden = states("bert-base", TEXTS[0])
     expected = torch.cat([pool(hidden, "max"), pool(hidden, "cls")]).numpy()
     np.testing.assert_allclose(vector, expected, atol=1e-3)
+
+
+def test_a_transformer_in_a_folder_of_its_own_is_found_on_a_hub_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As old versions of sentence-transformers saved it."""
+    snapshot = tmp_path / "models--a--old/snapshots/0123"
+    shutil.copytree(tiny.folder("bert-base"), snapshot / "0_Transformer")
+    module = {"idx": 0, "name": "0", "path": "0_Transformer", "type": OLD + "Transformer"}
+    write(snapshot, "modules.json", [module])
+    main = snapshot.parents[1] / "refs/main"
+    main.parent.mkdir()
+    main.write_text("0123")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for model in (Path("a/old"), snapshot):
+        check(load(model), "bert-base", "mean")
 
 
 def test_without_files_it_is_the_mean_at_unit_length(tmp_path: Path) -> None:

@@ -1,16 +1,32 @@
 """Which inputs are refused, in which words, and that it takes no time."""
 
+import io
+import json
+import shutil
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
+import soundfile
 from transformers import pipeline
 
 from batching.errors import InvalidInput
+from tests import tiny
 from tests.parity import item, refusal, runner, serve
 from tests.test_media import tone
-from tests.tiny_tokenizers import llama_tokenizer
+from tests.tiny_tokenizers import llama_tokenizer, wordpiece
+from worker.pipeline import limits
+from worker.pipeline.load import PipelineOptions, load_runner
+
+
+def words(count: int) -> list[str]:
+    """Of the vocabulary."""
+    return sorted(wordpiece())[:count]
+
+
+ASR = "automatic-speech-recognition"
 
 # ── texts ──
 
@@ -126,6 +142,46 @@ def test_conversation_needs_a_chat_template() -> None:
             run.prepare(item([{"role": "user", "content": "hello"}]))
 
 
+@pytest.mark.parametrize(
+    ("model", "fine", "too_many"),
+    [
+        ("bert-mlm", {"top_k": 100}, {"top_k": 101}),
+        ("deberta-mlm", {"top_k": 100}, {"top_k": 101}),  # it is not packed
+        ("bert-mlm", {"top_k": 200, "targets": words(100)}, {"top_k": 200, "targets": words(101)}),
+    ],
+)
+def test_answers_that_repeat_a_text_too_often_are_refused(
+    monkeypatch: pytest.MonkeyPatch, model: str, fine: Any, too_many: Any
+) -> None:
+    monkeypatch.setattr(limits, "MAX_FILLED", 20 * 100 * 35)  # 140 characters
+    runner("fill-mask", model).prepare(item("[MASK] " * 20, **fine))
+    assert refusal("fill-mask", model, "[MASK] " * 20, **too_many).param == "parameters.top_k"
+    monkeypatch.setattr(limits, "MAX_FILLED", 20 * 4 * 35)
+    assert refusal("fill-mask", model, "[MASK] " * 20).param == "inputs"
+
+
+def test_masks_of_more_scores_than_there_is_room_for_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "MAX_SCORES", 20 * 260)
+    runner("fill-mask", "bert-mlm").prepare(item("[MASK] " * 20))
+    wrong = refusal("fill-mask", "bert-mlm", "[MASK] " * 21, top_k=1)
+    assert str(wrong) == "the text has 21 masks; at most 20 are taken"
+
+
+@pytest.mark.parametrize(
+    ("labels", "fine"), [(["a"] * 10, 40), (",".join(["many words"] * 10), 40), (["a"] * 40, 10)]
+)
+def test_a_text_that_is_read_with_each_of_many_labels_is_short(
+    monkeypatch: pytest.MonkeyPatch, labels: Any, fine: int
+) -> None:
+    monkeypatch.setattr("worker.pipeline.inputs.MAX_LABELLED_CHARS", 400)
+    task, model = "zero-shot-classification", "bert-nli"
+    runner(task, model).prepare(item("a" * fine, candidate_labels=labels))
+    wrong = refusal(task, model, "a" * (fine + 1), candidate_labels=labels)
+    assert "too long for so many labels" in str(wrong)
+
+
 # ── objects ──
 
 BOX = [0, 0, 10, 10]
@@ -172,7 +228,7 @@ def test_cells_that_are_numbers_or_empty_are_read_as_text() -> None:
 def test_pieces_of_sound_that_bring_nothing_new_are_refused() -> None:
     for chunk_s, stride_s in ((0.2, 0.1), (0.1, 0.049995)):
         wrong = refusal(
-            "automatic-speech-recognition",
+            ASR,
             "wav2vec2-ctc",
             tone(20),
             chunk_length_s=chunk_s,
@@ -181,6 +237,57 @@ def test_pieces_of_sound_that_bring_nothing_new_are_refused() -> None:
         assert wrong.param == "parameters.chunk_length_s"
 
 
+def test_pieces_that_are_filled_up_are_few_for_their_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whisper hears a whole window, however short a piece is: here of two seconds."""
+    monkeypatch.setattr(limits, "MAX_UNCHUNKED_S", 10.0)
+    wrong = refusal(ASR, "whisper", tone(20), chunk_length_s=0.4, stride_length_s=0)
+    assert "of 20 seconds there may be at most 45 pieces" in str(wrong)
+    assert wrong.param == "parameters.chunk_length_s"
+    fine = item(tone(20), chunk_length_s=0.5, stride_length_s=0)
+    runner(ASR, "whisper").prepare(fine)
+    assert fine.rows == 40
+
+
 def test_long_sound_must_be_cut_into_pieces() -> None:
-    wrong = refusal("automatic-speech-recognition", "wav2vec2-ctc", tone(301))
+    wrong = refusal(ASR, "wav2vec2-ctc", tone(301))
     assert "set chunk_length_s" in str(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("language", "klingon"),
+        ("language", "fr"),  # the model has no token for it
+        ("max_new_tokens", 29),  # of 32 positions
+        ("return_timestamps", "word"),
+        ("task", "translate"),
+    ],
+)
+def test_what_whisper_cannot_do_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: Any
+) -> None:
+    config = runner(ASR, "whisper").pipe.model.generation_config
+    monkeypatch.setattr(config, "task_to_id", {"transcribe": config.task_to_id["transcribe"]})
+    monkeypatch.delattr(config, "alignment_heads")
+    assert refusal(ASR, "whisper", tone(1), **{name: value}).param == f"parameters.{name}"
+    monkeypatch.setattr(config, "is_multilingual", False)
+    if name in ("language", "task"):
+        refusal(ASR, "whisper", tone(1), language="en")
+
+
+def test_long_sound_is_heard_where_the_checkpoint_has_no_timestamps_by_default(
+    tmp_path: Path,
+) -> None:
+    """As OpenAI's own have it."""
+    shutil.copytree(tiny.folder("whisper"), tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "return_timestamps": False}))
+    run = load_runner(PipelineOptions(str(tmp_path), task=ASR, device="cpu"), 8)
+    asked: list[dict[str, Any]] = [{}, {"return_timestamps": False}, {"return_timestamps": True}]
+    answers = serve(run, [item(tone(3), max_new_tokens=6, **each) for each in asked])
+    assert answers[0] == answers[1] == {"text": answers[2]["text"]}
+    assert answers[2]["chunks"]
+    short = serve(run, [item(tone(1), max_new_tokens=6)])[0]
+    make: Any = pipeline
+    sound, _ = soundfile.read(io.BytesIO(tone(1)), dtype="float32")
+    assert short == make(ASR, model=str(tmp_path), device="cpu")(sound, max_new_tokens=6)

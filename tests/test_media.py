@@ -220,7 +220,7 @@ def test_a_length_that_the_model_does_not_take_is_refused_undecoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(soundfile.SoundFile, "read", None)
-    check = partial(check_sound, parameters={}, any_length=False)
+    check = partial(check_sound, parameters={}, window_s=0.0)
     with pytest.raises(InvalidInput, match="lasts 301 seconds; this model takes 300"):
         to_audio(tone(301, 1000), RATE, check_seconds=check)
 

@@ -4,6 +4,7 @@ import base64
 import io
 from collections import UserDict
 from typing import Any
+from unittest.mock import Mock
 
 import orjson
 import pytest
@@ -264,6 +265,55 @@ def test_an_image_is_kept_once_for_all_labels() -> None:
     runner("zero-shot-object-detection", "owlvit").prepare(prepared)
     assert len({id(chunk["pixel_values"]) for chunk in prepared.prepared.chunks}) == 1
     assert len({id(chunk["input_ids"]) for chunk in prepared.prepared.chunks}) == 3
+
+
+def test_labels_that_an_image_is_looked_at_for_are_bounded() -> None:
+    inputs = {"image": encoded(PICTURES[0]), "candidate_labels": ["one"] * 129}
+    wrong = refusal("zero-shot-object-detection", "owlvit", inputs)
+    assert (str(wrong), wrong.param) == (
+        "at most 128 labels are looked for at a time",
+        "inputs.candidate_labels",
+    )
+
+
+PICTURE = {"image": encoded(PICTURES[0]), "candidate_labels": ["one", "two", "three"]}
+SPEAK = {"max_new_tokens": 20}
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "inputs", "parameters", "forwards"),
+    [
+        ("text-generation", "llama-lm", "hello", {**SPEAK, "do_sample": False}, 20),
+        ("text-generation", "llama-lm", "hello", {**SPEAK, "num_beams": 8, "do_sample": False}, 20),
+        ("automatic-speech-recognition", "whisper", wav(noise(1, 4.0)), SPEAK, 20),
+        ("zero-shot-object-detection", "owlvit", PICTURE, {}, 3),
+    ],
+)
+def test_what_nobody_waits_for_ends_before_the_next_forward(
+    task: str, model: str, inputs: Any, parameters: dict[str, Any], forwards: int
+) -> None:
+    run, items, after = runner(task, model), [item(inputs, **parameters) for _ in range(2)], 2
+    count = 0
+
+    def step(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == after:
+            for each in leaving:
+                each.prepared.future.done.return_value = True
+
+    for each in items:
+        run.prepare(each)
+        each.prepared.future = Mock(**{"done.return_value": False})
+    hook = run.pipe.model.register_forward_hook(step)
+    try:
+        for leaving in (items[:1], items):  # somebody still waits; nobody does
+            count = 0
+            raw = run.forward([each.prepared for each in items])
+            assert (count == after, count >= forwards) == (leaving is items, leaving is not items)
+            assert (raw == [None, None]) == (leaving is items)
+    finally:
+        hook.remove()
 
 
 @pytest.mark.parametrize(

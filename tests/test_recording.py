@@ -1,9 +1,11 @@
 """Recordings as windows: whatever the format, in order, and no more in memory than a window."""
 
+import gc
 import importlib.util
 import io
 import subprocess
 import threading
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -89,10 +91,12 @@ def test_a_header_that_promises_too_little_or_too_much() -> None:
         promised = made.seconds
         made.window(0, 10 * RATE)
         assert made.seconds < 0.7 * promised
-    with Recording(path_of(contained("webm", "libopus", 3.0)), RATE) as made:
-        made.max_s = 2.0  # as if the header had said less
-        with pytest.raises(InvalidInput, match="at most 2 seconds"):
-            made.window(0, 10 * RATE)
+    silent = path_of(contained("webm", "libopus", 3.0, duration=False))
+    with (
+        Recording(silent, RATE, max_s=2.0) as made,
+        pytest.raises(InvalidInput, match="at most 2 seconds"),
+    ):
+        made.window(0, 10 * RATE)
 
 
 def test_without_pyav_m4a_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +178,37 @@ def test_processes_are_bounded_and_a_short_recording_keeps_none(
         Recording(path_of(b"\x1a\x45\xdf\xa3 and no more"), RATE)
     Recording(payload.path, RATE).close()
     assert len(waiting) == 3
+
+
+def test_a_refused_recording_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And its process with it, while the refusal is still at hand."""
+    monkeypatch.setattr(container, "_places", threading.BoundedSemaphore(1))
+    broken = np.full(RATE, np.nan, np.float32)
+    (tmp_path / "a.webm").write_bytes(contained("webm", "libopus"))
+    payload, refusals = TranscriptionInput(str(tmp_path / "a.webm")), []
+    for asked in (replace(payload, language="klingon"), replace(payload, prompt="<|en|>")):
+        for kind in (WHISPER, CTC):
+            with pytest.raises(InvalidInput) as refusal:
+                accepted(engine(kind), asked)
+            refusals.append(refusal)
+    monkeypatch.setattr(container.Container, "read", lambda self, count: broken)
+    for kind in (WHISPER, CTC):
+        with pytest.raises(InvalidInput, match="too large") as refusal:
+            accepted(engine(kind), payload)
+        refusals.append(refusal)
+    assert len(refusals) == 6
+
+
+def test_a_recording_that_is_forgotten_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client has left before the worker had it."""
+    monkeypatch.setattr(container, "_places", threading.BoundedSemaphore(1))
+    path = path_of(contained("webm", "libopus", 60.0))
+    gc.disable()
+    try:
+        for _ in range(2):
+            assert len(Recording(path, RATE).window(0, 100)) == 100
+    finally:
+        gc.enable()
 
 
 def unknown_length(samples: int) -> bytes:

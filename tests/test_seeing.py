@@ -8,7 +8,7 @@ import zlib
 from typing import Any
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from batching.errors import InvalidInput
 from tests import tiny_seeing
@@ -19,6 +19,7 @@ from worker.generation import loading
 from worker.generation.loading import load_generator
 from worker.generation_input import Picture
 from worker.model.language_model import GeneratorOptions
+from worker.pipeline.media import to_image
 from worker.protocol import Pending
 from worker.vision.processed import View
 from worker.vision.processor import Processor
@@ -198,6 +199,15 @@ def test_photo_is_turned_upright() -> None:
     upright = looked_at(file(image, exif=exif))
     assert upright.size == (20, 40)
     assert (upright.getpixel((10, 5)), upright.getpixel((10, 35))) == (WHITE, RED)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+@pytest.mark.parametrize("broken", [b"garbage!", b"Exif\0\0garbage!"])
+def test_photo_whose_exif_is_broken_stays_as_it_is(kind: str, broken: bytes) -> None:
+    data = file(plain(40, 20), kind, exif=broken)
+    assert looked_at(data).size == (40, 20)
+    with sight().budget.lease() as lease:  # pipelines turn images themselves
+        assert ImageOps.exif_transpose(to_image(data, lease)).size == (40, 20)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])

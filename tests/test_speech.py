@@ -156,6 +156,20 @@ def test_words_have_the_times_that_generate_gives_their_tokens(tmp_path: Path) -
         assert round(delta.segment.words[0].start, 2) == (known[first - 1] if first else 0.0)
 
 
+@pytest.mark.parametrize("frames", [1, 2, 3])
+def test_words_of_hardly_any_sound_have_times(frames: int) -> None:
+    """As at the end of a recording that is a little longer than a window."""
+    speaking = engine()
+    window = speaking._example()
+    window.frames = frames
+    speaking.runner.begin([window])
+    while not window.ended:
+        speaking.runner.step([window])
+    assert speaking._align
+    times = speaking._align(window)()
+    assert times == [0.0] * len(window.said)
+
+
 def test_an_attempt_that_looks_wrong_is_followed_by_one_at_a_higher_temperature(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

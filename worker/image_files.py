@@ -56,11 +56,16 @@ def open_image(data: bytes, param: str, most: int) -> Image.Image:
 
 
 def decode_image(image: Image.Image, param: str) -> None:
-    """Decode its pixels, in place; InvalidInput if the file is broken."""
+    """Decode its pixels, in place; InvalidInput if the file is broken. EXIF that is broken turns
+    no image: it is dropped, so that nobody reads it again."""
     try:
         image.load()
     except DECODING_ERRORS:
         raise _unreadable(param) from None
+    try:
+        image.getexif()
+    except Exception:
+        image.info.pop("exif", None)
 
 
 def upright_rgb(image: Image.Image) -> Image.Image:

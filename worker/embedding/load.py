@@ -6,7 +6,6 @@ on.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,9 +104,7 @@ def read_checkpoint(options: ScoringOptions, choose: Callable[[Any], Any]) -> Ch
     """By one of transformers' auto classes, which `choose` knows from the configuration."""
     path = local_path(options.model, "embedding")
     files = read_files(path)
-    if files.subfolder:
-        path = str(Path(path) / files.subfolder)  # as old versions saved it
-    model, tokenizer, lacking = load_checkpoint(options, path, choose)
+    model, tokenizer, lacking = load_checkpoint(options, path, choose, files.subfolder)
     return Checkpoint(options, model, tokenizer, files, lacking, model.num_parameters())
 
 

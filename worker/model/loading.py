@@ -48,22 +48,23 @@ class ModelOptions:
 
 
 def load_checkpoint(
-    options: ModelOptions, path: str, choose: Callable[[Any], Any]
+    options: ModelOptions, path: str, choose: Callable[[Any], Any], subfolder: str = ""
 ) -> tuple[Any, Any, dict[str, str]]:
     """A model on its device, by one of transformers' auto classes, which `choose` knows from the
     configuration; its tokenizer; and the names of the weights that its checkpoint lacks."""
     device = choose_device(options.device)
-    check_fits(path, options.dtype, device)
-    auto = choose(AutoConfig.from_pretrained(path, trust_remote_code=False))
+    check_fits(str(Path(path) / subfolder), options.dtype, device)
+    files: Any = {"subfolder": subfolder, "trust_remote_code": False}
+    auto = choose(AutoConfig.from_pretrained(path, **files))
     model, info = auto.from_pretrained(
         path,
-        dtype=choose_dtype(options.dtype, path, device),
+        dtype=choose_dtype(options.dtype, path, device, subfolder),
         output_loading_info=True,
         ignore_mismatched_sizes=True,
-        trust_remote_code=False,
+        **files,
         **attention_keywords(options.attention),
     )
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(path, **files)
     return model.to(device).eval(), tokenizer, missing_weights.names_of(info)
 
 
@@ -134,11 +135,14 @@ def has_bfloat16() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def choose_dtype(name: str, model: str, device: torch.device) -> torch.dtype | str:
+def choose_dtype(
+    name: str, model: str, device: torch.device, subfolder: str = ""
+) -> torch.dtype | str:
     """The checkpoint's dtype for `auto`, but bfloat16 where a CPU would run float16."""
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]  # checked by the settings
-    stored = getattr(AutoConfig.from_pretrained(model, trust_remote_code=False), "dtype", None)
+    files: Any = {"subfolder": subfolder, "trust_remote_code": False}
+    stored = getattr(AutoConfig.from_pretrained(model, **files), "dtype", None)
     return torch.bfloat16 if stored == torch.float16 and device.type == "cpu" else "auto"
 
 

@@ -22,7 +22,8 @@ from worker.pipeline.media import to_audio, to_image, to_images
 from worker.protocol import PipelineInput
 from worker.tasks import TASKS, TEXTS, check, listed
 
-MAX_LABELLED_CHARS = 4_000_000
+MAX_LABELLED_CHARS = 500_000
+MAX_DETECTED = 128  # labels that an image is looked at for, whole, each by itself
 MAX_QUESTIONS = 64  # each may be a prompt of its own
 
 
@@ -46,9 +47,12 @@ class InputReader:
             case "image":
                 inputs = to_image(inputs, lease, values_per_pixel=self.values_per_pixel)
             case "audio":
-                any_length = getattr(pipe, "type", "") == "seq2seq_whisper"
-                check = partial(limits.check_sound, parameters=parameters, any_length=any_length)
-                inputs = to_audio(inputs, pipe.feature_extractor.sampling_rate, lease, check)
+                extractor, window_s = pipe.feature_extractor, 0.0
+                if getattr(pipe, "type", "") == "seq2seq_whisper":
+                    limits.check_whisper(pipe, parameters)
+                    window_s = extractor.chunk_length
+                check = partial(limits.check_sound, parameters=parameters, window_s=window_s)
+                inputs = to_audio(inputs, extractor.sampling_rate, lease, check)
             case "json":
                 inputs = read_object(self.name, inputs, self.limit, lease)
         if (self.task.kind != "text" or not self.task.stages) and pipe.tokenizer is not None:
@@ -67,8 +71,9 @@ class InputReader:
             raise InvalidInput(f"{self.name} takes a string", "inputs")
         if not (inputs if self.name == "text-generation" else inputs.strip()):
             raise InvalidInput("the text is empty", "inputs")
-        labels = parameters.get("candidate_labels", ())  # it is tokenized for each
-        if len(inputs) * len(labels) > MAX_LABELLED_CHARS:
+        labels = parameters.get("candidate_labels", ())  # it is a row with each
+        count = labels.count(",") + 1 if isinstance(labels, str) else len(labels)
+        if len(inputs) * count > MAX_LABELLED_CHARS:
             raise InvalidInput("the text is too long for so many labels", "inputs")
         limits.check_characters(len(inputs), self.limit)
         if self.name == "fill-mask" and (mask := pipe.tokenizer.mask_token) not in inputs:
@@ -180,6 +185,9 @@ def read_object(task: str, inputs: Any, limit: int, lease: Lease) -> Any:
         return to_images([(each, f"inputs.images[{n}]") for n, each in enumerate(pair)], lease)
     if "image" in given:
         labels = len(given.get("candidate_labels", ()))  # the image is processed for each
+        if labels > MAX_DETECTED:
+            many = f"at most {MAX_DETECTED} labels are looked for at a time"
+            raise InvalidInput(many, "inputs.candidate_labels")
         given["image"] = to_image(given["image"], lease, "inputs.image", labels)
     if "images" in given:
         given["images"] = to_image(given["images"], lease, "inputs.images")

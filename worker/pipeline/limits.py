@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
+from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from batching.errors import InvalidInput
 from worker.model.loading import Pipe
@@ -18,6 +19,12 @@ ENDLESS = 1 << 24  # tokenizers say 10^30 where nobody set a limit
 MAX_CHARS_PER_TOKEN = 256
 MAX_CHUNKS = 1024  # forward rows of one input
 MAX_UNCHUNKED_S = 300.0  # sound in one row: its cost grows with the square
+MAX_HEARD = 4  # times that sound is heard where each piece is filled up with silence
+MAX_FILLED = 1 << 20  # tokens of all texts in an answer of fill-mask: seconds, and some 4 MB
+MAX_SCORES = 1 << 24  # of one text's masks, each of which has one for every word
+CHARS_PER_TOKEN = 4  # about
+FILL_MASK_TOP_K = 5  # the pipeline's own default
+WHISPER_PROMPT = 4  # tokens at most: start, language, task, no timestamps
 
 
 def context_limit(pipe: Pipe) -> int:
@@ -71,6 +78,25 @@ def check_strings(pipe: Pipe, inputs: Any, parameters: Mapping[str, Any], limit:
             raise InvalidInput(f"the text has {count} tokens; the model takes {limit}", "inputs")
 
 
+def check_masks(
+    masks: int, tokens: int, text: str, parameters: Mapping[str, Any], words: int
+) -> None:
+    """Of fill-mask, whose answers repeat the text: `parameters` are its postprocessing's, `words`
+    the size of its vocabulary."""
+    if masks * words > MAX_SCORES:
+        many = f"the text has {masks} masks; at most {MAX_SCORES // words} are taken"
+        raise InvalidInput(many, "inputs")
+    answers, targets = parameters.get("top_k", FILL_MASK_TOP_K), parameters.get("target_ids")
+    if targets is not None:
+        answers = min(answers, len(targets))
+    if answers > words:
+        raise InvalidInput(f"the model has {words} tokens", "parameters.top_k")
+    length = max(tokens, len(text) // CHARS_PER_TOKEN)
+    if masks * answers * length > MAX_FILLED:
+        long = f"{answers} answers for {masks} masks, each the whole text, are too much to send"
+        raise InvalidInput(long, "parameters.top_k" if "top_k" in parameters else "inputs")
+
+
 def check_strides(parameters: Mapping[str, Any], limit: int) -> None:
     """Overlaps that leave each piece of a text hardly anything new."""
     width = parameters.get("max_seq_len") or limit
@@ -83,19 +109,46 @@ def check_strides(parameters: Mapping[str, Any], limit: int) -> None:
             raise InvalidInput(most, f"parameters.{name}")
 
 
-def check_sound(seconds: float, parameters: Mapping[str, Any], any_length: bool) -> None:
-    """`any_length`: the model cuts sound to its own pieces."""
+def check_sound(seconds: float, parameters: Mapping[str, Any], window_s: float) -> None:
+    """`window_s`: what the model hears of each piece, silence after it; then it cuts sound of any
+    length to pieces of its own. 0: it hears what there is."""
     if chunk_s := parameters.get("chunk_length_s") or 0.0:
         step_s = chunk_s - 2 * parameters.get("stride_length_s", chunk_s / 6)
-        if step_s <= 0 or seconds / step_s > MAX_CHUNKS:
+        most = float(MAX_CHUNKS)
+        if window_s:
+            most = min(most, (MAX_UNCHUNKED_S + MAX_HEARD * seconds) / window_s)
+        if step_s <= 0 or seconds / step_s > most:
             new = f"(chunk_length_s - 2 x stride_length_s is {step_s:g} seconds)"
-            most = f"and there may be at most {MAX_CHUNKS} pieces"
-            each = f"each piece must bring something new {new}, {most}"
+            many = f"and of {seconds:.0f} seconds there may be at most {int(most)} pieces"
+            each = f"each piece must bring something new {new}, {many}"
             raise InvalidInput(each, "parameters.chunk_length_s")
-    elif seconds > MAX_UNCHUNKED_S and not any_length:
+    elif seconds > MAX_UNCHUNKED_S and not window_s:
         long = f"the sound lasts {seconds:.0f} seconds; this model takes {MAX_UNCHUNKED_S:.0f}"
         cut = "speech recognition can cut it into pieces: set chunk_length_s"
         raise InvalidInput(f"{long} at a time ({cut})", "inputs")
+
+
+def check_whisper(pipe: Pipe, parameters: Mapping[str, Any]) -> None:
+    """What its `generate` would raise for."""
+    config, asked = pipe.model.generation_config, parameters.get("return_timestamps")
+    needed = "alignment_heads" if asked == "word" else "no_timestamps_token_id"
+    if asked and getattr(config, needed, None) is None:
+        raise InvalidInput(f"its generation_config has no {needed}", "parameters.return_timestamps")
+    most = pipe.model.config.max_target_positions - WHISPER_PROMPT
+    if (parameters.get("max_new_tokens") or 0) > most:
+        many = f"the model says at most {most} tokens of a piece of sound"
+        raise InvalidInput(many, "parameters.max_new_tokens")
+    for name, table in (("language", "lang_to_id"), ("task", "task_to_id")):
+        if (value := parameters.get(name)) is None:
+            continue
+        known = getattr(config, table, None) if getattr(config, "is_multilingual", True) else None
+        if name == "language":
+            code = value.lower().strip("<|>")
+            value = f"<|{TO_LANGUAGE_CODE.get(code, code)}|>"
+        if value not in (known or ()):
+            names = ", ".join(each.strip("<|>") for each in known or ())
+            knows = f"it knows {names or 'one alone'}"
+            raise InvalidInput(f"the model takes no such {name}: {knows}", f"parameters.{name}")
 
 
 def values_per_pixel(task: str, pipe: Pipe) -> int:

@@ -74,6 +74,10 @@ def load_pipeline(options: PipelineOptions) -> tuple[Pipe, dict[str, str]]:
             model_kwargs=attention_keywords(options.attention),
         )
     pipe.model.eval()
+    for part in (pipe, pipe.model):
+        config: Any = getattr(part, "generation_config", None)
+        if getattr(config, "return_timestamps", None) is False:
+            config.return_timestamps = None  # else Whisper refuses long sound
     return pipe, lacking.get(id(pipe.model), {})
 
 

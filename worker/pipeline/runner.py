@@ -10,7 +10,7 @@ whose pipelines have no clean seams are called whole.
 
 import copy
 import threading
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,13 +27,12 @@ from worker.pipeline import limits, text_generation
 from worker.pipeline.inputs import InputReader, warm_up_input
 from worker.pipeline.media import FREE_VALUES_PER_PIXEL, to_json
 from worker.pipeline.packed_attention import Packing, spread
+from worker.pipeline.rows import Chunk, shape, share_equal, stack
 from worker.protocol import ModelInfo, PipelineInput
 from worker.tasks import TASKS
 
 # Per-layer extras that no pipeline's postprocessing reads.
 SKIPPED = {"past_key_values", "hidden_states", "attentions"}
-
-Chunk = dict[str, Any]  # what `preprocess` makes of an input, or of a part of it: a row of a batch
 
 
 @dataclass(slots=True)
@@ -47,6 +46,11 @@ class Prepared:
     sequences: int = 1  # rows that generation makes of each chunk
     masks: list[list[int]] | None = None  # of each row, the only positions that the head sees
     pixels: int = 0  # of the image, where the answer is as large
+    future: Any = None  # of its item: once it is done, nobody waits
+
+
+class NobodyWaits(Exception):
+    """For any input of the batch that runs."""
 
 
 @dataclass(eq=False)
@@ -89,6 +93,7 @@ class PipelineRunner:
         with self._replica() as pipe:
             prepared = self._preprocess(pipe, item.payload)
         item.prepared = prepared
+        prepared.future = getattr(item, "future", None)  # a warm-up has none
         item.rows = len(prepared.chunks) * prepared.sequences
         if self.reads_tokens:
             tokens = sum(chunk["input_ids"].shape[-1] for chunk in prepared.chunks)
@@ -121,7 +126,10 @@ class PipelineRunner:
         given = zip(defaults, pipe._sanitize_parameters(**parameters), strict=True)
         before, during, after = ({**default, **more} for default, more in given)
         made = pipe.preprocess(inputs, **before)
-        chunks = list(self._share_equal(made)) if isinstance(pipe, ChunkPipeline) else [made]
+        if isinstance(pipe, ChunkPipeline):
+            chunks = list(share_equal(made) if self.task.kind == "json" else made)
+        else:
+            chunks = [made]
         prepared = Prepared(chunks, during, after)
         prepared.tokens = check_tokens(chunks, self.limit, self.vocabulary)
         if self.generates:
@@ -129,24 +137,13 @@ class PipelineRunner:
             if "tokenizer" in during:  # there with stop strings; the replica's stays in the pool
                 during["tokenizer"] = self.pipe.tokenizer
         if self.fills_masks:
-            if "target_ids" not in after and after.get("top_k", 0) > self.vocabulary:
-                raise InvalidInput(f"the model has {self.vocabulary} tokens", "parameters.top_k")
-            if self.packing:
-                mask_id = pipe.tokenizer.mask_token_id
-                found = [chunk["input_ids"][0] == mask_id for chunk in chunks]
-                prepared.masks = [each.nonzero().squeeze(1).tolist() for each in found]
+            is_mask = made["input_ids"][0] == pipe.tokenizer.mask_token_id
+            masks = is_mask.nonzero().squeeze(1).tolist()
+            if len(masks) > 1 or after:
+                words = min(self.vocabulary, len(pipe.tokenizer))
+                limits.check_masks(len(masks), prepared.tokens, inputs, after, words)
+            prepared.masks = [masks] if self.packing else None
         return prepared
-
-    def _share_equal(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-        """The chunks, with one tensor for all that equal the first's: zero-shot-object-detection
-        makes the same image again for each label."""
-        first: Chunk = {}
-        for chunk in chunks:
-            first = first or chunk
-            for key, value in first.items() if self.task.kind == "json" else ():
-                if isinstance(value, torch.Tensor) and torch.equal(value, chunk[key]):
-                    chunk[key] = value
-            yield chunk
 
     def _key(self, prepared: Prepared) -> Hashable | None:
         """What an item shares with those it may run with; None if it must run alone."""
@@ -162,7 +159,23 @@ class PipelineRunner:
     # ── the worker thread: forward ──
 
     def forward(self, prepared: list[Prepared]) -> list[Any]:
-        """Raw outputs, a list of one per row for each input."""
+        """Raw outputs, a list of one per row for each input. Before each forward of the model, of
+        which generation and many rows take several, somebody must wait still: else there is None
+        for each."""
+
+        def check(*_: Any) -> None:
+            if all(each.future and each.future.done() for each in prepared):
+                raise NobodyWaits
+
+        hook = self.pipe.model.register_forward_pre_hook(check)
+        try:
+            return self._forward(prepared)
+        except NobodyWaits:
+            return [None] * len(prepared)
+        finally:
+            hook.remove()
+
+    def _forward(self, prepared: list[Prepared]) -> list[Any]:
         if not self.task.stages:
             return [self.pipe(*each.chunks, **each.forward) for each in prepared]
         rows = [chunk for each in prepared for chunk in each.chunks]
@@ -282,14 +295,3 @@ def split_rows(output: Any, size: int, counts: Sequence[int] | None) -> list[Any
         return [pick(output, row) for row in range(size)]
     kept = [(key, value) for key, value in output.items() if key not in SKIPPED]
     return [type(output)({key: pick(value, row) for key, value in kept}) for row in range(size)]
-
-
-def shape(chunk: Chunk) -> Hashable:
-    """Equal for rows that can be stacked: the same keys, and tensors of the same shape."""
-    return tuple((k, getattr(v, "shape", (1,))[1:]) for k, v in sorted(chunk.items()))
-
-
-def stack(rows: Sequence[Chunk]) -> Chunk:
-    """Rows of equal shapes as one batch."""
-    columns = {key: [row[key] for row in rows] for key in rows[0]}
-    return {k: torch.cat(v) if isinstance(v[0], torch.Tensor) else v for k, v in columns.items()}

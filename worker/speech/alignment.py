@@ -54,7 +54,7 @@ class Aligner:
             size = keys.shape[-1]
             query = queries[layer][0, -len(said) :, head * size : (head + 1) * size] * size**-0.5
             looked = (query @ keys.T).softmax(-1).float()
-            weights.append(looked[:, : window.frames // 2])
+            weights.append(looked[:, : max(1, window.frames // 2)])
         return torch.stack(weights).cpu()
 
 

@@ -53,9 +53,9 @@ class SpeechEngine:
         example: Callable[[], Any],
         align: Align | None = None,
     ) -> None:
-        """`open_audio` opens what is asked for, `read_text` begins what is said in that: InvalidInput
-        from either. `example` is a window to warm up with; without `align`, texts know of
-        themselves where their words are."""
+        """`open_audio` opens a recording, `read_text` begins what is said in it: InvalidInput from
+        either. `example` is a window to warm up with; without `align`, texts know of themselves
+        where their words are."""
         self.runner = runner
         self.info = info
         self._open = open_audio

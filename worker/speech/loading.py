@@ -117,7 +117,8 @@ def rows_of(model: Any) -> int:
 def ctc_engine(speech: Speech, options: SpeechOptions) -> SpeechEngine:
     model, extractor = speech.model, speech.extractor
     rate: int = extractor.sampling_rate
-    moment = int(getattr(model.config, "inputs_to_logits_ratio", 1))
+    runner = CtcRunner(model, ENCODED[model.device.type])
+    moment = moment_of(extractor, runner)
 
     def open_audio(payload: TranscriptionInput) -> Chunks:
         return Chunks(extractor, moment, Recording(payload.path, rate, options.max_audio_s))
@@ -125,9 +126,20 @@ def ctc_engine(speech: Speech, options: SpeechOptions) -> SpeechEngine:
     def read_text(payload: TranscriptionInput, chunks: Chunks) -> CtcText:
         return CtcText(payload, chunks, speech.tokenizer, moment / rate)
 
-    def example() -> Chunk:
-        return Chunk(inputs_of(extractor, np.zeros(rate, np.float32)), rate, 0, 0, True)
-
-    runner = CtcRunner(model, ENCODED[model.device.type])
     info = model_info(TASK, options.model, model, model.num_parameters(), "same shape")
-    return SpeechEngine(runner, open_audio, read_text, info, example)
+    return SpeechEngine(runner, open_audio, read_text, info, lambda: silence(extractor, 1))
+
+
+def silence(extractor: Any, seconds: int) -> Chunk:
+    samples = np.zeros(seconds * extractor.sampling_rate, np.float32)
+    return Chunk(inputs_of(extractor, samples), len(samples), 0, 0, True)
+
+
+def moment_of(extractor: Any, runner: CtcRunner) -> int:
+    """Samples for which a letter is said, by what longer sound has more of: configurations count
+    them in frames of features, or not at all, and the ends of any sound have more or less."""
+    short, long = silence(extractor, 1), silence(extractor, 3)
+    for chunk in (short, long):
+        runner.begin([chunk])
+        runner.leave(chunk)
+    return round((long.samples - short.samples) / (len(long.said) - len(short.said)))
