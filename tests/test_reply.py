@@ -7,9 +7,9 @@ from typing import Any
 import orjson
 
 from server.openai.chat import ChatReply, ChatRequest
+from server.openai.choices import ChoicesReply
 from server.openai.completions import CompletionReply, CompletionRequest
 from server.openai.params import decode
-from server.openai.request import ChoicesReply
 from tests.fake_generator import FakeGenerator
 from worker.deltas import Delta, Part, TokenLogprob
 
