@@ -195,7 +195,7 @@ class BlockPool:
                 self._idle.append(block)
             else:
                 self._cached[block] = None
-        table.blocks = []
+        table.blocks, table.kept = [], None  # chunks of a step that failed may still hold it
 
     def _name(self, block: int, key: Key) -> int:
         self._last_node += 1

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from batching.errors import ItemFailed
-from batching.request_queue import RequestQueue, TurnLane
+from batching.lanes import TurnLane
+from batching.request_queue import RequestQueue
 from server.answer_stream import AnswerStream
 from server.engine import Deadlines
 

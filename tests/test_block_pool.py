@@ -1,3 +1,4 @@
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -291,3 +292,13 @@ def test_choices_that_are_forgotten_one_after_another_leave_nothing() -> None:
         pool.close(table)
     assert found(pool, A + B) == []
     assert_sound(pool, [])
+
+
+def test_what_a_runner_kept_with_a_table_goes_when_it_is_closed_though_a_step_holds_it() -> None:
+    pool = pool_of(2)
+    held = opened(pool, A)
+    held.kept = group = pool_of(1)  # anything that can be watched
+    watched = weakref.ref(group)
+    del group
+    pool.close(held)
+    assert watched() is None

@@ -442,6 +442,7 @@ MESSAGE = {"role": "assistant", "content": "yes"}
         ({"tool_choice": "required"}, "tool_choice", "tools"),
         ({"tools": [{}] * 129}, "tools", "<= 128"),
         ({"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias", "<= 1024"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids", "<= 1024"),
         ({"chat_template_kwargs": 3}, "chat_template_kwargs", "expected object"),
         (
             {"continue_final_message": True, "add_generation_prompt": True},

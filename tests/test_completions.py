@@ -1,11 +1,13 @@
 """What `POST /v1/completions` promises over a real socket, with a generator without a model."""
 
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any, get_type_hints
 
 import pytest
 
+from server.openai import choices, completions, request
 from tests.event_streams import chunks, post
 from tests.fake_generator import FakeGenerator
 from tests.serving import Server, serving
@@ -112,6 +114,30 @@ def test_log_probabilities_in_their_older_form(server: Server) -> None:
     }
     bare = complete(server, logprobs=0, max_tokens=1)["choices"][0]["logprobs"]
     assert bare["top_logprobs"] == [{"Hello": -1.0}]
+
+
+@pytest.mark.parametrize(("prompt", "off_the_loop"), [("ab", False), ("ab" * 40, True)])
+def test_many_log_probabilities_are_made_into_documents_off_the_loop(
+    server: Server, monkeypatch: pytest.MonkeyPatch, prompt: str, off_the_loop: bool
+) -> None:
+    threads: list[str] = []
+
+    def watched(module: Any, name: str) -> None:
+        work = getattr(module, name)
+
+        def told(*given: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return work(*given)
+
+        monkeypatch.setattr(module, name, told)
+
+    watched(completions, "_logprobs")
+    watched(choices, "prompt_document")
+    watched(request, "to_json")
+    scored = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 1}
+    for fields in ({"prompt_logprobs": 1}, {"stream": True}):
+        assert post(server, PATH, scored | fields).status_code == 200
+    assert {"AnyIO worker thread" in name for name in threads} == {off_the_loop}
 
 
 def test_a_stream_joins_to_the_whole_answer(server: Server) -> None:

@@ -263,6 +263,15 @@ def test_what_does_not_fit_is_refused_before_it_runs(
     assert caught.value.param == param
 
 
+def test_least_tokens_are_refused_where_every_token_ends_the_answer() -> None:
+    generator = engine("llama")
+    every = tuple(range(generator.language.vocab_size))
+    with pytest.raises(InvalidInput, match=r"^min_tokens: every token"):
+        generator.prepare(request([7], stop_token_ids=every, min_tokens=1))
+    generator.prepare(request([7], stop_token_ids=every))
+    generator.prepare(request([7], stop_token_ids=every[1:], min_tokens=1, ignore_eos=True))
+
+
 def test_a_default_gives_way_to_the_end_of_the_context() -> None:
     for length, most in ((200, 16), (250, 6), (255, 1)):
         item = request([7] * length, max_tokens=None, default_tokens=16)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from batching.request_queue import BatchLane, Lane, TurnLane, WorkItem
+from batching.lanes import BatchLane, TurnLane
+from batching.request_queue import Lane, WorkItem
 
 
 def entering(lane: Lane, *tokens: int) -> list[WorkItem]:
@@ -188,6 +189,32 @@ def test_who_gives_up_is_no_longer_ahead_and_what_is_idle_does_not_age() -> None
     places.now += 100_000
     places.come(5)
     assert places.expected_s() == 0
+
+
+def test_who_finds_a_free_place_waits_for_nobody_whatever_was_measured_before() -> None:
+    places = Places(256, 100)
+    places.come(600)
+    places.step(3600)  # idle for most of it
+    assert places.lane.taken == 0
+    places.come(256)
+    assert places.expected_s() == 0
+    places.come(200)  # these will have to wait
+    expected = places.expected_s()
+    assert 200 * 100 / 256 < expected < 200
+    places.step(1)
+    assert places.expected_s() == pytest.approx(expected, rel=0.1)
+
+
+def test_places_are_free_too_while_the_prompts_of_a_round_take_their_time() -> None:
+    places = Places(256, 100)
+    places.come(600)
+    places.step(1000)
+    round_, now = entering(places.lane, *[1] * 200), float(places.now)
+    for item in round_:  # one prompt a step: the others go without
+        now += 0.05
+        places.lane.stepped(now, starved=True)
+        assert places.lane.expected_s(now) < 10
+        places.lane.begin(item)
 
 
 def test_a_request_of_many_choices_is_one_item() -> None:

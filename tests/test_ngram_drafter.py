@@ -69,3 +69,11 @@ def test_one_draft_looks_at_so_many_tokens_only() -> None:
         [*range(3 * INDEXED), 2 * INDEXED, 2 * INDEXED + 1, 2 * INDEXED + 2],
     )
     assert [lookup.draft(tokens, 1) for _ in range(3)] == [(), (), (2 * INDEXED + 3,)]
+
+
+def test_where_nothing_may_be_drafted_nothing_is_looked_at() -> None:
+    lookup, late = NgramDrafter(), INDEXED + 100
+    tokens = [*range(2 * INDEXED), late, late + 1, late + 2]
+    for _ in range(3):
+        assert lookup.draft(tokens, 0) == ()
+    assert [lookup.draft(tokens, 1) for _ in range(2)] == [(), (late + 3,)]

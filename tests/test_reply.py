@@ -9,9 +9,9 @@ import pytest
 
 from batching.errors import InvalidInput
 from server.openai.chat import ChatReply, ChatRequest, with_config
+from server.openai.choices import ChoicesReply
 from server.openai.completions import CompletionReply, CompletionRequest
 from server.openai.params import decode
-from server.openai.request import ChoicesReply
 from tests.fake_generator import FakeGenerator
 from worker.deltas import Delta, Part, TokenLogprob
 

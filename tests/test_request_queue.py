@@ -12,7 +12,8 @@ from batching.errors import (
     Draining,
     QueueFull,
 )
-from batching.request_queue import BatchLane, Lane, RequestQueue, WorkItem
+from batching.lanes import BatchLane
+from batching.request_queue import Lane, RequestQueue, WorkItem
 from batching.turns import Turns
 from tests.fake_generator import FakeGenerator
 from worker.models import GenerationModel

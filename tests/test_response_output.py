@@ -1,6 +1,10 @@
 """Output items and events made of deltas, where the fake model's would not get to."""
 
-from server.http.json import Document
+from typing import Any
+
+import orjson
+
+from server.http.json import to_json
 from server.openai.responses.events import ResponseOutput
 from tests.fake_generator import FakeGenerator
 from worker.deltas import Delta, Kind, Part, TokenLogprob
@@ -14,8 +18,8 @@ def score(text: str) -> TokenLogprob:
     return TokenLogprob(1, text, text.encode(), -1.0)
 
 
-def tokens(logprobs: list[Document]) -> list[str]:
-    return [each["token"] for each in logprobs]
+def tokens(logprobs: list[Any]) -> list[str]:
+    return [each["token"] for each in orjson.loads(to_json(logprobs))]
 
 
 def test_log_probabilities_that_lag_behind_their_text_are_told_at_its_end() -> None:

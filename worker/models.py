@@ -15,7 +15,8 @@ from typing import Any, Generic, TypeVar
 
 from batching.batcher import DynamicBatcher
 from batching.errors import OnequeueError, OutOfMemory, WrongResultCount
-from batching.request_queue import BatchLane, TurnLane, WorkItem
+from batching.lanes import BatchLane, TurnLane
+from batching.request_queue import WorkItem
 from batching.turns import Turns
 from worker.failures import run_halves
 from worker.protocol import UNFINISHED, BatchReport, Generator, LoadedModel, Runner, State, Stepped

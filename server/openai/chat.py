@@ -9,10 +9,11 @@ from msgspec import Meta
 from batching.errors import InvalidInput
 from server.http.json import Document, parse_json
 from server.http.sse import data_frame
-from server.openai.logprobs import logprob_documents
+from server.openai.choices import ChoicesReply
+from server.openai.logprobs import logprob_document
 from server.openai.messages import Messages, conversation
 from server.openai.params import CacheOptions, Count, Effort, GenerationRequest, TopLogprobs, decode
-from server.openai.request import ChoicesReply, GenerationEndpoint
+from server.openai.request import GenerationEndpoint
 from server.openai.tools import ChatToolChoice, Tools, chat_calls
 from worker.deltas import Delta, Part, TokenLogprob
 from worker.generation_input import Chat, GenerationInput
@@ -207,4 +208,4 @@ def _choice(
 
 
 def _logprobs(logprobs: Sequence[TokenLogprob]) -> Document:
-    return {"content": logprob_documents(logprobs), "refusal": None}
+    return {"content": list(map(logprob_document, logprobs)), "refusal": None}

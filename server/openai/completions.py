@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from batching.errors import InvalidInput
 from server.http.json import Document, parse_json
+from server.openai.choices import ChoicesReply
 from server.openai.logprobs import finite
 from server.openai.params import (
     Filled,
@@ -17,7 +18,7 @@ from server.openai.params import (
     decode,
     read_inputs,
 )
-from server.openai.request import ChoicesReply, GenerationEndpoint
+from server.openai.request import GenerationEndpoint
 from worker.deltas import Delta, TokenLogprob
 from worker.generation_input import GenerationInput
 

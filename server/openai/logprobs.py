@@ -1,6 +1,6 @@
 """Log-probabilities of tokens as answers have them."""
 
-from collections.abc import Sequence
+import orjson
 
 from server.http.json import Document
 from worker.deltas import TokenLogprob
@@ -8,7 +8,7 @@ from worker.deltas import TokenLogprob
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
-def prompt_document(chosen: TokenLogprob) -> Document | None:
+def prompt_document(chosen: TokenLogprob) -> orjson.Fragment | None:
     """A prompt's token and the likeliest in its place, by their ids."""
     if chosen.logprob is None:
         return None
@@ -17,15 +17,18 @@ def prompt_document(chosen: TokenLogprob) -> Document | None:
     for rank, each in ranked:
         scored = {"logprob": finite(each.logprob), "rank": rank, "decoded_token": each.text}
         document.setdefault(str(each.token_id), scored)
-    return document
+    return _written(document)
 
 
-def logprob_documents(logprobs: Sequence[TokenLogprob]) -> list[Document]:
-    """Tokens, their log-probabilities and the likeliest others, as chat and responses have it."""
-    return [
-        token_document(each) | {"top_logprobs": [token_document(t) for t in each.top]}
-        for each in logprobs
-    ]
+def logprob_document(each: TokenLogprob) -> orjson.Fragment:
+    """A token, its log-probability and the likeliest others, as chat and responses have it."""
+    return _written(token_document(each) | {"top_logprobs": list(map(token_document, each.top))})
+
+
+def _written(document: Document) -> orjson.Fragment:
+    """At once: hundreds of thousands together would be slow to make, and hold the interpreter until
+    they are all written."""
+    return orjson.Fragment(orjson.dumps(document))
 
 
 def token_document(each: TokenLogprob) -> Document:

@@ -22,7 +22,7 @@ from server.openai.structured import Format, ResponseFormat, StructuredOutputs, 
 from worker.generation_input import Chat, GenerationInput, Sampling, Stopping
 
 MOST_STOPS = 16
-MOST_BIASES = 1024
+MOST_IDS = 1024  # tokens of the vocabulary that are treated in a way of their own
 _PATH = re.compile(r"(.*?)(?: - at `(?:key` in `)?\$(.*)`)?", re.DOTALL)
 _UNKNOWN = re.compile(r"Invalid enum value '(.*)'", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
@@ -36,7 +36,7 @@ Filled = Annotated[str, Meta(min_length=1)]
 Stops = Annotated[list[Filled], Meta(max_length=MOST_STOPS)]
 Biases = Annotated[
     dict[str, Bias],
-    Meta(max_length=MOST_BIASES, extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}),
+    Meta(max_length=MOST_IDS, extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}),
 ]
 Salt = Annotated[str, Meta(min_length=1, max_length=256)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
@@ -71,7 +71,7 @@ class GenerationRequest(Struct, kw_only=True):
     logit_bias: Biases | None = None
     seed: Seed | None = None
     stop: Filled | Stops | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MOST_IDS)] | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None

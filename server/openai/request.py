@@ -7,15 +7,13 @@ codes; what fails later is an event. What an answer looks like is its Reply's ma
 """
 
 import logging
-import secrets
-import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
-import orjson
+from anyio.to_thread import run_sync as in_thread
 from starlette.types import Receive, Scope, Send
 
 from batching.errors import ClientGone
@@ -23,20 +21,19 @@ from server.answer_stream import AnswerStream, TokenStream, Usage
 from server.cache_root import cache_root
 from server.engine import Deadlines, Engine
 from server.http.errors import HttpError, as_http_error
-from server.http.json import Document, Parsing
+from server.http.json import Document, Parsing, to_json
 from server.http.request import read_json_request, send_json
-from server.http.sse import COMMENT, DONE, EventStream, data_frame
-from server.openai.logprobs import prompt_document
+from server.http.sse import COMMENT, DONE, EventStream
 from server.openai.models import ModelNames
-from server.openai.params import GenerationRequest
 from server.openai.pictures import Pictures
 from server.settings import Settings
-from worker.deltas import Delta, Part
+from worker.deltas import Delta
 from worker.generation_input import Chat, GenerationInput
 
 log = logging.getLogger("onequeue.answers")
 
-TEXT = secrets.token_hex()  # where a chunk's text goes, in a template; nothing else is like it
+# Documents of an answer, or of a delta: more are made off the event loop.
+INLINE_DOCUMENTS = 64
 D = TypeVar("D")
 
 
@@ -45,6 +42,10 @@ class Reply(ABC, Generic[D]):
 
     streams: bool  # it is sent as events
     media = b"application/json"  # of what `whole` gives
+
+    @abstractmethod
+    def documents(self, delta: D) -> int:
+        """About how many a delta becomes: tokens' log-probabilities, segments of speech."""
 
     def begin(self, first: Sequence[D]) -> Iterator[bytes]:
         """The events before those of the first deltas."""
@@ -95,9 +96,7 @@ class Endpoint(ABC, Generic[R]):
     ) -> None:
         with self.submit(reply, deadlines, receive) as stream:
             if not reply.streams:
-                content = reply.whole(await stream.collect())
-                await self.keep(reply)
-                return await send_json(send, content, media=reply.media)
+                return await self._send_whole(send, reply, await stream.collect())
             first = await stream.read()
             try:
                 events = EventStream(scope, send, stream.arrival.set)
@@ -105,6 +104,14 @@ class Endpoint(ABC, Generic[R]):
             except ClientGone as error:
                 self.engine.metrics.errors.labels("client_gone").inc()
                 log.info("stream ended id=%s because=%r", scope["request_id"].decode(), str(error))
+
+    async def _send_whole(self, send: Send, reply: R, deltas: list[Any]) -> None:
+        large = sum(map(reply.documents, deltas)) > INLINE_DOCUMENTS
+        content = await in_thread(reply.whole, deltas) if large else reply.whole(deltas)
+        await self.keep(reply)
+        if large and not isinstance(content, bytes):
+            content = await in_thread(to_json, content)
+        await send_json(send, content, media=reply.media)
 
     async def _send(
         self, scope: Scope, reply: R, stream: AnswerStream[Any], first: list[Any], to: EventStream
@@ -144,7 +151,10 @@ async def events_of(
         yield event
     while True:
         for delta in deltas:
-            for event in reply.add(delta):
+            events = reply.add(delta)
+            if reply.documents(delta) > INLINE_DOCUMENTS:
+                events = iter(await in_thread(list, events))
+            for event in events:
                 yield event
         if not stream.unfinished:
             break
@@ -162,6 +172,9 @@ class GenerationReply(Reply[Delta]):
         self.payloads = payloads
         self.streams = streams
         self.usage = Usage()
+
+    def documents(self, delta: Delta) -> int:
+        return len(delta.logprobs) + len(delta.prompt_logprobs)
 
 
 G = TypeVar("G", bound=GenerationReply)
@@ -194,101 +207,3 @@ class GenerationEndpoint(Endpoint[G]):
     def submit(self, reply: G, deadlines: Deadlines, receive: Receive | None) -> TokenStream:
         given = reply.payloads, deadlines, reply.usage, receive
         return TokenStream(self.engine, "generation", *given)
-
-
-class ChoicesReply(GenerationReply):
-    """Numbered choices, in chunks or together: what chat and text completions have in common."""
-
-    id_prefix: str
-    objects: tuple[str, str]  # what the document is called, and a chunk
-
-    def __init__(self, request: GenerationRequest, payloads: list[GenerationInput]) -> None:
-        super().__init__(payloads, bool(request.stream))
-        options = request.stream_options
-        self.includes_usage = bool(options and options.include_usage)
-        self.continuous_usage = bool(options and options.continuous_usage_stats)
-        self.head: Document = {
-            "id": self.id_prefix + secrets.token_hex(12),
-            "object": self.objects[self.streams],
-            "created": int(time.time()),
-            "model": request.model,
-            "system_fingerprint": None,
-        }
-        self.scored = payloads[0].sampling.logprobs is not None
-        self.tells_ids = payloads[0].token_ids
-        self.held: dict[int, Delta] = {}  # by choice: what goes with text that is still to come
-        # Whether chunks of text differ in nothing else; what is around the text, by choice.
-        self._alike = not (self.scored or self.tells_ids or self.continuous_usage)
-        self._around: dict[int, Sequence[bytes]] = {}
-
-    @abstractmethod
-    def choice(self, delta: Delta) -> Document:
-        """A choice as a whole, or what a delta adds to it."""
-
-    def choices(self, delta: Delta) -> Iterator[Document]:
-        """Choices, one a chunk, that say what a delta adds."""
-        yield self.choice(delta)
-
-    def of_prompt(self, delta: Delta) -> Document:
-        """What was asked for about a prompt's tokens, of the first delta; as vLLM has it."""
-        fields: Document = {}
-        if delta.prompt_ids:
-            fields["prompt_token_ids"] = delta.prompt_ids
-        if delta.prompt_logprobs:
-            fields["prompt_logprobs"] = list(map(prompt_document, delta.prompt_logprobs))
-        return fields
-
-    def add(self, delta: Delta) -> Iterator[bytes]:
-        """None as long as there is no text to show; what goes with it waits."""
-        if (held := self.held.pop(delta.choice, None)) is not None:
-            held.merge(delta)
-            delta = held
-        ends, parts = delta.finish_reason is not None, delta.parts
-        if self._alike and len(parts) == 1 and parts[0].kind == "content" and not ends:
-            before, after = self._around.get(delta.choice) or self._text_chunk(delta.choice)
-            yield before + orjson.dumps(parts[0].text) + after
-        elif parts or ends:
-            ids = delta.token_ids
-            for choice in self.choices(delta):
-                if self.tells_ids:
-                    choice["token_ids"], ids = ids, []
-                yield data_frame(self.chunk(choice))
-        else:
-            self.held[delta.choice] = delta
-
-    def _text_chunk(self, choice: int) -> Sequence[bytes]:
-        """What is before and after the text in each of a choice's chunks."""
-        [made] = self.choices(Delta(choice, [Part("content", TEXT)]))
-        around = data_frame(self.chunk(made)).split(orjson.dumps(TEXT))
-        self._around[choice] = around
-        return around
-
-    def finish(self) -> Iterator[bytes]:
-        if self.includes_usage:
-            yield data_frame(self.head | {"choices": [], "usage": self._usage()})
-
-    def fail(self, error: HttpError) -> Iterator[bytes]:
-        yield data_frame(error.document)
-
-    def whole(self, deltas: Sequence[Delta]) -> Document:
-        choices = [self.choice(delta) for delta in deltas]
-        if self.tells_ids:
-            for choice, delta in zip(choices, deltas, strict=True):
-                choice["token_ids"] = delta.token_ids
-        return self.head | {"choices": choices, "usage": self._usage()}
-
-    def chunk(self, choice: Document) -> Document:
-        chunk = self.head | {"choices": [choice]}
-        if self.includes_usage:
-            chunk["usage"] = self._usage() if self.continuous_usage else None
-        return chunk
-
-    def _usage(self) -> Document:
-        usage = self.usage
-        return {
-            "prompt_tokens": usage.prompt,
-            "completion_tokens": usage.completion,
-            "total_tokens": usage.prompt + usage.completion,
-            "prompt_tokens_details": {"cached_tokens": usage.cached},
-            "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
-        }

@@ -37,14 +37,14 @@ class NgramDrafter:
     def draft(self, tokens: abc.Sequence[int], most: int) -> tuple[int, ...]:
         """Up to `most` tokens that followed the last GRAM tokens where they were seen last; where
         the text ends before that, it is taken to go round."""
+        if most < 1:  # it is tried again in a while
+            self.acceptance += FORGOTTEN * (EXPECTED - self.acceptance)
+            return ()
         first, last = self._indexed, min(len(tokens), self._indexed + INDEXED)
         known = tokens[first - GRAM : last]
         for end in range(first, last):
             self._after[tuple(known[end - first : end - first + GRAM])] = end
         self._indexed = max(first, last)
-        if most < 1:  # it is tried again in a while
-            self.acceptance += FORGOTTEN * (EXPECTED - self.acceptance)
-            return ()
         if (at := self._after.get(tuple(tokens[-GRAM:]))) is None:
             return ()
         following = tokens[at : at + min(most, DRAFT)]

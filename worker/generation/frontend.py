@@ -103,6 +103,8 @@ class Frontend:
         self._check_ids(request.stopping.stop_token_ids, "stop_token_ids")
         if not request.stopping.ignore_eos:
             ends |= dict.fromkeys(self.eos_ids)
+        if request.stopping.min_tokens and len(ends) == self.language.vocab_size:
+            raise InvalidInput.at("min_tokens", "every token of this model ends the answer")
         echoed = request.sampling.logprobs if request.echo else None
         return Prepared(
             ids,

@@ -46,6 +46,7 @@ class SamplingState:
         self.choice = choice
         ids, amounts = zip(*params.logit_bias, strict=True) if params.logit_bias else ((), ())
         self.bias = np.array(ids, np.int64), np.array(amounts, np.float32)
+        self.ends = np.array(params.end_ids, np.int64)
         self.repeats = params.repetition_penalty != 1.0
         self.counted = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         self.prompt = np.unique(np.array(prompt if self.repeats else (), np.int64))
@@ -99,7 +100,7 @@ def processed(
             added.append((row, *state.bias))
         if draw.position < params.min_tokens and row not in masked:
             # added, so that NaN stays; what follows leaves -inf as it is
-            added.append((row, params.end_ids, -np.inf))
+            added.append((row, state.ends, -np.inf))
         if state.repeats or state.counted:
             counts = state.counts + Counter(draw.drafted) if draw.drafted else state.counts
             output = np.fromiter(counts, np.int64, len(counts))

@@ -39,6 +39,9 @@ class TranscriptReply(Reply[TranscriptDelta]):
         self.streams = bool(request.stream)
         self.transcript = Transcript()
 
+    def documents(self, delta: TranscriptDelta) -> int:
+        return 1 + len(delta.logprobs)
+
     def add(self, delta: TranscriptDelta) -> Iterator[bytes]:
         if new := self.transcript.add(delta):
             event: Document = {"type": "transcript.text.delta", "delta": new}

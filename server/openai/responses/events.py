@@ -20,7 +20,7 @@ from server.answer_stream import Usage
 from server.http.errors import HttpError
 from server.http.json import Document
 from server.openai.chat import CallId
-from server.openai.logprobs import logprob_documents
+from server.openai.logprobs import logprob_document
 from server.openai.request import GenerationReply
 from server.openai.responses.items import new_id
 from server.openai.responses.request import ResponseRequest
@@ -192,13 +192,13 @@ class ResponseOutput:
             item["content"][0]["logprobs"] += event["logprobs"]
         return event
 
-    def _scores(self) -> list[Document]:
+    def _scores(self) -> list[orjson.Fragment]:
         """Log-probabilities of the open message's text: their tokens join to it."""
         found = []
         while self._logprobs and len(self._logprobs[0].text) <= self._unscored:
             found.append(self._logprobs.popleft())
             self._unscored -= len(found[-1].text)
-        return logprob_documents(found)
+        return list(map(logprob_document, found))
 
     def _close(self, status: Ending) -> Iterator[Document]:
         if (item := self._open) is None:
