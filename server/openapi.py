@@ -9,8 +9,10 @@ not as it is there, fails a test.
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
+import anyio.to_thread
 import msgspec
 from msgspec import Struct
 from starlette.requests import Request
@@ -29,13 +31,16 @@ COMPONENTS = "#/components"
 
 
 def route(settings: Settings, others: Sequence[Route]) -> Route:
-    """Serves the document of the other routes and itself."""
+    """Serves the document of the other routes and itself, made when it is first asked for."""
+
+    @cache
+    def content() -> bytes:
+        return to_json(document(settings, [*others, made]))
 
     async def answer(request: Request) -> bytes:
-        return content
+        return await anyio.to_thread.run_sync(content)
 
     made = Route(PATH, JsonEndpoint(answer), methods=["GET"])
-    content = to_json(document(settings, [*others, made]))
     return made
 
 

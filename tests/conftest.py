@@ -3,9 +3,11 @@
 Limits in tests are for what never happens: on a busy machine a second is nothing.
 """
 
+import functools
 import gc
 import os
 import shutil
+import ssl
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,9 @@ from tests.browser import Watched, launched
 # defined, and torch or transformers may be what imports triton.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Each of httpx's clients would read all certificates anew, for a tenth of a second.
+vars(ssl)["create_default_context"] = functools.cache(ssl.create_default_context)
 
 # What httpx.get and its like take where they are given no limit: 5 s otherwise.
 vars(httpx._config.DEFAULT_TIMEOUT_CONFIG).update(vars(httpx.Timeout(60)))

@@ -1,5 +1,6 @@
 """The real app over real sockets: uvicorn in a thread of this process."""
 
+import asyncio
 import http.client
 import socket
 import threading
@@ -7,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import httpx
@@ -17,6 +19,14 @@ from server.settings import Settings
 from worker.protocol import Generator, Runner, Stepped
 
 Parser = Literal["auto", "httptools", "h11"]
+
+
+async def moment(delay_s: float) -> None:
+    await asyncio.sleep(delay_s / 20)
+
+
+# uvicorn looks every tenth of a second whether it is to stop, and rests as long when it stops.
+vars(uvicorn.server)["asyncio"] = SimpleNamespace(**{**vars(asyncio), "sleep": moment})
 
 
 class Server:
