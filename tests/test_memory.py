@@ -1,5 +1,7 @@
 """What is counted before a model is loaded, and that memory is reserved without being taken."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,30 @@ def test_a_checkpoint_needs_its_weights_and_the_largest_once_more(
     monkeypatch.setattr(loading, "free_bytes", lambda device: needed - 1)
     with pytest.raises(loading.LoadingFailed, match="its weights need"):
         loading.check_fits(checkpoint(tmp_path), dtype, CPU)
+
+
+@pytest.mark.parametrize("kind", ["whole", "parts", "old"])
+def test_what_is_not_loaded_is_not_counted(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another dtype's parts beside a checkpoint, or what is left of its training."""
+    folder = Path(checkpoint(tmp_path))
+    whole, needed = folder / "model.safetensors", 5200
+    shutil.copy(whole, folder / "model.fp32-00001-of-00002.safetensors")
+    for name in ("optimizer.bin", "pytorch_model.bin"):
+        (folder / name).write_bytes(bytes(1000))
+    if kind == "parts":
+        whole.rename(folder / "model-00001-of-00001.safetensors")
+        index = {"weight_map": dict.fromkeys(("a", "b"), "model-00001-of-00001.safetensors")}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif kind == "old":
+        whole.unlink()
+        needed = 2000
+    monkeypatch.setattr(loading, "free_bytes", lambda device: needed)
+    loading.check_fits(str(folder), "auto", CPU)
+    monkeypatch.setattr(loading, "free_bytes", lambda device: needed - 1)
+    with pytest.raises(loading.LoadingFailed):
+        loading.check_fits(str(folder), "auto", CPU)
 
 
 def test_where_the_system_does_not_tell_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

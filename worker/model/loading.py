@@ -2,6 +2,7 @@
 models have in common.
 """
 
+import json
 import logging
 import math
 import sys
@@ -197,10 +198,10 @@ def check_fits(path: str, dtype: str, device: torch.device) -> None:
 
 def _sizes(folder: Path, dtype: str) -> Iterator[int]:
     """Bytes of each tensor as it will be loaded; of files without a header, as they are."""
-    files = list(folder.glob("model*.safetensors"))
-    if not files:
-        yield from (file.stat().st_size for file in folder.glob("*.bin"))
-    for file in files:
+    for file in _weights(folder):
+        if file.suffix != ".safetensors":
+            yield file.stat().st_size
+            continue
         with safe_open(file, framework="pt") as checkpoint:
             for name in checkpoint.keys():  # noqa: SIM118
                 tensor = checkpoint.get_slice(name)
@@ -208,3 +209,14 @@ def _sizes(folder: Path, dtype: str) -> Iterator[int]:
                 if size > 1 and dtype != "auto":
                     size = getattr(torch, dtype).itemsize
                 yield math.prod(tensor.get_shape()) * size
+
+
+def _weights(folder: Path) -> list[Path]:
+    """The files that are loaded, of all that may lie there."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / name).is_file():
+            return [folder / name]
+        if (index := folder / f"{name}.index.json").is_file():
+            parts = json.loads(index.read_text())["weight_map"].values()
+            return [folder / part for part in set(parts)]
+    return []
