@@ -90,7 +90,9 @@ def run(app: Any, **options: Any) -> tuple[Stage | None, list[str]]:
 
 @pytest.mark.usefixtures("short")
 def test_what_is_printed_are_settings() -> None:
-    found, said = run(create_app(Settings(**ONLY, api_keys=("k",)), FakeRunner))  # type: ignore[arg-type]
+    """Whatever a calibration before has made of the queue: two places would refuse its clients."""
+    settings = Settings(**ONLY, api_keys=("k",), max_queue_size=2)  # type: ignore[arg-type]
+    found, said = run(create_app(settings, FakeRunner))
     assert found is not None
     pasted = dict(line.split("=") for line in said if re.fullmatch(r"[A-Z_]+=\S+", line))
     assert set(pasted) == {"MAX_BATCH_SIZE", "MAX_BATCH_WAIT_MS", "MAX_QUEUE_SIZE"}

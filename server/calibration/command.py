@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import uvicorn
 
-from server.calibration.load import Load
+from server.calibration.load import MOST_CLIENTS, Load
 from server.calibration.requests import requests_for
 from server.calibration.search import CAPS, Knobs, Search, Stage
 from server.http.request import Middleware
@@ -82,8 +82,12 @@ async def _calibrate(app: Middleware, options: Options, say: Callable[[str], Non
             except Exception as error:
                 raise SettingsError(with_cause(error)) from error
             requests = requests_for(engine, serves, options.words, options.tokens, options.file)
-            model = engine.models[serves].loaded.info.model
-            say(f"{requests.path} of {model}: which rate keeps 95 % within {options.p95_ms:g} ms?")
+            model = engine.models[serves]
+            queue, lane = engine.queue, model.lane  # refusals are not what is to be measured
+            queue.capacity = max(queue.capacity, 2 * MOST_CLIENTS)
+            lane.places = max(lane.places, 2 * MOST_CLIENTS)
+            name = model.loaded.info.model
+            say(f"{requests.path} of {name}: which rate keeps 95 % within {options.p95_ms:g} ms?")
             load = Load(app, requests, listener.getsockname()[1])
             return await _search(load, options.p95_ms, say)
         finally:
