@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AttentionInterface
@@ -124,20 +125,15 @@ def attending(change: Callable[..., tuple[Any, ...]]) -> Patch:
     )
 
 
-def mask_sees_one_more(patch: pytest.MonkeyPatch) -> None:
-    ordinary = AttentionMetadata._mask
-    patch.setattr(
-        AttentionMetadata, "_mask", lambda step, queries, *rest: ordinary(step, queries + 1, *rest)
-    )
+def seeing(first: int, last: int) -> Patch:
+    """Queries see so much beyond what is theirs, or less."""
+    ordinary = AttentionMetadata._seen
 
+    def seen(step: AttentionMetadata, *arguments: Any) -> Any:
+        begin, end = ordinary(step, *arguments)
+        return np.minimum(begin + first, end), np.maximum(end + last, 0)
 
-def mask_sees_one_less(patch: pytest.MonkeyPatch) -> None:
-    ordinary = AttentionMetadata._mask
-
-    def mask(step: AttentionMetadata, queries: Any, keys: Any, *rest: Any) -> Any:
-        return ordinary(step, queries, keys + (keys > 0), *rest)
-
-    patch.setattr(AttentionMetadata, "_mask", mask)
+    return lambda patch: patch.setattr(AttentionMetadata, "_seen", seen)
 
 
 def window_off_by(amount: int) -> Patch:
@@ -178,10 +174,10 @@ def queries_scaled_by_row(patch: pytest.MonkeyPatch) -> None:
 
 
 FAULTS: list[tuple[str, str, Patch]] = [
-    ("llama", "mask sees one more", mask_sees_one_more),
-    ("llama", "mask sees one less", mask_sees_one_less),
-    ("mistral", "mask sees one more", mask_sees_one_more),
-    ("gpt-oss", "mask sees one less", mask_sees_one_less),
+    ("llama", "mask sees one more", seeing(0, 1)),
+    ("llama", "mask sees one less", seeing(1, 0)),
+    ("mistral", "mask sees one more", seeing(0, 1)),
+    ("gpt-oss", "mask sees one less", seeing(0, -1)),
     *((m, "window ignored", attending(lambda *a: (*a[:6], 0, a[7]))) for m in WINDOWED),
     *((m, "window too long", window_off_by(1)) for m in WINDOWED),
     *((m, "window too short", window_off_by(-1)) for m in WINDOWED),

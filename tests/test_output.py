@@ -2,6 +2,7 @@
 log-probabilities with it."""
 
 import random
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -37,9 +38,10 @@ def output(
     logprobs: int | None = 0,
     form: Any = PLAIN,
     begun: str = "",
+    calls: bool = True,
 ) -> SequenceOutput:
     item = request([5], replace(GREEDY, logprobs=logprobs), stop=stop)
-    parser = None if form is None else Parser(form, begun, calls=True)
+    parser = None if form is None else Parser(form, begun, calls)
     params = SamplingParams(logprobs=logprobs)
     prepared = Prepared([5], params, max_tokens, {END: None}, parser=parser)
     [made] = make_choices(item, prepared, VOCABULARY)
@@ -137,6 +139,38 @@ def test_tokens_without_text_go_with_the_content_beside_them() -> None:
         assert [entry.token_id for entry in delta.logprobs] == counted
     delta = said(output(2), [BEGIN, BEGIN])
     assert [entry.token_id for entry in delta.logprobs] == [BEGIN, BEGIN]
+
+
+CALL = '<tool_call>{"name": "w", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "calls", "run", "told"),
+    [
+        ("Hello\n\n\n\n</s>", "\n", False, "Hello\n", ("Hello", "stop", "\n")),
+        ("Hello\n\n\n\n</s>", "\n\n", False, "Hello\n\n", ("Hello", "stop", "\n\n")),
+        ("Hello\nworld", "\n", False, "Hello\n", ("Hello", "stop", "\n")),
+        ("Hello \n", "o \n", False, "Hello \n", ("Hell", "stop", "o \n")),
+        ("Hello <</s>", "<", False, "Hello <</s>", ("Hello ", "stop", "<")),
+        ("Hello <", "<", False, "Hello <", ("Hello ", "stop", "<")),
+        ("<think>\n</think>\nHi\n.", "\n", False, "<think>\n</think>\nHi\n", ("Hi", "stop", "\n")),
+        ("\n<think>.</think>\nHi", "\n", False, "\n<think>.</think>\nHi", ("Hi", "length", None)),
+        # where calls may be made, white space may stand before one
+        ("Hello\n\n", "\n", True, "Hello\n\n", ("Hello", "stop", "\n")),
+        ("Hello\nworld", "\n", True, "Hello\nw", ("Hello", "stop", "\n")),
+        (f"Hello\n{CALL}</s>", "\n", True, f"Hello\n{CALL}</s>", ("Hello", "tool_calls", None)),
+    ],
+)
+def test_stop_strings_in_what_may_stand_before_a_mark(
+    text: str, stop: str, calls: bool, run: str, told: tuple[Any, ...]
+) -> None:
+    """`run`: as far as tokens are; each has a mark or a character, and all of them end the text."""
+    ids = {piece: id_ for id_, piece in BYTES.items()}
+    units = [ids[unit.encode()] for unit in re.findall(r"</?\w+>|.|\n", text)]
+    made = output(len(units), (stop,), None, calls=calls)
+    delta = said(made, units, logprobs=False)
+    assert (delta.text, delta.finish_reason, delta.stop_reason) == told
+    assert delta.tokens == len(re.findall(r"</?\w+>|.|\n", run))
 
 
 @pytest.mark.parametrize("counts", [(3,), (1, 1, 1, 9), (0, 4), (2, 0, 3), (40,)])

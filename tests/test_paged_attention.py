@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from batching.sequence import Batch, Span
+from worker.model import span_attention
 from worker.model.kv_cache import BLOCK, KVCache, LayerShape
 from worker.model.paged_attention import (
     SLACK,
     SPREAD,
     AttentionMetadata,
-    Group,
     attend,
     forward_context,
 )
+from worker.model.span_attention import Group
 
 FLOAT32 = torch.float32
 CPU = torch.device("cpu")
@@ -155,13 +156,15 @@ def name(case: Case) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)
-def test_each_token_sees_its_own_sequence_only(case: Case) -> None:
-    """Of one sequence nothing is a number: that is not to be seen by others, even masked."""
-    chance = random.Random(name(case))
+def test_each_token_sees_its_own_sequence_only(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one sequence nothing is a number: that is not to be seen by others, even masked. The first
+    time all masks are made in pieces."""
+    chance, ordinary = random.Random(name(case)), span_attention.MOST
     torch.manual_seed(len(name(case)))
     for turn in range(3):
         mix = mixes(chance, case.kind)
         broken = (None, 0, len(mix) // 2)[turn]
+        monkeypatch.setattr(span_attention, "MOST", (2000, ordinary, ordinary)[turn])
         there = memory(case, mix, chance, broken)
         query = [torch.randn(width, case.heads, case.key_size) for _, width in mix]
         if broken is not None:
@@ -213,11 +216,13 @@ def test_groups_take_each_row_once_and_pad_little(kind: str, window: int, chunk:
                 chunks, width = group.shape
                 assert width <= BLOCK or chunks * width <= SPREAD * len(rows_of(group, tokens))
                 if masked:
-                    assert group.mask is not None
-                if group.mask is not None:
-                    seen = (group.mask[:, 0] == 0).any(1).sum(-1)  # keys that matter, of each
+                    assert group.seen is not None
+                if group.seen is not None:
+                    first, last = group.seen
+                    seen = last.max(1) + 1 - first.min(1)  # keys that matter, of each
                     most = max(float(seen.min()) * SPREAD, float(seen.min()) + SLACK)
-                    assert group.mask.shape[-1] <= most + 2 * BLOCK
+                    keys = chunks * width if group.blocks is None else len(group.blocks) * BLOCK
+                    assert keys / chunks <= most + 2 * BLOCK
 
 
 def test_decodes_of_similar_length_share_a_call() -> None:
@@ -231,10 +236,10 @@ def test_decodes_of_similar_length_share_a_call() -> None:
 def test_fresh_prompts_of_one_length_need_no_mask_and_no_gathering() -> None:
     step = step_of([(0, 20)] * 3)
     [group] = step.groups(0, 0, False)
-    assert (group.blocks, group.mask, group.rows) == (None, None, None)
+    assert (group.blocks, group.seen, group.rows) == (None, None, None)
     [windowed] = step.groups(8, 0, False)
     assert windowed.blocks is None
-    assert windowed.mask is not None
+    assert windowed.seen is not None
 
 
 def test_a_window_reads_the_blocks_it_sees_only() -> None:
@@ -242,3 +247,29 @@ def test_a_window_reads_the_blocks_it_sees_only() -> None:
     [group] = step.groups(8, 0, False)
     assert group.blocks is not None
     assert len(group.blocks) == 2 * 2
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (1000, 0.0), (0, 1.5)])
+@pytest.mark.parametrize("mix", [[(8192, 8192)], [(6000, 4096), (5000, 4000)]])
+def test_masks_of_long_chunks_take_little_memory(
+    mix: list[tuple[int, int]], window: int, softcap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted in places: of masks, and of all heads' scores where they are written out."""
+    made: list[int] = []
+
+    def attended(q: Tensor, k: Tensor, v: Tensor, mask: None, *rest: Any) -> Tensor:
+        several = 2 if softcap or len(q) > 1 else 1  # query heads of a key head
+        several *= case.key_heads if softcap else 1
+        made.append(len(q) * q.shape[1] * k.shape[1] * several)
+        return q.new_zeros(1)
+
+    monkeypatch.setattr(span_attention, "mask_of", lambda *arguments: None)
+    monkeypatch.setattr(span_attention, "_attend", attended)
+    case = Case("one", window, softcap=softcap)
+    step = memory(case, mix, random.Random(0)).step
+    tokens = sum(width for _, width in mix)
+    q, k, v = (torch.zeros(1, heads, tokens, 8) for heads in (4, 2, 2))
+    with forward_context(step):
+        attend(q, k, v, None, 0, 0.35, window, softcap)
+    assert max(made) <= span_attention.MOST <= 1 << 26
+    assert len(made) > 1

@@ -188,7 +188,7 @@ class SequenceOutput:
             self._delta.reasoning_tokens += thinking or parser.phase == "thinking"
         if guide:
             guide.follow()
-        if self._matched is not None:
+        if self._stopped:
             self._finish("stop", self._matched, sampled)
         elif guide and guide.finished:
             self._finish("stop", None, sampled)
@@ -204,6 +204,16 @@ class SequenceOutput:
     def _matched(self) -> str | None:
         """The stop string that has come."""
         return self._stops.matched if self._stops else None
+
+    @property
+    def _stopped(self) -> bool:
+        """Whether a stop string has come. White space that ends the content counts at once, unless
+        a call may follow: then, like what may become a mark, when it is certain to be content."""
+        if self._stops is None:
+            return False
+        held = self._parser.trailing if self._parser else ""
+        counts = self.count > self._stopping.min_tokens
+        return self._matched is not None or (counts and self._stops.ends_with(held))
 
     def _parse(self, piece: Piece) -> None:
         if self._parser is None:
@@ -243,12 +253,14 @@ class SequenceOutput:
 
     def _finish(self, reason: FinishReason, stop: str | int | None, sampled: SampledToken) -> None:
         """The text ends with `sampled`: unless by a stop string, what was pending for one, for
-        a mark or as half a character comes."""
+        a mark or as half a character comes, and may have one in it."""
         if self._matched is None:
             if rest := self._detokenizer.flush():
                 self._parse(self._logprobs.rest(rest, sampled) if self._logprobs else Piece(rest))
             if self._parser:
                 self._emit(self._parser.finish())
+        if self._matched is not None:
+            reason, stop = "stop", self._matched
         self._end_content()
         if self._logprobs:
             self._delta.logprobs += self._logprobs.finish()

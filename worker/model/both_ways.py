@@ -10,7 +10,8 @@ import numpy as np
 
 from batching.sequence import Batch
 from worker.model.kv_cache import KVCache
-from worker.model.paged_attention import AttentionMetadata, Group
+from worker.model.paged_attention import AttentionMetadata
+from worker.model.span_attention import Group
 
 
 def has_blocks(batch: Batch) -> bool:
@@ -42,9 +43,6 @@ class BothWaysMetadata(AttentionMetadata):
         first = super()._first_gathered(members, window, chunk)
         return np.minimum(first, self.firsts[self.offsets[members]])
 
-    def _seen(self, queries: Any, keys: Any, window: int, chunk: int, rows: Any) -> Any:
-        seen = super()._seen(queries, keys, window, chunk, rows)
-        keys = keys[:, None, :]
-        return seen | (
-            (keys >= self.firsts[rows][:, :, None]) & (keys <= self.lasts[rows][:, :, None])
-        )
+    def _seen(self, queries: Any, window: int, chunk: int, rows: Any) -> Any:
+        first, last = super()._seen(queries, window, chunk, rows)
+        return np.minimum(first, self.firsts[rows]), np.maximum(last, self.lasts[rows])

@@ -3,26 +3,25 @@
 Layers find a step's metadata through the thread, on which it is told before the model runs. A batch
 is one row of tokens, span after span, each some tokens of one sequence. A layer's keys and values
 go into the blocks that the scheduler gave the sequence (batching/block_pool.py), then each token
-sees its sequence only. Spans of similar reach share a call: their blocks are gathered side by side,
-what is not theirs is masked. Elsewhere: few rows on a GPU (cuda_graphs.py), a CPU with a compiler
-(native_attention.py).
+sees its sequence only. Spans of similar reach share a call (span_attention.py): their blocks are
+gathered side by side, what is not theirs is masked. Elsewhere: few rows on a GPU (cuda_graphs.py),
+a CPU with a compiler (native_attention.py).
 """
 
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from batching.sequence import Batch
 from worker.model.kv_cache import BLOCK, KVCache
+from worker.model.span_attention import Group, mask_of
 from worker.model.transfers import to_device
 
 ATTENTION = "onequeue_paged"
@@ -103,18 +102,6 @@ def attention_function(
 AttentionInterface.register(ATTENTION, attention_function)
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Spans that share one attention call, padded to the widest."""
-
-    rows: Tensor | None  # [b * t] rows of the step, padding repeats the last; None: all, in order
-    real: Tensor | None  # places of `rows` that are no padding; None: all
-    target: Tensor | None  # the rows at those places; None: all, in order
-    shape: tuple[int, int]  # b spans, t tokens each
-    blocks: Tensor | None  # [b * n] blocks to gather; None: a span sees nothing but itself
-    mask: Tensor | None  # [b, 1, t, keys], 0 or -inf; None: causal
-
-
 class AttentionMetadata(Attends):
     """Where a step's tokens are: built once, used by every layer."""
 
@@ -159,7 +146,7 @@ class AttentionMetadata(Attends):
                 ks, vs = (_rows(each, group.rows) for each in (k, v))
             ks, vs = (each.view(b, -1, *each.shape[-2:]) for each in (ks, vs))
             qs = _rows(q, group.rows).view(b, t, *q.shape[1:])
-            attended = _attend_group(qs, ks, vs, group.mask, scale, softcap, sinks)  # [b, t, H, Dv]
+            attended = group.attend(qs, ks, vs, scale, softcap, sinks)  # [b, t, H, Dv]
             attended = attended.reshape(b * t, *out.shape[1:])
             if group.target is None:
                 out = attended.contiguous()  # as the op's fake says of it
@@ -208,20 +195,22 @@ class AttentionMetadata(Attends):
         rows = self.offsets[members, None] + np.minimum(within, widths[:, None] - 1)
         places = None if real.all() else to_device(np.flatnonzero(real), device)
         every = places is None and b == len(self.widths)
-        blocks = mask = None
+        blocks = seen = stretches = mask = None
+        begin, keys = np.zeros_like(starts), t
         if t == 1 or starts.any():
-            gathered, keys = self._gathered(members, window, chunk)
-            blocks = to_device(gathered.ravel(), device)
-            mask = self._mask(queries, keys, window, chunk, rows)
-        elif masked or 0 < window < t or 0 < chunk < t:
-            keys = np.broadcast_to(within, (b, t))
-            mask = self._mask(queries, keys, window, chunk, rows)
+            gathered, begin = self._gathered(members, window, chunk)
+            blocks, keys = to_device(gathered.ravel(), device), gathered.shape[1] * BLOCK
+        if blocks is not None or masked or 0 < window < t or 0 < chunk < t:
+            stretch = np.stack(self._seen(queries, window, chunk, rows))
+            seen = np.clip(stretch - begin[:, None], 0, keys - 1)
+            stretches = to_device(seen, device)
+            mask = mask_of(stretches, slice(0, keys), self.cache.dtype) if t <= BLOCK else None
         target = None if every else to_device(rows[real], device)
         rows = None if every else to_device(rows.ravel(), device)
-        return Group(rows, places, target, (b, t), blocks, mask)
+        return Group(rows, places, target, (b, t), blocks, seen, stretches, mask)
 
     def _gathered(self, members: Any, window: int, chunk: int) -> tuple[Any, Any]:
-        """The members' blocks [b, n] from the first that is seen, and the positions in them."""
+        """The members' blocks [b, n] from the first that is seen, and where those begin [b]."""
         starts, widths = self.starts[members], self.widths[members]
         first = self._first_gathered(members, window, chunk) // BLOCK
         last = (starts + widths - 1) // BLOCK
@@ -231,20 +220,12 @@ class AttentionMetadata(Attends):
             seen = self.blocks[member][first[row] : last[row] + 1]
             blocks[row, : len(seen)] = seen
             blocks[row, len(seen) :] = seen[-1]
-        return blocks, first[:, None] * BLOCK + np.arange(n * BLOCK)
+        return blocks, first * BLOCK
 
-    def _mask(self, queries: Any, keys: Any, window: int, chunk: int, rows: Any) -> Tensor:
-        hidden = torch.from_numpy(~self._seen(queries, keys, window, chunk, rows)).unsqueeze(1)
-        mask = torch.zeros(hidden.shape, dtype=self.cache.dtype)
-        return mask.masked_fill_(hidden, -torch.inf).to(self.cache.device)
-
-    def _seen(self, queries: Any, keys: Any, window: int, chunk: int, rows: Any) -> Any:
-        """[b, t, keys] whether a query sees a key; `rows`: of the queries in the step."""
-        position = queries[:, :, None]
-        seen = keys[:, None, :] <= position
-        if window or chunk:
-            seen &= keys[:, None, :] >= self._first_seen(position, window, chunk)
-        return seen
+    def _seen(self, queries: Any, window: int, chunk: int, rows: Any) -> Any:
+        """[b, t] first and last position that each query sees; `rows`: of the queries in the
+        step."""
+        return self._first_seen(queries, window, chunk), queries
 
 
 def _rows(tensor: Tensor, rows: Tensor | None) -> Tensor:
@@ -255,46 +236,3 @@ def _share_a_call(reach: Any, widths: Any) -> bool:
     """Whether that costs less than a call each: padding all to the farthest and the widest."""
     near = reach.max() <= max(reach.min() * SPREAD, reach.min() + SLACK)
     return bool(near and widths.max() <= max(BLOCK, widths.min() * SPREAD))
-
-
-def _attend_group(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """[b, t, H, D] over [b, keys, Hkv, D] to [b, t, H, Dv]. A key head's queries become rows of
-    one head, so keys are not repeated."""
-    b, t, heads, _ = q.shape
-    groups = heads // k.shape[2]
-    k, v = k.transpose(1, 2), v.transpose(1, 2)  # [b, Hkv, keys, D]
-    if mask is None:
-        done = scaled_dot_product_attention(
-            q.transpose(1, 2), k, v, is_causal=True, scale=scale, enable_gqa=groups > 1
-        )
-        return done.transpose(1, 2)
-    q = q.view(b, t, -1, groups, q.shape[3]).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    if groups > 1:
-        mask = mask.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(2, 3)
-    if softcap > 0 or sinks is not None:
-        done = _softmax_attention(q, k, v, mask, scale, softcap, sinks)
-    else:
-        done = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    done = done.view(b, -1, groups, t, done.shape[3])
-    return done.permute(0, 3, 1, 2, 4).flatten(2, 3)
-
-
-def _softmax_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Attention written out, for what the fused function lacks: capped scores (Gemma 2), and sinks
-    [H] (GPT-OSS)."""
-    scores = torch.matmul(q, k.transpose(2, 3)) * scale
-    if softcap > 0:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores + mask
-    if sinks is not None:
-        b, heads, rows, _ = scores.shape
-        each = sinks.view(1, heads, -1, 1).repeat(b, 1, 1, rows * heads // len(sinks))
-        scores = torch.cat([scores, each.flatten(2).unsqueeze(-1).to(scores.dtype)], -1)
-    weights = torch.softmax(scores.float(), -1)[..., : k.shape[2]]
-    return torch.matmul(weights.to(v.dtype), v)

@@ -23,7 +23,7 @@ from batching.sequence import Batch, Span
 from worker.model.kv_cache import BLOCK, KVCache, LayerShape
 from worker.model.language_model import GeneratorOptions, LanguageModel
 from worker.model.loading import GB, LoadingFailed, first_line, free_bytes, worth_compiling
-from worker.model.paged_attention import ATTENTION, AttentionMetadata, Group
+from worker.model.paged_attention import ATTENTION, AttentionMetadata
 from worker.model.paged_runner import PagedRunner, run
 from worker.model.self_check import (
     SHORTEST,
@@ -33,6 +33,7 @@ from worker.model.self_check import (
     random_prompts,
     set_attention,
 )
+from worker.model.span_attention import Group
 
 log = logging.getLogger("onequeue.paging")
 

@@ -6,9 +6,8 @@ Follows an AnswerForm's marks from phase to phase, and gives each stretch of tex
 certain what it belongs to. White space around reasoning and calls belongs to nobody, but for that
 between two stretches of content. A call that makes no sense is content.
 
-The library's chat_parsing.ResponseParser follows response templates alone, gives a call when it is
-whole, raises where it is none, and does not tell an event's tokens: so this one reads all forms,
-and leaves what is in a response template's fields to the library.
+The library's chat_parsing.ResponseParser follows response templates alone, and tells no event's
+tokens: so this one reads all forms, and leaves a response template's fields to the library.
 """
 
 import copy
@@ -39,13 +38,9 @@ class Parser:
     nothing in it is a mark, unless calls come before everything else."""
 
     def __init__(
-        self,
-        form: AnswerForm,
-        begun: str,
-        calls: bool,
-        tools: Sequence[Mapping[str, Any]] = (),
-        document: bool = False,
-    ) -> None:
+        self, form: AnswerForm, begun: str, calls: bool,
+        tools: Sequence[Mapping[str, Any]] = (), document: bool = False,
+    ) -> None:  # fmt: skip
         self.calls_begun = self.calls_ended = 0
         self._form = form
         self._tools = {tool["function"]["name"]: types_of_parameters(tool) for tool in tools}
@@ -54,9 +49,8 @@ class Parser:
         self._enter(form.begins)
         self._document = document
         self._constrained = self._first_only = False  # or a mark counts only before all else
-        self._has_content = False
         self._may_close = form.may_close  # thoughts that nothing has opened
-        self._after_mark = False  # white space is nobody's
+        self._has_content = self._after_mark = False  # after a mark, white space is nobody's
         self._since_mark = ""  # what came with the last mark, after it
         self._buffer = Piece("")  # may be the beginning of a mark
         self._space = Piece("")  # may be the last before a mark
@@ -83,6 +77,12 @@ class Parser:
     def phase(self) -> Phase:
         calling = self._inside == CALL or self._triggered is not None
         return "call" if calling else "thinking" if self._inside == THINKING else "answer"
+
+    @property
+    def trailing(self) -> str:
+        """White space at the content's end, where no call may come that it would stand before."""
+        ends = self._has_content and not (self._after_mark or self._buffer.text or self._calls)
+        return self._space.text if ends and self._inside == ANSWER else ""
 
     @property
     def begun(self) -> str:

@@ -38,6 +38,10 @@ class StopStrings:
             at += 1
         return self._pending.take(at)
 
+    def ends_with(self, text: str) -> bool:
+        """Whether a stop string is complete once this text comes."""
+        return any(stop in self._pending.text + text for stop in self._stops)
+
     def flush(self) -> Piece:
         """What was pending, when the content ends otherwise."""
         return self._pending.take(len(self._pending.text))
