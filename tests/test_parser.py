@@ -400,6 +400,21 @@ def test_a_call_that_has_begun_is_told_in_its_form(name: str, text: str, begun: 
     assert parser.begun.split() == begun.split()
 
 
+def test_json_without_a_mark_is_an_answer_up_to_the_name_of_a_tool() -> None:
+    """So that the grammar of calls holds nothing but calls."""
+    parser = Parser(form("llama"), "", True, [WEATHER])
+    phases = []
+    for written in ('{"name', '": "get', '"'):
+        feed(parser, written)
+        phases.append((parser.phase, parser.begun))
+    assert phases[1][0] == phases[0][0] == "answer"
+    assert phases[2] == ("call", '{"name": "get"')
+    parser = Parser(form("llama"), "", True, [WEATHER])
+    for letter in '{"city": {"name": "get"}}':
+        feed(parser, letter)
+        assert parser.phase == "answer"
+
+
 @pytest.mark.parametrize("cut", range(1, 10))
 def test_of_a_call_that_is_cut_short_no_mark_is_shown(cut: int) -> None:
     text = "So <tool_call>\n<function=get>\n<parameter=n>\n7\n</parameter>\n<parameter=s>\nab"

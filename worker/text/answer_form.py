@@ -1,57 +1,22 @@
 """How a model writes its answers: the marks between thoughts, calls and content.
 
-A mark leads from one phase of an answer to another; parser.py follows them. What learning.py finds
-in a chat template becomes marks here, and a response template does in response_template.py.
+What learning.py finds in a chat template becomes marks here (marks.py), and a response template
+does in response_template.py.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
 
 import regex
 
 from worker.text.call_form import ID, INDEX, MARK, PLAIN_CALLS, VARIABLE, CallForm, Pair
 from worker.text.call_parser import BodyParser, CallParser, body_parser
+from worker.text.marks import ANSWER, CALL, NOBODY, THINKING, MakeParser, Mark
 from worker.text.parameter_types import Tools
 
-Match: TypeAlias = Any  # of the regex package
-# Of the groups of the match that opens calls, and the tools that may be called.
-MakeParser = Callable[[dict[str, str], Tools], CallParser | BodyParser]
-
-ANSWER, THINKING, CALL, NOBODY = "answer", "thinking", "call", "nobody"
-LEAST_OF_MARK = 3  # characters of one, which are not shown if no more come
 NAME = r"(?P<name>[^\s<>\[\]{}()\"'`,]{1,128}?)"
-
-
-class Mark(NamedTuple):
-    """What leads from a phase to another."""
-
-    within: frozenset[str]  # the phases it is looked for in
-    to: str
-    pattern: Any  # of the regex package
-    grows: bool = False  # a match at the end of a text may become longer
-    first: frozenset[str] = frozenset()  # characters that begin it; none: they are not known
-    parser: MakeParser | None = None  # of the calls that it opens
-    leads: bool = False  # it counts only before everything else
-    trigger: Any = None  # a pattern: with this, no matter what follows, a call has begun
-    known: bool = False  # it counts only with the name of a tool
-
-    def begun_in(self, text: str) -> str | None:
-        """What follows the part of it by which it is clear that a call begins."""
-        match = self.trigger and self.trigger.search(text)
-        return text[match.end() :] if match else None
-
-    def cut_in(self, text: str, follows: bool) -> int:
-        """Where the beginning of a call's mark starts that a text ends in, cut short, and that is
-        not shown; where the text `follows` calls, of any mark. Its length if there is none."""
-        if (self.to != CALL or self.leads) and not follows:
-            return len(text)
-        match = self.pattern.search(text, partial=True)
-        alone = match and follows and not text[: match.start()].strip()
-        cut = match and match.partial and len(match.group()) >= (alone or LEAST_OF_MARK)
-        return int(match.start()) if cut else len(text)
 
 
 @dataclass(frozen=True, slots=True)

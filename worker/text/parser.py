@@ -16,15 +16,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from worker.deltas import Kind
-from worker.text.answer_form import ANSWER, CALL, THINKING, AnswerForm, Mark, Match
+from worker.text.answer_form import AnswerForm
 from worker.text.call_parser import BodyParser, CallParser, CallPart, goes_on_as_json
 from worker.text.detokenizer import Piece
+from worker.text.marks import (
+    ANSWER,
+    CALL,
+    MAX_DOUBTFUL,
+    MAX_PENDING,
+    THINKING,
+    Mark,
+    Match,
+    first_mark,
+)
 from worker.text.parameter_types import types_of_parameters
 
 Phase: TypeAlias = Literal["answer", "thinking", "call"]
 KINDS: dict[str, Kind] = {ANSWER: "content", THINKING: "reasoning"}
-MAX_PENDING = 4096  # characters that may become a mark; then they are what they are
-MAX_DOUBTFUL = 8192  # from a call in open thoughts on, or from the end of a call in a string
 
 
 class Event(NamedTuple):
@@ -81,7 +89,9 @@ class Parser:
 
     @property
     def phase(self) -> Phase:
-        calling = self._inside == CALL or self._triggered is not None
+        call = self._call  # without a mark, JSON is no call before it has the name of one
+        doubtful = self._form.unmarked and isinstance(call, CallParser) and not call.begun
+        calling = (self._inside == CALL and not doubtful) or self._triggered is not None
         return "call" if calling else "thinking" if self._inside == THINKING else "answer"
 
     @property
@@ -128,7 +138,9 @@ class Parser:
     def _parse(self, ended: bool) -> list[Event]:
         events, self._retold = self._retold, []
         while True:
-            mark, certain = self._next_mark(ended)
+            mark, certain = first_mark(
+                self._watched, self._buffer.text, self._inside, self._counts, ended
+            )
             stopped = self._emit(self._buffer.take(certain), events)
             if mark is not None:
                 if (quoted := self._quoted(mark[1], ended)) is None:
@@ -138,38 +150,6 @@ class Parser:
                 return events
 
     # ── marks ──
-
-    def _next_mark(self, ended: bool) -> tuple[tuple[Mark, Match] | None, int]:
-        """The first mark that is certain, and how much of the buffer stands before it or before
-        anything that may become one."""
-        text = self._buffer.text
-        best: tuple[Mark, Match] | None = None
-        doubtful: tuple[Mark, Match] | None = None
-        pending = len(text)
-        for mark in self._watched:
-            if mark.first and mark.first.isdisjoint(text):
-                continue
-            match = mark.pattern.search(text, partial=not ended)
-            if match is None or not self._counts(mark, match):
-                continue
-            may_grow = mark.grows or not match.group()
-            if not ended and (match.partial or (may_grow and match.end() == len(text))):
-                pending = min(pending, match.start())
-            elif not match.group() and mark.to == self._inside:
-                continue
-            elif mark.to == CALL and self._inside == THINKING:
-                doubtful = doubtful or (mark, match)
-            elif best is None or match.start() < best[1].start():
-                best = mark, match
-        if best is not None and best[1].start() < pending:
-            return best, best[1].start()
-        longest = MAX_PENDING
-        if best is None and doubtful is not None:
-            # A call in open thoughts is one if they are never closed.
-            if ended:
-                return doubtful, doubtful[1].start()
-            pending, longest = min(pending, doubtful[1].start()), MAX_DOUBTFUL
-        return None, pending if len(text) - pending < longest else len(text)
 
     def _counts(self, mark: Mark, match: Match) -> bool:
         """Some marks are marks only before everything else, lest they are seen in the content."""

@@ -16,10 +16,11 @@ from transformers.utils.chat_parsing.response_templates import (
     load_response_template,
 )
 
-from worker.text.answer_form import ANSWER, CALL, NOBODY, THINKING, AnswerForm, Mark
+from worker.text.answer_form import AnswerForm
 from worker.text.arguments import Calls, value
 from worker.text.call_form import Pair
 from worker.text.call_parser import BodyParser, CallParser
+from worker.text.marks import ANSWER, CALL, NOBODY, THINKING, Mark
 from worker.text.parameter_types import Tools
 
 CALLS, CONTENT = "tool_calls", "content"
