@@ -789,6 +789,17 @@ def test_spaces_and_marks_that_never_end_take_no_more_time_each() -> None:
         assert "".join(texts(events)).strip()[:9999] == text.removeprefix("<think>").strip()[:9999]
 
 
+@pytest.mark.parametrize("header", ["<|channel|>to=a", " to=functions.get_it<|channel|>comment"])
+def test_headers_that_never_end_are_looked_through_once(header: str) -> None:
+    text = header * 100
+    seconds, events = parsed_by_pieces(form("channels"), text)
+    assert seconds < 0.5
+    assert text.strip().startswith("".join(texts(events)).strip())
+    started = time.thread_time()
+    Parser(form("channels"), text * 10, True, [WEATHER])
+    assert time.thread_time() - started < 1
+
+
 def parsed_by_pieces(how: Any, text: str) -> tuple[float, list[Any]]:
     """Of a text that comes 16 characters at a time: this thread's seconds, and the events."""
     parser = Parser(how, "", True)

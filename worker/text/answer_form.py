@@ -156,21 +156,24 @@ def _call_marks(form: CallForm) -> list[Mark]:
 
 
 def _in_channels(form: Channels, calls: CallForm | None) -> AnswerForm:
-    """A header is one mark; the first that matches tells what its message is."""
+    """A header is one mark; the first that matches tells what its message is. None of its parts
+    gives back what it took: whatever else stands there is looked through once."""
     start, channel, body = (regex.escape(each) for each in (form.start, form.channel, form.body))
-    header = rf"(?:(?!{body}).){{0,200}}?"
     recipient = regex.escape(form.recipient.strip())
     to = regex.escape(form.recipient.split("=")[0].strip() + "=")
-    thoughts = rf"{channel}\s*{regex.escape(form.thinking)}(?:(?!{channel}|{body}).){{0,100}}{body}"
+    rest = rf"(?:(?!{body}).){{0,200}}+{body}"
+    thoughts = rf"{channel}\s*{regex.escape(form.thinking)}"
+    before_to, before_thoughts = (rf"(?:(?!{body}|{end}).){{0,200}}+" for end in (to, thoughts))
+    thoughts += rf"(?:(?!{channel}|{body}).){{0,100}}+{body}"
     within = frozenset((ANSWER, THINKING, NOBODY))
     firsts = frozenset((form.start[0], form.channel[0]))
 
-    def headed(phase: str, rest: str, parser: MakeParser | None = None) -> Mark:
-        pattern = regex.compile(rf"(?:{start}|(?={channel})){header}{rest}", regex.DOTALL)
+    def headed(phase: str, header: str, parser: MakeParser | None = None) -> Mark:
+        pattern = regex.compile(rf"(?:{start}|(?={channel})){header}", regex.DOTALL)
         trigger = regex.compile(recipient) if parser else None
         return Mark(within, phase, pattern, first=firsts, parser=parser, trigger=trigger)
 
-    others = headed(NOBODY, rf"{to}(?!assistant){header}{body}")
+    others = headed(NOBODY, rf"{before_to}{to}(?!assistant){rest}")
     ends = regex.compile("|".join(map(regex.escape, form.ends)))
     first = frozenset(end[0] for end in form.ends)
     end = Mark(within | {CALL}, ANSWER, ends, first=first)
@@ -178,15 +181,15 @@ def _in_channels(form: Channels, calls: CallForm | None) -> AnswerForm:
     if calls:
         read = partial(_call_parser, calls)
         for before in (recipient, to):  # some leave out that it is one of the functions
-            function = rf"{before}(?P<name>[\w.-]{{1,128}}){header}{body}"
-            mark = headed(CALL, function, read)._replace(known=before != recipient)
+            function = rf"{before}(?P<name>[\w.-]{{1,128}}+){rest}"
+            mark = headed(CALL, before_to + function, read)._replace(known=before != recipient)
             begun = regex.compile(function, regex.DOTALL)  # the prompt has the header's start
             at_once = mark._replace(
                 within=frozenset((ANSWER,)), pattern=begun, first=frozenset(), leads=True
             )
             call_marks += [mark, at_once]
     return AnswerForm(
-        (others, headed(THINKING, thoughts), headed(ANSWER, body), end),
+        (others, headed(THINKING, before_thoughts + thoughts), headed(ANSWER, rest), end),
         tuple(call_marks),
         (form.channel + form.thinking + form.body, form.ends[0]),
         (form.channel + form.content + form.body, form.ends[0]),

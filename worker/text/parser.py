@@ -33,6 +33,7 @@ from worker.text.parameter_types import types_of_parameters
 
 Phase: TypeAlias = Literal["answer", "thinking", "call"]
 KINDS: dict[str, Kind] = {ANSWER: "content", THINKING: "reasoning"}
+SLICE = 512  # characters of what the prompt has begun that are looked through at once
 
 
 class Event(NamedTuple):
@@ -75,7 +76,8 @@ class Parser:
         self._triggered: str | None = None  # a mark is not whole, but sure to begin a call
         self._retold: list[Event] = []  # of a call that the prompt has begun
         if begun:
-            events = self.feed(Piece(begun))
+            slices = (begun[at : at + SLICE] for at in range(0, len(begun), SLICE))
+            events = [event for each in slices for event in self.feed(Piece(each))]
             if self._call and self._call.begun:
                 names = [n for n, event in enumerate(events) if event.name is not None]
                 self._retold = events[names[-1] :]
