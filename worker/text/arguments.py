@@ -29,6 +29,7 @@ TOKEN = re.compile(
 END = ""  # the last sign
 WORDS: dict[str, bool | None] = {"True": True, "true": True, "False": False, "false": False}
 WORDS |= dict.fromkeys(("None", "null", "none"))
+NUMBERS = ("integer", "number")
 
 Calls = list[tuple[str, dict[str, Any]]]
 
@@ -84,16 +85,19 @@ def value(text: str, types: Collection[str]) -> Any:
     be of any."""
     if types == {"string"}:
         return text
-    stripped = text.strip()
+    stripped, may_be_text = text.strip(), "string" in types
     for read in (_json, literal):
         try:
             made = read(stripped)
         except (ValueError, RecursionError):
             continue
         kind = type_of(made)
+        if may_be_text and (kind == "string" or (read is literal and kind in NUMBERS)):
+            return text  # as it is, with its quotes, space, or a number's leading zeros
         if not types or kind in types or (kind == "integer" and "number" in types):
             return made
-        if "integer" in types and isinstance(made, float) and made.is_integer():
+        whole = isinstance(made, float) and made.is_integer()
+        if whole and "integer" in types and not may_be_text:
             return int(made)
     return text
 
@@ -200,10 +204,11 @@ class _Reader:
     def _typed(self, types: Collection[str]) -> Any:
         """Some models quote all values, some none."""
         kind, _ = self._token
-        if kind == "number" and types == {"string"}:
+        if kind == "number" and "string" in types and not {*types} & {*NUMBERS}:
             return self._next()[1]
         made = self.value()
-        return value(made, types) if kind == "text" and types else made
+        quoted = kind == "text" and types and "string" not in types
+        return value(made, types) if quoted else made
 
     def _value(self) -> Any:
         kind, text = self._next()

@@ -107,11 +107,15 @@ def _call_parser(
             raise ValueError("no calls") from error
 
     def typed(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        declared = tools.get(name, {})
-        return {
-            key: value(each, declared[key]) if isinstance(each, str) and key in declared else each
-            for key, each in arguments.items()
-        }
+        declared, quoted = tools.get(name, {}), field.content == "json"
+
+        def made(key: str, each: Any) -> Any:
+            types = declared.get(key)
+            if types is None or not isinstance(each, str) or (quoted and "string" in types):
+                return each
+            return value(each, types)
+
+        return {key: made(key, each) for key, each in arguments.items()}
 
     return BodyParser(read)
 
