@@ -746,6 +746,26 @@ def test_a_mark_within_a_string_ends_no_call_that_is_held_to_json() -> None:
     assert parser.calls_ended == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("coder", "<tool_call>\n<function=get>\n<parameter=s>\n{}\n</parameter>\n</function>"),
+        ("pairs", "<tool_call>get\n<arg_key>s</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"),
+        ("typed", '<|tool_call>call:get{{s:<|"|>{}<|"|>}}<tool_call|>'),
+    ],
+)
+def test_a_mark_within_a_value_ends_no_call_that_is_held_to_its_grammar(
+    name: str, text: str
+) -> None:
+    said = "a </function> b</tool_call><|tool_call>}<tool_call|> c"
+    parser = Parser(form(name), "", True, [WEATHER])
+    events = [event for letter in text.format(said) for event in parser.feed(Piece(letter), True)]
+    assert json.loads("".join(texts(events))) == {"s": said}
+    assert parser.calls_ended == 1
+    cut = read(form(name), text.format(said))
+    assert cut["content"]
+
+
 def test_json_in_the_middle_of_a_text_is_no_call() -> None:
     how = form("llama")
     text = 'Here: {"name": "Bob", "parameters": {}} done.'

@@ -162,10 +162,12 @@ class Parser:
         return not self._has_content and not self._buffer.text[: match.start()].strip()
 
     def _quoted(self, match: Match, ended: bool) -> bool | None:
-        """Whether a mark is part of a string in a call's JSON, which then goes on as JSON after
-        that. None: it is not known yet."""
+        """Whether a mark is part of a value in a call, or of a string in its JSON, which then goes
+        on as JSON after that. None: it is not known yet."""
         if self._call is None or not self._call.quoted:
             return False
+        if isinstance(self._call, BodyParser):
+            return self._constrained
         rest = self._buffer.text[len(match.group()) :]
         goes_on = self._constrained or goes_on_as_json(rest)
         return False if goes_on is None and (ended or len(rest) > MAX_DOUBTFUL) else goes_on
