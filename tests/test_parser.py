@@ -119,6 +119,8 @@ HARMONY = learned_form(
 
 
 def form(name: str) -> AnswerForm:
+    if name == "hermes":
+        return HERMES
     return HARMONY if name == "channels" else learned_form(THOUGHTS, None, FORMS[name], None)
 
 
@@ -318,6 +320,15 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         "section",
         "<think>a <calls><call>functions.get:0<args>{}</call></calls>",
         ("", "a", [("get", {})]),
+    ),
+    # What is no call goes back there.
+    *(
+        (name, f"<think>So {text}", ("", f"So {text}", []))
+        for name, text in (
+            ("coder", "<tool_call>\n<function=get> it </function> is  it"),
+            ("hermes", "a <tool_call> may"),
+            ("hermes", "a <tool_call>x</tool_call> may"),
+        )
     ),
     ("coder", "Before\n<think>x</think>\nafter", ("Before\n\nafter", "x", [])),
 ]

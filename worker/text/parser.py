@@ -72,6 +72,7 @@ class Parser:
         self._between = Piece("")  # white space of the content that a mark has interrupted
         self._call: CallParser | BodyParser | None = None
         self._call_text = Piece("")  # of the call that is open, with its marks
+        self._thought: Piece | None = None  # white space before it, where it began in thoughts
         self._opening = 0, ""  # the length of its first mark, and how the form has that
         self._triggered: str | None = None  # a mark is not whole, but sure to begin a call
         self._retold: list[Event] = []  # of a call that the prompt has begun
@@ -181,12 +182,15 @@ class Parser:
         if self._inside == CALL:
             self._call_text.append(taken)
             self._end_call(events)
+            if self._inside == THINKING:  # it was none
+                return
         elif self._inside == ANSWER and self._has_content:
             self._between.append(self._space)
             if self._may_close and THINKING in mark.within and mark.to == ANSWER:
                 events.append(Event("end of thoughts", Piece("")))
                 self._has_content, self._between = False, Piece("")
         self._may_close = False
+        self._thought = self._space if self._inside == THINKING else None
         self._space = Piece("")
         self._since_mark = self._buffer.text
         self._after_mark = True
@@ -279,6 +283,10 @@ class Parser:
         if calls or call.begun:
             self.calls_ended += 1
         elif not (cut and call.may_go_on and self._form.may_call(whole.text, self._tools)):
+            self._after_mark = False
+            if self._thought is not None:
+                self._enter(THINKING)
+                events += [Event("reasoning", self._thought), Event("reasoning", whole)]
+                return
             self._go_on(events)
             events.append(Event("content", whole))
-            self._after_mark = False
