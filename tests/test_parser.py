@@ -426,6 +426,21 @@ def test_json_without_a_mark_is_an_answer_up_to_the_name_of_a_tool() -> None:
         assert parser.phase == "answer"
 
 
+@pytest.mark.parametrize("tool", ["ns:tool", "a/b", "3d_render", "-x", "a.b-c", "x" * 64])
+@pytest.mark.parametrize("name", [*FORMS, "channels"])
+def test_a_tool_may_have_any_name_that_a_request_may_give_it(name: str, tool: str) -> None:
+    how = form(name)
+    assert how.calls is not None
+    arguments = "n=1" if "python" in name else "n:1" if name == "typed" else '{"n": 1}'
+    arguments = "" if how.calls.arguments.open else arguments
+    text = how.calls.text([(tool, arguments)]).replace(ID, "a1")
+    tools = [{"type": "function", "function": {"name": tool}}]
+    for cuts in ([], list(range(1, len(text)))):
+        made = read(how, text, cuts, tools=tools)
+        assert [called for called, _ in made["calls"]] == [tool], text
+        assert made["content"] == ""
+
+
 @pytest.mark.parametrize("cut", range(1, 10))
 def test_of_a_call_that_is_cut_short_no_mark_is_shown(cut: int) -> None:
     text = "So <tool_call>\n<function=get>\n<parameter=n>\n7\n</parameter>\n<parameter=s>\nab"

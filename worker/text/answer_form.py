@@ -16,6 +16,7 @@ from worker.text.call_parser import BodyParser, CallParser, body_parser
 from worker.text.marks import ANSWER, CALL, NOBODY, THINKING, MakeParser, Mark
 from worker.text.parameter_types import Tools
 
+TOOL = r"[\w.:/-]{1,128}+"  # any name that a request may give one
 NAME = r"(?P<name>[^\s<>\[\]{}()\"'`,]{1,128}?)"
 
 
@@ -130,7 +131,7 @@ def _call_marks(form: CallForm) -> list[Mark]:
     if form.unmarked:
         marker = rf"(?:{regex.escape(form.marker)}\s*+)?" if form.marker else ""
         # None begins with space: a long run of it would be looked through from each of its places.
-        begins = r"(?:\[\s*+)?\{\s*+\"" if form.keys else r"\[\s*+[^\W\d][\w.-]*+\("
+        begins = r"(?:\[\s*+)?\{\s*+\"" if form.keys else rf"\[\s*+{TOOL}\("
         pattern = rf"(?:<\|\w{{1,40}}\|>\s*+)?{marker}(?={begins})"
     elif form.is_list:
         pattern = may_stand + _flexible(opens)
@@ -181,7 +182,7 @@ def _in_channels(form: Channels, calls: CallForm | None) -> AnswerForm:
     if calls:
         read = partial(_call_parser, calls)
         for before in (recipient, to):  # some leave out that it is one of the functions
-            function = rf"{before}(?P<name>[\w.-]{{1,128}}+){rest}"
+            function = rf"{before}(?P<name>{TOOL}){rest}"
             mark = headed(CALL, before_to + function, read)._replace(known=before != recipient)
             begun = regex.compile(function, regex.DOTALL)  # the prompt has the header's start
             at_once = mark._replace(

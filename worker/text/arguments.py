@@ -21,6 +21,7 @@ BARE_KEY = re.compile(r'(?<=[{,])([^":,{}\[\]]+):')
 
 TOKEN = re.compile(
     r"""(?P<text>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')
+    |(?P<call>[\w.:/-]{1,128}+(?<!:)(?=\s*+\())
     |(?P<number>[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)
     |(?P<word>[^\W\d][\w./$@-]*|[$@][\w./$@-]+)
     |(?P<sign>\S)""",
@@ -151,7 +152,9 @@ class _Reader:
     def calls(self, tools: Tools) -> Iterator[tuple[str, dict[str, Any]]]:
         close = "]" if self._takes("[") else END
         for _ in self._items(close):
-            name = self._word()
+            kind, name = self._next()
+            if kind != "call":
+                raise ValueError("no name")
             self.must("(")
             yield name, self._arguments(tools.get(name, {}))
         if close:
