@@ -2,12 +2,15 @@
 
 import json
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from tests.test_parser import FORMS, HARMONY
+from worker.generation.plans import Plans
+from worker.generation_input import Calls, Chat, Constraint, GenerationInput
 from worker.grammar.calls import calls_grammar
 from worker.text.answer_form import PLAIN
 from worker.text.arguments import value
@@ -194,6 +197,37 @@ def test_what_stands_before_a_call_in_a_message_may_come() -> None:
         matcher = LLMatcher(tokenizer, grammar)
         tokens = tokenizer.tokenize_str((begins + text) if begins else text.lstrip())
         assert matcher.try_consume_tokens(tokens) == len(tokens)
+
+
+class Written:
+    """Stands for what compiles grammars: it keeps what is written."""
+
+    quoted = staticmethod(json.dumps)
+
+    def compiled(self, grammar: str, param: str) -> None:
+        self.grammar = grammar
+
+
+def test_a_document_in_place_of_calls_has_its_own_header() -> None:
+    template: Any = SimpleNamespace(forms=lambda _: (HARMONY, HARMONY.calls))
+    plans: Any = Plans.__new__(Plans)
+    plans._template, plans.grammars = template, Written()
+    chat = Chat(({"role": "user", "content": "?"},), (TOOL,))
+    constraint = Constraint("json_schema", {"type": "object"}, "response_format")
+    plans.of(GenerationInput(chat, calls=Calls(("get",)), constraint=constraint), "")
+    tokenizer = LLTokenizer("byte")
+    header = "<|channel|>final<|message|>"
+    call = ' to=functions.get<|channel|>commentary json<|message|>{"s": "x"}<|call|>'
+    for text in (
+        "{}",
+        header + "{}",
+        f"<|start|>assistant{header}{{}}",
+        f"<|start|>assistant{call}",
+    ):
+        matcher = LLMatcher(tokenizer, plans.grammars.grammar)
+        tokens = tokenizer.tokenize_str(text)
+        assert matcher.try_consume_tokens(tokens) == len(tokens), text
+        assert matcher.is_accepting()
 
 
 @pytest.mark.parametrize(

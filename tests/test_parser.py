@@ -119,6 +119,8 @@ HARMONY = learned_form(
 
 
 def form(name: str) -> AnswerForm:
+    if name == "hermes":
+        return HERMES
     return HARMONY if name == "channels" else learned_form(THOUGHTS, None, FORMS[name], None)
 
 
@@ -319,6 +321,15 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         "<think>a <calls><call>functions.get:0<args>{}</call></calls>",
         ("", "a", [("get", {})]),
     ),
+    # What is no call goes back there.
+    *(
+        (name, f"<think>So {text}", ("", f"So {text}", []))
+        for name, text in (
+            ("coder", "<tool_call>\n<function=get> it </function> is  it"),
+            ("hermes", "a <tool_call> may"),
+            ("hermes", "a <tool_call>x</tool_call> may"),
+        )
+    ),
     ("coder", "Before\n<think>x</think>\nafter", ("Before\n\nafter", "x", [])),
 ]
 
@@ -398,6 +409,36 @@ def test_a_call_that_has_begun_is_told_in_its_form(name: str, text: str, begun: 
     feed(parser, text)
     assert parser.phase == "call"
     assert parser.begun.split() == begun.split()
+
+
+def test_json_without_a_mark_is_an_answer_up_to_the_name_of_a_tool() -> None:
+    """So that the grammar of calls holds nothing but calls."""
+    parser = Parser(form("llama"), "", True, [WEATHER])
+    phases = []
+    for written in ('{"name', '": "get', '"'):
+        feed(parser, written)
+        phases.append((parser.phase, parser.begun))
+    assert phases[1][0] == phases[0][0] == "answer"
+    assert phases[2] == ("call", '{"name": "get"')
+    parser = Parser(form("llama"), "", True, [WEATHER])
+    for letter in '{"city": {"name": "get"}}':
+        feed(parser, letter)
+        assert parser.phase == "answer"
+
+
+@pytest.mark.parametrize("tool", ["ns:tool", "a/b", "3d_render", "-x", "a.b-c", "x" * 64])
+@pytest.mark.parametrize("name", [*FORMS, "channels"])
+def test_a_tool_may_have_any_name_that_a_request_may_give_it(name: str, tool: str) -> None:
+    how = form(name)
+    assert how.calls is not None
+    arguments = "n=1" if "python" in name else "n:1" if name == "typed" else '{"n": 1}'
+    arguments = "" if how.calls.arguments.open else arguments
+    text = how.calls.text([(tool, arguments)]).replace(ID, "a1")
+    tools = [{"type": "function", "function": {"name": tool}}]
+    for cuts in ([], list(range(1, len(text)))):
+        made = read(how, text, cuts, tools=tools)
+        assert [called for called, _ in made["calls"]] == [tool], text
+        assert made["content"] == ""
 
 
 @pytest.mark.parametrize("cut", range(1, 10))
@@ -731,6 +772,26 @@ def test_a_mark_within_a_string_ends_no_call_that_is_held_to_json() -> None:
     assert parser.calls_ended == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("coder", "<tool_call>\n<function=get>\n<parameter=s>\n{}\n</parameter>\n</function>"),
+        ("pairs", "<tool_call>get\n<arg_key>s</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"),
+        ("typed", '<|tool_call>call:get{{s:<|"|>{}<|"|>}}<tool_call|>'),
+    ],
+)
+def test_a_mark_within_a_value_ends_no_call_that_is_held_to_its_grammar(
+    name: str, text: str
+) -> None:
+    said = "a </function> b</tool_call><|tool_call>}<tool_call|> c"
+    parser = Parser(form(name), "", True, [WEATHER])
+    events = [event for letter in text.format(said) for event in parser.feed(Piece(letter), True)]
+    assert json.loads("".join(texts(events))) == {"s": said}
+    assert parser.calls_ended == 1
+    cut = read(form(name), text.format(said))
+    assert cut["content"]
+
+
 def test_json_in_the_middle_of_a_text_is_no_call() -> None:
     how = form("llama")
     text = 'Here: {"name": "Bob", "parameters": {}} done.'
@@ -772,6 +833,17 @@ def test_spaces_and_marks_that_never_end_take_no_more_time_each() -> None:
         seconds, events = parsed_by_pieces(how, text)
         assert seconds < 8 * fewer + 0.2
         assert "".join(texts(events)).strip()[:9999] == text.removeprefix("<think>").strip()[:9999]
+
+
+@pytest.mark.parametrize("header", ["<|channel|>to=a", " to=functions.get_it<|channel|>comment"])
+def test_headers_that_never_end_are_looked_through_once(header: str) -> None:
+    text = header * 100
+    seconds, events = parsed_by_pieces(form("channels"), text)
+    assert seconds < 0.5
+    assert text.strip().startswith("".join(texts(events)).strip())
+    started = time.thread_time()
+    Parser(form("channels"), text * 10, True, [WEATHER])
+    assert time.thread_time() - started < 1
 
 
 def parsed_by_pieces(how: Any, text: str) -> tuple[float, list[Any]]:

@@ -24,9 +24,9 @@ from worker.model.language_model import LanguageModel
 from worker.model.loading import model_info
 from worker.model.logits_processors import SamplingParams
 from worker.protocol import Batching
-from worker.text.answer_form import ANSWER
 from worker.text.chat_template import ChatTemplate
 from worker.text.detokenizer import Vocabulary
+from worker.text.marks import ANSWER
 from worker.text.parser import Parser
 from worker.vision.prompt import PicturePrompt
 from worker.vision.seeing import Sight

@@ -46,9 +46,8 @@ class Plans:
         if calls and call_form:
             answer, call = self._grammars_of_calls(request, calls, form, call_form)
         elif constraint:
-            before = (form.start, form.content and form.content[0])  # content may stand
-            headers = tuple(filter(None, before)) if isinstance(request.prompt, Chat) else ()
-            answer = self.grammars.matcher(constraint, headers)
+            chat = isinstance(request.prompt, Chat)
+            answer = self.grammars.matcher(constraint, self._before(form) if chat else "")
         single = calls is not None and not calls.parallel
         if not (answer or call or single or budget is not None):
             return None
@@ -94,7 +93,13 @@ class Plans:
         if answers.unmarked:
             both = "this model's calls cannot be told from JSON: leave out either this or tools"
             raise InvalidInput(f"{constraint.param}: {both}", constraint.param)
-        return grammars.compiled(either(constraint, written), constraint.param), None
+        whole = either(constraint, written, self._before(answers))
+        return grammars.compiled(whole, constraint.param), None
+
+    def _before(self, form: AnswerForm) -> str:
+        """What may stand before content, in the notation."""
+        headers = (form.start, form.content and form.content[0])
+        return "".join(f"({self.grammars.quoted(text)})? " for text in headers if text)
 
 
 def proved(template: ChatTemplate) -> ChatTemplate:

@@ -91,12 +91,11 @@ class Grammars:
 
     # ── in pool threads: all raise InvalidInput with the reason, or Pending ──
 
-    def matcher(self, constraint: Constraint, headers: Sequence[str] = ()) -> Grammar:
-        """`headers`: texts that may stand before the answer."""
+    def matcher(self, constraint: Constraint, before: str = "") -> Grammar:
+        """`before`: what may stand before the answer, in the notation."""
         rule = notation.rule(constraint)
         if constraint.kind == "grammar":
             return self.compiled(rule, constraint.param, foreign=True)
-        before = "".join(f"({self.quoted(text)})? " for text in headers)
         written = f"start: {before}answer\nanswer: {rule}" if before else f"start: {rule}"
         return self.compiled(written, constraint.param)
 

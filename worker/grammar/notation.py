@@ -53,13 +53,13 @@ def rule(constraint: Constraint) -> str:
     return written
 
 
-def either(constraint: Constraint, calls: str) -> str:
-    """An answer as the constraint says, or calls by their grammar."""
+def either(constraint: Constraint, calls: str, before: str) -> str:
+    """An answer as the constraint says, after what may stand `before` it; or calls."""
     if constraint.kind != "json_schema":
         only = "goes with tools only where it asks for JSON"
         raise InvalidInput(f"{constraint.param}: {only}", constraint.param)
-    lines = [f"calls: {calls.removeprefix('start:')}", f"answer: {rule(constraint)}"]
-    return "\n".join(["start: calls | answer", *lines])
+    lines = [f"calls: {calls.removeprefix('start:')}", f"answer: {before}document"]
+    return "\n".join(["start: calls | answer", *lines, f"document: {rule(constraint)}"])
 
 
 def schema_rule(schema: dict[str, Any], options: dict[str, Any]) -> str:

@@ -1,57 +1,23 @@
 """How a model writes its answers: the marks between thoughts, calls and content.
 
-A mark leads from one phase of an answer to another; parser.py follows them. What learning.py finds
-in a chat template becomes marks here, and a response template does in response_template.py.
+What learning.py finds in a chat template becomes marks here (marks.py), and a response template
+does in response_template.py.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
 
 import regex
 
 from worker.text.call_form import ID, INDEX, MARK, PLAIN_CALLS, VARIABLE, CallForm, Pair
 from worker.text.call_parser import BodyParser, CallParser, body_parser
+from worker.text.marks import ANSWER, CALL, NOBODY, THINKING, MakeParser, Mark
 from worker.text.parameter_types import Tools
 
-Match: TypeAlias = Any  # of the regex package
-# Of the groups of the match that opens calls, and the tools that may be called.
-MakeParser = Callable[[dict[str, str], Tools], CallParser | BodyParser]
-
-ANSWER, THINKING, CALL, NOBODY = "answer", "thinking", "call", "nobody"
-LEAST_OF_MARK = 3  # characters of one, which are not shown if no more come
+TOOL = r"[\w.:/-]{1,128}+"  # any name that a request may give one
 NAME = r"(?P<name>[^\s<>\[\]{}()\"'`,]{1,128}?)"
-
-
-class Mark(NamedTuple):
-    """What leads from a phase to another."""
-
-    within: frozenset[str]  # the phases it is looked for in
-    to: str
-    pattern: Any  # of the regex package
-    grows: bool = False  # a match at the end of a text may become longer
-    first: frozenset[str] = frozenset()  # characters that begin it; none: they are not known
-    parser: MakeParser | None = None  # of the calls that it opens
-    leads: bool = False  # it counts only before everything else
-    trigger: Any = None  # a pattern: with this, no matter what follows, a call has begun
-    known: bool = False  # it counts only with the name of a tool
-
-    def begun_in(self, text: str) -> str | None:
-        """What follows the part of it by which it is clear that a call begins."""
-        match = self.trigger and self.trigger.search(text)
-        return text[match.end() :] if match else None
-
-    def cut_in(self, text: str, follows: bool) -> int:
-        """Where the beginning of a call's mark starts that a text ends in, cut short, and that is
-        not shown; where the text `follows` calls, of any mark. Its length if there is none."""
-        if (self.to != CALL or self.leads) and not follows:
-            return len(text)
-        match = self.pattern.search(text, partial=True)
-        alone = match and follows and not text[: match.start()].strip()
-        cut = match and match.partial and len(match.group()) >= (alone or LEAST_OF_MARK)
-        return int(match.start()) if cut else len(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +131,7 @@ def _call_marks(form: CallForm) -> list[Mark]:
     if form.unmarked:
         marker = rf"(?:{regex.escape(form.marker)}\s*+)?" if form.marker else ""
         # None begins with space: a long run of it would be looked through from each of its places.
-        begins = r"(?:\[\s*+)?\{\s*+\"" if form.keys else r"\[\s*+[^\W\d][\w.-]*+\("
+        begins = r"(?:\[\s*+)?\{\s*+\"" if form.keys else rf"\[\s*+{TOOL}\("
         pattern = rf"(?:<\|\w{{1,40}}\|>\s*+)?{marker}(?={begins})"
     elif form.is_list:
         pattern = may_stand + _flexible(opens)
@@ -191,21 +157,24 @@ def _call_marks(form: CallForm) -> list[Mark]:
 
 
 def _in_channels(form: Channels, calls: CallForm | None) -> AnswerForm:
-    """A header is one mark; the first that matches tells what its message is."""
+    """A header is one mark; the first that matches tells what its message is. None of its parts
+    gives back what it took: whatever else stands there is looked through once."""
     start, channel, body = (regex.escape(each) for each in (form.start, form.channel, form.body))
-    header = rf"(?:(?!{body}).){{0,200}}?"
     recipient = regex.escape(form.recipient.strip())
     to = regex.escape(form.recipient.split("=")[0].strip() + "=")
-    thoughts = rf"{channel}\s*{regex.escape(form.thinking)}(?:(?!{channel}|{body}).){{0,100}}{body}"
+    rest = rf"(?:(?!{body}).){{0,200}}+{body}"
+    thoughts = rf"{channel}\s*{regex.escape(form.thinking)}"
+    before_to, before_thoughts = (rf"(?:(?!{body}|{end}).){{0,200}}+" for end in (to, thoughts))
+    thoughts += rf"(?:(?!{channel}|{body}).){{0,100}}+{body}"
     within = frozenset((ANSWER, THINKING, NOBODY))
     firsts = frozenset((form.start[0], form.channel[0]))
 
-    def headed(phase: str, rest: str, parser: MakeParser | None = None) -> Mark:
-        pattern = regex.compile(rf"(?:{start}|(?={channel})){header}{rest}", regex.DOTALL)
+    def headed(phase: str, header: str, parser: MakeParser | None = None) -> Mark:
+        pattern = regex.compile(rf"(?:{start}|(?={channel})){header}", regex.DOTALL)
         trigger = regex.compile(recipient) if parser else None
         return Mark(within, phase, pattern, first=firsts, parser=parser, trigger=trigger)
 
-    others = headed(NOBODY, rf"{to}(?!assistant){header}{body}")
+    others = headed(NOBODY, rf"{before_to}{to}(?!assistant){rest}")
     ends = regex.compile("|".join(map(regex.escape, form.ends)))
     first = frozenset(end[0] for end in form.ends)
     end = Mark(within | {CALL}, ANSWER, ends, first=first)
@@ -213,15 +182,15 @@ def _in_channels(form: Channels, calls: CallForm | None) -> AnswerForm:
     if calls:
         read = partial(_call_parser, calls)
         for before in (recipient, to):  # some leave out that it is one of the functions
-            function = rf"{before}(?P<name>[\w.-]{{1,128}}){header}{body}"
-            mark = headed(CALL, function, read)._replace(known=before != recipient)
+            function = rf"{before}(?P<name>{TOOL}){rest}"
+            mark = headed(CALL, before_to + function, read)._replace(known=before != recipient)
             begun = regex.compile(function, regex.DOTALL)  # the prompt has the header's start
             at_once = mark._replace(
                 within=frozenset((ANSWER,)), pattern=begun, first=frozenset(), leads=True
             )
             call_marks += [mark, at_once]
     return AnswerForm(
-        (others, headed(THINKING, thoughts), headed(ANSWER, body), end),
+        (others, headed(THINKING, before_thoughts + thoughts), headed(ANSWER, rest), end),
         tuple(call_marks),
         (form.channel + form.thinking + form.body, form.ends[0]),
         (form.channel + form.content + form.body, form.ends[0]),

@@ -21,6 +21,7 @@ BARE_KEY = re.compile(r'(?<=[{,])([^":,{}\[\]]+):')
 
 TOKEN = re.compile(
     r"""(?P<text>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')
+    |(?P<call>[\w.:/-]{1,128}+(?<!:)(?=\s*+\())
     |(?P<number>[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)
     |(?P<word>[^\W\d][\w./$@-]*|[$@][\w./$@-]+)
     |(?P<sign>\S)""",
@@ -29,6 +30,7 @@ TOKEN = re.compile(
 END = ""  # the last sign
 WORDS: dict[str, bool | None] = {"True": True, "true": True, "False": False, "false": False}
 WORDS |= dict.fromkeys(("None", "null", "none"))
+NUMBERS = ("integer", "number")
 
 Calls = list[tuple[str, dict[str, Any]]]
 
@@ -84,16 +86,19 @@ def value(text: str, types: Collection[str]) -> Any:
     be of any."""
     if types == {"string"}:
         return text
-    stripped = text.strip()
+    stripped, may_be_text = text.strip(), "string" in types
     for read in (_json, literal):
         try:
             made = read(stripped)
         except (ValueError, RecursionError):
             continue
         kind = type_of(made)
+        if may_be_text and (kind == "string" or (read is literal and kind in NUMBERS)):
+            return text  # as it is, with its quotes, space, or a number's leading zeros
         if not types or kind in types or (kind == "integer" and "number" in types):
             return made
-        if "integer" in types and isinstance(made, float) and made.is_integer():
+        whole = isinstance(made, float) and made.is_integer()
+        if whole and "integer" in types and not may_be_text:
             return int(made)
     return text
 
@@ -147,7 +152,9 @@ class _Reader:
     def calls(self, tools: Tools) -> Iterator[tuple[str, dict[str, Any]]]:
         close = "]" if self._takes("[") else END
         for _ in self._items(close):
-            name = self._word()
+            kind, name = self._next()
+            if kind != "call":
+                raise ValueError("no name")
             self.must("(")
             yield name, self._arguments(tools.get(name, {}))
         if close:
@@ -200,10 +207,11 @@ class _Reader:
     def _typed(self, types: Collection[str]) -> Any:
         """Some models quote all values, some none."""
         kind, _ = self._token
-        if kind == "number" and types == {"string"}:
+        if kind == "number" and "string" in types and not {*types} & {*NUMBERS}:
             return self._next()[1]
         made = self.value()
-        return value(made, types) if kind == "text" and types else made
+        quoted = kind == "text" and types and "string" not in types
+        return value(made, types) if quoted else made
 
     def _value(self) -> Any:
         kind, text = self._next()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from worker.text.arguments import Calls, entries, python_calls
-from worker.text.call_form import CallForm
+from worker.text.call_form import CallForm, Pair
 from worker.text.parameter_types import Tools
 
 END_OF_STRING = re.compile(r'(?:[^"\\]|\\.)*+"\s*+(\S)', re.DOTALL)
@@ -143,15 +143,28 @@ class CallParser:
 class BodyParser:
     """A call, or a list of them, that is read when it is whole. `read`: names and arguments of a
     text that may be cut short; ValueError where it makes no sense. `one`: where a call is cut short
-    its arguments are left open."""
+    its arguments are left open. `entry`: what opens one of its values, and what closes it."""
 
-    begun = quoted = False
+    begun = False
     may_go_on = True
     left = 0
 
-    def __init__(self, read: Callable[[str, bool], Calls], one: bool = False) -> None:
+    def __init__(
+        self, read: Callable[[str, bool], Calls], one: bool = False, entry: Pair = ("", "")
+    ) -> None:
         self._read, self._one = read, one
+        self._opens, self._closes = entry
         self._text: list[str] = []
+
+    @property
+    def quoted(self) -> bool:
+        """In the middle of a value."""
+        if not (self._opens and self._closes):
+            return False
+        self._text = [text := "".join(self._text)]
+        if self._opens == self._closes:
+            return text.count(self._opens) % 2 > 0
+        return text.rfind(self._opens) > text.rfind(self._closes)
 
     def feed(self, text: str, marked: bool = False) -> list[CallPart]:
         self._text.append(text)
@@ -173,8 +186,9 @@ def body_parser(form: CallForm, name: str | None, tools: Tools) -> BodyParser:
     """Of calls that are not written as JSON; of one, if its name has been read."""
     if name is None:
         return BodyParser(lambda text, cut: python_calls(text, tools, cut))
-    declared = tools.get(name, {})
-    return BodyParser(lambda text, _: [(name, entries(form.arguments, text, declared))], one=True)
+    how, declared = form.arguments, tools.get(name, {})
+    entry = (how.quotes, how.quotes) if how.quotes else (how.open.strip(), how.close.strip())
+    return BodyParser(lambda text, _: [(name, entries(how, text, declared))], True, entry)
 
 
 def goes_on_as_json(text: str) -> bool | None:

@@ -15,15 +15,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from worker.deltas import Kind
-from worker.text.answer_form import ANSWER, CALL, THINKING, AnswerForm, Mark, Match
+from worker.text.answer_form import AnswerForm
 from worker.text.call_parser import BodyParser, CallParser, CallPart, goes_on_as_json
 from worker.text.detokenizer import Piece
+from worker.text.marks import (
+    ANSWER,
+    CALL,
+    MAX_DOUBTFUL,
+    MAX_PENDING,
+    THINKING,
+    Mark,
+    Match,
+    first_mark,
+)
 from worker.text.parameter_types import types_of_parameters
 
 Phase: TypeAlias = Literal["answer", "thinking", "call"]
 KINDS: dict[str, Kind] = {ANSWER: "content", THINKING: "reasoning"}
-MAX_PENDING = 4096  # characters that may become a mark; then they are what they are
-MAX_DOUBTFUL = 8192  # from a call in open thoughts on, or from the end of a call in a string
+SLICE = 512  # characters of what the prompt has begun that are looked through at once
 
 
 class Event(NamedTuple):
@@ -57,11 +66,13 @@ class Parser:
         self._between = Piece("")  # white space of the content that a mark has interrupted
         self._call: CallParser | BodyParser | None = None
         self._call_text = Piece("")  # of the call that is open, with its marks
+        self._thought: Piece | None = None  # white space before it, where it began in thoughts
         self._opening = 0, ""  # the length of its first mark, and how the form has that
         self._triggered: str | None = None  # a mark is not whole, but sure to begin a call
         self._retold: list[Event] = []  # of a call that the prompt has begun
         if begun:
-            events = self.feed(Piece(begun))
+            slices = (begun[at : at + SLICE] for at in range(0, len(begun), SLICE))
+            events = [event for each in slices for event in self.feed(Piece(each))]
             if self._call and self._call.begun:
                 names = [n for n, event in enumerate(events) if event.name is not None]
                 self._retold = events[names[-1] :]
@@ -75,7 +86,9 @@ class Parser:
 
     @property
     def phase(self) -> Phase:
-        calling = self._inside == CALL or self._triggered is not None
+        call = self._call  # without a mark, JSON is no call before it has the name of one
+        doubtful = self._form.unmarked and isinstance(call, CallParser) and not call.begun
+        calling = (self._inside == CALL and not doubtful) or self._triggered is not None
         return "call" if calling else "thinking" if self._inside == THINKING else "answer"
 
     @property
@@ -128,7 +141,9 @@ class Parser:
     def _parse(self, ended: bool) -> list[Event]:
         events, self._retold = self._retold, []
         while True:
-            mark, certain = self._next_mark(ended)
+            mark, certain = first_mark(
+                self._watched, self._buffer.text, self._inside, self._counts, ended
+            )
             stopped = self._emit(self._buffer.take(certain), events)
             if mark is not None:
                 if (quoted := self._quoted(mark[1], ended)) is None:
@@ -139,38 +154,6 @@ class Parser:
 
     # ── marks ──
 
-    def _next_mark(self, ended: bool) -> tuple[tuple[Mark, Match] | None, int]:
-        """The first mark that is certain, and how much of the buffer stands before it or before
-        anything that may become one."""
-        text = self._buffer.text
-        best: tuple[Mark, Match] | None = None
-        doubtful: tuple[Mark, Match] | None = None
-        pending = len(text)
-        for mark in self._watched:
-            if mark.first and mark.first.isdisjoint(text):
-                continue
-            match = mark.pattern.search(text, partial=not ended)
-            if match is None or not self._counts(mark, match):
-                continue
-            may_grow = mark.grows or not match.group()
-            if not ended and (match.partial or (may_grow and match.end() == len(text))):
-                pending = min(pending, match.start())
-            elif not match.group() and mark.to == self._inside:
-                continue
-            elif mark.to == CALL and self._inside == THINKING:
-                doubtful = doubtful or (mark, match)
-            elif best is None or match.start() < best[1].start():
-                best = mark, match
-        if best is not None and best[1].start() < pending:
-            return best, best[1].start()
-        longest = MAX_PENDING
-        if best is None and doubtful is not None:
-            # A call in open thoughts is one if they are never closed.
-            if ended:
-                return doubtful, doubtful[1].start()
-            pending, longest = min(pending, doubtful[1].start()), MAX_DOUBTFUL
-        return None, pending if len(text) - pending < longest else len(text)
-
     def _counts(self, mark: Mark, match: Match) -> bool:
         """Some marks are marks only before everything else, lest they are seen in the content."""
         if mark.known and not match.partial and match["name"] not in self._tools:
@@ -180,10 +163,12 @@ class Parser:
         return not self._has_content and not self._buffer.text[: match.start()].strip()
 
     def _quoted(self, match: Match, ended: bool) -> bool | None:
-        """Whether a mark is part of a string in a call's JSON, which then goes on as JSON after
-        that. None: it is not known yet."""
+        """Whether a mark is part of a value in a call, or of a string in its JSON, which then goes
+        on as JSON after that. None: it is not known yet."""
         if self._call is None or not self._call.quoted:
             return False
+        if isinstance(self._call, BodyParser):
+            return self._constrained
         rest = self._buffer.text[len(match.group()) :]
         goes_on = self._constrained or goes_on_as_json(rest)
         return False if goes_on is None and (ended or len(rest) > MAX_DOUBTFUL) else goes_on
@@ -197,12 +182,15 @@ class Parser:
         if self._inside == CALL:
             self._call_text.append(taken)
             self._end_call(events)
+            if self._inside == THINKING:  # it was none
+                return
         elif self._inside == ANSWER and self._has_content:
             self._between.append(self._space)
             if self._may_close and THINKING in mark.within and mark.to == ANSWER:
                 events.append(Event("end of thoughts", Piece("")))
                 self._has_content, self._between = False, Piece("")
         self._may_close = False
+        self._thought = self._space if self._inside == THINKING else None
         self._space = Piece("")
         self._since_mark = self._buffer.text
         self._after_mark = True
@@ -295,6 +283,10 @@ class Parser:
         if calls or call.begun:
             self.calls_ended += 1
         elif not (cut and call.may_go_on and self._form.may_call(whole.text, self._tools)):
+            self._after_mark = False
+            if self._thought is not None:
+                self._enter(THINKING)
+                events += [Event("reasoning", self._thought), Event("reasoning", whole)]
+                return
             self._go_on(events)
             events.append(Event("content", whole))
-            self._after_mark = False

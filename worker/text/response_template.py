@@ -16,10 +16,11 @@ from transformers.utils.chat_parsing.response_templates import (
     load_response_template,
 )
 
-from worker.text.answer_form import ANSWER, CALL, NOBODY, THINKING, AnswerForm, Mark
+from worker.text.answer_form import AnswerForm
 from worker.text.arguments import Calls, value
 from worker.text.call_form import Pair
 from worker.text.call_parser import BodyParser, CallParser
+from worker.text.marks import ANSWER, CALL, NOBODY, THINKING, Mark
 from worker.text.parameter_types import Tools
 
 CALLS, CONTENT = "tool_calls", "content"
@@ -106,11 +107,15 @@ def _call_parser(
             raise ValueError("no calls") from error
 
     def typed(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        declared = tools.get(name, {})
-        return {
-            key: value(each, declared[key]) if isinstance(each, str) and key in declared else each
-            for key, each in arguments.items()
-        }
+        declared, quoted = tools.get(name, {}), field.content == "json"
+
+        def made(key: str, each: Any) -> Any:
+            types = declared.get(key)
+            if types is None or not isinstance(each, str) or (quoted and "string" in types):
+                return each
+            return value(each, types)
+
+        return {key: made(key, each) for key, each in arguments.items()}
 
     return BodyParser(read)
 
