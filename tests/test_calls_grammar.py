@@ -323,3 +323,14 @@ def test_a_value_of_any_type_has_its_key_in_python() -> None:
     tool = {"type": "function", "function": {"name": "get", "parameters": HELD}}
     assert takes(FORMS["python"], "<|calls|>[get(e='x', z=1)]<|end_calls|>", tools=[tool])
     assert not takes(FORMS["python"], "<|calls|>[get('x', z=1)]<|end_calls|>", tools=[tool])
+
+
+@pytest.mark.parametrize("kind", ["any", "int", ["string", "int"]])
+@pytest.mark.parametrize("name", ["llama", "coder", "python"])
+def test_what_is_of_a_type_that_json_has_not_may_be_anything(name: str, kind: Any) -> None:
+    parameters = {"type": "dict", "properties": {"n": {"type": kind}}, "required": ["n"]}
+    tool = {"type": "function", "function": {"name": "get", "parameters": parameters}}
+    form = FORMS[name]
+    arguments = {"llama": '{"n": 7}', "coder": written(form, [("n", "7")]), "python": "n=7"}[name]
+    assert takes(form, form.text([("get", arguments)]), tools=[tool])
+    assert not takes(form, form.text([("get", arguments.replace("n", "m"))]), tools=[tool])

@@ -405,7 +405,7 @@ def test_a_format_that_is_not_known_is_a_remark() -> None:
 
 
 def test_a_tool_that_cannot_be_used_is_named() -> None:
-    parameters = {"type": "object", "properties": {"a": {"type": "foo"}}}
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(foo"}}}
     broken = {"type": "function", "function": {"name": "b", "parameters": parameters}}
     calls = Calls(("clock", "b"), required=True)
     with pytest.raises(InvalidInput, match="foo") as caught:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from batching.errors import InvalidInput
 from tests.test_calls_grammar import takes
@@ -223,3 +224,26 @@ def test_hostile_schemas_cost_little() -> None:
         except InvalidInput:
             assert refused
         assert time.process_time() - started < 2
+
+
+@pytest.mark.parametrize("name", ["coder", "python", "typed"])
+def test_what_many_parameters_share_is_written_where_it_is_referred_to(name: str) -> None:
+    shared = {f"d{n}": {"type": "string", "pattern": "d" * 900} for n in range(20)}
+    numbers = {f"k{n}": {"type": "number", "description": "d" * 900} for n in range(100)}
+    tree = {"type": "array", "items": {"$ref": "#/$defs/d0"}}
+    made = calls_grammar(
+        FORMS[name],
+        [tool({"$defs": shared, "properties": {**numbers, "t": tree}})],
+        True,
+        json.dumps,
+    )
+    assert len(made) < 60_000
+    assert not LLMatcher(LLTokenizer("byte"), made).get_error()
+
+
+def test_a_grammar_does_not_outgrow_what_is_done_about_it() -> None:
+    shared = {f"d{n}": {"type": "string", "pattern": "d" * 900} for n in range(100)}
+    many = {f"k{n}": {"type": "array", "items": {"$ref": "#/$defs/d0"}} for n in range(800)}
+    parameters = {"$defs": shared, "properties": many}
+    with pytest.raises(InvalidInput, match="too many"):
+        calls_grammar(FORMS["coder"], [tool(parameters)], True, json.dumps)

@@ -10,7 +10,8 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from worker.grammar.notation import Quote, frame, schema_of_arguments, schema_rule
+from batching.errors import InvalidInput
+from worker.grammar.notation import Quote, frame, rules_of, schema_of_arguments, schema_rule
 from worker.grammar.values import Values
 from worker.text.call_form import Arguments, CallForm
 
@@ -40,7 +41,7 @@ def calls_grammar(
     ends = f"({ends})?" if ends and not section.strip() else ends
     calls = []
     for tool in tools:
-        name, parameters = tool["function"]["name"], tool["function"].get("parameters")
+        name, parameters = tool["function"]["name"], _rules(tool["function"].get("parameters"))
         if form.arguments.style == "json":
             arguments = _json(form.arguments, parameters)
         else:
@@ -70,6 +71,13 @@ def _first(text: str, quote: Quote) -> str:
     bare = text.lstrip()
     space = frame(text[: len(text) - len(bare)], quote)
     return f"({space})? {frame(bare, quote)}" if space else frame(bare, quote)
+
+
+def _rules(parameters: Any) -> Any:
+    try:
+        return rules_of(parameters)
+    except RecursionError:
+        raise InvalidInput("it is nested too deeply") from None
 
 
 def _json(form: Arguments, parameters: Any) -> str:

@@ -11,8 +11,9 @@ from typing import Any
 from batching.errors import InvalidInput
 from worker.generation_input import Constraint
 from worker.grammar.formats import FORMATS
-from worker.grammar.one_of import exclusive
+from worker.grammar.one_of import LITERAL, exclusive
 from worker.text.call_form import VARIABLE
+from worker.text.parameter_types import JSON
 
 Quote = Callable[[str], str]  # a text in the notation
 
@@ -81,6 +82,26 @@ def schema_of_arguments(parameters: Any) -> dict[str, Any]:
         if all(key in [*declared] for key in (required if isinstance(required, list) else ())):
             schema.setdefault("additionalProperties", False)
     return schema
+
+
+def rules_of(schema: Any) -> Any:
+    """A tool's schema without descriptions, and without types that JSON has not: what is of one may
+    be anything."""
+    if isinstance(schema, list):
+        return [rules_of(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value if key in LITERAL else rules_of(value)
+        for key, value in schema.items()
+        if not (key == "description" and isinstance(value, str))
+        and not (key == "type" and _is_unknown(value))
+    }
+
+
+def _is_unknown(kind: Any) -> bool:
+    named = kind if isinstance(kind, list) else [kind]
+    return any(isinstance(each, str) and each not in JSON for each in named)
 
 
 def literal(text: str) -> str:

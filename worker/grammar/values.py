@@ -176,7 +176,11 @@ class Values:
         return [*written, SINGLE] if free and self._notation == "python" else written
 
     def _json(self, schema: dict[str, Any]) -> str:
-        return schema_rule({**schema, **self._definitions}, LOOSE)
+        written = schema_rule(schema, LOOSE)
+        if '"$ref"' in written:
+            written = schema_rule({**schema, **self._definitions}, LOOSE)
+        self._document.spend(len(written) // 20)
+        return written
 
     def _constant(self, value: Any) -> list[str]:
         """A choice, in the ways to write it."""
