@@ -41,8 +41,11 @@ def chat(**fields: Any) -> ChoicesReply:
 def test_a_configuration_stands_in_for_fields_that_are_missing() -> None:
     """As `transformers chat` sends it."""
     body = {"generation_config": '{"temperature": 0.5, "top_p": 0.4, "max_new_tokens": 9}'}
-    told = with_config(body | {"top_p": 1, "max_tokens": None})
-    assert (told["temperature"], told["top_p"], told["max_tokens"]) == (0.5, 1, 9)
+    asked = {"messages": [{"role": "user", "content": "hi"}], "top_p": 1, "max_tokens": None}
+    told = decode(with_config(body | asked), ChatRequest, lambda _: "demo").generation_input()
+    assert (told.sampling.temperature, told.sampling.top_p) == (0.5, 1)
+    # as many as there is room for: it always asks for some
+    assert (told.stopping.max_tokens, told.stopping.default_tokens) == (None, 9)
     for wrong in ("{", "[]", ""):
         with pytest.raises(InvalidInput) as refused:
             with_config({"generation_config": wrong})

@@ -171,5 +171,5 @@ def test_transformers_chat(tmp_path: Path) -> None:
     assert "demo was already loaded" in done.stdout
     assert WHOLE in done.stdout
     [payload] = generator.payloads
-    assert payload.stopping.max_tokens == 20
+    assert payload.stopping.default_tokens == 20
     assert (payload.sampling.temperature, payload.sampling.top_k) == (0, 9)

@@ -19,8 +19,9 @@ from worker.deltas import Delta, Part, TokenLogprob
 from worker.generation_input import Chat, GenerationInput
 
 # What `transformers chat` says of an answer, in transformers' words → ours.
-OF_CONFIG = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"} | {
-    name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+OF_CONFIG = {"min_new_tokens": "min_tokens"} | {
+    name: name
+    for name in ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 }
 
 CallId = Callable[[str, int], str]  # for a call of this function, its conversation's n-th
@@ -53,6 +54,11 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     prompt_cache_options: CacheOptions | None = None
     generation_config: str | None = None  # JSON, for fields of ours that are missing
+    max_new_tokens: Annotated[int, Meta(ge=1)] | None = None  # of it
+
+    @property
+    def default_tokens(self) -> int | None:
+        return self.max_new_tokens
 
     @property
     def limit(self) -> tuple[str, int | None]:

@@ -36,12 +36,15 @@ ONE_ALONE = Meta(
 
 class CompletionRequest(GenerationRequest, kw_only=True):
     unimplemented: ClassVar = {"suffix": ()} | GenerationRequest.unimplemented
-    default_tokens: ClassVar = 16
 
     prompt: Filled | Annotated[list[str | TokenId | list[TokenId]], OF_ONE_KIND]
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
     best_of: Annotated[int | None, ONE_ALONE] = None
+
+    @property
+    def default_tokens(self) -> int:
+        return 16
 
     def check(self, document: Document) -> None:
         super().check(document)

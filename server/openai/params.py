@@ -56,8 +56,6 @@ class GenerationRequest(Struct, kw_only=True):
         "structured_outputs.whitespace_pattern": (),
         "structured_outputs.structural_tag": (),
     }
-    default_tokens: ClassVar[int | None] = None  # None: what the context holds
-
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     max_tokens: Count | None = None
@@ -81,6 +79,12 @@ class GenerationRequest(Struct, kw_only=True):
     return_token_ids: bool | None = None
     prompt_logprobs: TopLogprobs | None = None
     cache_salt: Salt | None = None
+
+    @property
+    def default_tokens(self) -> int | None:
+        """An answer's most where no limit is given, and there is room for so many; None: what the
+        context holds."""
+        return None
 
     @property
     def limit(self) -> tuple[str, int | None]:
