@@ -60,7 +60,10 @@ class Delta:
 
     def add(self, kind: Kind, text: str, name: str | None = None) -> None:
         if self.parts and name is None and self.parts[-1].kind == kind:
-            self.parts[-1].text += text
+            part = self.parts[-1]
+            said, part.text = part.text, ""  # CPython lets a text that only a local name has grow
+            said += text
+            part.text = said
         elif text or name is not None:
             self.parts.append(Part(kind, text, name))
 
