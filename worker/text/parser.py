@@ -279,6 +279,8 @@ class Parser:
         whole, self._call_text = self._call_text, Piece("")
         self._enter(ANSWER)
         calls = call.close(cut)
+        if self._form.unmarked and any(part.name not in self._tools for part in calls):
+            calls = []
         events += map(self._told, calls)
         if calls or call.begun:
             self.calls_ended += 1
