@@ -331,6 +331,19 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         "<think>a <calls><call>functions.get:0<args>{}</call></calls>",
         ("", "a", [("get", {})]),
     ),
+    # A mark within a line of content is a mention.
+    (
+        "coder",
+        "The `<think>` tag and <think> open.",
+        ("The `<think>` tag and <think> open.", "", []),
+    ),
+    ("coder", "A <think> or\n<think>x</think>\nno.", ("A <think> or\n\nno.", "x", [])),
+    ("coder", "<think>a</think>\nb <think>", ("b <think>", "a", [])),
+    (
+        "coder",
+        "So <tool_call>\n<function=get></function></tool_call><think>x</think> y",
+        ("So  y", "x", [("get", {})]),
+    ),
     # What is no call goes back there.
     *(
         (name, f"<think>So {text}", ("", f"So {text}", []))
