@@ -12,6 +12,7 @@ from tests import tiny_chat
 from tests.generating import GREEDY, request
 from worker.deltas import Delta, TokenLogprob
 from worker.generation.output import Prepared, SequenceOutput, make_choices
+from worker.generation_input import Calls
 from worker.model.logits_processors import SamplingParams
 from worker.model.sampler import SampledToken
 from worker.text.answer_form import PLAIN
@@ -186,3 +187,17 @@ def test_pieces_fall_into_parts_that_make_the_whole(counts: tuple[int, ...]) -> 
         joined.append(part)
     ends = [share.tokens for share in joined.shares if share.ends]
     assert ends == tokens
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_where_one_call_may_be_made_one_is_told(parallel: bool) -> None:
+    item = request([5], GREEDY)
+    item.payload = replace(item.payload, calls=Calls(("a", "b"), parallel=parallel))
+    prepared = Prepared([5], SamplingParams(), 400, {END: None}, parser=Parser(PLAIN, "", True))
+    [made] = make_choices(item, prepared, VOCABULARY)
+    made.begin(0)
+    text = '<tool_call>[{"name": "a", "arguments": {"n": 1}}, {"name": "b"}]</tool_call>'
+    for token in [*tokens_of(text, random.Random(0)), END]:
+        made.push(SampledToken(token, None, ()))
+    calls = [(part.name, part.text) for part in made.take().parts if part.kind == "call"]
+    assert calls == [("a", '{"n": 1}'), ("b", "{}")][: 1 + parallel]

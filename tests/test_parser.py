@@ -235,6 +235,16 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
     ),
     ("bare python", '[get(s="b")]', ("", "", [("get", {"s": "b"})])),
     ("bare python", "[see(this)] or not", ("[see(this)] or not", "", [])),
+    ("bare python", '[get("b")]', ('[get("b")]', "", [])),
+    ("bare python", '[get("b")] or\nnot', ('[get("b")] or\nnot', "", [])),
+    ("bare python", "[see(n=1)]", ("[see(n=1)]", "", [])),
+    ("bare python", "[get(n=1), see(n=1)] so", ("[get(n=1), see(n=1)] so", "", [])),
+    (
+        "bare python",
+        "[get(s=']\\'[', n=[1])]\n So [it] is.",
+        ("So [it] is.", "", [("get", {"s": "]'[", "n": [1]})]),
+    ),
+    ("bare python", "[get(n=1)]\n[get(n=2)]", ("", "", [("get", {"n": 1}), ("get", {"n": 2})])),
     (
         "args",
         '[TOOL_CALLS]get[CALL_ID]a1[ARGS]{"n": 1}[TOOL_CALLS]put[CALL_ID]b[ARGS]{}',
@@ -320,6 +330,19 @@ TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
         "section",
         "<think>a <calls><call>functions.get:0<args>{}</call></calls>",
         ("", "a", [("get", {})]),
+    ),
+    # A mark within a line of content is a mention.
+    (
+        "coder",
+        "The `<think>` tag and <think> open.",
+        ("The `<think>` tag and <think> open.", "", []),
+    ),
+    ("coder", "A <think> or\n<think>x</think>\nno.", ("A <think> or\n\nno.", "x", [])),
+    ("coder", "<think>a</think>\nb <think>", ("b <think>", "a", [])),
+    (
+        "coder",
+        "So <tool_call>\n<function=get></function></tool_call><think>x</think> y",
+        ("So  y", "x", [("get", {})]),
     ),
     # What is no call goes back there.
     *(

@@ -114,6 +114,9 @@ class SequenceOutput:
         if echo and echo.texts:
             first = SampledToken(prepared.ids[0], None, ())
             self._prompt.append(token_logprob(vocabulary, first, echo.texts[0]))
+        calls = item.payload.calls
+        self._single_call = calls is not None and not calls.parallel
+        self._calls = 0  # that have begun
         self._tells_ids = item.payload.token_ids
         self._delta = Delta(self.number)
 
@@ -224,6 +227,9 @@ class SequenceOutput:
 
     def _emit(self, events: abc.Iterable[Event]) -> None:
         for kind, piece, name in events:
+            self._calls += kind == "call" and name is not None
+            if kind == "call" and self._single_call and self._calls > 1:
+                continue  # a mark may hold several, where no grammar bounds them
             if kind == "content":
                 self._content(piece)
             elif self._matched is None:

@@ -117,7 +117,7 @@ def _opening(to: str, text: str) -> Mark:
     [bare] = MARK.findall(text)[:1]
     word = text.removeprefix(bare)
     if not word:
-        return _mark((ANSWER, to), to, bare)
+        return _mark((ANSWER, to), to, bare)._replace(apart=to == THINKING)  # or it is a mention
     other = "|".join(f"(?={word[:n]}[^{letter}])" for n, letter in enumerate(word))
     pattern = regex.compile(f"{regex.escape(bare)}(?:{word}|{other})")
     return Mark(frozenset((ANSWER, to)), to, pattern, first=frozenset(bare[0]))

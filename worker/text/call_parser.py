@@ -182,10 +182,43 @@ class BodyParser:
             return []
 
 
+class ListParser(BodyParser):
+    """Python's calls in a list, which ends with its bracket unless a mark ends it."""
+
+    def __init__(self, tools: Tools) -> None:
+        super().__init__(lambda text, cut: python_calls(text, tools, cut))
+        self._depth = 0
+        self._quote = ""  # of the text that is open
+        self._escaped = False
+
+    def feed(self, text: str, marked: bool = False) -> list[CallPart]:
+        self.left = 0
+        for place, letter in enumerate("" if marked else text):
+            if not self.may_go_on and letter not in SPACE:
+                self.left = len(text) - place
+                break
+            self._follow(letter)
+        return super().feed(text[: len(text) - self.left])
+
+    def _follow(self, letter: str) -> None:
+        if self._escaped:
+            self._escaped = False
+        elif self._quote:
+            self._escaped = letter == "\\"
+            self._quote = "" if letter == self._quote else self._quote
+        elif letter in "\"'":
+            self._quote = letter
+        elif letter in "([{":
+            self._depth += 1
+        elif letter in ")]}":
+            self._depth -= 1
+            self.may_go_on = self._depth > 0
+
+
 def body_parser(form: CallForm, name: str | None, tools: Tools) -> BodyParser:
     """Of calls that are not written as JSON; of one, if its name has been read."""
     if name is None:
-        return BodyParser(lambda text, cut: python_calls(text, tools, cut))
+        return ListParser(tools)
     how, declared = form.arguments, tools.get(name, {})
     entry = (how.quotes, how.quotes) if how.quotes else (how.open.strip(), how.close.strip())
     return BodyParser(lambda text, _: [(name, entries(how, text, declared))], True, entry)

@@ -28,6 +28,7 @@ class Mark(NamedTuple):
     leads: bool = False  # it counts only before everything else
     trigger: Any = None  # a pattern: with this, no matter what follows, a call has begun
     known: bool = False  # it counts only with the name of a tool
+    apart: bool = False  # within content it counts only at the start of a line
 
     def begun_in(self, text: str) -> str | None:
         """What follows the part of it by which it is clear that a call begins."""
@@ -61,7 +62,10 @@ def first_mark(
         if mark.first and mark.first.isdisjoint(text):
             continue
         match = mark.pattern.search(text, partial=not ended)
-        if match is None or not counts(mark, match):
+        while match is not None and not counts(mark, match):
+            others = (mark.known or mark.apart) and not match.partial
+            match = mark.pattern.search(text, match.end(), partial=not ended) if others else None
+        if match is None:
             continue
         may_grow = mark.grows or not match.group()
         if not ended and (match.partial or (may_grow and match.end() == len(text))):

@@ -158,6 +158,10 @@ class Parser:
         """Some marks are marks only before everything else, lest they are seen in the content."""
         if mark.known and not match.partial and match["name"] not in self._tools:
             return False
+        if mark.apart and self._inside == ANSWER:
+            before = self._space.text + self._buffer.text[: match.start()]
+            said = len(before.rstrip()) or (self._has_content and not self._after_mark)
+            return not said or "\n" in before[len(before.rstrip()) :]
         if self._inside != self._form.begins or not (self._first_only or mark.leads):
             return True
         return not self._has_content and not self._buffer.text[: match.start()].strip()
@@ -279,6 +283,8 @@ class Parser:
         whole, self._call_text = self._call_text, Piece("")
         self._enter(ANSWER)
         calls = call.close(cut)
+        if self._form.unmarked and any(part.name not in self._tools for part in calls):
+            calls = []
         events += map(self._told, calls)
         if calls or call.begun:
             self.calls_ended += 1
