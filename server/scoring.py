@@ -17,8 +17,8 @@ from server.cache_root import cache_root
 from server.engine import Engine, Submission
 from server.http.json import INLINE_BYTES, Parsing, parse_json
 from server.http.request import read_json_request, send_parts
-from server.openai.models import ModelNames
-from server.openai.params import Body, decode, id_of
+from server.openai.models import ModelNames, id_of
+from server.openai.params import Body, decode
 from server.settings import Settings
 from worker.scoring import PIECE, PieceSize, Truncation
 

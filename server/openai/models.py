@@ -12,9 +12,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from server.engine import Engine
+from server.http.errors import HttpError
 from server.http.json import Parsing, parse_json, to_json
 from server.http.request import JsonEndpoint, read_json_request
-from server.openai.params import decode, find, id_of
+from server.openai.params import decode
 from worker.protocol import Tokenizing
 
 ANY_MODEL = ("", "dummy", "tgi")  # what clients send that have to send something
@@ -73,6 +74,20 @@ class ModelNames:
             model.input_modalities = ["text"] if self.loaded.no_images else ["text", "image"]
             model.max_model_len = model.context_length = self.loaded.max_model_len
         return model
+
+
+def find(models: Sequence[ModelNames], name: str | None) -> ModelNames:
+    """The first that goes by a name; 404 with what there is."""
+    for each in models:
+        if name in each.names:
+            return each
+    ids = ", ".join(dict.fromkeys(repr(each.id) for each in models))
+    unknown = f"there is no model {(name or '')[:200]!r} here, only {ids}"
+    raise HttpError(404, unknown, "model", code="model_not_found")
+
+
+def id_of(models: Sequence[ModelNames], name: str | None) -> str:
+    return find(models, name).id
 
 
 class ModelListing:

@@ -8,7 +8,7 @@ documented default. What needs the model (token ids, lengths) is checked in `Gen
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
@@ -16,7 +16,6 @@ import msgspec
 from msgspec import Meta, Struct, inspect
 
 from batching.errors import InvalidInput
-from server.http.errors import HttpError
 from server.http.json import Document
 from server.openai.structured import Format, ResponseFormat, StructuredOutputs, constraint_of
 from worker.generation_input import Chat, GenerationInput, Sampling, Stopping
@@ -56,6 +55,7 @@ class GenerationRequest(Struct, kw_only=True):
         "structured_outputs.whitespace_pattern": (),
         "structured_outputs.structural_tag": (),
     }
+
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     max_tokens: Count | None = None
@@ -82,8 +82,7 @@ class GenerationRequest(Struct, kw_only=True):
 
     @property
     def default_tokens(self) -> int | None:
-        """An answer's most where no limit is given, and there is room for so many; None: what the
-        context holds."""
+        """An answer's most if none is given and there is room; None: what the context holds."""
         return None
 
     @property
@@ -168,30 +167,6 @@ class Body(Protocol):
 
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
-
-
-class Named(Protocol):
-    """A model: the id that it is listed by, and all that it may be called."""
-
-    id: str
-    names: set[str | None]
-
-
-N = TypeVar("N", bound=Named)
-
-
-def find(models: Sequence[N], name: str | None) -> N:
-    """The first that goes by a name; 404 with what there is."""
-    for each in models:
-        if name in each.names:
-            return each
-    ids = ", ".join(dict.fromkeys(repr(each.id) for each in models))
-    unknown = f"there is no model {(name or '')[:200]!r} here, only {ids}"
-    raise HttpError(404, unknown, "model", code="model_not_found")
-
-
-def id_of(models: Sequence[Named], name: str | None) -> str:
-    return find(models, name).id
 
 
 def decode(

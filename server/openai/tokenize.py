@@ -17,8 +17,8 @@ from batching.errors import InvalidInput
 from server.http.json import in_thread, parse_json
 from server.http.request import read_json_request, send_json
 from server.openai.messages import Messages, conversation
-from server.openai.models import ModelNames
-from server.openai.params import TokenId, decode, id_of
+from server.openai.models import ModelNames, id_of
+from server.openai.params import TokenId, decode
 from server.openai.pictures import check_pictures
 from server.openai.tools import Tools
 from worker.generation_input import Chat
