@@ -14,6 +14,7 @@ of the registered; more fresh ones, when all others are in use.
 Only numbers live here; the tensors are in worker/model/paged_attention.py.
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ Key = tuple[Node, tuple[Content, ...]]  # the node before, and what the block ho
 class BlockTable:
     """One sequence's blocks, and how far they have been registered."""
 
-    blocks: list[int]
+    blocks: "array[int]"  # copied as a whole: a step has as many as its sequences are long
     registered: int  # leading blocks whose tokens are computed and registered
     node: Node  # of the last of them
     kept: Any = None  # of the sequence, by a model runner that has no use for blocks
@@ -108,7 +109,7 @@ class BlockPool:
             self._refs[block] += 1
             self._cached.pop(block, None)
         node = self._node_of[matched[-1]] if matched else root
-        table = BlockTable(list(matched), len(matched), node)
+        table = BlockTable(array("i", matched), len(matched), node)
         self.grow(table, len(tokens))
         self._promise(table, tokens)
         return table
@@ -195,7 +196,8 @@ class BlockPool:
                 self._idle.append(block)
             else:
                 self._cached[block] = None
-        table.blocks, table.kept = [], None  # chunks of a step that failed may still hold it
+        # chunks of a step that failed may still hold it
+        table.blocks, table.kept = array("i"), None
 
     def _name(self, block: int, key: Key) -> int:
         self._last_node += 1

@@ -8,7 +8,6 @@ Each row has a table of blocks (triton_decode.py), whatever its sequence's lengt
 
 import copy
 import functools
-import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -71,30 +70,25 @@ class RowsMetadata(Attends):
         lasts = starts + widths - 1
         seen = lasts // BLOCK + 1  # blocks of each span
         blocks = np.zeros((len(seen), seen.max()), np.int32)
-        blocks[np.arange(blocks.shape[1]) < seen[:, None]] = np.fromiter(
-            itertools.chain.from_iterable(
-                span.blocks[:n] for span, n in zip(batch.spans, seen.tolist(), strict=True)
-            ),
-            np.int32,
-        )
+        for row, (table, _, _) in enumerate(batch.spans):
+            blocks[row, : seen[row]] = table[: seen[row]]
         span = np.repeat(np.arange(len(seen)), widths)  # of each row
         positions = np.array(batch.positions)
-        tables = np.full((rows, blocks.shape[1]), spare, np.int32)
-        tables[:count] = blocks[span]
-        filled = np.zeros((5, rows), np.int64)
+        told = np.full((rows, 5 + blocks.shape[1]), spare, np.int32)
+        told[:count, 5:] = blocks[span]
+        filled = told[:, :5].T
+        filled[:] = 0
         filled[0, :count] = batch.ids
         filled[1, :count] = positions
         filled[4, :count] = batch.shifted if batch.shifts else positions
         filled[2] = spare * BLOCK
-        filled[2, :count] = (
-            blocks[span, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
-        )
+        filled[2, :count] = blocks[span, positions // BLOCK] * BLOCK + positions % BLOCK
         begun = lasts % BLOCK < widths
         ends = np.array(batch.offsets) + widths
         filled[3, ends - 1] = np.where(begun, BLOCK - 1 - lasts % BLOCK, 0)
-        sent = to_device(np.concatenate([filled, tables.T]), self.tables.device)
-        self._filled[:, :rows] = sent[:5]
-        self.tables[:rows, : tables.shape[1]] = sent[5:].T
+        sent = to_device(told, self.tables.device)
+        self._filled[:, :rows] = sent[:, :5].T
+        self.tables[:rows, : blocks.shape[1]] = sent[:, 5:]
         if drawn is not None:
             self.ids[:rows] = fulfilled(self.ids[:rows], drawn)
 

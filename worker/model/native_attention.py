@@ -11,6 +11,7 @@ import logging
 import os
 import platform
 import threading
+from array import array
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -98,12 +99,12 @@ class NativeMetadata(Attends):
         self.cache = cache
         self.positions = torch.tensor(batch.positions)
         spans: list[int] = []
-        tables: list[int] = []
+        tables = array("i")
         for offset, (blocks, start, width) in zip(batch.offsets, batch.spans, strict=True):
             spans += (offset, width, start, len(tables))
-            tables += blocks[: (start + width - 1) // BLOCK + 1]
+            tables.extend(blocks[: (start + width - 1) // BLOCK + 1])
         self._spans = torch.tensor(spans).view(-1, 4)
-        self._tables = torch.tensor(tables, dtype=torch.int32)
+        self._tables = torch.frombuffer(tables, dtype=torch.int32)
 
     def begin(self) -> None:
         cache = self.cache
