@@ -2,6 +2,7 @@
 loopback server counts as public where a test says so."""
 
 import asyncio
+import inspect
 import shutil
 import socket
 import ssl
@@ -271,6 +272,8 @@ def test_certificate_is_checked_against_the_links_name(
         return ["127.0.0.1"]
 
     monkeypatch.setattr(fetch, "addresses_of", addresses)
+    anew = inspect.unwrap(ssl.create_default_context)
+    monkeypatch.setattr(ssl, "create_default_context", anew)
     with answering(*[IMAGE] * 3, secure=secure) as (port, requests):
         link = f"https://here.test:{port}/"
         assert "connection to its host fails" in refusal(link)  # nobody vouches for it
