@@ -7,6 +7,7 @@ decoder, the model runs with the cache that it came with, if its own forward tak
 
 import inspect
 import logging
+from array import array
 
 import numpy as np
 import torch
@@ -102,5 +103,5 @@ def own_logits(language: LanguageModel, processor: Processor, made: Processed) -
 
 def _sequence(ids: list[int], blocks: range) -> Sequence:
     sequence = Sequence([*ids])
-    sequence.table = BlockTable([*blocks], 0, 0)
+    sequence.table = BlockTable(array("i", blocks), 0, 0)
     return sequence
