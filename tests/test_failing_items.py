@@ -122,7 +122,7 @@ def test_an_error_in_a_request_s_own_part_fails_it_alone(
     url = stage.server.url + "/v1/chat/completions"
     mate = {
         "messages": [{"role": "user", "content": "mate"}],
-        "max_tokens": 300,
+        "max_tokens": 150,
         "ignore_eos": True,
         "stream": True,
     }
