@@ -11,7 +11,7 @@ A block costs memory from its first use on. So what is given out is, in this ord
 used and hold nothing now; fresh ones, until a share of all has been used; the least recently used
 of the registered; more fresh ones, when all others are in use.
 
-Only numbers live here; the tensors are in worker/model/paged_attention.py.
+Only numbers live here; the tensors are in worker/model/attention/paged.py.
 """
 
 from array import array

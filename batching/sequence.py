@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from batching.block_pool import ROOT, BlockTable, Content, Key
 
 
-class Joined(abc.Sequence[int]):
+class PrefixedTokens(abc.Sequence[int]):
     """A prompt whose beginning is many prompts': to be run, and never added to."""
 
     __slots__ = ("own", "shared")
@@ -21,7 +21,7 @@ class Joined(abc.Sequence[int]):
     def __init__(self, shared: abc.Sequence[int], own: abc.Sequence[int]) -> None:
         self.shared, self.own = shared, array("i", own)
 
-    def copy(self) -> "Joined":
+    def copy(self) -> "PrefixedTokens":
         return self
 
     def __len__(self) -> int:
@@ -38,9 +38,9 @@ class Joined(abc.Sequence[int]):
 
 
 @dataclass(eq=False, slots=True)
-class Scene:
+class MultimodalInputs:
     """What a prompt with pictures has beside its ids, shared by a request's choices. Known once its
-    pictures have been looked at (worker/vision/viewing.py); until then they let others pass.
+    pictures have been encoded (worker/vision/encoder_scheduler.py); until then others pass.
 
     `contents`: of the prompt, what its blocks are found by. `blocks`: places [start, stop) whose
     tokens see each other in both directions, and so are run together. All pictures and blocks lie
@@ -80,7 +80,7 @@ class Sequence:
     background: bool = False  # comes after all that are not
     root: bytes = ROOT  # it shares its prefix with those of the same root alone
     drafter: Any = None
-    scene: Scene | None = None  # None: its prompt is nothing but text
+    scene: MultimodalInputs | None = None  # None: its prompt is nothing but text
     prompt_len: int = field(init=False)
     scored: int = 0  # leading tokens whose successor has been scored
     number: int = -1  # order of arrival; -1: not scheduled

@@ -62,7 +62,7 @@ def serve_instant(port: int) -> None:
     import uvicorn
 
     from server.app import create_app
-    from server.settings import load_settings
+    from server.core.settings import load_settings
 
     uvicorn.run(
         create_app(
@@ -91,7 +91,7 @@ class InstantRunner:
     """Answers with the text itself: what is left is what the server costs."""
 
     def __init__(self) -> None:
-        from worker.protocol import ModelInfo
+        from worker.messages.protocol import ModelInfo
 
         self.info = ModelInfo("fill-mask", "instant", "none", "none", 0, "packed")
 

@@ -22,10 +22,9 @@ from dotenv import load_dotenv
 from uvicorn.main import main as uvicorn_command
 
 from server import __version__
-from server.log import uvicorn_config
-from server.placement import place
-from server.preflight import MISUSE, check_address, check_socket, check_workers, refuse
-from server.settings import Settings, SettingsError, load_settings, put_flags
+from server.core.log import uvicorn_config
+from server.core.settings import Settings, SettingsError, load_settings, put_flags
+from server.preflight import MISUSE, check_address, check_socket, check_workers, place, refuse
 
 PROGRAM = "python -m server"
 APP = {"app": "server.app:app", "app_dir": "", "factory": False}
@@ -132,7 +131,7 @@ def calibration() -> click.Command:
 def start_calibration(model: str | None, **given: Any) -> None:
     put_settings(model, given)
     from server.app import make_app
-    from server.calibration.command import Options, calibrate
+    from server.commands.calibrate.command import Options, calibrate
 
     file = given.pop("file")
     options = Options(**given, file=file.read() if file else None)

@@ -16,11 +16,12 @@ from starlette.routing import Router
 
 from batching.batcher import DynamicBatcher
 from batching.request_queue import RequestQueue, WorkItem
-from batching.turns import Turns
-from server.engine import Engine
-from server.http.request import Middleware
+from batching.round_robin import RoundRobin
+from server.core.metrics import Metrics
+from server.core.settings import Settings, SettingsError, load_settings
+from server.core.worker_client import WorkerClient
+from server.http.request import Application
 from server.lifespan import lifespan
-from server.metrics import Metrics
 from server.openai.decisions.endpoint import decides_in_steps
 from server.preflight import (
     MODELS,
@@ -32,11 +33,10 @@ from server.preflight import (
     refuse,
 )
 from server.routes import make_routes
-from server.settings import Settings, SettingsError, load_settings
 from worker.cores import find_cores
-from worker.models import GenerationModel, PipelineModel, SteppedModel
-from worker.protocol import Generator, Runner, Stepped
-from worker.scoring import PIECE
+from worker.messages.protocol import Generator, Runner, Stepped
+from worker.messages.scoring import PIECE
+from worker.registry import GenerationModel, PipelineModel, SteppedModel
 from worker.tasks import resolve_task
 from worker.worker import Model, Worker
 
@@ -48,7 +48,7 @@ def create_app(
     load_embedder: Callable[[], Runner] | None = None,
     load_reranker: Callable[[], Runner] | None = None,
     load_transcriber: Callable[[], Stepped] | None = None,
-) -> Middleware:
+) -> Application:
     """The loaders make the models, on the worker thread; by default from the settings, where `none`
     means that there is none. Raises SettingsError for what cannot be served."""
     given = load, load_chat, load_embedder, load_reranker, load_transcriber
@@ -60,10 +60,10 @@ def create_app(
     decides = not loaders["pipeline_model"] and decides_in_steps(settings)
     worker = Worker(served_models(settings, loaders, decides), cores=cores)
     observed = Metrics(lambda: queue.pending)
-    engine = Engine(worker, queue, observed, pool_threads, settings.stuck_after_s)
+    engine = WorkerClient(worker, queue, observed, pool_threads, settings.stuck_after_s)
     routes, responses = make_routes(settings, engine, decides)
     router = Router(routes, lifespan=partial(lifespan, responses=responses))
-    return Middleware(router, routes, settings, engine)
+    return Application(router, routes, settings, engine)
 
 
 def served_models(
@@ -102,9 +102,9 @@ def shares_speech(settings: Settings) -> bool:
     return resolve_task(settings.pipeline_task) == "automatic-speech-recognition"
 
 
-def turns_of(batch_rows: int) -> Turns[WorkItem]:
+def turns_of(batch_rows: int) -> RoundRobin[WorkItem]:
     """Of long lists, as many pieces are under way as two batches hold: one runs, one is ready."""
-    return Turns(max(2, 2 * batch_rows // min(PIECE, batch_rows)))
+    return RoundRobin(max(2, 2 * batch_rows // min(PIECE, batch_rows)))
 
 
 def _load(setting: str, settings: Settings, recognizer: Model | None = None) -> Any:
@@ -114,7 +114,7 @@ def _load(setting: str, settings: Settings, recognizer: Model | None = None) -> 
     _import()
     match setting:
         case "pipeline_model":
-            from worker.pipeline.load import PipelineOptions, load_runner
+            from worker.pipeline.loading import PipelineOptions, load_runner
 
             options = _options(PipelineOptions, setting, settings)
             return load_runner(options, settings.max_batch_size)
@@ -129,7 +129,7 @@ def _load(setting: str, settings: Settings, recognizer: Model | None = None) -> 
             loaded: Any = recognizer and recognizer.loaded
             return load_speech(_options(SpeechOptions, setting, settings), loaded and loaded.pipe)
         case _:
-            from worker.embedding.load import ScoringOptions, load_embedder, load_reranker
+            from worker.embedding.loading import ScoringOptions, load_embedder, load_reranker
 
             load = load_embedder if setting == "embedding_model" else load_reranker
             return load(_options(ScoringOptions, setting, settings))
@@ -140,10 +140,10 @@ def _import() -> None:
     gc.disable()
     try:
         import worker.model.loading  # noqa: F401
-        from worker.model.progress import use_our_log
+        from worker.model.loading import install_progress_log
     finally:
         gc.enable()
-    use_our_log()
+    install_progress_log()
 
 
 def _options(kind: Any, setting: str, settings: Settings) -> Any:
@@ -158,7 +158,7 @@ def _options(kind: Any, setting: str, settings: Settings) -> Any:
     return kind(**others, **{name: chosen[name] for name in names & set(chosen)})
 
 
-def make_app() -> Middleware:
+def make_app() -> Application:
     """`app`, from the environment; SettingsError for what cannot be served."""
     check_workers()
     made = create_app(load_settings())

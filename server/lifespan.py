@@ -20,10 +20,10 @@ from typing import Any
 
 import uvicorn
 
-from server.engine import Engine
-from server.http.connections import APP, bound_connections
-from server.http.request import Middleware
-from server.log import configure_log
+from server.core.log import configure_log
+from server.core.worker_client import WorkerClient
+from server.http.connections import APP, limit_connections
+from server.http.request import Application
 from server.openai.responses.endpoint import Responses
 
 log = logging.getLogger("onequeue.lifespan")
@@ -35,12 +35,12 @@ SWITCH_S = 0.001
 
 @contextlib.asynccontextmanager
 async def lifespan(
-    app: Middleware, responses: Responses | None
-) -> AsyncIterator[dict[str, Middleware]]:
+    app: Application, responses: Responses | None
+) -> AsyncIterator[dict[str, Application]]:
     """Responses are closed once everything accepted has its answer."""
     engine, grace_s = app.engine, app.settings.shutdown_grace_s
     configure_log()
-    bound_connections()
+    limit_connections()
     sys.setswitchinterval(SWITCH_S)
     # uvicorn's server, by its signal handler; None where somebody embeds us
     handler = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
@@ -68,7 +68,7 @@ def load_failure(loaded: "asyncio.Future[None]") -> BaseException | None:
 
 
 def settle(
-    app: Middleware, server: uvicorn.Server | None, began: float, loaded: "asyncio.Future[None]"
+    app: Application, server: uvicorn.Server | None, began: float, loaded: "asyncio.Future[None]"
 ) -> None:
     """The models are there, or one could not be loaded."""
     if error := load_failure(loaded):
@@ -78,7 +78,7 @@ def settle(
         welcome(app, server, time.monotonic() - began)
 
 
-def welcome(app: Middleware, server: uvicorn.Server, seconds: float) -> None:
+def welcome(app: Application, server: uvicorn.Server, seconds: float) -> None:
     """Say where lines to try and the page are, as soon as it listens: the models may have been
     there before. `seconds` since the process began to serve."""
     if server.started:
@@ -115,7 +115,7 @@ def with_cause(error: BaseException) -> str:
     return str(error) if known else f"{error}: {reason}"
 
 
-async def drain(engine: Engine, grace_s: float) -> None:
+async def drain(engine: WorkerClient, grace_s: float) -> None:
     """Refuse what is new, wait for what was accepted, answer 503 to what is left."""
     engine.draining = True
     try:
@@ -126,7 +126,7 @@ async def drain(engine: Engine, grace_s: float) -> None:
     engine.give_up()
 
 
-def drain_on_signal(engine: Engine, grace_s: float) -> Callable[[], None]:
+def drain_on_signal(engine: WorkerClient, grace_s: float) -> Callable[[], None]:
     """On SIGTERM or SIGINT drain first, then hand on to the handler that was there.
 
     uvicorn would close its listeners and wait, while clients already inside still wait for a

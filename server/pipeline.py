@@ -12,13 +12,17 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from batching.errors import InvalidInput
-from server.engine import Engine, Submission
+from server.core.settings import Settings
+from server.core.worker_client import Submission, WorkerClient
 from server.http.errors import HttpError
-from server.http.json import INLINE_BYTES, Document, Parsing, parse_json
-from server.http.request import Posted, read_request, send_json
-from server.settings import Settings
-from worker.decode_budget import RequestBudget
-from worker.protocol import PipelineInput
+from server.http.json import INLINE_BYTES, Document, JsonBodyParser, parse_json
+from server.http.request import RequestBody, read_request, send_json
+from server.openai.decisions.endpoint import DecisionEndpoint
+from server.openai.decisions.systemone import SystemOneRequest
+from server.openai.request_fields import decode
+from worker.media.decode_limiter import RequestLimiter
+from worker.messages.decisions import DecisionInput
+from worker.messages.protocol import PipelineInput
 from worker.tasks import TASKS, check_parameters
 
 JSON = "application/json"
@@ -27,17 +31,17 @@ CURL = "with curl, post a file by --data-binary @FILE: -d leaves out its line br
 
 
 @dataclass(eq=False)
-class Root:
+class PipelineEndpoint:
     """All methods of `/`, as a bare ASGI app: `page` answers GET. This is the hot path."""
 
     settings: Settings
-    engine: Engine
+    engine: WorkerClient
     page: ASGIApp
 
     def __post_init__(self) -> None:
         self.task_name = self.settings.pipeline_task
         self.task = TASKS[self.task_name]
-        self.parsing = Parsing()
+        self.parsing = JsonBodyParser()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] != "POST":
@@ -46,7 +50,7 @@ class Root:
         self.check_media(posted.media)
         await self.answer(scope, receive, send, posted)
 
-    async def answer(self, scope: Scope, receive: Receive, send: Send, posted: Posted) -> None:
+    async def answer(self, scope: Scope, receive: Receive, send: Send, posted: RequestBody) -> None:
         media, body, deadlines = posted
         if len(body) > INLINE_BYTES and (self.task.kind == "text" or may_be_json(body, media)):
             parse = partial(self.parse, media=media)
@@ -104,7 +108,7 @@ class Root:
             raise InvalidInput(f"a list takes 1 to {most} inputs, not {len(inputs)}", "inputs")
         if not isinstance(inputs, list) or is_conversation(inputs):
             return [PipelineInput(inputs, parameters)], False
-        budget = RequestBudget()
+        budget = RequestLimiter()
         return [PipelineInput(each, parameters, budget) for each in inputs], True
 
     def parse_object(self, body: bytes, media: str) -> Document | None:
@@ -133,6 +137,40 @@ class Root:
         except UnicodeDecodeError as error:
             wrong = f"{self.task_name} takes text; this is not valid UTF-8 at byte {error.start}"
             raise InvalidInput(wrong, "inputs") from None
+
+
+@dataclass(eq=False)
+class DecisionPipelineEndpoint(PipelineEndpoint):
+    decisions: DecisionEndpoint
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send, posted: RequestBody) -> None:
+        media, body, deadlines = posted
+        read = partial(self.read, media=media)
+        asked, is_list = await self.parsing.run(read, body, deadlines.first, blocks=True)
+        answers = []
+        for request, payload in asked:
+            deltas, usage = await self.decisions.ask(scope, receive, deadlines, request, payload)
+            document = request.document([each.probabilities for each in deltas], usage)
+            answers.append(document["answers"])
+        await send_json(send, answers if is_list else answers[0])
+
+    def read(
+        self, body: bytes, media: str
+    ) -> tuple[list[tuple[SystemOneRequest, DecisionInput]], bool]:
+        """In a pool thread."""
+        inputs, is_list = self.parse(body, media)
+        paths = [f"inputs[{n}]" if is_list else "inputs" for n in range(len(inputs))]
+        return [self._request(*each) for each in zip(paths, inputs, strict=True)], is_list
+
+    def _request(self, path: str, given: Any) -> tuple[SystemOneRequest, DecisionInput]:
+        if not isinstance(given.inputs, dict) or "model" in given.inputs:
+            raise InvalidInput(f"{self.task_name} takes an object of state and questions", path)
+        try:
+            request = decode(given.inputs, SystemOneRequest, self.decisions.models.called)
+            return request, request.decision_input()
+        except InvalidInput as error:
+            error.param = f"{path}.{error.param}" if error.param else path
+            raise
 
 
 def may_be_json(body: bytes, media: str) -> bool:

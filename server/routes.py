@@ -6,37 +6,37 @@ from collections.abc import Iterator, Mapping
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from server import openapi
-from server.engine import Engine
-from server.health import health, ready, version
+from server.core.metrics import metrics
+from server.core.settings import Settings, SettingsError
+from server.core.worker_client import WorkerClient
 from server.http.fetch import Fetcher
+from server.http.health import health, ready, version
 from server.http.request import JsonEndpoint
 from server.http.upload import Uploads
-from server.metrics import metrics
 from server.openai.audio.endpoint import PATHS as AUDIO_PATHS
 from server.openai.audio.endpoint import SpeechEndpoint
 from server.openai.audio.request import TranscriptionRequest, TranslationRequest
 from server.openai.chat import ChatCompletions
 from server.openai.completions import Completions
-from server.openai.decisions.endpoint import DecisionEndpoint, DecisionRoot
+from server.openai.decisions.endpoint import DecisionEndpoint
 from server.openai.decisions.request import DecisionRequest
 from server.openai.decisions.systemone import SystemOneRequest
-from server.openai.embeddings import PATHS as EMBEDDING_PATHS
-from server.openai.embeddings import EmbeddingRequest
+from server.openai.embedding.embeddings import PATHS as EMBEDDING_PATHS
+from server.openai.embedding.embeddings import EmbeddingRequest
+from server.openai.embedding.endpoint import ScoringEndpoint
+from server.openai.embedding.rerank import PATHS as RERANK_PATHS
+from server.openai.embedding.rerank import RerankRequest
+from server.openai.embedding.score import ScoreRequest
+from server.openai.images import ImageLoader
 from server.openai.models import ModelListing, ModelNames
-from server.openai.pictures import Pictures
 from server.openai.responses.endpoint import Responses
 from server.openai.responses.store import ResponseStore
 from server.openai.tokenize import tokenizer_routes
-from server.page import PATH as ASSETS
-from server.page import Assets, Front
-from server.pipeline import Root
+from server.openapi.document import openapi_route
+from server.pipeline import DecisionPipelineEndpoint, PipelineEndpoint
 from server.preflight import MODELS
-from server.rerank import PATHS as RERANK_PATHS
-from server.rerank import RerankRequest
-from server.score import ScoreRequest
-from server.scoring import ScoringEndpoint
-from server.settings import Settings, SettingsError
+from server.web.page import PATH as ASSETS
+from server.web.page import Assets, IndexPage
 
 PROBES = [
     Route("/health", JsonEndpoint(health), methods=["GET"]),
@@ -48,23 +48,25 @@ PROBES = [
 
 
 def make_routes(
-    settings: Settings, engine: Engine, decides_in_steps: bool
+    settings: Settings, engine: WorkerClient, decides_in_steps: bool
 ) -> tuple[list[Route], Responses | None]:
     """`decides_in_steps`: a language model answers `POST /`. Responses are to be closed at last."""
     routes, named = [*PROBES], named_models(settings, engine)
     responses: Responses | None = None
     assets = Assets()
-    front = Front(settings, engine, assets.files["index.html"])
-    pipeline = Root(settings, engine, front) if settings.pipeline_model != "none" else None
+    front = IndexPage(settings, engine, assets.files["index.html"])
+    pipeline = (
+        PipelineEndpoint(settings, engine, front) if settings.pipeline_model != "none" else None
+    )
     if decides_in_steps:
         serves = "pipeline" if "pipeline" in engine.models else "generation"
         names = ModelNames(settings.pipeline_model, engine, serves)
         asked = DecisionEndpoint(engine, names, SystemOneRequest)
-        pipeline = DecisionRoot(settings, engine, front, asked)
+        pipeline = DecisionPipelineEndpoint(settings, engine, front, asked)
     if chat := named.get("generation"):
         most_bytes = int(settings.max_body_mb * 1_000_000)
         fetcher = Fetcher(settings.image_fetch, most_bytes, engine.metrics)
-        shared = settings, engine, chat, Pictures(engine, fetcher)
+        shared = settings, engine, chat, ImageLoader(engine, fetcher)
         responses = Responses(*shared, open_store(settings))
         routes += [
             post("/v1/chat/completions", ChatCompletions(*shared)),
@@ -82,11 +84,11 @@ def make_routes(
     methods = ["GET", "POST"] if pipeline else ["GET"]
     routes.insert(0, Route("/", pipeline or front, methods=methods))  # they are tried in order
     routes += [Route(path, assets, methods=["GET"]) for path in (ASSETS, "/favicon.ico")]
-    routes.append(openapi.route(settings, routes))
+    routes.append(openapi_route(settings, routes))
     return routes, responses
 
 
-def named_models(settings: Settings, engine: Engine) -> dict[str, ModelNames]:
+def named_models(settings: Settings, engine: WorkerClient) -> dict[str, ModelNames]:
     """Models that requests may name, by their names in the registry."""
     named: dict[str, ModelNames] = {}
     for setting, serves in MODELS.items():
@@ -96,7 +98,7 @@ def named_models(settings: Settings, engine: Engine) -> dict[str, ModelNames]:
 
 
 def other_routes(
-    settings: Settings, engine: Engine, named: Mapping[str, ModelNames]
+    settings: Settings, engine: WorkerClient, named: Mapping[str, ModelNames]
 ) -> Iterator[Route]:
     """Of models that generate no text."""
     if names := named.get("embedding"):

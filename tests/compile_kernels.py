@@ -19,8 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from worker.model import triton_decode
-from worker.model.kv_cache import BLOCK
+from worker.model.attention import triton_decode
+from worker.model.attention.kv_cache import BLOCK
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 HEADS, ROWS = 2, 3

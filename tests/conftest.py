@@ -63,7 +63,7 @@ def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 @pytest.fixture
 def poisoned_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for keys and values that has never been written to is full of what are no numbers."""
-    from worker.model.kv_cache import KVCache
+    from worker.model.attention.kv_cache import KVCache
 
     ordinary = KVCache.__init__
 
@@ -80,9 +80,9 @@ def native() -> None:
     """The native attention is built, once, and loaded."""
     if not shutil.which("g++"):
         pytest.skip("there is no compiler")
-    from worker.model import native_attention  # imports torch
+    from worker.model.attention.native import load_native_ops
 
-    native_attention.load()
+    load_native_ops()
 
 
 @pytest.fixture(scope="module")  # no longer: playwright's loop would be in the way of others

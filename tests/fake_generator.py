@@ -21,10 +21,10 @@ from typing import Any, Literal
 
 from batching.errors import ClientGone, InvalidInput, ItemFailed
 from batching.request_queue import WorkItem
-from worker.decisions import DecisionInput
-from worker.deltas import Delta, FinishReason, Kind, Part, TokenLogprob
-from worker.generation_input import TEXT_ALONE, Chat, GenerationInput
-from worker.protocol import ModelInfo, StepOutcome, StepReport
+from worker.messages.decisions import DecisionInput
+from worker.messages.deltas import Delta, DeltaPart, FinishReason, Kind, TokenLogprob
+from worker.messages.generation import TEXT_ALONE, Chat, GenerationInput
+from worker.messages.protocol import ModelInfo, StepOutcome, StepReport
 
 INFO = ModelInfo("text-generation", "fake", "cpu", "float32", 0, "continuous")
 
@@ -248,7 +248,7 @@ def calls(word: str) -> bool:
 
 def add(delta: Delta, kind: Kind, text: str, name: str | None = None) -> None:
     if text or name is not None:
-        delta.merge(Delta(delta.choice, [Part(kind, text, name)]))
+        delta.merge(Delta(delta.choice, [DeltaPart(kind, text, name)]))
 
 
 def speak(delta: Delta, word: str) -> None:

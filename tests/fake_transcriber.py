@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 from batching.errors import ClientGone, InvalidInput, ItemFailed
 from batching.request_queue import WorkItem
-from worker.deltas import TokenLogprob
-from worker.protocol import ModelInfo, StepOutcome, StepReport
-from worker.speech.recording import Recording
-from worker.transcription import Segment, TranscriptDelta, TranscriptionInput, Word
+from worker.media.audio import Recording
+from worker.messages.deltas import TokenLogprob
+from worker.messages.protocol import ModelInfo, StepOutcome, StepReport
+from worker.messages.transcription import Segment, TranscriptDelta, TranscriptionInput, Word
 
 RATE = 16_000
 LANGUAGES = {"de": "german", "en": "english"}

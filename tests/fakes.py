@@ -8,7 +8,7 @@ import orjson
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
-from worker.protocol import ModelInfo
+from worker.messages.protocol import ModelInfo
 
 INFO = ModelInfo("fill-mask", "fake", "cpu", "float32", 0, "packed")
 

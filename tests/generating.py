@@ -16,15 +16,15 @@ from transformers import AutoModelForCausalLM
 from batching.request_queue import WorkItem
 from batching.sequence import Batch, Chunk, Sequence
 from tests import tiny_decoders
-from worker.deltas import Delta
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import load_generator, paged_engine
-from worker.generation_input import GenerationInput, Sampling, Stopping
-from worker.model.kv_cache import BLOCK, KVCache
+from worker.messages.deltas import Delta
+from worker.messages.generation import GenerationInput, Sampling, Stopping
+from worker.messages.protocol import Generator, Pending, StepReport
+from worker.model.attention.kv_cache import BLOCK, KVCache
+from worker.model.attention.paged import AttentionBackend, AttentionMetadata
 from worker.model.language_model import GeneratorOptions
-from worker.model.paged_attention import Attends, AttentionMetadata
 from worker.model.paged_runner import PagedRunner
-from worker.protocol import Generator, Pending, StepReport
 
 torch.set_num_threads(1)
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -48,7 +48,7 @@ def loaded(model: str) -> GenerationEngine:
 
 def engine(
     model: str, blocks: int = 400, speculation: str = "auto", max_running: int = 256,
-    metadata: Callable[[KVCache, Batch], Attends] = AttentionMetadata,
+    metadata: Callable[[KVCache, Batch], AttentionBackend] = AttentionMetadata,
 ) -> GenerationEngine:  # fmt: skip
     """A fresh one, of a model that is loaded once. Its memory is full of what are no numbers."""
     language = loaded(model).language

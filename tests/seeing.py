@@ -14,15 +14,15 @@ from PIL import Image
 from batching.request_queue import WorkItem
 from tests import tiny_seeing
 from tests.generating import GREEDY, Served
+from worker.device.self_check import CannotRun
 from worker.generation import loading
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import load_generator, paged_engine
-from worker.generation_input import Chat, GenerationInput, Picture, Stopping
-from worker.model.kv_cache import BLOCK
+from worker.messages.generation import Chat, GenerationInput, ImageInput, Stopping
+from worker.model.attention.kv_cache import BLOCK
 from worker.model.language_model import GeneratorOptions
 from worker.model.paged_runner import PagedRunner
-from worker.model.self_check import CannotRun
-from worker.vision.prompt import PicturePrompt
+from worker.vision.multimodal_prompt import MultimodalPrompt
 
 torch.set_num_threads(1)
 COUNT = 8  # tokens of an answer
@@ -50,7 +50,7 @@ def request(
         for part in parts
     ]
     files = [part for part in parts if isinstance(part, bytes)]
-    pictures = tuple(Picture(each, "auto", "messages[0].content", root=root) for each in files)
+    pictures = tuple(ImageInput(each, "auto", "messages[0].content", root=root) for each in files)
     chat = Chat(({"role": "user", "content": content},), pictures=pictures)
     stopping = Stopping(max_tokens=max_tokens, ignore_eos=True)
     asked = GenerationInput(
@@ -112,7 +112,7 @@ def inputs_of(model: str, served: Served) -> dict[str, torch.Tensor]:
     scene, sight = served.item.prepared[0].prepared.scene, loaded(model).sight
     ids = torch.tensor([list(served.prompt)])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if isinstance(scene, PicturePrompt) and sight:
+    if isinstance(scene, MultimodalPrompt) and sight:
         made = scene.process().result()
         inputs |= {**made.inputs, **sight.processor.joined(made.images)}
     takes = inspect.signature(oracle(model).forward).parameters

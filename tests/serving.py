@@ -15,8 +15,8 @@ import httpx
 import uvicorn
 
 from server.app import create_app
-from server.settings import Settings
-from worker.protocol import Generator, Runner, Stepped
+from server.core.settings import Settings
+from worker.messages.protocol import Generator, Runner, Stepped
 
 Parser = Literal["auto", "httptools", "h11"]
 

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from batching.request_queue import WorkItem
 from tests.tiny import BUILDERS
-from worker.protocol import Pending
+from worker.messages.protocol import Pending
+from worker.messages.transcription import TranscriptDelta, TranscriptionInput
 from worker.speech.engine import SpeechEngine
 from worker.speech.loading import Speech, SpeechOptions, speech_engine
-from worker.transcription import TranscriptDelta, TranscriptionInput
 
 RATE = 16000
 WHISPER, CTC = "whisper", "wav2vec2-ctc"

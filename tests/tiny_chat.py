@@ -14,7 +14,7 @@ from tests.tiny import SMALL, hf
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import load_generator, paged_engine
-from worker.generation_input import Chat, GenerationInput, Sampling, Stopping
+from worker.messages.generation import Chat, GenerationInput, Sampling, Stopping
 from worker.model.language_model import GeneratorOptions
 from worker.model.paged_runner import PagedRunner
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from batching.prefill_budget import PrefillBudget
 from batching.request_queue import WorkItem
+from batching.scheduler import PrefillBudget
 from server.openai.decisions.systemone import SystemOneRequest
-from server.openai.params import decode
+from server.openai.request_fields import decode
 from tests import tiny_chat
 from tests.tiny import SMALL, hf
-from worker.decisions import DecisionInput, Question
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import cached_engine, load_generator, paged_engine
+from worker.messages.decisions import DecisionInput, Question
+from worker.model.attention.kv_cache import BLOCK
 from worker.model.cached_runner import CachedRunner
-from worker.model.kv_cache import BLOCK
 from worker.model.language_model import GeneratorOptions, load_language_model
 from worker.model.paged_runner import PagedRunner
 

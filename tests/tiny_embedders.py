@@ -16,7 +16,7 @@ from tests import tiny
 from tests.tiny import folder as folder
 from tests.tiny_tokenizers import LIMIT, roberta_tokenizer
 from worker.embedding.embedder import Embedder
-from worker.embedding.load import ScoringOptions, load_embedder
+from worker.embedding.loading import ScoringOptions, load_embedder
 
 hf: Any = importlib.import_module("transformers")  # half of it is not annotated
 OLD, NEW = "sentence_transformers.models.", "sentence_transformers.sentence_transformer.modules."

@@ -14,8 +14,8 @@ from batching.request_queue import WorkItem
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
 from tests.serving import Server, serving
-from worker.generation_input import TEXT_ALONE
-from worker.scoring import Embedded
+from worker.messages.generation import TEXT_ALONE
+from worker.messages.scoring import Embedded
 
 KEY = "the-key"
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/webp,*/*;q=0.8"

@@ -9,7 +9,7 @@ report a turn to the event loop.
 What is raised while working on an item fails that item; what belongs to none fails all that its
 model had in hand, and the warm-up input tells whether the model still works, or its breaker opens.
 Only a lost device ends the thread. What a batch or a step does is for models.py and the engines
-to say; HTTP, the asyncio queue and pre- and post-processing are server/engine.py's.
+to say; HTTP, the asyncio queue and pre- and post-processing are server/core/worker_client.py's.
 """
 
 import ctypes
@@ -23,11 +23,10 @@ from typing import Any, Protocol
 
 from batching.errors import DeviceLost, ItemFailed, OnequeueError, WorkerDown
 from batching.request_queue import WorkItem
-from worker.cores import Cores, pin
-from worker.failures import failure_of
-from worker.free_cores import FreeCores
-from worker.models import Outcome, PipelineModel, SteppedModel
-from worker.protocol import BatchReport, State, StepOutcome
+from worker.cores import Cores, ThreadTuner, pin
+from worker.error_classification import failure_of
+from worker.messages.protocol import BatchReport, State, StepOutcome
+from worker.registry import Outcome, PipelineModel, SteppedModel
 
 log = logging.getLogger("onequeue.worker")
 
@@ -69,7 +68,7 @@ class Worker:
         self.models = {model.name: model for model in models}
         self.clock = clock
         self.cores = cores  # None: torch's own choice
-        self._free_cores = FreeCores(cores) if cores else None
+        self._free_cores = ThreadTuner(cores) if cores else None
         self.dead = False
         self.busy_since = float("inf")
         self._free_since = float("-inf")  # when the last turn ended

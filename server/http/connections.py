@@ -15,7 +15,7 @@ from uvicorn.server import ServerState
 
 from server.http.errors import HttpError
 from server.http.json import to_json
-from server.http.request import LINGER_S, Middleware, content_headers
+from server.http.request import LINGER_S, Application, content_headers
 
 MAX_HEAD = 64_000  # bytes of a header with its request line, or between two pieces of a body
 # So many bytes of an answer that waits to be read a client takes within so long, or is given up.
@@ -25,7 +25,7 @@ MOST_AHEAD = 100  # requests of a connection that wait behind another
 APP = "onequeue"  # where the lifespan's state has the app
 
 
-class Bounded(asyncio.Protocol):
+class LimitedProtocol(asyncio.Protocol):
     """Mixed into a protocol of uvicorn's: a time limit for headers and for reading an answer, and
     refusals that are no request's answer. What has been refused is read no further."""
 
@@ -37,7 +37,7 @@ class Bounded(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.middleware: Middleware = self.app_state[APP]
+        self.middleware: Application = self.app_state[APP]
         self.limit_s = self.middleware.settings.body_timeout_s
         self.begun = False  # something of the next request is there
         self.refused = False
@@ -138,7 +138,7 @@ class Bounded(asyncio.Protocol):
             self.timer = None
 
 
-class BoundedHttpTools(Bounded, HttpToolsProtocol):
+class LimitedHttpTools(LimitedProtocol, HttpToolsProtocol):
     """httptools bounds nothing. It is fed no more at once than may be unended."""
 
     unended = 0  # bytes since the last whole header, piece of a body or end of one
@@ -176,14 +176,14 @@ class BoundedHttpTools(Bounded, HttpToolsProtocol):
         return bool(self.pipeline or (self.in_head and self.unanswered) or super().answering)
 
 
-class BoundedH11(Bounded, H11Protocol):
+class LimitedH11(LimitedProtocol, H11Protocol):
     """h11 takes no more than 16 kB of a header."""
 
 
-OURS: dict[Any, Any] = {HttpToolsProtocol: BoundedHttpTools, H11Protocol: BoundedH11}
+OURS: dict[Any, Any] = {HttpToolsProtocol: LimitedHttpTools, H11Protocol: LimitedH11}
 
 
-def bound_connections() -> None:
+def limit_connections() -> None:
     """From now on uvicorn's protocol classes give ours, for apps that say so in their state."""
 
     def make(cls: Any, *_: Any, app_state: Any = (), **__: Any) -> Any:

@@ -18,7 +18,7 @@ import httpcore
 import httpx
 
 from batching.errors import InvalidInput
-from server.metrics import Metrics
+from server.core.metrics import Metrics
 
 AT_ONCE = 16  # connections of the whole server
 FETCH_S = 10.0  # an image, with its redirects

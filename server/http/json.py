@@ -1,6 +1,6 @@
 """JSON: bodies parsed within bounds, off the loop what is large; documents written.
 
-    bytes → how many values? → JSON → lists no longer than they may be (openai/params.py)
+    bytes → how many values? → JSON → lists no longer than they may be (request_fields.py)
 
 Parsing is one call that holds the interpreter, so what it may cost is known before: values are
 counted without building any.
@@ -36,7 +36,7 @@ def to_json(document: object) -> bytes:
     return orjson.dumps(document, default=msgspec.to_builtins)
 
 
-class Parsing:
+class JsonBodyParser:
     """How an endpoint makes requests of bodies: larger ones wait for each other, so that many at
     once take no more memory, and no more from other endpoints, than one does."""
 

@@ -26,11 +26,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batching.errors import ClientGone, Draining, InvalidInput, QueueFull
-from server.engine import Deadlines, Engine
+from server.core.settings import Settings
+from server.core.worker_client import Deadlines, WorkerClient
 from server.http.access import Cors, key_of
 from server.http.errors import HttpError, as_client_gone, as_http_error
 from server.http.json import Header, to_json
-from server.settings import Settings
 
 BODIES = 16  # of MAX_BODY_MB each may be there at a time
 # A refused body is still read, and dropped, for so long, so that clients get to the answer.
@@ -46,14 +46,14 @@ Headers = Mapping[bytes, bytes]  # names in lower case, as ASGI gives them
 
 
 @dataclass(eq=False)
-class Middleware:
+class Application:
     """`routes`, of which some are `mounted`, answers or raises. Starlette, too, wants to find the
     app in the scope."""
 
     routes: ASGIApp
     mounted: Sequence[Route]
     settings: Settings
-    engine: Engine
+    engine: WorkerClient
 
     def __post_init__(self) -> None:
         settings, self.metrics = self.settings, self.engine.metrics
@@ -153,7 +153,7 @@ def begin(scope: Scope) -> tuple[Headers, Deadlines]:
 
     The header X-Request-Timeout-Ms may only shorten the setting. Raises InvalidInput (400) where
     it is no time, HttpError (415) for a body that is compressed, and Draining (503)."""
-    app: Middleware = scope["app"]
+    app: Application = scope["app"]
     headers, now = dict(scope["headers"]), time.monotonic()
     whole = math.inf
     if (given := headers.get(b"x-request-timeout-ms")) is not None:
@@ -167,7 +167,7 @@ def begin(scope: Scope) -> tuple[Headers, Deadlines]:
     return headers, Deadlines(min(now + app.settings.request_timeout_s, whole), whole)
 
 
-class Posted(NamedTuple):
+class RequestBody(NamedTuple):
     """A body that is kept in memory."""
 
     media: str  # its type, in lower case, without parameters; empty if there is none
@@ -175,11 +175,11 @@ class Posted(NamedTuple):
     deadlines: Deadlines
 
 
-async def read_request(scope: Scope, receive: Receive) -> Posted:
+async def read_request(scope: Scope, receive: Receive) -> RequestBody:
     """Raises what `begin` and `read_body` do."""
     headers, deadlines = begin(scope)
     body = await read_body(scope, receive, headers, deadlines.first)
-    return Posted(media_type(headers), body, deadlines)
+    return RequestBody(media_type(headers), body, deadlines)
 
 
 async def read_json_request(scope: Scope, receive: Receive) -> tuple[bytes, Deadlines]:
@@ -200,7 +200,7 @@ async def read_body(scope: Scope, receive: Receive, headers: Headers, deadline: 
     """The whole body; HttpError (413), QueueFull where those of all requests take too much memory,
     ClientGone, or HttpError (408) once nothing has arrived for BODY_TIMEOUT_S, or at the
     deadline."""
-    app: Middleware = scope["app"]
+    app: Application = scope["app"]
     limit, declared = app.max_body, headers.get(b"content-length", b"")
     announced = int(declared[:20]) if declared.isdigit() else 0
     chunks: list[bytes] = []

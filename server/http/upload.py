@@ -18,7 +18,7 @@ from python_multipart.multipart import parse_options_header
 from starlette.types import Receive, Scope
 
 from batching.errors import InvalidInput, OnequeueError, QueueFull
-from server.engine import Deadlines
+from server.core.worker_client import Deadlines
 from server.http.errors import HttpError, as_http_error
 from server.http.form import MAX_FIELD, MOST_PARTS, Form
 from server.http.request import (

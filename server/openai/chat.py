@@ -9,14 +9,21 @@ from msgspec import Meta
 from batching.errors import InvalidInput
 from server.http.json import Document, parse_json
 from server.http.sse import data_frame
-from server.openai.choices import ChoicesReply
+from server.openai.choices import ChoicesResponseBuilder
+from server.openai.endpoint import GenerationEndpoint
 from server.openai.logprobs import logprob_document
 from server.openai.messages import Messages, conversation
-from server.openai.params import CacheOptions, Count, Effort, GenerationRequest, TopLogprobs, decode
-from server.openai.request import GenerationEndpoint
+from server.openai.request_fields import (
+    CacheOptions,
+    Count,
+    Effort,
+    GenerationRequest,
+    TopLogprobs,
+    decode,
+)
 from server.openai.tools import ChatToolChoice, Tools, chat_calls
-from worker.deltas import Delta, Part, TokenLogprob
-from worker.generation_input import Chat, GenerationInput
+from worker.messages.deltas import Delta, DeltaPart, TokenLogprob
+from worker.messages.generation import Chat, GenerationInput
 
 # What `transformers chat` says of an answer, in transformers' words → ours.
 OF_CONFIG = {"min_new_tokens": "min_tokens"} | {
@@ -90,7 +97,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
         )
 
 
-class ChatReply(ChoicesReply):
+class ChatResponseBuilder(ChoicesResponseBuilder):
     id_prefix = "chatcmpl-"
     objects = ("chat.completion", "chat.completion.chunk")
 
@@ -126,7 +133,7 @@ class ChatReply(ChoicesReply):
     def whole(self, deltas: Sequence[Delta]) -> Document:
         return super().whole(deltas) | self.of_prompt(deltas[0])
 
-    def _call(self, choice: int, part: Part) -> Iterator[Document]:
+    def _call(self, choice: int, part: DeltaPart) -> Iterator[Document]:
         """A call's name comes whole and first, what follows are its arguments."""
         if part.name is not None:
             call = self._new_call(choice, part.name, "")
@@ -166,8 +173,8 @@ class ChatReply(ChoicesReply):
         return {"id": id, "type": "function", "function": function}
 
 
-class ChatCompletions(GenerationEndpoint[ChatReply]):
-    def parse(self, body: bytes) -> ChatReply:
+class ChatCompletions(GenerationEndpoint[ChatResponseBuilder]):
+    def parse(self, body: bytes) -> ChatResponseBuilder:
         most = self.engine.generator.max_model_len
         try:
             document = with_config(parse_json(body))
@@ -177,7 +184,7 @@ class ChatCompletions(GenerationEndpoint[ChatReply]):
                 meant = "is required; a request with `input` goes to /v1/responses"
                 raise InvalidInput.at("messages", meant) from None
             raise
-        return ChatReply(request, self.engine.generator.call_id)
+        return ChatResponseBuilder(request, self.engine.generator.call_id)
 
 
 def with_config(document: Document) -> Document:

@@ -10,16 +10,16 @@ import orjson
 from server.http.errors import HttpError
 from server.http.json import Document
 from server.http.sse import data_frame
+from server.openai.endpoint import GenerationResponseBuilder
 from server.openai.logprobs import prompt_document
-from server.openai.params import GenerationRequest
-from server.openai.request import GenerationReply
-from worker.deltas import Delta, Part
-from worker.generation_input import GenerationInput
+from server.openai.request_fields import GenerationRequest
+from worker.messages.deltas import Delta, DeltaPart
+from worker.messages.generation import GenerationInput
 
 TEXT = secrets.token_hex()  # where a chunk's text goes, in a template; nothing else is like it
 
 
-class ChoicesReply(GenerationReply):
+class ChoicesResponseBuilder(GenerationResponseBuilder):
     id_prefix: str
     objects: tuple[str, str]  # what the document is called, and a chunk
 
@@ -79,7 +79,7 @@ class ChoicesReply(GenerationReply):
 
     def _text_chunk(self, choice: int) -> Sequence[bytes]:
         """What is before and after the text in each of a choice's chunks."""
-        [made] = self.choices(Delta(choice, [Part("content", TEXT)]))
+        [made] = self.choices(Delta(choice, [DeltaPart("content", TEXT)]))
         around = data_frame(self.chunk(made)).split(orjson.dumps(TEXT))
         self._around[choice] = around
         return around

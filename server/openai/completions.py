@@ -8,9 +8,10 @@ from msgspec import Meta
 
 from batching.errors import InvalidInput
 from server.http.json import Document, parse_json
-from server.openai.choices import ChoicesReply
+from server.openai.choices import ChoicesResponseBuilder
+from server.openai.endpoint import GenerationEndpoint
 from server.openai.logprobs import finite
-from server.openai.params import (
+from server.openai.request_fields import (
     Filled,
     GenerationRequest,
     TokenId,
@@ -18,9 +19,8 @@ from server.openai.params import (
     decode,
     read_inputs,
 )
-from server.openai.request import GenerationEndpoint
-from worker.deltas import Delta, TokenLogprob
-from worker.generation_input import GenerationInput
+from worker.messages.deltas import Delta, TokenLogprob
+from worker.messages.generation import GenerationInput
 
 IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 OF_ONE_KIND = Meta(
@@ -74,7 +74,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         ]
 
 
-class CompletionReply(ChoicesReply):
+class CompletionResponseBuilder(ChoicesResponseBuilder):
     id_prefix = "cmpl-"
     objects = ("text_completion", "text_completion")
 
@@ -93,12 +93,12 @@ class CompletionReply(ChoicesReply):
         }
 
 
-class Completions(GenerationEndpoint[CompletionReply]):
-    def parse(self, body: bytes) -> CompletionReply:
+class Completions(GenerationEndpoint[CompletionResponseBuilder]):
+    def parse(self, body: bytes) -> CompletionResponseBuilder:
         places = self.settings.max_queue_size
         most = max(places, self.engine.generator.max_model_len)  # prompts, or tokens of one
         request = decode(parse_json(body), CompletionRequest, self.models.called, most)
-        return CompletionReply(request, places)
+        return CompletionResponseBuilder(request, places)
 
 
 def _logprobs(logprobs: list[TokenLogprob], offset: int) -> Document:

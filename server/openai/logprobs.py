@@ -3,7 +3,7 @@
 import orjson
 
 from server.http.json import Document
-from worker.deltas import TokenLogprob
+from worker.messages.deltas import TokenLogprob
 
 LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 

@@ -11,9 +11,9 @@ from msgspec import Meta, Struct, to_builtins
 
 from batching.errors import InvalidInput
 from server.http.json import Document
-from server.openai.params import FILLED, required
-from server.openai.pictures import MOST_PICTURES, ImageUrl, picture
-from worker.generation_input import Chat, Picture
+from server.openai.images import MOST_PICTURES, ImageUrl, image_input
+from server.openai.request_fields import FILLED, required
+from worker.messages.generation import Chat, ImageInput
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 TEXTS = ("text", "refusal")
@@ -59,10 +59,10 @@ class ContentPart(TextPart):
     type: Annotated[str, Meta(extra_json_schema={"enum": PARTS})]
     image_url: ImageUrl | str | None = None
 
-    def picture(self, path: str) -> Picture:
+    def image_input(self, path: str) -> ImageInput:
         url: ImageUrl | str | None = self.image_url
         given = ImageUrl(url) if isinstance(url, str) else required(url, f"{path}.{IMAGE}")
-        return picture(given.url, given.detail, path)
+        return image_input(given.url, given.detail, path)
 
 
 class CalledFunction(Struct):
@@ -85,11 +85,11 @@ class Message(Struct):
     reasoning_content: str | None = None
     reasoning: str | None = None  # the same, as vLLM names it
 
-    def rendered(self, path: str) -> tuple[Document, list[Picture]]:
+    def rendered(self, path: str) -> tuple[Document, list[ImageInput]]:
         """What the template gets, and the images that it stands for; `path` is what errors call
         this message."""
         content: str | list[Document] | None = None
-        pictures: list[Picture] = []
+        pictures: list[ImageInput] = []
         if isinstance(self.content, list):
             content, pictures = self._parts(self.content, path)
         elif self.content is None and not (self.role == "assistant" and self.tool_calls):
@@ -112,10 +112,10 @@ class Message(Struct):
 
     def _parts(
         self, parts: list[ContentPart], path: str
-    ) -> tuple[str | list[Document], list[Picture]]:
+    ) -> tuple[str | list[Document], list[ImageInput]]:
         """Content: text as long as there are no images."""
         made: list[Document] = []
-        pictures: list[Picture] = []
+        pictures: list[ImageInput] = []
         for n, part in enumerate(parts):
             here = f"{path}.content[{n}]"
             if part.type != IMAGE:
@@ -124,7 +124,7 @@ class Message(Struct):
             if self.role != "user":
                 raise InvalidInput.at(f"{here}.type", "images go into messages of the user alone")
             made.append({"type": "image"})
-            pictures.append(part.picture(here))
+            pictures.append(part.image_input(here))
         if pictures:
             return made, pictures
         return "\n".join(part["text"] for part in made), []
@@ -162,10 +162,10 @@ def conversation(
 
 def read_messages(
     messages: Iterable[tuple[str, Message]],
-) -> tuple[tuple[Document, ...], tuple[Picture, ...]]:
+) -> tuple[tuple[Document, ...], tuple[ImageInput, ...]]:
     """What the template gets of messages, each after its path, and the images in them."""
     made: list[Document] = []
-    pictures: list[Picture] = []
+    pictures: list[ImageInput] = []
     for path, message in messages:
         document, more = message.rendered(path)
         made.append(document)

@@ -11,12 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from server.engine import Engine
+from server.core.worker_client import WorkerClient
 from server.http.errors import HttpError
-from server.http.json import Parsing, parse_json, to_json
+from server.http.json import JsonBodyParser, parse_json, to_json
 from server.http.request import JsonEndpoint, read_json_request
-from server.openai.params import decode
-from worker.protocol import Tokenizing
+from server.openai.request_fields import decode
+from worker.messages.protocol import Tokenizing
 
 ANY_MODEL = ("", "dummy", "tgi")  # what clients send that have to send something
 
@@ -46,7 +46,7 @@ class ModelNames:
     """A model, by the names that requests may call it; `serves` is its name in the registry."""
 
     def __init__(
-        self, setting: str, engine: Engine, serves: str, named: "Sequence[ModelNames]" = ()
+        self, setting: str, engine: WorkerClient, serves: str, named: "Sequence[ModelNames]" = ()
     ) -> None:
         """`named`: those before it, whose ids are taken."""
         self.engine = engine
@@ -95,7 +95,7 @@ class ModelListing:
 
     def __init__(self, models: Sequence[ModelNames]) -> None:
         self.models = models
-        self.parsing = Parsing()
+        self.parsing = JsonBodyParser()
 
     def routes(self) -> list[Route]:
         routes = [

@@ -16,13 +16,13 @@ from starlette.types import Receive, Scope, Send
 from batching.errors import InvalidInput
 from server.http.json import in_thread, parse_json
 from server.http.request import read_json_request, send_json
+from server.openai.images import check_images
 from server.openai.messages import Messages, conversation
 from server.openai.models import ModelNames, id_of
-from server.openai.params import TokenId, decode
-from server.openai.pictures import check_pictures
+from server.openai.request_fields import TokenId, decode
 from server.openai.tools import Tools
-from worker.generation_input import Chat
-from worker.protocol import Tokenizing
+from worker.messages.generation import Chat
+from worker.messages.protocol import Tokenizing
 
 THREADS = 2  # a long text delays other texts here, not what is being generated
 
@@ -55,7 +55,7 @@ class TokenizeRequest(Struct):
         if self.messages is None:
             return self.prompt or ""
         chat = conversation(self, self.messages, self.tools)
-        check_pictures(chat, model)
+        check_images(chat, model)
         for each in chat.pictures:
             if each.link:
                 raise InvalidInput.at(each.param, "must be a data: URL: nothing is fetched")

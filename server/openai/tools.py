@@ -13,9 +13,9 @@ from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
 from server.http.json import Document
-from server.openai.params import convert
-from server.openai.structured import check_depth
-from worker.generation_input import Calls
+from server.openai.request_fields import convert
+from server.openai.response_format import check_depth
+from worker.messages.generation import Calls
 
 MOST_TOOLS = 128
 Tools = Annotated[list[dict[str, Any]], Meta(max_length=MOST_TOOLS)]  # a template gets all of them

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from batching.errors import InvalidInput, ItemFailed
 from batching.request_queue import WorkItem
-from worker.embedding.files import SentenceFiles
 from worker.embedding.head import Head
 from worker.embedding.paged_rows import PagedRows
 from worker.embedding.rows import RowModel
 from worker.embedding.scorer import Scorer
+from worker.embedding.sentence_transformers import SentenceTransformersConfig
 from worker.embedding.texts import Row, TextReader
-from worker.protocol import ModelInfo
-from worker.scoring import Embedded, EmbeddingInput
+from worker.messages.protocol import ModelInfo
+from worker.messages.scoring import Embedded, EmbeddingInput
 
 Vectors = NDArray[np.float32]
 
@@ -42,7 +42,7 @@ class Embedder(Scorer):
         self,
         rows: RowModel | PagedRows,
         reader: TextReader,
-        files: SentenceFiles,
+        files: SentenceTransformersConfig,
         sizes: Sequence[int] | None,
         info: ModelInfo,
     ) -> None:

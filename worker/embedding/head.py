@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from worker.embedding.files import Normalize, SentenceFiles
+from worker.embedding.sentence_transformers import Normalize, SentenceTransformersConfig
 from worker.embedding.texts import Row
 
 
@@ -31,7 +31,7 @@ POOL: Mapping[str, Callable[[Tensor, int], Tensor]] = {
 
 
 class Head:
-    def __init__(self, files: SentenceFiles, device: torch.device) -> None:
+    def __init__(self, files: SentenceTransformersConfig, device: torch.device) -> None:
         self.poolings, self.include_prompt = files.poolings, files.include_prompt
         layers = list(files.layers)
         self.normalizes = bool(layers) and isinstance(layers[-1], Normalize)

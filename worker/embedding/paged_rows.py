@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from batching.block_pool import BlockPool
-from batching.prefill_budget import PrefillBudget
-from batching.scheduler import ContinuousScheduler
+from batching.scheduler import ContinuousScheduler, PrefillBudget
 from batching.sequence import Batch, Chunk, Sequence, Span
+from worker.device.self_check import CannotRun
 from worker.embedding.rows import Reduce
 from worker.embedding.texts import Row
-from worker.model.kv_cache import BLOCK
+from worker.error_classification import first_line
+from worker.model.attention.kv_cache import BLOCK
 from worker.model.language_model import LanguageModel
-from worker.model.loading import first_line, worth_compiling
+from worker.model.loading import worth_compiling
 from worker.model.paged_runner import PagedRunner
 from worker.model.paging import PagingCheck, cache_blocks
-from worker.model.self_check import CannotRun
 
 # Tokens that there is room for beside the longest text, if memory allows.
 CACHED = 1 << 16

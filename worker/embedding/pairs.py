@@ -11,8 +11,8 @@ from itertools import takewhile
 
 from batching.errors import InvalidInput
 from worker.embedding.texts import Row, TextReader
-from worker.scoring import PairsInput, Truncation
-from worker.text.control_tokens import ControlTokens
+from worker.messages.scoring import PairsInput, Truncation
+from worker.text.chat_template.special_token_escaping import SpecialTokenEscaper
 
 WHOLE = Truncation()
 # What Qwen3-Reranker was trained on; of its model card. Jinja drops a last newline.
@@ -109,7 +109,7 @@ class QuestionPairs:
 
     def __init__(self, reader: TextReader) -> None:
         self.reader = reader
-        self.control = ControlTokens(reader.tokenizer, reader.encode_all)
+        self.control = SpecialTokenEscaper(reader.tokenizer, reader.encode_all)
         own = reader.tokenizer.chat_template
         knows = isinstance(own, str) and "query" in own and "document" in own
         self.template = own if knows else QUESTION

@@ -17,8 +17,8 @@ from worker.embedding.pairs import Pairs
 from worker.embedding.rows import Reduce, RowModel
 from worker.embedding.scorer import Scorer
 from worker.embedding.texts import Row, TextReader
-from worker.protocol import ModelInfo
-from worker.scoring import PairsInput, Scored
+from worker.messages.protocol import ModelInfo
+from worker.messages.scoring import PairsInput, Scored
 
 
 class Reranker(Scorer):

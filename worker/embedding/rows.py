@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from worker.embedding.texts import Row
-from worker.model.self_check import (
+from worker.device.self_check import (
     TOLERANCE,
     CannotRun,
     compare,
     length_beyond_windows,
     random_prompts,
 )
-from worker.pipeline.load import choose_batching, padded
+from worker.embedding.texts import Row
+from worker.messages.protocol import Batching
+from worker.pipeline.loading import choose_batching, padded
 from worker.pipeline.packed_attention import Packing
-from worker.protocol import Batching
 
 STATES, LOGITS = "last_hidden_state", "logits"
 # From a row's states [tokens, H], or its logits [labels], to what is kept of them.

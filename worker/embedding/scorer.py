@@ -1,5 +1,5 @@
 """What embedders and rerankers have in common: entries of the registry like a pipeline
-(worker/models.py), whose batches, breaker and bisection are those of all.
+(worker/registry.py), whose batches, breaker and bisection are those of all.
 
     prepare (pool): rows of tokens, and all that can be refused
     → forward (worker): rows through the model, all at once or a step of them, and what its head
@@ -17,12 +17,12 @@ from batching.request_queue import WorkItem
 from worker.embedding.paged_rows import PagedRows
 from worker.embedding.rows import Reduce, RowModel
 from worker.embedding.texts import Row, TextReader
-from worker.generation_input import TEXT_ALONE
-from worker.protocol import UNFINISHED, ModelInfo
+from worker.messages.generation import TEXT_ALONE
+from worker.messages.protocol import UNFINISHED, ModelInfo
 
 
 class Scorer(ABC):
-    """Implements worker.protocol.Runner and Tokenizing. `reduce` tells what is kept of a row's
+    """Implements Runner and Tokenizing of worker.messages.protocol. `reduce` is applied to a row's
     states."""
 
     smallest: Any  # sound input, for warming up

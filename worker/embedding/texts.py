@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from batching.block_pool import ROOT
 from batching.errors import InvalidInput
-from worker.generation_input import Chat
+from worker.messages.generation import Chat
+from worker.messages.scoring import Truncation
 from worker.pipeline.limits import MAX_CHARS_PER_TOKEN
-from worker.scoring import Truncation
 
 OFF = ("truncation", "padding", "verbose", "return_attention_mask", "return_token_type_ids")
 

@@ -12,14 +12,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from batching.request_queue import WorkItem
-from worker.deltas import Delta
-from worker.generation.frontend import answer_parser, begun_answer
-from worker.generation.output import Prepared, make_choices
-from worker.generation.plans import proved
-from worker.generation_input import Calls, Chat, GenerationInput
-from worker.model.logits_processors import SamplingParams
-from worker.model.sampler import SampledToken
-from worker.text.chat_template import ChatTemplate
+from worker.generation.input_processor import answer_parser, begun_answer, proved
+from worker.generation.output import PreparedPrompt, make_choices
+from worker.messages.deltas import Delta
+from worker.messages.generation import Calls, Chat, GenerationInput
+from worker.model.sampler import SampledToken, SamplingParams
+from worker.text.chat_template.template import ChatTemplate
 from worker.text.detokenizer import Vocabulary
 
 END = -1  # stands for the token that ends an answer, which its text does not show
@@ -51,7 +49,7 @@ class AnswerReader:
         prompt = self.template.render(request.prompt)
         ids = self._encoded(output)
         begun = begun_answer(self.template, request, prompt)
-        prepared = Prepared(
+        prepared = PreparedPrompt(
             self._encoded(prompt),
             SamplingParams(),
             len(ids) + 1,

@@ -1,11 +1,12 @@
 """What the generation engine makes of questions about one input: a prompt each, and their answers.
 
-    messages → text (text/chat_template.py), cut where the question goes → ids of the input, once
+    messages → text (chat_template/template.py), cut where the question goes → ids of the input,
+    once
     question → ids behind those → a sequence that is only run, and shares the input's blocks
 
 The text is cut behind the input's last word: there, tokens end whatever follows, so that the ids
 are those of each prompt as a whole, and its prefix is the same whatever else is asked. Control
-tokens are the template's alone (text/control_tokens.py).
+tokens are the template's alone (special_token_escaping.py).
 """
 
 import re
@@ -21,15 +22,14 @@ from transformers import PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
-from batching.sequence import Joined
-from worker.decisions import LETTERS, YES_NO, DecisionInput, Question
-from worker.deltas import Delta
-from worker.generation.output import Prepared
-from worker.generation_input import Chat
-from worker.model.logits_processors import SamplingParams
-from worker.model.sampler import SampledToken
-from worker.text.chat_template import ChatTemplate
-from worker.text.control_tokens import ControlTokens
+from batching.sequence import PrefixedTokens
+from worker.generation.output import PreparedPrompt
+from worker.messages.decisions import LETTERS, YES_NO, DecisionInput, Question
+from worker.messages.deltas import Delta
+from worker.messages.generation import Chat
+from worker.model.sampler import SampledToken, SamplingParams
+from worker.text.chat_template.special_token_escaping import SpecialTokenEscaper
+from worker.text.chat_template.template import ChatTemplate
 
 # Of one request: tokens that its questions have beside the input, which are what is kept of them,
 # and tokens of all prompts, each with the input, which are looked up and attended to.
@@ -43,7 +43,7 @@ FIRST = 8
 Messages = Sequence[Mapping[str, Any]]
 
 
-class Shared(NamedTuple):
+class SharedPrompt(NamedTuple):
     """What all prompts of a request begin with, and what is around their questions."""
 
     ids: list[int]
@@ -54,7 +54,7 @@ class Shared(NamedTuple):
     key: str  # stands for control tokens
 
 
-class Verdict:
+class LabelScores:
     """The answer to a question: of a SequenceOutput, what the engine asks where nothing is
     generated."""
 
@@ -63,7 +63,7 @@ class Verdict:
     ) -> None:
         self.item = item
         self.background = item.payload.background or number >= FIRST
-        self.prepared = Prepared(ids, SamplingParams(), 0, {}, labels=labels)
+        self.prepared = PreparedPrompt(ids, SamplingParams(), 0, {}, labels=labels)
         self.count = 0  # output tokens
         self.begun = False
         self.ended = False
@@ -101,7 +101,7 @@ class Decisions:
         longest_token: int,
     ) -> None:
         self._tokenizer: Any = tokenizer
-        self._control = ControlTokens(tokenizer, self._encode)
+        self._control = SpecialTokenEscaper(tokenizer, self._encode)
         self._template = template
         self._max_model_len = max_model_len
         self._longest_token = longest_token
@@ -121,19 +121,19 @@ class Decisions:
             characters += len(text)
             self._check(characters <= MOST_OWN * self._longest_token, question)
             behind = self._control.ids(shared.word + text, shared.key)[shared.skip :]
-            ids = Joined(shared.ids, behind)
+            ids = PrefixedTokens(shared.ids, behind)
             own += len(behind)
             seen = own + (number + 1) * len(shared.ids)
             self._check(own <= MOST_OWN and seen <= MOST_SEEN, question)
             if len(ids) > self._max_model_len:
                 raise self._too_long(f"{len(ids)}, with the question,", question.param)
-            verdict = Verdict(item, number, ids, tuple(labels.values()), len(shared.ids))
+            verdict = LabelScores(item, number, ids, tuple(labels.values()), len(shared.ids))
             item.prepared.append(verdict)
         item.tokens = len(shared.ids) + own
 
     # ── the input ──
 
-    def _shared(self, request: DecisionInput) -> Shared:
+    def _shared(self, request: DecisionInput) -> SharedPrompt:
         place, key = secrets.token_hex(16), self._control.new_key()  # where the question goes
         messages = self._control.hidden(request.messages, key)
         chat = Chat(with_question(messages, place), (), {"enable_thinking": False})
@@ -154,7 +154,7 @@ class Decisions:
         if len(ids) >= self._max_model_len:
             raise self._too_long(str(len(ids)), request.param)
         skip = len(self._control.ids(word, key)) if word else 0
-        return Shared(ids, word, skip, text[cut:], after, key)
+        return SharedPrompt(ids, word, skip, text[cut:], after, key)
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         made: Any = self._tokenizer(texts, add_special_tokens=False, verbose=False)

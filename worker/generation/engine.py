@@ -1,4 +1,9 @@
-"""The generation engine: continuous batching, one step ahead where the device runs by itself.
+"""The requests that a generation engine has in hand, and how they go unfinished.
+
+Each is a work item with its sequences, which the scheduler has as long as they are not over. What
+runs them, step by step, is engine.py. On the worker's thread.
+
+The generation engine: continuous batching, one step ahead where the device runs by itself.
 
     drop who left → schedule → launch step N ──────▶ draw N
                                     └─ land N - 1: text, stops, ends, while N runs
@@ -7,56 +12,114 @@ A step's tokens are not read before the next one is launched, which takes them o
 sequences were promised them. Who turns out to have ended with step N - 1 has no part in what N
 gives. One that the next one's drafts wait for lands at once, as all do on a CPU.
 
-Implements worker.protocol.Generator. batching/scheduler.py decides which sequences run, and a model
-runner how: on paged memory (model/paged_runner.py) or, where that does not fit, with the model's
-cache (model/cached_runner.py). Requests are read in frontend.py, text is made in output.py.
+Implements Generator of worker.messages.protocol. batching/scheduler.py decides which sequences run,
+and a model runner how: on paged memory (model/paged_runner.py) or, where that does not fit, with
+the model's cache (model/cached_runner.py). Requests are read in input_processor.py, text is made
+in output.py.
 """
 
+import logging
 import time
 from collections import Counter, abc
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Literal
 
 from torch import Tensor
 
-from batching.errors import ItemFailed
-from batching.prefill_budget import PrefillBudget
+from batching.errors import DeviceLost, ItemFailed, OnequeueError, OutOfMemory
 from batching.request_queue import WorkItem
-from batching.scheduler import ContinuousScheduler
+from batching.scheduler import ContinuousScheduler, PrefillBudget
 from batching.sequence import Batch, Chunk, Sequence
-from worker.deltas import Delta
-from worker.failures import run_halves
-from worker.generation.drafting import Drafting, NgramDrafter
-from worker.generation.frontend import Frontend
+from worker.error_classification import failure_of, run_halves
+from worker.generation.input_processor import InputProcessor
 from worker.generation.output import SequenceOutput, sequence_of
-from worker.generation.requests import Requests
-from worker.grammar.bitmask import MaskRequest, Masks, PendingMask
+from worker.generation.speculation import NgramDrafter, Speculation
+from worker.grammar.bitmask import BitmaskComputer, MaskRequest, PendingMask
+from worker.messages.deltas import Delta
+from worker.messages.protocol import StepOutcome, StepReport
 from worker.model.cached_runner import CachedRunner
-from worker.model.logits_processors import Draw
 from worker.model.paged_runner import PagedRunner
-from worker.model.sampler import Sampled, SampledToken, sample
-from worker.protocol import StepOutcome, StepReport
-from worker.vision.seeing import Sight
-from worker.vision.tower import Album, Tower
-from worker.vision.viewing import Viewing
+from worker.model.sampler import SampledToken, SamplerOutput, SamplingRow, sample
+from worker.vision.encoder import EncoderCache, VisionEncoder
+from worker.vision.encoder_scheduler import EncoderScheduler
+from worker.vision.image_preprocessor import ImagePreprocessor
+from worker.vision.multimodal_prompt import MultimodalPrompt
+
+log = logging.getLogger("onequeue.generation")
+
+
+class Requests:
+    """A part of the GenerationEngine. `new_scheduler` makes one with nothing in it."""
+
+    def __init__(self, new_scheduler: Callable[[], ContinuousScheduler]) -> None:
+        self.live: dict[WorkItem, list[Sequence]] = {}  # until their end is reported
+        self.failed: dict[WorkItem, Exception] = {}  # of them
+        self.scheduler = new_scheduler()
+        self._new_scheduler = new_scheduler
+
+    def drop(self, item: WorkItem) -> None:
+        """Nobody waits for it any more."""
+        self._unschedule(item)
+        del self.live[item]
+
+    def drop_all(self) -> list[WorkItem]:
+        """What was scheduled, and how, may be what is wrong: nothing of it is kept."""
+        items = list(self.live)
+        for sequence in chain(*self.live.values()):
+            sequence.table = None
+        self.live.clear()
+        self.failed.clear()
+        self.scheduler = self._new_scheduler()
+        return items
+
+    def fail(self, item: WorkItem, error: BaseException) -> None:
+        """It raised while working on this item alone, which is dropped."""
+        if isinstance(failure := failure_of(error), DeviceLost):
+            raise error
+        log.warning("generation failed error=%r", failure.__cause__ or failure)
+        error.with_traceback(None)
+        self.failed[item] = failure
+        self._unschedule(item, broken=True)
+
+    def fail_chunks(self, chunks: abc.Sequence[Chunk], failure: OnequeueError) -> None:
+        """They raised together: one alone is guilty, unless there is memory to be had."""
+        if isinstance(failure, OutOfMemory) and self.scheduler.give_way():
+            return
+        if len(chunks) == 1 and chunks[0].runs:
+            self.fail(chunks[0].sequence.output.item, failure)
+
+    def fail_pictured(self, prompt: MultimodalPrompt, error: BaseException) -> None:
+        """A picture of the prompt failed, and what it belongs to."""
+        for item, sequences in list(self.live.items()):
+            if item not in self.failed and any(each.scene is prompt for each in sequences):
+                self.fail(item, error)
+
+    def _unschedule(self, item: WorkItem, broken: bool = False) -> None:
+        """`broken`: nobody shall take its prefix from the cache."""
+        for sequence in self.live[item]:
+            if broken and sequence.table:
+                self.scheduler.pool.forget(sequence.table)
+            if sequence.number >= 0:
+                self.scheduler.remove(sequence)
+
 
 AHEAD = {"cpu": False, "cuda": True}  # whether a step is launched before the last has landed
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class InFlightStep:
     """A step that is launched: its draws are made, none of them is read. `sampled` is to be told to
     whoever still runs then."""
 
     batch: Batch
     scores: dict[Sequence, list[SampledToken]]  # of prompts
-    sampled: Sampled
+    sampled: SamplerOutput
     launched_at: float
 
 
-class GenerationEngine(Requests, Frontend):
+class GenerationEngine(Requests, InputProcessor):
     """`prepare`, `encode`, `decode` and `token` run in pool threads, the rest on the worker's.
     `why`: why the model is not paged."""
 
@@ -66,30 +129,30 @@ class GenerationEngine(Requests, Frontend):
         new_scheduler: Callable[[], ContinuousScheduler],
         speculates: bool = False,
         why: str = "",
-        sight: Sight | None = None,
+        sight: ImagePreprocessor | None = None,
     ) -> None:
         language, device = runner.language, runner.language.device.type
         Requests.__init__(self, new_scheduler)
-        Frontend.__init__(self, language, runner.max_model_len, why, sight)
+        InputProcessor.__init__(self, language, runner.max_model_len, why, sight)
         self.runner = runner
         self.speculates = speculates
         self._ahead = AHEAD[device]
         self._budget = PrefillBudget(device, self.scheduler.whole_prompts)
-        self._drafts = Drafting(device)
+        self._drafts = Speculation(device)
         self._viewing = self._new_viewing()
-        self._masks = Masks(language.vocab_size, self.eos_ids)
-        self._flight: Flight | None = None
+        self._masks = BitmaskComputer(language.vocab_size, self.eos_ids)
+        self._flight: InFlightStep | None = None
         self._started = self._landed_at = 0.0
         # of the call of `step` that is under way
         self._counts: Counter[str] = Counter()  # what StepReport counts
         self._deltas: list[tuple[WorkItem, Delta]] = []
 
-    def _new_viewing(self) -> Viewing | None:
+    def _new_viewing(self) -> EncoderScheduler | None:
         entrance, sight = self.runner.entrance, self.sight
         if not entrance or not sight:
             return None
-        sight.album = Album()
-        return Viewing(Tower(entrance, sight.album), self.fail_pictured)
+        sight.album = EncoderCache()
+        return EncoderScheduler(VisionEncoder(entrance, sight.album), self.fail_pictured)
 
     @property
     def compile_state(self) -> Literal["running", "done", "off"]:
@@ -183,23 +246,27 @@ class GenerationEngine(Requests, Frontend):
         scores = scores_of(batch, logits) if batch.scored else {}
         sampled = sample(logits[batch.scored :], draws, masks.result() if masks else None)
         flies = self._ahead and not (self.speculates and any(map(self._drafts.waits_for, chunks)))
-        self._flight = Flight(batch, scores, sampled, launched_at)
+        self._flight = InFlightStep(batch, scores, sampled, launched_at)
         if flies:
             self.scheduler.promise(chunks)
         else:
             self._land()
 
-    def _draws_of(self, chunks: abc.Sequence[Chunk]) -> tuple[list[Draw], PendingMask | None]:
+    def _draws_of(
+        self, chunks: abc.Sequence[Chunk]
+    ) -> tuple[list[SamplingRow], PendingMask | None]:
         """What decides the tokens of the chunks' rows, by all that came before; masks are computed
         from here on. What a row that nobody waits for gives does not count."""
-        draws: list[Draw] = []
+        draws: list[SamplingRow] = []
         requests: list[tuple[int, MaskRequest]] = []  # with the first row that each is for
         for chunk in chunks:
             if count := chunk.to_sample:
                 output, drafts = chunk.sequence.output, chunk.drafts
                 if output.guide and chunk.runs and (request := output.guide.mask(drafts)):
                     requests.append((len(draws), request))
-                draws += [Draw(output.sampling, output.count + n, drafts[:n]) for n in range(count)]
+                draws += [
+                    SamplingRow(output.sampling, output.count + n, drafts[:n]) for n in range(count)
+                ]
         return draws, self._masks.begin(requests) if requests else None
 
     def _land(self) -> None:

@@ -8,20 +8,20 @@ from typing import Any
 
 from batching.block_pool import BlockPool
 from batching.scheduler import ContinuousScheduler
+from worker.device.self_check import CannotRun
+from worker.error_classification import first_line
 from worker.generation.engine import GenerationEngine
+from worker.model.attention.kv_cache import BLOCK
 from worker.model.cached_runner import CachedRunner
-from worker.model.kv_cache import BLOCK
 from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
-from worker.model.loading import first_line, worth_compiling
+from worker.model.loading import worth_compiling
 from worker.model.paged_runner import PagedRunner
 from worker.model.paging import load_paged_runner
-from worker.model.self_check import CannotRun
-from worker.vision.cached import PicturedRunner
-from worker.vision.check import check_pictures, sees_unpaged
-from worker.vision.processor import Processor
-from worker.vision.processor_loading import load_processor
-from worker.vision.quickening import quicken
-from worker.vision.seeing import Sight
+from worker.vision.cpu_fusions import apply_cpu_fusions
+from worker.vision.image_preprocessor import ImagePreprocessor
+from worker.vision.multimodal_cached_runner import MultimodalCachedRunner
+from worker.vision.processor import Processor, load_processor
+from worker.vision.self_check import check_multimodal, check_multimodal_unpaged
 
 log = logging.getLogger("onequeue.generation")
 
@@ -38,26 +38,26 @@ def load_generator(options: GeneratorOptions) -> GenerationEngine:
     sight = load_sight(language, int(options.max_image_mp * 1e6))
     runner: PagedRunner | CachedRunner
     try:
-        also = partial(check_pictures, language, sight.processor) if sight else lambda: None
+        also = partial(check_multimodal, language, sight.processor) if sight else lambda: None
         runner = load_paged_runner(language, options, also)
     except CannotRun as error:
         log.warning("static batches: %s", error)
         language.lay_out(options.quantization)
-        sight = sight if sight and sees_unpaged(language, sight.processor) else None
+        sight = sight if sight and check_multimodal_unpaged(language, sight.processor) else None
         length = options.max_model_len
         if sight:
-            runner = PicturedRunner(language, length, sight.processor)
+            runner = MultimodalCachedRunner(language, length, sight.processor)
         else:
             runner = CachedRunner(language, length)
         return cached_engine(runner, options, str(error), sight)
     if sight:
-        quicken(language)
+        apply_cpu_fusions(language)
     if worth_compiling(options.compile, language.parameters):
         runner.compile()
     return paged_engine(runner, options, sight)
 
 
-def load_sight(language: LanguageModel, most_pixels: int) -> Sight | None:
+def load_sight(language: LanguageModel, most_pixels: int) -> ImagePreprocessor | None:
     """None, with a line in the log, where the checkpoint's does not load: it serves text."""
     if not language.sees:
         return None
@@ -74,11 +74,11 @@ def load_sight(language: LanguageModel, most_pixels: int) -> Sight | None:
         language.no_images = f"this model's processor of images does not load here: {told}"
         return None
     language.tokenizer = processor.tokenizer
-    return Sight(processor, most_pixels)
+    return ImagePreprocessor(processor, most_pixels)
 
 
 def paged_engine(
-    runner: PagedRunner, options: GeneratorOptions, sight: Sight | None = None
+    runner: PagedRunner, options: GeneratorOptions, sight: ImagePreprocessor | None = None
 ) -> GenerationEngine:
     set_aside = options.kv_cache_gb is not None or runner.language.device.type == "cuda"
     share = 1.0 if set_aside else PREFIX_SHARE
@@ -91,7 +91,10 @@ def paged_engine(
 
 
 def cached_engine(
-    runner: CachedRunner, options: GeneratorOptions, why: str, sight: Sight | None = None
+    runner: CachedRunner,
+    options: GeneratorOptions,
+    why: str,
+    sight: ImagePreprocessor | None = None,
 ) -> GenerationEngine:
     """`why`: why the model is not paged."""
     most = min(options.max_running, MOST_CACHED)

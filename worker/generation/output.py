@@ -1,4 +1,8 @@
-"""The text side of a sequence: from sampled tokens to text, log-probabilities and its end.
+"""Stop strings: where the content of an answer ends.
+
+The log-probabilities of a sequence's tokens, as they are told with its text.
+
+The text side of a sequence: from sampled tokens to text, log-probabilities and its end.
 
     push(token) → detokenizer → parser (thoughts, calls, content) → stop strings → Delta
                    └▶ guide: what the next token may be
@@ -8,7 +12,8 @@ they belong to the worker's thread, where each token costs as much as it adds.
 """
 
 from collections import abc
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -16,19 +21,118 @@ from torch import Tensor
 
 from batching.request_queue import WorkItem
 from batching.sequence import Sequence
-from worker.deltas import Delta, FinishReason, TokenLogprob
-from worker.generation.logprobs import ContentLogprobs, token_logprob
-from worker.grammar.guide import Guide, Plan
-from worker.model.logits_processors import SamplingParams, SamplingState
-from worker.model.sampler import SampledToken, prompt_logprobs
-from worker.text.detokenizer import CONTEXT, Piece, Vocabulary
+from worker.grammar.constraints import ConstraintState, OutputConstraints
+from worker.messages.deltas import Delta, FinishReason, TokenLogprob
+from worker.model.sampler import SampledToken, SamplingParams, SamplingState, prompt_logprobs
+from worker.text.detokenizer import CONTEXT, TextSpan, Tokens, TokenSpan, Vocabulary
 from worker.text.parser import Event, Parser
-from worker.text.stop_strings import StopStrings
-from worker.vision.prompt import PicturePrompt
+from worker.vision.multimodal_prompt import MultimodalPrompt
+
+
+class StopStrings:
+    """Looks for stop strings in a text that comes in pieces; how it is cut makes no difference.
+
+    The stop that is complete first wins, as if the text came character by character; of several
+    complete at the same character, the one that begins first (the longest).
+    """
+
+    def __init__(self, stops: Collection[str]) -> None:
+        """`stops`: none of them empty."""
+        self.matched: str | None = None  # all that precedes it is shown; it and the rest are not
+        self._stops = tuple(stops)
+        self._first_chars = frozenset(stop[0] for stop in stops)
+        self._longest = max(map(len, stops), default=0)
+        self._pending = TextSpan("")
+
+    def push(self, piece: TextSpan) -> TextSpan:
+        """What may be shown now: what could become a stop is pending."""
+        if self.matched is not None:
+            return TextSpan("")
+        if not self._pending.text and self._first_chars.isdisjoint(piece.text):
+            return piece
+        self._pending.append(piece)
+        text = self._pending.text
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            _, at, self.matched = min(found)
+            shown, self._pending = self._pending.take(at), TextSpan("")
+            return shown
+        at = max(0, len(text) - self._longest + 1)
+        while not any(stop.startswith(text[at:]) for stop in self._stops):
+            at += 1
+        return self._pending.take(at)
+
+    def ends_with(self, text: str) -> bool:
+        """Whether a stop string is complete once this text comes."""
+        return any(stop in self._pending.text + text for stop in self._stops)
+
+    def flush(self) -> TextSpan:
+        """What was pending, when the content ends otherwise."""
+        return self._pending.take(len(self._pending.text))
+
+
+class ContentLogprobs:
+    """The log-probabilities of the tokens whose text is shown as content, as far as it is."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._silent: list[TokenLogprob] = []  # without text: part of a character that is to come
+        self._last: Tokens | None = None  # those of the last text
+        self._shown: Tokens | None = None  # the last whose text is shown to its end
+        self._open: Tokens | None = None  # shown in part
+        self._text = ""  # as much of it
+
+    def piece(self, text: str, sampled: SampledToken) -> TextSpan:
+        """The text that a token has made certain."""
+        self._silent.append(token_logprob(self._vocabulary, sampled, text))
+        if not text:
+            return TextSpan("")
+        tokens, self._silent = tuple(self._silent), []
+        self._last = tokens
+        return TextSpan(text, [TokenSpan(text, tokens)])
+
+    def rest(self, text: str, sampled: SampledToken) -> TextSpan:
+        """Half a character in the end: of the last token without text; if none, of `sampled`."""
+        if not self._silent:
+            return self.piece(text, sampled)
+        *silent, last = self._silent
+        self._silent, self._last = [], (*silent, replace(last, text=text))
+        return TextSpan(text, [TokenSpan(text, self._last)])
+
+    def show(self, piece: TextSpan) -> Iterator[TokenLogprob]:
+        """The tokens whose text is shown with this piece."""
+        for share in piece.shares:
+            if share.tokens is not self._open:
+                yield from self.close()
+                self._open, self._text = share.tokens, ""
+            self._text += share.text
+            if share.ends:
+                self._shown = share.tokens
+                yield from self.close()
+
+    def finish(self) -> Iterator[TokenLogprob]:
+        """Tokens that never got a text go with the content before them."""
+        if self._last is self._shown:
+            yield from self._silent
+
+    def close(self) -> Iterator[TokenLogprob]:
+        """The token of which a part is shown, if there is one: no more of it will be."""
+        if self._open is not None:
+            *silent, token = self._open
+            yield from silent
+            part = self._text != token.text
+            yield replace(token, text=self._text, raw=self._text.encode()) if part else token
+            self._open = None
+
+
+def token_logprob(vocabulary: Vocabulary, sampled: SampledToken, text: str) -> TokenLogprob:
+    raw = vocabulary.token(sampled.token)[1]
+    top = (TokenLogprob(id_, *vocabulary.token(id_), logprob) for id_, logprob in sampled.top)
+    return TokenLogprob(sampled.token, text, raw, sampled.logprob, tuple(top), sampled.rank)
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedPrompt:
     """A prompt ready to run, `n` choices of it."""
 
     ids: list[int]
@@ -38,9 +142,9 @@ class Prepared:
     # Log-probabilities of its tokens are wanted, with so many of the likeliest others.
     prompt_logprobs: int | None = None
     parser: Parser | None = None  # at the answer's beginning; None: an answer is nothing but text
-    plan: Plan | None = None  # None: it may be anything
+    plan: OutputConstraints | None = None  # None: it may be anything
     labels: tuple[int, ...] = ()  # not to be generated: how likely each is to come is wanted
-    scene: PicturePrompt | None = None  # None: there are no pictures in it
+    scene: MultimodalPrompt | None = None  # None: there are no pictures in it
 
 
 class Echo(NamedTuple):
@@ -51,7 +155,7 @@ class Echo(NamedTuple):
 
 
 def make_choices(
-    item: WorkItem, prepared: Prepared, vocabulary: Vocabulary
+    item: WorkItem, prepared: PreparedPrompt, vocabulary: Vocabulary
 ) -> list["SequenceOutput"]:
     """All of a request's; what they share is made once."""
     sampling = SamplingState(prepared.params, 0, prepared.ids)
@@ -70,7 +174,7 @@ def make_choices(
 
 def sequence_of(output: Any) -> Sequence:
     """What is scheduled and run for an output, or for a verdict (decisions.py)."""
-    prepared: Prepared = output.prepared
+    prepared: PreparedPrompt = output.prepared
     return Sequence(
         prepared.ids,
         output,
@@ -87,7 +191,7 @@ class SequenceOutput:
     def __init__(
         self,
         item: WorkItem,
-        prepared: Prepared,
+        prepared: PreparedPrompt,
         vocabulary: Vocabulary,
         sampling: SamplingState,
         echo: Echo | None,
@@ -102,7 +206,7 @@ class SequenceOutput:
         self.count = 0  # output tokens so far
         self.begun = False
         self.ended = False
-        self.guide = Guide(prepared.plan, parser) if prepared.plan else None
+        self.guide = ConstraintState(prepared.plan, parser) if prepared.plan else None
         self._detokenizer = vocabulary.stream(prepared.ids[-CONTEXT:])
         self._parser = parser  # None: the text is nothing but content
         self._stopping = item.payload.stopping
@@ -186,7 +290,7 @@ class SequenceOutput:
         last = self.count >= self.prepared.max_tokens
         if last:
             text += self._detokenizer.flush()
-        self._parse(self._logprobs.piece(text, sampled) if self._logprobs else Piece(text))
+        self._parse(self._logprobs.piece(text, sampled) if self._logprobs else TextSpan(text))
         if parser:
             self._delta.reasoning_tokens += thinking or parser.phase == "thinking"
         if guide:
@@ -218,7 +322,7 @@ class SequenceOutput:
         counts = self.count > self._stopping.min_tokens
         return self._matched is not None or (counts and self._stops.ends_with(held))
 
-    def _parse(self, piece: Piece) -> None:
+    def _parse(self, piece: TextSpan) -> None:
         if self._parser is None:
             self._content(piece)
         else:
@@ -239,7 +343,7 @@ class SequenceOutput:
                 else:
                     self._delta.add(kind, piece.text, name)
 
-    def _content(self, piece: Piece) -> None:
+    def _content(self, piece: TextSpan) -> None:
         """Goes out as far as no stop string can come of it."""
         if self._stops and self.count > self._stopping.min_tokens:
             piece = self._stops.push(piece)
@@ -252,7 +356,7 @@ class SequenceOutput:
         if self._logprobs:
             self._delta.logprobs += self._logprobs.close()
 
-    def _show(self, piece: Piece) -> None:
+    def _show(self, piece: TextSpan) -> None:
         self._delta.add("content", piece.text)
         if self._logprobs:
             self._delta.logprobs += self._logprobs.show(piece)
@@ -262,7 +366,9 @@ class SequenceOutput:
         a mark or as half a character comes, and may have one in it."""
         if self._matched is None:
             if rest := self._detokenizer.flush():
-                self._parse(self._logprobs.rest(rest, sampled) if self._logprobs else Piece(rest))
+                self._parse(
+                    self._logprobs.rest(rest, sampled) if self._logprobs else TextSpan(rest)
+                )
             if self._parser:
                 self._emit(self._parser.finish())
         if self._matched is not None:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from batching.errors import ItemFailed
 from worker.cores import release
 from worker.grammar.compiler import Grammar
-from worker.model.logits_processors import TokenMask
+from worker.model.sampler import TokenMask
 
 Bits = NDArray[np.int32]  # [rows, words], a bit a token
 BIT = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32)).view(np.int32)
@@ -51,7 +51,7 @@ class MaskRequest:
         return 1 + len(self.drafts)
 
 
-class Masks:
+class BitmaskComputer:
     """`width`: of the model's output. `ends`: the tokens that end a sequence."""
 
     def __init__(self, width: int, ends: Sequence[int]) -> None:
@@ -94,7 +94,7 @@ class Masks:
 class PendingMask:
     """A step's masks on their way. Rows without a matcher allow everything."""
 
-    masks: Masks
+    masks: BitmaskComputer
     requests: Sequence[tuple[int, MaskRequest]]
     starts: Sequence[int]  # rows of bits where each request's begin
     bits: Bits

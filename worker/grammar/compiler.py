@@ -1,8 +1,8 @@
 """The grammars of llguidance that constrain answers.
 
     a pool thread asks → a Grammar, a refusal, or Pending: ask again when called back
-    the grammar thread: tried in a child (trial.py) → compiled → kept → who waits is called back
-    a Grammar → a copy for each choice (guide.py) → what a step's rows allow (bitmask.py)
+    the grammar thread: tried in a child (sandbox.py) → compiled → kept → who waits is called back
+    a Grammar → a copy for each choice (constraints.py) → what a step's rows allow (bitmask.py)
 
 One grammar is tried at a time, identical ones once; one that takes long is put behind those that
 have not been tried yet, and one that nobody waits for any longer is left out.
@@ -24,10 +24,10 @@ from llguidance import LLMatcher, LLTokenizer
 from transformers import PreTrainedTokenizerBase
 
 from batching.errors import InvalidInput, OnequeueError, QueueFull, WorkerDown
-from worker.generation_input import Constraint
-from worker.grammar import notation, trial
-from worker.grammar.trial import Trials, Unusable
-from worker.protocol import Pending
+from worker.grammar import lark, sandbox
+from worker.grammar.sandbox import GrammarSandbox, Unusable
+from worker.messages.generation import Constraint
+from worker.messages.protocol import Pending
 
 log = logging.getLogger("onequeue.grammar")
 
@@ -78,7 +78,7 @@ class Grammars:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, rows: int, ends: Sequence[int]) -> None:
         self._pretrained, self._rows, self._ends = tokenizer, rows, list(ends)
-        self._made: tuple[LLTokenizer, Trials] | None = None
+        self._made: tuple[LLTokenizer, GrammarSandbox] | None = None
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, Grammar] = OrderedDict()
         self._alive: weakref.WeakSet[Grammar] = weakref.WeakSet()
@@ -93,7 +93,7 @@ class Grammars:
 
     def matcher(self, constraint: Constraint, before: str = "") -> Grammar:
         """`before`: what may stand before the answer, in the notation."""
-        rule = notation.rule(constraint)
+        rule = lark.rule(constraint)
         if constraint.kind == "grammar":
             return self.compiled(rule, constraint.param, foreign=True)
         written = f"start: {before}answer\nanswer: {rule}" if before else f"start: {rule}"
@@ -105,7 +105,7 @@ class Grammars:
         with self._lock:
             known = self._kept.pop(task.digest, None)
             if known and known.slow:
-                _remember(self._refused, task.digest, (trial.TOO_SLOW, 0.0))
+                _remember(self._refused, task.digest, (sandbox.TOO_SLOW, 0.0))
             elif known and known.uses < USES:
                 known.uses += 1
                 self._kept[task.digest] = known
@@ -129,7 +129,7 @@ class Grammars:
         """A text in Lark's notation; special tokens stand by their ids."""
         parts = self._marks.split(text) if self._special else [text]
         return " ".join(
-            f"<[{self._special[part]}]>" if part in self._special else notation.literal(part)
+            f"<[{self._special[part]}]>" if part in self._special else lark.literal(part)
             for part in parts
             if part
         )
@@ -147,7 +147,7 @@ class Grammars:
         return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
     def _task(self, grammar: str, param: str, foreign: bool, compiles: bool) -> _Task:
-        notation.check_length(grammar, param)
+        lark.check_length(grammar, param)
         self.tokenizer(param)
         plain = grammar.replace("\\", "")
         # What stands for a special token would be forced as its text, and then not be taken.
@@ -160,7 +160,7 @@ class Grammars:
         if isinstance(refusal, str):
             self._refused.move_to_end(task.digest)
             unfit = InvalidInput(f"{param}: {refusal}", param)
-            return notation.unusable(refusal, param) if task.digest else unfit
+            return lark.unusable(refusal, param) if task.digest else unfit
         return refusal if time.monotonic() < until else None
 
     def _enqueue(self, asked: _Task) -> Pending:
@@ -173,7 +173,7 @@ class Grammars:
         task.compiles |= asked.compiles
         if not self._works and not self._closed:
             try:
-                trial.with_large_stack(self._work)  # it waits for the lock
+                sandbox.with_large_stack(self._work)  # it waits for the lock
             except RuntimeError as error:
                 del self._tasks[asked.digest]
                 raise WorkerDown(DOWN, 5) from error
@@ -235,7 +235,7 @@ class Grammars:
         lark, size = None, self._sizes.get(task.digest)
         if size is None:
             verdict = trials.attempt(task.text, task.foreign, task.forcing, task.cpu_s)
-            if verdict.reason == trial.TOO_LONG and task.cpu_s < LONG_S:
+            if verdict.reason == sandbox.TOO_LONG and task.cpu_s < LONG_S:
                 if self._long >= MOST_LONG:
                     long = "too many grammars that take long wait to be compiled"
                     raise QueueFull(long, LONG_S * MOST_LONG)
@@ -248,8 +248,8 @@ class Grammars:
                 _remember(self._sizes, task.digest, size)
         if task.compiles:
             self._make_room(size)
-            lark = lark or trial.to_lark(task.text, task.foreign, task.forcing)
-            made = Grammar(trial.compile_grammar(tokenizer, lark), size, 1)
+            lark = lark or sandbox.to_lark(task.text, task.foreign, task.forcing)
+            made = Grammar(sandbox.compile_grammar(tokenizer, lark), size, 1)
             made.matcher.deep_copy().compute_bitmask()  # what its copies need first is shared
             with self._lock:
                 self._kept[task.digest] = made
@@ -260,7 +260,7 @@ class Grammars:
         """Here and in the child, at the same time."""
         try:
             text = self._pretrained.backend_tokenizer.to_str()
-            trials = Trials(text, self._rows, self._ends)
+            trials = GrammarSandbox(text, self._rows, self._ends)
             trials.start()
             made = LLTokenizer(text, n_vocab=self._rows, eos_token=self._ends or None)
         except (OSError, MemoryError):

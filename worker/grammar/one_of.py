@@ -13,7 +13,7 @@ from itertools import combinations
 from typing import Any
 
 from batching.errors import InvalidInput
-from worker.grammar.facts import Document, Facts, Schema, apart, list_in
+from worker.grammar.schema_analysis import Document, Schema, SchemaAnalysis, disjoint, list_in
 
 LITERAL = ("const", "enum", "default", "examples")  # keywords whose values are no schemas
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -44,7 +44,7 @@ def _rewritten(document: Document, node: Any) -> Any:
     if branches := list_in(made, "oneOf"):
         del made["oneOf"]
         around = {key: value for key, value in node.items() if key != "oneOf"}
-        limits = _limits([Facts(document, [around, each]) for each in node["oneOf"]])
+        limits = _limits([SchemaAnalysis(document, [around, each]) for each in node["oneOf"]])
         either = [
             {"allOf": [branch, *more]} if more else branch
             for branch, more in zip(branches, limits, strict=True)
@@ -56,7 +56,7 @@ def _rewritten(document: Document, node: Any) -> Any:
     return made
 
 
-def _limits(branches: list[Facts]) -> list[list[Schema]]:
+def _limits(branches: list[SchemaAnalysis]) -> list[list[Schema]]:
     """What each must fit besides, so that it fits no other."""
     limits: list[list[Schema]] = [[] for _ in branches]
     if (names := _told_by(branches)) is not None:
@@ -64,10 +64,10 @@ def _limits(branches: list[Facts]) -> list[list[Schema]]:
             more += [{"required": [name]} for name in names if name not in facts.required]
         return limits
     for (n, a), (m, b) in combinations(enumerate(branches), 2):
-        if apart(a, b):
+        if disjoint(a, b):
             continue
         for of_a, of_b in _narrowings(a, b):
-            if apart(a.and_(of_a), b) and apart(a, b.and_(of_b)):
+            if disjoint(a.and_(of_a), b) and disjoint(a, b.and_(of_b)):
                 limits[n] += [of_a] if of_a not in limits[n] else []
                 limits[m] += [of_b] if of_b not in limits[m] else []
                 break
@@ -77,7 +77,7 @@ def _limits(branches: list[Facts]) -> list[list[Schema]]:
     return limits
 
 
-def _told_by(branches: list[Facts]) -> list[str] | None:
+def _told_by(branches: list[SchemaAnalysis]) -> list[str] | None:
     """What tells any number of branches apart at once: values that are all different, as a whole
     (no names) or in a property, which all of them are to have then."""
     if _differ(branches):
@@ -90,7 +90,7 @@ def _told_by(branches: list[Facts]) -> list[str] | None:
     return None
 
 
-def _differ(branches: Iterable[Facts]) -> bool:
+def _differ(branches: Iterable[SchemaAnalysis]) -> bool:
     seen: set[Hashable] = set()
     for facts in branches:
         if facts.values is None or not seen.isdisjoint(facts.values):
@@ -99,7 +99,7 @@ def _differ(branches: Iterable[Facts]) -> bool:
     return True
 
 
-def _narrowings(a: Facts, b: Facts) -> Iterator[tuple[Schema, Schema]]:
+def _narrowings(a: SchemaAnalysis, b: SchemaAnalysis) -> Iterator[tuple[Schema, Schema]]:
     """What may keep two branches apart that are not: what the one must fit, and the other."""
     if limits := _differences(a, b):
         yield limits
@@ -109,7 +109,7 @@ def _narrowings(a: Facts, b: Facts) -> Iterator[tuple[Schema, Schema]]:
     type_a, type_b = _objects(a, b), _objects(b, a)
     for name in [name for name in a.declared if name in b.declared]:
         has, in_a, in_b = {"required": [name]}, a.member(name), b.member(name)
-        if apart(in_a, in_b):
+        if disjoint(in_a, in_b):
             yield type_a | has, type_b | has
         elif limits := _differences(in_a, in_b):
             of_a, of_b = ({**has, "properties": {name: limit}} for limit in limits)
@@ -123,14 +123,14 @@ def _narrowings(a: Facts, b: Facts) -> Iterator[tuple[Schema, Schema]]:
         )
 
 
-def _objects(a: Facts, b: Facts) -> Schema:
+def _objects(a: SchemaAnalysis, b: SchemaAnalysis) -> Schema:
     """What leaves objects, and what cannot fit the other for its type, if that takes saying."""
     if a.kinds & b.kinds <= {"object"}:
         return {}
     return _typed((a.kinds - b.kinds) | {"object"}) or {"type": "object"}
 
 
-def _differences(a: Facts, b: Facts) -> tuple[Schema, Schema] | None:
+def _differences(a: SchemaAnalysis, b: SchemaAnalysis) -> tuple[Schema, Schema] | None:
     """The listed values that only the one has, and only the other."""
     if not a.values or not b.values:
         return None

@@ -19,17 +19,16 @@ from transformers.cache_utils import Cache
 from batching.block_pool import BlockTable
 from batching.errors import DeviceLost
 from batching.sequence import Batch, Chunk, Sequence
-from worker.failures import failure_of
-from worker.model.language_model import LanguageModel
-from worker.model.loading import first_line
-from worker.model.self_check import (
+from worker.device.async_copy import fill_placeholders, to_device
+from worker.device.self_check import (
     TOLERANCE,
     CannotRun,
     compare,
     length_beyond_windows,
     random_prompts,
 )
-from worker.model.transfers import fulfilled, to_device
+from worker.error_classification import failure_of, first_line
+from worker.model.language_model import LanguageModel
 
 log = logging.getLogger("onequeue.cached_runner")
 
@@ -52,7 +51,7 @@ Steps = abc.Sequence[abc.Sequence[Tensor]]  # of each text, the logits after eac
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class CacheState:
     """What a batch has been through: the model's cache, and which of its tokens are no padding."""
 
     name: str
@@ -61,19 +60,19 @@ class Past:
 
 
 @dataclass(eq=False)
-class Group:
+class CacheGroup:
     """Sequences that share a forward, and what came of the last."""
 
     rows: int
     size: int  # tokens, padding included
     logits: Tensor  # [rows, V] after the last of them
-    past: Past | None  # None: they are run anew
+    past: CacheState | None  # None: they are run anew
 
 
-class Place(NamedTuple):
+class CacheSlot(NamedTuple):
     """Of a sequence in its group: kept with its table, so it goes when that does."""
 
-    group: Group
+    group: CacheGroup
     row: int
     tokens: int  # of the sequence, that have run
 
@@ -111,12 +110,12 @@ class CachedRunner:
         logits = [*scored, *map(self._logits, sequences)]
         return torch.cat(logits) if logits else torch.empty(0, self.language.vocab_size)
 
-    def _to_run(self, sequences: list[Sequence]) -> list[tuple[Group | None, list[Sequence]]]:
+    def _to_run(self, sequences: list[Sequence]) -> list[tuple[CacheGroup | None, list[Sequence]]]:
         """Who runs together: groups go on, and those that have none, or lost it, form some."""
-        ongoing: dict[Group, list[Sequence]] = {}
+        ongoing: dict[CacheGroup, list[Sequence]] = {}
         fresh: list[Sequence] = []
         for sequence in sequences:
-            place: Place | None = table_of(sequence).kept
+            place: CacheSlot | None = table_of(sequence).kept
             missing = len(sequence.tokens) - place.tokens if place else -1
             if place and place.group.past and missing == 1:
                 ongoing.setdefault(place.group, []).append(sequence)
@@ -129,7 +128,7 @@ class CachedRunner:
             formed.setdefault(ways[self.batching], []).append(sequence)
         return [*ongoing.items(), *((None, members) for members in formed.values())]
 
-    def _rejoin(self, ongoing: dict[Group, list[Sequence]], fresh: list[Sequence]) -> None:
+    def _rejoin(self, ongoing: dict[CacheGroup, list[Sequence]], fresh: list[Sequence]) -> None:
         """The smallest groups beyond GROUPS begin anew with those that do."""
         while fresh and self.batching == "padded" and len(ongoing) >= GROUPS:
             smallest = min(ongoing, key=lambda group: group.size)
@@ -140,7 +139,7 @@ class CachedRunner:
             del ongoing[smallest]
             smallest.past = None
 
-    def _run(self, group: Group | None, members: list[Sequence]) -> None:
+    def _run(self, group: CacheGroup | None, members: list[Sequence]) -> None:
         past = None
         if group:
             past, group.past = group.past, None  # in doubt until all went well
@@ -149,13 +148,13 @@ class CachedRunner:
                 past = self.keep(past, rows)
         texts = [each.tokens for each in members]
         logits, past = self.run(texts, past)
-        made = Group(len(texts), len(texts) * max(map(len, texts)), logits, past)
+        made = CacheGroup(len(texts), len(texts) * max(map(len, texts)), logits, past)
         for row, each in enumerate(members):
-            table_of(each).kept = Place(made, row, len(each.tokens))
+            table_of(each).kept = CacheSlot(made, row, len(each.tokens))
 
     def _logits(self, sequence: Sequence) -> Tensor:
         """[1, V] after its last token."""
-        place: Place = table_of(sequence).kept
+        place: CacheSlot = table_of(sequence).kept
         return place.group.logits[place.row : place.row + 1]
 
     def _scored(self, chunk: Chunk) -> Tensor:
@@ -169,7 +168,7 @@ class CachedRunner:
     # ── the model's forward ──
 
     @torch.inference_mode()
-    def run(self, texts: Texts, past: Past | None) -> tuple[Tensor, Past | None]:
+    def run(self, texts: Texts, past: CacheState | None) -> tuple[Tensor, CacheState | None]:
         """Logits [B, V] for the token after each text, and what to give with the next. `past`,
         which is used up, has been through all but the last token of each; None: through none."""
         if past is None:
@@ -181,13 +180,13 @@ class CachedRunner:
             rows = [[text[-1]] for text in texts]
             mask = torch.cat([past.mask, past.mask.new_ones(len(texts), 1)], 1)
         positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -len(rows[0]) :]
-        ids = fulfilled(to_device(rows, self.device), self._drawn)
+        ids = fill_placeholders(to_device(rows, self.device), self._drawn)
         inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions}
         return self.advance(inputs, mask, past, self.caches)
 
     def advance(
-        self, inputs: dict[str, Any], mask: Tensor, past: Past | None, keeps: bool
-    ) -> tuple[Tensor, Past | None]:
+        self, inputs: dict[str, Any], mask: Tensor, past: CacheState | None, keeps: bool
+    ) -> tuple[Tensor, CacheState | None]:
         """As `run`, of inputs with a mask [B, T] of all tokens, those of the past included."""
         if past:
             inputs[past.name] = past.cache
@@ -196,19 +195,21 @@ class CachedRunner:
         output = self._call(inputs, keeps, 1)
         now = None
         if keeps:
-            now = next((Past(n, output[n], mask) for n in NAMES if output.get(n) is not None), None)
+            now = next(
+                (CacheState(n, output[n], mask) for n in NAMES if output.get(n) is not None), None
+            )
         logits: Tensor = output.logits[:, -1]
         return logits, now
 
     @torch.inference_mode()
-    def keep(self, past: Past, rows: abc.Sequence[int]) -> Past | None:
+    def keep(self, past: CacheState, rows: abc.Sequence[int]) -> CacheState | None:
         """What some rows of a batch have been through; None: it cannot be divided by row."""
         if not isinstance(past.cache, Cache):
             return None
         try:
             index = to_device(rows, self.device)
             past.cache.reorder_cache(index)  # type: ignore[arg-type]  # any integers will do
-            return Past(past.name, past.cache, past.mask[index])
+            return CacheState(past.name, past.cache, past.mask[index])
         except Exception as error:  # as when there is no memory for the copy
             if isinstance(failure_of(error), DeviceLost):
                 raise

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from batching.sequence import Batch, Span
-from worker.model.kv_cache import BLOCK, KVCache
+from worker.device.async_copy import fill_placeholders, to_device
+from worker.error_classification import first_line
+from worker.model.attention.kv_cache import BLOCK, KVCache
+from worker.model.attention.paged import AttentionBackend, forward_context
 from worker.model.language_model import LanguageModel
-from worker.model.loading import first_line
-from worker.model.paged_attention import Attends, forward_context
-from worker.model.transfers import fulfilled, to_device
 
 log = logging.getLogger("onequeue.cuda_graphs")
 
@@ -40,7 +40,7 @@ WIDEST = 16
 PROGRAMS = 4
 
 
-class RowsMetadata(Attends):
+class RowsMetadata(AttentionBackend):
     """The attention metadata of a captured step: each row is a token with a table of blocks.
     `table`: the most blocks that a sequence has."""
 
@@ -90,13 +90,15 @@ class RowsMetadata(Attends):
         self._filled[:, :rows] = sent[:, :5].T
         self.tables[:rows, : blocks.shape[1]] = sent[:, 5:]
         if drawn is not None:
-            self.ids[:rows] = fulfilled(self.ids[:rows], drawn)
+            self.ids[:rows] = fill_placeholders(self.ids[:rows], drawn)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None,
         layer: int, scale: float, window: int, softcap: float,
     ) -> Tensor:  # fmt: skip
-        from worker.model import triton_decode  # needs triton, which comes with torch for GPUs
+        from worker.model.attention import (
+            triton_decode,  # needs triton, which comes with torch for GPUs
+        )
 
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         shape = self.cache.layers[layer]

@@ -21,19 +21,23 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from worker.architectures import advice
-from worker.generation_input import TEXT_ALONE
-from worker.model import cpu_linear, missing_weights, native_attention
-from worker.model.kv_cache import LayerShape
+from worker.device.device import free_bytes
+from worker.device.self_check import TOLERANCE, compare, explicit_masks
+from worker.messages.generation import TEXT_ALONE
+from worker.model.attention.kv_cache import LayerShape
+from worker.model.attention.native import native_ops_loaded
+from worker.model.cpu import linear
+from worker.model.cpu.linear import emulates_dtype, pack_weights, packs_dtype, quantize_weights
 from worker.model.loading import (
     LoadingFailed,
     ModelOptions,
-    free_bytes,
+    describe_missing_weights,
     load_checkpoint,
-    loading,
+    load_errors,
     local_path,
+    missing_weights_matter,
 )
-from worker.model.self_check import TOLERANCE, compare, explicit_masks
+from worker.task_detection import advice
 
 log = logging.getLogger("onequeue.language_model")
 
@@ -120,22 +124,22 @@ class LanguageModel:
         if quantization == "int8":
             if not on_cpu:
                 raise LoadingFailed("QUANTIZATION=int8 is for models on a CPU")
-            cpu_linear.quantise(self.model, free_bytes(self.device), recheck or (lambda: None))
+            quantize_weights(self.model, free_bytes(self.device), recheck or (lambda: None))
             self.tolerance = TOLERANCE[torch.bfloat16]  # what int8 weights are multiplied by
-        elif recheck and on_cpu and cpu_linear.packs(self.dtype):
+        elif recheck and on_cpu and packs_dtype(self.dtype):
             free = free_bytes(self.device)
-            widens = native and cpu_linear.emulates(self.dtype)
+            widens = native and emulates_dtype(self.dtype)
             if widens:
-                widens = native_attention.loaded(build=not cpu_linear.has_room(self.model, free))
-            cpu_linear.pack(self.model, free, recheck, widens=widens)
-        elif on_cpu and cpu_linear.emulates(self.dtype):
+                widens = native_ops_loaded(build=not linear.has_room(self.model, free))
+            pack_weights(self.model, free, recheck, widens=widens)
+        elif on_cpu and emulates_dtype(self.dtype):
             log.warning("this CPU emulates bfloat16: DTYPE=float32 is faster here")
 
 
 def load_language_model(options: GeneratorOptions) -> LanguageModel:
     """LoadingFailed names the model and says why."""
     name = options.model
-    with loading(name, "chat"):
+    with load_errors(name, "chat"):
         path = local_path(name, "chat")
         model, tokenizer, lacking = load_checkpoint(options, path, kind_of)
         if model.device.type == "cuda":
@@ -163,8 +167,8 @@ def check_generates(model: PreTrainedModel, lacking: dict[str, str]) -> None:
         return made.float()
 
     one, other = logits(0)[:-1], logits(8)[:-1]
-    if missing_weights.matter(model, lacking, lambda: logits(0).cpu().numpy().tobytes()):
-        why = missing_weights.shown(lacking)
+    if missing_weights_matter(model, lacking, lambda: logits(0).cpu().numpy().tobytes()):
+        why = describe_missing_weights(lacking)
     elif (one - other).abs().max() > TOLERANCE[model.dtype] * one.abs().max():
         why = "its tokens depend on those that follow"
     else:

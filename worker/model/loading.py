@@ -1,13 +1,23 @@
 """From settings to a model with its weights in place, on the worker thread: what all kinds of
 models have in common.
+
+Weights on their way into memory: a line of the log every few seconds.
+
+transformers draws bars and prints tables of weights; what a checkpoint lacks is looked at in
+loading.py and said there.
+
+Weights that a checkpoint lacks: transformers draws them at random and goes on.
+
+That is fine for a pooler that nobody asks for, and nonsense for the head of a task. Which it is
+shows when the warm-up input is run again with other values in them: no list of names is kept.
 """
 
 import json
 import logging
 import math
-import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +25,13 @@ from typing import Any, TypeAlias
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_log
 
 from batching.errors import OnequeueError
-from worker.architectures import is_path, reason
-from worker.model import missing_weights
-from worker.protocol import Batching, ModelInfo
+from worker.device.device import choose_device, free_bytes
+from worker.messages.protocol import Batching, ModelInfo
+from worker.task_detection import is_path, reason
 
 log = logging.getLogger("onequeue.loading")
 
@@ -66,7 +77,7 @@ def load_checkpoint(
         **attention_keywords(options.attention),
     )
     tokenizer = AutoTokenizer.from_pretrained(path, **files)
-    return model.to(device).eval(), tokenizer, missing_weights.names_of(info)
+    return model.to(device).eval(), tokenizer, missing_weight_names(info)
 
 
 def model_info(
@@ -90,7 +101,7 @@ def worth_compiling(setting: str, parameters: int) -> bool:
 
 
 @contextmanager
-def loading(name: str, use: str) -> Iterator[None]:
+def load_errors(name: str, use: str) -> Iterator[None]:
     """LoadingFailed, with the model's name and what it is for, for whatever is raised inside; else
     the log has the time."""
     log.info("loading for=%s model=%s", use, name)
@@ -101,12 +112,6 @@ def loading(name: str, use: str) -> Iterator[None]:
         why = reason(error)
         raise LoadingFailed(f"the model {name!r} could not be loaded for {use}: {why}") from error
     log.info("loaded seconds=%.1f", time.monotonic() - started)
-
-
-def first_line(error: Exception) -> str:
-    """Of its message, which a library may follow with a long trace; its repr if there is none."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else repr(error)
 
 
 def local_path(model: str, demo: str) -> str:
@@ -126,16 +131,6 @@ def attention_keywords(attention: str) -> dict[str, str]:
     return {} if attention == "auto" else {"attn_implementation": attention}
 
 
-def choose_device(name: str) -> torch.device:
-    if name != "auto":
-        return torch.device(name)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def has_bfloat16() -> bool:
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-
-
 def choose_dtype(
     name: str, model: str, device: torch.device, subfolder: str = ""
 ) -> torch.dtype | str:
@@ -148,39 +143,6 @@ def choose_dtype(
 
 
 # ── memory: how much there is, and whether a model fits into it ──
-
-
-def free_bytes(device: torch.device) -> int:
-    """What may still be allocated: on a GPU its memory, else the container's or the machine's."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
-    known = [line.split() for line in _lines("/proc/meminfo")]
-    machine = [int(words[1]) * 1024 for words in known if words[0] == "MemAvailable:"]
-    return min([*machine, _cgroup_free()])
-
-
-def _cgroup_free() -> int:
-    """The limit less what is used and could not be dropped, by cgroup version 2 or 1; if there is
-    none, more than any machine has."""
-    one = "memory/memory."
-    for limit, used, stat, idle in (
-        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-        (one + "limit_in_bytes", one + "usage_in_bytes", one + "stat", "total_inactive_file"),
-    ):
-        root = "/sys/fs/cgroup/"
-        most, now = _lines(root + limit), _lines(root + used)
-        if most and now and most[0].isdigit():
-            droppable = [x.split()[1] for x in _lines(root + stat) if x.startswith(idle + " ")]
-            return int(most[0]) - int(now[0]) + int(droppable[0] if droppable else 0)
-    return sys.maxsize
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
 
 
 def check_fits(path: str, dtype: str, device: torch.device) -> None:
@@ -220,3 +182,119 @@ def _weights(folder: Path) -> list[Path]:
             parts = json.loads(index.read_text())["weight_map"].values()
             return [folder / part for part in set(parts)]
     return []
+
+
+log = logging.getLogger("onequeue.loading")
+
+EVERY_S = 3.0
+
+
+def log_progress(over: Iterable[Any] = (), *_: Any, **bar: Any) -> Iterator[Any]:
+    """What a tqdm bar iterates over; the log has how far it is."""
+    what = str(bar.get("desc") or "loading").lower()
+    total: int | None = bar.get("total") or getattr(over, "__len__", lambda: None)()
+    began = said = time.monotonic()
+    for done, each in enumerate(over):
+        if total and (now := time.monotonic()) - said >= EVERY_S:
+            said, share = now, 100 * done / total
+            log.info("%s percent=%.0f seconds=%.0f", what, share, now - began)
+        yield each
+
+
+def is_no_report(record: logging.LogRecord) -> bool:
+    return "LOAD REPORT" not in str(record.msg)
+
+
+def install_progress_log() -> None:
+    """For what transformers says from now on."""
+    no_bar: Any = transformers_log.EmptyTqdm  # not annotated
+    transformers_log.set_tqdm_hook(lambda _, args, bar: no_bar(log_progress(*args, **bar)))
+    logging.getLogger("transformers.modeling_utils").addFilter(is_no_report)
+    if ours := logging.getLogger("onequeue").handlers:
+        transformers_log.disable_default_handler()
+        for handler in ours:
+            transformers_log.add_handler(handler)
+
+
+SHOWN = 3
+
+
+@contextmanager
+def record_missing_weights() -> Iterator[dict[int, dict[str, str]]]:
+    """While inside, every `from_pretrained` notes what it did not find, by the model's id.
+    `pipeline` chooses classes and loads them, but does not hand on what they report."""
+    found: dict[int, dict[str, str]] = {}
+    with _recording:
+        original = vars(PreTrainedModel)["from_pretrained"]
+
+        def from_pretrained(cls: Any, *args: Any, **keywords: Any) -> Any:
+            asked = keywords.pop("output_loading_info", False)
+            options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+            model, info = original.__get__(None, cls)(*args, **{**keywords, **options})
+            found[id(model)] = missing_weight_names(info)
+            return (model, info) if asked else model
+
+        setattr(PreTrainedModel, "from_pretrained", classmethod(from_pretrained))  # noqa: B010
+        try:
+            yield found
+        finally:
+            setattr(PreTrainedModel, "from_pretrained", original)  # noqa: B010
+
+
+_recording = threading.Lock()
+
+
+def missing_weight_names(info: dict[str, Any]) -> dict[str, str]:
+    """What was not found in a checkpoint, each as a message names it."""
+    names = {name: name for name in info["missing_keys"]}
+    for name, there, wanted in info["mismatched_keys"]:
+        names[name] = f"{name} (it has {tuple(there)} where config.json says {tuple(wanted)})"
+    return dict(sorted(names.items()))
+
+
+@torch.no_grad()
+def missing_weights_matter(
+    model: PreTrainedModel, names: dict[str, str], answer: Callable[[], bytes]
+) -> bool:
+    """Whether what the model answers depends on these weights."""
+    state = model.state_dict()
+    found = {value.data_ptr() for name, value in state.items() if name not in names}
+    drawn = [
+        state[name]
+        for name in names
+        if name in state
+        and state[name].is_floating_point()
+        and state[name].data_ptr() not in found  # tied to one that was found
+    ]
+    if not drawn:
+        return False
+    before = [value.clone() for value in drawn]
+    try:
+        first = _seeded(answer)
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            for value in drawn:
+                value.copy_(torch.randn(value.shape, generator=generator))
+            if _seeded(answer) != first:
+                return True
+    finally:
+        for value, loaded in zip(drawn, before, strict=True):
+            value.copy_(loaded)
+    return False
+
+
+def _seeded(answer: Callable[[], bytes]) -> bytes:
+    """Some models draw noise. One that raises answers too: other than it did before."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        try:
+            return answer()
+        except Exception as error:  # of any model, of any value
+            return repr(error).encode()
+
+
+def describe_missing_weights(names: dict[str, str]) -> str:
+    """What a message says of them."""
+    first = list(names.values())[:SHOWN]
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"its checkpoint has no weights for {', '.join(first)}{more}"

@@ -2,33 +2,45 @@
 
 How a step is run is decided here and nowhere else: by the eager model, by the compiled one and with
 native attention once those have been made in the background, or by CUDA graphs (cuda_graphs.py).
+
+A model with its body compiled, for the paged runner: what it is made of, and what a call checks.
+
+The compiler's function checks at every call whatever its graph was made from, which for the
+hundreds of modules of a model takes as long as some of its layers. Nothing of that changes once it
+serves: only what it is called with is looked at.
 """
 
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from batching.sequence import Batch, Span
 from worker.cores import release
-from worker.model import cpu_linear, native_attention, native_linear
-from worker.model.both_ways import BothWaysMetadata, has_blocks
-from worker.model.compiling import compiled
+from worker.device.async_copy import fill_placeholders, to_device
+from worker.device.self_check import CannotRun, length_beyond_windows
+from worker.error_classification import first_line
+from worker.model.attention.kv_cache import BLOCK, KVCache
+from worker.model.attention.native import NATIVE_DTYPES, NativeMetadata, load_native_ops
+from worker.model.attention.paged import (
+    AttentionBackend,
+    AttentionMetadata,
+    BidirectionalMetadata,
+    forward_context,
+    has_blocks,
+)
+from worker.model.cpu.linear import make_onednn_kernels, use_native_linear, widen_weights
 from worker.model.cuda_graphs import SIZES, SPARE, CudaGraphs, RowsMetadata, capture_graphs
-from worker.model.entrance import Entrance
-from worker.model.kv_cache import BLOCK, KVCache
+from worker.model.decoder_hook import DecoderHook, copied_down_to, path_to_decoder
 from worker.model.language_model import LanguageModel
-from worker.model.loading import first_line
-from worker.model.native_attention import NativeMetadata
-from worker.model.paged_attention import Attends, AttentionMetadata, forward_context
-from worker.model.pictures import rows_of, told_positions
-from worker.model.self_check import length_beyond_windows
-from worker.model.transfers import fulfilled, to_device
+from worker.model.multimodal_batch import rows_of, told_positions
 
 log = logging.getLogger("onequeue.paged_runner")
 
@@ -47,14 +59,14 @@ class PagedRunner:
         self, language: LanguageModel, blocks: int, max_model_len: int, max_running: int
     ) -> None:
         self.language = language
-        self.entrance = Entrance(language.model) if language.sees else None
-        self._quick: Entrance | None = None  # of the model compiled, where embeddings alone join
+        self.entrance = DecoderHook(language.model) if language.sees else None
+        self._quick: DecoderHook | None = None  # of the model compiled, where embeddings alone join
         self.blocks = blocks
         self.max_model_len = max_model_len
         self.compile_state: Literal["running", "done", "off"] = "off"
         self.cache = KVCache(language.layers, blocks + SPARE, language.dtype, language.device)
         self.model: Callable[..., Any] = language.model  # or it compiled
-        self.metadata: Callable[[KVCache, Batch], Attends] = AttentionMetadata
+        self.metadata: Callable[[KVCache, Batch], AttentionBackend] = AttentionMetadata
         self._compiled: Callable[..., Any] | None = None  # by the thread, to be taken over
         self._rows = min(max_running, SIZES[-1])
         self._graphs = self._capture()
@@ -83,7 +95,9 @@ class PagedRunner:
     def _run_pictured(self, batch: Batch, drawn: Tensor | None) -> Tensor:
         """Pictures join on the way to the decoder: the compiled one where they do so as when it was
         checked."""
-        metadata = (BothWaysMetadata if has_blocks(batch) else self.metadata)(self.cache, batch)
+        metadata = (BidirectionalMetadata if has_blocks(batch) else self.metadata)(
+            self.cache, batch
+        )
         positions = to_device(told_positions(batch).numpy(), self.cache.device)
         places, rows = rows_of(batch)
         usual = positions.dim() == 2 and rows.keys() <= {"inputs_embeds"}
@@ -125,17 +139,17 @@ class PagedRunner:
     def _take_native_attention(self) -> None:
         """From the next step on, if it is for this model, can be built, and says the same."""
         language = self.language
-        if language.device.type != "cpu" or language.dtype not in native_attention.DTYPES:
+        if language.device.type != "cpu" or language.dtype not in NATIVE_DTYPES:
             return
         started = time.monotonic()
         try:
-            native_attention.load()
-            cpu_linear.widen(language.model)
+            load_native_ops()
+            widen_weights(language.model)
             if self.entrance:
-                self.entrance = Entrance(language.model)  # of what stands there now
-            native_linear.use(language.model)
+                self.entrance = DecoderHook(language.model)  # of what stands there now
+            use_native_linear(language.model)
             self._check_native()
-            native_linear.make_kernels(language.model.base_model)
+            make_onednn_kernels(language.model.base_model)
         except Exception as error:
             log.warning("no native attention, torch's serves: %.300s", first_line(error))
         else:
@@ -177,7 +191,7 @@ class PagedRunner:
             if language.sees:
                 self._check_entered(compiled, batch, metadata)
 
-    def _check_entered(self, compiled: Any, batch: Batch, metadata: Attends) -> None:
+    def _check_entered(self, compiled: Any, batch: Batch, metadata: AttentionBackend) -> None:
         """CannotRun unless it does with what a picture could bring, too."""
         language, width = self.language, len(batch.ids)
         places = torch.arange(0, width, 2, device=language.device)
@@ -185,14 +199,14 @@ class PagedRunner:
         rows = torch.randn(len(places), language.config.hidden_size, generator=generator)
         made = []
         for model in (language.model, compiled):
-            entrance = Entrance(model)
+            entrance = DecoderHook(model)
             with entrance.bringing(places, {"inputs_embeds": rows.to(language.device)}):
                 made.append(run(entrance.model, batch, metadata))
         language.compare(made[1], made[0])
 
     def _take_over(self, compiled: Callable[..., Any]) -> None:
         self.model, self._compiled = compiled, None
-        self._quick = Entrance(compiled) if self.entrance else None
+        self._quick = DecoderHook(compiled) if self.entrance else None
         if self._graphs:
             self._graphs = None  # their memory is needed
             self._graphs = self._capture()
@@ -200,7 +214,8 @@ class PagedRunner:
 
 @torch.inference_mode()
 def run(
-    model: Callable[..., Any], batch: Batch, metadata: Attends, drawn: Tensor | None = None,
+    model: Callable[..., Any], batch: Batch, metadata: AttentionBackend, drawn: Tensor | None =
+    None,
     positions: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Logits [R, vocabulary] by the model, or states [R, H] by one without a head, whose layers
@@ -213,10 +228,76 @@ def run(
     rows = to_device(batch.rows, device)
     with forward_context(metadata):
         output = model(
-            input_ids=fulfilled(to_device([batch.ids], device), drawn),
+            input_ids=fill_placeholders(to_device([batch.ids], device), drawn),
             position_ids=positions.clone(),  # made here, for the compiler's guards
             use_cache=False,
             logits_to_keep=rows,
         )
     logits: Tensor = output[0][0]
     return logits if len(logits) == len(rows) else logits[rows]
+
+
+# Kernels ask how many threads there are when they run (cores.py).
+ON_CPU = {"freezing": True, "cpp.dynamic_threads": True}
+
+
+def compiled(model: Any, check: Callable[[Any], None], sees: bool = False) -> Any:
+    """A copy of the model, with the same weights, whose body's forward is compiled; of one that
+    sees, its decoder's. It is when `check`, which raises if it must not be used, runs it. Whatever
+    the compiler raises is raised.
+
+    One graph for any number of tokens, since attention and its memory are opaque to the compiler,
+    and one for a single token; on a CPU weights are constants in it, those of packed layers the
+    same, and what calls its kernels is compiled too, where the compiler can do that. The output
+    head stays outside: its number of rows changes with every step.
+    """
+    path = path_to_decoder(model) if sees else _body_of(model)
+    if model.device.type != "cpu":
+        return _compiled(model, path, check, {})
+    try:
+        return _compiled(model, path, check, ON_CPU | {"cpp_wrapper": True})
+    except Exception as error:
+        log.info("kernels are called from Python: %.300s", first_line(error))
+        return _compiled(model, path, check, ON_CPU)
+
+
+def _compiled(
+    model: Any, path: str, check: Callable[[Any], None], settings: dict[str, bool]
+) -> Any:
+    from torch._inductor import config as inductor  # seconds to import
+
+    with inductor.patch(settings):
+        made, *_, body = copied_down_to(model, path)
+        body.forward = torch.compile(
+            _forward_of(model.get_submodule(path)),
+            dynamic=True,
+            options={"guard_filter_fn": _on_inputs},
+        )
+        check(made)
+    return made
+
+
+def _body_of(model: Any) -> str:
+    """What the model calls it. Some classes give a name that they don't use (Llama 4): there it is
+    the part that is a model itself."""
+    misnamed = model.base_model is model
+    for name, part in model.named_children():
+        if part is model.base_model or (misnamed and isinstance(part, PreTrainedModel)):
+            return str(name)
+    raise CannotRun("which part is its body is not known")
+
+
+def _forward_of(body: Any) -> Callable[..., Any]:
+    """With code of its own: graphs are kept with the code that they were made from, and without
+    the checks those of two models could not be told apart."""
+
+    def forward(**inputs: Any) -> Any:
+        return body.forward(**inputs)
+
+    code = forward.__code__.replace()
+    return FunctionType(code, forward.__globals__, "forward", None, forward.__closure__)
+
+
+def _on_inputs(guards: Sequence[Any]) -> list[bool]:
+    """Of what a graph depends on, what each call checks: the tensors and the sizes it is given."""
+    return [guard.guard_type == "SHAPE_ENV" or guard.name.startswith("inputs[") for guard in guards]

@@ -20,12 +20,8 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from batching.sequence import Batch, Span
-from worker.model.kv_cache import BLOCK, KVCache, LayerShape
-from worker.model.language_model import GeneratorOptions, LanguageModel
-from worker.model.loading import GB, LoadingFailed, first_line, free_bytes, worth_compiling
-from worker.model.paged_attention import ATTENTION, AttentionMetadata
-from worker.model.paged_runner import PagedRunner, run
-from worker.model.self_check import (
+from worker.device.device import free_bytes
+from worker.device.self_check import (
     SHORTEST,
     CannotRun,
     explicit_masks,
@@ -33,7 +29,12 @@ from worker.model.self_check import (
     random_prompts,
     set_attention,
 )
-from worker.model.span_attention import Group
+from worker.error_classification import first_line
+from worker.model.attention.kv_cache import BLOCK, KVCache, LayerShape
+from worker.model.attention.paged import ATTENTION, AttentionMetadata, SpanGroup
+from worker.model.language_model import GeneratorOptions, LanguageModel
+from worker.model.loading import GB, LoadingFailed, worth_compiling
+from worker.model.paged_runner import PagedRunner, run
 
 log = logging.getLogger("onequeue.paging")
 
@@ -87,7 +88,7 @@ def cache_blocks(language: LanguageModel, given_gb: float | None, most_tokens: i
 class NarrowMetadata(AttentionMetadata):
     """As if the layers that get a window got NARROW."""
 
-    def groups(self, window: int, chunk: int, masked: bool) -> list[Group]:
+    def groups(self, window: int, chunk: int, masked: bool) -> list[SpanGroup]:
         return super().groups(min(window, NARROW), chunk, masked)
 
 

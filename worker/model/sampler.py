@@ -1,4 +1,11 @@
-"""Sampling: a row of logits and a request's parameters become one output token.
+"""What changes logits before a token is drawn from them: bias, penalties, bans, a grammar's mask.
+
+Here is also what a draw is made by: a request's parameters and the tokens that penalties look at.
+The draw itself is in sampler.py, which comes here only where one of its rows asks for a change.
+
+Random numbers that are counted, not streamed: the same wherever and whenever they are drawn.
+
+Sampling: a row of logits and a request's parameters become one output token.
 
 The last stage of a generation step. A draw depends on the row's logits, its parameters and
 (seed, choice, position), never on the rest of the batch: its uniform number is counted, not
@@ -8,16 +15,161 @@ that logits that differ by rounding move a few bounds by as little.
 Not here: which rows there are, and what a token does to its request (stop strings, text).
 """
 
+import copy
+from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
-from worker.model.logits_processors import Draw, SamplingParams, TokenMask, processed
-from worker.model.philox import uniform
-from worker.model.transfers import Readout, to_device
+from worker.device.async_copy import AsyncCopy, to_device
+
+Change: TypeAlias = tuple[int, ArrayLike, ArrayLike]  # row, token ids, amount of each or of all
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """What a request asks of its draws, resolved: nothing is None but `logprobs`."""
+
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0  # in (0, 1]
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0  # over output tokens, as OpenAI defines it
+    frequency_penalty: float = 0.0  # likewise
+    repetition_penalty: float = 1.0  # over prompt and output, as transformers' processor
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    logprobs: int | None = None  # None: none; 0: the chosen token's; k: the k best besides
+    min_tokens: int = 0  # before so many output tokens, `end_ids` cannot be chosen
+    end_ids: tuple[int, ...] = ()
+
+
+class SamplingState:
+    """Of one sequence: its parameters, and the tokens that penalties look at."""
+
+    def __init__(self, params: SamplingParams, choice: int, prompt: Sequence[int]) -> None:
+        self.params = params
+        self.choice = choice
+        ids, amounts = zip(*params.logit_bias, strict=True) if params.logit_bias else ((), ())
+        self.bias = np.array(ids, np.int64), np.array(amounts, np.float32)
+        self.ends = np.array(params.end_ids, np.int64)
+        self.repeats = params.repetition_penalty != 1.0
+        self.counted = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+        self.prompt = np.unique(np.array(prompt if self.repeats else (), np.int64))
+        self.processes_logits = bool(
+            self.repeats or self.counted or params.logit_bias or params.min_tokens
+        )
+        self.counts: Counter[int] = Counter()  # of output tokens, where a penalty looks at them
+
+    def sibling(self, choice: int) -> "SamplingState":
+        """Of another choice of the same request, before its first token: what does not change is
+        shared."""
+        made = copy.copy(self)
+        made.choice = choice
+        made.counts = Counter()
+        return made
+
+    def accept(self, token: int) -> None:
+        """A token became part of the output."""
+        if self.repeats or self.counted:
+            self.counts[token] += 1
+
+
+class SamplingRow(NamedTuple):
+    """What decides the token of one row of logits, besides these."""
+
+    state: SamplingState
+    position: int  # index of the output token, from 0
+    drafted: tuple[int, ...] = ()  # speculated between the accepted history and this row
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMask:
+    """The tokens that may be chosen in some of the rows; in the others all may."""
+
+    rows: Sequence[int]
+    tokens: Tensor  # bool [len(rows), V]
+
+
+def processed(
+    raw: Tensor, draws: Sequence[SamplingRow], vocabulary: int, mask: TokenMask | None
+) -> Tensor:
+    """Logits [R, …], of which the first `vocabulary` of a row are tokens, as a copy with the mask,
+    bias, penalties and bans; `raw` itself where no row has any."""
+    added: list[Change] = []
+    repeated: list[Change] = []
+    counted: list[Change] = []
+    masked = set(mask.rows) if mask else ()  # they end when they must
+    for row, draw in enumerate(draws):
+        state, params = draw.state, draw.state.params
+        if params.logit_bias:
+            added.append((row, *state.bias))
+        if draw.position < params.min_tokens and row not in masked:
+            # added, so that NaN stays; what follows leaves -inf as it is
+            added.append((row, state.ends, -np.inf))
+        if state.repeats or state.counted:
+            counts = state.counts + Counter(draw.drafted) if draw.drafted else state.counts
+            output = np.fromiter(counts, np.int64, len(counts))
+            if state.repeats:
+                penalty = params.repetition_penalty
+                repeated += [(row, ids, penalty) for ids in (state.prompt, output)]
+            if state.counted:
+                often = np.fromiter(counts.values(), np.float32, len(counts))
+                less = -params.presence_penalty - params.frequency_penalty * often
+                counted.append((row, output, less))
+    if not (added or repeated or counted or mask):
+        return raw
+    scores = raw.clone(memory_format=torch.contiguous_format)
+    if mask:
+        banned = ~to_device(mask.tokens.numpy(), scores.device)
+        for row, ban in zip(mask.rows, banned, strict=True):
+            scores[row].view(-1)[:vocabulary].masked_fill_(ban, -torch.inf)
+    flat, size = scores.view(-1), (vocabulary, scores[0].numel())
+    if added:
+        flat.index_add_(0, *_places(added, size, flat.device))
+    if repeated:
+        index, factor = _places(repeated, size, flat.device)
+        was = flat[index]  # a token seen twice is read and written twice, and changed once
+        flat[index] = torch.where(was < 0, was * factor, was / factor)
+    if counted:
+        flat.index_add_(0, *_places(counted, size, flat.device))
+    return scores
+
+
+def _places(
+    changes: Sequence[Change], size: tuple[int, int], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Where in the flattened rows, and how much. An id out of range must not hit another row."""
+    vocabulary, width = size
+    index, amounts = [], []
+    for row, tokens, amount in changes:
+        ids = np.asarray(tokens, np.int64)
+        valid = (ids >= 0) & (ids < vocabulary)
+        index.append(ids[valid] + row * width)
+        amounts.append(np.broadcast_to(np.asarray(amount, np.float32), ids.shape)[valid])
+    places, values = np.concatenate(index), np.concatenate(amounts)
+    return to_device(places, device), to_device(values, device)
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """The number in [0, 1), of 53 bits, that decides one output token.
+
+    Philox-2x64-10 with key `seed` and counter (position, choice): Salmon, Moraes, Dror and Shaw,
+    "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+    """
+    mask = 2**64 - 1
+    x, y, key = position & mask, choice & mask, seed & mask
+    for _ in range(10):
+        product = 0xD2B74407B1CE6E93 * x
+        x, y = (product >> 64) ^ key ^ y, product & mask
+        key = (key + 0x9E3779B97F4A7C15) & mask
+    return (x >> 11) * 2.0**-53
+
 
 # Rows are worked on in blocks: float32 sums stay exact enough, and the maxima of blocks tell
 # where the largest logits are, sooner than an argmax or topk of the row.
@@ -36,25 +188,25 @@ class SampledToken(NamedTuple):
     rank: int = 0  # 1: none is likelier; 0: not scored
 
 
-class Sampled:
+class SamplerOutput:
     """What rows give. The next step can run with `tokens` [R] before they are read."""
 
-    def __init__(self, raw: Tensor, scores: Tensor, draws: Sequence[Draw]) -> None:
+    def __init__(self, raw: Tensor, scores: Tensor, draws: Sequence[SamplingRow]) -> None:
         """`raw` and `scores` [R, N, BLOCK]: before and after what changes the distribution."""
         self._raw, self._blocks, self._draws = raw, scores, draws
         self.tokens, few = _tokens(scores, draws, CANDIDATES)
-        self._few = None if few is None else Readout(few)
+        self._few = None if few is None else AsyncCopy(few)
         params = [draw.state.params for draw in draws]
         # rows with log-probabilities, and of how many of the best
         self._asked = {row: p.logprobs for row, p in enumerate(params) if p.logprobs is not None}
         self._read_out()
 
     def _read_out(self) -> None:
-        self._tokens, self._scores = Readout(self.tokens), None
+        self._tokens, self._scores = AsyncCopy(self.tokens), None
         if asked := self._asked:
             index = to_device(list(asked), self.tokens.device)
             raw = self._raw if len(asked) == len(self._raw) else self._raw[index]
-            self._scores = Readout(_scores(raw, self.tokens[index], max(asked.values())))
+            self._scores = AsyncCopy(_scores(raw, self.tokens[index], max(asked.values())))
 
     @torch.inference_mode()
     def settle(self) -> bool:
@@ -84,7 +236,9 @@ class Sampled:
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, draws: Sequence[Draw], mask: TokenMask | None = None) -> Sampled:
+def sample(
+    logits: Tensor, draws: Sequence[SamplingRow], mask: TokenMask | None = None
+) -> SamplerOutput:
     """One token for each row of logits [R, V], of any float type, on any device.
 
     Order: the mask, bias, penalties (repetition, then frequency and presence), ban of ends,
@@ -95,7 +249,7 @@ def sample(logits: Tensor, draws: Sequence[Draw], mask: TokenMask | None = None)
     scores = raw
     if mask or any(draw.state.processes_logits for draw in draws):
         scores = processed(raw, draws, logits.shape[1], mask)
-    return Sampled(raw, scores, draws)
+    return SamplerOutput(raw, scores, draws)
 
 
 @torch.inference_mode()
@@ -125,7 +279,9 @@ def _blocked(logits: Tensor) -> Tensor:
     return made.view(rows, logits.shape[1] // BLOCK, BLOCK)
 
 
-def _tokens(blocks: Tensor, draws: Sequence[Draw], width: int) -> tuple[Tensor, Tensor | None]:
+def _tokens(
+    blocks: Tensor, draws: Sequence[SamplingRow], width: int
+) -> tuple[Tensor, Tensor | None]:
     """[R], -1 where a row of scores [R, N, BLOCK] holds no usable numbers; and whether [R] a row
     has to be drawn from more than the `width` largest, if any may. What a call costs counts more
     than what it computes, so rows of one kind, as a step mostly has, are not picked out."""
@@ -165,7 +321,7 @@ def _kind(params: SamplingParams) -> str:
     return "nucleus" if params.top_p < 1.0 else "any"
 
 
-def _numbers(kind: str, draws: Sequence[Draw], device: torch.device) -> Tensor:
+def _numbers(kind: str, draws: Sequence[SamplingRow], device: torch.device) -> Tensor:
     """[2 or 5, R] float64: temperature and the uniform number; top_p, top_k and min_p."""
     states = [draw.state for draw in draws]
     every = [state.params for state in states]
@@ -179,7 +335,12 @@ def _numbers(kind: str, draws: Sequence[Draw], device: torch.device) -> Tensor:
 
 
 def _drawn(
-    kind: str, blocks: Tensor, maxima: Tensor, peak: Tensor, draws: Sequence[Draw], width: int
+    kind: str,
+    blocks: Tensor,
+    maxima: Tensor,
+    peak: Tensor,
+    draws: Sequence[SamplingRow],
+    width: int,
 ) -> tuple[Tensor, Tensor | None]:
     """Of rows of a kind: scores [R, N, BLOCK], the maxima of blocks and of rows."""
     if kind == "greedy":

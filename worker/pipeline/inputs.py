@@ -15,11 +15,11 @@ from PIL import Image
 from transformers.utils.chat_template_utils import Chat
 
 from batching.errors import InvalidInput
-from worker.decode_budget import Lease
+from worker.media.decode_limiter import Lease
+from worker.media.inputs import to_audio, to_image, to_images
+from worker.messages.protocol import PipelineInput
 from worker.model.loading import Pipe
 from worker.pipeline import limits
-from worker.pipeline.media import to_audio, to_image, to_images
-from worker.protocol import PipelineInput
 from worker.tasks import TASKS, TEXTS, check, listed
 
 MAX_LABELLED_CHARS = 500_000

@@ -7,9 +7,15 @@ function registered with transformers keeps the sequences apart. Whether a model
 is found out by running it (load.py), not by a list of names.
 
 Not here: which requests share a batch (batching/batcher.py), decoding (the generation engine).
+
+What makes an encoder quick on a CPU: weights laid out for its kernels; then, built and compared
+in the background, native attention of packed rows and products by matrix tiles or of few rows, each
+used as soon as it is there. Without a compiler, or where they say something else, torch's go on.
 """
 
 import itertools
+import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +27,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from worker.model.self_check import CannotRun, set_attention
+from worker.cores import compute_alone, release
+from worker.device.device import free_bytes
+from worker.device.self_check import SHORTEST, TOLERANCE, CannotRun, compare, set_attention
+from worker.error_classification import first_line
+from worker.model.attention.native import NATIVE_DTYPES, load_native_ops
+from worker.model.cpu.amx_linear import use_amx_linear
+from worker.model.cpu.linear import pack_weights, packs_dtype, use_native_linear
+from worker.model.loading import worth_compiling
 
 ATTENTION = "onequeue_packed"
 HIDDEN = "hidden_states"  # what a layer calls its first argument, if it is named
@@ -30,7 +43,7 @@ GROUP_SPREAD = 1.35
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PackedGroup:
     """Sequences of similar length that share one attention call, padded to the longest."""
 
     rows: Tensor  # [b, l] positions in the packed row; padding points at token 0
@@ -51,7 +64,7 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PackingPlan:
     """How one batch is packed. `tokens` [T] indexes the flattened [B * L] batch; None where it
     comes as one row."""
 
@@ -59,7 +72,7 @@ class Plan:
     length: int
     counts: Tensor  # [B] tokens of each
     tokens: Tensor | None
-    groups: Sequence[Group]
+    groups: Sequence[PackedGroup]
     keep: Tensor | None  # [B, M] packed positions to hand on instead of all [B, L]
 
 
@@ -68,7 +81,7 @@ def plan_batch(
     width: int | None,
     device: torch.device,
     keep: Sequence[Sequence[int]] | None,
-) -> Plan:
+) -> PackingPlan:
     """Plan right-padded sequences of `counts` tokens in a batch of `width` columns; without a
     width they come end to end.
 
@@ -91,12 +104,12 @@ def plan_batch(
     if keep is not None:
         rows = [torch.tensor(each) + start for each, start in zip(keep, starts, strict=False)]
         kept = pad_sequence(rows, batch_first=True).to(device)
-    return Plan(len(counts), width or starts[-1], torch.tensor(counts), tokens, groups, kept)
+    return PackingPlan(len(counts), width or starts[-1], torch.tensor(counts), tokens, groups, kept)
 
 
 def _group(
     members: Sequence[int], counts: Sequence[int], starts: Sequence[int], device: torch.device
-) -> Group:
+) -> PackedGroup:
     width = max(counts[i] for i in members)
     sizes = torch.tensor([counts[i] for i in members])
     first = torch.tensor([starts[i] for i in members])
@@ -105,7 +118,7 @@ def _group(
     places = first[:, None] + column
     rows, target = (torch.where(real, places, end) for end in (0, starts[-1]))
     mask = None if real.all() else real[:, None, None, :].to(device)
-    return Group(rows.to(device), mask, target.flatten().to(device))
+    return PackedGroup(rows.to(device), mask, target.flatten().to(device))
 
 
 class Packing:
@@ -114,10 +127,10 @@ class Packing:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.layers = find_layers(model)
-        self.plan: Plan | None = None
+        self.plan: PackingPlan | None = None
         self.calls = 0
         self.kinds: set[Attention] = set()  # of the layers that have attended
-        self.native = False  # the native operation attends (native_packing.py)
+        self.native = False  # the native operation attends (packed_attention.py)
         self.ends_early = False  # kept positions alone go through the rest of the last layer
 
     @contextmanager
@@ -244,9 +257,9 @@ def packed_attention(
 
 
 def attend_natively(
-    query: Tensor, key: Tensor, value: Tensor, plan: Plan, kind: Attention
+    query: Tensor, key: Tensor, value: Tensor, plan: PackingPlan, kind: Attention
 ) -> Tensor:
-    """By the operation that worker/model/native_attention.py loads."""
+    """By the operation that worker/model/attention/native.py loads."""
     attended: Tensor = torch.ops.onequeue.packed_attention(
         query, key, value, plan.counts, kind.scale, kind.window, kind.causal
     )
@@ -254,7 +267,7 @@ def attend_natively(
 
 
 def attend_in_groups(
-    query: Tensor, key: Tensor, value: Tensor, plan: Plan, kind: Attention
+    query: Tensor, key: Tensor, value: Tensor, plan: PackingPlan, kind: Attention
 ) -> Tensor:
     """By torch's function, sequences of similar length together."""
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [T, heads, D]
@@ -274,7 +287,7 @@ def attend_in_groups(
     return out[None, :-1]
 
 
-def _band(group: Group, window: int, causal: bool, device: torch.device) -> Tensor:
+def _band(group: PackedGroup, window: int, causal: bool, device: torch.device) -> Tensor:
     """[b or 1, 1, l, l] bool: which keys each query of a group may see."""
     position = torch.arange(group.rows.shape[1], device=device)
     distance = position[:, None] - position  # query minus key
@@ -298,3 +311,54 @@ def find_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
     if len(stacks) != 1:
         raise CannotRun("it has no single stack of layers")
     return stacks[0]
+
+
+log = logging.getLogger("onequeue.native_packing")
+
+
+def start_native_packing(
+    model: PreTrainedModel, packing: Packing | None, run: Callable[[], object], compile: str
+) -> None:
+    """`run` runs the model; `packing.native` tells when the rest, which takes a thread of its own
+    if it is worth it, is used. Heads stay as they are: a vocabulary's may be as large as all other
+    layers, and is multiplied by few rows or none."""
+    if model.device.type != "cpu" or model.dtype not in NATIVE_DTYPES:
+        return
+    parameters = model.num_parameters()
+    if packs_dtype(model.dtype):
+        pack_weights(model.base_model, free_bytes(model.device), run, shares=False)
+    if packing and worth_compiling(compile, parameters):
+        run()  # the packing sees how its layers attend
+        threading.Thread(target=_take, args=(packing,), name="compile", daemon=True).start()
+
+
+def _take(packing: Packing) -> None:
+    release()
+    compute_alone()
+    try:
+        load_native_ops()
+        for kind in list(packing.kinds):
+            check_native_packing(kind, packing.model.dtype)
+    except Exception as error:
+        log.warning("no native attention, torch's serves: %.300s", first_line(error))
+    else:
+        packing.native = True
+        log.info("native attention")
+        use_amx_linear(packing.model.base_model, free_bytes(packing.model.device))
+        use_native_linear(packing.model.base_model)
+
+
+@torch.inference_mode()
+def check_native_packing(kind: Attention, dtype: torch.dtype) -> None:
+    """CannotRun unless it gives what torch's attention gives for random rows beyond the window."""
+    counts = [3, 2 * kind.window + SHORTEST, 17, 18]
+    plan = plan_batch(counts, max(counts), torch.device("cpu"), None)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, heads, sum(counts), kind.size, generator=generator).to(dtype)
+        for heads in (kind.heads, kind.key_heads, kind.key_heads)
+    )
+    reference, got = (
+        attend(query, key, value, plan, kind) for attend in (attend_in_groups, attend_natively)
+    )
+    compare(got, reference, TOLERANCE[dtype], "its sums differ")

@@ -1,4 +1,10 @@
-"""A transformers pipeline, cut at its own seams: preprocess → forward → postprocess.
+"""Rows of images and sounds: which of them may run together, and as one batch. Texts, which need
+padding or are packed, are left to runner.py.
+
+What text generation in batches needs beyond other tasks: how many tokens are made, whether the
+padding would be seen by what makes them, and the padding taken out again.
+
+A transformers pipeline, cut at its own seams: preprocess → forward → postprocess.
 
     prepare (pool) → forward (worker thread, a batch) → finish (pool)
 
@@ -10,7 +16,7 @@ whose pipelines have no clean seams are called whole.
 
 import copy
 import threading
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,22 +27,120 @@ from transformers.pipelines.base import ChunkPipeline, pad_collate_fn
 
 from batching.errors import InvalidInput
 from batching.request_queue import WorkItem
-from worker.decode_budget import DecodeBudget
+from worker.media.decode_limiter import DecodeLimiter
+from worker.media.inputs import FREE_VALUES_PER_PIXEL, to_json
+from worker.messages.protocol import ModelInfo, PipelineInput
 from worker.model.loading import Pipe
-from worker.pipeline import limits, text_generation
+from worker.pipeline import limits
 from worker.pipeline.inputs import InputReader, warm_up_input
-from worker.pipeline.media import FREE_VALUES_PER_PIXEL, to_json
 from worker.pipeline.packed_attention import Packing, spread
-from worker.pipeline.rows import Chunk, shape, share_equal, stack
-from worker.protocol import ModelInfo, PipelineInput
 from worker.tasks import TASKS
+
+Chunk = dict[str, Any]  # what `preprocess` makes of an input, or of a part of it: a row of a batch
+
+
+def shape(chunk: Chunk) -> Hashable:
+    """Equal for rows that can be stacked: the same keys, and tensors of the same shape."""
+    return tuple((k, getattr(v, "shape", (1,))[1:]) for k, v in sorted(chunk.items()))
+
+
+def stack(rows: Sequence[Chunk]) -> Chunk:
+    """Rows of equal shapes as one batch."""
+    columns = {key: [row[key] for row in rows] for key in rows[0]}
+    return {k: torch.cat(v) if isinstance(v[0], torch.Tensor) else v for k, v in columns.items()}
+
+
+def share_equal(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+    """The chunks, with one tensor for all that equal the first's: zero-shot-object-detection makes
+    the same image again for each label."""
+    first: Chunk = {}
+    for chunk in chunks:
+        first = first or chunk
+        for key, value in first.items():
+            if isinstance(value, torch.Tensor) and torch.equal(value, chunk[key]):
+                chunk[key] = value
+        yield chunk
+
+
+DEFAULT_NEW_TOKENS = 256  # the pipeline's own default
+
+
+def plan(pipe: Pipe, forward: dict[str, Any], prompt_tokens: int, limit: int) -> int:
+    """Settle how many tokens are generated, in `forward`; returns the rows a prompt becomes.
+
+    A number that was asked for is refused where it does not fit; a default is cut.
+    """
+    config = settings_of(pipe)
+    settings = {**config.to_diff_dict(), **forward}
+    settings.pop("tokenizer", None)
+    if add_defaults := getattr(pipe, "_prepare_generate_kwargs", None):
+        settings = add_defaults(settings)
+    try:
+        effective = type(config)(**settings)
+        effective.validate()
+    except ValueError as error:
+        raise InvalidInput(str(error), "parameters") from error
+    left = limit - prompt_tokens
+    asked = forward.get("max_new_tokens")
+    if left < max(1, asked or 1):
+        prompt = f"the text has {prompt_tokens} tokens and max_new_tokens is {asked or 1}"
+        many = f"{prompt}; the model's context is {limit}"
+        raise InvalidInput(many, "parameters.max_new_tokens")
+    if asked is None:
+        default = config.max_new_tokens or DEFAULT_NEW_TOKENS
+        if config.max_length and not config.max_new_tokens:  # counts the prompt
+            default = max(1, config.max_length - prompt_tokens)
+        asked = forward["max_new_tokens"] = min(left, default)
+    if (forward.get("min_new_tokens") or 0) > asked:
+        above = f"min_new_tokens is above max_new_tokens, which is {asked}"
+        raise InvalidInput(above, "parameters.min_new_tokens")
+    return max(effective.num_beams or 1, effective.num_return_sequences or 1)
+
+
+def settings_of(pipe: Pipe) -> Any:
+    """The GenerationConfig before a request's parameters: the model's, or, in transformers 5.17,
+    the pipeline's, which has the pipeline's defaults merged in."""
+    return getattr(pipe, "generation_config", None) or pipe.model.generation_config
+
+
+def reads_prompt(pipe: Pipe, forward: Mapping[str, Any]) -> bool:
+    """Whether generation looks back at the prompt's tokens, so that padding would be seen."""
+    settings = {**settings_of(pipe).to_diff_dict(), **forward}
+    return bool(
+        (settings.get("repetition_penalty") or 1.0) != 1.0
+        or settings.get("no_repeat_ngram_size")
+        or settings.get("min_length")
+    )
+
+
+def split(output: Any, rows: Sequence[Any], pipe: Pipe) -> list[Any]:
+    """Undo the padding of a batch of text generation: on the left the prompts', on the right
+    what follows each row's longest finished sequence. `generated_sequence` is [B, n, T]."""
+    eos: int | list[int] | None = settings_of(pipe).eos_token_id
+    ends = torch.tensor([] if eos is None else eos, dtype=torch.long)
+    width = output["input_ids"].shape[1]
+    outputs = []
+    for row, chunk in enumerate(rows):
+        prompt = chunk["input_ids"].shape[-1]
+        sequences = output["generated_sequence"][row, :, width - prompt :]  # [n, prompt + new]
+        is_end = torch.isin(sequences[:, prompt:], ends)
+        finished = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, is_end.shape[1])
+        outputs.append(
+            {
+                "generated_sequence": sequences[None, :, : prompt + int(finished.max())],
+                "input_ids": output["input_ids"][row : row + 1, width - prompt :],
+                "prompt_text": output["prompt_text"][row],
+            }
+        )
+    return outputs
+
 
 # Per-layer extras that no pipeline's postprocessing reads.
 SKIPPED = {"past_key_values", "hidden_states", "attentions"}
 
 
 @dataclass(slots=True)
-class Prepared:
+class PreparedInput:
     """An input ready for the worker: the rows it needs, and the parameters of later stages."""
 
     chunks: list[Any]
@@ -49,18 +153,18 @@ class Prepared:
     future: Any = None  # of its item: once it is done, nobody waits
 
 
-class NobodyWaits(Exception):
+class BatchCancelled(Exception):
     """For any input of the batch that runs."""
 
 
 @dataclass(eq=False)
 class PipelineRunner:
-    """Implements worker.protocol.Runner for one pipeline."""
+    """Implements worker.messages.protocol.Runner for one pipeline."""
 
     pipe: Pipe
     info: ModelInfo
     packing: Packing | None
-    budget: DecodeBudget
+    budget: DecodeLimiter
     max_rows: int
 
     def __post_init__(self) -> None:
@@ -101,7 +205,7 @@ class PipelineRunner:
             item.width = prepared.tokens
         item.key = self._key(prepared) or id(item)
 
-    def _preprocess(self, pipe: Pipe, payload: PipelineInput) -> Prepared:
+    def _preprocess(self, pipe: Pipe, payload: PipelineInput) -> PreparedInput:
         if self._is_plain(pipe, payload):
             return self._chunks(pipe, payload.inputs, payload.parameters)
         with self.budget.lease(payload.budget) as lease:
@@ -118,9 +222,9 @@ class PipelineRunner:
         needed = pipe.tokenizer.mask_token if self.fills_masks else ""
         return 0 < len(text) <= self.limit and not text.isspace() and needed in text
 
-    def _chunks(self, pipe: Pipe, inputs: Any, parameters: Mapping[str, Any]) -> Prepared:
+    def _chunks(self, pipe: Pipe, inputs: Any, parameters: Mapping[str, Any]) -> PreparedInput:
         if not self.task.stages:
-            return Prepared([inputs], dict(parameters), {})
+            return PreparedInput([inputs], dict(parameters), {})
         # of the three stages, as the pipeline's own call would have them
         defaults = (pipe._preprocess_params, pipe._forward_params, pipe._postprocess_params)
         given = zip(defaults, pipe._sanitize_parameters(**parameters), strict=True)
@@ -130,10 +234,10 @@ class PipelineRunner:
             chunks = list(share_equal(made) if self.task.kind == "json" else made)
         else:
             chunks = [made]
-        prepared = Prepared(chunks, during, after)
+        prepared = PreparedInput(chunks, during, after)
         prepared.tokens = check_tokens(chunks, self.limit, self.vocabulary)
         if self.generates:
-            prepared.sequences = text_generation.plan(pipe, during, prepared.tokens, self.limit)
+            prepared.sequences = plan(pipe, during, prepared.tokens, self.limit)
             if "tokenizer" in during:  # there with stop strings; the replica's stays in the pool
                 during["tokenizer"] = self.pipe.tokenizer
         if self.fills_masks:
@@ -145,7 +249,7 @@ class PipelineRunner:
             prepared.masks = [masks] if self.packing else None
         return prepared
 
-    def _key(self, prepared: Prepared) -> Hashable | None:
+    def _key(self, prepared: PreparedInput) -> Hashable | None:
         """What an item shares with those it may run with; None if it must run alone."""
         if self.info.batching == "single" or "stop_strings" in prepared.forward:
             return None
@@ -153,29 +257,29 @@ class PipelineRunner:
         first = prepared.chunks[0]
         if self.task.kind != "text":
             return shared, shape(first)
-        unpadded = self.generates and text_generation.reads_prompt(self.pipe, prepared.forward)
+        unpadded = self.generates and reads_prompt(self.pipe, prepared.forward)
         return shared, frozenset(first), prepared.tokens if unpadded else 0
 
     # ── the worker thread: forward ──
 
-    def forward(self, prepared: list[Prepared]) -> list[Any]:
+    def forward(self, prepared: list[PreparedInput]) -> list[Any]:
         """Raw outputs, a list of one per row for each input. Before each forward of the model, of
         which generation and many rows take several, somebody must wait still: else there is None
         for each."""
 
         def check(*_: Any) -> None:
             if all(each.future and each.future.done() for each in prepared):
-                raise NobodyWaits
+                raise BatchCancelled
 
         hook = self.pipe.model.register_forward_pre_hook(check)
         try:
             return self._forward(prepared)
-        except NobodyWaits:
+        except BatchCancelled:
             return [None] * len(prepared)
         finally:
             hook.remove()
 
-    def _forward(self, prepared: list[Prepared]) -> list[Any]:
+    def _forward(self, prepared: list[PreparedInput]) -> list[Any]:
         if not self.task.stages:
             return [self.pipe(*each.chunks, **each.forward) for each in prepared]
         rows = [chunk for each in prepared for chunk in each.chunks]
@@ -208,7 +312,7 @@ class PipelineRunner:
         batch = rows[0] if len(rows) == 1 else collate(self.pipe.tokenizer, None)(rows)
         if self.generates:
             output = self.pipe.forward(batch, **parameters)
-            return text_generation.split(output, rows, self.pipe)
+            return split(output, rows, self.pipe)
         counts = [row["input_ids"].shape[-1] for row in rows]
         if self.packing is None:
             return split_rows(self.pipe.forward(batch, **parameters), len(rows), counts)
@@ -222,7 +326,7 @@ class PipelineRunner:
 
     def finish(self, item: WorkItem, raw: Any) -> bytes:
         """The answer as JSON."""
-        prepared: Prepared = item.prepared
+        prepared: PreparedInput = item.prepared
         if not self.task.stages:
             return to_json(raw)
         if not prepared.pixels:
@@ -231,7 +335,7 @@ class PipelineRunner:
             lease.take(prepared.pixels * self.reader.values_per_pixel // FREE_VALUES_PER_PIXEL)
             return self._postprocess(item.payload, prepared, raw)
 
-    def _postprocess(self, payload: PipelineInput, prepared: Prepared, raw: Any) -> bytes:
+    def _postprocess(self, payload: PipelineInput, prepared: PreparedInput, raw: Any) -> bytes:
         if prepared.masks is not None:
             raw = [spread(*each) for each in zip(raw, prepared.masks, strict=True)]
         with self._replica() as pipe:

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from batching.errors import InvalidInput, ItemFailed
-from worker.speech.recording import Recording
-from worker.speech.work import Audio, Runner, Text
-from worker.transcription import Segment, TranscriptDelta, TranscriptionInput, Word
+from worker.media.audio import Recording
+from worker.messages.transcription import Segment, TranscriptDelta, TranscriptionInput, Word
+from worker.speech.work import Audio, Decoder, SpeechRunner
 
 CHUNK_S = 30.0
 # Of a chunk, so much on either side is heard for the sake of the rest.
@@ -26,7 +26,7 @@ STRIDE_S = CHUNK_S / 6
 
 
 @dataclass(eq=False, slots=True)
-class Chunk:
+class AudioChunk:
     """A window; `left` and `right` of its `samples` are its neighbours'."""
 
     inputs: dict[str, Tensor]  # [1, …] each
@@ -40,14 +40,14 @@ class Chunk:
     owner: Any = None  # the item that it is of
 
 
-class Chunks(Audio):
+class AudioChunks(Audio):
     """Of one recording, read a chunk ahead."""
 
     def __init__(self, extractor: Any, moment: int, recording: Recording) -> None:
         """`moment`: samples for which a letter is said."""
         super().__init__(recording)
         self.extractor = extractor
-        self._kept: dict[int, Chunk] = {}
+        self._kept: dict[int, AudioChunk] = {}
         samples = [int(round(s * recording.rate / moment) * moment) for s in (CHUNK_S, STRIDE_S)]
         self.length, self.stride = samples
         self.step = self.length - 2 * self.stride
@@ -60,18 +60,18 @@ class Chunks(Audio):
                     kept[at] = self._chunk(at)
             self._kept = kept
 
-    def chunk(self, seek: int) -> Chunk | None:
+    def chunk(self, seek: int) -> AudioChunk | None:
         """From sample `seek` on; None: it is not read yet."""
         return self._kept.get(seek)
 
-    def _chunk(self, at: int) -> Chunk:
+    def _chunk(self, at: int) -> AudioChunk:
         read = self._recording.window(at, self.length + 1)
         samples, last = read[: self.length], len(read) <= self.length
         if last:
             self._recording.close()
         inputs = inputs_of(self.extractor, samples)
         left, right = (self.stride if at else 0), (0 if last else self.stride)
-        return Chunk(inputs, len(samples), left, right, last)
+        return AudioChunk(inputs, len(samples), left, right, last)
 
 
 def inputs_of(extractor: Any, samples: NDArray[np.float32]) -> dict[str, Tensor]:
@@ -80,11 +80,11 @@ def inputs_of(extractor: Any, samples: NDArray[np.float32]) -> dict[str, Tensor]
     return dict(extractor(samples, sampling_rate=extractor.sampling_rate, **asked))
 
 
-class CtcText(Text):
-    frames: Chunks
+class CtcDecoder(Decoder):
+    frames: AudioChunks
 
     def __init__(
-        self, payload: TranscriptionInput, frames: Chunks, tokenizer: Any, moment_s: float
+        self, payload: TranscriptionInput, frames: AudioChunks, tokenizer: Any, moment_s: float
     ) -> None:
         """`moment_s`: seconds for which a letter is said."""
         super().__init__(payload, frames)
@@ -97,10 +97,10 @@ class CtcText(Text):
         self._probabilities: list[float] = []
         self._moment = 0  # the first of them
 
-    def next(self) -> Chunk | None:
+    def next(self) -> AudioChunk | None:
         return self.frames.chunk(self.seek)
 
-    def take(self, window: Chunk, times: None = None) -> list[TranscriptDelta]:
+    def take(self, window: AudioChunk, times: None = None) -> list[TranscriptDelta]:
         total = len(window.said)
         left, right = (round(side / window.samples * total) for side in (window.left, window.right))
         self._ids += window.said[left : total - right]
@@ -165,20 +165,20 @@ def check(payload: TranscriptionInput, words: bool) -> None:
             raise InvalidInput.at(name, "the model has no notion of it (CTC)")
 
 
-class CtcRunner(Runner):
+class CtcRunner(SpeechRunner):
     """Windows of one length run together, and all is said at once."""
 
     @torch.inference_mode()
-    def begin(self, windows: Sequence[Chunk]) -> None:
+    def begin(self, windows: Sequence[AudioChunk]) -> None:
         self.running += [window for window in windows if window not in self.running]
         for _, group in groupby(windows, lambda window: window.samples):
             self._run(list(group))
 
-    def leave(self, window: Chunk) -> None:
+    def leave(self, window: AudioChunk) -> None:
         if window in self.running:
             self.running.remove(window)
 
-    def _run(self, windows: Sequence[Chunk]) -> None:
+    def _run(self, windows: Sequence[AudioChunk]) -> None:
         model, names = self.model, windows[0].inputs
         inputs = {name: torch.cat([each.inputs[name] for each in windows]) for name in names}
         moved = {

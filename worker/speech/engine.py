@@ -2,7 +2,7 @@
 
     drop who left → windows that are read join, or all that run say a token → judge those that ended
 
-Implements worker.protocol.Stepped. A step is one batch through the encoder or one token of
+Implements worker.messages.protocol.Stepped. A step is one batch through the encoder or one token of
 every window, so that other models have their turns between. Recordings take turns, a window each.
 How a window is run is for whisper.py and ctc.py to say; pool threads of the engine read recordings
 ahead, and look where words are.
@@ -19,10 +19,10 @@ from typing import Any
 from batching.errors import DeviceLost, OnequeueError
 from batching.request_queue import WorkItem
 from worker.cores import compute_alone
-from worker.failures import failure_of, run_in_halves
-from worker.protocol import ModelInfo, Pending, StepOutcome, StepReport
-from worker.speech.work import Align, Audio, Runner, Text, Work
-from worker.transcription import TranscriptDelta, TranscriptionInput
+from worker.error_classification import failure_of, run_in_halves
+from worker.messages.protocol import ModelInfo, Pending, StepOutcome, StepReport
+from worker.messages.transcription import TranscriptDelta, TranscriptionInput
+from worker.speech.work import Align, Audio, Decoder, SpeechRunner, Work
 
 log = logging.getLogger("onequeue.speech")
 
@@ -46,9 +46,9 @@ class SpeechEngine:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: SpeechRunner,
         open_audio: Callable[[TranscriptionInput], Audio],
-        read_text: Callable[[TranscriptionInput, Any], Text],
+        read_text: Callable[[TranscriptionInput, Any], Decoder],
         info: ModelInfo,
         example: Callable[[], Any],
         align: Align | None = None,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from worker.speech.recording import Recording
+from worker.media.audio import Recording
 from worker.speech.work import Audio
 
 # Frames that are computed at once: 30 seconds.

@@ -7,27 +7,29 @@ import numpy as np
 import torch
 from transformers import AutoFeatureExtractor, AutoModelForCTC, AutoModelForSpeechSeq2Seq
 
-from worker.model import cpu_linear, missing_weights
+from worker.device.device import free_bytes
+from worker.media.audio import Recording
+from worker.messages.transcription import TranscriptionInput
+from worker.model.cpu.linear import pack_weights, packs_dtype
 from worker.model.loading import (
     LoadingFailed,
     ModelOptions,
     Pipe,
-    free_bytes,
+    describe_missing_weights,
     load_checkpoint,
-    loading,
+    load_errors,
     local_path,
+    missing_weights_matter,
     model_info,
 )
 from worker.speech.alignment import Aligner
 from worker.speech.cache import row_bytes
-from worker.speech.ctc import Chunk, Chunks, CtcRunner, CtcText, inputs_of
+from worker.speech.ctc import AudioChunk, AudioChunks, CtcDecoder, CtcRunner, inputs_of
 from worker.speech.engine import ENCODED, SpeechEngine
 from worker.speech.features import Frames, LogMel
-from worker.speech.recording import Recording
-from worker.speech.transcript import Transcript
-from worker.speech.vocabulary import Vocabulary
+from worker.speech.transcript import WhisperDecoder
+from worker.speech.vocabulary import WhisperVocabulary
 from worker.speech.whisper import WhisperRunner, Window
-from worker.transcription import TranscriptionInput
 
 TASK = "automatic-speech-recognition"
 # Windows that are decoded together at most, and the share of free memory that their rows may take.
@@ -52,14 +54,14 @@ class Speech:
 
 def load_speech(options: SpeechOptions, pipe: Pipe | None = None) -> SpeechEngine:
     """LoadingFailed if the model cannot be served. `pipe` has it loaded already, for POST /."""
-    with loading(options.model, "transcription"):
+    with load_errors(options.model, "transcription"):
         given = pipe and Speech(pipe.model, pipe.tokenizer, pipe.feature_extractor)
         speech = given or load_speech_checkpoint(options)
         model, lacking, engine = speech.model, speech.lacking, speech_engine(speech, options)
-        if missing_weights.matter(model, lacking, lambda: repr(engine.try_example()).encode()):
-            raise LoadingFailed(missing_weights.shown(lacking))
-    if model.device.type == "cpu" and cpu_linear.packs(model.dtype):
-        cpu_linear.pack(model, free_bytes(model.device), engine.warm_up)
+        if missing_weights_matter(model, lacking, lambda: repr(engine.try_example()).encode()):
+            raise LoadingFailed(describe_missing_weights(lacking))
+    if model.device.type == "cpu" and packs_dtype(model.dtype):
+        pack_weights(model, free_bytes(model.device), engine.warm_up)
     return engine
 
 
@@ -89,14 +91,14 @@ def speech_engine(speech: Speech, options: SpeechOptions) -> SpeechEngine:
 def whisper_engine(speech: Speech, options: SpeechOptions) -> SpeechEngine:
     model, mel = speech.model, LogMel(speech.extractor)
     config = model.generation_config
-    vocabulary = Vocabulary(speech.tokenizer, config, model.config.max_target_positions)
+    vocabulary = WhisperVocabulary(speech.tokenizer, config, model.config.max_target_positions)
     runner = WhisperRunner(model, vocabulary, rows_of(model))
 
     def open_audio(payload: TranscriptionInput) -> Frames:
         return Frames(mel, Recording(payload.path, mel.rate, options.max_audio_s))
 
-    def read_text(payload: TranscriptionInput, frames: Frames) -> Transcript:
-        return Transcript(payload, frames, vocabulary, config)
+    def read_text(payload: TranscriptionInput, frames: Frames) -> WhisperDecoder:
+        return WhisperDecoder(payload, frames, vocabulary, config)
 
     def example() -> Window:
         silence = torch.zeros(model.config.num_mel_bins, mel.window)
@@ -120,19 +122,19 @@ def ctc_engine(speech: Speech, options: SpeechOptions) -> SpeechEngine:
     runner = CtcRunner(model, ENCODED[model.device.type])
     moment = moment_of(extractor, runner)
 
-    def open_audio(payload: TranscriptionInput) -> Chunks:
-        return Chunks(extractor, moment, Recording(payload.path, rate, options.max_audio_s))
+    def open_audio(payload: TranscriptionInput) -> AudioChunks:
+        return AudioChunks(extractor, moment, Recording(payload.path, rate, options.max_audio_s))
 
-    def read_text(payload: TranscriptionInput, chunks: Chunks) -> CtcText:
-        return CtcText(payload, chunks, speech.tokenizer, moment / rate)
+    def read_text(payload: TranscriptionInput, chunks: AudioChunks) -> CtcDecoder:
+        return CtcDecoder(payload, chunks, speech.tokenizer, moment / rate)
 
     info = model_info(TASK, options.model, model, model.num_parameters(), "same shape")
     return SpeechEngine(runner, open_audio, read_text, info, lambda: silence(extractor, 1))
 
 
-def silence(extractor: Any, seconds: int) -> Chunk:
+def silence(extractor: Any, seconds: int) -> AudioChunk:
     samples = np.zeros(seconds * extractor.sampling_rate, np.float32)
-    return Chunk(inputs_of(extractor, samples), len(samples), 0, 0, True)
+    return AudioChunk(inputs_of(extractor, samples), len(samples), 0, 0, True)
 
 
 def moment_of(extractor: Any, runner: CtcRunner) -> int:

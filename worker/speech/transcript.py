@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from worker.deltas import TokenLogprob
+from worker.messages.deltas import TokenLogprob
+from worker.messages.transcription import Segment, TranscriptDelta, TranscriptionInput, Word
 from worker.speech.features import Frames
-from worker.speech.vocabulary import Vocabulary
+from worker.speech.vocabulary import WhisperVocabulary
 from worker.speech.whisper import Window
-from worker.speech.work import Text
-from worker.transcription import Segment, TranscriptDelta, TranscriptionInput, Word
+from worker.speech.work import Decoder
 
 # Of the attempts at a window, where the request does not say which.
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -37,7 +37,7 @@ THRESHOLDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TranscriptPart:
     """Tokens `begin` to `end` of a window, and from which frame of it to which they are said."""
 
     begin: int
@@ -46,11 +46,15 @@ class Part:
     last: int
 
 
-class Transcript(Text):
+class WhisperDecoder(Decoder):
     frames: Frames
 
     def __init__(
-        self, payload: TranscriptionInput, frames: Frames, vocabulary: Vocabulary, config: Any
+        self,
+        payload: TranscriptionInput,
+        frames: Frames,
+        vocabulary: WhisperVocabulary,
+        config: Any,
     ) -> None:
         """`config` is the generation_config. InvalidInput if the model cannot do what is asked."""
         super().__init__(payload, frames)
@@ -124,7 +128,7 @@ class Transcript(Text):
     # ── what is sent ──
 
     def _delta(
-        self, window: Window, part: Part, times: Sequence[float] | None
+        self, window: Window, part: TranscriptPart, times: Sequence[float] | None
     ) -> TranscriptDelta | None:
         """None: it has no text."""
         tokens = window.said[part.begin : part.end]
@@ -153,7 +157,9 @@ class Transcript(Text):
     def _language(self) -> str:
         return self.vocabulary.language_name(self.language)
 
-    def _words(self, window: Window, part: Part, times: Sequence[float]) -> tuple[Word, ...]:
+    def _words(
+        self, window: Window, part: TranscriptPart, times: Sequence[float]
+    ) -> tuple[Word, ...]:
         places = self._text_places(window, part)
         offset = self.seek * self.hop_s
         tokens = [window.said[at] for at in places]
@@ -166,7 +172,7 @@ class Transcript(Text):
             words.append(Word(text, first_s, last_s, sum(likely) / len(likely)))
         return tuple(words)
 
-    def _logprobs(self, window: Window, part: Part) -> list[TokenLogprob]:
+    def _logprobs(self, window: Window, part: TranscriptPart) -> list[TokenLogprob]:
         made = []
         for at in self._text_places(window, part):
             token = window.said[at]
@@ -174,12 +180,12 @@ class Transcript(Text):
             made.append(TokenLogprob(token, text, raw, window.logprobs[at]))
         return made
 
-    def _text_places(self, window: Window, part: Part) -> list[int]:
+    def _text_places(self, window: Window, part: TranscriptPart) -> list[int]:
         end = self.vocabulary.end
         return [at for at in range(part.begin, part.end) if window.said[at] < end]
 
 
-def parts_of(said: Sequence[int], timestamps: int, frames: int) -> tuple[list[Part], int]:
+def parts_of(said: Sequence[int], timestamps: int, frames: int) -> tuple[list[TranscriptPart], int]:
     """Parts of what was said in a window of so many frames, the end of text left out, and how many
     of them it covers; `timestamps` is the first token that is one. What comes after the last pair
     of timestamps is heard again, unless the window ends with a single one, or has no pair."""
@@ -188,7 +194,7 @@ def parts_of(said: Sequence[int], timestamps: int, frames: int) -> tuple[list[Pa
     if not pairs:
         times = [token - timestamps for token in said if token >= timestamps]
         last = times[-1] if times and times[-1] else frames // FRAMES
-        return [Part(0, len(said), 0, last * FRAMES)], frames
+        return [TranscriptPart(0, len(said), 0, last * FRAMES)], frames
     single = timed[-2:] == [False, True]
     ends = [*pairs, len(said)] if single else [*pairs[:-1], pairs[-1] + 1]
     parts = []
@@ -196,7 +202,7 @@ def parts_of(said: Sequence[int], timestamps: int, frames: int) -> tuple[list[Pa
     for end in ends:
         closing = end - 1 if end != ends[-1] or single else end - 2
         first, last = (said[at] - timestamps for at in (begin, closing))
-        parts.append(Part(begin, end, first * FRAMES, last * FRAMES))
+        parts.append(TranscriptPart(begin, end, first * FRAMES, last * FRAMES))
         begin = end
     covered = frames if single else (said[begin - 2] - timestamps) * FRAMES
     return parts, covered

@@ -19,7 +19,7 @@ BYTE_OF: dict[str, int] = {letter: byte for byte, letter in alphabet().items()}
 START_OF_PROMPT = "<|startofprev|>"
 
 
-class Vocabulary:
+class WhisperVocabulary:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: Any, positions: int) -> None:
         """`config` is the generation_config; LoadingFailed if it says nothing of timestamps."""
         self.tokenizer = tokenizer

@@ -17,11 +17,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from batching.errors import ItemFailed
-from worker.model.philox import uniform
+from worker.model.sampler import uniform
 from worker.speech.cache import RowCache
-from worker.speech.rules import Rules
-from worker.speech.vocabulary import Vocabulary
-from worker.speech.work import Runner
+from worker.speech.logits_rules import LogitsRules
+from worker.speech.vocabulary import WhisperVocabulary
+from worker.speech.work import SpeechRunner
 
 
 @dataclass(eq=False, slots=True)
@@ -50,17 +50,17 @@ class Window:
         self.said, self.logprobs, self.ended = [], [], False
 
 
-class WhisperRunner(Runner):
+class WhisperRunner(SpeechRunner):
     """`running` are in the order of rows."""
 
-    def __init__(self, model: PreTrainedModel, vocabulary: Vocabulary, rows: int) -> None:
+    def __init__(self, model: PreTrainedModel, vocabulary: WhisperVocabulary, rows: int) -> None:
         super().__init__(model, rows)
         parts: Any = model
         config, defaults = parts.config, parts.generation_config
         self.encoder, self.decoder = parts.model.encoder, parts.model.decoder
         self.vocabulary = vocabulary
         self.device = model.device
-        self.rules = Rules(vocabulary, model.device)
+        self.rules = LogitsRules(vocabulary, model.device)
         self.cache = RowCache(model, rows)
         self.positions: int = config.max_target_positions
         # tokens that are said of a window at most

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from worker.speech.recording import Recording
-from worker.transcription import TranscriptDelta, TranscriptionInput
+from worker.media.audio import Recording
+from worker.messages.transcription import TranscriptDelta, TranscriptionInput
 
 
 class Audio(ABC):
@@ -43,7 +43,7 @@ class Audio(ABC):
             self._recording.close()
 
 
-class Text(ABC):
+class Decoder(ABC):
     """What is said in a recording. All but the making of it is for the worker's thread."""
 
     def __init__(self, payload: TranscriptionInput, frames: Any) -> None:
@@ -67,7 +67,7 @@ class Text(ABC):
         seconds of the window, if words are wanted and the text does not know of itself."""
 
 
-class Runner(ABC):
+class SpeechRunner(ABC):
     """Of windows, a row each: `rows` at most. On the worker's thread."""
 
     def __init__(self, model: Any, rows: int) -> None:
@@ -96,7 +96,7 @@ class Work:
     """An item that is being transcribed."""
 
     audio: Audio | None = None  # once it is opened
-    text: Text = field(init=False)
+    text: Decoder = field(init=False)
     error: BaseException | None = None  # of that, or of its scan
     begun: bool = False
     window: Any = None  # the one that runs, or waits for the times of its words

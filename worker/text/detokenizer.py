@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 from tokenizers import decoders
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from worker.deltas import TokenLogprob
+from worker.messages.deltas import TokenLogprob
 
 # The last prompt tokens that a stream looks at.
 CONTEXT = 8
@@ -40,7 +40,7 @@ BYTE_OF: dict[str, int] = {letter: byte for byte, letter in alphabet().items()}
 Tokens: TypeAlias = tuple[TokenLogprob, ...]
 
 
-class Share(NamedTuple):
+class TokenSpan(NamedTuple):
     """What a piece has of one token's text. All shares of a token have the same `tokens`."""
 
     text: str
@@ -49,22 +49,22 @@ class Share(NamedTuple):
 
 
 @dataclass(slots=True)
-class Piece:
+class TextSpan:
     """A stretch of text, and the shares of tokens that it is made of; none if nobody asks."""
 
     text: str
-    shares: list[Share] = field(default_factory=list)
+    shares: list[TokenSpan] = field(default_factory=list)
 
-    def append(self, other: "Piece") -> None:
+    def append(self, other: "TextSpan") -> None:
         self.text += other.text
         self.shares += other.shares
 
-    def take(self, count: int) -> "Piece":
+    def take(self, count: int) -> "TextSpan":
         """The first `count` characters, which leave this piece."""
         if count >= len(self.text):
-            taken, self.text, self.shares = Piece(self.text, self.shares), "", []
+            taken, self.text, self.shares = TextSpan(self.text, self.shares), "", []
             return taken
-        taken = Piece(self.text[:count])
+        taken = TextSpan(self.text[:count])
         self.text = self.text[count:]
         if self.shares:
             whole = 0
@@ -74,8 +74,8 @@ class Piece:
             taken.shares, self.shares = self.shares[:whole], self.shares[whole:]
             if count and self.shares:
                 text, tokens, ends = self.shares[0]
-                taken.shares.append(Share(text[:count], tokens, ends=False))
-                self.shares[0] = Share(text[count:], tokens, ends)
+                taken.shares.append(TokenSpan(text[:count], tokens, ends=False))
+                self.shares[0] = TokenSpan(text[count:], tokens, ends)
         return taken
 
 

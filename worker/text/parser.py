@@ -2,7 +2,7 @@
 
     feed(piece) → events … finish() → events; `phase` tells what the text is in the middle of
 
-Follows an AnswerForm's marks from phase to phase, and gives each stretch of text as soon as it is
+Follows an OutputFormat's marks from phase to phase, and gives each stretch of text as soon as it is
 certain what it belongs to. White space around reasoning and calls belongs to nobody, but for that
 between two stretches of content. A call that makes no sense is content.
 
@@ -14,21 +14,26 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from worker.deltas import Kind
-from worker.text.answer_form import AnswerForm
-from worker.text.call_parser import BodyParser, CallParser, CallPart, goes_on_as_json
-from worker.text.detokenizer import Piece
-from worker.text.marks import (
+from worker.messages.deltas import Kind
+from worker.text.detokenizer import TextSpan
+from worker.text.output_format import (
     ANSWER,
     CALL,
     MAX_DOUBTFUL,
     MAX_PENDING,
     THINKING,
-    Mark,
+    Delimiter,
     Match,
-    first_mark,
+    OutputFormat,
+    first_delimiter,
 )
-from worker.text.parameter_types import types_of_parameters
+from worker.text.tool_call_parser import (
+    BodyParser,
+    CallParser,
+    CallPart,
+    goes_on_as_json,
+    types_of_parameters,
+)
 
 Phase: TypeAlias = Literal["answer", "thinking", "call"]
 KINDS: dict[str, Kind] = {ANSWER: "content", THINKING: "reasoning"}
@@ -37,7 +42,7 @@ SLICE = 512  # characters of what the prompt has begun that are looked through a
 
 class Event(NamedTuple):
     kind: Kind | Literal["end of thoughts"]  # that nothing had opened
-    piece: Piece
+    piece: TextSpan
     name: str | None = None  # of a call that begins
 
 
@@ -47,7 +52,7 @@ class Parser:
     nothing in it is a mark, unless calls come before everything else."""
 
     def __init__(
-        self, form: AnswerForm, begun: str, calls: bool,
+        self, form: OutputFormat, begun: str, calls: bool,
         tools: Sequence[Mapping[str, Any]] = (), document: bool = False,
     ) -> None:  # fmt: skip
         self.calls_begun = self.calls_ended = 0
@@ -61,23 +66,23 @@ class Parser:
         self._may_close = form.may_close  # thoughts that nothing has opened
         self._has_content = self._after_mark = False  # after a mark, white space is nobody's
         self._since_mark = ""  # what came with the last mark, after it
-        self._buffer = Piece("")  # may be the beginning of a mark
-        self._space = Piece("")  # may be the last before a mark
-        self._between = Piece("")  # white space of the content that a mark has interrupted
+        self._buffer = TextSpan("")  # may be the beginning of a mark
+        self._space = TextSpan("")  # may be the last before a mark
+        self._between = TextSpan("")  # white space of the content that a mark has interrupted
         self._call: CallParser | BodyParser | None = None
-        self._call_text = Piece("")  # of the call that is open, with its marks
-        self._thought: Piece | None = None  # white space before it, where it began in thoughts
+        self._call_text = TextSpan("")  # of the call that is open, with its marks
+        self._thought: TextSpan | None = None  # white space before it, where it began in thoughts
         self._opening = 0, ""  # the length of its first mark, and how the form has that
         self._triggered: str | None = None  # a mark is not whole, but sure to begin a call
         self._retold: list[Event] = []  # of a call that the prompt has begun
         if begun:
             slices = (begun[at : at + SLICE] for at in range(0, len(begun), SLICE))
-            events = [event for each in slices for event in self.feed(Piece(each))]
+            events = [event for each in slices for event in self.feed(TextSpan(each))]
             if self._call and self._call.begun:
                 names = [n for n, event in enumerate(events) if event.name is not None]
                 self._retold = events[names[-1] :]
             self.calls_begun, self.calls_ended = int(bool(self._retold)), 0
-            self._space, self._may_close = Piece(""), form.may_close
+            self._space, self._may_close = TextSpan(""), form.may_close
 
     def sibling(self) -> "Parser":
         """Another answer to the same prompt, as far as this one has been read."""
@@ -107,7 +112,7 @@ class Parser:
             return self._form.calls.trigger + self._triggered
         return self._since_mark
 
-    def feed(self, piece: Piece, constrained: bool = False) -> list[Event]:
+    def feed(self, piece: TextSpan, constrained: bool = False) -> list[Event]:
         """What is certain now. `constrained`: to a grammar, so that the strings of a call end
         where they should."""
         self._constrained = constrained
@@ -141,7 +146,7 @@ class Parser:
     def _parse(self, ended: bool) -> list[Event]:
         events, self._retold = self._retold, []
         while True:
-            mark, certain = first_mark(
+            mark, certain = first_delimiter(
                 self._watched, self._buffer.text, self._inside, self._counts, ended
             )
             stopped = self._emit(self._buffer.take(certain), events)
@@ -154,7 +159,7 @@ class Parser:
 
     # ── marks ──
 
-    def _counts(self, mark: Mark, match: Match) -> bool:
+    def _counts(self, mark: Delimiter, match: Match) -> bool:
         """Some marks are marks only before everything else, lest they are seen in the content."""
         if mark.known and not match.partial and match["name"] not in self._tools:
             return False
@@ -177,7 +182,9 @@ class Parser:
         goes_on = self._constrained or goes_on_as_json(rest)
         return False if goes_on is None and (ended or len(rest) > MAX_DOUBTFUL) else goes_on
 
-    def _follow_mark(self, mark: Mark, match: Match, quoted: bool, events: list[Event]) -> None:
+    def _follow_mark(
+        self, mark: Delimiter, match: Match, quoted: bool, events: list[Event]
+    ) -> None:
         """One stretch ends with a mark, another begins; unless it is in a string."""
         taken = self._buffer.take(len(match.group()))
         if quoted:
@@ -191,11 +198,11 @@ class Parser:
         elif self._inside == ANSWER and self._has_content:
             self._between.append(self._space)
             if self._may_close and THINKING in mark.within and mark.to == ANSWER:
-                events.append(Event("end of thoughts", Piece("")))
-                self._has_content, self._between = False, Piece("")
+                events.append(Event("end of thoughts", TextSpan("")))
+                self._has_content, self._between = False, TextSpan("")
         self._may_close = False
         self._thought = self._space if self._inside == THINKING else None
-        self._space = Piece("")
+        self._space = TextSpan("")
         self._since_mark = self._buffer.text
         self._after_mark = True
         self._enter(mark.to)
@@ -205,15 +212,15 @@ class Parser:
             name, calls = found.get("name"), self._form.calls
             shown = calls.begun(name) if name and calls else ""
             self._opening = (len(taken.text) if shown else 0), shown
-            self._emit_call(Piece(""), events)
+            self._emit_call(TextSpan(""), events)
 
     def _enter(self, phase: str) -> None:
         self._inside = phase
-        self._watched: list[Mark] = [mark for mark in self._marks if phase in mark.within]
+        self._watched: list[Delimiter] = [mark for mark in self._marks if phase in mark.within]
 
     # ── events ──
 
-    def _emit(self, piece: Piece, events: list[Event]) -> bool:
+    def _emit(self, piece: TextSpan, events: list[Event]) -> bool:
         """Whether a call has ended with this text, without a mark."""
         if self._call is not None:
             return self._emit_call(piece, events)
@@ -221,7 +228,7 @@ class Parser:
             self._emit_text(kind, piece, events)
         return False
 
-    def _emit_text(self, kind: Kind, piece: Piece, events: list[Event]) -> None:
+    def _emit_text(self, kind: Kind, piece: TextSpan, events: list[Event]) -> None:
         if bare := len(piece.text.rstrip()):
             shown, self._space = self._space, piece
             shown.append(piece.take(bare))
@@ -238,7 +245,7 @@ class Parser:
         """With content, and the white space that a mark has kept from it."""
         if self._between.text:
             events.append(Event("content", self._between))
-            self._between = Piece("")
+            self._between = TextSpan("")
         self._has_content = True
 
     def _emit_space(self, events: list[Event]) -> None:
@@ -248,7 +255,7 @@ class Parser:
 
     # ── calls ──
 
-    def _emit_call(self, piece: Piece, events: list[Event]) -> bool:
+    def _emit_call(self, piece: TextSpan, events: list[Event]) -> bool:
         call, taken = self._call, piece
         assert call is not None
         known = call.begun
@@ -263,7 +270,7 @@ class Parser:
             if self._form.unmarked and part.name is not None and part.name not in self._tools:
                 # What began like a call is none: it is read again, as content.
                 self._call_text.append(self._buffer)
-                self._buffer, self._call_text, self._call = self._call_text, Piece(""), None
+                self._buffer, self._call_text, self._call = self._call_text, TextSpan(""), None
                 self._enter(ANSWER)
                 self._go_on(events)
                 return True
@@ -275,12 +282,12 @@ class Parser:
 
     def _told(self, part: CallPart) -> Event:
         self.calls_begun += part.name is not None
-        return Event("call", Piece(part.arguments), part.name)
+        return Event("call", TextSpan(part.arguments), part.name)
 
     def _end_call(self, events: list[Event], cut: bool = False) -> None:
         call, self._call = self._call, None
         assert call is not None
-        whole, self._call_text = self._call_text, Piece("")
+        whole, self._call_text = self._call_text, TextSpan("")
         self._enter(ANSWER)
         calls = call.close(cut)
         if self._form.unmarked and any(part.name not in self._tools for part in calls):

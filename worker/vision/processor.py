@@ -1,24 +1,123 @@
-"""Text and images as what a vision-language model takes: token ids, and tensors of each image.
+"""What a processor makes of a prompt with pictures (processor.py), and what of it goes through the
+tower by itself: a picture, or each of the frames that the processor has cut it into.
+
+Text and images as what a vision-language model takes: token ids, and tensors of each image.
 
     image  --look-->  View: its tensors, how many ids it fills  --text-->  ids and spans
 
 The checkpoint's processor does all that is the family's own. It is asked twice: for each image by
 itself, whose view can be kept, and for the text, with all views and no pixels. In pool threads:
 nothing here changes after loading.
+
+A checkpoint's processor: what makes tensors of images, and token ids of text with their places.
+
+Several processors (Qwen2-VL's and its kin) come with one for videos, which wants torchvision.
+Where it is missing, image processor and tokenizer are loaded apart and joined: videos are not
+served. On the worker's thread, at load.
 """
 
 import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoFeatureExtractor,
+    AutoProcessor,
+    AutoTokenizer,
+    ProcessorMixin,
+)
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from batching.errors import InvalidInput
-from worker.vision.processed import PIXELS, Frame, Piece, Processed, Tensors, View
+
+# How tensors' names begin that only what looks at images needs. Of the text, their shape is enough.
+PIXELS = "pixel"
+
+Tensors = dict[str, Tensor]
+
+
+class ImageTile(NamedTuple):
+    """What of an image goes through the tower by itself."""
+
+    digest: bytes
+    tensors: Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFeatures:
+    """An image as a model takes it. `told`: what the text is made by, of pixels their shape alone.
+    `tensors`: for the model's forward. `count`: ids that it fills. `frames`: it is cut into; a
+    whole image is one. `whole`: its pixels are here."""
+
+    digest: bytes
+    told: dict[str, Any]
+    tensors: Tensors
+    count: int
+    frames: Sequence[ImageTile]
+    whole: bool = True
+
+    def without_pixels(self) -> "ImageFeatures":
+        frames = [ImageTile(each.digest, {}) for each in self.frames]
+        tensors = {n: each for n, each in self.tensors.items() if not n.startswith(PIXELS)}
+        return replace(self, tensors=tensors, frames=frames, whole=False)
+
+    @property
+    def nbytes(self) -> int:
+        parts = (*self.told.values(), *self.tensors.values())
+        return sum(each.untyped_storage().nbytes() for each in parts if isinstance(each, Tensor))
+
+
+class MultimodalItem(NamedTuple):
+    """A frame at its places in a prompt, from `start` to before `stop`; between those may stand ids
+    of text. `ids`: what stands there. `inputs`: what else the forward may take, of them [1, ids]
+    and of the picture; `whole`: its pixels are among them."""
+
+    start: int
+    stop: int
+    digest: bytes
+    ids: tuple[int, ...]
+    inputs: Mapping[str, Tensor]
+    whole: bool
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Of those that may be looked at together."""
+        return self.ids, *((name, each.shape) for name, each in sorted(self.inputs.items()))
+
+    @property
+    def numbers(self) -> int:
+        """How many the largest of its tensors has."""
+        return max(each.numel() for each in self.inputs.values())
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class ProcessorOutput:
+    """`ids`: with as many places for each image as it fills. `inputs`: what else the forward takes
+    of the text, [1, ids]. `pieces`: those of all `views`, in the order of their places."""
+
+    ids: list[int]
+    inputs: Tensors
+    views: Sequence[ImageFeatures]
+    pieces: Sequence[MultimodalItem]
+
+    @property
+    def images(self) -> list[Tensors]:
+        """What the forward takes of each."""
+        return [each.tensors for each in self.views]
+
+    @property
+    def nbytes(self) -> int:
+        own = sum(each.nbytes for each in self.inputs.values())
+        return own + sum(each.nbytes for each in self.views)
+
 
 # Left out of what a model takes: ids have a place of their own, labels are for training.
 NOT_INPUTS = ("input_ids", "attention_mask", "labels")
@@ -64,7 +163,7 @@ class Processor:
         except Exception:  # whatever the library raises: looking at it says what is wrong
             return 0
 
-    def process(self, text: str, views: Sequence[View]) -> Processed:
+    def process(self, text: str, views: Sequence[ImageFeatures]) -> ProcessorOutput:
         """A text with a mark for each image, special tokens included. InvalidInput where the marks
         and places in it are not those of the images."""
         if text.count(self.mark) != len(views):
@@ -79,16 +178,16 @@ class Processor:
             raise InvalidInput("the text has tokens in it that stand for images", "messages")
         names = made.keys() - told[0].keys() - set(NOT_INPUTS)
         inputs = {name: torch.tensor(made[name]) for name in names}
-        pieces, first = list[Piece](), 0
+        pieces, first = list[MultimodalItem](), 0
         for view in views:
             for frame in view.frames:
                 last = first + view.count // len(view.frames) - 1
                 own = slice(places[first], places[last] + 1)
                 given = {name: each[:, own] for name, each in inputs.items()} | frame.tensors
                 there = own.start, own.stop, frame.digest, tuple(ids[own])
-                pieces.append(Piece(*there, given, view.whole))
+                pieces.append(MultimodalItem(*there, given, view.whole))
                 first = last + 1
-        return Processed(ids, inputs, views, pieces)
+        return ProcessorOutput(ids, inputs, views, pieces)
 
     def joined(self, images: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What several images' tensors are together; the smaller are filled up with zeros."""
@@ -103,7 +202,7 @@ class Processor:
 
     def look(
         self, image: Image.Image, digest: bytes, rough: bool = False, param: str = "messages"
-    ) -> View:
+    ) -> ImageFeatures:
         """At an upright RGB image; `rough`: a glance will do. InvalidInput, which names `param`,
         for what the model's processor does not take."""
         kept: list[dict[str, Any]] = []
@@ -123,20 +222,20 @@ class Processor:
             n: features[n] for n in features.keys() & made.keys() if isinstance(features[n], Tensor)
         }
         told = {name: _told(name, each) for name, each in features.items()}
-        return View(digest, told, tensors, count, self._frames(digest, tensors, count))
+        return ImageFeatures(digest, told, tensors, count, self._frames(digest, tensors, count))
 
-    def _frames(self, digest: bytes, tensors: Tensors, count: int) -> Sequence[Frame]:
+    def _frames(self, digest: bytes, tensors: Tensors, count: int) -> Sequence[ImageTile]:
         """Where all tensors have as many along the axis by which images are joined, and its ids
         divide into as many, it is cut; so no run of the tower is longer than one takes."""
         counts = {each.shape[self._axes[name]] for name, each in tensors.items()}
         frames = counts.pop() if len(counts) == 1 else 1
         if frames < 2 or count % frames:
-            return [Frame(digest, tensors)]
+            return [ImageTile(digest, tensors)]
         made = []
         for number in range(frames):
             named = hashlib.blake2b(digest + number.to_bytes(4), digest_size=32).digest()
             cut = {n: each.narrow(self._axes[n], number, 1) for n, each in tensors.items()}
-            made.append(Frame(named, cut))
+            made.append(ImageTile(named, cut))
         return made
 
     def _features(self, images: list[Image.Image], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,3 +331,48 @@ def _told(name: str, feature: Any) -> Any:
 
 def _is_told(part: Tensor) -> bool:
     return part.untyped_storage().nbytes() < part.nbytes
+
+
+PARTS: dict[str, Any] = {
+    "image_processor": AutoImageProcessor,
+    "tokenizer": AutoTokenizer,
+    "feature_extractor": AutoFeatureExtractor,
+}
+
+
+def load_processor(path: str) -> Any:
+    """A ProcessorMixin, its tokenizer with the checkpoint's chat template. ImportError names the
+    package that is missing; ValueError if the checkpoint has no processor of images."""
+    auto: Any = AutoProcessor
+    try:
+        processor = auto.from_pretrained(path, trust_remote_code=False)
+    except ImportError as error:
+        processor = _joined(path, error)
+    if not isinstance(processor, ProcessorMixin) or not hasattr(processor, "image_processor"):
+        raise ValueError("the checkpoint has no processor of images (processor_config.json)")
+    if not processor.tokenizer.chat_template:  # older checkpoints give it to the processor alone
+        processor.tokenizer.chat_template = processor.chat_template
+    return processor
+
+
+def _joined(path: str, error: ImportError) -> Any:
+    """Of parts that load, without the one for videos; `error` if it was not that one's."""
+    config = type(AutoConfig.from_pretrained(path, trust_remote_code=False))
+    kind: Any = PROCESSOR_MAPPING.get(config, None)
+    names = kind.get_attributes() if kind and not getattr(kind, "is_dummy", False) else []
+    if "video_processor" not in names:
+        raise error
+    parts = {
+        name: PARTS[name].from_pretrained(path, trust_remote_code=False)
+        for name in names
+        if name in PARTS
+    }
+    written, _ = kind.get_processor_dict(path)
+    return _without_videos(kind).from_args_and_dict([parts.get(name) for name in names], written)
+
+
+def _without_videos(kind: Any) -> Any:
+    def check(self: Any, name: str, part: Any) -> Any:
+        return part if part is None else kind.check_argument_for_proper_class(self, name, part)
+
+    return type(kind.__name__, (kind,), {"check_argument_for_proper_class": check})

@@ -12,22 +12,22 @@ from dataclasses import dataclass
 from prometheus_client import Counter
 from starlette.types import Receive, Scope, Send
 
-from server.answer_stream import AnswerStream
-from server.engine import Deadlines
+from server.core.answer_stream import AnswerStream
+from server.core.worker_client import Deadlines
 from server.http.errors import HttpError
 from server.http.json import Document
 from server.http.sse import data_frame
 from server.http.upload import Uploads
-from server.openai.audio.formats import Transcript, json_document, render
+from server.openai.audio.formats import TranscriptDocument, json_document, render
 from server.openai.audio.request import TranscriptionRequest, read_fields
+from server.openai.endpoint import Endpoint, ResponseBuilder
 from server.openai.logprobs import token_document
-from server.openai.request import Endpoint, Reply
-from worker.transcription import TranscriptDelta, TranscriptionInput
+from worker.messages.transcription import TranscriptDelta, TranscriptionInput
 
 PATHS = "/v1/audio/transcriptions", "/v1/audio/translations"
 
 
-class TranscriptReply(Reply[TranscriptDelta]):
+class TranscriptResponseBuilder(ResponseBuilder[TranscriptDelta]):
     """Events are as OpenAI's SDKs type them. `seconds` counts what has been transcribed."""
 
     def __init__(
@@ -37,7 +37,7 @@ class TranscriptReply(Reply[TranscriptDelta]):
         self.payload = payload
         self.seconds = seconds
         self.streams = bool(request.stream)
-        self.transcript = Transcript()
+        self.transcript = TranscriptDocument()
 
     def documents(self, delta: TranscriptDelta) -> int:
         return 1 + len(delta.logprobs)
@@ -66,7 +66,7 @@ class TranscriptReply(Reply[TranscriptDelta]):
 
 
 @dataclass(eq=False)
-class SpeechEndpoint(Endpoint[TranscriptReply]):
+class SpeechEndpoint(Endpoint[TranscriptResponseBuilder]):
     """`kind` says whether it transcribes or translates."""
 
     uploads: Uploads
@@ -77,11 +77,11 @@ class SpeechEndpoint(Endpoint[TranscriptReply]):
             request = read_fields(form.fields, self.kind)
             request.model = self.models.called(request.model)
             payload, seconds = request.input(form.path), self.engine.metrics.audio_s
-            reply = TranscriptReply(request, payload, seconds)
+            reply = TranscriptResponseBuilder(request, payload, seconds)
             await self.answer(scope, receive, send, reply, deadlines)
 
     def submit(
-        self, reply: TranscriptReply, deadlines: Deadlines, receive: Receive
+        self, reply: TranscriptResponseBuilder, deadlines: Deadlines, receive: Receive
     ) -> AnswerStream[TranscriptDelta]:
         payloads = [reply.payload]
         return AnswerStream(self.engine, "transcription", payloads, deadlines, receive)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from server.http.json import Document, to_json
 from server.openai.audio.request import Format, TranscriptionRequest
 from server.openai.logprobs import token_document
-from worker.deltas import TokenLogprob
-from worker.transcription import Segment, TranscriptDelta, Word
+from worker.messages.deltas import TokenLogprob
+from worker.messages.transcription import Segment, TranscriptDelta, Word
 
 FIELDS = (  # of a segment
     *("id", "seek", "start", "end", "text"),
@@ -19,7 +19,7 @@ FIELDS = (  # of a segment
 
 
 @dataclass(slots=True)
-class Transcript:
+class TranscriptDocument:
     """What has been said so far."""
 
     text: str = ""
@@ -44,24 +44,24 @@ class Transcript:
         return {"type": "duration", "seconds": round(self.seconds, 3)}
 
 
-def render(transcript: Transcript, request: TranscriptionRequest) -> tuple[bytes, bytes]:
+def render(transcript: TranscriptDocument, request: TranscriptionRequest) -> tuple[bytes, bytes]:
     """A whole answer and its media type."""
     media, make = FORMATS[request.format]
     return make(transcript, request), media
 
 
-def json_document(transcript: Transcript, request: TranscriptionRequest) -> Document:
+def json_document(transcript: TranscriptDocument, request: TranscriptionRequest) -> Document:
     document: Document = {"text": transcript.text, "usage": transcript.usage}
     if request.include:
         document["logprobs"] = [token_document(each) for each in transcript.logprobs]
     return document
 
 
-def as_json(transcript: Transcript, request: TranscriptionRequest) -> bytes:
+def as_json(transcript: TranscriptDocument, request: TranscriptionRequest) -> bytes:
     return to_json(json_document(transcript, request))
 
 
-def as_verbose_json(transcript: Transcript, request: TranscriptionRequest) -> bytes:
+def as_verbose_json(transcript: TranscriptDocument, request: TranscriptionRequest) -> bytes:
     document: Document = {
         "task": request.task,
         "language": "english" if request.task == "translate" else transcript.language,
@@ -84,11 +84,11 @@ def _word(word: Word) -> Document:
     return {"word": word.text.strip(), "start": word.start, "end": word.end}
 
 
-def as_text(transcript: Transcript, request: TranscriptionRequest) -> bytes:
+def as_text(transcript: TranscriptDocument, request: TranscriptionRequest) -> bytes:
     return f"{transcript.text}\n".encode()
 
 
-def as_srt(transcript: Transcript, request: TranscriptionRequest) -> bytes:
+def as_srt(transcript: TranscriptDocument, request: TranscriptionRequest) -> bytes:
     cues = [
         f"{n}\n{clock(each.start, ',')} --> {clock(each.end, ',')}\n{_line(each.text)}\n\n"
         for n, each in enumerate(_spoken(transcript), start=1)
@@ -96,7 +96,7 @@ def as_srt(transcript: Transcript, request: TranscriptionRequest) -> bytes:
     return "".join(cues).encode()
 
 
-def as_vtt(transcript: Transcript, request: TranscriptionRequest) -> bytes:
+def as_vtt(transcript: TranscriptDocument, request: TranscriptionRequest) -> bytes:
     cues = [
         f"{clock(each.start, '.')} --> {clock(each.end, '.')}\n{_escaped(each.text)}\n\n"
         for each in _spoken(transcript)
@@ -104,7 +104,7 @@ def as_vtt(transcript: Transcript, request: TranscriptionRequest) -> bytes:
     return "".join(["WEBVTT\n\n", *cues]).encode()
 
 
-def _spoken(transcript: Transcript) -> list[Segment]:
+def _spoken(transcript: TranscriptDocument) -> list[Segment]:
     """A cue without a text would end where it begins."""
     return [each for each in transcript.segments if each.text.strip()]
 
@@ -125,7 +125,7 @@ def clock(seconds: float, point: str) -> str:
     return f"{hours:02}:{rest // 60:02}:{rest % 60:02}{point}{thousandths:03}"
 
 
-Maker = Callable[[Transcript, TranscriptionRequest], bytes]
+Maker = Callable[[TranscriptDocument, TranscriptionRequest], bytes]
 FORMATS: Mapping[Format, tuple[bytes, Maker]] = {
     "json": (b"application/json", as_json),
     "verbose_json": (b"application/json", as_verbose_json),

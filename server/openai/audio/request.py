@@ -15,8 +15,8 @@ from msgspec import Meta, Struct
 from batching.errors import InvalidInput
 from server.http.form import FILE
 from server.http.json import Document
-from server.openai.params import convert
-from worker.transcription import TranscriptionInput
+from server.openai.request_fields import convert
+from worker.messages.transcription import TranscriptionInput
 
 Format = Literal["json", "text", "srt", "verbose_json", "vtt"]
 MAX_LANGUAGE = 40  # characters

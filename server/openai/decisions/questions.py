@@ -10,17 +10,17 @@ from typing import Annotated, Any, TypeAlias
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
-from server.answers import (
+from server.openai.decisions import confidence
+from server.openai.messages import TextPart
+from server.openai.request_fields import FILLED, required
+from server.openai.response_schemas import (
     ChoiceAnswer,
     ChoiceProbability,
     PredicateAnswer,
     ScoreAnswer,
     ScoreProbability,
 )
-from server.openai.decisions import confidence
-from server.openai.messages import TextPart
-from server.openai.params import FILLED, required
-from worker.decisions import MOST_OPTIONS, Question
+from worker.messages.decisions import MOST_OPTIONS, Question
 
 KINDS = ("input_text", "input_json")
 SOME = Meta(min_length=2, max_length=MOST_OPTIONS)

@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
-from server.answer_stream import Usage
+from server.core.answer_stream import UsageCounts
 from server.http.json import Document, parse_json, to_json
 from server.openai.decisions.questions import AnyQuestion, QuestionPart, written
 from server.openai.messages import read_messages
-from server.openai.params import FILLED, CacheOptions, Filled, Salt, required
+from server.openai.request_fields import FILLED, CacheOptions, Filled, Salt, required
 from server.openai.responses.events import usage_document
 from server.openai.responses.items import (
     IMAGE,
@@ -21,7 +21,7 @@ from server.openai.responses.items import (
     documents,
     messages,
 )
-from worker.decisions import MOST_QUESTIONS, DecisionInput
+from worker.messages.decisions import MOST_QUESTIONS, DecisionInput
 
 # As a response has them, and what that has instead of calls of tools that take a text.
 Kind = Literal["message", "function_call", "function_call_output"]
@@ -102,7 +102,7 @@ class DecisionRequest(Struct, kw_only=True):
             tuple(each.asked(f"questions[{n}]") for n, each in enumerate(self.questions)),
         )
 
-    def document(self, probabilities: Sequence[Sequence[float]], usage: Usage) -> Document:
+    def document(self, probabilities: Sequence[Sequence[float]], usage: UsageCounts) -> Document:
         """From the probabilities of each question's options, in order."""
         pairs = zip(self.questions, probabilities, strict=True)
         return {

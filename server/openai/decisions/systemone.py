@@ -10,12 +10,12 @@ import orjson
 from msgspec import Meta, Struct
 
 from batching.errors import InvalidInput
-from server.answer_stream import Usage
+from server.core.answer_stream import UsageCounts
 from server.http.json import Document
 from server.openai.decisions import confidence
 from server.openai.decisions.questions import described, written
-from server.openai.params import Salt
-from worker.decisions import MOST_OPTIONS, DecisionInput, Question
+from server.openai.request_fields import Salt
+from worker.messages.decisions import MOST_OPTIONS, DecisionInput, Question
 
 MOST_NAMED = 64
 
@@ -95,7 +95,7 @@ class SystemOneRequest(Struct, kw_only=True):
         asked = (each.asked(f"questions.{name}") for name, each in self.questions.items())
         return DecisionInput((message,), tuple(asked), param="state")
 
-    def document(self, probabilities: Sequence[Sequence[float]], usage: Usage) -> Document:
+    def document(self, probabilities: Sequence[Sequence[float]], usage: UsageCounts) -> Document:
         """From the probabilities of each question's options, in order."""
         pairs = zip(self.questions.items(), probabilities, strict=True)
         return {

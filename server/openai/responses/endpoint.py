@@ -24,14 +24,14 @@ from starlette.types import Receive, Scope, Send
 
 from batching.errors import ClientGone, InvalidInput
 from batching.request_queue import WorkItem
-from server.answer_stream import TokenStream
-from server.engine import Deadlines
+from server.core.answer_stream import TokenStream
+from server.core.worker_client import Deadlines
 from server.http.errors import HttpError
 from server.http.json import Document, parse_json
 from server.http.request import JsonEndpoint, send_json
-from server.openai.params import convert, decode
-from server.openai.request import GenerationEndpoint, events_of
-from server.openai.responses.events import ResponseReply
+from server.openai.endpoint import GenerationEndpoint, events_of
+from server.openai.request_fields import convert, decode
+from server.openai.responses.events import ResponsesResponseBuilder
 from server.openai.responses.items import documents
 from server.openai.responses.request import ResponseRequest
 from server.openai.responses.store import NotStored, ResponseStore, Stored, TooLarge
@@ -48,7 +48,7 @@ T = TypeVar("T")
 class Job(NamedTuple):
     """A response that runs in the background."""
 
-    reply: ResponseReply
+    reply: ResponsesResponseBuilder
     items: list[WorkItem]
     task: "asyncio.Task[None]"
 
@@ -73,7 +73,7 @@ class Page(Struct):
 
 
 @dataclass(eq=False)
-class Responses(GenerationEndpoint[ResponseReply]):
+class Responses(GenerationEndpoint[ResponsesResponseBuilder]):
     """Bodies are posted here; `routes` find responses, 404 for one that neither is stored nor runs
     in the background. `close` it once the engine has stopped."""
 
@@ -95,7 +95,7 @@ class Responses(GenerationEndpoint[ResponseReply]):
 
     # ── a new one ──
 
-    def parse(self, body: bytes) -> ResponseReply:
+    def parse(self, body: bytes) -> ResponsesResponseBuilder:
         most = self.engine.generator.max_model_len
         request = decode(parse_json(body), ResponseRequest, self.models.called, most)
         most_mb = self.settings.max_body_mb
@@ -106,7 +106,7 @@ class Responses(GenerationEndpoint[ResponseReply]):
             large = f"the responses that its items are of exceed {most_mb:g} MB"
             raise InvalidInput.at("input", large) from None
         payload = request.generation_input(self._before(request.previous_response_id), items)
-        return ResponseReply(request, payload, items, self.engine.generator)
+        return ResponsesResponseBuilder(request, payload, items, self.engine.generator)
 
     def _before(self, id: str | None) -> list[Document]:
         """All items of the conversation that a response ended. As stored, it may be as large as
@@ -126,7 +126,12 @@ class Responses(GenerationEndpoint[ResponseReply]):
         return [item for turn in turns for item in (*turn.input, *turn.response["output"])]
 
     async def answer(
-        self, scope: Scope, receive: Receive, send: Send, reply: ResponseReply, deadlines: Deadlines
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        reply: ResponsesResponseBuilder,
+        deadlines: Deadlines,
     ) -> None:
         if not reply.payloads[0].background:
             return await super().answer(scope, receive, send, reply, deadlines)
@@ -136,7 +141,9 @@ class Responses(GenerationEndpoint[ResponseReply]):
         self.jobs[reply.id] = Job(reply, stream.items, task)
         await send_json(send, reply.document)
 
-    async def _run(self, scope: Scope, reply: ResponseReply, stream: TokenStream) -> None:
+    async def _run(
+        self, scope: Scope, reply: ResponsesResponseBuilder, stream: TokenStream
+    ) -> None:
         """In the background: whatever ends it is what its response says."""
         with stream:
             try:
@@ -152,7 +159,7 @@ class Responses(GenerationEndpoint[ResponseReply]):
         finally:
             del self.jobs[reply.id]
 
-    async def keep(self, reply: ResponseReply) -> bool:
+    async def keep(self, reply: ResponsesResponseBuilder) -> bool:
         """Where it cannot be stored, as on a full disk, the response says so itself."""
         if not reply.document["store"]:
             return False

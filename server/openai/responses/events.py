@@ -16,19 +16,19 @@ from typing import Any, Literal
 import msgspec
 import orjson
 
-from server.answer_stream import Usage
+from server.core.answer_stream import UsageCounts
 from server.http.errors import HttpError
 from server.http.json import Document
 from server.openai.chat import CallId
+from server.openai.endpoint import GenerationResponseBuilder
 from server.openai.logprobs import logprob_document
-from server.openai.request import GenerationReply
+from server.openai.response_format import Format
 from server.openai.responses.items import new_id
 from server.openai.responses.request import ResponseRequest
 from server.openai.responses.store import Stored
-from server.openai.structured import Format
-from worker.deltas import Delta, TokenLogprob
-from worker.generation_input import Chat, GenerationInput, SamplingDefaults
-from worker.protocol import Generator
+from worker.messages.deltas import Delta, TokenLogprob
+from worker.messages.generation import Chat, GenerationInput, SamplingDefaults
+from worker.messages.protocol import Generator
 
 Ending = Literal["completed", "incomplete"]
 
@@ -47,7 +47,7 @@ TEXT_EVENTS = {
 }
 
 
-class ResponseReply(GenerationReply):
+class ResponsesResponseBuilder(GenerationResponseBuilder):
     """`items` are the request's input. One that failed has the error `invalid_prompt`, if the
     request was wrong, or `server_error`."""
 
@@ -120,7 +120,7 @@ class ResponseReply(GenerationReply):
             self.document["completed_at"] = int(time.time())
 
 
-def usage_document(usage: Usage) -> Document:
+def usage_document(usage: UsageCounts) -> Document:
     return {
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},

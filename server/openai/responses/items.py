@@ -15,6 +15,7 @@ from msgspec import Struct
 from batching.errors import InvalidInput
 from server.http.errors import HttpError
 from server.http.json import Document
+from server.openai.images import Detail, ImageUrl
 from server.openai.messages import (
     CalledFunction,
     ContentPart,
@@ -23,8 +24,7 @@ from server.openai.messages import (
     ToolCall,
     any_of,
 )
-from server.openai.params import required
-from server.openai.pictures import Detail, ImageUrl
+from server.openai.request_fields import required
 
 PREFIXES = {
     "message": "msg_",

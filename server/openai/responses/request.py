@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 from batching.errors import InvalidInput
 from server.http.json import Document
 from server.openai.messages import Message, read_messages
-from server.openai.params import (
+from server.openai.request_fields import (
     FILLED,
     CacheOptions,
     Count,
@@ -17,10 +17,10 @@ from server.openai.params import (
     GenerationRequest,
     TopLogprobs,
 )
+from server.openai.response_format import Format
 from server.openai.responses.items import FULL_ITEM, Item, messages
-from server.openai.structured import Format
 from server.openai.tools import MOST_TOOLS, Tool, ToolChoice, flat_calls
-from worker.generation_input import Chat, GenerationInput
+from worker.messages.generation import Chat, GenerationInput
 
 LOGPROBS = "message.output_text.logprobs"
 # What an answer may include; the second is an empty promise, since nothing is encrypted here.

@@ -1,0 +1,79 @@
+"""`GET /health`: is the process worth keeping. `GET /ready`, or `/ping`: should it get traffic.
+`GET /version`: which server this is.
+
+It should as long as one of its models answers; those that keep failing are named.
+"""
+
+from typing import Literal
+
+from msgspec import UNSET, Struct, UnsetType
+from starlette.requests import Request
+
+from server import __version__
+from server.core.worker_client import WorkerClient
+from server.http.errors import HttpError
+from worker.registry import GenerationModel
+from worker.tasks import TASKS, Kind
+
+
+class Health(Struct):
+    status: Literal["ok"]
+
+
+class Ready(Struct):
+    status: Literal["ready"]
+    compile: Literal["running", "done", "off"]
+    task: str | UnsetType = UNSET
+    takes: Kind | UnsetType = UNSET  # what the pipeline's input is
+    mask_token: str | UnsetType = UNSET
+    model: str | UnsetType = UNSET
+    chat_model: str | UnsetType = UNSET
+    embedding_model: str | UnsetType = UNSET
+    rerank_model: str | UnsetType = UNSET
+    transcription_model: str | UnsetType = UNSET
+    failing: list[str] | UnsetType = UNSET
+
+
+class Version(Struct):
+    version: str
+
+
+async def version(request: Request) -> Version:
+    return Version(__version__)
+
+
+async def health(request: Request) -> Health:
+    engine: WorkerClient = request.app.engine
+    if engine.worker.state == "dead":
+        raise unavailable("the worker is dead", "worker_down")
+    if engine.stuck:
+        long = f"a forward has been running for over {engine.stuck_after_s:g} s"
+        raise unavailable(long, "worker_stuck")
+    return Health("ok")
+
+
+async def ready(request: Request) -> Ready:
+    engine: WorkerClient = request.app.engine
+    if engine.failure is not None:
+        raise unavailable(str(engine.failure), "worker_down")
+    if (down := engine.refusal()) is not None:
+        raise unavailable(str(down))
+    failing = [name for name in engine.models if engine.refusal(name)]
+    if len(failing) == len(engine.models):
+        raise unavailable("the models keep failing; they are tried again shortly")
+    answer = Ready("ready", "off", failing=failing or UNSET)
+    for name, model in engine.models.items():
+        info, generates = model.loaded.info, isinstance(model, GenerationModel)
+        if isinstance(model, GenerationModel):
+            answer.compile = model.loaded.compile_state
+        if name == "pipeline":
+            answer.task, answer.model = "decision" if generates else info.task, info.model
+            answer.takes, answer.mask_token = TASKS[answer.task].kind, info.mask or UNSET
+        else:
+            setattr(answer, "chat_model" if generates else f"{name}_model", info.model)
+    return answer
+
+
+def unavailable(message: str, code: str = "not_ready") -> HttpError:
+    """What a probe is told; no request has failed by it."""
+    return HttpError(503, message, headers=[(b"retry-after", b"5")], code=code, kind="")

@@ -1,0 +1,148 @@
+"""Nobody finds in the prefix cache what was asked with another API key or cache_salt."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from batching.block_pool import BlockPool, BlockTable, Content
+from batching.scheduler import ContinuousScheduler
+from batching.sequence import Sequence
+from server.core.cache_namespace import cache_namespace
+from tests import tiny_chat
+from tests.http.test_pipeline_http import error_of
+from tests.serving import Server, serving
+
+TEXT = "Tell me of the sea, and of ships. " * 4
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 1},
+    "/v1/completions": {"prompt": TEXT, "max_tokens": 1},
+    "/v1/responses": {"input": TEXT, "max_output_tokens": 1},
+}
+PATHS = pytest.mark.parametrize("path", ASKED)
+
+
+def opened(pool: BlockPool, contents: list[Content], root: bytes) -> BlockTable:
+    table = pool.open(contents, pool.match(contents, root)[0], root=root)
+    assert table is not None
+    return table
+
+
+# ── blocks ──
+
+
+def test_chains_of_two_roots_share_nothing() -> None:
+    pool = BlockPool(16, 4)
+    prompt: list[Content] = list(range(9))
+    first = opened(pool, prompt, b"one")
+    assert pool.match(prompt, b"two") == ([], None)  # nor does it wait for the other
+    assert pool.match(prompt, b"one")[1] is not None
+    second = opened(pool, prompt, b"two")
+    for table in (first, second):
+        pool.register(table, prompt, 9)
+    assert pool.match(prompt, b"one")[0] == list(first.blocks[:2])
+    assert pool.match(prompt, b"two")[0] == list(second.blocks[:2])
+    assert pool.match(prompt) == ([], None)
+    assert not set(first.blocks) & set(second.blocks)
+
+
+def test_what_is_no_text_is_told_apart_by_its_digest() -> None:
+    pool = BlockPool(16, 4)
+    cat: list[Content] = [1, 2, b"a cat", b"a cat", b"a cat", 3, 4, 5, 6]
+    dog = [b"a dog" if content == b"a cat" else content for content in cat]
+    table = opened(pool, cat, b"")
+    pool.register(table, cat, len(cat))
+    assert pool.match(cat)[0] == list(table.blocks[:2])
+    assert pool.match(dog) == ([], None)
+
+
+def test_the_same_prompt_of_another_root_is_computed_beside_it() -> None:
+    scheduler = ContinuousScheduler(BlockPool(64, 4), 8)
+    prompt = list(range(20))
+    one, two, same = [Sequence(prompt, root=root) for root in (b"one", b"two", b"one")]
+    for sequence in (one, two, same):
+        scheduler.add(sequence)
+    chunks = scheduler.schedule(100)
+    assert [(chunk.sequence, chunk.count) for chunk in chunks] == [(one, 20), (two, 20)]
+    for chunk in chunks:
+        scheduler.advance(chunk, [0])
+    scheduler.schedule(100)
+    assert (one.cached, two.cached, same.cached) == (0, 0, 16)
+
+
+def test_a_root_depends_on_each_of_its_parts_and_on_nothing_else() -> None:
+    parts: list[tuple[str, bytes, str]] = [
+        ("m", b"", ""), ("", b"m", ""), ("", b"", "m"),
+        ("m", b"k", "s"), ("m", b"ks", ""), ("m", b"", "ks"),
+    ]  # fmt: skip
+    roots = [cache_namespace(*each) for each in parts]
+    assert len(set(roots)) == len(parts)
+    assert roots == [cache_namespace(*each) for each in parts]
+    assert {len(root) for root in roots} == {16}
+
+
+# ── over HTTP ──
+
+
+@pytest.fixture(scope="module")
+def folder() -> str:
+    return str(tiny_chat.folder())
+
+
+@pytest.fixture
+def keyed(folder: str) -> Iterator[Server]:
+    with _serving(folder, api_keys=("one", "two")) as made:
+        yield made
+
+
+def _serving(folder: str, **settings: Any) -> Any:
+    return serving(chat_model=folder, dtype="float32", kv_cache_gb=0.05, compile="off", **settings)
+
+
+def cached(server: Server, path: str, key: str, **fields: Any) -> int:
+    """How many of the prompt's tokens were in the cache."""
+    headers = {"Authorization": f"Bearer {key}"}
+    answer = httpx.post(server.url + path, json=ASKED[path] | fields, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    usage = answer.json()["usage"]
+    details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
+    return int(details["cached_tokens"])
+
+
+@PATHS
+def test_a_key_finds_its_own_prompts_and_nobody_elses(keyed: Server, path: str) -> None:
+    assert cached(keyed, path, "one") == 0
+    assert cached(keyed, path, "two") == 0
+    assert cached(keyed, path, "one") > 0
+    assert cached(keyed, path, "two") > 0
+
+
+@PATHS
+def test_a_salt_makes_a_room_within_the_keys(keyed: Server, path: str) -> None:
+    assert cached(keyed, path, "one", cache_salt="a") == 0
+    assert cached(keyed, path, "one") == 0
+    assert cached(keyed, path, "one", cache_salt="b") == 0
+    assert cached(keyed, path, "two", cache_salt="a") == 0  # the same salt of another key
+    assert cached(keyed, path, "one", cache_salt="a") > 0
+
+
+def test_without_keys_there_is_one_room(folder: str) -> None:
+    path = "/v1/completions"
+    with _serving(folder) as server:
+        assert cached(server, path, "one") == 0
+        assert cached(server, path, "two") > 0
+        assert cached(server, path, "one", cache_salt="a") == 0
+        assert cached(server, path, "two", cache_salt="a") > 0
+
+
+@PATHS
+@pytest.mark.parametrize("salt", ["", 1, ["a"], "a" * 257])
+def test_a_salt_is_a_text_that_is_neither_empty_nor_long(
+    keyed: Server, path: str, salt: object
+) -> None:
+    body = ASKED[path] | {"cache_salt": salt}
+    headers = {"Authorization": "Bearer one"}
+    answer = httpx.post(keyed.url + path, json=body, headers=headers)
+    assert answer.status_code == 400
+    assert error_of(answer)["param"] == "cache_salt"

@@ -1,0 +1,153 @@
+"""`python -m server calibrate`: the search is right where the truth is known, and it runs."""
+
+import asyncio
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from server.app import create_app
+from server.commands.calibrate import command
+from server.commands.calibrate.command import Options, calibrate
+from server.commands.calibrate.search import BatchLimits, Search, Stage
+from server.core.settings import Settings, SettingsError
+from tests.fake_generator import FakeGenerator
+from tests.fake_transcriber import FakeTranscriber
+from tests.fakes import FakeRunner
+
+ONLY = {"chat_model": "none", "embedding_model": "none"}
+
+
+class Machine:
+    """Whose batches take 10 ms and 2 ms for each row; more than 16 rows take much longer. Who comes
+    waits for the batch before, for a timer, and the longer the fuller the machine is."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def batch_s(self, cap: int) -> float:
+        return 0.010 + 0.002 * cap + (0.2 if cap > 16 else 0)
+
+    def capacity(self, cap: int) -> float:
+        return cap / self.batch_s(cap)
+
+    def p95_s(self, knobs: BatchLimits, rate: float) -> float:
+        left = 1 - rate / self.capacity(knobs.cap)
+        if left <= 0:
+            return math.inf
+        return 2 * self.batch_s(knobs.cap) / left + knobs.wait_ms / 1000
+
+    async def __call__(self, knobs: BatchLimits, rate: float, seconds: float) -> Stage:
+        self.seconds += seconds
+        capacity = self.capacity(knobs.cap)
+        served = min(rate or capacity, capacity)
+        p95_ms = 1000 * self.p95_s(knobs, rate or 0.99 * capacity)
+        return Stage(knobs, rate, served, p95_ms / 2, p95_ms, 0)
+
+    def best(self, limit_s: float, caps: Sequence[int]) -> float:
+        """The highest rate within the limit with one of these caps, by trying all."""
+        rates = ((n / 10, cap) for cap in caps for n in range(1, 10_000))
+        return max(rate for rate, cap in rates if self.p95_s(BatchLimits(cap), rate) <= limit_s)
+
+
+@pytest.mark.parametrize("limit_ms", [60, 100, 250, 1000, 5000])
+def test_the_search_finds_the_best_cap_and_nearly_its_rate(limit_ms: float) -> None:
+    machine = Machine()
+    search = Search(machine, limit_ms, 1.0)
+    found = asyncio.run(search.run())
+    assert found is not None
+    rate = machine.best(limit_ms / 1000, search.caps)
+    assert machine.best(limit_ms / 1000, [found.knobs.cap]) >= 0.9 * rate
+    assert 0.7 * rate <= found.rate <= 0.95 * rate
+    again = asyncio.run(machine(found.knobs, found.rate, 10))
+    assert again.holds(limit_ms)
+    assert machine.seconds < 60  # stages of a second
+
+
+def test_a_limit_that_nothing_keeps_is_said() -> None:
+    assert asyncio.run(Search(Machine(), 5, 1.0).run()) is None
+
+
+def test_a_stage_with_failures_does_not_hold() -> None:
+    stage = Stage(BatchLimits(8), 100, 100, 1, 2, 0)
+    assert stage.holds(2)
+    assert not stage.holds(1.9)
+    assert not Stage(BatchLimits(8), 100, 100, 1, 2, 1).holds(2)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LEAST_S": 0.05, "LIMITS": 0, "LEAST_REQUESTS": 1}.items():
+        monkeypatch.setattr(command, name, value)
+
+
+def run(app: Any, **options: Any) -> tuple[Stage | None, list[str]]:
+    said: list[str] = []
+    return calibrate(app, Options(**{"p95_ms": 60_000, **options}), said.append), said
+
+
+@pytest.mark.usefixtures("short")
+def test_what_is_printed_are_settings() -> None:
+    """Whatever a calibration before has made of the queue: two places would refuse its clients."""
+    settings = Settings(**ONLY, api_keys=("k",), max_queue_size=2)  # type: ignore[arg-type]
+    found, said = run(create_app(settings, FakeRunner))
+    assert found is not None
+    pasted = dict(line.split("=") for line in said if re.fullmatch(r"[A-Z_]+=\S+", line))
+    assert set(pasted) == {"MAX_BATCH_SIZE", "MAX_BATCH_WAIT_MS", "MAX_QUEUE_SIZE"}
+    from server.core.settings import load_settings
+
+    assert load_settings(pasted).max_batch_size == found.knobs.cap
+
+
+@pytest.mark.usefixtures("short")
+def test_a_chat_model_is_measured_by_whole_answers() -> None:
+    settings = Settings(pipeline_model="none", embedding_model="none", max_running=8)
+    found, said = run(create_app(settings, load_chat=FakeGenerator))
+    assert found is not None
+    assert [line for line in said if line.startswith("MAX_")] == ["MAX_QUEUE_SIZE=" + said[-1][15:]]
+
+
+@pytest.mark.usefixtures("short")
+def test_a_model_of_speech_alone_is_measured_by_recordings() -> None:
+    nothing = {"pipeline_model": "none", "embedding_model": "none", "chat_model": "none"}
+    transcriber = FakeTranscriber()
+    settings = Settings(**nothing, transcription_model="a/model")  # type: ignore[arg-type]
+    app = create_app(settings, load_transcriber=lambda: transcriber)
+    found, said = run(app)
+    assert found is not None
+    assert said[0].startswith("/v1/audio/transcriptions of fake")
+    assert transcriber.payloads
+
+
+@pytest.mark.slow
+def test_the_demo_of_speech_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LEAST_S": 1.0, "LIMITS": 0, "LEAST_REQUESTS": 1}.items():
+        monkeypatch.setattr(command, name, value)
+    nothing = {"pipeline_model": "none", "embedding_model": "none", "chat_model": "none"}
+    settings = Settings(**nothing, transcription_model="demo", compile="off")  # type: ignore[arg-type]
+    found, said = run(create_app(settings))
+    assert found is not None
+    assert said[0].startswith("/v1/audio/transcriptions of demo")
+
+
+@pytest.mark.parametrize(("rate", "places"), [(10, 16), (400, 200)])
+def test_places_are_for_what_comes_within_the_limit_twice_over(rate: float, places: int) -> None:
+    found = Stage(BatchLimits(256), rate, rate, 50, 200, 0)
+    assert command.settings(found, 250, True) == [f"MAX_QUEUE_SIZE={places}"]
+    assert command.settings(found, 250, False)[-1] == "MAX_QUEUE_SIZE=512"
+
+
+def lost() -> FakeRunner:
+    raise ValueError("no weights")
+
+
+def test_what_cannot_be_measured_is_said() -> None:
+    settings = Settings(**ONLY)  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="no such model is served"):
+        run(create_app(settings, FakeRunner), serves="chat")
+    with pytest.raises(SettingsError, match="no weights"):
+        run(create_app(settings, lost))
+    with pytest.raises(SettingsError, match="requests failed"):
+        run(create_app(settings, FakeRunner), file=b"refused")

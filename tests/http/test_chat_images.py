@@ -1,0 +1,198 @@
+"""Images in the messages of chats and responses, over a real socket; the generator has no model."""
+
+import base64
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from server.http import fetch
+from tests.event_streams import post
+from tests.fake_generator import FakeGenerator
+from tests.http.test_fetch import IMAGE, answering
+from tests.http.test_pipeline_http import error_of
+from tests.serving import Server, serving, wait_until
+from worker.messages.generation import Chat, ImageInput
+
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+DATA = "data:image/png;base64," + base64.b64encode(b"png").decode()
+
+
+@pytest.fixture(scope="module")
+def generator() -> FakeGenerator:
+    made = FakeGenerator()
+    made.no_images = ""
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(generator: FakeGenerator) -> Iterator[Server]:
+    with serving(load_chat=lambda: generator, image_fetch=("127.0.0.1",)) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def loopback_is_public(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "is_public", lambda address: address == "127.0.0.1")
+
+
+def image(url: Any = DATA, **fields: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url, **fields}}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def user(*parts: dict[str, Any], role: str = "user") -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": list(parts)}]}
+
+
+def chat(generator: FakeGenerator, server: Server, body: Any, path: str = CHAT) -> Chat:
+    """What the worker gets of a request."""
+    answer = post(server, path, body)
+    assert answer.status_code == 200, answer.text
+    prompt = generator.payloads[-1].prompt
+    assert isinstance(prompt, Chat)
+    return prompt
+
+
+def test_images_stand_in_their_places_among_text(generator: FakeGenerator, server: Server) -> None:
+    parts = text("one"), image(detail="low"), text("two"), {"type": "image_url", "image_url": DATA}
+    before = {"role": "system", "content": [text("be"), text("brief")]}
+    body = {"messages": [before, *user(*parts)["messages"]]}
+    got = chat(generator, server, body)
+    place = {"type": "image"}
+    assert got.messages == (
+        {"role": "system", "content": "be\nbrief"},
+        {"role": "user", "content": [text("one"), place, text("two"), place]},
+    )
+    path, root = "messages[1].content", generator.payloads[-1].cache_root
+    assert root
+    assert got.pictures == (
+        ImageInput(b"png", "low", f"{path}[1].image_url", root=root),
+        ImageInput(b"png", "auto", f"{path}[3].image_url", root=root),
+    )
+
+
+def test_responses_take_images_and_their_conversations_keep_them(
+    generator: FakeGenerator, server: Server
+) -> None:
+    part = {"type": "input_image", "image_url": DATA, "detail": "high"}
+    content = [{"type": "input_text", "text": "what?"}, part]
+    body = {"input": [{"role": "user", "content": content}]}
+    got = chat(generator, server, body, RESPONSES)
+    assert got.messages[0]["content"] == [text("what?"), {"type": "image"}]
+    param, root = "input[0].content[1].image_url", generator.payloads[-1].cache_root
+    assert got.pictures == (ImageInput(b"png", "high", param, root=root),)
+    first = post(server, RESPONSES, body).json()
+    items = httpx.get(f"{server.url}{RESPONSES}/{first['id']}/input_items").json()["data"]
+    assert items[0]["content"][1] == part
+    more = {"input": "and now?", "previous_response_id": first["id"]}
+    again = chat(generator, server, more, RESPONSES)
+    assert [each.data for each in again.pictures] == [b"png"]
+    assert again.messages[-1]["content"] == "and now?"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        (user(image("/etc/passwd")), "messages[0].content[0].image_url", "paths are not opened"),
+        (user(image("file:///a.png")), "messages[0].content[0].image_url", "paths are not"),
+        (user(image("data:image/png,abc")), "messages[0].content[0].image_url", "base64"),
+        (user(image("data:;base64,a")), "messages[0].content[0].image_url", "base64"),
+        (user(image(detail="huge")), "messages[0].content[0].image_url.detail", "'huge'"),
+        (user(image(None)), "messages[0].content[0].image_url", "expected"),
+        (user(text("a"), *[image()] * 21), "messages[0]", "at most 20 images"),
+        (user(image(), role="assistant"), "messages[0].content[0].type", "of the user alone"),
+        (user(image(), role="system"), "messages[0].content[0].type", "of the user alone"),
+        (user(image(), role="tool"), "messages[0].content[0].type", "of the user alone"),
+        (user(image("https://example.com/a")), "messages[0].content[0].image_url", "IMAGE_FETCH"),
+    ],
+)
+def test_images_that_are_refused(
+    server: Server, body: dict[str, Any], param: str, says: str
+) -> None:
+    answer = post(server, CHAT, body)
+    assert answer.status_code == 400, answer.text
+    error = error_of(answer)
+    assert error["param"].startswith(param)
+    assert says in error["message"]
+
+
+def test_twenty_images_are_taken(generator: FakeGenerator, server: Server) -> None:
+    assert len(chat(generator, server, user(*[image()] * 20)).pictures) == 20
+
+
+def test_files_that_were_uploaded_are_not_here(server: Server) -> None:
+    part = {"type": "input_image", "file_id": "file-1"}
+    answer = post(server, RESPONSES, {"input": [{"role": "user", "content": [part]}]})
+    assert error_of(answer)["param"] == "input[0].content[0].file_id"
+
+
+def test_text_model_says_that_it_takes_no_images() -> None:
+    with serving(load_chat=FakeGenerator, image_fetch=("any",)) as made:
+        for url in (DATA, "http://127.0.0.1:1/"):
+            error = error_of(post(made, CHAT, user(image(url))))
+            assert error["param"] == "messages[0].content[0].image_url"
+            assert "takes text, no images" in error["message"]
+            assert "no images" in error_of(post(made, "/tokenize", user(image(url))))["message"]
+
+
+def test_links_are_fetched_before_the_worker_hears_of_them(
+    generator: FakeGenerator, server: Server
+) -> None:
+    with answering(IMAGE, IMAGE) as (port, _):
+        link = f"http://127.0.0.1:{port}/a.png"
+        got = chat(generator, server, user(image(link), image(), image(link)))
+    assert [each.data for each in got.pictures] == [b"png"] * 3
+    assert not any(each.link for each in got.pictures)
+    assert {each.root for each in got.pictures} == {generator.payloads[-1].cache_root}
+
+
+def test_operator_who_names_no_host_is_named_the_setting(generator: FakeGenerator) -> None:
+    with serving(load_chat=lambda: generator) as made:
+        error = error_of(post(made, CHAT, user(image("https://example.com/a.png"))))
+    assert error["param"] == "messages[0].content[0].image_url"
+    assert "IMAGE_FETCH" in error["message"]
+
+
+def test_client_that_leaves_ends_its_fetches(server: Server) -> None:
+    left, asked = threading.Event(), threading.Event()
+
+    def stall(client: socket.socket) -> None:
+        asked.set()
+        client.settimeout(60)
+        client.recv(1)  # until the other end closes
+        left.set()
+
+    with answering(stall) as (port, _):
+        body = httpx.Request(
+            "POST", server.url + CHAT, json=user(image(f"http://127.0.0.1:{port}/"))
+        )
+        client = socket.create_connection(("127.0.0.1", server.port))
+        lines = b"".join(b"%b: %b\r\n" % each for each in body.headers.raw)
+        client.sendall(b"POST %b HTTP/1.1\r\n%b\r\n%b" % (CHAT.encode(), lines, body.content))
+        assert asked.wait(60)
+        client.close()
+        assert left.wait(60)
+    wait_until(lambda: server.app.body_bytes == 0)
+
+
+def test_deadline_covers_the_fetches(server: Server) -> None:
+    def stall(client: socket.socket) -> None:
+        client.settimeout(60)
+        client.recv(1)
+
+    with answering(stall) as (port, _):
+        answer = httpx.post(
+            server.url + CHAT,
+            json=user(image(f"http://127.0.0.1:{port}/")),
+            headers={"X-Request-Timeout-Ms": "100"},
+        )
+    assert answer.status_code == 504
+    assert "not fetched" in answer.json()["error"]["message"]
+    wait_until(lambda: server.app.body_bytes == 0)

@@ -1,0 +1,268 @@
+"""Tools, reasoning and forms of output in Chat Completions, with scripted answers."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.event_streams import chat, chunks
+from tests.fake_generator import FakeGenerator
+from tests.serving import Server, serving
+from worker.messages.generation import Calls, Chat, Constraint, GenerationInput
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+TOOLS = [WEATHER, CLOCK]
+ASKED = 'say *hm Well !get_weather ={"city": ="Oslo"} !clock ={}'
+
+
+@pytest.fixture(scope="module")
+def generator() -> FakeGenerator:
+    return FakeGenerator()
+
+
+@pytest.fixture(scope="module")
+def server(generator: FakeGenerator) -> Iterator[Server]:
+    with serving(load_chat=lambda: generator, chat_model="org/model") as started:
+        yield started
+
+
+def asked(generator: FakeGenerator, server: Server, **fields: Any) -> GenerationInput:
+    answer = chat(server, **fields)
+    assert answer.status_code == 200, answer.text
+    return generator.payloads[-1]
+
+
+def test_a_message_has_its_reasoning_and_its_calls(server: Server) -> None:
+    answer = chat(server, ASKED, tools=TOOLS).json()
+    [choice] = answer["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    message = choice["message"]
+    assert message["reasoning"] == message["reasoning_content"] == "hm "
+    assert message["content"] == " Well"
+    first, second = message["tool_calls"]
+    assert first["function"] == {"name": "get_weather", "arguments": '{"city":"Oslo"}'}
+    assert second["function"] == {"name": "clock", "arguments": "{}"}
+    assert first["type"] == second["type"] == "function"
+    assert [first["id"], second["id"]] == ["call_get_weather:0", "call_clock:1"]
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
+
+
+def test_content_is_null_beside_calls(server: Server) -> None:
+    [choice] = chat(server, "say !clock ={}", tools=TOOLS).json()["choices"]
+    assert choice["message"]["content"] is None
+    assert {"reasoning", "reasoning_content"}.isdisjoint(choice["message"])
+
+
+def test_a_call_streams_its_name_first_and_then_its_arguments(server: Server) -> None:
+    said = [c["choices"][0] for c in chunks(chat(server, ASKED, tools=TOOLS, stream=True))]
+    deltas = [choice["delta"] for choice in said]
+    thought = {"reasoning": "hm ", "reasoning_content": "hm "}
+    assert deltas[:3] == [{"role": "assistant"}, thought, {"content": " Well"}]
+    calls = [delta["tool_calls"][0] for delta in deltas[3:-1]]
+    begun = [call for call in calls if "id" in call]
+    assert [(call["index"], call["function"]["name"]) for call in begun] == [
+        (0, "get_weather"),
+        (1, "clock"),
+    ]
+    assert all(call["type"] == "function" for call in begun)
+    assert all(call["function"]["arguments"] == "" for call in begun)
+    assert [calls.index(call) for call in begun] == [0, len(calls) - 2]
+    rest = [call for call in calls if call not in begun]
+    assert all(set(call) == {"index", "function"} for call in rest)
+    assert all(set(call["function"]) == {"arguments"} for call in rest)
+    arguments = [
+        "".join(c["function"]["arguments"] for c in rest if c["index"] == n) for n in (0, 1)
+    ]
+    assert arguments == ['{"city":"Oslo"}', "{}"]
+    assert deltas[-1] == {}
+    assert [choice["finish_reason"] for choice in said] == [None] * (len(said) - 1) + ["tool_calls"]
+
+
+def test_ids_are_the_generators_who_is_told_how_many_calls_there_were(server: Server) -> None:
+    function = {"name": "clock", "arguments": "{}"}
+    calls = [{"id": f"c{n}", "type": "function", "function": function} for n in range(2)]
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "user", "content": ASKED},
+    ]
+    fields: dict[str, Any] = {"messages": messages, "tools": TOOLS, "n": 2}
+    for choice in chat(server, **fields).json()["choices"]:
+        ids = [call["id"] for call in choice["message"]["tool_calls"]]
+        assert ids == ["call_get_weather:2", "call_clock:3"]
+    streamed = [c["choices"][0] for c in chunks(chat(server, stream=True, **fields))]
+    for index in (0, 1):
+        deltas = [choice["delta"] for choice in streamed if choice["index"] == index]
+        begun = [call for delta in deltas for call in delta.get("tool_calls", ()) if "id" in call]
+        assert [call["id"] for call in begun] == ["call_get_weather:2", "call_clock:3"]
+
+
+def test_calls_of_several_choices_are_counted_apart(server: Server) -> None:
+    streamed = chunks(chat(server, "say !clock ={}", tools=TOOLS, stream=True, n=2))
+    for index in (0, 1):
+        of_it = [c["choices"][0] for c in streamed if c["choices"][0]["index"] == index]
+        calls = [c["delta"]["tool_calls"][0] for c in of_it if "tool_calls" in c["delta"]]
+        assert {call["index"] for call in calls} == {0}
+        assert calls[0]["function"]["name"] == "clock"
+
+
+@pytest.mark.parametrize(
+    ("fields", "calls"),
+    [
+        ({}, Calls(("get_weather", "clock"))),
+        ({"tool_choice": "auto"}, Calls(("get_weather", "clock"))),
+        ({"tool_choice": "required"}, Calls(("get_weather", "clock"), required=True)),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "clock"}}},
+            Calls(("clock",), required=True),
+        ),
+        ({"parallel_tool_calls": False}, Calls(("get_weather", "clock"), parallel=False)),
+        (
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [CLOCK]},
+                }
+            },
+            Calls(("clock",)),
+        ),
+    ],
+)
+def test_the_choice_of_tools_arrives(
+    generator: FakeGenerator, server: Server, fields: dict[str, Any], calls: Calls
+) -> None:
+    payload = asked(generator, server, tools=TOOLS, **fields)
+    assert payload.calls == calls
+    assert isinstance(payload.prompt, Chat)
+    assert payload.prompt.tools == tuple(TOOLS)
+
+
+def test_tools_that_may_not_be_called_are_not_offered(
+    generator: FakeGenerator, server: Server
+) -> None:
+    payload = asked(generator, server, tools=TOOLS, tool_choice="none")
+    assert payload.calls is None
+    assert isinstance(payload.prompt, Chat)
+    assert payload.prompt.tools == ()
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "constraint"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        (
+            {"response_format": {"type": "json_object"}},
+            Constraint("json_schema", {"type": "object"}, "response_format.value"),
+        ),
+        (
+            {"response_format": {"type": "json_object", "value": SCHEMA}},
+            Constraint("json_schema", SCHEMA, "response_format.value"),
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": SCHEMA}},
+            Constraint("json_schema", SCHEMA, "response_format.schema"),
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": {}, "value": None}},
+            Constraint("json_schema", {"type": "object"}, "response_format.value"),
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+            Constraint("json_schema", SCHEMA, "response_format.json_schema.schema"),
+        ),
+        (
+            {"structured_outputs": {"json": json.dumps(SCHEMA)}},
+            Constraint("json_schema", SCHEMA, "structured_outputs.json"),
+        ),
+        (
+            {"structured_outputs": {"regex": "a+"}},
+            Constraint("regex", "a+", "structured_outputs.regex"),
+        ),
+        (
+            {"structured_outputs": {"choice": ["a", "b"]}},
+            Constraint("choice", ["a", "b"], "structured_outputs.choice"),
+        ),
+        (
+            {"structured_outputs": {"grammar": 'start: "a"'}},
+            Constraint("grammar", 'start: "a"', "structured_outputs.grammar"),
+        ),
+    ],
+)
+def test_the_form_of_the_answer_arrives(
+    generator: FakeGenerator, server: Server, fields: dict[str, Any], constraint: Constraint | None
+) -> None:
+    assert asked(generator, server, **fields).constraint == constraint
+
+
+def test_a_budget_for_thinking_arrives(generator: FakeGenerator, server: Server) -> None:
+    assert asked(generator, server, thinking_token_budget=7).thinking_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": []}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"tools": [CLOCK, CLOCK]}, "tools[1].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": 'a"b'}}]}, "tools[0].function.name"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a" * 65}}]},
+            "tools[0].function.name",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]},
+            "tools[0].function.parameters",
+        ),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": 3}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice.function.name",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}},
+            "tool_choice.allowed_tools",
+        ),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}},
+            },
+            "tool_choice.allowed_tools.tools",
+        ),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [{"function": {"name": "g"}}]},
+                },
+            },
+            "tool_choice.allowed_tools.tools[0].function.name",
+        ),
+    ],
+)
+def test_tools_that_make_no_sense_are_named(
+    server: Server, fields: dict[str, Any], param: str
+) -> None:
+    answer = chat(server, **fields)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert param in error["message"]

@@ -1,0 +1,223 @@
+"""What `POST /v1/completions` promises over a real socket, with a generator without a model."""
+
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any, get_type_hints
+
+import pytest
+
+from server.openai import choices, completions, endpoint
+from tests.event_streams import chunks, post
+from tests.fake_generator import FakeGenerator
+from tests.http.test_pipeline_http import error_of
+from tests.serving import Server, serving
+
+PATH = "/v1/completions"
+WHOLE = "Hello there, wörld!"
+
+
+@pytest.fixture(scope="module")
+def generator() -> FakeGenerator:
+    return FakeGenerator()
+
+
+@pytest.fixture(scope="module")
+def server(generator: FakeGenerator) -> Iterator[Server]:
+    with serving(load_chat=lambda: generator, max_queue_size=8) as made:
+        yield made
+
+
+def complete(server: Server, prompt: Any = "hi", **fields: Any) -> dict[str, Any]:
+    answer = post(server, PATH, {"prompt": prompt, **fields})
+    assert answer.status_code == 200, answer.text
+    document: dict[str, Any] = answer.json()
+    return document
+
+
+def test_an_answer_has_every_field_of_the_api(server: Server) -> None:
+    answer = complete(server)
+    assert re.fullmatch("cmpl-[0-9a-f]{24}", answer.pop("id"))
+    assert isinstance(answer.pop("created"), int)
+    assert answer == {
+        "object": "text_completion",
+        "model": "demo",
+        "system_fingerprint": None,
+        "choices": [{"index": 0, "text": WHOLE, "logprobs": None, "finish_reason": "stop"}],
+        "usage": {
+            "prompt_tokens": 2,
+            "completion_tokens": 5,
+            "total_tokens": 7,
+            "prompt_tokens_details": {"cached_tokens": 2},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts", "params"),
+    [
+        ("ab", ["ab"], ["prompt"]),
+        (["ab"], ["ab"], ["prompt[0]"]),
+        (["ab", "cd"], ["ab", "cd"], ["prompt[0]", "prompt[1]"]),
+        ([5, 6, 7], [(5, 6, 7)], ["prompt"]),
+        ([[5], [6, 7]], [(5,), (6, 7)], ["prompt[0]", "prompt[1]"]),
+    ],
+)
+def test_a_prompt_takes_four_forms(
+    server: Server, generator: FakeGenerator, prompt: Any, prompts: list[Any], params: list[str]
+) -> None:
+    generator.payloads.clear()
+    answer = complete(server, prompt, n=2)
+    assert [choice["index"] for choice in answer["choices"]] == list(range(2 * len(prompts)))
+    assert answer["usage"]["prompt_tokens"] == sum(len(each) for each in prompts)
+    assert answer["usage"]["completion_tokens"] == 2 * len(prompts) * 6
+    taken = sorted(generator.payloads, key=lambda payload: payload.first_choice)
+    assert [payload.prompt for payload in taken] == prompts
+    assert [payload.param for payload in taken] == params
+    assert [payload.first_choice for payload in taken] == [2 * k for k in range(len(prompts))]
+
+
+def test_answers_of_a_list_belong_to_their_prompts(server: Server) -> None:
+    answer = complete(server, ["say a b c", "say d", "say e f"])
+    assert [choice["text"] for choice in answer["choices"]] == ["a b c", "d", "e f"]
+
+
+def test_sixteen_tokens_unless_said_otherwise(server: Server, generator: FakeGenerator) -> None:
+    assert complete(server, "long")["usage"]["completion_tokens"] == 16
+    assert complete(server, "long", max_tokens=None)["choices"][0]["finish_reason"] == "length"
+    assert complete(server, "long", max_tokens=3)["usage"]["completion_tokens"] == 3
+
+
+def test_echo_puts_the_prompt_first(server: Server) -> None:
+    answer = complete(server, "ab", echo=True, max_tokens=1)
+    assert answer["choices"][0]["text"] == "abHello"
+    alone = complete(server, "ab", echo=True, max_tokens=0)
+    assert alone["choices"][0] | {"logprobs": None} == {
+        "index": 0, "text": "ab", "logprobs": None, "finish_reason": "length",
+    }  # fmt: skip
+    assert alone["usage"]["completion_tokens"] == 0
+
+
+def test_log_probabilities_in_their_older_form(server: Server) -> None:
+    logprobs = complete(server, "ab", echo=True, logprobs=2, max_tokens=2)["choices"][0]["logprobs"]
+    assert logprobs == {
+        "tokens": ["a", "b", "Hello", " there"],
+        "token_logprobs": [None, -1.0, -1.0, -1.0],
+        "top_logprobs": [
+            None,
+            {"b": -1.0, "b1": -2.0},
+            {"Hello": -1.0, "Hello1": -2.0},
+            {" there": -1.0, " there1": -2.0},
+        ],
+        "text_offset": [0, 1, 2, 7],
+    }
+    bare = complete(server, logprobs=0, max_tokens=1)["choices"][0]["logprobs"]
+    assert bare["top_logprobs"] == [{"Hello": -1.0}]
+
+
+@pytest.mark.parametrize(("prompt", "off_the_loop"), [("ab", False), ("ab" * 40, True)])
+def test_many_log_probabilities_are_made_into_documents_off_the_loop(
+    server: Server, monkeypatch: pytest.MonkeyPatch, prompt: str, off_the_loop: bool
+) -> None:
+    threads: list[str] = []
+
+    def watched(module: Any, name: str) -> None:
+        work = getattr(module, name)
+
+        def told(*given: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return work(*given)
+
+        monkeypatch.setattr(module, name, told)
+
+    watched(completions, "_logprobs")
+    watched(choices, "prompt_document")
+    watched(endpoint, "to_json")
+    scored = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 1}
+    for fields in ({"prompt_logprobs": 1}, {"stream": True}):
+        assert post(server, PATH, scored | fields).status_code == 200
+    assert {"AnyIO worker thread" in name for name in threads} == {off_the_loop}
+
+
+def test_a_stream_joins_to_the_whole_answer(server: Server) -> None:
+    fields = {"echo": True, "logprobs": 1}
+    whole = complete(server, ["ab", "c"], **fields)
+    options = {"include_usage": True}
+    body = {"prompt": ["ab", "c"], "stream": True, "stream_options": options, **fields}
+    got = chunks(post(server, PATH, body))
+    assert got[-1]["choices"] == []
+    assert got[-1]["usage"] == whole["usage"]
+    assert all(chunk["usage"] is None for chunk in got[:-1])
+    assert len({(c["id"], c["created"], c["model"]) for c in got}) == 1
+    assert {c["object"] for c in got} == {"text_completion"}
+    for index, choice in enumerate(whole["choices"]):
+        own = [c["choices"][0] for c in got[:-1] if c["choices"][0]["index"] == index]
+        assert "".join(c["text"] for c in own) == choice["text"]
+        assert [c["finish_reason"] for c in own] == [None] * (len(own) - 1) + ["stop"]
+        for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            joined = [each for c in own for each in c["logprobs"][key]]
+            assert joined == choice["logprobs"][key]
+    bare = chunks(post(server, PATH, {"prompt": "a", "stream": True}))
+    assert not any("usage" in chunk for chunk in bare)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({}, "prompt", "is required"),
+        ({"prompt": None}, "prompt", "expected"),
+        ({"prompt": ""}, "prompt", "empty"),
+        ({"prompt": []}, "prompt", "empty"),
+        ({"prompt": [""]}, "prompt[0]", "empty"),
+        ({"prompt": [[]]}, "prompt[0]", "empty"),
+        ({"prompt": ["a", ""]}, "prompt[1]", "empty"),
+        ({"prompt": ["a", 1]}, "prompt[1]", "one kind"),
+        ({"prompt": [[1], "a"]}, "prompt[1]", "one kind"),
+        ({"prompt": [1, "a"]}, "prompt[1]", "token id"),
+        ({"prompt": [1, True]}, "prompt[1]", "bool"),
+        ({"prompt": [1, -1]}, "prompt[1]", ">= 0"),
+        ({"prompt": [[1, -1]]}, "prompt[0][1]", ">= 0"),
+        ({"prompt": [[1, 1.5]]}, "prompt[0][1]", "float"),
+        ({"prompt": {"a": 1}}, "prompt", "object"),
+        ({"prompt": ["a"] * 9}, "prompt", "more than 8"),
+        ({"prompt": ["a"] * 3, "n": 3}, "prompt", "more than 8"),
+        ({"prompt": ["a", "refused"]}, "prompt[1]", "is refused"),
+        ({"prompt": "refused", "stream": True}, "prompt", "is refused"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "echo"),
+        ({"prompt": "a", "min_tokens": 17}, "min_tokens", "more than max_tokens, 16"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs", "<= 20"),
+        ({"prompt": "a", "logprobs": True}, "logprobs", "bool"),
+        ({"prompt": "a", "echo": 1}, "echo", "bool"),
+        ({"prompt": "a", "suffix": "b"}, "suffix", "not implemented"),
+        ({"prompt": "a", "best_of": 2}, "best_of", "not implemented"),
+        ({"prompt": "a", "best_of": "2"}, "best_of", "got str"),
+        ({"prompt": "a", "stream_options": {}}, "stream_options", "stream: true"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    server: Server, body: dict[str, Any], param: str, says: str
+) -> None:
+    answer = post(server, PATH, body)
+    assert answer.status_code == 400
+    error = error_of(answer)
+    assert error["param"] == param
+    assert says in error["message"]
+    assert server.engine.queue.pending == 0
+
+
+def test_as_many_candidates_as_answers_is_no_choice(server: Server) -> None:
+    assert len(complete(server, best_of=2, n=2)["choices"]) == 2
+    assert len(complete(server, best_of=1, suffix=None, n=1)["choices"]) == 1
+
+
+def test_every_parameter_of_the_api_is_honoured_accepted_or_refused() -> None:
+    from openai.types.completion_create_params import CompletionCreateParamsStreaming
+
+    from server.openai.completions import CompletionRequest
+
+    known = set(get_type_hints(CompletionCreateParamsStreaming))
+    assert {"prompt", "stream"} <= known
+    assert known - {*CompletionRequest.__struct_fields__, *CompletionRequest.unimplemented} == {
+        "user"
+    }

@@ -1,0 +1,127 @@
+"""`POST /` with the task `decision`: the pipeline's inputs and answers, by a language model."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tiny_decisions
+from tests.event_streams import CLIENT, post
+from tests.http.test_pipeline_http import error_of
+from tests.model.test_decisions import assert_alike, library
+from tests.serving import Server, metric, serving
+from worker.task_detection import decides_in_its_own_way
+
+QUESTIONS = {
+    "refund": {"type": "noul", "instructions": "Is a refund requested?"},
+    "tone": {"type": "choice", "criteria": {"calm": "polite", "angry": None, "sad": None}},
+    "urgency": {"type": "score", "criteria": ["can wait", "this week", "today"]},
+}
+STATE = "I was charged twice for my order and want my money back, please. " * 3
+ASKED = {"state": STATE, "questions": QUESTIONS}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    folder = str(tiny_decisions.folder())
+    settings: dict[str, Any] = {"chat_model": folder, "pipeline_model": folder}
+    settings |= {"dtype": "float32", "kv_cache_gb": 0.05, "compile": "off"}
+    with serving(pipeline_task="decision", **settings) as made:
+        yield made
+
+
+def test_answers_are_the_pipelines(server: Server) -> None:
+    pytest.importorskip("transformers.decision")
+    assert set(server.engine.models) == {"generation"}
+    answer = post(server, "/", {"inputs": ASKED})
+    assert answer.status_code == 200, answer.text
+    assert_alike(answer.json(), library()(ASKED))
+    several = post(server, "/", {"inputs": [ASKED, {**ASKED, "state": {"order": [1, None]}}]})
+    one, other = several.json()
+    assert_alike(one, answer.json())
+    assert list(other) == list(one)
+    assert other != one
+
+
+def test_the_input_is_known_from_systemone(server: Server) -> None:
+    told = {"state": STATE + "It is the third time.", "questions": QUESTIONS}
+    assert post(server, "/v1/systemone", told).status_code == 200
+    before = tokens(server)
+    assert post(server, "/", {"inputs": told}).status_code == 200
+    run, found = (now - then for now, then in zip(tokens(server), before, strict=True))
+    assert found > run
+
+
+def tokens(server: Server) -> tuple[float, float]:
+    """Of prompts: run and found in the cache."""
+    counted = 'onequeue_tokens_total{kind="%s"}'
+    return metric(server, counted % "prompt"), metric(server, counted % "cached")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "param"),
+    [
+        ("hello", "inputs"),
+        ({"state": "a"}, "inputs.questions"),
+        ([ASKED, {"state": "a", "questions": {}}], "inputs[1].questions"),
+        ({"state": "a", "questions": {"a": {"type": "which"}}}, "inputs.questions"),
+        ({**ASKED, "assets": {"a": "/etc/passwd"}}, "inputs.assets"),
+        ({**ASKED, "state": STATE * 999}, "state"),
+    ],
+)
+def test_what_cannot_be_asked_is_named(server: Server, inputs: Any, param: str) -> None:
+    answer = post(server, "/", {"inputs": inputs})
+    assert answer.status_code == 400
+    assert str(error_of(answer)["param"]).startswith(param)
+
+
+def test_a_state_may_be_nested_deeper_than_json_is_written(server: Server) -> None:
+    state: Any = 0
+    for _ in range(400):
+        state = [state]
+    assert post(server, "/", {"inputs": {**ASKED, "state": state}}).status_code == 200
+
+
+def test_without_a_chat_model_it_is_loaded_for_decisions_alone(server: Server) -> None:
+    folder = str(tiny_decisions.folder())
+    settings: dict[str, Any] = {"chat_model": "none", "pipeline_model": folder}
+    settings |= {"dtype": "float32", "kv_cache_gb": 0.05, "compile": "off"}
+    with serving(pipeline_task="decision", **settings) as alone:
+        assert set(alone.engine.models) == {"pipeline"}
+        answer, expected = (post(each, "/", {"inputs": ASKED}).json() for each in (alone, server))
+        assert_alike(answer, expected)
+        told = CLIENT.get(alone.url + "/ready").json()
+        assert told["model"] == folder
+        assert "chat_model" not in told
+        for path in ("/v1/chat/completions", "/v1/systemone"):
+            assert post(alone, path, {}).status_code == 404
+
+
+def test_beside_another_chat_model_it_is_one_of_its_own(server: Server, tmp_path: Path) -> None:
+    folder, other = str(tiny_decisions.folder()), tmp_path / "other"
+    shutil.copytree(folder, other)
+    settings: dict[str, Any] = {"chat_model": str(other), "pipeline_model": folder}
+    settings |= {"dtype": "float32", "kv_cache_gb": 0.05, "compile": "off"}
+    with serving(pipeline_task="decision", **settings) as both:
+        assert set(both.engine.models) == {"pipeline", "generation"}
+        answer, expected = (post(each, "/", {"inputs": ASKED}).json() for each in (both, server))
+        assert_alike(answer, expected)
+        told = CLIENT.get(both.url + "/ready").json()
+        assert (told["model"], told["task"]) == (folder, "decision")
+        assert told["chat_model"] == str(other)
+        before = tokens(both)
+        assert post(both, "/v1/systemone", ASKED).status_code == 200
+        run, _ = (now - then for now, then in zip(tokens(both), before, strict=True))
+        assert run > len(STATE) / 8  # the other model has not seen it
+
+
+def test_a_checkpoint_with_its_own_settings_keeps_its_pipeline(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(tiny_decisions.folder(), folder)
+    assert not decides_in_its_own_way(str(folder))
+    (folder / "decision.json").write_text(json.dumps({}))
+    assert decides_in_its_own_way(str(folder))
+    assert decides_in_its_own_way("nobody/nothing-of-the-kind")  # it cannot be asked for

@@ -1,0 +1,299 @@
+"""`POST /v1/embeddings` over HTTP: shapes, refusals, long lists beside short requests, clients."""
+
+import base64
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import huggingface_hub
+import numpy as np
+import openai
+import orjson
+import pytest
+from huggingface_hub import InferenceClient
+
+from batching.request_queue import WorkItem
+from tests.event_streams import CLIENT, post
+from tests.fakes import FakeRunner
+from tests.http.test_pipeline_http import error_of
+from tests.process.test_sdk_node import FOLDER, NODE
+from tests.serving import Server, serving, wait_until
+from worker.messages.scoring import PIECE, Embedded, PieceSize, pieces
+
+PATH = "/v1/embeddings"
+FACTS = ["the capital of france is paris", "a cow says moo", "bread is made from flour"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(embedding_model="demo") as made:
+        yield made
+
+
+def vectors(server: Server, given: Any, **more: Any) -> Any:
+    answer = post(server, PATH, {"input": given, **more})
+    assert answer.status_code == 200, answer.text
+    return np.array([each["embedding"] for each in answer.json()["data"]], dtype=np.float32)
+
+
+def test_the_answer_is_openais(server: Server) -> None:
+    answer = post(server, PATH, {"input": FACTS, "model": "demo", "user": "me"})
+    document = answer.json()
+    assert (document["object"], document["model"]) == ("list", "demo")
+    assert [each["index"] for each in document["data"]] == [0, 1, 2]
+    assert {each["object"] for each in document["data"]} == {"embedding"}
+    assert {len(each["embedding"]) for each in document["data"]} == {64}
+    assert document["usage"]["prompt_tokens"] == document["usage"]["total_tokens"] > 10
+    assert answer.headers["x-batch-size"] == "3"
+    assert "model;dur=" in answer.headers["server-timing"]
+
+
+def test_related_facts_are_nearer_than_others(server: Server) -> None:
+    known = vectors(server, FACTS)
+    for n, asked in enumerate(["what is the capital of france?", "the cow's moo", "flour"]):
+        near = known @ vectors(server, asked)[0]
+        assert near.argmax() == n
+        assert near[n] > sorted(near)[1] + 0.2
+
+
+def test_texts_and_ids_floats_and_base64_are_the_same(server: Server) -> None:
+    [whole] = vectors(server, FACTS[0])
+    ids = post(server, "/tokenize", {"prompt": FACTS[0]}).json()["tokens"]
+    for same in ([FACTS[0]], ids, [ids]):
+        np.testing.assert_array_equal(vectors(server, same)[0], whole)
+    body = {"input": [FACTS[0]], "encoding_format": "base64"}
+    [encoded] = post(server, PATH, body).json()["data"]
+    read = np.frombuffer(base64.b64decode(encoded["embedding"]), "<f4")
+    np.testing.assert_allclose(read, whole, atol=1e-7)
+    [short] = vectors(server, FACTS[0], dimensions=16)
+    expected = whole[:16] / np.linalg.norm(whole[:16])
+    np.testing.assert_allclose(short, expected, atol=1e-6)
+
+
+def test_a_text_has_one_vector_alone_or_among_others(server: Server) -> None:
+    texts = [f"{'word ' * (n % 40)}number {n}" for n in range(300)]
+    listed = vectors(server, texts)
+    with ThreadPoolExecutor(16) as threads:
+        alone = np.concatenate(list(threads.map(lambda text: vectors(server, text), texts)))
+    np.testing.assert_allclose(alone, listed, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": "a", "inputs": "a"}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": ["a", ""]}, "input[1]"),
+        ({"input": [[]]}, "input[0]"),
+        ({"input": ["a", [5]]}, "input[1]"),
+        ({"input": ["a"] * 2049}, "input"),
+        ({"input": [[5], [6, 99999]]}, "input[1]"),
+        ({"input": [-1]}, "input[0]"),
+        ({"input": [1.5]}, "input[0]"),
+        ({"input": [True]}, "input[0]"),
+        ({"input": [None]}, "input[0]"),
+        ({"input": {"a": 1}}, "input"),
+        ({"input": ["a"] * 20 + ["long " * 200]}, "input[20]"),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "a", "dimensions": 0}, "dimensions"),
+        ({"input": "a", "dimensions": 17}, "dimensions"),
+        ({"input": "a", "dimensions": 65}, "dimensions"),
+        ({"input": "a", "prompt_name": "q"}, "prompt_name"),
+        ({"input": "a", "input_type": "nonsense"}, "input_type"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ],
+)
+def test_what_does_not_fit_is_named(server: Server, body: dict[str, Any], param: str) -> None:
+    answer = post(server, PATH, body)
+    assert answer.status_code == 400, answer.text
+    assert error_of(answer)["param"] == param
+
+
+def test_nan_is_no_json_and_an_unknown_model_is_404(server: Server) -> None:
+    answer = CLIENT.post(server.url + PATH, content=b'{"input": [NaN]}')
+    assert answer.status_code == 400
+    assert post(server, PATH, {"input": "a", "model": "gpt-4o"}).status_code == 404
+    assert post(server, "/v1/rerank", {}).status_code == 404
+    with serving(FakeRunner) as none:
+        assert post(none, PATH, {"input": "a"}).status_code == 404
+
+
+def test_what_is_too_long_is_cut_on_request(server: Server) -> None:
+    long = "red " * 200 + "blue " * 200
+    first = vectors(server, long, truncate=True)
+    np.testing.assert_array_equal(vectors(server, long, truncate_prompt_tokens=-1), first)
+    last = vectors(server, long, truncate=True, truncation_direction="Left")
+    assert abs(first - last).max() > 1e-3
+
+
+def test_the_model_is_listed_and_its_tokens_are_told(server: Server) -> None:
+    listed = CLIENT.get(server.url + "/v1/models").json()["data"]
+    assert [(each["id"], each["max_model_len"]) for each in listed] == [("demo", 128)]
+    told = post(server, "/tokenize", {"prompt": "paris", "return_token_strs": True}).json()
+    assert told["token_strs"] == ["[CLS]", "paris", "[SEP]"]
+    assert "paris" in post(server, "/detokenize", {"tokens": told["tokens"]}).json()["prompt"]
+    assert CLIENT.get(server.url + "/ready").json()["embedding_model"] == "demo"
+
+
+def test_score_is_the_cosine(server: Server) -> None:
+    one, other = vectors(server, FACTS[:2])
+    for body in (
+        {"text_1": FACTS[0], "text_2": [FACTS[0], FACTS[1]]},
+        {"queries": [FACTS[0]] * 2, "documents": FACTS[:2]},
+    ):
+        document = post(server, "/v1/score", body).json()
+        scores = [each["score"] for each in document["data"]]
+        np.testing.assert_allclose(scores, [1, one @ other], atol=1e-5)
+    unequal = post(server, "/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]})
+    assert error_of(unequal)["param"] == "text_2"
+
+
+# ── long lists ──
+
+
+class GatedRunner(FakeRunner):
+    """Vectors of zeros, a batch at a time as the gate allows; notes the texts of each."""
+
+    def prepare(self, item: WorkItem) -> None:
+        item.prepared = list(item.payload.inputs)
+        item.rows = item.tokens = len(item.prepared)
+
+    def forward(self, prepared: list[Any]) -> list[Any]:
+        self.batches.append([text for each in prepared for text in each])
+        self.entered.release()
+        assert self.gate.wait(60)
+        return prepared
+
+    def finish(self, item: WorkItem, raw: Any) -> Any:
+        rows = np.zeros((len(raw), 1), np.float32)
+        return Embedded(b",".join([b"[0]"] * len(raw)), rows, len(raw))
+
+
+def test_one_text_beside_four_long_lists_waits_for_two_batches() -> None:
+    runner = GatedRunner()
+    runner.gate.clear()
+    with serving(load_embedder=lambda: runner) as server, ThreadPoolExecutor(5) as threads:
+        lists = [{"inputs": [f"{name}{n}" for n in range(2048)]} for name in "abcd"]
+        answers = [threads.submit(post, server, "/embed", body) for body in lists]
+        places = 4 * 2048 // PIECE
+        wait_until(lambda: server.engine.queue.pending == places)
+        assert runner.entered.acquire(timeout=60)
+        running = len(runner.batches)
+        single = threads.submit(post, server, "/embed", {"inputs": "single"})
+        wait_until(lambda: server.engine.queue.pending == places + 1)
+        model: Any = server.engine.models["embedding"]
+        wait_until(lambda: any(len(i.payload.inputs) == 1 for i in in_hand(server, model)))
+        runner.gate.set()
+        assert single.result().json() == [[0]]
+        [place] = [n for n, batch in enumerate(runner.batches) if "single" in batch]
+        assert place - running <= 2
+        for answer in answers:
+            assert len(answer.result().json()) == 2048
+        mixed = {text[0] for text in runner.batches[10]}
+        assert len(mixed) > 1, "lists take turns"
+
+
+def in_hand(server: Server, model: Any) -> list[WorkItem]:
+    """What has been sent on to the worker."""
+    return [item for item in list(server.engine.queue.waiting) if item.arrived_at]
+
+
+def test_a_client_that_leaves_drops_the_rest_of_its_list() -> None:
+    runner = GatedRunner()
+    runner.gate.clear()
+    with serving(load_embedder=lambda: runner) as server:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(server.url + "/embed", json={"inputs": ["a"] * 2048}, timeout=0.5)
+        wait_until(lambda: not server.engine.queue.pending)
+        runner.gate.set()
+        assert post(server, "/embed", {"inputs": "b"}).json() == [[0]]
+        assert sum(map(len, runner.batches)) < 200
+
+
+def test_a_list_beyond_the_queue_is_refused() -> None:
+    with serving(load_embedder=GatedRunner, max_queue_size=4) as server:
+        answer = post(server, PATH, {"input": ["a"] * 81})
+        assert answer.status_code == 400
+        assert "needs" in error_of(answer)["message"] or "need" in error_of(answer)["message"]
+        assert post(server, "/embed", {"inputs": ["a"] * 64}).status_code == 200
+
+
+def test_a_batch_is_no_larger_than_it_may_be() -> None:
+    with serving(embedding_model="demo", max_batch_size=3) as small:
+        answer = post(small, "/v1/embeddings", {"input": ["a"] * 10})
+        assert answer.status_code == 200
+        assert len(answer.json()["data"]) == 10
+        assert int(answer.headers["x-batch-size"]) <= 3
+
+
+def test_a_piece_ends_by_count_and_by_size() -> None:
+    found = list(pieces("abcdefgh", [1, 1, 9, 1, 1, 1, 1, 1], PieceSize(16, 4)))
+    assert found == [(0, "ab"), (2, "c"), (3, "defg"), (7, "h")]
+    assert [len(part) for _, part in pieces(range(40), [1] * 40, PieceSize(16, 999))] == [16, 16, 8]
+
+
+def test_the_loop_is_free_while_a_long_list_is_embedded(server: Server) -> None:
+    texts = [f"red green blue {n}" for n in range(2048)]
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(post, server, PATH, {"input": texts})
+        waits = []
+        while not answer.done():
+            waits.append(CLIENT.get(server.url + "/health").elapsed.total_seconds())
+        assert len(answer.result().json()["data"]) == 2048
+    assert sorted(waits)[len(waits) // 2] < 0.1
+
+
+# ── clients ──
+
+
+def test_openais_sdk_asks_for_base64_and_gets_floats(server: Server) -> None:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="-", max_retries=0) as client:
+        made = client.embeddings.create(model="demo", input=FACTS)
+        for each, vector in zip(made.data, vectors(server, FACTS), strict=True):
+            np.testing.assert_allclose(each.embedding, vector, atol=1e-6)
+        plain = client.embeddings.create(
+            model="demo", input=FACTS[0], encoding_format="float", dimensions=32
+        )
+        assert len(plain.data[0].embedding) == 32
+        with pytest.raises(openai.BadRequestError, match="dimensions"):
+            client.embeddings.create(model="demo", input="a", dimensions=1000)
+
+
+@pytest.mark.skipif(
+    NODE is None or not (FOLDER / "node_modules" / "openai").is_dir(), reason="no Node SDK here"
+)
+def test_openais_node_sdk(server: Server) -> None:
+    assert NODE is not None
+    made = subprocess.run(
+        [NODE, FOLDER / "embeddings.mjs"],
+        env=os.environ | {"URL": server.url + "/v1", "TEXTS": json.dumps(FACTS)},
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
+    np.testing.assert_allclose(json.loads(made.stdout), vectors(server, FACTS), atol=1e-6)
+
+
+def test_langchains_request_of_ids(server: Server) -> None:
+    """It sends lists of ids, asks for base64 or floats, and sends the model's name."""
+    body = {"input": [[5, 6, 7], [8]], "model": "demo", "encoding_format": "base64"}
+    data = post(server, PATH, body).json()["data"]
+    assert [each["index"] for each in data] == [0, 1]
+
+
+def test_hugging_faces_client_extracts_features(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # it bars us too
+    client = InferenceClient(model=server.url + "/embed")
+    [one] = client.feature_extraction(FACTS[0])
+    np.testing.assert_allclose(one, vectors(server, FACTS[0])[0], atol=1e-6)
+    several = client.feature_extraction(FACTS, normalize=True, truncate=True)  # type: ignore[arg-type,unused-ignore]  # lists since 1.6
+    assert several.shape == (3, 64)
+    assert orjson.loads(post(server, "/embed", {"inputs": FACTS}).content)[0] == pytest.approx(one)

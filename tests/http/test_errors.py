@@ -1,0 +1,135 @@
+"""What is raised becomes an answer by its class, or the nearest base that is known."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from starlette.exceptions import HTTPException
+from starlette.types import Message
+
+from batching.errors import ClientGone, InvalidInput, OutOfMemory, QueueFull
+from batching.request_queue import WorkItem
+from server.http.errors import MAX_MESSAGE, MAX_PARAM, NEEDS, HttpError, as_http_error
+from server.http.sse import EventStream
+from server.openai.audio.endpoint import PATHS as AUDIO_PATHS
+from server.openai.embedding.embeddings import PATHS as EMBEDDING_PATHS
+from server.openai.embedding.rerank import PATHS as RERANK_PATHS
+from tests.fakes import FakeRunner
+from tests.serving import metric, serving
+
+SCOPE: dict[str, Any] = {"request_id": b"1", "path": "/x", "method": "GET"}
+
+
+class VeryFull(QueueFull):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "kind"),
+    [
+        (VeryFull("full"), 503, "queue_full", "queue_full"),
+        (OutOfMemory("large"), 500, "out_of_memory", "out_of_memory"),
+        (InvalidInput("x", "a"), 400, "invalid_value", "invalid_value"),
+        (HTTPException(404), 404, "not_found", "routing"),
+        (HTTPException(418), 418, "http_error", "routing"),
+        (HttpError(404, "x", code="model_not_found"), 404, "model_not_found", "not_found"),
+        (KeyError("a"), 500, "internal", "internal"),
+    ],
+)
+def test_an_error_is_told_by_its_nearest_known_class(
+    error: Exception, status: int, code: str, kind: str
+) -> None:
+    answer = as_http_error(error, SCOPE, debug=False)
+    assert (answer.status, answer.code, answer.kind) == (status, code, kind)
+    assert (b"retry-after" in dict(answer.headers)) == isinstance(error, VeryFull)
+
+
+def test_what_no_model_serves_names_the_setting_that_it_needs() -> None:
+    assert {*AUDIO_PATHS, *EMBEDDING_PATHS, *RERANK_PATHS} <= set(NEEDS)
+    with serving(FakeRunner) as server:
+        for path in set(NEEDS) - {"/"}:
+            answer = httpx.post(server.url + path, json={})
+            assert answer.status_code == 404
+            assert answer.json()["error"]["message"].endswith(
+                f"{path} here: it needs {NEEDS[path]}"
+            )
+            assert "needs" not in httpx.get(server.url + path).text
+        assert "needs" not in httpx.post(server.url + "/nope").text
+    posted = SCOPE | {"path": "/", "method": "POST"}
+    refused = as_http_error(HTTPException(405), posted, debug=False)
+    assert refused.document["error"]["message"] == "/ does not take POST: it needs PIPELINE_MODEL"
+
+
+def test_a_prefix_of_the_address_is_no_part_of_a_path() -> None:
+    """uvicorn puts what `--root-path` says before each path."""
+    with serving(FakeRunner, api_keys=("key",)) as server:
+        server.uvicorn.config.root_path = "/llm"
+        for path in ("/health", "/ready", "/", "/assets/chat.js"):
+            assert httpx.get(server.url + path).status_code == 200
+        assert httpx.post(server.url, content="a").status_code == 401
+        key = {"x-api-key": "key"}
+        refused = httpx.post(server.url + "/v1/embeddings", headers=key, json={})
+        assert "it needs EMBEDDING_MODEL" in refused.text
+        assert metric(server, 'onequeue_requests_total{endpoint="/health",status="200"}') == 1
+
+
+def test_messages_and_fields_are_cut() -> None:
+    details = HttpError(400, "m" * 9999, "p" * 999).document["error"]
+    assert len(details["message"]) == MAX_MESSAGE
+    assert len(details["param"]) == MAX_PARAM
+
+
+def test_a_probe_that_says_no_is_no_error_of_a_request() -> None:
+    with serving(FakeRunner) as server:
+        server.engine.draining = True
+        assert httpx.get(server.url + "/ready").json()["error"]["code"] == "not_ready"
+        server.engine.draining = False
+        for kind in ("not_ready", "draining", ""):
+            assert metric(server, f'onequeue_errors_total{{kind="{kind}"}}') == 0
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "code"),
+    [
+        (MemoryError(), 500, "out_of_memory"),
+        (OutOfMemory("large"), 500, "out_of_memory"),
+        (torch.OutOfMemoryError("a text of so many tokens"), 400, "invalid_value"),
+        (RuntimeError("CUDA error: invalid"), 400, "invalid_value"),
+        (InvalidInput("x", "inputs"), 400, "invalid_value"),
+    ],
+)
+def test_what_preparing_raises_is_the_input_s_fault_but_for_a_lack_of_memory(
+    raised: Exception, status: int, code: str
+) -> None:
+    class Unpreparing(FakeRunner):
+        def prepare(self, item: WorkItem) -> None:
+            raise raised
+
+    with serving(Unpreparing) as server:
+        answer = httpx.post(server.url + "/", content="a text")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (OSError("broken pipe"), ClientGone),
+        (RuntimeError("unable to perform operation on <transport closed=True>"), ClientGone),
+        (RuntimeError("a bug"), RuntimeError),
+    ],
+)
+def test_an_event_that_cannot_be_sent_tells_that_the_client_has_gone(
+    error: Exception, raised: type[Exception]
+) -> None:
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            raise error
+
+    async def stream() -> None:
+        one = {"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True}
+        await EventStream({"send": send}, send, lambda: None).run(lambda _: send(one))
+
+    with pytest.raises(raised):
+        asyncio.run(stream())

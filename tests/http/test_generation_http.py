@@ -1,0 +1,384 @@
+"""What every generation endpoint promises: status codes, time limits, leaving and slow clients."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from server.http import connections, sse
+from tests.event_streams import CLIENT, chat, chunks, frames, open_stream, post, read_until, writes
+from tests.fake_generator import FakeGenerator
+from tests.http.test_pipeline_http import error_of
+from tests.serving import Server, Timers, metric, read_answer, serving, wait_until
+
+CHAT = "/v1/chat/completions"
+PATHS = pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+STREAM = pytest.mark.parametrize("stream", [False, True])
+
+
+@contextmanager
+def serving_fake(**settings: Any) -> Iterator[tuple[Server, FakeGenerator]]:
+    generator = FakeGenerator()
+    with serving(load_chat=lambda: generator, **settings) as server:
+        try:
+            yield server, generator
+            wait_until(lambda: server.engine.queue.pending == 0)  # no place is lost
+        finally:
+            generator.release()
+
+
+def body_for(path: str, text: str = "hi", **fields: Any) -> dict[str, Any]:
+    asked = (
+        {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
+    )
+    return {**asked, **fields}
+
+
+def ask(server: Server, path: str, text: str = "hi", limit_ms: int = 0, **fields: Any) -> Any:
+    headers = {"X-Request-Timeout-Ms": str(limit_ms)} if limit_ms else {}
+    return post(server, path, body_for(path, text, **fields), **headers)
+
+
+def text_of(response: httpx.Response) -> str:
+    """The whole text of a streamed chat."""
+    parts = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks(response)]
+    return "".join(parts)
+
+
+# ── before the first token: real status codes ──
+
+
+@PATHS
+@STREAM
+def test_an_item_that_fails_at_once_is_a_500(path: str, stream: bool) -> None:
+    with serving_fake() as (server, _):
+        answer = ask(server, path, "bad", stream=stream)
+        assert answer.status_code == 500
+        assert error_of(answer)["code"] == "item_failed"
+
+
+@STREAM
+def test_a_full_queue_is_a_503(stream: bool) -> None:
+    with serving_fake(max_queue_size=1) as (server, generator), ThreadPoolExecutor(1) as pool:
+        generator.gate.clear()
+        first = pool.submit(chat, server, stream=stream)
+        wait_until(lambda: server.engine.queue.pending == 1)
+        refused = chat(server, stream=stream)
+        assert refused.status_code == 503
+        assert error_of(refused)["code"] == "queue_full"
+        assert int(refused.headers["retry-after"]) >= 1
+        generator.gate.set()
+        assert first.result().status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", CHAT),
+        ("POST", "/v1/completions"),
+        ("POST", "/tokenize"),
+        ("POST", "/detokenize"),
+        ("POST", "/load_model"),
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/demo"),
+    ],
+)
+def test_everything_is_a_503_while_loading(method: str, path: str) -> None:
+    gate = threading.Event()
+
+    def load() -> FakeGenerator:
+        assert gate.wait(60)
+        return FakeGenerator()
+
+    with serving(load_chat=load, ready=False) as server:
+        body = {**body_for(CHAT), "tokens": [1]} if "token" in path else body_for(path)
+        body.pop("messages", None) if path == "/tokenize" else None
+        answer = CLIENT.request(method, server.url + path, json=body | {"prompt": "hi"})
+        assert answer.status_code == 503, answer.text
+        assert error_of(answer)["code"] == "not_ready"
+        gate.set()
+
+
+@PATHS
+@STREAM
+def test_no_token_in_time_is_a_504(path: str, stream: bool) -> None:
+    with serving_fake() as (server, generator), ThreadPoolExecutor(1) as pool:
+        timers = Timers(server)
+        asked = pool.submit(ask, server, path, "hang", limit_ms=40_000, stream=stream)
+        wait_until(lambda: bool(generator.running))
+        timers.go_off(within_s=40)
+        answer = asked.result()
+        assert answer.status_code == 504
+        assert error_of(answer)["code"] == "deadline_exceeded"
+        wait_until(lambda: generator.dropped == ["hang"])
+
+
+def test_a_long_limit_of_the_client_does_not_lengthen_the_wait_for_the_first_token() -> None:
+    with serving_fake(request_timeout_s=0.1) as (server, _):
+        assert ask(server, CHAT, "hang", limit_ms=3600_000).status_code == 504
+
+
+# ── after the first token ──
+
+
+@PATHS
+def test_what_fails_later_is_told_in_one_event(path: str) -> None:
+    with serving_fake() as (server, _):
+        answer = ask(server, path, "bad later", stream=True)
+        assert answer.status_code == 200
+        data = frames(answer.text)
+        assert data[-1] == "[DONE]"
+        error = json.loads(data[-2])
+        assert set(error) == {"error"}
+        assert set(error["error"]) == {"message", "type", "param", "code"}
+        assert error["error"]["code"] == "item_failed"
+        assert not any("error" in frame for frame in data[:-2])
+        assert metric(server, 'onequeue_errors_total{kind="item_failed"}') == 1
+        assert ask(server, path, "bad later", max_tokens=50).status_code == 500
+
+
+@STREAM
+def test_one_failing_prompt_of_a_list_ends_the_others(stream: bool) -> None:
+    with serving_fake() as (server, generator):
+        prompts = ["long", "bad later"]
+        fields = {"prompt": prompts, "max_tokens": 10**9, "stream": stream}
+        answer = post(server, "/v1/completions", fields)
+        assert "the model failed on this input" in answer.text
+        wait_until(lambda: generator.dropped == ["long"])
+
+
+@STREAM
+def test_the_time_limit_ends_with_the_first_token(stream: bool) -> None:
+    with serving_fake() as (server, generator), ThreadPoolExecutor(1) as pool:
+        timers = Timers(server)
+        generator.one_by_one = True
+        asked = pool.submit(chat, server, stream=stream)
+        generator.single.release()
+        wait_until(lambda: metric(server, "onequeue_time_to_first_token_seconds_count") == 1)
+        timers.go_off(within_s=60)
+        generator.release()
+        answer = asked.result()
+        assert answer.status_code == 200
+        text = text_of(answer) if stream else answer.json()["choices"][0]["message"]["content"]
+        assert text == "Hello there, wörld!"
+
+
+@PATHS
+@STREAM
+def test_the_clients_own_limit_bounds_the_whole(path: str, stream: bool) -> None:
+    with serving_fake() as (server, generator), ThreadPoolExecutor(1) as pool:
+        timers = Timers(server)
+        fields = {"stream": stream, "max_tokens": 10**9}
+        asked = pool.submit(ask, server, path, "long", limit_ms=40_000, **fields)
+        wait_until(lambda: metric(server, "onequeue_time_to_first_token_seconds_count") == 1)
+        timers.go_off(within_s=40)
+        answer = asked.result()
+        if stream:
+            assert answer.status_code == 200
+            assert json.loads(frames(answer.text)[-2])["error"]["code"] == "deadline_exceeded"
+        else:
+            assert answer.status_code == 504
+            error_of(answer)
+        wait_until(lambda: generator.dropped == ["long"])
+
+
+def test_a_server_that_gives_up_says_so_in_the_stream() -> None:
+    with serving_fake() as (server, _), ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(chat, server, "long", stream=True)
+        wait_until(lambda: metric(server, "onequeue_time_to_first_token_seconds_count") == 1)
+        server.engine.loop.call_soon_threadsafe(server.engine.give_up)
+        assert json.loads(frames(asked.result().text)[-2])["error"]["code"] == "draining"
+
+
+def test_a_worker_that_dies_says_so_in_the_stream() -> None:
+    with serving_fake() as (server, generator), ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(chat, server, "long", stream=True)
+        assert generator.said.wait(60)
+        generator.lost = RuntimeError("CUDA error: unspecified launch failure")
+        assert json.loads(frames(asked.result().text)[-2])["error"]["code"] == "worker_down"
+        assert chat(server, stream=True).status_code == 503
+
+
+# ── the connection ──
+
+
+def test_each_event_is_one_write() -> None:
+    with serving_fake() as (server, _):
+        body = body_for(CHAT, stream=True, n=3, logprobs=True)
+        with open_stream(server, CHAT, body, "Connection: close") as client:
+            raw = b"".join(iter(lambda: client.recv(65536), b""))
+        *events, last = writes(raw)
+        assert last == b""
+        assert len(events) >= 10
+        for event in events:
+            assert event.startswith(b"data: ")
+            assert event.endswith(b"\n\n")
+            assert event.count(b"\n\n") == 1
+
+
+def test_an_idle_stream_is_kept_alive_by_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "LOOK_S", 0.05)
+    with serving_fake() as (server, generator):
+        generator.one_by_one = True
+        started = time.monotonic()
+        with open_stream(server, CHAT, body_for(CHAT, stream=True)) as client:
+            generator.single.release()
+            got = read_until(client, b": keep-alive\n\n")
+            got += read_until(client, b": keep-alive\n\n")
+            generator.release()
+            got += read_until(client, b"[DONE]\n\n")
+        comments = [each for each in writes(got) if each == b": keep-alive\n\n"]
+        assert 2 <= len(comments) <= 1 + (time.monotonic() - started) / 0.05
+        events = b"".join(each for each in writes(got) if not each.startswith(b":"))
+        assert len(frames(events.decode())) >= 4
+
+
+@PATHS
+@STREAM
+def test_a_client_that_leaves_ends_its_work_within_a_step(path: str, stream: bool) -> None:
+    with serving_fake() as (server, generator):
+        generator.one_by_one = True
+        body = body_for(path, "long", stream=stream, max_tokens=10**9)
+        client = open_stream(server, path, body)
+        generator.single.release()
+        if stream:
+            read_until(client, b"\n\n")
+        assert generator.said.wait(60)
+        client.close()
+        wait_until(lambda: server.engine.queue.pending == 0)
+        assert generator.dropped == []
+        generator.single.release()
+        generator.single.release()  # the step that was under way may not have seen it yet
+        wait_until(lambda: generator.dropped == ["long"])
+        assert not generator.running
+        generator.release()
+        assert chat(server).status_code == 200
+
+
+@STREAM
+def test_a_client_that_leaves_before_the_first_token_ends_its_work(stream: bool) -> None:
+    with serving_fake(max_queue_size=1) as (server, generator):
+        client = open_stream(server, CHAT, body_for(CHAT, "hang", stream=stream))
+        wait_until(lambda: bool(generator.running))
+        client.close()
+        wait_until(lambda: generator.dropped == ["hang"])
+        wait_until(lambda: server.engine.queue.pending == 0)
+        assert chat(server).status_code == 200
+
+
+def test_leaving_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving_fake() as (server, generator):
+        with open_stream(server, CHAT, body_for(CHAT, "long", stream=True)) as client:
+            read_until(client, b"content")
+        gone = 'onequeue_errors_total{kind="client_gone"}'
+        wait_until(lambda: metric(server, gone) == 1)
+        wait_until(lambda: generator.dropped == ["long"])
+
+
+def test_a_client_that_stops_reading_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "STALLED_S", 0.3)
+    with serving_fake(body_timeout_s=3600) as (server, generator):
+        with open_stream(server, CHAT, body_for(CHAT, "big", stream=True)) as client:
+            wait_until(lambda: generator.dropped == ["big"])
+            wait_until(lambda: server.engine.queue.pending == 0)
+            assert client.recv(4096).startswith(b"HTTP/1.1 200")
+        assert chat(server).status_code == 200
+        assert metric(server, 'onequeue_errors_total{kind="client_gone"}') == 1
+
+
+def test_a_slow_reader_gets_everything_in_fewer_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving_fake() as (server, generator):
+        body = body_for(CHAT, "big", stream=True, max_tokens=60)
+        with open_stream(server, CHAT, body) as client:
+            assert generator.said.wait(60)
+            wait_until(lambda: not generator.running)
+            raw = read_until(client, b"[DONE]\n\n\r\n")
+        data = frames(b"".join(writes(raw)).decode())
+        texts = [json.loads(each)["choices"][0]["delta"].get("content", "") for each in data[:-1]]
+        assert sum(map(len, texts)) == 60 * 100_000
+        assert len(data) < 50
+
+
+# ── as everywhere ──
+
+
+def test_keys_origins_limits_and_methods_hold_here_too() -> None:
+    settings: dict[str, Any] = {
+        "api_keys": ("secret",), "cors_origins": ("*",), "max_body_mb": 0.01,
+    }  # fmt: skip
+    with serving_fake(**settings) as (server, _):
+        key = {"Authorization": "Bearer secret"}
+        for path in (CHAT, "/v1/completions", "/tokenize", "/detokenize", "/load_model"):
+            url = server.url + path
+            assert CLIENT.post(url, json={}).status_code == 401
+            large = CLIENT.post(url, content=b"x" * 20_000, headers=key)
+            assert large.status_code == 413
+            error_of(large)
+            wrong = CLIENT.get(url, headers=key)
+            assert wrong.status_code == 405
+            assert wrong.headers["allow"] == "POST"
+            form = CLIENT.post(url, files={"file": b"x"}, headers=key)
+            assert form.status_code == 415
+            error_of(form)
+            plain = CLIENT.post(url, content=b"[]", headers=key)
+            assert plain.status_code == 400
+            origin = CLIENT.post(url, json={}, headers={**key, "Origin": "https://a.example"})
+            assert origin.headers["access-control-allow-origin"] == "*"
+        assert CLIENT.get(server.url + "/v1/models").status_code == 401
+        stream = post(server, CHAT, body_for(CHAT, stream=True), Origin="https://a", **key)
+        assert stream.headers["access-control-allow-origin"] == "*"
+    with (
+        serving_fake(body_timeout_s=0.3) as (server, _),
+        socket.create_connection(("127.0.0.1", server.port)) as client,
+    ):
+        client.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n".encode())
+        client.sendall(b"Content-Length: 10\r\n\r\n{")
+        assert read_answer(client)[0] == 408
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "abc", "1.5"])
+def test_the_time_limit_must_be_a_number(value: str) -> None:
+    with serving_fake() as (server, _):
+        answer = post(server, CHAT, body_for(CHAT), **{"X-Request-Timeout-Ms": value})
+        assert answer.status_code == 400
+        assert error_of(answer)["param"] == "X-Request-Timeout-Ms"
+
+
+def test_without_a_chat_model_there_are_no_such_routes() -> None:
+    from tests.fakes import FakeRunner
+
+    with serving(FakeRunner) as server:
+        assert post(server, CHAT, body_for(CHAT)).status_code == 404
+        assert CLIENT.get(server.url + "/v1/models").status_code == 404
+
+
+def test_the_first_token_is_timed_and_requests_are_counted() -> None:
+    with serving_fake() as (server, _):
+        chat(server)
+        chat(server, stream=True)
+        chat(server, "refused")
+        CLIENT.get(server.url + "/v1/models/some/name")
+        CLIENT.get(server.url + "/v1/models/demo")
+        assert metric(server, "onequeue_time_to_first_token_seconds_count") == 2
+        for path, status, count in (
+            (CHAT, 200, 2),
+            (CHAT, 400, 1),
+            ("/v1/models/{id}", 200, 1),
+            ("/v1/models/{id}", 404, 1),
+        ):
+            name = f'onequeue_requests_total{{endpoint="{path}",status="{status}"}}'
+            assert metric(server, name) == count
+
+
+def test_a_hundred_streams_at_once_all_get_their_text() -> None:
+    with serving_fake() as (server, _), ThreadPoolExecutor(50) as pool:
+        asked = [pool.submit(chat, server, f"say a{n} b c", stream=True) for n in range(100)]
+        for n, each in enumerate(asked):
+            assert text_of(each.result()) == f"a{n} b c"

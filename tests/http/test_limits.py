@@ -1,0 +1,199 @@
+"""Lists that cannot be served are refused before they cost: by their length, and by how many JSON
+values there are in all."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batching.errors import DeadlineExceeded, InvalidInput
+from server.http import json
+from server.http.json import INLINE_BYTES, MOST_VALUES, JsonBodyParser, check_values, parse_json
+from server.http.request import BODIES
+from tests.fake_generator import FakeGenerator
+from tests.fakes import FakeRunner
+from tests.http.test_pipeline_http import error_of
+from tests.serving import Server, serving, wait_until
+
+CONTEXT = FakeGenerator.max_model_len
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+PATHS = ("/", CHAT, COMPLETIONS, RESPONSES, "/tokenize", "/detokenize", "/load_model")
+USER = {"role": "user", "content": "hi"}
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(FakeRunner, load_chat=FakeGenerator, max_queue_size=8) as made:
+        yield made
+
+
+def count(value: Any) -> int:
+    """Keys and values, an empty list or object counting twice."""
+    if isinstance(value, dict):
+        return 1 + (sum(1 + count(each) for each in value.values()) or 1)
+    if isinstance(value, list):
+        return 1 + (sum(map(count, value)) or 1)
+    return 1
+
+
+TEXTS = st.text(st.sampled_from('a,:[{"\\\n\u1234'), max_size=8)
+VALUES = st.recursive(
+    st.none() | st.integers(0, 9) | TEXTS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(VALUES, st.integers(1, 9), st.booleans())
+def test_values_are_counted_wherever_strings_begin_and_end(
+    value: Any, piece: int, indented: bool
+) -> None:
+    body = orjson.dumps(value, option=orjson.OPT_INDENT_2 if indented else None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json, "_PIECE", piece)
+        patch.setattr(json, "MOST_VALUES", count(value))
+        check_values(body)
+        patch.setattr(json, "MOST_VALUES", count(value) - 1)
+        if len(body) > count(value) - 1:
+            with pytest.raises(InvalidInput, match="JSON values"):
+                check_values(body)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_body_of_too_many_values_is_refused_by_every_endpoint(server: Server, path: str) -> None:
+    body = b'{"other": [%b]}' % b",".join([b"1"] * MOST_VALUES)
+    answer = httpx.post(server.url + path, content=body, headers=JSON, timeout=60)
+    assert answer.status_code == 400
+    assert "1000000 JSON values" in error_of(answer)["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "param", "entry", "body"),
+    [
+        (CHAT, "messages", 3, lambda many: {"messages": many}),
+        (CHAT, "messages[1].content", 3, lambda many: chat(USER, {**USER, "content": many})),
+        (CHAT, "messages[0].tool_calls", 3, lambda many: chat({**USER, "tool_calls": many})),
+        (CHAT, "stop_token_ids", "x", lambda many: {**chat(USER), "stop_token_ids": many}),
+        (COMPLETIONS, "prompt", -1, lambda many: {"prompt": many}),
+        (COMPLETIONS, "prompt", {}, lambda many: {"prompt": many}),
+        (COMPLETIONS, "prompt[1]", -1, lambda many: {"prompt": [[1], many]}),
+        (RESPONSES, "input", 3, lambda many: {"input": many}),
+        (RESPONSES, "input[0].content", 3, lambda many: {"input": [{**USER, "content": many}]}),
+        (RESPONSES, "include", 3, lambda many: {"input": "a", "include": many}),
+        ("/tokenize", "messages", 3, lambda many: {"messages": many}),
+        ("/detokenize", "tokens", -1, lambda many: {"tokens": many}),
+    ],
+)
+def test_a_list_longer_than_the_context_is_not_looked_at(
+    server: Server, path: str, param: str, entry: Any, body: Any
+) -> None:
+    for length, refused_for_it in ((CONTEXT, False), (CONTEXT + 1, True)):
+        answer = httpx.post(server.url + path, json=body([entry] * length))
+        assert answer.status_code == 400  # no entry is fine
+        error = error_of(answer)
+        says = f"{param}: takes at most {CONTEXT} entries, not {length}"
+        assert (error["message"] == says and error["param"] == param) is refused_for_it
+
+
+def chat(*messages: Any) -> dict[str, Any]:
+    return {"messages": messages}
+
+
+def test_lists_that_nothing_reads_may_be_long(server: Server) -> None:
+    for path, body in ((CHAT, chat(USER)), (COMPLETIONS, {"prompt": "hi"})):
+        answer = httpx.post(server.url + path, json={**body, "other": [1] * (CONTEXT + 1)})
+        assert answer.status_code == 200, answer.text
+
+
+def test_many_prompts_are_bounded_by_the_queue_where_the_context_is_shorter() -> None:
+    with serving(load_chat=FakeGenerator, max_queue_size=CONTEXT + 1) as server:
+        body = {"prompt": ["hi"] * (CONTEXT + 1), "max_tokens": 1}
+        assert len(httpx.post(server.url + COMPLETIONS, json=body, timeout=60).json()["choices"])
+        body["prompt"] = ["hi"] * (CONTEXT + 2)
+        assert httpx.post(server.url + COMPLETIONS, json=body).status_code == 400
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("opening", [b"[", b'{"a":', b'[{"a":'])
+def test_what_is_nested_without_end_is_refused(server: Server, path: str, opening: bytes) -> None:
+    for field in (b"", b'{"messages":', b'{"input":', b'{"inputs":', b'{"metadata":', b'{"x":'):
+        body = field + opening * 200_000
+        answer = httpx.post(server.url + path, content=body, headers=JSON)
+        assert answer.status_code == 400
+        assert error_of(answer)["param"] is None
+
+
+def test_half_a_character_is_named_without_writing_every_path() -> None:
+    key = b"k" * 800_000
+    body = b'{"%b": {"a": [%b], "x": "\\ud800"}}' % (key, b",".join([b"1"] * 2000))
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidInput, match="surrogate") as caught:
+            parse_json(body)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert caught.value.param == "k" * 100 + ".x"
+    assert peak < 20_000_000
+
+
+def test_large_bodies_wait_for_each_other_and_for_nobody_else() -> None:
+    large, gate, begun = b"x" * (INLINE_BYTES + 1), threading.Event(), threading.Semaphore(0)
+    running = 0
+    most = 0
+
+    def slow(body: bytes) -> int:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        begun.release()
+        assert gate.wait(10)
+        running -= 1
+        return len(body)
+
+    async def several() -> None:
+        parsing, later = JsonBodyParser(), time.monotonic() + 10
+        tasks = [asyncio.create_task(parsing.run(slow, large, later)) for _ in range(5)]
+        assert await asyncio.to_thread(begun.acquire, timeout=10)
+        assert await parsing.run(len, b"small", later) == 5
+        assert await parsing.run(len, b"small", later, blocks=True) == 5
+        assert await JsonBodyParser().run(len, large, later) == len(large)  # another endpoint's
+        with pytest.raises(DeadlineExceeded):
+            await parsing.run(len, large, time.monotonic())
+        gate.set()
+        assert await asyncio.gather(*tasks) == [len(large)] * 5
+
+    asyncio.run(several())
+    assert most == 1
+
+
+def test_bodies_that_are_there_at_a_time_are_bounded_together() -> None:
+    """Of connections that send nearly all of one and stop."""
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 100000\r\n\r\n"
+    with (
+        serving(FakeRunner, max_body_mb=0.1, body_timeout_s=3600) as server,
+        contextlib.ExitStack() as stack,
+    ):
+        for _ in range(BODIES):
+            client = socket.create_connection(("127.0.0.1", server.port))
+            stack.enter_context(client).sendall(head + b"x" * 99_999)
+        wait_until(lambda: server.app.body_bytes == BODIES * 99_999)
+        refused = httpx.post(server.url, content=b"x" * 1000)
+        assert refused.status_code == 503
+        assert error_of(refused)["code"] == "queue_full"
+        assert refused.headers["retry-after"]
+        assert httpx.post(server.url, content=b"x").status_code == 200
+        stack.close()
+        wait_until(lambda: not server.app.body_bytes)
+        assert httpx.post(server.url, content=b"x" * 1000).status_code == 200

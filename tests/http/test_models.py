@@ -1,0 +1,163 @@
+"""Model names, and the endpoints that need no forward pass: /v1/models, /tokenize, /load_model."""
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.event_streams import CLIENT, chat, post
+from tests.fake_generator import FakeGenerator
+from tests.http.test_pipeline_http import error_of
+from tests.serving import Server, serving
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(load_chat=FakeGenerator, chat_model="org/model") as made:
+        yield made
+
+
+def test_the_model_is_listed_and_found_by_its_name(server: Server) -> None:
+    listed = CLIENT.get(server.url + "/v1/models").json()
+    assert listed["object"] == "list"
+    (model,) = listed["data"]
+    assert isinstance(model["created"], int)
+    assert model == {
+        "created": model["created"],
+        "id": "org/model",
+        "object": "model",
+        "owned_by": "onequeue",
+        "serves": "generation",
+        "input_modalities": ["text"],
+        "max_model_len": 4096,
+        "context_length": 4096,
+    }
+    assert CLIENT.get(server.url + "/v1/models/").json() == {"object": "list", "data": [model]}
+    found = CLIENT.get(server.url + "/v1/models/org/model")
+    assert found.json() == model
+    missing = CLIENT.get(server.url + "/v1/models/org/other")
+    assert missing.status_code == 404
+    assert error_of(missing)["code"] == "model_not_found"
+    assert CLIENT.post(server.url + "/v1/models").status_code == 405
+
+
+def test_a_folder_goes_by_its_last_component_too(tmp_path: Path) -> None:
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    for setting in (str(folder), str(folder) + "/"):
+        with serving(load_chat=FakeGenerator, chat_model=setting) as server:
+            listed = CLIENT.get(server.url + "/v1/models").json()["data"]
+            assert [model["id"] for model in listed] == ["my-model"]
+            for name in ("my-model", setting, None):
+                assert chat(server, model=name).json()["model"] == "my-model"
+            assert chat(server, model="model").status_code == 404
+
+
+def test_models_of_the_same_name_are_told_apart() -> None:
+    with serving(load_chat=FakeGenerator, chat_model="demo", embedding_model="demo") as server:
+        listed = CLIENT.get(server.url + "/v1/models").json()["data"]
+        assert [each["id"] for each in listed] == ["demo", "demo-embedding"]
+        assert [each["max_model_len"] for each in listed] == [4096, 128]
+        assert chat(server, model="demo").json()["model"] == "demo"
+        for name in ("demo", "demo-embedding", None):
+            answer = post(server, "/v1/embeddings", {"input": "a", "model": name})
+            assert answer.json()["model"] == "demo-embedding"
+        counted = post(server, "/tokenize", {"prompt": "ab", "model": "demo-embedding"})
+        assert counted.json()["max_model_len"] == 128
+
+
+def test_tokenize_counts_and_shows_tokens(server: Server) -> None:
+    bare = post(server, "/tokenize", {"prompt": "ab"})
+    assert bare.json() == {
+        "count": 3, "max_model_len": 4096, "tokens": [1, 97, 98], "token_strs": None,
+    }  # fmt: skip
+    body = {"prompt": "ab", "add_special_tokens": False, "return_token_strs": True}
+    shown = post(server, "/tokenize", body).json()
+    assert (shown["tokens"], shown["token_strs"]) == ([97, 98], ["a", "b"])
+    assert post(server, "/tokenize", {"prompt": ""}).json()["tokens"] == [1]
+
+
+def test_tokenize_takes_conversations(server: Server) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "ab"}]}
+    assert post(server, "/tokenize", body).json()["tokens"] == [1, 97, 98, ord(">")]
+    body["add_generation_prompt"] = False
+    assert post(server, "/tokenize", body).json()["tokens"] == [1, 97, 98]
+
+
+def test_detokenize_gives_the_text_back(server: Server) -> None:
+    body = {"tokens": [97, 98], "model": "org/model"}
+    assert post(server, "/detokenize", body).json() == {"prompt": "ab"}
+    assert post(server, "/detokenize", {"tokens": []}).json() == {"prompt": ""}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "says"),
+    [
+        ("tokenize", {}, "prompt", "either"),
+        (
+            "tokenize",
+            {"prompt": "a", "messages": [{"role": "user", "content": "b"}]},
+            "prompt",
+            "either",
+        ),
+        ("tokenize", {"prompt": 3}, "prompt", "got int"),
+        ("tokenize", {"prompt": "refused"}, None, "the template refuses this"),
+        ("tokenize", {"messages": []}, "messages", "empty"),
+        ("tokenize", {"messages": [{"role": "x", "content": ""}]}, "messages[0].role", "'x'"),
+        ("detokenize", {}, "tokens", "is required"),
+        ("detokenize", {"tokens": "a"}, "tokens", "got str"),
+        ("detokenize", {"tokens": [1, "a"]}, "tokens[1]", "got str"),
+        ("detokenize", {"tokens": [1, -1]}, "tokens[1]", ">= 0"),
+        ("detokenize", {"tokens": [1, 5000, 2]}, "tokens[1]", "there is no token 5000"),
+        ("load_model", {"model": 3}, "model", "got int"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    server: Server, path: str, body: dict[str, Any], param: str | None, says: str
+) -> None:
+    answer = post(server, "/" + path, body)
+    assert answer.status_code == 400
+    error = error_of(answer)
+    assert error["param"] == param
+    assert says in error["message"]
+
+
+@pytest.mark.parametrize("path", ["tokenize", "detokenize", "load_model"])
+def test_an_unknown_model_is_404_everywhere(server: Server, path: str) -> None:
+    answer = post(server, "/" + path, {"model": "gpt-4o", "prompt": "a", "tokens": [1]})
+    assert answer.status_code == 404
+    assert error_of(answer)["code"] == "model_not_found"
+
+
+def test_a_panic_in_the_tokenizer_is_a_refusal(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class PanicException(BaseException):
+        pass
+
+    def panic(*args: Any) -> list[int]:
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr(server.engine.generator, "encode", panic)
+    answer = post(server, "/tokenize", {"prompt": "a"})
+    assert answer.status_code == 400
+    assert "index" not in error_of(answer)["message"]
+
+
+def test_a_body_may_have_a_mark_of_its_byte_order_and_not_be_compressed(server: Server) -> None:
+    body = b'{"prompt": "ab"}'
+    marked = CLIENT.post(server.url + "/tokenize", content=b"\xef\xbb\xbf" + body)
+    assert marked.json()["count"] == 3
+    packed = {"content-encoding": "gzip"}
+    answer = CLIENT.post(server.url + "/tokenize", content=gzip.compress(body), headers=packed)
+    assert (answer.status_code, error_of(answer)["param"]) == (415, "Content-Encoding")
+
+
+def test_load_model_says_ready_in_one_event(server: Server) -> None:
+    answer = post(server, "/load_model", {"model": "org/model"})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    event = json.loads(answer.text.removeprefix("data: "))
+    assert event == {"status": "ready", "model": "org/model", "cached": True}

@@ -1,0 +1,353 @@
+"""A full queue, hopeless and passed deadlines, a broken or stuck worker: answers, at once."""
+
+import asyncio
+import collections
+import multiprocessing
+import os
+import random
+import resource
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from batching.request_queue import WorkItem
+from tests.event_streams import chat, open_stream, read_until
+from tests.fake_generator import FakeGenerator
+from tests.fakes import FakeRunner
+from tests.serving import Timers, metric, serving, wait_until
+from worker.registry import PipelineModel
+
+
+def post(url: str, text: str, **headers: str) -> httpx.Response:
+    return httpx.post(url, content=text, headers=headers, timeout=60)
+
+
+def test_full_queue_answers_503_at_once() -> None:
+    runner = FakeRunner()
+    with serving(lambda: runner, max_queue_size=4) as server, ThreadPoolExecutor(4) as pool:
+        runner.gate.clear()
+        accepted = [pool.submit(post, server.url, f"t{n}") for n in range(4)]
+        wait_until(lambda: server.engine.queue.pending == 4)
+        refused = post(server.url, "one more")
+        assert server.engine.queue.pending == 4  # it waited for none of them
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "queue_full"
+        assert int(refused.headers["retry-after"]) >= 1
+        runner.gate.set()
+        assert [answer.result().status_code for answer in accepted] == [200] * 4
+        assert post(server.url, "again").status_code == 200
+
+
+def test_hopeless_deadline_is_refused_before_it_costs_anything() -> None:
+    runner = FakeRunner()
+    with serving(lambda: runner) as server, ThreadPoolExecutor(1) as pool:
+        model = server.engine.models["pipeline"]
+        assert isinstance(model, PipelineModel)
+        model.lane.record(1, 1, 10.0)
+        runner.gate.clear()
+        waiting = pool.submit(post, server.url, "ahead")
+        assert runner.entered.acquire(timeout=60)
+        refused = post(server.url, "late", **{"X-Request-Timeout-Ms": "5000"})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "deadline_hopeless"
+        assert refused.headers["retry-after"] == "10"
+        runner.gate.set()
+        assert waiting.result().status_code == 200
+        assert not any("late" in batch for batch in runner.batches)
+
+
+class Slow(FakeRunner):
+    """Takes its time to prepare texts that say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.preparing = threading.Semaphore(0)
+        self.go_on = threading.Event()
+
+    def prepare(self, item: WorkItem) -> None:
+        if item.payload.inputs == "slow":
+            self.preparing.release()
+            assert self.go_on.wait(60)
+        super().prepare(item)
+
+
+def test_what_has_run_is_answered_while_others_are_being_prepared() -> None:
+    runner = Slow()
+    with serving(lambda: runner) as server, ThreadPoolExecutor(32) as pool:
+        runner.gate.clear()
+        first = pool.submit(post, server.url, "first")
+        assert runner.entered.acquire(timeout=60)
+        slow = []
+        for _ in server.engine.prepare.threads:  # one that is busy takes no more with it
+            slow.append(pool.submit(post, server.url, "slow"))
+            assert runner.preparing.acquire(timeout=60)
+        runner.gate.set()
+        assert first.result(60).status_code == 200
+        assert not any(answer.done() for answer in slow)
+        runner.go_on.set()
+        assert all(answer.result().status_code == 200 for answer in slow)
+
+
+def test_a_deadline_that_passes_gets_504_in_the_queue_and_while_running() -> None:
+    runner = FakeRunner()
+    with serving(lambda: runner) as server, ThreadPoolExecutor(2) as pool:
+        timers = Timers(server)
+        runner.gate.clear()
+        running = pool.submit(post, server.url, "running", **{"X-Request-Timeout-Ms": "50000"})
+        assert runner.entered.acquire(timeout=60)
+        waiting = pool.submit(post, server.url, "queued", **{"X-Request-Timeout-Ms": "40000"})
+        wait_until(lambda: server.engine.queue.pending == 2)
+        timers.go_off(within_s=40)
+        queued = waiting.result()
+        assert queued.status_code == 504
+        assert queued.json()["error"]["code"] == "deadline_exceeded"
+        assert not running.done()
+        timers.go_off(within_s=50)
+        assert running.result().status_code == 504
+        runner.gate.set()
+        assert post(server.url, "after").status_code == 200
+        assert not any("queued" in batch for batch in runner.batches)
+        assert metric(server, 'onequeue_errors_total{kind="deadline_exceeded"}') == 2
+
+
+def test_the_header_may_only_shorten_the_time_limit() -> None:
+    runner = FakeRunner()
+    with serving(lambda: runner, request_timeout_s=0.2) as server:
+        runner.gate.clear()
+        assert post(server.url, "x", **{"X-Request-Timeout-Ms": "60000"}).status_code == 504
+        runner.gate.set()
+
+
+def test_a_stuck_worker_turns_health_red_and_everybody_is_answered() -> None:
+    runner = FakeRunner()
+    with serving(lambda: runner, stuck_after_s=30) as server, ThreadPoolExecutor(2) as pool:
+        Timers(server)
+        runner.gate.clear()
+        first = pool.submit(post, server.url, "stuck")
+        assert runner.entered.acquire(timeout=60)
+        second = pool.submit(post, server.url, "behind")
+        wait_until(lambda: server.engine.queue.pending == 2)
+        server.engine.stuck_after_s = 0  # time has passed
+        server.engine.loop.call_soon_threadsafe(server.engine._look)  # its timer goes off
+        assert first.result().status_code == 503
+        assert second.result().json()["error"]["code"] == "worker_down"
+        assert httpx.get(server.url + "/health").status_code == 503
+        assert httpx.get(server.url + "/ready").status_code == 503
+        assert post(server.url, "new").status_code == 503
+        runner.gate.set()  # it comes back after all
+        wait_until(lambda: httpx.get(server.url + "/health").status_code == 200)
+        wait_until(lambda: post(server.url, "new").status_code == 200)
+
+
+def test_a_stuck_worker_is_noticed_without_traffic_and_while_it_probes() -> None:
+    runner = FakeRunner()
+    probing, gate = threading.Event(), threading.Event()
+
+    def probe() -> None:
+        probing.set()
+        assert gate.wait(60)
+
+    with serving(lambda: runner) as server:
+        runner.probing = probe
+        assert post(server.url, "bad").status_code == 500
+        assert probing.wait(60)
+        assert httpx.get(server.url + "/ready").status_code == 200
+        server.engine.stuck_after_s = 0  # time has passed
+        assert httpx.get(server.url + "/ready").status_code == 503
+        assert httpx.get(server.url + "/health").status_code == 503
+        assert post(server.url, "new").json()["error"]["code"] == "worker_down"
+        gate.set()
+        wait_until(lambda: httpx.get(server.url + "/ready").status_code == 200)
+        server.engine.stuck_after_s = 120
+        assert post(server.url, "new").status_code == 200
+
+
+def test_light_load_does_not_make_a_burst_look_hopeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = FakeRunner()
+    with serving(lambda: runner) as server, ThreadPoolExecutor(60) as pool:
+        told = server.engine.on_batch
+        monkeypatch.setattr(  # as if each batch had taken more than half of the limit
+            server.engine,
+            "on_batch",
+            lambda model, report, failed: told(model, replace(report, total_s=40.0), failed),
+        )
+        for _ in range(5):
+            post(server.url, "single")
+        runner.gate.clear()
+        burst = [pool.submit(post, server.url, f"t{n}") for n in range(60)]
+        wait_until(lambda: server.engine.queue.pending == 60)
+        runner.gate.set()
+        assert [answer.result().status_code for answer in burst] == [200] * 60
+
+
+def test_a_dead_worker_turns_health_red_and_everybody_is_answered() -> None:
+    def lost(texts: list[str]) -> None:
+        if texts != ["first"]:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+    runner = FakeRunner(lost)
+    with serving(lambda: runner) as server, ThreadPoolExecutor(8) as pool:
+        runner.gate.clear()
+        first = pool.submit(post, server.url, "first")
+        assert runner.entered.acquire(timeout=60)
+        rest = [pool.submit(post, server.url, f"t{n}") for n in range(7)]
+        wait_until(lambda: server.engine.queue.pending == 8)
+        runner.gate.set()
+        assert first.result().status_code == 200
+        for answer in rest:
+            assert answer.result().status_code == 503
+            assert answer.result().json()["error"]["code"] == "worker_down"
+        assert httpx.get(server.url + "/health").status_code == 503
+        assert post(server.url, "new").status_code == 503
+
+
+def test_an_open_breaker_answers_503_and_closes_again() -> None:
+    runner = FakeRunner()
+    with serving(lambda: runner) as server:
+        server.engine.models["pipeline"].breaker.cooldown_s = 0.3
+        runner.healthy = False
+        statuses = [post(server.url, "bad").status_code for _ in range(3)]
+        assert statuses == [500] * 3
+        is_open = 'onequeue_breaker_open{serves="pipeline"}'
+        wait_until(lambda: metric(server, is_open) == 1)
+        refused = post(server.url, "good")
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "breaker_open"
+        assert httpx.get(server.url + "/health").status_code == 200
+        assert httpx.get(server.url + "/ready").status_code == 503
+        runner.healthy = True
+        wait_until(lambda: metric(server, is_open) == 0)
+        assert post(server.url, "good").status_code == 200
+
+
+def test_a_failing_pipeline_leaves_the_chat_as_it_is() -> None:
+    runner, generator = FakeRunner(), FakeGenerator()
+    long = {"messages": [{"role": "user", "content": "long"}], "stream": True}
+    with (
+        serving(lambda: runner, load_chat=lambda: generator) as server,
+        open_stream(server, "/v1/chat/completions", long) as client,
+    ):
+        read_until(client, b"content")
+        (stream,) = generator.running
+        server.engine.models["pipeline"].breaker.cooldown_s = 0.2
+        runner.healthy = False
+        assert [post(server.url, "bad").status_code for _ in range(3)] == [500] * 3
+        ready = server.url + "/ready"
+        wait_until(lambda: httpx.get(ready).json().get("failing") == ["pipeline"])
+        assert httpx.get(ready).status_code == 200
+        steps = stream.steps
+        wait_until(lambda: stream.steps > steps + 3)
+        assert chat(server).status_code == 200
+        assert httpx.get(server.url + "/v1/models").status_code == 200
+        assert post(server.url, "good").json()["error"]["code"] == "breaker_open"
+        assert generator.running == [stream]
+        assert metric(server, 'onequeue_breaker_open{serves="generation"}') == 0
+        runner.healthy = True
+        wait_until(lambda: "failing" not in httpx.get(ready).json())
+        assert post(server.url, "good").status_code == 200
+
+
+async def storm(
+    port: int, clients: int, leave_share: float, in_flight: int
+) -> collections.Counter[str]:
+    """Each client posts once on a connection of its own; some leave at a random moment."""
+    answers: collections.Counter[str] = collections.Counter()
+    slots = asyncio.Semaphore(in_flight)
+    chance = random.Random(0)
+
+    async def client(number: int) -> None:
+        leaves, after_s = chance.random() < leave_share, chance.random() * 0.02
+        async with slots:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            body = b"text %d" % number
+            head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+            writer.write(head % len(body) + body)
+            if leaves:
+                await asyncio.sleep(after_s)
+                writer.transport.abort()
+                answers["left"] += 1
+                return
+            status = (await reader.readline()).split()[1].decode()
+            headers = await reader.readuntil(b"\r\n\r\n")
+            length = int(headers.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            answer = await reader.readexactly(length)
+            if status == "200":
+                assert answer == b'{"echo":"%b"}' % body, "somebody else's answer"
+            answers[status] += 1
+            writer.close()
+
+    await asyncio.gather(*(client(number) for number in range(clients)))
+    return answers
+
+
+def every_third(runner: FakeRunner) -> None:
+    def raises(texts: list[str]) -> None:
+        if len(runner.batches) % 3 == 0:
+            raise RuntimeError("every third batch")
+
+    runner.before = raises
+
+
+def storm_apart(port: int, clients: int, leave_share: float, in_flight: int) -> Any:
+    """The storm from a process of its own: each side needs as many open files as clients."""
+    allow_files(clients + 200)
+    return asyncio.run(storm(port, clients, leave_share, in_flight))
+
+
+def allow_files(wanted: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        pytest.skip(f"at most {hard} open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+
+
+def check_storm(clients: int, in_flight: int) -> None:
+    runner = FakeRunner()
+    apart = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+    with serving(lambda: runner) as server, apart:
+        every_third(runner)
+        answers = apart.submit(storm_apart, server.port, clients, 0.2, in_flight).result()
+        assert sum(answers.values()) == clients
+        assert set(answers) <= {"200", "500", "503", "left"}
+        assert answers["200"] > min(clients * 0.2, 300)
+        wait_until(lambda: server.engine.queue.pending == 0)
+        wait_until(lambda: not server.engine.queue.waiting)
+        assert metric(server, "onequeue_queue_depth") == 0
+        runner.before = lambda texts: None
+        started = time.process_time()  # ours alone: the machine may have more to do
+        after = asyncio.run(storm(server.port, 50, 0.0, 16))
+        assert after == {"200": 50}
+        assert time.process_time() - started < 1
+
+
+def test_every_accepted_request_is_answered_exactly_once_in_a_storm() -> None:
+    check_storm(clients=1500, in_flight=300)
+
+
+@pytest.mark.slow
+def test_ten_thousand_connections_at_once() -> None:
+    allow_files(10_500)
+    check_storm(clients=10_000, in_flight=10_000)
+
+
+def resident_mb() -> float:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+@pytest.mark.slow
+def test_memory_stays_flat_over_many_requests() -> None:
+    runner = FakeRunner()
+    with serving(lambda: runner) as server:
+        asyncio.run(storm(server.port, 5000, 0.2, 200))
+        runner.batches.clear()
+        before = resident_mb()
+        for _ in range(5):
+            asyncio.run(storm(server.port, 5000, 0.2, 200))
+            runner.batches.clear()
+        assert resident_mb() - before < 20

@@ -1,0 +1,168 @@
+"""`GET /` and the page's files, as they are sent: the page to browsers, lines of curl to others."""
+
+import json
+import re
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from server.core.settings import Settings
+from server.pipeline import FORM, JSON, PipelineEndpoint
+from server.web.examples import ASSETS, curl_examples
+from server.web.page import POLICY, prefers_html
+from tests.fake_generator import FakeGenerator
+from tests.serving import Server, metric, serving, wait_until
+from tests.visited import BROWSER, Masks, serving_all, shell
+from worker.tasks import TASKS
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving_all(FakeGenerator()) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("accept", "html"),
+    [
+        (BROWSER, True),
+        ("TEXT/HTML", True),
+        ("text/html;q=0.5, text/plain;q=0.4", True),
+        ("text/plain, text/html;q=0.9", False),
+        ("text/html;q=0", False),
+        ("text/html;q=nonsense", False),
+        ("*/*", False),
+        ("text/*", False),
+        ("application/json", False),
+        ("", False),
+    ],
+)
+def test_html_is_for_those_who_name_it(accept: str, html: bool) -> None:
+    assert prefers_html(accept) is html
+
+
+def test_the_page_needs_no_key_and_is_held_to_its_own_files(server: Server) -> None:
+    answer = httpx.get(server.url, headers={"accept": BROWSER})
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert answer.headers["content-security-policy"] == POLICY
+    assert {"default-src 'none'", "frame-ancestors 'none'"} < set(POLICY.split("; "))
+    assert "unsafe" not in POLICY
+    assert httpx.post(server.url, content="a").status_code == 401, "what it asks for needs one"
+    assert httpx.get(server.url + "/ready").json()["takes"] == "text"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["referrer-policy"] == "no-referrer"
+    assert "accept" in answer.headers["vary"].split(", ")
+    assert "//" not in answer.text.replace("<!--", "").replace("-->", ""), "nothing from elsewhere"
+    for path in ("assets/page.js", "assets/page.css", "assets/icon.svg"):
+        assert path in answer.text
+        assert httpx.get(f"{server.url}/{path}").status_code == 200
+    for path in ("nothing.js", "..%2fpage.py", "%2e%2e%2fpage.py", ".js"):
+        assert httpx.get(f"{server.url}/assets/{path}").status_code == 404
+
+
+def test_the_page_is_one_file_of_html_with_a_few_others_each_of_which_is_used() -> None:
+    files = {path.name: path.read_text() for path in ASSETS.iterdir()}
+    assert [name for name in files if name.endswith(".html")] == ["index.html"]
+    assert sum(map(len, files.values())) < 100_000
+    used, found = set(), {"index.html"}
+    while found:
+        used |= found
+        text = "".join(files[name] for name in found)
+        found = set(re.findall(r'"(?:\./|assets/)([\w.]+)"', text)) - used
+    assert used == set(files)
+
+
+def test_files_are_kept_by_their_tags_and_have_heads(server: Server) -> None:
+    for path in ("/", "/assets/page.js"):
+        whole = httpx.get(server.url + path, headers={"accept": BROWSER})
+        assert whole.headers["cache-control"] == "no-cache"
+        tag = whole.headers["etag"]
+        for known in (tag, f'W/{tag}, "other"'):
+            fields = {"accept": BROWSER, "if-none-match": known}
+            again = httpx.get(server.url + path, headers=fields)
+            assert (again.status_code, again.content) == (304, b"")
+            assert again.headers["etag"] == tag
+        head = httpx.head(server.url + path, headers={"accept": BROWSER})
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-length"] == whole.headers["content-length"]
+
+
+def test_the_page_is_there_when_the_queue_is_full() -> None:
+    with serving(Masks, max_queue_size=1) as server:
+        runner: Any = server.engine.models["pipeline"].loaded
+        runner.gate.clear()
+        waiting = threading.Thread(target=httpx.post, args=(server.url,), kwargs={"content": "a"})
+        waiting.start()
+        wait_until(lambda: metric(server, "onequeue_queue_depth") == 1)
+        assert httpx.post(server.url, content="b").status_code == 503
+        assert httpx.get(server.url, headers={"accept": BROWSER}).status_code == 200
+        assert httpx.get(server.url).status_code == 200
+        runner.gate.set()
+        waiting.join(60)
+        posted = 'onequeue_requests_total{endpoint="/",status="200"}'
+        wait_until(lambda: metric(server, posted) == 1)  # the page is counted apart
+
+
+def test_without_a_pipeline_there_is_the_page_and_no_post() -> None:
+    with serving(load_chat=FakeGenerator) as server:
+        assert httpx.get(server.url).status_code == 200
+        refused = httpx.post(server.url, content="a")
+        assert refused.status_code == 405
+        assert set(refused.headers["allow"].split(", ")) == {"GET", "HEAD"}
+
+
+def test_curl_gets_lines_that_work(server: Server) -> None:
+    answer = httpx.get(server.url, headers={"accept": "*/*"})
+    assert answer.headers["content-type"] == "text/plain; charset=utf-8"
+    lines = [line for line in answer.text.splitlines() if line.startswith("curl ")]
+    assert [line.split()[1].removeprefix(server.url) for line in lines] == [
+        "/",
+        "/v1/chat/completions",
+        "/v1/embeddings",
+    ]
+    for line in lines:
+        assert json.loads(shell(line))
+    forged = httpx.get(server.url, headers={"host": "a;b $(c)"}).text
+    assert "$(c)" not in forged
+
+
+FAKE_CURL = """#!/bin/sh
+for word; do printf '%s\\0' "$word"; done > words
+cat > input
+"""
+
+
+def test_each_task_has_a_line_whose_body_it_takes(tmp_path: Path) -> None:
+    program = tmp_path / "curl"
+    program.write_text(FAKE_CURL)
+    program.chmod(0o755)
+    for name in ("picture.jpg", "recording.wav"):
+        (tmp_path / name).write_bytes(b"\xffbytes")
+    for task in TASKS:
+        settings = Settings(pipeline_task=task, chat_model="none", embedding_model="none")
+        (line,) = curl_examples(settings, "http://here", "<mask>")
+        path = f"{tmp_path}:/usr/bin:/bin"
+        typed = ["sh", "-c", line.command]
+        subprocess.run(
+            typed, cwd=tmp_path, env={"PATH": path}, stdin=subprocess.DEVNULL, check=True
+        )
+        url, *words = (tmp_path / "words").read_bytes().decode().split("\0")[:-1]
+        given = dict(zip(words[::2], words[1::2], strict=True))
+        body = given.get("-d", given.get("--data-binary", "")).encode()
+        if body == b"@-":
+            body = (tmp_path / "input").read_bytes()
+        elif body.startswith(b"@"):
+            body = (tmp_path / body[1:].decode()).read_bytes()
+        unused: Any = None
+        inputs, _ = PipelineEndpoint(settings, unused, unused).parse(
+            body, JSON if "-H" in given else FORM
+        )
+        assert (url, len(inputs)) == ("http://here/", 1)
+        assert ("<mask>" in line.command) is (task == "fill-mask")
+        assert "$FILE" not in str(inputs)

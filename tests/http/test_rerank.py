@@ -1,0 +1,283 @@
+"""Reranking: cross-encoders and decoders that say yes or no; Jina's, Cohere's and TEI's shapes."""
+
+import importlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from batching.errors import InvalidInput
+from tests import tiny
+from tests.event_streams import CLIENT, post
+from tests.http.test_pipeline_http import error_of
+from tests.serving import Server, serving
+from tests.tiny_embedders import checkpoint, write
+from worker.embedding.loading import ScoringOptions, load_reranker
+from worker.embedding.reranker import Reranker
+from worker.messages.scoring import PairsInput, Scored, Truncation
+from worker.model.loading import LoadingFailed
+from worker.registry import Breaker
+
+hf: Any = importlib.import_module("transformers")  # half of it is not annotated
+
+QUERY = "the capital of france"
+DOCUMENTS = ["paris is a city", "a cow says moo " * 4, "the cat sat on the mat", "hello"]
+
+
+def scores(reranker: Reranker, documents: list[str], **options: Any) -> list[float]:
+    paths = [("query", f"documents[{n}]") for n in range(len(documents))]
+    pairs = [(QUERY, document) for document in documents]
+    made: Scored = reranker.answer(PairsInput(pairs, paths, **options))
+    return made.scores
+
+
+def load(folder: Path) -> Reranker:
+    return load_reranker(ScoringOptions(str(folder)))
+
+
+@torch.no_grad()
+def logits(folder: Path, document: str, **options: Any) -> float:
+    """Of the model alone."""
+    model = hf.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = hf.AutoTokenizer.from_pretrained(folder)
+    return float(model(**tokenizer(QUERY, document, return_tensors="pt", **options)).logits)
+
+
+@pytest.mark.parametrize("base", ["bert-rank", "modernbert-rank"])
+def test_a_cross_encoder_gives_its_own_scores_alone_or_together(base: str) -> None:
+    folder = tiny.folder(base)
+    reranker = load(folder)
+    assert reranker.info.batching == "packed"
+    expected = [logits(folder, document) for document in DOCUMENTS]
+    np.testing.assert_allclose(scores(reranker, DOCUMENTS, raw=True), expected, atol=1e-3)
+    sigmoids = 1 / (1 + np.exp(-np.array(expected)))
+    np.testing.assert_allclose(scores(reranker, DOCUMENTS), sigmoids, atol=1e-3)
+    for document, expected_one in zip(DOCUMENTS, sigmoids, strict=True):
+        assert scores(reranker, [document])[0] == pytest.approx(expected_one, abs=1e-3)
+
+
+@pytest.mark.parametrize("key", ["sentence_transformers", "sbert_ce_default_activation_function"])
+def test_an_activation_is_the_checkpoints(tmp_path: Path, key: str) -> None:
+    name = "torch.nn.modules.linear.Identity"
+    given: Any = {"activation_fn": name} if key == "sentence_transformers" else name
+    folder = checkpoint(tmp_path / "m", "bert-rank", **{key: given})
+    reranker = load(folder)
+    assert scores(reranker, DOCUMENTS) == scores(reranker, DOCUMENTS, raw=True)
+
+
+def test_a_long_document_is_cut_and_a_query_is_not(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "m", "bert-rank", bert={"max_seq_length": 16})
+    reranker = load(folder)
+    long = "a cow says moo " * 30
+    expected = logits(folder, long, truncation="only_second", max_length=16)
+    assert scores(reranker, [long], raw=True)[0] == pytest.approx(expected, abs=1e-3)
+    short = scores(reranker, ["a a a"])
+    assert scores(reranker, ["a " * 30], document_tokens=3) == pytest.approx(short, abs=1e-5)
+    with pytest.raises(InvalidInput, match=r"documents\[0\]: has"):
+        scores(reranker, [long], truncation=Truncation())
+    with pytest.raises(InvalidInput, match="instruction"):
+        scores(reranker, ["a"], instruction="Find it")
+
+
+# ── decoders ──
+
+# What Qwen3-Reranker is asked, by its model card.
+BEFORE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n"
+)
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] in ('system', 'query', 'document') %}"
+    "[{{ m['role'] }}] {{ m['content'] }} {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def decoder(folder: Path, template: str | None = None) -> Path:
+    """One that answers `a` for yes and `b` for no."""
+    made = checkpoint(folder, "qwen3-lm")
+    tokenizer = hf.AutoTokenizer.from_pretrained(made)
+    if template:
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(made)
+    yes, no = tokenizer.convert_tokens_to_ids(["a", "b"])
+    write(made, "1_LogitScore/config.json", {"true_token_id": yes, "false_token_id": no})
+    kinds = ["base.modules.transformer.Transformer", "cross_encoder.modules.logit_score.LogitScore"]
+    modules = [
+        {"idx": n, "path": path, "type": f"sentence_transformers.{kind}"}
+        for n, (path, kind) in enumerate(zip(("", "1_LogitScore"), kinds, strict=True))
+    ]
+    write(made, "modules.json", modules)
+    return made
+
+
+@torch.no_grad()
+def yes_less_no(folder: Path, *parts: str) -> float:
+    """What the model alone would rather say after these texts, each of its own tokens."""
+    model = hf.AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = hf.AutoTokenizer.from_pretrained(folder)
+    ids = [i for part in parts for i in tokenizer(part, add_special_tokens=False)["input_ids"]]
+    last = model(input_ids=torch.tensor([ids])).logits[0, -1]
+    yes, no = tokenizer.convert_tokens_to_ids(["a", "b"])
+    return float(last[yes] - last[no])
+
+
+def test_a_decoder_says_yes_or_no_in_qwens_template(tmp_path: Path) -> None:
+    folder = decoder(tmp_path / "m")
+    reranker = load(folder)
+    assert reranker.info.batching == "continuous"
+    for instruction in (None, "Find rude words"):
+        got = scores(reranker, DOCUMENTS, raw=True, instruction=instruction)
+        told = f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: {QUERY}\n<Document>: "
+        expected = [yes_less_no(folder, BEFORE, told + each, AFTER) for each in DOCUMENTS]
+        np.testing.assert_allclose(got, expected, atol=1e-3)
+
+
+def test_a_decoders_own_template_is_used(tmp_path: Path) -> None:
+    folder = decoder(tmp_path / "m", TEMPLATE)
+    [got] = scores(load(folder), ["moo"], raw=True, instruction="Find it")
+    text = f"[system] Find it [query] {QUERY} [document] moo <|assistant|>"
+    assert got == pytest.approx(yes_less_no(folder, text), abs=1e-3)
+
+
+def test_what_is_no_reranker_is_refused_at_load() -> None:
+    for name, says in (("bert-classify", "3 labels"), ("bert-base", "no weights|labels")):
+        with pytest.raises(LoadingFailed, match=says):
+            load(tiny.folder(name))
+
+
+# ── over HTTP ──
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(rerank_model=str(tiny.folder("bert-rank")), embedding_model="demo") as made:
+        yield made
+
+
+def test_jinas_and_coheres_shape(server: Server) -> None:
+    body = {"model": "bert-rank", "query": QUERY, "documents": DOCUMENTS}
+    answers = [post(server, path, body) for path in ("/rerank", "/v1/rerank", "/v2/rerank")]
+    document = answers[0].json()
+    for answer in answers:
+        assert answer.json() | {"id": ""} == document | {"id": ""}
+    assert document["id"]
+    assert document["model"] == "bert-rank"
+    assert document["usage"]["total_tokens"] > 20
+    results = document["results"]
+    found = [each["relevance_score"] for each in results]
+    assert found == sorted(found, reverse=True)
+    assert sorted(each["index"] for each in results) == [0, 1, 2, 3]
+    for each in results:
+        assert each["document"] == {"text": DOCUMENTS[each["index"]]}
+    assert answers[0].headers["x-batch-size"] == "4"
+    best = {"top_n": 2, "return_documents": False}
+    texts = [{"text": text} for text in DOCUMENTS]
+    short = post(server, "/v2/rerank", body | best | {"documents": texts}).json()["results"]
+    kept = [{k: v for k, v in each.items() if k != "document"} for each in results[:2]]
+    assert short == kept
+    assert len(post(server, "/rerank", body | {"top_n": 0}).json()["results"]) == 4
+
+
+def test_text_embeddings_inferences_shape(server: Server) -> None:
+    body: dict[str, Any] = {"query": QUERY, "texts": DOCUMENTS}
+    ranked = post(server, "/rerank", body).json()
+    assert {tuple(each) for each in ranked} == {("index", "score")}
+    raw = post(server, "/rerank", body | {"raw_scores": True, "return_text": True}).json()
+    assert [each["index"] for each in raw] == [each["index"] for each in ranked]
+    assert raw[0]["text"] == DOCUMENTS[raw[0]["index"]]
+    sigmoids = [1 / (1 + np.exp(-each["score"])) for each in raw]
+    np.testing.assert_allclose([each["score"] for each in ranked], sigmoids, atol=1e-5)
+    long = body | {"texts": ["a cow says moo " * 100]}
+    assert error_of(post(server, "/rerank", long))["param"] == "texts[0]"
+    assert post(server, "/rerank", long | {"truncate": True}).status_code == 200
+
+
+def test_what_vllm_and_tei_say_of_length_and_activation_counts(server: Server) -> None:
+    long, cut = "the cat sat on the mat " * 40 + "hello", {"truncate_prompt_tokens": -1}
+    pair = {"text_1": QUERY, "text_2": long}
+    assert post(server, "/v1/score", pair).status_code == 400
+    [scored] = post(server, "/v1/score", pair | cut).json()["data"]
+    [raw] = post(server, "/v1/score", pair | cut | {"use_activation": False}).json()["data"]
+    assert scored["score"] == pytest.approx(1 / (1 + np.exp(-raw["score"])), abs=1e-5)
+    texts = {"query": QUERY, "texts": [long], "truncate": True}
+    ends = [
+        post(server, "/rerank", texts | {"truncation_direction": end, **told}).json()[0]["score"]
+        for end in ("Right", "Left")
+        for told in ({}, {"use_activation": False})
+    ]
+    assert ends[:2] == pytest.approx([scored["score"], raw["score"]], abs=1e-5)
+    assert abs(ends[3] - ends[1]) > 1e-4
+
+
+def test_a_hundred_documents_come_back_in_order(server: Server) -> None:
+    documents = [f"{'cat ' * (n % 17)} number {n}" for n in range(100)]
+    body = {"query": QUERY, "documents": documents}
+    results = post(server, "/rerank", body).json()["results"]
+    by_index = {each["index"]: each["relevance_score"] for each in results}
+    scored = post(server, "/v1/score", {"text_1": QUERY, "text_2": documents}).json()["data"]
+    assert [each["index"] for each in scored] == list(range(100))
+    np.testing.assert_allclose(
+        [each["score"] for each in scored], [by_index[n] for n in range(100)], atol=1e-5
+    )
+
+
+def test_a_score_is_of_the_model_that_is_named(server: Server) -> None:
+    body = {"text_1": "red", "text_2": "red"}
+    assert post(server, "/v1/score", body).json()["model"] == "bert-rank"
+    by_cosine = post(server, "/v1/score", body | {"model": "demo"}).json()
+    assert by_cosine["data"][0]["score"] == pytest.approx(1, abs=1e-5)
+    assert post(server, "/v1/score", body | {"model": "other"}).status_code == 404
+    listed = CLIENT.get(server.url + "/v1/models").json()["data"]
+    assert [each["id"] for each in listed] == ["demo", "bert-rank"]
+
+
+def test_a_model_that_fails_leaves_what_is_not_its_own(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.engine.models["rerank"], "breaker", Breaker(1, 3600))
+    server.engine.models["rerank"].breaker.failed(time.monotonic())
+    assert len(CLIENT.get(server.url + "/v1/models").json()["data"]) == 2
+    body = {"text_1": "red", "text_2": "red", "prompt": "red"}
+    assert error_of(post(server, "/v1/score", body))["code"] == "breaker_open"
+    for path in ("/v1/score", "/tokenize"):
+        assert post(server, path, body | {"model": "demo"}).status_code == 200
+
+
+def test_what_does_not_fit_a_score_is_named(server: Server) -> None:
+    for given, param in (("", "text_1"), ([""], "text_1[0]"), ("a " * 300, "text_1")):
+        body = {"model": "demo", "text_1": given, "text_2": ["b", "c"]}
+        answer = post(server, "/v1/score", body)
+        assert answer.status_code == 400, answer.text
+        assert error_of(answer)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"documents": ["a"]}, "query"),
+        ({"query": "", "documents": ["a"]}, "query"),
+        ({"query": "a"}, "documents"),
+        ({"query": "a", "documents": ["a"], "texts": ["a"]}, "documents"),
+        ({"query": "a", "documents": []}, "documents"),
+        ({"query": "a", "documents": ["a", ""]}, "documents[1]"),
+        ({"query": "a", "documents": ["a", 5]}, "documents[1]"),
+        ({"query": "a", "documents": [{"txt": "a"}]}, "documents[0].text"),
+        ({"query": "a", "documents": ["a"] * 2049}, "documents"),
+        ({"query": "a", "documents": ["a"], "top_n": -1}, "top_n"),
+        ({"query": "a", "documents": ["a"], "max_tokens_per_doc": 0}, "max_tokens_per_doc"),
+        ({"query": "a", "documents": ["a"], "instruction": "b"}, "instruction"),
+        ({"query": "a " * 100, "documents": ["a"]}, "query"),
+    ],
+)
+def test_what_does_not_fit_is_named(server: Server, body: dict[str, Any], param: str) -> None:
+    answer = post(server, "/rerank", body)
+    assert answer.status_code == 400, answer.text
+    assert error_of(answer)["param"] == param

@@ -1,0 +1,431 @@
+"""Stored responses over HTTP: looked up, built upon, listed, forgotten, and in the background."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import ResponseItem
+from pydantic import TypeAdapter
+
+from server import routes
+from server.openai.responses import endpoint
+from tests.event_streams import CLIENT, open_stream, post
+from tests.fake_generator import FakeGenerator
+from tests.http.test_pipeline_http import error_of
+from tests.response_events import PATH, WHOLE, answered, events, look_up, of, respond
+from tests.serving import Server, metric, read_answer, serving, wait_until
+from tests.unit.test_response_store import filled
+from worker.messages.generation import Chat
+
+ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
+
+
+@pytest.fixture(scope="module")
+def generator() -> FakeGenerator:
+    return FakeGenerator()
+
+
+@pytest.fixture(scope="module")
+def server(generator: FakeGenerator) -> Iterator[Server]:
+    with serving(load_chat=lambda: generator) as made:
+        yield made
+
+
+def delete(server: Server, id: str) -> Any:
+    return CLIENT.delete(f"{server.url}{PATH}/{id}")
+
+
+def cancel(server: Server, id: str) -> Any:
+    return CLIENT.post(f"{server.url}{PATH}/{id}/cancel")
+
+
+def said(generator: FakeGenerator) -> list[tuple[str, str]]:
+    prompt = generator.payloads[-1].prompt
+    assert isinstance(prompt, Chat)
+    return [(each["role"], each["content"]) for each in prompt.messages]
+
+
+# ── looked up ──
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_is_there_as_soon_as_its_end_is_told(server: Server, stream: bool) -> None:
+    answer = respond(server, stream=stream, metadata={"a": "b"})
+    told = events(answer)[-1]["response"] if stream else answered(answer)
+    assert answered(look_up(server, told["id"])) == told
+
+
+def test_store_false_keeps_nothing(server: Server) -> None:
+    id = answered(respond(server, store=False))["id"]
+    assert look_up(server, id).status_code == 404
+    assert respond(server, previous_response_id=id).status_code == 404
+
+
+def test_a_deleted_response_is_gone(server: Server) -> None:
+    id = answered(respond(server))["id"]
+    answer = delete(server, id)
+    assert answer.status_code == 200
+    assert answer.json() == {"id": id, "object": "response", "deleted": True}
+    assert look_up(server, id).status_code == 404
+    assert delete(server, id).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("method", "below"),
+    [("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel")],
+)
+def test_an_unknown_response_is_404(server: Server, method: str, below: str) -> None:
+    answer = CLIENT.request(method, f"{server.url}{PATH}/resp_none{below}")
+    assert answer.status_code == 404
+    error = error_of(answer)
+    assert "resp_none" in error["message"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "not_found")
+    path = f"/v1/responses/{{id}}{below}"
+    assert metric(server, f'onequeue_requests_total{{endpoint="{path}",status="404"}}') >= 1
+
+
+def test_other_methods_are_405(server: Server) -> None:
+    for method, below in (("PUT", "/x"), ("GET", "/x/cancel"), ("GET", "")):
+        answer = CLIENT.request(method, f"{server.url}{PATH}{below}")
+        assert answer.status_code == 405
+        assert answer.headers["allow"]
+        error_of(answer)
+
+
+def test_a_stored_response_is_not_streamed_again(server: Server) -> None:
+    id = answered(respond(server))["id"]
+    answer = look_up(server, id, stream="true")
+    assert answer.status_code == 400
+    assert error_of(answer)["param"] == "stream"
+    assert look_up(server, id, stream="false").status_code == 200
+
+
+# ── input items ──
+
+
+def test_input_items_are_listed_in_pages(server: Server) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    given: list[dict[str, Any]] = [
+        {"role": "user", "content": "a", "id": "msg_mine"},
+        {"role": "assistant", "content": "b"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "c"}]},
+        call,
+        {"type": "function_call_output", "call_id": "c", "output": "d"},
+        {"role": "user", "content": "hi"},
+    ]
+    id = answered(respond(server, given))["id"]
+    whole = look_up(server, id, "/input_items", order="asc").json()
+    items = whole["data"]
+    assert [item["type"] for item in items] == [each.get("type", "message") for each in given]
+    assert items[0]["id"] == "msg_mine"
+    assert len({item["id"] for item in items}) == 6
+    for item in items:
+        ITEM.validate_json(json.dumps(item), strict=True)
+    assert (whole["object"], whole["has_more"]) == ("list", False)
+    assert (whole["first_id"], whole["last_id"]) == (items[0]["id"], items[-1]["id"])
+    newest = look_up(server, id, "/input_items").json()
+    assert newest["data"] == items[::-1]
+    first = look_up(server, id, "/input_items", limit=4).json()
+    assert first["data"] == items[:1:-1]
+    assert first["has_more"]
+    rest = look_up(server, id, "/input_items", limit=4, after=first["last_id"]).json()
+    assert rest["data"] == items[1::-1]
+    assert not rest["has_more"]
+    none = look_up(server, id, "/input_items", after=rest["last_id"]).json()
+    assert (none["data"], none["first_id"], none["has_more"]) == ([], None, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("limit", "0"), ("limit", "101"), ("limit", "x"), ("limit", "1" * 30), ("limit", "٣"),
+     ("order", "up"), ("after", "msg_none")],
+)  # fmt: skip
+def test_a_page_that_there_is_not_is_named(server: Server, name: str, value: str) -> None:
+    id = answered(respond(server))["id"]
+    answer = look_up(server, id, "/input_items", **{name: value})
+    assert answer.status_code == 400
+    assert error_of(answer)["param"] == name
+
+
+# ── built upon ──
+
+
+def test_a_conversation_goes_on_from_response_to_response(
+    server: Server, generator: FakeGenerator
+) -> None:
+    first = answered(respond(server, "hi", instructions="be brief"))
+    second = answered(respond(server, "say two", previous_response_id=first["id"]))
+    assert second["previous_response_id"] == first["id"]
+    assert second["instructions"] is None
+    answered(respond(server, "say three", previous_response_id=second["id"], instructions="sing"))
+    assert said(generator) == [
+        ("system", "sing"),
+        ("user", "hi"),
+        ("assistant", WHOLE),
+        ("user", "say two"),
+        ("assistant", "two"),
+        ("user", "say three"),
+    ]
+    answered(respond(server, "say other", previous_response_id=first["id"]))
+    assert said(generator) == [("user", "hi"), ("assistant", WHOLE), ("user", "say other")]
+    own = look_up(server, second["id"], "/input_items").json()["data"]
+    assert [item["content"][0]["text"] for item in own] == ["say two"]
+
+
+def test_what_is_built_on_nothing_is_404(server: Server) -> None:
+    first = answered(respond(server))
+    second = answered(respond(server, previous_response_id=first["id"]))
+    delete(server, first["id"])
+    for previous in ("resp_none", second["id"]):  # of the second, the beginning is missing
+        answer = respond(server, previous_response_id=previous)
+        assert answer.status_code == 404
+        assert error_of(answer)["param"] == "previous_response_id"
+
+
+def test_a_conversation_larger_than_a_body_may_be_is_refused() -> None:
+    with serving(load_chat=FakeGenerator, max_body_mb=0.01) as server:
+        id = answered(respond(server, "say " + "x" * 4500))["id"]
+        answer = respond(server, "hi", previous_response_id=id)
+        assert answer.status_code == 400
+        assert error_of(answer)["param"] == "previous_response_id"
+
+
+def test_items_are_referred_to_by_their_ids(server: Server, generator: FakeGenerator) -> None:
+    first = answered(respond(server, [{"role": "user", "content": "hi", "id": "msg_hi"}]))
+    given: list[Any] = [
+        {"type": "item_reference", "id": "msg_hi"},
+        {"id": first["output"][0]["id"]},
+        {"role": "user", "content": "say more"},
+    ]
+    answered(respond(server, given))
+    assert said(generator) == [("user", "hi"), ("assistant", WHOLE), ("user", "say more")]
+    answer = respond(server, [*given, {"type": "item_reference", "id": "msg_none"}])
+    assert answer.status_code == 404
+    assert error_of(answer)["param"] == "input[3].id"
+
+
+def test_items_that_are_referred_to_are_bounded_like_a_body() -> None:
+    with serving(load_chat=FakeGenerator, max_body_mb=0.01) as server:
+        long = [{"role": "user", "content": "say " + "x" * 4500, "id": f"msg_{n}"} for n in (1, 2)]
+        for each in long:
+            answered(respond(server, [each]))
+        one, other = ({"type": "item_reference", "id": each["id"]} for each in long)
+        for given, param in (([one, one], "input[1].id"), ([one, other], "input")):
+            answer = respond(server, given)
+            assert answer.status_code == 400
+            assert error_of(answer)["param"] == param
+
+
+# ── in the background ──
+
+
+def test_a_background_response_is_polled_until_it_ends() -> None:
+    generator = FakeGenerator()
+    generator.gate.clear()
+    with serving(load_chat=lambda: generator) as server:
+        sdk = openai.OpenAI(base_url=server.url + "/v1", api_key="-", max_retries=0)
+        queued = sdk.responses.create(model="demo", input="say a b", background=True)
+        assert (queued.status, queued.background, queued.output) == ("queued", True, [])
+        assert answered(look_up(server, queued.id))["status"] == "queued"
+        early = respond(server, previous_response_id=queued.id)
+        assert early.status_code == 400
+        assert "has not ended" in error_of(early)["message"]
+        items = sdk.responses.input_items.list(queued.id).data
+        assert [item.type for item in items] == ["message"]
+        generator.one_by_one = True
+        generator.gate.set()
+        generator.single.release()
+        wait_until(lambda: look_up(server, queued.id).json()["status"] == "in_progress")
+        generator.release()
+        wait_until(lambda: sdk.responses.retrieve(queued.id).status == "completed")
+        assert sdk.responses.retrieve(queued.id).output_text == "a b"
+        assert not server.engine.queue.pending
+
+
+def test_a_background_response_outlives_its_client() -> None:
+    generator = FakeGenerator()
+    generator.gate.clear()
+    with serving(load_chat=lambda: generator) as server:
+        with open_stream(server, PATH, {"input": "hi", "background": True}) as client:
+            _, answer = read_answer(client)
+        id = json.loads(answer)["id"]
+        generator.release()
+        wait_until(lambda: look_up(server, id).json()["status"] == "completed")
+        assert generator.dropped == []
+
+
+def test_cancelling_ends_a_background_response() -> None:
+    generator = FakeGenerator()
+    with serving(load_chat=lambda: generator) as server:
+        id = answered(respond(server, "long", background=True))["id"]
+        assert generator.said.wait(60)
+        cancelled = answered(cancel(server, id))
+        assert cancelled["status"] == "cancelled"
+        assert cancelled["completed_at"] is None
+        wait_until(lambda: generator.dropped == ["long"])
+        assert answered(look_up(server, id)) == cancelled
+        assert answered(cancel(server, id)) == cancelled
+        assert server.engine.queue.pending == 0
+
+
+def test_cancelling_what_has_ended_changes_nothing(server: Server) -> None:
+    id = answered(respond(server, background=True))["id"]
+    wait_until(lambda: look_up(server, id).json()["status"] == "completed")
+    assert answered(cancel(server, id))["status"] == "completed"
+
+
+def test_only_a_background_response_can_be_cancelled(server: Server) -> None:
+    id = answered(respond(server))["id"]
+    answer = cancel(server, id)
+    assert answer.status_code == 400
+    assert "background" in error_of(answer)["message"]
+
+
+def test_deleting_a_background_response_ends_it() -> None:
+    generator = FakeGenerator()
+    with serving(load_chat=lambda: generator) as server:
+        id = answered(respond(server, "long", background=True))["id"]
+        assert generator.said.wait(60)
+        assert delete(server, id).status_code == 200
+        assert look_up(server, id).status_code == 404
+        wait_until(lambda: generator.dropped == ["long"])
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "says"),
+    [("bad", "server_error", "failed on this input"), ("refused", "invalid_prompt", "is refused")],
+)
+def test_a_background_failure_is_what_its_response_says(
+    server: Server, text: str, code: str, says: str
+) -> None:
+    id = answered(respond(server, text, background=True))["id"]
+    wait_until(lambda: look_up(server, id).json()["status"] == "failed")
+    failed = answered(look_up(server, id))
+    assert failed["error"]["code"] == code
+    assert says in failed["error"]["message"]
+    assert failed["output"] == []
+    assert failed["usage"] is None
+
+
+def test_a_background_response_keeps_to_its_time_limit() -> None:
+    generator = FakeGenerator()
+    with serving(load_chat=lambda: generator) as server:
+        body = {"input": "hang", "background": True}
+        id = answered(post(server, PATH, body, **{"X-Request-Timeout-Ms": "50"}))["id"]
+        wait_until(lambda: look_up(server, id).json()["status"] == "failed")
+        assert "time limit" in look_up(server, id).json()["error"]["message"]
+
+
+def test_a_background_response_begins_when_there_is_time_for_it() -> None:
+    generator = FakeGenerator()
+    generator.one_by_one = True
+    with serving(load_chat=lambda: generator, request_timeout_s=0.05) as server:
+        id = answered(respond(server, "say a b", background=True))["id"]
+        assert respond(server, "hang").status_code == 504  # the same limit, later
+        assert look_up(server, id).json()["status"] == "queued"
+        generator.release()
+        wait_until(lambda: look_up(server, id).json()["status"] == "completed")
+
+
+def test_background_responses_take_a_quarter_of_the_places_and_nobody_elses() -> None:
+    generator = FakeGenerator()
+    with serving(load_chat=lambda: generator, max_queue_size=8, shutdown_grace_s=0) as server:
+        for _ in range(2):
+            answered(respond(server, "hang", background=True))
+        full = respond(server, background=True)
+        assert full.status_code == 503
+        assert error_of(full)["code"] == "queue_full"
+        assert "background" in error_of(full)["message"]
+        assert int(full.headers["retry-after"]) >= 1
+        answered(respond(server))
+        assert [payload.background for payload in generator.payloads] == [True, True, False]
+
+
+# ── what the store cannot take ──
+
+
+@pytest.fixture
+def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """With a disk that has no room for an input of a hundred kilobytes."""
+    monkeypatch.setattr(routes, "open_store", lambda settings: filled(tmp_path / "responses.db"))
+    with serving(load_chat=FakeGenerator) as made:
+        yield made
+
+
+LONG = "say " + "x" * 100_000
+NOT_STORED = "onequeue_responses_not_stored_total"
+
+
+def test_what_is_not_stored_says_so(full: Server) -> None:
+    whole = answered(respond(full, LONG))
+    told = events(respond(full, LONG, stream=True))
+    assert told[-1]["type"] == "response.completed"
+    for each in (whole, told[-1]["response"]):
+        assert (each["store"], each["status"]) == (False, "completed")
+        assert of(each) == [("message", LONG.removeprefix("say "))]
+        assert look_up(full, each["id"]).status_code == 404
+        built = respond(full, previous_response_id=each["id"])
+        assert built.status_code == 404
+    assert metric(full, NOT_STORED) == 2
+    assert answered(respond(full, LONG, store=False))["store"] is False
+    assert metric(full, NOT_STORED) == 2
+
+
+def test_an_answer_in_the_background_is_there_without_the_store(full: Server) -> None:
+    id = answered(respond(full, LONG, background=True))["id"]
+    wait_until(lambda: look_up(full, id).json()["status"] == "completed")
+    found = answered(look_up(full, id))
+    assert found["store"] is False
+    assert of(found) == [("message", LONG.removeprefix("say "))]
+    assert len(look_up(full, id, "/input_items").json()["data"]) == 1
+    assert answered(cancel(full, id)) == found
+    assert metric(full, NOT_STORED) == 1
+    assert delete(full, id).json()["deleted"] is True
+    assert look_up(full, id).status_code == delete(full, id).status_code == 404
+
+
+def test_answers_without_the_store_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "open_store", lambda settings: filled(tmp_path / "responses.db"))
+    monkeypatch.setattr(endpoint, "MOST_UNSTORED", 2)
+    with serving(load_chat=FakeGenerator) as server:
+        ids = []
+        for _ in range(3):
+            ids.append(answered(respond(server, LONG, background=True))["id"])
+            wait_until(lambda: look_up(server, ids[-1]).json()["status"] == "completed")
+            wait_until(lambda: metric(server, NOT_STORED) == len(ids))
+        wait_until(lambda: look_up(server, ids[0]).status_code == 404)
+        assert [look_up(server, id).status_code for id in ids[1:]] == [200, 200]
+
+
+# ── from one start to the next ──
+
+
+def test_a_file_keeps_responses_and_what_stopping_cut_off(tmp_path: Path) -> None:
+    generator = FakeGenerator()
+    path = str(tmp_path / "responses.db")
+    settings: dict[str, Any] = {"responses_db": path, "shutdown_grace_s": 0}
+    with serving(load_chat=lambda: generator, **settings) as server:
+        first = answered(respond(server, "hi"))
+        cut = answered(respond(server, "long", background=True))
+        wait_until(lambda: look_up(server, cut["id"]).json()["status"] == "in_progress")
+    generator = FakeGenerator()
+    with serving(load_chat=lambda: generator, **settings) as server:
+        assert answered(look_up(server, first["id"])) == first
+        failed = answered(look_up(server, cut["id"]))
+        assert failed["status"] == "failed"
+        assert "stopped" in failed["error"]["message"]
+        assert of(failed)[0][1].startswith("w0 ")
+        answered(respond(server, "say on", previous_response_id=first["id"]))
+        assert said(generator) == [("user", "hi"), ("assistant", WHOLE), ("user", "say on")]
+
+
+def test_responses_are_forgotten_at_the_end_without_a_file() -> None:
+    with serving(load_chat=FakeGenerator) as server:
+        id = answered(respond(server))["id"]
+    with serving(load_chat=FakeGenerator) as server:
+        assert look_up(server, id).status_code == 404

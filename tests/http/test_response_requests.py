@@ -1,0 +1,502 @@
+"""What of a `/v1/responses` request reaches the worker, and what is refused by name."""
+
+from collections.abc import Iterator
+from typing import Any, get_type_hints
+
+import pytest
+from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
+
+from server.openai.responses.request import ResponseRequest
+from tests.fake_generator import FakeGenerator
+from tests.http.test_pipeline_http import error_of
+from tests.response_events import PATH, answered, look_up, respond
+from tests.serving import Server, serving
+from worker.messages.generation import Calls, Chat, Constraint, GenerationInput, Sampling, Stopping
+
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+OTHER = {"type": "function", "name": "g", "description": "goes", "strict": False}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+USER = {"role": "user", "content": "hi"}
+CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}
+TOLD = {"type": "function_call_output", "call_id": "c1", "output": "say 3"}
+
+
+@pytest.fixture(scope="module")
+def generator() -> FakeGenerator:
+    return FakeGenerator()
+
+
+@pytest.fixture(scope="module")
+def server(generator: FakeGenerator) -> Iterator[Server]:
+    with serving(load_chat=lambda: generator) as made:
+        yield made
+
+
+@pytest.fixture
+def asked(generator: FakeGenerator, server: Server) -> Any:
+    """What the worker gets of a request."""
+
+    def ask(given: Any = "hi", **fields: Any) -> GenerationInput:
+        answered(respond(server, given, **fields))
+        return generator.payloads[-1]
+
+    return ask
+
+
+def messages(payload: GenerationInput) -> list[Any]:
+    assert isinstance(payload.prompt, Chat)
+    return list(payload.prompt.messages)
+
+
+# ── what the worker gets ──
+
+BARE = Chat(({"role": "user", "content": "hi"},))
+
+
+def test_a_bare_request_leaves_everything_to_the_checkpoint(asked: Any) -> None:
+    payload = asked()
+    assert payload.prompt == BARE
+    assert payload.sampling == Sampling()
+    assert payload.stopping == Stopping()
+    assert (payload.n, payload.constraint, payload.calls) == (1, None, None)
+
+
+def test_null_counts_as_absent(asked: Any) -> None:
+    nothing = dict.fromkeys(
+        {*ResponseRequest.__struct_fields__, *ResponseRequest.unimplemented} - {"input"}
+    )
+    payload = asked(**nothing)
+    assert payload.prompt == BARE
+    assert payload.sampling == Sampling()
+    assert payload.stopping == Stopping()
+
+
+def test_every_sampling_parameter_arrives(asked: Any) -> None:
+    payload = asked(
+        temperature=0, top_p=1, top_k=-1, min_p=0.1, presence_penalty=-2, frequency_penalty=2,
+        repetition_penalty=1.1, logit_bias={"7": -100}, seed=-3, max_output_tokens=5,
+        min_tokens=2, stop="x", stop_token_ids=[3], ignore_eos=True, top_logprobs=4,
+        include=["message.output_text.logprobs"],
+    )  # fmt: skip
+    assert payload.sampling == Sampling(
+        temperature=0, top_p=1, top_k=0, min_p=0.1, presence_penalty=-2, frequency_penalty=2,
+        repetition_penalty=1.1, logit_bias={7: -100}, seed=-3, logprobs=4,
+    )  # fmt: skip
+    assert payload.stopping == Stopping(5, 2, ("x",), (3,), True)
+    assert asked(include=["message.output_text.logprobs"]).sampling.logprobs == 0
+
+
+def test_effort_and_template_arguments_arrive(asked: Any) -> None:
+    prompt = asked(reasoning={"effort": "low"}, chat_template_kwargs={"a": 1}).prompt
+    assert prompt.effort == "low"
+    assert prompt.template_kwargs == {"a": 1}
+    assert asked(thinking_token_budget=0).thinking_tokens == 0
+    assert asked(reasoning={"summary": "auto"}).prompt.effort is None
+
+
+def test_instructions_come_first(asked: Any) -> None:
+    system = {"role": "system", "content": "be brief"}
+    assert messages(asked([USER], instructions="be brief")) == [system, USER]
+
+
+def test_messages_reach_the_template_as_it_reads_them(asked: Any) -> None:
+    items = [
+        {"role": "developer", "content": "be brief"},
+        {"type": "message", "role": "user", "content": [
+            {"type": "input_text", "text": "one"}, {"type": "input_text", "text": "two"}]},
+        {"role": "assistant", "id": "msg_1", "status": "completed", "content": [
+            {"type": "output_text", "text": "yes", "annotations": []}]},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+        {"role": "user", "content": "hi"},
+    ]  # fmt: skip
+    assert messages(asked(items)) == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "one\ntwo"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "assistant", "content": "no"},
+        {"role": "user", "content": "hi"},
+    ]
+
+
+def test_a_bare_part_is_the_users_message(asked: Any) -> None:
+    part = {"type": "input_text", "text": "hi"}
+    assert messages(asked([part])) == [USER]
+    said = {"role": "assistant", "content": "yes"}
+    assert messages(asked([part, said, part])) == [USER, said, USER]
+    assert messages(asked([{**part, "role": "system"}, USER])) == [{**USER, "role": "system"}, USER]
+
+
+def test_an_assistants_items_become_one_message(asked: Any) -> None:
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [
+        {"type": "reasoning_text", "text": "hm"}]}  # fmt: skip
+    summed = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "so"}]}
+    cut = {**CALL, "call_id": "c2", "arguments": '{"a": '}
+    said = {"role": "assistant", "content": "well"}
+    parts = {"type": "function_call_output", "call_id": "c2", "output": [
+        {"type": "input_text", "text": "say 4"}]}  # fmt: skip
+
+    def called(*calls: dict[str, Any]) -> list[Any]:
+        return [
+            {
+                "id": call["call_id"],
+                "type": "function",
+                "function": {"name": "f", "arguments": call["arguments"]},
+            }
+            for call in calls
+        ]
+
+    def heard(call_id: str, text: str) -> dict[str, Any]:
+        return {"role": "tool", "name": "f", "tool_call_id": call_id, "content": text}
+
+    got = messages(asked([USER, thought, said, CALL, cut, TOLD, parts]))
+    assert got == [
+        USER,
+        {
+            "role": "assistant",
+            "content": "well",
+            "reasoning_content": "hm",
+            "tool_calls": called(CALL, cut),
+        },
+        heard("c1", "say 3"),
+        heard("c2", "say 4"),
+    ]
+    got = messages(asked([USER, CALL, TOLD, summed, cut, parts]))
+    assert got == [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": called(CALL)},
+        heard("c1", "say 3"),
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "so",
+            "tool_calls": called(cut),
+        },
+        heard("c2", "say 4"),
+    ]
+    got = messages(asked([thought, {"role": "assistant", "content": "a"}, thought, USER]))
+    assert got == [
+        {"role": "assistant", "content": "a", "reasoning_content": "hm"},
+        {"role": "assistant", "content": "", "reasoning_content": "hm"},
+        USER,
+    ]
+
+
+def test_tools_are_nested_for_the_template(asked: Any) -> None:
+    payload = asked(tools=[TOOL, OTHER])
+    assert payload.prompt.tools == (
+        {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},
+        {"type": "function", "function": {"name": "g", "description": "goes", "strict": False}},
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "calls"),
+    [
+        ({}, Calls(("f", "g"))),
+        ({"tool_choice": "auto"}, Calls(("f", "g"))),
+        ({"tool_choice": "none"}, None),
+        ({"tool_choice": "required"}, Calls(("f", "g"), required=True)),
+        ({"tool_choice": {"type": "function", "name": "g"}}, Calls(("g",), required=True)),
+        ({"parallel_tool_calls": False}, Calls(("f", "g"), parallel=False)),
+        ({"parallel_tool_calls": True}, Calls(("f", "g"))),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}},
+            Calls(("f",)),
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [OTHER, TOOL]}},
+            Calls(("g", "f"), required=True),
+        ),
+        ({"tools": []}, None),
+        ({"tools": [], "tool_choice": "auto"}, None),
+        ({"tools": None, "tool_choice": "none"}, None),
+    ],
+)
+def test_a_choice_of_tools_says_what_may_be_called(
+    asked: Any, fields: dict[str, Any], calls: Calls | None
+) -> None:
+    payload = asked(**{"tools": [TOOL, OTHER], **fields})
+    assert payload.calls == calls
+    offered = [tool["function"]["name"] for tool in payload.prompt.tools]
+    assert offered == (["f", "g"] if calls else [])  # what may not be called is not offered
+
+
+def test_a_format_constrains_the_text(asked: Any) -> None:
+    schema = {"type": "json_schema", "name": "n", "schema": SCHEMA}
+    constraint = asked(text={"format": schema}).constraint
+    assert constraint == Constraint("json_schema", SCHEMA, "text.format.schema")
+    constraint = asked(text={"format": {"type": "json_object"}}).constraint
+    assert constraint == Constraint("json_schema", {"type": "object"}, "text.format")
+    schema = {"type": "json_object", "schema": SCHEMA}
+    constraint = asked(text={"format": schema}).constraint
+    assert constraint == Constraint("json_schema", SCHEMA, "text.format.schema")
+    constraint = asked(structured_outputs={"regex": "a+"}).constraint
+    assert constraint == Constraint("regex", "a+", "structured_outputs.regex")
+    assert asked(text={"format": {"type": "text"}, "verbosity": "low"}).constraint is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"user": "u", "safety_identifier": "s", "prompt_cache_key": "k", "metadata": {"a": "b"}},
+        {"service_tier": "auto", "truncation": "disabled", "store": False, "n": 1},
+        {"stream_options": {"include_obfuscation": False}, "stream": True},
+        {"include": ["reasoning.encrypted_content"], "store": False},
+        {"reasoning": {"generate_summary": "auto", "mode": "standard", "context": "auto"}},
+        {"top_logprobs": 0, "prompt_cache_retention": "in_memory"},
+        {"model": "", "whatever": [1]},
+        {"model": "tgi"},
+    ],
+)
+def test_what_asks_for_nothing_is_accepted(server: Server, fields: dict[str, Any]) -> None:
+    answer = respond(server, **fields)
+    assert answer.status_code == 200, answer.text
+
+
+def test_megabytes_of_input_are_fine(asked: Any, server: Server) -> None:
+    long = "x" * 5_000_000
+    given = [{"role": "user", "content": long}, {"role": "user", "content": "say fine"}]
+    answer = answered(respond(server, given))
+    items = look_up(server, answer["id"], "/input_items", order="asc").json()["data"]
+    assert items[0]["content"] == [{"type": "input_text", "text": long}]
+
+
+def test_every_parameter_of_the_api_is_honoured_accepted_or_refused() -> None:
+    known = set(get_type_hints(ResponseCreateParamsStreaming))
+    assert {"input", "stream"} <= known
+    assert known <= {*ResponseRequest.__struct_fields__, *ResponseRequest.unimplemented}
+
+
+# ── refusals ──
+
+
+def deep(levels: int) -> Any:
+    made: dict[str, Any] = {}
+    for _ in range(levels):
+        made = {"a": made}
+    return made
+
+
+PICTURE = {"type": "input_image", "image_url": "data:;base64,"}
+ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"input": None}, "input", "expected"),
+        ({"input": ""}, "input", "must not be empty"),
+        ({"input": []}, "input", "must not be empty"),
+        ({"input": {}}, "input", "got object"),
+        ({"input": ["hi"]}, "input[0]", "expected object"),
+        ({"input": [{"content": "hi"}]}, "input[0].role", "is required"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "'tool'"),
+        ({"input": [{"role": "user"}]}, "input[0].content", "is required"),
+        ({"input": [{"type": "input_text"}]}, "input[0].text", "is required"),
+        ({"input": [{"type": "input_text", "text": 3}]}, "input[0].text", "expected str"),
+        ({"input": [{"type": "input_text", "text": "a", "role": "x"}]}, "input[0].role", "'x'"),
+        ({"input": [{"type": "input_image", "text": "a"}]}, "input[0].type", "'input_image'"),
+        ({"input": [{"role": "user", "content": 3}]}, "input[0].content", "got int"),
+        ({"input": [{"role": "user", "content": []}]}, "input[0].content", "empty"),
+        (
+            {
+                "input": [
+                    {"role": "user", "content": [{"type": "input_text", "text": "a"}, PICTURE]}
+                ]
+            },
+            "input[0].content[1].image_url",
+            "takes text, no images",
+        ),
+        (
+            {"input": [USER, {"role": "user", "content": [{"type": "input_text"}]}]},
+            "input[1].content[0].text",
+            "is required",
+        ),
+        (
+            {"input": [{"role": "assistant", "content": [{"type": "refusal", "text": "a"}]}]},
+            "input[0].content[0].refusal",
+            "is required",
+        ),
+        ({"input": [{"type": "web_search_call"}]}, "input[0].type", "'web_search_call'"),
+        ({"input": [{**CALL, "call_id": None}]}, "input[0].call_id", "is required"),
+        ({"input": [{**CALL, "name": None}]}, "input[0].name", "is required"),
+        ({"input": [{**CALL, "arguments": None}]}, "input[0].arguments", "is required"),
+        ({"input": [{**CALL, "arguments": {}}]}, "input[0].arguments", "expected str"),
+        ({"input": [CALL, {**TOLD, "output": None}]}, "input[1].output", "is required"),
+        (
+            {"input": [CALL, {**TOLD, "output": [PICTURE]}]},
+            "input[1].output[0].type",
+            "'input_image'",
+        ),
+        ({"input": [USER, TOLD]}, "input[1].call_id", "no function_call"),
+        ({"input": [TOLD, CALL]}, "input[0].call_id", "no function_call"),
+        (
+            {"input": [{"type": "reasoning", "summary": [{"type": "x", "text": "a"}]}]},
+            "input[0].summary[0].type",
+            "'x'",
+        ),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id", "is required"),
+        ({"instructions": 3}, "instructions", "expected str"),
+        ({"max_output_tokens": 0}, "max_output_tokens", ">= 1"),
+        ({"temperature": 2.1}, "temperature", "<= 2"),
+        ({"top_p": 0}, "top_p", "> 0"),
+        ({"top_logprobs": 21}, "top_logprobs", "<= 20"),
+        ({"top_logprobs": 2}, "top_logprobs", "include"),
+        ({"include": ["file_search_call.results"]}, "include[0]", "'file_search_call.results'"),
+        ({"include": "logprobs"}, "include", "expected array"),
+        ({"metadata": {"a": 1}}, "metadata", "expected str"),
+        ({"store": "yes"}, "store", "expected bool"),
+        ({"background": True, "store": False}, "background", "store: false"),
+        ({"background": True, "stream": True}, "stream", "background"),
+        ({"stream_options": {}}, "stream_options", "stream: true"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "'huge'"),
+        ({"reasoning": {"summary": "x"}}, "reasoning.summary", "'x'"),
+        ({"reasoning": {"mode": "pro"}}, "reasoning.mode", "not implemented"),
+        ({"text": {"verbosity": "x"}}, "text.verbosity", "'x'"),
+        ({"text": {"format": {}}}, "text.format.type", "is required"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type", "'grammar'"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "n"}}},
+            "text.format.schema",
+            "is required",
+        ),
+        (
+            {"text": {"format": {"type": "json_schema", "schema": {}}}},
+            "text.format.name",
+            "is required",
+        ),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "n", "schema": []}}},
+            "text.format.schema",
+            "expected object",
+        ),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "n", "schema": deep(250)}}},
+            "text.format.schema",
+            "nested too deeply",
+        ),
+        (
+            {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+            "excludes text.format",
+        ),
+        ({"tools": [{}]}, "tools[0].type", "is required"),
+        ({"tools": [TOOL, {"type": "web_search"}]}, "tools[1].type", "'web_search'"),
+        ({"tools": [{"type": "mcp", "server_label": "a"}]}, "tools[0].type", "'mcp'"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name", "is required"),
+        ({"tools": [{"type": "function", "name": ""}]}, "tools[0].name", "{1,64}"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].name", "before it"),
+        ({"tools": [{**TOOL, "parameters": 3}]}, "tools[0].parameters", "expected object"),
+        ({"tools": [{**TOOL, "parameters": deep(250)}]}, "tools[0].parameters", "nested"),
+        ({"tool_choice": "required"}, "tool_choice", "tools"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "tools"),
+        ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", "'any'"),
+        ({"tools": [TOOL], "tool_choice": 3}, "tool_choice", "got int"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.name", "required"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}},
+            "tool_choice.name",
+            "no tool 'g'",
+        ),
+        ({"tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice.type", "'mcp'"),
+        ({"tools": [OTHER], "tool_choice": ALLOWED}, "tool_choice.tools[0].name", "no tool 'f'"),
+        (
+            {"tool_choice": {"type": "function", "name": "g" * 51}},
+            "tool_choice.name",
+            f"there is no tool {'g' * 50!r}",
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": {**ALLOWED, "mode": None}},
+            "tool_choice.mode",
+            "got null",
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": {**ALLOWED, "tools": []}},
+            "tool_choice.tools",
+            "must not be empty",
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": {**ALLOWED, "tools": [{"type": "mcp"}]}},
+            "tool_choice.tools[0].type",
+            "'mcp'",
+        ),
+        ({"tools": [TOOL] * 129}, "tools", "<= 128"),
+        ({"metadata": {str(n): "" for n in range(17)}}, "metadata", "<= 16"),
+        ({"metadata": {"a" * 65: ""}}, "metadata", "<= 64"),
+        ({"metadata": {"a": "b" * 513}}, "metadata", "<= 512"),
+        (
+            {"tools": [TOOL], "tool_choice": {**ALLOWED, "tools": [TOOL] * 129}},
+            "tool_choice.tools",
+            "<= 128",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    server: Server, fields: dict[str, Any], param: str, says: str
+) -> None:
+    for stream in (None, True):
+        if stream and {"stream", "stream_options"} & set(fields):
+            continue
+        answer = respond(
+            server, **{"input": "hi", **({"stream": True} if stream else {}), **fields}
+        )
+        assert answer.status_code == 400, answer.text
+        error = error_of(answer)
+        assert error["param"] == param
+        assert says in error["message"]
+        assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("access_programs", {}),
+        ("context_management", []),
+        ("conversation", "conv_1"),
+        ("image", {}),
+        ("max_tokens", 5),
+        ("max_tool_calls", 1),
+        ("moderation", {}),
+        ("n", 2),
+        ("prompt", {"id": "p"}),
+        ("prompt_cache_retention", "24h"),
+        ("response_format", {"type": "text"}),
+        ("truncation", "auto"),
+    ],
+)
+def test_a_parameter_that_is_not_implemented_is_named(
+    server: Server, name: str, value: Any
+) -> None:
+    answer = respond(server, **{name: value})
+    assert answer.status_code == 400
+    error = error_of(answer)
+    assert error["param"] == name
+    assert "not implemented" in error["message"]
+
+
+def test_what_the_api_does_by_default_may_be_asked_for(server: Server) -> None:
+    defaults = {
+        "prompt_cache_options": {"mode": "implicit", "ttl": "30m"},
+        "background_options": {"completion_window": "soonest"},
+        "image": {"context_compression": "auto"},
+    }
+    assert respond(server, **defaults).status_code == 200
+    refused = respond(server, prompt_cache_options={"mode": "explicit"})
+    assert error_of(refused)["param"] == "prompt_cache_options"
+
+
+def test_an_unknown_model_is_404_whatever_else_is_not_here(server: Server) -> None:
+    answer = respond(server, model="gpt-4o", truncation="auto")
+    assert answer.status_code == 404
+    assert error_of(answer)["code"] == "model_not_found"
+
+
+def test_a_body_that_is_no_json_is_refused(server: Server) -> None:
+    from tests.event_streams import CLIENT
+
+    for body in (b"", b"{", b"[]", b'{"input": "\xff"}'):
+        answer = CLIENT.post(server.url + PATH, content=body)
+        assert answer.status_code == 400
+        error_of(answer)
+    picture = {"content-type": "image/png"}
+    assert CLIENT.post(server.url + PATH, content=b"x", headers=picture).status_code == 415

@@ -1,0 +1,166 @@
+"""OpenAI's SDKs and images, unmodified: to a tiny model that sees."""
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests import sdk, tiny_seeing
+from tests.sdk import Place, Sdk
+from tests.seeing import png
+
+NODE = shutil.which("node")
+FOLDER = Path(__file__).parents[1] / "node"
+SHORT: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
+PLACES = 16  # that an image fills
+
+
+def url(seed: int = 1) -> str:
+    return "data:image/png;base64," + base64.b64encode(png(seed)).decode()
+
+
+def user(*parts: str) -> list[Any]:
+    """A message of texts and images' URLs."""
+    content = [
+        {"type": "image_url", "image_url": {"url": part, "detail": "high"}}
+        if part.startswith("data:")
+        else {"type": "text", "text": part}
+        for part in parts
+    ]
+    return [{"role": "user", "content": content}]
+
+
+@pytest.fixture(scope="module")
+def seeing() -> Iterator[Sdk]:
+    folder = str(tiny_seeing.folder("llava"))
+    with sdk.of(chat_model=folder, dtype="float32", kv_cache_gb=0.05) as made:
+        yield made
+
+
+def test_chat_is_answered_whole_and_streamed_alike(seeing: Sdk) -> None:
+    messages = user("What is it?", url(1), "and", url(2))
+    asked = {"model": seeing.model, "messages": messages, **SHORT}
+    whole = seeing.client.chat.completions.create(**asked)
+    stream = seeing.client.chat.completions.create(**asked, stream=True)
+    told = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert told == whole.choices[0].message.content
+    text_alone = seeing.client.chat.completions.create(
+        model=seeing.model, messages=user("What is it?", "and"), **SHORT
+    )
+    assert whole.usage
+    assert text_alone.usage
+    assert whole.usage.prompt_tokens >= text_alone.usage.prompt_tokens + 2 * PLACES - 2
+
+
+def test_answers_about_images_are_held_to_a_form(seeing: Sdk) -> None:
+    answer = seeing.client.chat.completions.parse(
+        model=seeing.model,
+        messages=user("Where?", url()),
+        response_format=Place,
+        max_tokens=200,
+        seed=1,
+    )
+    assert isinstance(answer.choices[0].message.parsed, Place)
+
+
+def test_tools_are_called_about_images(seeing: Sdk) -> None:
+    place = {"type": "string", "enum": ["here", "there"]}
+    parameters = {"type": "object", "properties": {"place": place}, "required": ["place"]}
+    look: Any = {"type": "function", "function": {"name": "look", "parameters": parameters}}
+    messages: list[Any] = user("Where is it?", url())
+    asked: dict[str, Any] = {"model": seeing.model, "tools": [look], "seed": 2, "max_tokens": 200}
+    answer = seeing.client.chat.completions.create(
+        messages=messages, tool_choice="required", parallel_tool_calls=False, **asked
+    )
+    [choice] = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls
+    [call] = choice.message.tool_calls
+    assert call.type == "function"
+    assert call.function.name == "look"
+    assert json.loads(call.function.arguments)["place"] in ("here", "there")
+    said = {"role": "tool", "tool_call_id": call.id, "content": "nothing"}
+    turns = [*messages, choice.message.model_dump(exclude_none=True), said, *user("And?", url(2))]
+    further = seeing.client.chat.completions.create(messages=turns, **asked | {"max_tokens": 8})
+    assert answer.usage
+    assert further.usage
+    assert further.usage.prompt_tokens > answer.usage.prompt_tokens + PLACES
+
+
+def test_seeds_repeat_answers_about_images(seeing: Sdk) -> None:
+    def said(seed: int, image: str) -> str | None:
+        answer = seeing.client.chat.completions.create(
+            model=seeing.model, messages=user("What?", image), seed=seed, max_tokens=12
+        )
+        return answer.choices[0].message.content
+
+    first = said(1, url(1))
+    assert said(1, url(1)) == first
+    assert said(2, url(1)) != first
+
+
+def test_responses_see_images_and_remember_them(seeing: Sdk) -> None:
+    text, image = {"type": "input_text", "text": "What?"}, {"type": "input_image", "detail": "auto"}
+    content: list[Any] = [text, image | {"image_url": url()}]
+    first = seeing.client.responses.create(
+        model=seeing.model,
+        input=[{"role": "user", "content": content}],
+        max_output_tokens=16,
+        temperature=0,
+    )
+    second = seeing.client.responses.create(
+        model=seeing.model,
+        input="And?",
+        previous_response_id=first.id,
+        max_output_tokens=16,
+        temperature=0,
+    )
+    assert first.usage
+    assert second.usage
+    assert first.usage.input_tokens > PLACES
+    assert second.usage.input_tokens > first.usage.input_tokens
+    assert second.usage.input_tokens_details.cached_tokens > 0
+
+
+def test_broken_image_is_a_bad_request(seeing: Sdk) -> None:
+    broken = "data:image/png;base64," + base64.b64encode(png(1)[:200]).decode()
+    with pytest.raises(openai.BadRequestError, match="not an image that can be read") as refused:
+        seeing.client.chat.completions.create(model=seeing.model, messages=user("a", broken))
+    assert refused.value.param == "messages[0].content[1].image_url"
+
+
+def test_tokens_of_a_chat_with_images(seeing: Sdk) -> None:
+    root = seeing.url.removesuffix("/v1")
+    messages = user("What is it?", url())
+    told = httpx.post(f"{root}/tokenize", json={"messages": messages}).json()
+    answer = seeing.client.chat.completions.create(model=seeing.model, messages=messages, **SHORT)
+    assert answer.usage
+    assert told["count"] == len(told["tokens"]) == answer.usage.prompt_tokens
+
+
+@pytest.mark.skipif(NODE is None, reason="there is no node here")
+@pytest.mark.skipif(
+    not (FOLDER / "node_modules" / "openai").is_dir(),
+    reason="scripts/install dev has not installed tests/node's packages",
+)
+def test_node(seeing: Sdk) -> None:
+    assert NODE is not None
+    done = subprocess.run(
+        [NODE, FOLDER / "images.mjs"],
+        env=os.environ | {"SEEING_URL": seeing.url, "IMAGE": url()},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    got = json.loads(done.stdout)
+    assert got["said"] == got["told"]
+    assert got["tokens"] == got["input"] > PLACES

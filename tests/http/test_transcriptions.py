@@ -1,0 +1,319 @@
+"""/v1/audio over real sockets: what is sent, what comes back in five formats, what is refused."""
+
+import html
+import io
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import soundfile
+
+from server.http.form import PREFIX
+from tests.event_streams import CLIENT
+from tests.fake_transcriber import RATE, SAID, FakeTranscriber
+from tests.http.test_pipeline_http import error_of
+from tests.process.test_sdk_node import FOLDER, NODE
+from tests.serving import Server, metric, serving, wait_until
+from tests.unit.test_media import tone
+
+PATH = "/v1/audio/transcriptions"
+TEXT = "".join(word for words in SAID for word in words).strip()
+FORMATS = ("json", "verbose_json", "text", "srt", "vtt")
+
+
+@pytest.fixture(scope="module")
+def spool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where uploads go."""
+    folder = tmp_path_factory.mktemp("spool")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def server(spool: Path) -> Iterator[Server]:
+    with serving(load_transcriber=partial(FakeTranscriber, max_s=60), max_audio_mb=2) as made:
+        yield made
+
+
+@pytest.fixture
+def speaker(server: Server) -> Iterator[FakeTranscriber]:
+    made: Any = server.engine.models["transcription"].loaded
+    made.payloads.clear()
+    made.gate.set()
+    yield made
+    made.gate.set()
+
+
+@pytest.fixture(autouse=True)
+def _all_is_removed(spool: Path) -> Iterator[None]:
+    yield
+    wait_until(lambda: not list(spool.glob(PREFIX + "*")))
+
+
+def wav(seconds: float = 1.0) -> bytes:
+    return tone(seconds, RATE)
+
+
+def post(
+    server: Server, file: bytes | None = None, path: str = PATH, **fields: Any
+) -> httpx.Response:
+    files = {"file": ("a.wav", wav() if file is None else file)}
+    return CLIENT.post(server.url + path, files=files, data=fields)
+
+
+# ── what comes back ──
+
+
+def test_json_has_the_text_and_the_seconds(server: Server, speaker: FakeTranscriber) -> None:
+    answer = post(server, wav(2.5), language="de", prompt="before", temperature="0.2")
+    assert answer.json() == {"text": TEXT, "usage": {"type": "duration", "seconds": 2.5}}
+    [asked] = speaker.payloads
+    assert (asked.task, asked.language, asked.prompt) == ("transcribe", "de", "before")
+    assert (asked.temperature, asked.words, asked.logprobs) == (0.2, False, False)
+
+
+def test_all_formats_have_the_same_words(server: Server) -> None:
+    words = {}
+    for form in FORMATS:
+        content = post(server, response_format=form).text
+        if form in ("json", "verbose_json"):
+            words[form] = json.loads(content)["text"].split()
+        elif form == "text":
+            words[form] = content.split()
+        else:
+            lines = [line for line in content.splitlines() if not re.search(r"^\d+$|-->", line)]
+            words[form] = html.unescape(" ".join(lines).removeprefix("WEBVTT")).split()
+    fields: dict[str, Any] = {
+        "response_format": "verbose_json",
+        "timestamp_granularities[]": ["word", "segment"],
+    }
+    document = post(server, **fields).json()
+    words["segments"] = "".join(each["text"] for each in document["segments"]).split()
+    assert "".join(each["word"] for each in document["words"]) == TEXT.replace(" ", "")
+    subtitled = TEXT.replace("-->", "->").split()  # an arrow would begin a cue
+    assert words == {form: subtitled if form in ("srt", "vtt") else TEXT.split() for form in words}
+
+
+def test_subtitles_have_a_cue_for_each_segment(server: Server) -> None:
+    srt = post(server, response_format="srt")
+    assert srt.text == (
+        "1\n00:00:00,000 --> 00:00:01,000\nGood morning,\n\n"
+        "2\n00:00:01,000 --> 00:00:02,000\n<Jürgen> & co.\n\n"
+        "3\n00:00:02,000 --> 00:00:03,000\nThree -> four\n\n"
+    )
+    vtt = post(server, response_format="vtt")
+    assert vtt.text.startswith("WEBVTT\n\n00:00:00.000 --> 00:00:01.000\nGood morning,\n\n")
+    assert "\n&lt;Jürgen&gt; &amp; co.\n" in vtt.text
+    assert vtt.headers["content-type"] == "text/vtt; charset=utf-8"
+
+
+def test_verbose_json_has_what_was_asked_for(server: Server, speaker: FakeTranscriber) -> None:
+    whole = post(server, response_format="verbose_json").json()
+    assert (whole["task"], whole["language"], whole["duration"]) == ("transcribe", "english", 1.0)
+    assert [each["id"] for each in whole["segments"]] == [0, 1, 2]
+    assert "words" not in whole
+    assert not speaker.payloads[0].words
+    fields: dict[str, Any] = {
+        "response_format": "verbose_json",
+        "timestamp_granularities[]": "word",
+    }
+    timed = post(server, **fields).json()
+    assert timed["words"][1] == {"word": "morning", "start": 0.25, "end": 0.45}
+    assert "segments" not in timed
+
+
+def test_silence_is_an_empty_text(server: Server) -> None:
+    assert post(server, prompt="silence").json()["text"] == ""
+    assert post(server, prompt="silence", response_format="srt").text == ""
+    assert post(server, prompt="silence", response_format="vtt").text == "WEBVTT\n\n"
+
+
+def test_translations_are_asked_for_as_such(server: Server, speaker: FakeTranscriber) -> None:
+    path = "/v1/audio/translations"
+    assert post(server, path=path).json()["text"] == TEXT
+    assert speaker.payloads[0].task == "translate"
+    verbose = post(server, path=path, response_format="verbose_json").json()
+    assert (verbose["task"], verbose["language"]) == ("translate", "english")
+    assert error_of(post(server, path=path, language="de"))["param"] == "language"
+    assert error_of(post(server, path=path, stream="true"))["param"] == "stream"
+
+
+def test_a_stream_has_deltas_and_a_whole_that_they_make(server: Server) -> None:
+    fields: dict[str, Any] = {"stream": "true", "include[]": "logprobs"}
+    answer = post(server, **fields)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *frames, last = answer.text.removesuffix("\n\n").split("\n\n")
+    assert last == "data: [DONE]"
+    *deltas, done = [json.loads(frame.removeprefix("data: ")) for frame in frames]
+    assert [each["type"] for each in deltas] == ["transcript.text.delta"] * 3
+    assert "".join(each["delta"] for each in deltas) == done["text"] == TEXT
+    assert done["type"] == "transcript.text.done"
+    assert done["usage"] == {"type": "duration", "seconds": 1.0}
+    assert [each for delta in deltas for each in delta["logprobs"]] == done["logprobs"]
+    assert done["logprobs"][0]["bytes"] == list(b" Good")
+
+
+def test_a_stream_that_cannot_begin_is_a_status(server: Server) -> None:
+    assert post(server, stream="true", prompt="refused").status_code == 400
+    assert post(server, stream="true", prompt="bad").status_code == 500
+    late = post(server, stream="true", prompt="bad later")
+    assert late.status_code == 200
+    *_, failure, done = late.text.removesuffix("\n\n").split("\n\n")
+    assert json.loads(failure.removeprefix("data: "))["error"]["code"] == "item_failed"
+    assert done == "data: [DONE]"
+
+
+# ── clients ──
+
+
+def test_openais_sdk_reads_every_format(server: Server) -> None:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="-", max_retries=0) as client:
+        create = client.audio.transcriptions.create
+        sound: Any = ("a.wav", wav())
+        assert create(file=sound, model="demo").text == TEXT
+        for form in ("text", "srt", "vtt"):
+            assert isinstance(create(file=sound, model="demo", response_format=form), str)
+        verbose = create(
+            file=sound,
+            model="demo",
+            response_format="verbose_json",
+            timestamp_granularities=["word", "segment"],
+        )
+        assert [each.word for each in verbose.words or ()][:2] == ["Good", "morning"]
+        assert [each.text for each in verbose.segments or ()][1] == " <Jürgen> & co."
+        assert getattr(verbose.usage, "seconds", 0) == 1.0
+        scored = create(file=sound, model="demo", include=["logprobs"])
+        assert next(each.token for each in scored.logprobs or ()) == " Good"
+        events = list(create(file=sound, model="demo", stream=True))
+        assert [event.type for event in events][-1] == "transcript.text.done"
+        assert client.audio.translations.create(file=sound, model="demo").text == TEXT
+
+
+@pytest.mark.skipif(
+    NODE is None or not (FOLDER / "node_modules" / "openai").is_dir(), reason="no Node SDK here"
+)
+def test_openais_node_sdk_reads_them_too(server: Server, tmp_path: Path) -> None:
+    assert NODE is not None
+    (tmp_path / "a.wav").write_bytes(wav())
+    made = subprocess.run(
+        [NODE, FOLDER / "transcriptions.mjs"],
+        env=os.environ | {"URL": server.url + "/v1", "SOUND": str(tmp_path / "a.wav")},
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
+    told = json.loads(made.stdout)
+    assert told["whole"] == told["translated"] == "".join(told["deltas"]) == TEXT
+    assert told["done"]["usage"] == {"type": "duration", "seconds": 1.0}
+    assert told["words"] == 10
+    assert told["srt"].startswith("1\n00:00:00,000 --> ")
+    assert told["refused"] == "response_format"
+
+
+def test_curl_sends_a_form(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "a.wav").write_bytes(wav(20.0))
+    command = ["curl", "-s", server.url + PATH, "-F", f"file=@{tmp_path / 'a.wav'}"]
+    made = subprocess.run([*command, "-F", "response_format=text"], capture_output=True, check=True)
+    assert made.stdout.decode() == TEXT + "\n"
+    forgot = ["curl", "-s", server.url + PATH, "-F", "file=a.wav"]
+    refused = json.loads(subprocess.run(forgot, capture_output=True, check=True).stdout)
+    assert "-F file=@PATH" in refused["error"]["message"]
+
+
+def test_the_model_is_listed_and_asked_for_by_name(server: Server) -> None:
+    [model] = CLIENT.get(server.url + "/v1/models").json()["data"]
+    assert model["id"] == "demo"
+    assert "max_model_len" not in model
+    assert post(server, model="demo").status_code == 200
+    unknown = post(server, model="whisper-9")
+    assert (unknown.status_code, error_of(unknown)["code"]) == (404, "model_not_found")
+
+
+# ── what is refused ──
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": "diarized_json"}, "response_format"),
+        ({"response_format": "yaml"}, "response_format"),
+        ({"known_speaker_names[]": "Ann"}, "known_speaker_names"),
+        ({"known_speaker_references[]": "data:,"}, "known_speaker_references"),
+        ({"chunking_strategy": '{"type": "server_vad"}'}, "chunking_strategy"),
+        ({"keywords[]": "a"}, "keywords"),
+        ({"languages[]": "en"}, "languages"),
+        ({"temperature": "1.5"}, "temperature"),
+        ({"temperature": "warm"}, "temperature"),
+        ({"stream": "perhaps"}, "stream"),
+        ({"stream": "true", "response_format": "srt"}, "stream"),
+        ({"include[]": "logprobs", "response_format": "text"}, "include"),
+        ({"include[]": "all"}, "include[0]"),
+        ({"chunking_strategy[type]": "server_vad"}, "chunking_strategy"),
+        ({"timestamp_granularities[]": "word"}, "timestamp_granularities"),
+        ({"timestamp_granularities[0]": "word"}, "timestamp_granularities"),
+        ({"language": "x" * 41}, "language"),
+        ({"model": ["demo", "demo"]}, "model"),
+        ({"prompt": "refused"}, "prompt"),
+        ({"prompt": "x" * 70_000}, "prompt"),
+    ],
+)
+def test_what_is_not_done_is_refused_by_name(
+    fields: dict[str, Any], param: str, server: Server
+) -> None:
+    answer = post(server, **fields)
+    assert answer.status_code == 400
+    assert error_of(answer)["param"] == param
+    assert param in error_of(answer)["message"]
+
+
+def test_what_asks_for_nothing_is_taken(server: Server) -> None:
+    fields: dict[str, Any] = {
+        "chunking_strategy": "auto",
+        "language": "",
+        "stream": "false",
+        "unheard_of": "x",
+    }
+    assert post(server, **fields).status_code == 200
+
+
+def test_files_that_are_no_recordings(server: Server) -> None:
+    silence = io.BytesIO()
+    soundfile.write(silence, np.zeros(61 * RATE, np.int16), RATE, format="FLAC")
+    flac = tone(3.0, RATE, kind="FLAC")
+    for file, message in (
+        (b"Dear Sir or Madam", "not a sound file that can be read"),
+        (tone(100, 1), "the sound has 1 samples a second"),
+        (silence.getvalue(), "lasts 61 seconds in 1 channels; at most 60"),
+        (tone(0.001, RATE), "at least 0.03 seconds"),
+        (flac[: len(flac) // 2], "can be read"),
+    ):
+        answer = post(server, file)
+        assert answer.status_code == 400, answer.text
+        assert message in error_of(answer)["message"]
+        assert error_of(answer)["param"] == "file"
+
+
+def test_metrics_count_the_seconds(server: Server) -> None:
+    name = "onequeue_transcribed_seconds_total"
+    before = metric(server, name)
+    assert post(server, wav(1.5)).status_code == 200
+    assert metric(server, name) == pytest.approx(before + 1.5)
+    assert metric(server, f'onequeue_requests_total{{endpoint="{PATH}",status="200"}}') > 0
+
+
+def test_without_a_model_there_is_no_such_endpoint() -> None:
+    from tests.fakes import FakeRunner
+
+    with serving(FakeRunner) as server:
+        assert post(server).status_code == 404

@@ -1,0 +1,255 @@
+"""Uploads over real sockets: forms that are none, files that are too large, slow or endless."""
+
+import io
+import json
+import os
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import soundfile
+
+from server.http.form import PREFIX, Form
+from tests.event_streams import CLIENT
+from tests.fake_transcriber import RATE, FakeTranscriber
+from tests.http.test_pipeline_http import error_of
+from tests.http.test_transcriptions import PATH, _all_is_removed, post, server, speaker, spool, wav
+from tests.serving import Server, read_answer, serving, wait_until
+from tests.speaking import WHISPER
+from tests.tiny import folder
+from tests.unit.test_media import tone, without_length
+
+__all__ = ["_all_is_removed", "server", "speaker", "spool"]  # fixtures
+
+
+def multipart(*parts: tuple[str, bytes], boundary: str = "xyz", end: str = "--") -> bytes:
+    """A form, of the parameters of its parts' headers and what they hold."""
+    made = [
+        f"--{boundary}\r\nContent-Disposition: form-data; {head}\r\n\r\n".encode() + body + b"\r\n"
+        for head, body in parts
+    ]
+    return b"".join(made) + f"--{boundary}{end}\r\n".encode()
+
+
+def send(server: Server, body: bytes, media: str = "multipart/form-data; boundary=xyz") -> Any:
+    answer = CLIENT.post(server.url + PATH, content=body, headers={"Content-Type": media})
+    assert answer.status_code >= 400, answer.text
+    return answer.status_code, error_of(answer)
+
+
+FILE = ('name="file"; filename="a.wav"', tone(1.0, RATE))
+
+
+def test_forms_that_are_none(server: Server) -> None:
+    assert send(server, b"{}", "application/json")[0] == 415
+    status, error = send(server, multipart(FILE), "multipart/form-data")
+    assert (status, error["message"][:30]) == (400, "the Content-Type has no bounda")
+    status, error = send(server, multipart(FILE, boundary="other"))
+    assert status == 400
+    assert "boundary" in error["message"]
+    status, error = send(server, multipart(FILE, end=""))
+    assert status == 400
+    assert "cut off" in error["message"]
+    assert send(server, b"")[0] == 400
+    assert send(server, multipart(), "multipart/form-data; boundary=" + "x" * 300)[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([], "file: is required"),
+        ([('name="model"', b"demo")], "file: is required"),
+        ([('name="file"', wav())], "file: must be a file"),
+        ([FILE, FILE], "file: comes twice"),
+        ([('name="file"; filename="a.wav"', b"")], "file: is empty"),
+        ([('name="sound"; filename="a.wav"', b"x")], "sound: is not taken as a file"),
+        ([("filename", b"x")], "has no name"),
+        ([FILE, ('name="prompt"', b"\xff")], "prompt: is not valid UTF-8"),
+        ([(f'name="n{n}"', b"x") for n in range(65)], "more than 64 fields"),
+    ],
+)
+def test_forms_that_do_not_fit(
+    parts: list[tuple[str, bytes]], message: str, server: Server
+) -> None:
+    status, error = send(server, multipart(*parts))
+    assert status == 400
+    assert message in error["message"]
+
+
+def test_files_that_are_too_large(server: Server, spool: Path) -> None:
+    answer = post(server, b"\0" * 4_000_000)
+    assert (answer.status_code, error_of(answer)["code"]) == (413, "body_too_large")
+    assert answer.headers["connection"] == "close"
+    with socket.create_connection(("127.0.0.1", server.port)) as client:  # says so beforehand
+        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=x"
+        client.sendall(
+            f"{head}\r\nExpect: 100-continue\r\nContent-Length: 200000000\r\n\r\n".encode()
+        )
+        assert read_answer(client)[0] == 413
+
+
+@contextmanager
+def begun(server: Server, waits: bool = True) -> Iterator[socket.socket]:
+    """An upload under way, of which a part is there."""
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=xyz"
+        client.sendall(f"{head}\r\nContent-Length: 100000\r\n\r\n".encode())
+        before = uploads(server).spooled
+        client.sendall(multipart(FILE, end="")[:30_000])
+        if waits:
+            wait_until(lambda: uploads(server).spooled == before + 30_000)
+        yield client
+
+
+def uploads(server: Server) -> Any:
+    [route] = [each for each in server.app.routes.routes if each.path == PATH]  # type: ignore[attr-defined]
+    return route.app.uploads
+
+
+def test_slow_uploads_take_no_place_in_the_queue(server: Server) -> None:
+    with begun(server), begun(server):
+        assert server.engine.queue.pending == 0
+        assert post(server).status_code == 200
+    wait_until(lambda: uploads(server).spooled == 0)
+
+
+def test_an_upload_that_stops_arriving_gets_408(spool: Path) -> None:
+    with (
+        serving(load_transcriber=FakeTranscriber, body_timeout_s=0.2) as server,
+        begun(server) as client,
+    ):
+        status, body = read_answer(client)
+    assert (status, json.loads(body)["error"]["code"]) == (408, "body_timeout")
+
+
+def test_uploads_together_take_no_more_disk_than_they_may(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads(server), "spooled", 16 * 2_000_000)
+    answer = post(server)
+    assert (answer.status_code, error_of(answer)["code"]) == (503, "queue_full")
+
+
+def test_a_full_disk_is_a_503(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**given: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkstemp", full)
+    answer = post(server)
+    assert (answer.status_code, error_of(answer)["code"]) == (503, "queue_full")
+
+
+def test_a_client_that_leaves_ends_its_recording(server: Server, speaker: FakeTranscriber) -> None:
+    dropped = speaker.dropped
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            server.url + PATH,
+            files={"file": ("a.wav", wav())},
+            data={"prompt": "hang"},
+            timeout=httpx.Timeout(60, read=0.5),
+        )
+    wait_until(lambda: speaker.dropped == dropped + 1)
+
+
+def test_the_time_limit_covers_the_first_segment(server: Server, speaker: FakeTranscriber) -> None:
+    late = CLIENT.post(
+        server.url + PATH,
+        files={"file": ("a.wav", wav())},
+        data={"prompt": "hang"},
+        headers={"X-Request-Timeout-Ms": "300"},
+    )
+    assert (late.status_code, error_of(late)["code"]) == (504, "deadline_exceeded")
+
+
+def test_an_upload_of_200_mb_is_never_whole_in_memory(spool: Path) -> None:
+    """Silence of half an hour in two channels, as a file that is read as it is sent."""
+
+    def pieces() -> Iterator[bytes]:
+        head, end = multipart(('name="file"; filename="a.wav"', b"@")).split(b"@")
+        size = 180_000_000
+        yield head + b"RIFF" + (36 + size).to_bytes(4, "little") + b"WAVEfmt "
+        yield bytes.fromhex("10000000 0100 0200 44ac0000 10b10200 0400 1000") + b"data"
+        yield size.to_bytes(4, "little")
+        for _ in range(180):
+            yield bytes(1_000_000)
+        yield end
+
+    with serving(load_transcriber=FakeTranscriber) as server, growing_less_than(50_000_000):
+        media = {"Content-Type": "multipart/form-data; boundary=xyz"}
+        answer = CLIENT.post(server.url + PATH, content=pieces(), headers=media, timeout=300)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["seconds"] == pytest.approx(45_000_000 / 44_100, abs=0.01)
+
+
+def test_ten_hours_of_silence_are_refused_in_little_memory(spool: Path) -> None:
+    """By the header, and where that does not say, as soon as it is too long."""
+    sound = io.BytesIO()
+    with soundfile.SoundFile(sound, "w", 1000, 1, format="FLAC") as made:
+        for _ in range(36):
+            made.write(np.zeros(1_000_000, np.int16))
+    whole = sound.getvalue()
+    assert len(whole) < 200_000
+    with serving(transcription_model=str(folder(WHISPER)), compile="off") as server:
+        assert post(server, tone(5.0, 1000)).status_code == 200  # all is imported
+        with growing_less_than(150_000_000):
+            for file, message in (
+                (whole, "lasts 36000 seconds in 1 channels; at most 7200"),
+                (without_length(whole), "at most 7200 seconds"),
+            ):
+                answer = post(server, file)
+                assert answer.status_code == 400, answer.text
+                assert message in error_of(answer)["message"]
+
+
+@contextmanager
+def growing_less_than(most: int) -> Iterator[None]:
+    """This process, in bytes of memory."""
+    before, peak, done = resident(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.01):
+            peak = max(peak, resident())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    yield
+    done.set()
+    watching.join()
+    assert peak - before < most
+
+
+def resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def test_a_form_that_is_removed_while_it_is_fed_leaves_nothing(
+    spool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form, writing, gate = Form(b"xyz", 1_000_000), threading.Event(), threading.Event()
+    write = os.write
+
+    def slowly(file: int, data: bytes) -> int:
+        writing.set()
+        assert gate.wait(60)
+        return write(file, data)
+
+    with ThreadPoolExecutor(2) as pool:
+        monkeypatch.setattr(os, "write", slowly)
+        feeding = pool.submit(form.feed, multipart(FILE))
+        assert writing.wait(60)
+        removing = pool.submit(form.remove)
+        gate.set()
+        feeding.result()
+        removing.result()
+    form.feed(multipart(FILE))
+    assert not list(spool.glob(PREFIX + "*"))

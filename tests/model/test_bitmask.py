@@ -1,0 +1,82 @@
+"""What rows allow, against the library's own masks, one row and one draft at a time."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from llguidance import LLMatcher
+
+from tests import tiny_chat
+from tests.generating import when_ready
+from worker.grammar.bitmask import BitmaskComputer, MaskRequest
+from worker.grammar.compiler import Grammars
+from worker.messages.generation import Constraint
+
+TOKENIZER = tiny_chat.tokenizer()
+WIDTH = len(TOKENIZER) + 5  # a model may have more rows than the tokenizer has tokens
+END = TOKENIZER.eos_token_id
+GRAMMARS = Grammars(TOKENIZER, WIDTH, [END])
+MASKS = BitmaskComputer(WIDTH, [END])
+
+
+def matcher(regex: str) -> LLMatcher:
+    made = when_ready(lambda: GRAMMARS.matcher(Constraint("regex", regex, "r")))
+    return made.matcher.deep_copy()
+
+
+def alone(of: LLMatcher) -> torch.Tensor:
+    bits = np.frombuffer(of.compute_bitmask(), np.uint8)
+    return torch.from_numpy(np.unpackbits(bits, count=WIDTH, bitorder="little")).bool()
+
+
+def test_rows_and_drafts_each_get_their_own() -> None:
+    drafts = tuple(TOKENIZER.encode("Paris", add_special_tokens=False))
+    first, second = matcher("(Paris|Pa)[0-9]"), matcher("[a-c]+")
+    wanted = [(1, MaskRequest(first, drafts)), (9, MaskRequest(second))]
+    begun = MASKS.begin(wanted)
+    assert begun is not None
+    allowed = begun.result()
+    assert list(allowed.rows) == [*range(1, 2 + len(drafts)), 9]
+    expected = [alone(first)]
+    for draft in drafts:
+        assert expected[-1][draft]
+        assert first.consume_token(draft)
+        expected.append(alone(first))
+    expected.append(alone(second))
+    assert torch.equal(allowed.tokens, torch.stack(expected))
+    assert not allowed.tokens[:, len(TOKENIZER) :].any()
+
+
+def test_what_a_guide_asks_for_besides() -> None:
+    held = matcher("[a-c]+")
+    wanted = [
+        (0, MaskRequest(held, also=4)),
+        (1, MaskRequest(only=40)),
+        (2, MaskRequest(drafts=(8, 9), no_end=True)),
+    ]
+    begun = MASKS.begin(wanted)
+    assert begun is not None
+    allowed = begun.result().tokens
+    also = alone(held)
+    also[4] = True
+    assert torch.equal(allowed[0], also)
+    assert allowed[1].nonzero()[:, 0].tolist() == [40]
+    for row in allowed[2:]:
+        assert (~row).nonzero()[:, 0].tolist() == [END]
+    assert MASKS.begin([]) is None
+
+
+def test_a_thread_that_cannot_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = BitmaskComputer(64, [])
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", out_of_threads)
+        with pytest.raises(RuntimeError):
+            masks.begin([(0, MaskRequest(only=3))])
+    begun = masks.begin([(0, MaskRequest(only=3))])
+    assert begun is not None
+    assert begun.result().tokens.nonzero().tolist() == [[0, 3]]
+
+
+def out_of_threads(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")

@@ -1,0 +1,248 @@
+"""Calls in every form that templates write, from engines on random weights: what must be called is
+called as the tool says, and a call that the model begins by itself is held to it as well."""
+
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import torch
+
+from tests.generating import serve
+from tests.tiny import SMALL, hf
+from tests.tiny_chat import CONTEXT, asking, tokenizer
+from worker.generation.engine import GenerationEngine
+from worker.generation.loading import load_generator
+from worker.messages.generation import Calls, Constraint, Sampling
+from worker.model.language_model import GeneratorOptions
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "enum": ["Paris", "Rome"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "warm": {"type": "boolean"},
+    },
+    "required": ["city", "days"],
+}
+TOOLS = tuple(
+    {
+        "type": "function",
+        "function": {"name": name, "description": "any", "parameters": PARAMETERS},
+    }
+    for name in ("weather", "travel")
+)
+HEAD = """
+{%- for tool in tools or [] -%}
+    {{- tool.function.name }}{{ tool.function.parameters.properties | list | join(" ") -}}
+{%- endfor -%}
+{%- for message in messages -%}
+    {{- "<|" ~ message.role ~ "|>" -}}
+    {%- if message.reasoning_content -%}
+        {{- "<think>" ~ message.reasoning_content ~ "</think>" -}}
+    {%- endif -%}
+    {{- message.content or "" -}}
+    {%- if message.tool_calls -%}
+"""
+TAIL = "{%- endif -%}</s>{%- endfor -%}{{- '<|assistant|>' if add_generation_prompt -}}"
+EACH = "{%- for call in message.tool_calls -%}"
+PAIRS = "{%- for key, value in call.function.arguments.items() -%}"
+END = "{%- endfor -%}"
+NAME = "{{ call.function.name }}"
+VALUE = "{{ value if value is string else value | tojson }}"
+JSON = "{{ call.function.arguments | tojson }}"
+COMMA = "{{ ', ' if not loop.last }}"
+# Its calls, the marks among them, and the tokens by which one begins.
+FORMS: dict[str, tuple[str, list[str]]] = {
+    "json": (
+        EACH + '<call>{"name": "' + NAME + '", "arguments": ' + JSON + "}</call>" + END,
+        ["<call>", "</call>"],
+    ),
+    "list": (
+        "<calls>[" + EACH + '{"name": "' + NAME + '", "parameters": ' + JSON + "}" + COMMA + END
+        + "]</calls>",
+        ["<calls>", "</calls>"],
+    ),
+    "key": (
+        "<calls>[" + EACH + '{"' + NAME + '": ' + JSON + "}" + COMMA + END + "]</calls>",
+        ["<calls>", "</calls>"],
+    ),
+    "arguments": (EACH + "<call>" + NAME + "<args>" + JSON + END, ["<call>", "<args>"]),
+    "section": (
+        "<calls>" + EACH + "<call>functions." + NAME + ":{{ loop.index0 }}<args>" + JSON + "</call>"
+        + END + "</calls>",
+        ["<calls>", "</calls>", "<call>", "<args>", "</call>"],
+    ),
+    "tags": (
+        EACH + "<call>\n<function=" + NAME + ">\n" + PAIRS + "<parameter={{ key }}>\n" + VALUE
+        + "\n</parameter>\n" + END + "</function>\n</call>" + END,
+        ["<call>", "</call>"],
+    ),
+    "pairs": (
+        EACH + "<call>" + NAME + "\n" + PAIRS + "<key>{{ key }}</key>\n<value>" + VALUE
+        + "</value>\n" + END + "</call>" + END,
+        ["<call>", "</call>", "<key>", "</key>", "<value>", "</value>"],
+    ),
+    "python": (
+        "<calls>[" + EACH + NAME + "(" + PAIRS + "{{ key }}={{ value | tojson }}" + COMMA + END
+        + ")" + COMMA + END + "]</calls>",
+        ["<calls>", "</calls>"],
+    ),
+    "typed": (
+        EACH + "<call>" + NAME + "{{ '{' }}" + PAIRS
+        + "{{ key }}:{% if value is string %}<q>{{ value }}<q>"
+        "{% elif value is sequence and value is not mapping %}[{% for each in value %}"
+        "{% if each is string %}<q>{{ each }}<q>{% else %}{{ each }}{% endif %}"
+        "{{ ',' if not loop.last }}{% endfor %}]{% elif value is mapping %}{{ '{' }}"
+        "{% for k, v in value.items() %}{{ k }}:<q>{{ v }}<q>{% endfor %}{{ '}' }}"
+        "{% else %}{{ value | tojson }}{% endif %}{{ ',' if not loop.last }}" + END + "}</call>"
+        + END,
+        ["<call>", "</call>", "<q>"],
+    ),
+}  # fmt: skip
+_root = tempfile.TemporaryDirectory(prefix="forms-")
+
+
+@cache
+def engine(name: str, special: bool) -> GenerationEngine:
+    """`special`: the marks are special tokens."""
+    calls, marks = FORMS[name]
+    path = Path(_root.name) / f"{name}-{special}"
+    made = tokenizer(HEAD + calls + TAIL, ["<think>", "</think>"])
+    tokens = [hf.AddedToken(mark, normalized=False, special=special) for mark in marks]
+    made.add_tokens(tokens, special_tokens=special)
+    sizes = {**SMALL, "vocab_size": len(made), "max_position_embeddings": CONTEXT}
+    torch.manual_seed(3)
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, **ids)).save_pretrained(path)
+    made.save_pretrained(path)
+    options = GeneratorOptions(str(path), dtype="float32", device="cpu", kv_cache_gb=0.01)
+    return load_generator(options)
+
+
+def called(made: Any) -> list[tuple[str, Any]]:
+    parts = [part for part in made.parts if part.kind == "call"]
+    calls: list[tuple[str, str]] = []
+    for part in parts:
+        if part.name is not None:
+            calls.append((part.name, part.text))
+        else:
+            calls[-1] = calls[-1][0], calls[-1][1] + part.text
+    return [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+def opening(made: GenerationEngine, name: str, seed: int) -> Sampling:
+    """The marks that begin a call are sure to come."""
+    marks = ["<call>"] if name == "section" else FORMS[name][1][:1]
+    tokens: Any = made.language.tokenizer.convert_tokens_to_ids(marks)
+    return Sampling(temperature=1.0, seed=seed, logit_bias=dict.fromkeys(tokens, 20.0))
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_what_must_be_called_is_called_in_the_models_form(name: str, special: bool) -> None:
+    made = engine(name, special)
+    assert made.template.notes == []
+    calls = Calls(("weather", "travel"), required=True)
+    asked = [
+        asking(sampling=Sampling(temperature=1.0, seed=seed), tools=TOOLS, calls=calls)
+        for seed in range(4)
+    ]
+    ended = 0
+    for served in serve(made, asked)[0]:
+        [choice] = served.choices
+        if choice.finish_reason == "length":
+            continue
+        ended += 1
+        assert choice.finish_reason == "tool_calls"
+        assert {part.kind for part in choice.parts} == {"call"}
+        for called_name, arguments in called(choice):
+            assert called_name in ("weather", "travel")
+            assert jsonschema_rs.is_valid(PARAMETERS, arguments)
+        text = made.decode(list(served.ids[0]))
+        assert FORMS[name][1][0] in text
+    assert ended
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_formats_and_numbers_of_items_are_held(name: str) -> None:
+    address = {"type": "string", "format": "ipv4"}
+    parameters = {
+        "type": "object",
+        "properties": {
+            "on": {"type": "string", "format": "date"},
+            "id": {"anyOf": [{"type": "string", "format": "uuid"}, {"type": "null"}]},
+            "hosts": {"type": "array", "items": address, "minItems": 2, "maxItems": 3},
+        },
+        "required": ["on", "id", "hosts"],
+        "additionalProperties": False,
+    }
+    function = {"name": "book", "description": "any", "parameters": parameters}
+    asked = [
+        asking(
+            sampling=Sampling(temperature=1.0, seed=seed),
+            tools=({"type": "function", "function": function},),
+            calls=Calls(("book",), required=True, parallel=False),
+            max_tokens=400,
+        )
+        for seed in range(4)
+    ]
+    ended = [choice for served in serve(engine(name, True), asked)[0] for choice in served.choices]
+    for [(_, arguments)] in [called(each) for each in ended if each.finish_reason != "length"]:
+        arguments["on"] = arguments["on"].replace("-02-29", "-02-28")  # llguidance takes any
+        assert jsonschema_rs.is_valid(parameters, arguments, validate_formats=True), arguments
+    assert any(each.finish_reason == "tool_calls" for each in ended)
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_a_call_that_the_model_begins_is_held_to_its_tool(name: str, special: bool) -> None:
+    made = engine(name, special)
+    asked = [
+        asking(
+            sampling=opening(made, name, seed),
+            tools=TOOLS,
+            calls=Calls(("weather",), parallel=False),
+        )
+        for seed in range(5)
+    ]
+    found = 0
+    for served in serve(made, asked)[0]:
+        [choice] = served.choices
+        if choice.finish_reason == "length":
+            continue
+        [(called_name, arguments)] = called(choice)
+        assert called_name == "weather"
+        assert jsonschema_rs.is_valid(PARAMETERS, arguments)
+        found += 1
+    assert found > 1
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_document_or_a_call(name: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "maximum": 9}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    made = engine(name, True)
+    for seed in range(4):
+        item = asking(
+            sampling=Sampling(temperature=2.0, seed=seed),
+            tools=TOOLS,
+            calls=Calls(("weather",)),
+            constraint=Constraint("json_schema", schema, "response_format"),
+            max_tokens=200,
+        )
+        [served], _ = serve(made, [item])
+        [choice] = served.choices
+        if choice.finish_reason == "length":
+            continue
+        if calls := called(choice):
+            assert all(jsonschema_rs.is_valid(PARAMETERS, arguments) for _, arguments in calls)
+        else:
+            assert jsonschema_rs.is_valid(schema, json.loads(choice.text))

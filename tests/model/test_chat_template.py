@@ -1,0 +1,168 @@
+"""What `chat_template_kwargs` may name, what becomes of what a template cannot take, and what a
+template's forms mean for a plain chat."""
+
+import ast
+import copy
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batching.errors import InvalidInput
+from tests import tiny_chat
+from tests.generating import when_ready
+from tests.tiny_tokenizers import llama_tokenizer
+from worker.generation.input_processor import InputProcessor
+from worker.generation.output import PreparedPrompt
+from worker.messages.generation import Calls, Chat
+from worker.model.language_model import LanguageModel
+from worker.text.chat_template.history import QUESTION
+from worker.text.chat_template.inference import TOOLS
+from worker.text.chat_template.template import ChatTemplate
+
+HI: tuple[dict[str, Any], ...] = ({"role": "user", "content": "hi"},)
+
+
+def rendered(**variables: Any) -> str:
+    return tiny_chat.engine().template.render(Chat(HI, template_kwargs=variables))
+
+
+def own_to_transformers() -> set[str]:
+    """By its source: arguments of the calls that lead to a template, and what is passed to it."""
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    folder = Path(spec.submodule_search_locations[0])
+    names: set[str] = set()
+    for file in (
+        "tokenization_utils_base.py",
+        "processing_utils.py",
+        "utils/chat_template_utils.py",
+    ):
+        for node in ast.walk(ast.parse((folder / file).read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name in (
+                "apply_chat_template",
+                "render_jinja_template",
+            ):
+                names |= {each.arg for each in (*node.args.args, *node.args.kwonlyargs)}
+            match node:
+                case ast.Call(func=ast.Attribute(attr="render")):
+                    names |= {each.arg for each in node.keywords if each.arg}
+                case ast.Assign(
+                    targets=[
+                        ast.Subscript(
+                            value=ast.Attribute(attr="globals" | "filters"),
+                            slice=ast.Constant(value=str(name)),
+                        )
+                    ]
+                ):
+                    names.add(name)
+    return names
+
+
+def test_what_is_the_renderers_own_cannot_be_set() -> None:
+    names = own_to_transformers()
+    assert {"conversations", "messages", "tokenize", "tojson", "self"} <= names
+    for name in names | {"bos_token", "eos_token", "pad_token", "mask_token", "range", "namespace"}:
+        with pytest.raises(InvalidInput, match="not a variable") as caught:
+            rendered(**{name: None})
+        assert caught.value.param == f"chat_template_kwargs.{name}"
+
+
+def test_a_variable_that_the_template_does_not_know_is_fine() -> None:
+    assert rendered(enable_thinkin=False, format="x", language="de") == rendered()
+    assert rendered(enable_thinking=False) != rendered()
+
+
+def test_what_a_template_cannot_take_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tiny_chat.engine().language.tokenizer
+    deep: Any = []
+    for _ in range(5_000):
+        deep = [deep]
+    for template in (
+        "{{ raise_exception('no, thanks') }}",
+        "{{ 1 / 0 }}",
+        "{{ depth | tojson }}",
+        "{{ nothing.at.all }}",
+        "{{ messages[0].content + depth }}",
+        "{% if %}",
+    ):
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+        with pytest.raises(InvalidInput) as caught:
+            rendered(depth=deep)
+        assert caught.value.param == "messages"
+        assert "Error(" not in str(caught.value)
+
+
+CALLS = "{% for m in messages %}{{ m.content }}{% endfor %}{# <tool_call> #}"
+THOUGHTS = CALLS + "{# </think> #}"
+
+
+def prepared(source: str, **fields: Any) -> PreparedPrompt:
+    tokenizer = llama_tokenizer(source)
+    frontend = InputProcessor(LanguageModel("", tiny_chat.engine().language.model, tokenizer), 1000)
+    try:
+        request = tiny_chat.asking(tools=({"function": {"name": "clock"}},), **fields).payload
+        return when_ready(lambda: frontend.prepared(request))
+    finally:
+        frontend.close()
+
+
+def test_a_plain_chat_needs_no_plan_and_is_read_only_where_there_may_be_marks() -> None:
+    calls = Calls(("clock",))
+    for source, fields, reads, plans in (
+        (CALLS, {}, False, False),
+        (THOUGHTS, {}, True, False),
+        (CALLS, {"calls": calls}, True, True),
+        (CALLS, {"calls": Calls(("clock",), required=True)}, True, True),
+        (THOUGHTS, {"thinking_tokens": 3}, True, True),
+    ):
+        made = prepared(source, **fields)
+        assert (made.parser is not None, made.plan is not None) == (reads, plans)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages if m.role == 'user' %}[U]{{ m.content }}{% endfor %}[A]",
+        f"{{{{ messages[0].content }}}}<{'a' * 80}>",
+        "{" * 3000,
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ 1 / 0 }}",
+        "{% if %}",
+    ],
+)
+def test_a_template_that_is_odd_is_loaded(template: str) -> None:
+    made = ChatTemplate(llama_tokenizer(template))
+    assert made.examples == []
+    assert made.notes
+
+
+def test_a_template_that_changes_its_input_changes_nothing_of_ours() -> None:
+    before = copy.deepcopy((QUESTION, TOOLS))
+    ChatTemplate(
+        llama_tokenizer("{% set _ = messages[0].pop('content') %}{% set _ = tools.pop() %}")
+    )
+    assert before == (QUESTION, TOOLS)
+
+
+PARTS_ALONE = (
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% for part in m.content | selectattr('type', 'equalto', 'text') %}{{ part.text }}{% endfor %}"
+    "</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_template_that_shows_parts_alone_is_given_them() -> None:
+    template = ChatTemplate(llama_tokenizer(PARTS_ALONE))
+    messages = {"role": "system", "content": "brief"}, *HI
+    assert template.render(Chat(messages)) == "<|system|>brief</s><|user|>hi</s><|assistant|>"
+    pictured = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]}
+    assert template.render(Chat((pictured,))) == "<|user|>hi</s><|assistant|>"
+    begun = Chat(
+        (*HI, {"role": "assistant", "content": "I"}),
+        add_generation_prompt=False,
+        continue_final_message=True,
+    )
+    assert template.render(begun) == "<|user|>hi</s><|assistant|>I"

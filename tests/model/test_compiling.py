@@ -1,0 +1,241 @@
+"""The compiled model takes over between steps and says the same; without a compiler, nothing."""
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from batching.sequence import Batch, Span
+from tests import tiny
+from tests.generating import engine, runner_of
+from worker.cores import compute_alone
+from worker.device.self_check import CannotRun
+from worker.model import paged_runner
+from worker.model.attention.kv_cache import KVCache
+from worker.model.attention.native import NativeMetadata
+from worker.model.attention.paged import AttentionMetadata
+from worker.model.language_model import GeneratorOptions, load_language_model
+from worker.model.paged_runner import PagedRunner, compiled, run
+from worker.model.paging import load_paged_runner
+
+
+def loaded(quantization: str = "none") -> PagedRunner:
+    options = GeneratorOptions(
+        str(tiny.folder("llama-lm")), dtype="float32", device="cpu", quantization=quantization,
+        kv_cache_gb=0.001,
+    )  # fmt: skip
+    return load_paged_runner(load_language_model(options), options)
+
+
+def compile_state(runner: PagedRunner) -> str:
+    """Once it is known."""
+    runner.compile()
+    deadline = time.monotonic() + 1200
+    while runner.compile_state == "running":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return runner.compile_state
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
+@pytest.mark.parametrize(
+    ("quantization", "rounding"),
+    [("none", 1e-4), pytest.param("int8", 5e-2, marks=pytest.mark.slow)],
+)
+def test_the_compiled_model_takes_over_and_gives_the_same_logits(
+    quantization: str, rounding: float
+) -> None:
+    runner = loaded(quantization)
+    language = runner.language
+    assert language.tolerance == rounding
+    eager = runner.model
+    assert compile_state(runner) == "done"
+    assert runner.model is eager, "it takes over in the middle of a step"
+    assert runner.metadata is NativeMetadata
+    # a prompt with a chunk of another, then a token each, then one alone
+    for spans in (
+        [Span([0, 1, 2], 0, 40), Span([3, 4], 0, 5)],
+        [Span([0, 1, 2], 40, 1), Span([3, 4], 5, 1)],
+        [Span([3, 4], 6, 1)],
+        [Span([3, 4], 7, 3)],  # with drafts
+    ):
+        width = sum(span.width for span in spans)
+        batch = Batch(spans, [1 + n % 50 for n in range(width)], range(width))
+        got = runner.forward(batch)
+        assert runner.model is not eager
+        language.compare(got, run(eager, batch, AttentionMetadata(runner.cache, batch)))
+        # the operation in the graph leaves steps that are not its own to torch's attention
+        language.compare(got, run(runner.model, batch, AttentionMetadata(runner.cache, batch)))
+
+
+def test_the_code_is_made_for_the_workers_threads_whatever_others_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner, threads, seen = loaded(), torch.get_num_threads(), []
+    monkeypatch.setattr(paged_runner, "compiled", lambda *_: seen.append(torch.get_num_threads()))
+    torch.set_num_threads(3)
+    try:
+        other = threading.Thread(target=compute_alone)  # as a pool's does
+        other.start()
+        other.join()
+        compile_state(runner)
+    finally:
+        torch.set_num_threads(threads)
+    assert seen == [3]
+
+
+def test_where_compiling_fails_serving_goes_on_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = loaded()
+    eager = runner.model
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no compiler here\nand a long trace")
+
+    monkeypatch.setattr(paged_runner, "compiled", broken)
+    monkeypatch.setattr("worker.model.paged_runner.load_native_ops", broken)
+    caplog.set_level(logging.WARNING, "onequeue.paged_runner")
+    assert compile_state(runner) == "off"
+    runner.forward(Batch([Span([0], 0, 1)], [1], [0]))
+    assert runner.model is eager
+    assert runner.metadata is AttentionMetadata
+    assert [record.message for record in caplog.records] == [
+        "no native attention, torch's serves: no compiler here",
+        "not compiled, serving goes on as it is: no compiler here",
+    ]
+
+
+class Scaled(nn.Module):
+    """A model whose body multiplies, and adds one if it has been told so."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        body: Any = nn.Module()
+        body.weight = nn.Parameter(torch.full((4,), scale), requires_grad=False)
+        body.adds = True
+        body.forward = lambda x: x * body.weight + 1 if body.adds else x * body.weight
+        self.base_model: Any = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.base_model.forward(x=x)
+        return made
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
+@torch.inference_mode()
+def test_graphs_of_two_models_are_kept_apart_though_a_call_checks_its_inputs_alone() -> None:
+    def check(made: Any) -> None:
+        for width in (7, 1):
+            made(torch.ones(width, 4))
+
+    models = [Scaled(scale) for scale in (2.0, 3.0)]
+    both = [compiled(model, check) for model in models]
+    for model in models:
+        model.base_model.adds = False  # a graph would be made anew, were that looked at
+    for width in (1, 5, 7, 1):
+        assert [float(made(torch.ones(width, 4)).mean()) for made in both] == [3.0, 4.0]
+
+
+@pytest.mark.parametrize("name", ["llama", "llama4", "gpt2"])
+def test_the_body_is_compiled_whatever_the_model_calls_it(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    model = runner_of(engine(name)).language.model
+    bodies: list[Any] = []
+
+    def compile_(forward: Any, **_: Any) -> Any:
+        bodies.append(forward)
+        return forward
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    made = compiled(model, lambda made: None)
+    assert bodies
+    assert bodies[-1] in [part.forward for part in made.children()]
+    assert bodies[-1] not in [part.forward for part in model.children()]
+
+
+def test_a_model_whose_body_is_not_known_is_not_said_to_be_compiled() -> None:
+    model = Scaled(1.0)
+    model.base_model = None
+    with pytest.raises(CannotRun, match="body"):
+        compiled(model, lambda made: None)
+
+
+def test_where_the_compiler_makes_no_caller_of_kernels_python_calls_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[dict[str, bool]] = []
+
+    def refuses(model: Any, path: str, check: Any, settings: dict[str, bool]) -> Any:
+        tried.append(settings)
+        if settings.get("cpp_wrapper"):
+            raise RuntimeError("not here")
+        return model
+
+    monkeypatch.setattr(paged_runner, "_compiled", refuses)
+    model = Scaled(1.0)
+    assert compiled(model, lambda made: None) is model
+    assert tried == [paged_runner.ON_CPU | {"cpp_wrapper": True}, paged_runner.ON_CPU]
+
+
+def attending(change: Callable[..., tuple[Any, ...]]) -> Callable[[pytest.MonkeyPatch], None]:
+    """`change` sees and returns (step, query, …, sinks, layer, scale, window, softcap)."""
+    ordinary = NativeMetadata.attend
+    return lambda patch: patch.setattr(
+        NativeMetadata, "attend", lambda *arguments: ordinary(*change(*arguments))
+    )
+
+
+def telling(change: Callable[[Tensor], object]) -> Callable[[pytest.MonkeyPatch], None]:
+    """`change` alters the spans: row, width, start, and place of the table of each."""
+    ordinary = NativeMetadata.__init__
+
+    def init(step: NativeMetadata, cache: KVCache, batch: Batch) -> None:
+        ordinary(step, cache, batch)
+        change(step._spans)
+
+    return lambda patch: patch.setattr(NativeMetadata, "__init__", init)
+
+
+FAULTS: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = [
+    ("llama", "another's blocks", telling(lambda spans: spans[:, 3].zero_())),
+    ("llama", "a token earlier", telling(lambda spans: spans[:, 2].sub_(1).clamp_(min=0))),
+    ("llama", "another scale", attending(lambda *a: (*a[:6], a[6] * 1.1, *a[7:]))),
+    ("mistral", "window too long", attending(lambda *a: (*a[:7], a[7] + 1, a[8]))),
+    ("mistral", "window too short", attending(lambda *a: (*a[:7], a[7] - 1, a[8]))),
+    ("gpt-oss", "window ignored", attending(lambda *a: (*a[:7], 0, a[8]))),
+    ("gpt-oss", "sinks ignored", attending(lambda *a: (*a[:4], None, *a[5:]))),
+    ("gemma2", "capping ignored", attending(lambda *a: (*a[:8], 0.0))),
+]
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize(
+    ("model", "patch"),
+    [pytest.param(model, patch, id=f"{model}: {what}") for model, what, patch in FAULTS],
+)
+def test_native_attention_that_says_something_else_is_not_used(
+    model: str,
+    patch: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runner = runner_of(engine(model))
+    runner._take_native_attention()
+    assert runner.metadata is NativeMetadata
+    runner.metadata = AttentionMetadata
+    patch(monkeypatch)
+    caplog.clear()
+    runner._take_native_attention()
+    assert runner.metadata is AttentionMetadata
+    [record] = caplog.records
+    assert record.message.startswith("no native attention, torch's serves: logits differ")

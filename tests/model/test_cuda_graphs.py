@@ -1,0 +1,188 @@
+"""Steps of captured size: what they say, when they are taken, and what happens without them."""
+
+import logging
+import shutil
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from batching.sequence import Batch, Span
+from tests.generating import assert_greedy, engine, loaded, prompts, request, runner_of, serve
+from worker import model as model_package
+from worker.device.self_check import CannotRun
+from worker.model import cuda_graphs
+from worker.model.attention.kv_cache import BLOCK
+from worker.model.cuda_graphs import WIDEST, CudaGraphs, RowsMetadata, Run
+from worker.model.paged_runner import PagedRunner
+
+pytestmark = pytest.mark.usefixtures("poisoned_cache")
+BLOCKS = 60
+
+
+def write(
+    key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, rests: Tensor
+) -> None:
+    """What the kernel of this name does."""
+    for stored, new in ((keys, key), (values, value)):
+        flat = stored.view(-1, *stored.shape[2:])
+        for row in range(len(slots)):
+            flat[slots[row]] = new[row]
+            flat[slots[row] + 1 : slots[row] + 1 + rests[row]] = 0
+
+
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, positions: Tensor, *,
+    programs: int, scale: float, window: int, chunk: int, softcap: float, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """What the kernel of this name does."""
+    out = []
+    for q, table, position in zip(query, tables, positions.tolist(), strict=True):
+        first = max(0, position - window + 1) if window else 0
+        first = max(first, position // chunk * chunk) if chunk else first
+        blocks = table[: position // BLOCK + 1].long()
+        k, v = (s[blocks].flatten(0, 1)[first : position + 1] for s in (keys, values))
+        k, v = (each.repeat_interleave(len(q) // each.shape[1], 1) for each in (k, v))
+        scores = torch.einsum("hd,khd->hk", q, k) * scale
+        scores = torch.tanh(scores / softcap) * softcap if softcap else scores
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None]], 1)
+        weights = scores.softmax(-1)[:, : len(k)]
+        out.append(torch.einsum("hk,khd->hd", weights, v))
+    return torch.stack(out)
+
+
+@pytest.fixture(autouse=True)
+def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = SimpleNamespace(write=write, attend=attend)
+    monkeypatch.setattr(model_package, "triton_decode", kernels, raising=False)
+
+
+class Recorder:
+    """Does again what it was given to capture; says how often."""
+
+    def __init__(self) -> None:
+        self.captured = self.replayed = 0
+
+    def __call__(self, run: Run) -> tuple[Callable[[], None], Tensor]:
+        self.captured += 1
+        logits = run().clone()
+
+        def replay() -> None:
+            self.replayed += 1
+            logits.copy_(run())
+
+        return replay, logits
+
+
+def captured(runner: PagedRunner, recorder: Any, rows: int = 32) -> CudaGraphs:
+    metadata = RowsMetadata(runner.cache, rows, -(-runner.max_model_len // BLOCK))
+    return CudaGraphs(runner.language, runner.model, metadata, runner._run, recorder)
+
+
+@pytest.mark.usefixtures("steps")
+@pytest.mark.parametrize("model", ["llama", "gemma2", "gemma3", "gpt-oss", "llama4", "deepseek-v3"])
+def test_output_is_the_same_with_them(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = engine(model, blocks=BLOCKS)
+    recorder = Recorder()
+    runner_of(generator)._graphs = captured(runner_of(generator), recorder)
+    assert recorder.captured == recorder.replayed == 6  # each is tried once
+    given = prompts(1, (1, 7, 17, 48), each=2)
+    served, driver = serve(generator, [request(each) for each in given], seed=3)
+    assert_greedy(model, served, 12)
+    assert len(driver.reports) > recorder.replayed - 6 > 5  # prompts are too wide for them
+
+
+def test_a_block_that_a_graph_began_can_be_read_by_a_plain_step() -> None:
+    """Memory is full of what are no numbers; drafts make some steps wide, others not."""
+    generator = engine("llama", blocks=BLOCKS)
+    runner = runner_of(generator)
+    graphs = runner._graphs = captured(runner, Recorder())
+    for stored in (*runner.cache.keys, *runner.cache.values):
+        stored.fill_(float("nan"))
+    takes, turn = graphs.takes, iter(range(10_000))
+    graphs.takes = lambda batch: next(turn) % 2 == 0 and takes(batch)  # type: ignore[method-assign]
+    given = prompts(2, (3, 30), each=3)
+    served, _ = serve(generator, [request(each, max_tokens=40) for each in given], seed=1)
+    assert_greedy("llama", served, 40)
+
+
+def test_what_is_wide_or_many_goes_another_way() -> None:
+    graphs = captured(runner_of(engine("llama", blocks=BLOCKS)), Recorder(), rows=20)
+
+    def takes(*widths: int) -> bool:
+        spans = [Span([0, 1, 2], 5, width) for width in widths]
+        return graphs.takes(Batch(spans, [0] * sum(widths), []))
+
+    assert takes(*[1] * 20)
+    assert not takes(*[1] * 21)
+    assert takes(WIDEST, 4)
+    assert not takes(WIDEST + 1)
+
+
+def test_a_graph_that_says_something_else_is_not_used() -> None:
+    def wrong(run: Run) -> tuple[Callable[[], None], Tensor]:
+        return lambda: None, run() + 1
+
+    with pytest.raises(CannotRun, match="differ"):
+        captured(runner_of(engine("llama", blocks=BLOCKS)), wrong)
+
+
+def test_where_capturing_fails_steps_are_launched_one_by_one_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nand a long trace")
+
+    monkeypatch.setattr(cuda_graphs, "CudaCapture", broken)
+    runner = runner_of(engine("llama", blocks=BLOCKS))
+    metadata = RowsMetadata(runner.cache, 1, 1)
+    caplog.set_level(logging.WARNING, "onequeue.cuda_graphs")
+    caplog.clear()
+    assert cuda_graphs.capture_graphs(runner.language, runner.model, metadata, runner._run) is None
+    assert [record.message for record in caplog.records] == [
+        "no CUDA graphs, steps are launched one by one: "
+        "operation not permitted when stream is capturing"
+    ]
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
+def test_what_was_compiled_in_its_thread_is_captured_without_compiling_more() -> None:
+    """It would be on the worker's thread, while streams wait."""
+    runner = runner_of(engine("llama", blocks=BLOCKS))
+    eager = runner.model
+    thread = threading.Thread(target=runner._compile, args=(torch.get_num_threads(),))
+    thread.start()
+    thread.join(1200)
+    assert runner.compile_state == "done"
+    runner.forward(Batch([Span([0], 0, 1)], [7], [0]))
+    assert runner.model is not eager
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        captured(runner, Recorder())
+
+
+def test_on_a_cpu_there_are_none() -> None:
+    assert runner_of(loaded("llama"))._graphs is None
+
+
+def test_a_model_that_is_compiled_meanwhile_is_captured_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator = engine("llama", blocks=BLOCKS)
+    runner = runner_of(generator)
+    first = runner._graphs = captured(runner, Recorder())
+    again = Recorder()
+    monkeypatch.setattr(runner, "_capture", lambda: captured(runner, again, 8))
+    eager = runner.model
+    served, _ = serve(generator, [request([7, 8, 9])])
+    assert again.captured == 0
+    runner._compiled = lambda **inputs: eager(**inputs)
+    more, _ = serve(generator, [request([7, 8, 9])])
+    assert runner._graphs is not first
+    assert again.captured == 4
+    assert again.replayed > 4
+    assert more[0].ids == served[0].ids

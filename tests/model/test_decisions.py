@@ -1,0 +1,246 @@
+"""Questions about one input: the library's own probabilities, for the price of one prompt."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from batching import scheduler
+from batching.errors import ItemFailed
+from batching.request_queue import WorkItem
+from server.core.answer_stream import UsageCounts
+from server.http.json import to_json
+from server.openai.decisions.systemone import SystemOneRequest
+from tests import tiny_decisions
+from tests.generating import Driver, Served, request
+from tests.tiny import hf
+from tests.tiny_decisions import STATE, about, predicates, prompts_of, read
+from worker.generation.decisions import label_logprobs
+from worker.generation.engine import GenerationEngine
+from worker.messages.decisions import DecisionInput
+from worker.model.attention.kv_cache import BLOCK
+
+KINDS: dict[str, Any] = {
+    "refund": {"type": "noul", "instructions": "Is a refund requested?"},
+    "angry": {
+        "type": "noul",
+        "instructions": "What is the tone?",
+        "criteria": {"true": "An angry message", "false": None},
+    },
+    "silent": {"type": "noul"},
+    "topic": {
+        "type": "choice",
+        "instructions": {"about": ["the topic", 1.5, "é"]},
+        "criteria": {"billing": "Money: to and fro", "delivery": None, "other": {"any": None}},
+    },
+    "urgent": {
+        "type": "score",
+        "instructions": "How urgent is it?",
+        "criteria": ["Can wait", "This week", ["to", "day"], "Now", "Too late"],
+    },
+    "alone": {"type": "choice", "criteria": {"only": None}},
+    "letters": {"type": "choice", "criteria": {f"o{n}": None for n in range(26)}},
+}
+
+
+def serve(generator: GenerationEngine, *asked: DecisionInput) -> tuple[list[Served], Driver]:
+    driver = Driver(generator)
+    served = [driver.add(WorkItem(each, float("inf"), 0.0)) for each in asked]
+    driver.finish()
+    return served, driver
+
+
+def answers(generator: GenerationEngine, named: SystemOneRequest) -> dict[str, Any]:
+    [served], _ = serve(generator, named.decision_input())
+    found = [delta.probabilities for delta in served.choices]
+    made: dict[str, Any] = json.loads(to_json(named.document(found, UsageCounts())))["answers"]
+    return made
+
+
+def probabilities(generator: GenerationEngine, asked: DecisionInput) -> list[list[float]]:
+    [served], _ = serve(generator, asked)
+    return [list(delta.probabilities) for delta in served.choices]
+
+
+def library() -> Any:
+    """transformers' own pipeline, as its server makes it: of a chat model."""
+    path = tiny_decisions.folder()
+    model = hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    return hf.pipeline("decision", model=model, tokenizer=hf.AutoTokenizer.from_pretrained(path))
+
+
+# ── the answers ──
+
+
+@pytest.mark.parametrize("state", [STATE, "", {"order": [1, None, "é"], "paid": 2.50}, ["a", "b"]])
+def test_they_are_those_of_the_librarys_pipeline(state: Any) -> None:
+    pytest.importorskip("transformers.decision")
+    expected = library()({"state": state, "questions": KINDS})
+    found = answers(tiny_decisions.engine(), read(KINDS, state))
+    assert list(found) == list(expected)
+    for name, wanted in expected.items():
+        assert_alike(found[name], wanted)
+    spread = expected["letters"]["probabilities"].values()
+    assert max(spread) - min(spread) > 0.1, "a model without opinions proves nothing"
+
+
+def assert_alike(found: Any, wanted: Any) -> None:
+    if isinstance(wanted, float):
+        assert found == pytest.approx(wanted, abs=1e-4)
+    elif isinstance(wanted, dict):
+        assert list(found) == list(wanted)
+        for key, value in wanted.items():
+            assert_alike(found[key], value)
+    else:
+        assert found == wanted
+
+
+def test_probabilities_sum_to_one() -> None:
+    for each in probabilities(tiny_decisions.engine(), read(KINDS).decision_input()):
+        assert sum(each) == pytest.approx(1, abs=1e-6)
+
+
+def test_more_options_than_letters_get_pairs_of_them() -> None:
+    criteria = {f"option {n}": None for n in range(30)}
+    named = read({"q": {"type": "choice", "criteria": criteria}})
+    generator = tiny_decisions.engine()
+    [found] = probabilities(generator, named.decision_input())
+    assert len(found) == 30
+    tokenizer = generator.language.tokenizer
+    item = WorkItem(named.decision_input(), float("inf"), 0.0)
+    generator.prepare(item)
+    text = tokenizer.decode(item.prepared[0].prepared.ids)
+    assert "\nZ. option 25\nAB. option 26\nAC. option 27\nBA. option 28\nCD. option 29\n" in text
+    assert "Answer with the label of the option that fits best (A to CD) only." in text
+    labels = tokenizer.convert_ids_to_tokens(item.prepared[0].prepared.labels)
+    assert labels[24:] == ["Y", "Z", "AB", "AC", "BA", "CD"]
+
+
+def test_an_answer_does_not_depend_on_the_other_questions() -> None:
+    asked = [*predicates(30), *read(KINDS).decision_input().questions]
+    together = probabilities(tiny_decisions.engine(), about(STATE, asked))
+    backwards = probabilities(tiny_decisions.engine(), about(STATE, asked[::-1]))
+    for question, one, other in zip(asked, together, reversed(backwards), strict=True):
+        [alone] = probabilities(tiny_decisions.engine(), about(STATE, [question]))
+        assert one == pytest.approx(alone, abs=1e-5)
+        assert other == pytest.approx(alone, abs=1e-5)
+
+
+def test_a_model_that_is_not_paged_answers_the_same() -> None:
+    asked = about(STATE, predicates(5))
+    paged = probabilities(tiny_decisions.engine(), asked)
+    assert probabilities(tiny_decisions.cached(), asked) == [
+        pytest.approx(each, abs=1e-4) for each in paged
+    ]
+
+
+def test_where_yes_and_no_are_no_tokens_the_letters_answer() -> None:
+    from tests import tiny_chat
+
+    item = WorkItem(about("It rains.", predicates(1)), float("inf"), 0.0)
+    generator = tiny_chat.engine()
+    generator.prepare(item)
+    [verdict] = item.prepared
+    text = generator.language.tokenizer.decode(verdict.prepared.ids)
+    assert "\nA: true\nB: false\nAnswer A or B only.</s>" in text
+    labels = generator.language.tokenizer.convert_ids_to_tokens(verdict.prepared.labels)
+    assert labels == ["A", "B"]
+
+
+# ── what they cost ──
+
+
+def to_run(prompts: list[list[int]], known: Sequence[list[int]] = ()) -> list[int]:
+    """Of each, the tokens behind the blocks that it shares with any before."""
+    begun = {tuple(each[:end]) for each in known for end in range(BLOCK, len(each) + 1, BLOCK)}
+    counts = []
+    for prompt in prompts:
+        ends = range(BLOCK, len(prompt), BLOCK)
+        shared = [tuple(prompt[:end]) in begun for end in ends]
+        counts.append(len(prompt) - [*shared, False].index(False) * BLOCK)
+        begun |= {tuple(prompt[:end]) for end in ends}
+    return counts
+
+
+@pytest.mark.parametrize("budget", [64, 512])
+def test_the_input_is_run_once_and_each_question_behind_it(
+    budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "MOST", {"cpu": budget})
+    asked = about(STATE, predicates(100))
+    prompts = prompts_of(asked)
+    whole, *others = to_run(prompts)
+    assert whole == len(prompts[0]) > 6 * BLOCK
+    assert max(others) < 5 * BLOCK
+    generator = tiny_decisions.engine(blocks=1200)
+    [served], driver = serve(generator, asked)
+    assert driver.total("prefill_tokens") == whole + sum(others)
+    assert driver.total("decode_tokens") == 0
+    pairs = zip(served.sequences, prompts, strict=True)
+    assert all([*sequence.tokens] == [*prompt] for sequence, prompt in pairs)
+    assert all(delta.tokens == 0 for delta in served.choices)
+
+
+def test_an_input_that_is_known_is_not_run_again() -> None:
+    generator = tiny_decisions.engine(blocks=1200)
+    first, again = about(STATE, predicates(10)), about(STATE, predicates(10, "another parcel"))
+    serve(generator, first)
+    prompts = prompts_of(again)
+    counts = to_run(prompts, prompts_of(first))
+    [served], driver = serve(generator, again)
+    assert driver.total("prefill_tokens") == sum(counts)
+    known = served.choices[0].cached_tokens
+    assert known == len(prompts[0]) - counts[0] > 5 * BLOCK
+
+
+def test_the_input_counts_once() -> None:
+    [served], _ = serve(tiny_decisions.engine(), about(STATE, predicates(3)))
+    prompts = prompts_of(about(STATE, predicates(3)))
+    counted = [delta.prompt_tokens for delta in served.choices]
+    assert counted[0] == len(prompts[0])
+    assert counted[1] == counted[2] < counted[0] / 2
+    assert served.choices[0].cached_tokens == 0
+    # beyond the input, it is known how all three begin
+    assert served.choices[1].cached_tokens == served.choices[2].cached_tokens < BLOCK
+
+
+def test_a_chat_does_not_wait_for_many_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "MOST", {"cpu": 128})
+    driver = Driver(tiny_decisions.engine(blocks=1200, max_running=16))
+    many = driver.add(WorkItem(about(STATE, predicates(200)), float("inf"), 0.0))
+    for _ in range(8):
+        driver.step()
+    assert 0 < len(many.deltas) < 100
+    chat = driver.add(request([7, 8, 9], max_tokens=4))
+    for _ in range(5):
+        driver.step()
+    assert chat.done
+    assert not many.done
+    driver.finish()
+    assert len(many.choices) == 200
+
+
+def test_they_are_right_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "MOST", {"cpu": 48})
+    asked = [about(STATE, predicates(20)), about(STATE[::-1], predicates(20))]
+    wanted = [probabilities(tiny_decisions.engine(), each) for each in asked]
+    served, _ = serve(tiny_decisions.engine(blocks=40), *asked)
+    for each, expected in zip(served, wanted, strict=True):
+        found = [list(delta.probabilities) for delta in each.choices]
+        assert found == [pytest.approx(one, abs=1e-5) for one in expected]
+
+
+def test_numbers_that_are_none_fail_the_item() -> None:
+    assert label_logprobs(torch.tensor([0.0, float("nan"), 1.0]), [0, 1])[0].token == -1
+    assert label_logprobs(torch.tensor([0.0, float("inf"), 1.0]), [0, 1])[0].token == -1
+    generator = tiny_decisions.engine()
+    embedding: Any = generator.language.model.get_input_embeddings()
+    was = embedding.weight.data.clone()
+    embedding.weight.data.fill_(float("nan"))
+    try:
+        [served], _ = serve(generator, about(STATE, predicates(3)))
+    finally:
+        embedding.weight.data.copy_(was)
+    assert isinstance(served.error, ItemFailed)

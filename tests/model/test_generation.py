@@ -1,0 +1,115 @@
+"""The generation engine gives what transformers' `generate` gives, whatever runs beside it."""
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from batching import scheduler
+from batching.block_pool import BlockPool
+from batching.sequence import Batch
+from tests.generating import assert_greedy, engine, greedy, prompts, request, serve
+from tests.tiny_decoders import ARCHITECTURES
+from worker.generation.speculation import NgramDrafter, Speculation
+from worker.model.attention.kv_cache import KVCache
+from worker.model.attention.native import NativeMetadata
+from worker.model.attention.paged import AttentionBackend, AttentionMetadata
+
+pytestmark = pytest.mark.usefixtures("steps")
+
+LENGTHS = (1, 2, 7, 16, 17, 33, 48, 60)
+NEW = 12
+MOST = 24  # prompt tokens a step
+FEW_BLOCKS = 7  # for one or two of the longest sequences
+FEATURES = frozenset({"chunked prefill", "prefix cache", "preemption", "speculation"})
+
+
+def foreseeing(
+    given: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]
+) -> Callable[[NgramDrafter, Sequence[int], int], tuple[int, ...]]:
+    """Drafts that are right up to a random place, where random weights repeat nothing."""
+    whole = [[*prompt, *tokens] for prompt, tokens in zip(given, expected, strict=True)]
+    chance = random.Random(0)
+    ordinary = NgramDrafter.draft
+
+    def draft(lookup: NgramDrafter, tokens: Sequence[int], most: int) -> tuple[int, ...]:
+        found = ordinary(lookup, tokens, most)
+        if found or most < 1:
+            return found
+        following = next(each for each in whole if each[: len(tokens)] == [*tokens])[len(tokens) :]
+        right = following[: min(most, chance.randrange(5))]
+        return (*right, 7)[:most]
+
+    return draft
+
+
+def check_parity(
+    model: str, features: frozenset[str], seed: int, monkeypatch: pytest.MonkeyPatch,
+    metadata: Callable[[KVCache, Batch], AttentionBackend] = AttentionMetadata,
+) -> None:  # fmt: skip
+    """32 prompts at random times; what is switched on must have happened, what is off not."""
+    given = prompts(seed, LENGTHS)
+    most = MOST if "chunked prefill" in features else 512
+    monkeypatch.setattr(scheduler, "MOST", {"cpu": most})
+    monkeypatch.setattr(scheduler, "LEAST", most)  # whatever it has learned of the time
+    if "prefix cache" not in features:
+        monkeypatch.setattr(BlockPool, "match", lambda pool, tokens, root: ([], None))
+    if "speculation" in features:
+        monkeypatch.setattr(Speculation, "worth", lambda budget, acceptance, most: most)
+        monkeypatch.setattr(NgramDrafter, "draft", foreseeing(given, greedy(model, given, NEW)))
+    generator = engine(
+        model,
+        blocks=FEW_BLOCKS if "preemption" in features else 400,
+        speculation="auto" if "speculation" in features else "off",
+        metadata=metadata,
+    )
+    served, driver = serve(generator, [request(each, max_tokens=NEW) for each in given], seed)
+    assert_greedy(model, served, NEW)
+    happened = {
+        "chunked prefill": driver.partial > 0,
+        "prefix cache": driver.total("cached_tokens") > 0,
+        "preemption": driver.total("preempted") > 0,
+        "speculation": 0 < driver.total("accepted") < driver.total("drafted"),
+    }
+    assert {feature for feature, did in happened.items() if did} == features
+    assert driver.total("decode_tokens") == len(given) * NEW
+    assert driver.total("admitted") == len(given)
+
+
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_greedy_output_equals_generate(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_parity(model, FEATURES, 1, monkeypatch)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_greedy_output_with_native_attention_equals_generate(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_parity(model, FEATURES, 1, monkeypatch, NativeMetadata)
+
+
+@pytest.mark.parametrize("feature", [*sorted(FEATURES), None])
+@pytest.mark.parametrize("model", ["llama", "gemma3", "qwen3-moe"])
+def test_each_feature_alone_leaves_the_output_as_it_is(
+    model: str, feature: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_parity(model, frozenset({feature} if feature else ()), 2, monkeypatch)
+
+
+COMBINATIONS = [
+    frozenset(chosen) for n in range(5) for chosen in itertools.combinations(sorted(FEATURES), n)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("metadata", [AttentionMetadata, NativeMetadata])
+@pytest.mark.parametrize("features", COMBINATIONS, ids=lambda chosen: "+".join(sorted(chosen)))
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_any_features_leave_the_output_as_it_is(
+    model: str, features: frozenset[str], metadata: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_parity(model, features, 3, monkeypatch, metadata)

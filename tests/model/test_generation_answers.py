@@ -1,0 +1,341 @@
+"""What a request asks of its answer: log-probabilities, seeds, choices, ends and counts."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from batching import scheduler
+from batching.scheduler import PROJECTED
+from tests.generating import (
+    GREEDY,
+    ORDINARY,
+    Driver,
+    Served,
+    assert_greedy,
+    engine,
+    greedy,
+    prompts,
+    raw_logits,
+    request,
+    serve,
+)
+from tests.tiny_tokenizers import llama_tokenizer
+from worker.messages.deltas import Delta, TokenLogprob
+from worker.messages.generation import Sampling
+
+pytestmark = pytest.mark.usefixtures("steps")
+
+# the token of a byte that begins a character
+HALF = llama_tokenizer().convert_tokens_to_ids("Ã")
+SAMPLED = Sampling(temperature=1.0, top_p=1.0, top_k=0, seed=11)
+BUSY = Sampling(
+    temperature=1.7,
+    top_p=0.9,
+    top_k=40,
+    presence_penalty=0.5,
+    frequency_penalty=0.25,
+    repetition_penalty=1.3,
+    logit_bias={7: 5.0, 8: -100.0},
+    seed=3,
+    logprobs=4,
+)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(ORDINARY, k=length)
+
+
+def alone(prompt: Sequence[int], sampling: Sampling, n: int = 1, spec: str = "off") -> Served:
+    [served], _ = serve(engine("llama", speculation=spec), [request(prompt, sampling, n=n)])
+    return served
+
+
+# ── log-probabilities ──
+
+
+def assert_scored(
+    entries: Sequence[TokenLogprob], ids: Sequence[int], first: int, top: int
+) -> None:
+    """`entries` are of ids[first:], as the model's raw distribution has them."""
+    expected = torch.log_softmax(raw_logits("llama", ids), -1)
+    assert [entry.token_id for entry in entries] == list(ids[first:])
+    for place, entry in enumerate(entries, first):
+        if place == 0:
+            assert entry.logprob is None
+            continue
+        row = expected[place - 1]
+        assert entry.logprob == pytest.approx(float(row[ids[place]]), abs=1e-3)
+        best = row.topk(top)
+        assert [each.logprob for each in entry.top] == pytest.approx(best.values.tolist(), abs=1e-3)
+        assert [each.token_id for each in entry.top] == best.indices.tolist()
+
+
+def test_logprobs_are_of_the_raw_distribution() -> None:
+    items = [request(prompt, BUSY) for prompt in prompts(5, (1, 9, 40))]
+    served, _ = serve(engine("llama"), items, seed=5)
+    for each in served:
+        assert_scored(each.choices[0].logprobs, [*each.prompt, *each.ids[0]], len(each.prompt), 4)
+
+
+def test_logprobs_beside_a_draft_are_the_same() -> None:
+    prompt = prompt_of(4) * 2
+    sampling = replace(GREEDY, logprobs=2, logit_bias=dict.fromkeys(prompt, 30.0))
+    [served], driver = serve(engine("llama"), [request(prompt, sampling, 40)])
+    assert_scored(served.choices[0].logprobs, [*prompt, *served.ids[0]], len(prompt), 2)
+    assert 0 < driver.total("accepted") < driver.total("drafted")
+
+
+@pytest.mark.parametrize("length", [1, 2, PROJECTED, PROJECTED + 1, PROJECTED + 72])
+def test_an_echoed_prompt_is_scored_whole_and_takes_nothing_from_the_cache(length: int) -> None:
+    generator = engine("llama")
+    prompt = prompt_of(length)
+    for _ in range(2):
+        [served], driver = serve(generator, [request(prompt, BUSY, echo=True)])
+        choice = served.choices[0]
+        assert_scored(choice.logprobs, [*prompt, *served.ids[0]], 0, 4)
+        assert choice.cached_tokens == driver.total("cached_tokens") == 0
+        assert driver.total("prefill_tokens") == length
+        assert driver.partial == (length - 1) // PROJECTED
+        assert "".join(entry.text for entry in choice.logprobs) == choice.text
+
+
+def test_an_echoed_prompt_is_scored_once_though_it_is_put_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler, "MOST", {"cpu": 24})
+    monkeypatch.setattr(scheduler, "LEAST", 24)
+    older, younger = request(prompt_of(14), BUSY, 20), request(prompt_of(110, 1), BUSY, echo=True)
+    # the older needs its second block while the younger is in its prompt
+    served, driver = serve(engine("llama", blocks=8), [older, younger])
+    assert [report.preempted for report in driver.reports[:4]] == [0, 0, 0, 1]
+    assert_scored(served[1].choices[0].logprobs, [*served[1].prompt, *served[1].ids[0]], 0, 4)
+    # and after it
+    items = [request(p, BUSY, 30, echo=True) for p in prompts(6, (30, 50, 70), each=3)]
+    served, driver = serve(engine("llama", blocks=12), items)
+    assert driver.total("preempted") > 0
+    for each in served:
+        assert_scored(each.choices[0].logprobs, [*each.prompt, *each.ids[0]], 0, 4)
+
+
+def test_a_prompt_can_be_scored_without_an_output() -> None:
+    prompt = prompt_of(PROJECTED + 30)
+    scoring = replace(GREEDY, logprobs=1)
+    [served, plain], driver = serve(
+        engine("llama"),
+        [
+            request(prompt, scoring, max_tokens=0, echo=True),
+            request(prompt, max_tokens=0, echo=True),
+        ],
+    )
+    assert_scored(served.choices[0].logprobs, prompt, 0, 1)
+    for choice in (served.choices[0], plain.choices[0]):
+        assert choice.text == engine("llama").vocabulary.text_of(prompt)
+        assert choice.finish_reason == "length"
+        assert (choice.prompt_tokens, choice.tokens) == (len(prompt), 0)
+    assert plain.choices[0].logprobs == []
+    assert driver.total("decode_tokens") == 0
+
+
+# ── seeds and choices ──
+
+
+def test_a_seed_gives_the_same_output_beside_other_traffic() -> None:
+    prompt = prompt_of(30)
+    expected = alone(prompt, SAMPLED).ids
+    traffic = [request(p, replace(SAMPLED, seed=n)) for n, p in enumerate(prompts(7, (3, 30, 60)))]
+    for speculation in ("auto", "off"):
+        mine = [request(prompt, SAMPLED) for _ in range(3)]
+        mixed = [*traffic[:4], mine[0], *traffic[4:8], mine[1], *traffic[8:], mine[2]]
+        items = [request(i.payload.prompt, i.payload.sampling) for i in mixed]
+        generator = engine("llama", blocks=16, speculation=speculation)
+        served, driver = serve(generator, items, seed=7)
+        assert [each.ids for each in served if list(each.prompt) == prompt] == [expected] * 3
+        assert driver.total("preempted") > 0
+
+
+def test_a_seed_gives_the_same_output_with_speculation() -> None:
+    prompt = prompt_of(4) * 2
+    few = replace(SAMPLED, logit_bias=dict.fromkeys(prompt, 40.0))  # so that they repeat
+    accepted = 0
+    for seed in range(3):
+        items = [request(prompt, replace(few, seed=seed), 40) for _ in range(2)]
+        [plain], _ = serve(engine("llama", speculation="off"), items[:1])
+        [drafted], driver = serve(engine("llama"), items[1:])
+        assert drafted.ids == plain.ids
+        assert driver.total("drafted") > driver.total("accepted")
+        accepted += driver.total("accepted")
+    assert accepted > 0
+
+
+def test_seeds_make_the_difference() -> None:
+    prompt = prompt_of(30)
+    outputs = {tuple(alone(prompt, replace(SAMPLED, seed=n)).ids[0]) for n in range(8)}
+    assert len(outputs) == 8
+    unseeded = replace(SAMPLED, seed=None)
+    assert alone(prompt, unseeded).ids != alone(prompt, unseeded).ids
+
+
+def test_choices_differ_and_can_be_had_again() -> None:
+    prompt = prompt_of(30)
+    first, second = alone(prompt, SAMPLED, n=4), alone(prompt, SAMPLED, n=4, spec="auto")
+    assert first.ids == second.ids
+    assert len({tuple(ids) for ids in first.ids}) == 4
+    assert alone(prompt, SAMPLED, n=2).ids == first.ids[:2]
+    assert alone(prompt, SAMPLED).ids == first.ids[:1]
+
+
+def test_choices_share_the_blocks_of_their_prompt() -> None:
+    generator = engine("llama")
+    prompt = prompt_of(40)
+    [served], driver = serve(generator, [request(prompt, SAMPLED, n=3)])
+    assert driver.total("prefill_tokens") == 40 + 8 + 8
+    assert driver.total("cached_tokens") == 2 * 32
+    assert driver.total("admitted") == 3
+    assert max(report.blocks_used for report in driver.reports) == 2 + 3 * 2
+    assert [choice.prompt_tokens for choice in served.choices] == [40, 0, 0]
+    assert [choice.cached_tokens for choice in served.choices] == [0, 0, 0]
+    [again], _ = serve(generator, [request(prompt, SAMPLED, n=3)])
+    assert [choice.cached_tokens for choice in again.choices] == [32, 0, 0]
+    assert again.ids == served.ids
+
+
+# ── ends ──
+
+
+def greedy_choice(prompt: Sequence[int], max_tokens: int, **stopping: Any) -> tuple[Served, Delta]:
+    sampling = replace(GREEDY, logprobs=0)
+    generator = engine("llama")
+    [served], _ = serve(generator, [request(prompt, sampling, max_tokens, **stopping)])
+    choice = served.choices[0]
+    assert "".join(entry.text for entry in choice.logprobs) == choice.text
+    return served, choice
+
+
+def test_logprobs_join_to_the_text_wherever_it_ends() -> None:
+    """Random tokens are often half a character."""
+    items = [
+        request(prompt_of(5, seed), replace(SAMPLED, logprobs=0, seed=seed), count)
+        for seed in range(12)
+        for count in range(1, 9)
+    ]
+    for served in serve(engine("llama"), items)[0]:
+        choice = served.choices[0]
+        assert "".join(entry.text for entry in choice.logprobs) == choice.text
+        assert choice.tokens == len(choice.logprobs) == served.item.payload.stopping.max_tokens
+
+
+def test_half_a_character_before_the_end_token_has_its_log_probability() -> None:
+    prompt = prompt_of(8)
+    bias = {HALF: 100.0, 1: 99.0}
+    toward_end = replace(GREEDY, logprobs=0, frequency_penalty=2.0, logit_bias=bias)
+    [served], _ = serve(engine("llama"), [request(prompt, toward_end, ignore_eos=False)])
+    choice = served.choices[0]
+    assert served.ids[0][-2:] == [HALF, 1]
+    assert choice.finish_reason == "stop"
+    assert choice.text.endswith("\ufffd")
+    assert "".join(entry.text for entry in choice.logprobs) == choice.text
+
+
+def test_a_stop_string_may_span_tokens_and_is_cut_off() -> None:
+    scored = replace(GREEDY, logprobs=0)
+    cut = 0
+    for seed in range(3):
+        prompt = prompt_of(8, seed)
+        _, whole = greedy_choice(prompt, 24)
+        text = whole.text
+        stops = {
+            text[at : at + length] for at in range(2, len(text) - 4, 5) for length in (1, 2, 4)
+        }
+        items = [request(prompt, scored, 24, stop=("\x00", stop)) for stop in sorted(stops)]
+        for served, stop in zip(serve(engine("llama"), items)[0], sorted(stops), strict=True):
+            choice = served.choices[0]
+            assert choice.text == text[: text.find(stop)]
+            assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
+            texts = [entry.text for entry in choice.logprobs]
+            assert "".join(texts) == choice.text
+            cut += texts != [entry.text for entry in whole.logprobs[: len(texts)]]
+    assert cut > 5
+
+
+def test_what_could_have_become_a_stop_string_comes_in_the_end() -> None:
+    prompt = prompt_of(8)
+    _, whole = greedy_choice(prompt, 24)
+    _, choice = greedy_choice(prompt, 24, stop=(whole.text[-3:] + "…",))
+    assert choice.text == whole.text
+    assert (choice.finish_reason, choice.stop_reason) == ("length", None)
+
+
+def first_at(ids: Sequence[int], at: int) -> int:
+    """An index from `at` on whose token has not come before."""
+    return next(i for i in range(at, len(ids)) if ids[i] not in ids[:i])
+
+
+def test_a_stop_token_ends_the_choice_and_adds_no_text() -> None:
+    prompt = prompt_of(8)
+    whole, _ = greedy_choice(prompt, 24)
+    at = first_at(whole.ids[0], 6)
+    token = whole.ids[0][at]
+    _, before = greedy_choice(prompt, at)
+    served, choice = greedy_choice(prompt, 24, stop_token_ids=(token,))
+    assert served.ids[0] == whole.ids[0][: at + 1]
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", token)
+    assert (choice.text, choice.tokens) == (before.text, at + 1)
+
+
+def test_the_end_token_ends_a_choice_unless_it_is_to_be_ignored() -> None:
+    prompt = prompt_of(8)
+    toward_end = replace(GREEDY, logit_bias={1: 100.0})
+    items = [
+        request(prompt, toward_end, ignore_eos=False),
+        request(prompt, toward_end, ignore_eos=True),
+        request(prompt, toward_end, ignore_eos=False, min_tokens=5),
+    ]
+    ended, ignored, later = (each for each in serve(engine("llama"), items)[0])
+    assert ended.ids == [[1]]
+    assert (ended.choices[0].finish_reason, ended.choices[0].stop_reason) == ("stop", None)
+    assert (ended.choices[0].text, ended.choices[0].tokens) == ("", 1)
+    assert ignored.ids == [[1] * 12]
+    assert ignored.choices[0].finish_reason == "length"
+    assert later.ids[0][:5] == greedy("llama", [prompt], 5)[0]
+    assert later.ids[0][5:] == [1]
+
+
+def test_nothing_ends_a_choice_before_its_least_tokens() -> None:
+    prompt = prompt_of(8)
+    whole, full = greedy_choice(prompt, 24)
+    at = first_at(whole.ids[0], 3)
+    served, _ = greedy_choice(prompt, 24, stop_token_ids=(whole.ids[0][at],), min_tokens=at + 3)
+    assert served.ids[0][:at] == whole.ids[0][:at]
+    assert whole.ids[0][at] not in served.ids[0][: at + 3]
+    assert len(served.ids[0]) >= at + 3
+    stop = full.text[0]
+    _, choice = greedy_choice(prompt, 24, stop=(stop,), min_tokens=6)
+    assert choice.tokens > 6
+    assert choice.text.startswith("".join(entry.text for entry in full.logprobs[:6]))
+
+
+@pytest.mark.parametrize(("length", "hit"), [(50, 48), (49, 48), (48, 32), (16, 0), (17, 16)])
+def test_prompt_and_output_are_counted_and_prefix_hits_told(length: int, hit: int) -> None:
+    generator = engine("llama")
+    prompt = prompt_of(length)
+    for cached in (0, hit):
+        driver = Driver(generator)
+        served = driver.add(request(prompt, max_tokens=9))
+        driver.finish()
+        choice = served.choices[0]
+        assert (choice.prompt_tokens, choice.tokens, choice.cached_tokens) == (length, 9, cached)
+        assert driver.total("cached_tokens") == cached
+        assert driver.total("prefill_tokens") == length - cached
+        assert driver.total("decode_tokens") == 9
+        assert_greedy("llama", [served], 9)
+
+
+def test_without_a_limit_the_context_is_filled() -> None:
+    generator = engine("llama")
+    [served], _ = serve(generator, [request(prompt_of(200), max_tokens=None)])
+    choice = served.choices[0]
+    assert (choice.tokens, choice.finish_reason) == (56, "length")

@@ -1,0 +1,293 @@
+"""Which inputs are refused, in which words, and that it takes no time."""
+
+import io
+import json
+import shutil
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import soundfile
+from transformers import pipeline
+
+from batching.errors import InvalidInput
+from tests import tiny
+from tests.parity import item, refusal, runner, serve
+from tests.tiny_tokenizers import llama_tokenizer, wordpiece
+from tests.unit.test_media import tone
+from worker.pipeline import limits
+from worker.pipeline.loading import PipelineOptions, load_runner
+
+
+def words(count: int) -> list[str]:
+    """Of the vocabulary."""
+    return sorted(wordpiece())[:count]
+
+
+ASR = "automatic-speech-recognition"
+
+# ── texts ──
+
+
+def test_text_without_a_mask_is_refused_with_the_mask_to_write() -> None:
+    wrong = refusal("fill-mask", "roberta-mlm", "The capital of France is [MASK].")
+    assert "there is no <mask> in the text" in str(wrong)
+    assert wrong.param == "inputs"
+
+
+def test_text_beyond_the_context_is_refused_with_both_counts() -> None:
+    for task, model in (
+        ("text-classification", "bert-classify"),
+        ("feature-extraction", "bert-base"),
+    ):
+        wrong = refusal(task, model, "the " * 100)
+        assert str(wrong) == "the text has 102 tokens; the model takes 64"
+    run = runner("feature-extraction", "bert-base")
+    run.prepare(item("the " * 62))
+    assert len(serve(run, [item("the " * 100, truncation=True)])[0][0]) == 64
+
+
+def test_limit_of_models_that_count_positions_from_padding_is_known() -> None:
+    run = runner("fill-mask", "roberta-mlm")
+    assert run.pipe.model.config.max_position_embeddings == 66
+    assert run.limit == 64
+    texts = ["the " * n + "<mask>" for n in range(70)]
+    by_count = {len(run.pipe.tokenizer(each)["input_ids"]): each for each in texts}
+    assert len(serve(run, [item(by_count[64])])[0]) == 5
+    assert "65 tokens" in str(refusal("fill-mask", "roberta-mlm", by_count[65]))
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "wrap"),
+    [
+        ("text-classification", "bert-classify", lambda text: text),
+        ("text-classification", "bert-classify", lambda text: {"text": "short", "text_pair": text}),
+        ("text-generation", "llama-lm", lambda text: [{"role": "user", "content": text}]),
+        ("zero-shot-classification", "bert-nli", lambda text: text),
+        (
+            "table-question-answering",
+            "tapas",
+            lambda text: {"query": "how?", "table": {"a": [text]}},
+        ),
+        ("table-question-answering", "tapas", lambda text: {"query": text, "table": {"a": ["1"]}}),
+        (
+            "document-question-answering",
+            "layoutlm",
+            lambda text: {"question": text, "word_boxes": []},
+        ),
+    ],
+)
+def test_hundred_thousand_words_are_refused_in_under_a_second(
+    task: str, model: str, wrap: Any
+) -> None:
+    inputs = wrap("hello " * 100_000)
+    labels = {"candidate_labels": "a"} if task == "zero-shot-classification" else {}
+    runner(task, model)
+    started = time.process_time()  # ours alone: the machine may have more to do
+    refusal(task, model, inputs, **labels)
+    assert time.process_time() - started < 1
+
+
+@pytest.mark.parametrize(
+    ("task", "model"),
+    [
+        ("text-classification", "bert-classify"),
+        ("token-classification", "bert-ner"),
+        ("feature-extraction", "bert-base"),
+        ("text-generation", "llama-lm"),
+    ],
+)
+def test_anything_but_a_text_is_refused(task: str, model: str) -> None:
+    for inputs in ("", None, 7, True, ["a"], [["a", "b"]], {"a": "b"}, b"bytes", {}, []):
+        assert refusal(task, model, inputs).param in ("inputs", "inputs[0]")
+    if task != "text-generation":
+        assert str(refusal(task, model, " \n\t")) == "the text is empty"
+
+
+def test_malformed_pairs_are_refused() -> None:
+    for pair in ({"text_pair": "a"}, {"text": "a", "text_pair": 5}, {"text": "a", "other": "b"}):
+        assert "a pair is" in str(refusal("text-classification", "bert-classify", pair))
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        (
+            [{"role": "user", "content": [{"type": "image", "url": "http://127.0.0.1/x.png"}]}],
+            "inputs[0].content",
+        ),
+        ([{"role": "user", "content": [{"type": "text", "text": "hello"}]}], "inputs[0].content"),
+        ([{"role": "user", "content": "a"}, {"role": 7, "content": "a"}], "inputs[1].role"),
+        ([{"role": "user"}], "inputs[0].content"),
+        ([{"role": "user", "content": "a", "image": "/etc/passwd"}], "inputs[0]"),
+        (["hello"], "inputs[0]"),
+        ([], "inputs"),
+    ],
+)
+def test_messages_of_other_than_strings_are_refused(messages: list[Any], param: str) -> None:
+    assert refusal("text-generation", "llama-lm", messages).param == param
+
+
+def test_conversation_needs_a_chat_template() -> None:
+    run = runner("text-generation", "gpt2-nopad-lm")
+    assert run.pipe.tokenizer.chat_template
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(run.pipe.tokenizer), "chat_template", None, raising=False)
+        make: Any = pipeline
+        plain = make("text-generation", model=run.pipe.model, tokenizer=llama_tokenizer(None))
+        patch.setattr(run, "_replica", lambda: nullcontext(plain))
+        with pytest.raises(InvalidInput, match="no chat template"):
+            run.prepare(item([{"role": "user", "content": "hello"}]))
+
+
+@pytest.mark.parametrize(
+    ("model", "fine", "too_many"),
+    [
+        ("bert-mlm", {"top_k": 100}, {"top_k": 101}),
+        ("deberta-mlm", {"top_k": 100}, {"top_k": 101}),  # it is not packed
+        ("bert-mlm", {"top_k": 200, "targets": words(100)}, {"top_k": 200, "targets": words(101)}),
+    ],
+)
+def test_answers_that_repeat_a_text_too_often_are_refused(
+    monkeypatch: pytest.MonkeyPatch, model: str, fine: Any, too_many: Any
+) -> None:
+    monkeypatch.setattr(limits, "MAX_FILLED", 20 * 100 * 35)  # 140 characters
+    runner("fill-mask", model).prepare(item("[MASK] " * 20, **fine))
+    assert refusal("fill-mask", model, "[MASK] " * 20, **too_many).param == "parameters.top_k"
+    monkeypatch.setattr(limits, "MAX_FILLED", 20 * 4 * 35)
+    assert refusal("fill-mask", model, "[MASK] " * 20).param == "inputs"
+
+
+def test_masks_of_more_scores_than_there_is_room_for_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "MAX_SCORES", 20 * 260)
+    runner("fill-mask", "bert-mlm").prepare(item("[MASK] " * 20))
+    wrong = refusal("fill-mask", "bert-mlm", "[MASK] " * 21, top_k=1)
+    assert str(wrong) == "the text has 21 masks; at most 20 are taken"
+
+
+@pytest.mark.parametrize(
+    ("labels", "fine"), [(["a"] * 10, 40), (",".join(["many words"] * 10), 40), (["a"] * 40, 10)]
+)
+def test_a_text_that_is_read_with_each_of_many_labels_is_short(
+    monkeypatch: pytest.MonkeyPatch, labels: Any, fine: int
+) -> None:
+    monkeypatch.setattr("worker.pipeline.inputs.MAX_LABELLED_CHARS", 400)
+    task, model = "zero-shot-classification", "bert-nli"
+    runner(task, model).prepare(item("a" * fine, candidate_labels=labels))
+    wrong = refusal(task, model, "a" * (fine + 1), candidate_labels=labels)
+    assert "too long for so many labels" in str(wrong)
+
+
+# ── objects ──
+
+BOX = [0, 0, 10, 10]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "param"),
+    [
+        ("a string", "inputs"),
+        ({"question": "what?"}, "inputs"),
+        ({"question": "", "word_boxes": [["one", BOX]]}, "inputs.question"),
+        ({"question": ["what?"], "word_boxes": [["one", BOX]]}, "inputs.question"),
+        ({"question": "what?", "word_boxes": "one"}, "inputs.word_boxes"),
+        ({"question": "what?", "word_boxes": [["one", [0, 0, 10]]]}, "inputs.word_boxes"),
+        ({"question": "what?", "word_boxes": [["one", [0, 0, 10, 1001]]]}, "inputs.word_boxes"),
+        ({"question": "what?", "word_boxes": [["one", [0, 0, 1.5, 10]]]}, "inputs.word_boxes"),
+        ({"question": "what?", "word_boxes": [["one", [20, 0, 10, 10]]]}, "inputs.word_boxes"),
+        ({"question": "what?", "word_boxes": [["one", BOX]], "other": 1}, "inputs"),
+        ({"question": "what?", "image": "/etc/passwd"}, "inputs.image"),
+        ({"question": "what?", "image": "http://127.0.0.1/x.png"}, "inputs.image"),
+    ],
+)
+def test_malformed_documents_are_refused(inputs: Any, param: str) -> None:
+    assert refusal("document-question-answering", "layoutlm", inputs).param == param
+
+
+@pytest.mark.parametrize(
+    "table",
+    ["/etc/passwd", [], {}, {"a": "b"}, {"a": ["1"], "b": []}, {"a": [["1"]]}, [{"a": "1"}], 7],
+)
+def test_malformed_tables_are_refused(table: Any) -> None:
+    inputs = {"table": table, "query": "how many?"}
+    assert refusal("table-question-answering", "tapas", inputs).param == "inputs.table"
+
+
+def test_cells_that_are_numbers_or_empty_are_read_as_text() -> None:
+    inputs = {"table": {"a": [1, 2.5, None, True]}, "query": "how many?"}
+    assert "answer" in serve(runner("table-question-answering", "tapas"), [item(inputs)])[0]
+
+
+# ── sound ──
+
+
+def test_pieces_of_sound_that_bring_nothing_new_are_refused() -> None:
+    for chunk_s, stride_s in ((0.2, 0.1), (0.1, 0.049995)):
+        wrong = refusal(
+            ASR,
+            "wav2vec2-ctc",
+            tone(20),
+            chunk_length_s=chunk_s,
+            stride_length_s=stride_s,
+        )
+        assert wrong.param == "parameters.chunk_length_s"
+
+
+def test_pieces_that_are_filled_up_are_few_for_their_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whisper hears a whole window, however short a piece is: here of two seconds."""
+    monkeypatch.setattr(limits, "MAX_UNCHUNKED_S", 10.0)
+    wrong = refusal(ASR, "whisper", tone(20), chunk_length_s=0.4, stride_length_s=0)
+    assert "of 20 seconds there may be at most 45 pieces" in str(wrong)
+    assert wrong.param == "parameters.chunk_length_s"
+    fine = item(tone(20), chunk_length_s=0.5, stride_length_s=0)
+    runner(ASR, "whisper").prepare(fine)
+    assert fine.rows == 40
+
+
+def test_long_sound_must_be_cut_into_pieces() -> None:
+    wrong = refusal(ASR, "wav2vec2-ctc", tone(301))
+    assert "set chunk_length_s" in str(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("language", "klingon"),
+        ("language", "fr"),  # the model has no token for it
+        ("max_new_tokens", 29),  # of 32 positions
+        ("return_timestamps", "word"),
+        ("task", "translate"),
+    ],
+)
+def test_what_whisper_cannot_do_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: Any
+) -> None:
+    config = runner(ASR, "whisper").pipe.model.generation_config
+    monkeypatch.setattr(config, "task_to_id", {"transcribe": config.task_to_id["transcribe"]})
+    monkeypatch.delattr(config, "alignment_heads")
+    assert refusal(ASR, "whisper", tone(1), **{name: value}).param == f"parameters.{name}"
+    monkeypatch.setattr(config, "is_multilingual", False)
+    if name in ("language", "task"):
+        refusal(ASR, "whisper", tone(1), language="en")
+
+
+def test_long_sound_is_heard_where_the_checkpoint_has_no_timestamps_by_default(
+    tmp_path: Path,
+) -> None:
+    """As OpenAI's own have it."""
+    shutil.copytree(tiny.folder("whisper"), tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "return_timestamps": False}))
+    run = load_runner(PipelineOptions(str(tmp_path), task=ASR, device="cpu"), 8)
+    asked: list[dict[str, Any]] = [{}, {"return_timestamps": False}, {"return_timestamps": True}]
+    answers = serve(run, [item(tone(3), max_new_tokens=6, **each) for each in asked])
+    assert answers[0] == answers[1] == {"text": answers[2]["text"]}
+    assert answers[2]["chunks"]
+    short = serve(run, [item(tone(1), max_new_tokens=6)])[0]
+    make: Any = pipeline
+    sound, _ = soundfile.read(io.BytesIO(tone(1)), dtype="float32")
+    assert short == make(ASR, model=str(tmp_path), device="cpu")(sound, max_new_tokens=6)

@@ -1,0 +1,308 @@
+"""The branches of `oneOf` are made exclusive, or refused: no document fits two of them."""
+
+import json
+import random
+from typing import Any
+
+import httpx
+import jsonschema_rs
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from batching.errors import InvalidInput
+from tests import tiny_chat
+from tests.generating import prepare
+from tests.model.test_structured_answers import CLOCK, alone
+from tests.serving import serving
+from tests.tiny_chat import asking, engine
+from worker.grammar.lark import rule
+from worker.grammar.one_of import exclusive
+from worker.messages.generation import Calls, Constraint, Sampling
+
+Schema = dict[str, Any]
+TEXT = {"type": "string", "maxLength": 3}
+OVERLAPPING: Schema = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
+
+
+def thing(required: list[str] | None = None, **properties: Any) -> Schema:
+    names = [*properties] if required is None else required
+    return {"type": "object", "properties": properties, "required": names}
+
+
+def closed(**properties: Any) -> Schema:
+    return {**thing(**properties), "additionalProperties": False}
+
+
+TREE = {
+    "$ref": "#/$defs/tree",
+    "$defs": {"tree": {"oneOf": [{"const": 1}, closed(left={"$ref": "#/$defs/tree"})]}},
+}
+KINDS = {"a": thing(kind={"const": "a"}), "b": thing(kind={"enum": ["b", "c"]}, n=TEXT)}
+APART: dict[str, Schema] = {
+    "types": {"oneOf": [TEXT, {"type": ["null", "boolean"]}]},
+    "constants": {"oneOf": [{"const": "a", "title": "A"}, {"const": "b"}, {"const": 1}]},
+    "ranges": {"oneOf": [{"type": "number", "maximum": 0}, {"minimum": 0.5, "maximum": 9}]},
+    "lengths": {"type": "string", "oneOf": [{"maxLength": 1}, {"minLength": 3, "maxLength": 4}]},
+    "a kind": {"oneOf": [*KINDS.values(), {"type": "null"}]},
+    "a kind that one may lack": {"oneOf": [KINDS["a"], thing([], kind={"const": "b"})]},
+    "a kind within": {"oneOf": [thing(in_=each) for each in KINDS.values()]},
+    "types of a property": {"oneOf": [thing(a=TEXT), thing(a={"type": "integer"})]},
+    "closed objects": {"oneOf": [closed(a=TEXT), closed(b=TEXT), closed(a=TEXT, c=TEXT)]},
+    "references": {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": KINDS},
+    "alternatives within": {"oneOf": [{"anyOf": [TEXT, {"const": 1}]}, {"anyOf": [{"const": 2}]}]},
+    "items": {
+        "type": "array",
+        "maxItems": 2,
+        "oneOf": [{"items": TEXT, "minItems": 1}, {"items": {"type": "null"}}],
+    },
+    "a tree": TREE,
+}
+NARROWED: dict[str, Schema] = {
+    "a kind that all may lack": {"oneOf": [thing([], kind={"const": each}) for each in "abc"]},
+    "one or the other": {
+        **thing([], a=TEXT, b=TEXT, c=TEXT),
+        "oneOf": [{"required": ["a"]}, {"required": ["b"]}, {"required": ["c", "a"]}],
+    },
+    "one or the other, of no type": {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+    "lists of constants": {"oneOf": [{"enum": ["a", "b"]}, {"enum": ["b", "c", 1]}]},
+    "kinds in common": {
+        "oneOf": [thing(kind={"enum": ["a", "b"]}), thing([], kind={"enum": ["b", "c"]})]
+    },
+    "types in common": {"oneOf": [{"type": ["string", "null"]}, {"type": ["boolean", "null"]}]},
+    "objects with some in common": {"oneOf": [closed(a=TEXT), thing(a=TEXT, b=TEXT)]},
+}
+del NARROWED["one or the other"]["oneOf"][2]
+REFUSED: dict[str, Schema] = {
+    "a type within another": OVERLAPPING,
+    "twice the same": {"oneOf": [TEXT, TEXT]},
+    "a constant of the other": {"oneOf": [{"const": "a"}, {"type": "string"}]},
+    "anything": {"oneOf": [True, {"type": "string"}]},
+    "itself": {"oneOf": [{"$ref": "#"}, {"type": "null"}]},
+    "a loop": {
+        "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+        "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+    },
+    "what is not looked at": {"oneOf": [{"pattern": "^a$"}, {"pattern": "^b$"}]},
+    "deep within": {"properties": {"a": {"items": {"anyOf": [OVERLAPPING]}}}},
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_branches_that_exclude_each_other_are_used_as_they_are(name: str) -> None:
+    expected = json.loads(json.dumps(APART[name]).replace('"oneOf"', '"anyOf"'))
+    assert exclusive(APART[name]) == expected
+
+
+@pytest.mark.parametrize("name", [*APART, *NARROWED])
+def test_a_document_fits_one_branch_alone(name: str) -> None:
+    schema = {**APART, **NARROWED}[name]
+    for seed in range(3):
+        sampling = Sampling(temperature=1.0, seed=seed)
+        constraint = Constraint("json_schema", schema, "f")
+        [choice] = alone(asking(sampling=sampling, constraint=constraint, max_tokens=80)).choices
+        if choice.finish_reason == "stop":
+            assert jsonschema_rs.is_valid(schema, json.loads(choice.text)), choice.text
+
+
+def test_each_branch_may_still_come() -> None:
+    for schema, documents in (
+        (NARROWED["one or the other"], ['{"a":""}', '{"b":""}', '{"b":"","c":""}']),
+        (NARROWED["a kind that all may lack"], ['{"kind":"a"}', '{"kind":"c"}']),
+        (NARROWED["types in common"], ['""', "true"]),
+        (NARROWED["lists of constants"], ['"a"', '"c"', "1"]),
+        (TREE, ["1", '{"left":{"left":1}}']),
+    ):
+        for document in documents:
+            assert takes(schema, document), document
+    assert not takes(NARROWED["one or the other"], '{"a":"","b":""}')
+    assert not takes(NARROWED["lists of constants"], '"b"')
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_made_exclusive_is_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(InvalidInput, match="f: cannot be used: the branches 0 and 1 of a oneOf"):
+        rule(Constraint("json_schema", REFUSED[name], "f"))
+
+
+def test_what_is_no_keyword_is_left_alone() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"oneOf": {"const": {"oneOf": [1, 1]}}, "const": {"oneOf": [{"const": 1}]}},
+        "default": {"oneOf": [{}, {}]},
+    }
+    made = exclusive(schema)
+    assert made["properties"]["oneOf"] == {"const": {"oneOf": [1, 1]}}
+    assert made["properties"]["const"] == {"anyOf": [{"const": 1}]}
+    assert made["default"] == schema["default"]
+
+
+def test_alternatives_beside_it_hold_too() -> None:
+    schema = {"anyOf": [TEXT, {"type": "null"}], "oneOf": [{"type": "null"}, {"const": "a"}]}
+    assert takes(schema, '"a"')
+    assert takes(schema, "null")
+    assert not takes(schema, '"b"')
+
+
+def deep(levels: int) -> Schema:
+    made: Schema = {"type": "null"}
+    for _ in range(levels):
+        made = {"oneOf": [made, {"type": "string"}]}
+    return made
+
+
+LOOPS = {name: {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]} for name in "ab"}
+HOSTILE: dict[str, Schema] = {
+    "branches": {"oneOf": [{"type": "integer", "minimum": n, "maximum": n} for n in range(5000)]},
+    "constants": {"oneOf": [{"const": str(n)} for n in range(50_000)]},
+    "a large constant": {"oneOf": [{"const": [*range(100_000)]}] * 9},
+    "loops of alternatives": {"$defs": LOOPS, "oneOf": [{"$ref": f"#/$defs/{n}"} for n in "ab"]},
+    "required": {"required": [str(n) for n in range(50_000)], "oneOf": [{"title": "t"}] * 500},
+    "a reference": {"$ref": "#/" + "a" * 500_000, "oneOf": [{"title": "t"}] * 500},
+    "depth": deep(400),
+    "conditions": {"allOf": [{"minLength": n} for n in range(2000)], "oneOf": [{"const": 1}] * 99},
+    "no schemas": {"oneOf": [1, "x", None, [], {"type": 5, "required": "x", "enum": 3}]},
+    "no keywords": {"oneOf": [{"items": [3], "properties": [], "allOf": {}, "$ref": 7}, {}]},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_takes_too_much_is_refused_soon(name: str) -> None:
+    with pytest.raises(InvalidInput, match=r"branches|nested"):
+        exclusive(HOSTILE[name])
+
+
+def test_large_unions_are_fine() -> None:
+    union = [thing([], kind={"const": f"k{n}"}, a=TEXT) for n in range(300)]
+    assert len(exclusive({"oneOf": union})["anyOf"]) == 300
+
+
+# ── random schemas ──
+
+VALUES = ["a", "b", "c", 1, 2, 1.0, 1.5, True, False, None, [], {"a": 1}]
+TYPES = ["string", "null", "integer", "number", "boolean", "object"]
+
+
+def made_up(chance: random.Random, depth: int) -> Schema:
+    scalars: list[Schema] = [
+        {"const": chance.choice(VALUES)},
+        {"enum": chance.sample(VALUES, 2)},
+        {"type": chance.sample(TYPES, chance.randint(1, 2))},
+        {"type": "integer", "minimum": chance.randint(0, 3), "maximum": chance.randint(3, 5)},
+        {"type": "string", "minLength": chance.randint(0, 2), "maxLength": chance.randint(2, 4)},
+    ]
+    if depth == 0 or chance.random() < 0.3:
+        return chance.choice(scalars)
+    several = [made_up(chance, depth - 1) for _ in range(chance.randint(1, 3))]
+    members = dict(zip(chance.sample("abkt", len(several)), several, strict=True))
+    made = thing([name for name in members if chance.random() < 0.6], **members)
+    if chance.random() < 0.6:
+        made["additionalProperties"] = False
+    if chance.random() < 0.2:
+        del made["type"]
+    others: list[Schema] = [
+        {"type": "array", "items": several[0], "minItems": chance.randint(0, 2), "maxItems": 2},
+        {"anyOf": several},
+        {"oneOf": several},
+        {"allOf": several},
+        {"$ref": "#/$defs/x"},
+    ]
+    return made if chance.random() < 0.6 else chance.choice(others)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_document_of_a_made_up_schema_fits_two_branches(seed: int) -> None:
+    chance, documents = random.Random(seed), 0
+    for _ in range(250):
+        schema = {
+            **(made_up(chance, 2) if chance.random() < 0.3 else {}),
+            "oneOf": [made_up(chance, 2) for _ in range(chance.randint(2, 4))],
+            "$defs": {"x": made_up(chance, 1)},
+        }
+        loose = json.loads(json.dumps(schema).replace('"oneOf"', '"anyOf"'))
+        for text in followed(schema, chance):
+            document = json.loads(text)
+            # The library's own liberties aside: it is lenient about numbers like 1.0.
+            if jsonschema_rs.is_valid(loose, document):
+                assert jsonschema_rs.is_valid(schema, document), (schema, text)
+                documents += 1
+    assert documents > 100
+
+
+def grammar(schema: Schema) -> LLMatcher:
+    written = rule(Constraint("json_schema", schema, "f"))
+    made = LLMatcher(TOKENIZER, f"start: {written}", log_level=0)
+    if made.is_error():
+        raise InvalidInput(made.get_error())
+    return made
+
+
+def takes(schema: Schema, document: str) -> bool:
+    matcher = grammar(schema)
+    tokens = TOKENIZER.tokenize_str(document)
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+
+def followed(schema: Schema, chance: random.Random) -> list[str]:
+    """Some documents that a grammar takes, as it is followed at random; none if it is refused."""
+    try:
+        matcher = grammar(schema)
+    except InvalidInput:
+        return []
+    found = []
+    for _ in range(4):
+        state, tokens = matcher.deep_copy(), list[int]()
+        for _ in range(60):
+            mask = state.compute_bitmask()
+            allowed = [n for n in range(SIZE) if mask[n // 8] >> n % 8 & 1]
+            if not allowed or state.is_stopped():
+                break
+            token = chance.choice(allowed)
+            state.consume_token(token)
+            tokens += [token] if token != TOKENIZER.eos_token else []
+        if state.is_stopped():
+            found.append(TOKENIZER.decode_bytes(tokens).decode())
+    return found
+
+
+TOKENS = tiny_chat.tokenizer()
+SIZE = len(TOKENS)
+TOKENIZER = LLTokenizer(TOKENS.backend_tokenizer.to_str(), n_vocab=SIZE)
+
+# ── as requests ──
+
+
+def tool(parameters: Schema) -> Schema:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+def test_arguments_fit_one_branch_alone() -> None:
+    branches = NARROWED["one or the other"]["oneOf"]
+    parameters = {**closed(a=TEXT, b=TEXT), "required": [], "oneOf": branches}
+    for seed in range(6):
+        asked = asking(
+            sampling=Sampling(temperature=1.0, seed=seed),
+            tools=(tool(parameters),),
+            calls=Calls(("f",), required=True, parallel=False),
+        )
+        [choice] = alone(asked).choices
+        [arguments] = [part.text for part in choice.parts if part.kind == "call"]
+        assert jsonschema_rs.is_valid(parameters, json.loads(arguments)), arguments
+
+
+def test_a_tool_whose_branches_overlap_is_named_where_it_must_be_called() -> None:
+    tools = (CLOCK, tool(thing(a=OVERLAPPING)))
+    with pytest.raises(InvalidInput, match="branches 0 and 1 of a oneOf") as caught:
+        prepare(engine(), asking(tools=tools, calls=Calls(("clock", "f"), required=True)))
+    assert caught.value.param == "tools[1]"
+    prepare(engine(), asking(tools=tools, calls=Calls(("clock", "f"))))  # it may be called freely
+
+
+def test_the_answer_names_the_field() -> None:
+    format = {"type": "json_schema", "json_schema": {"name": "n", "schema": OVERLAPPING}}
+    folder = str(tiny_chat.folder())
+    with serving(chat_model=folder, dtype="float32", kv_cache_gb=0.05, compile="off") as server:
+        body = {"messages": [{"role": "user", "content": "?"}], "response_format": format}
+        answer = httpx.post(server.url + "/v1/chat/completions", json=body)
+        error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "response_format.json_schema.schema")
+    assert "the branches 0 and 1 of a oneOf may fit the same document" in error["message"]

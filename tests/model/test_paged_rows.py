@@ -1,0 +1,338 @@
+"""Decoders that embed or rerank: prefilled in chunks on paged memory, beginnings run once."""
+
+import importlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from batching.batcher import DynamicBatcher
+from batching.request_queue import WorkItem
+from tests import tiny_decoders
+from tests.event_streams import post
+from tests.fakes import FakeRunner
+from tests.http.test_rerank import decoder, scores
+from tests.http.test_rerank import load as load_reranker
+from tests.model.test_embedder import TEXTS, embed
+from tests.serving import serving
+from tests.tiny_embedders import checkpoint, load, write
+from worker.embedding import paged_rows
+from worker.embedding.embedder import Embedder
+from worker.embedding.paged_rows import PagedRows
+from worker.messages.protocol import UNFINISHED
+from worker.messages.scoring import EmbeddingInput
+from worker.model.attention.kv_cache import BLOCK
+from worker.registry import PipelineModel
+
+hf: Any = importlib.import_module("transformers")  # half of it is not annotated
+PROMPT = "the cat sat on the mat and a dog is in the city of light " * 3
+LONG = "a cow says moo " * 20
+
+
+def counted(rows: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of each step, from here on."""
+    assert isinstance(rows, PagedRows)
+    counts: list[int] = []
+    forward = rows.runner.forward
+
+    def counting(batch: Any) -> Any:
+        counts.append(len(batch.ids))
+        return forward(batch)
+
+    monkeypatch.setattr(rows.runner, "forward", counting)
+    return counts
+
+
+def item_of(embedder: Embedder, *texts: str, **options: Any) -> WorkItem:
+    item = WorkItem(EmbeddingInput(texts, 0, **options), float("inf"), 0.0)
+    embedder.prepare(item)
+    return item
+
+
+@pytest.mark.parametrize("included", [True, False])
+@pytest.mark.parametrize("name", ["lasttoken", "mean", "weightedmean", "max"])
+def test_vectors_are_sentence_transformers_with_and_without_a_known_beginning(
+    tmp_path: Path, name: str, included: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = pytest.importorskip("sentence_transformers")
+    pooling = {"pooling_mode": name, "include_prompt": included}
+    general = {"prompts": {"query": PROMPT}}
+    folder = checkpoint(
+        tmp_path / "m", "qwen3-base", pooling=pooling, prefix="sentence_transformers.models."
+    )
+    write(folder, "config_sentence_transformers.json", general)
+    embedder = load(folder)
+    steps = counted(embedder.rows, monkeypatch)
+    oracle = importlib.import_module(module.__name__).SentenceTransformer(str(folder), device="cpu")
+    expected = oracle.encode(TEXTS, prompt_name="query")
+    item = item_of(embedder, *TEXTS, prompt="query")
+    for known in (False, True):
+        steps.clear()
+        got = embed(embedder, TEXTS, prompt="query").vectors
+        np.testing.assert_allclose(got, expected, atol=1e-4 * abs(expected).max())
+        prompt = len(embedder.reader.encode(PROMPT)) // BLOCK * BLOCK
+        saved = len(TEXTS) if known else len(TEXTS) - 1
+        assert sum(steps) <= item.tokens - saved * prompt
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "mistral", "opt"])
+def test_other_decoders_give_their_own_states(tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(tiny_decoders.folder(name), tmp_path / name)
+    embedder = load(folder)
+    assert embedder.info.batching == "continuous"
+    model = hf.AutoModel.from_pretrained(folder).eval()
+    texts = [*TEXTS, "moo " * 30]
+    for _ in range(2):
+        vectors = embed(embedder, texts, normalize=False).vectors
+        for text, vector in zip(texts, vectors, strict=True):
+            ids = torch.tensor([embedder.reader.encode(text)])
+            expected = model(input_ids=ids).last_hidden_state[0].mean(0).detach().numpy()
+            np.testing.assert_allclose(vector, expected, atol=1e-3 * abs(expected).max())
+
+
+def test_what_does_not_run_paged_stays_as_it_is(tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_decoders.folder("bloom"), tmp_path / "m")
+    embedder = load(folder)
+    assert embedder.info.batching != "continuous"
+    model = hf.AutoModel.from_pretrained(folder).eval()
+    [vector] = embed(embedder, TEXTS[:1], normalize=False).vectors
+    ids = torch.tensor([embedder.reader.encode(TEXTS[0])])
+    expected = model(input_ids=ids).last_hidden_state[0].mean(0).detach().numpy()
+    np.testing.assert_allclose(vector, expected, atol=1e-3 * abs(expected).max())
+
+
+def test_a_model_is_not_paged_without_room_for_its_longest_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_rows, "cache_blocks", lambda *arguments: 2)
+    embedder = load(checkpoint(tmp_path / "m", "qwen3-base"))
+    assert embedder.info.batching == "packed"
+
+
+def test_a_beginning_is_found_by_those_of_its_root_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedder = load(checkpoint(tmp_path / "m", "qwen3-base"))
+    steps = counted(embedder.rows, monkeypatch)
+    ran = []
+    for root in (b"one", b"two", b"one"):
+        steps.clear()
+        embed(embedder, [PROMPT], cache_root=root)
+        ran.append(sum(steps))
+    assert ran[0] == ran[1] > ran[2]
+
+
+def test_a_query_is_run_once_for_all_its_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reranker = load_reranker(decoder(tmp_path / "m"))
+    steps = counted(reranker.rows, monkeypatch)
+    documents = [f"{word} is a city" for word in ("paris", "rome", "moo", "light", "a")]
+    scores(reranker, documents)
+    [one, *_] = steps
+    assert sum(steps) < 2 * one
+
+
+def budget_of(embedder: Embedder, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: Any = embedder.rows
+    monkeypatch.setattr(rows._budget, "prompt_tokens", lambda streaming: tokens)
+
+
+def test_a_long_text_comes_in_chunks_beside_short_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedder = load(checkpoint(tmp_path / "m", "qwen3-base", pooling={"pooling_mode": "mean"}))
+    alone = embed(embedder, [LONG]).vectors
+    embedder.rows._clear()  # type: ignore[union-attr]
+    budget_of(embedder, 32, monkeypatch)
+    steps = counted(embedder.rows, monkeypatch)
+    long, short = item_of(embedder, LONG), item_of(embedder, "hello")
+    assert embedder.forward([long.prepared]) == [UNFINISHED]
+    raw, done = embedder.forward([long.prepared, short.prepared])
+    assert raw is UNFINISHED
+    assert done is not UNFINISHED
+    while raw is UNFINISHED:
+        [raw] = embedder.forward([long.prepared])
+    np.testing.assert_allclose(embedder.finish(long, raw).vectors, alone, atol=1e-5)
+    assert max(steps) <= 32
+    assert sum(steps) == long.tokens + short.tokens
+
+
+def test_who_left_gives_its_blocks_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    embedder = load(checkpoint(tmp_path / "m", "qwen3-base"))
+    budget_of(embedder, 32, monkeypatch)
+    rows: Any = embedder.rows
+    embedder.forward([item_of(embedder, LONG).prepared])
+    assert rows._scheduler.pool.used
+    embed(embedder, ["hello"])
+    assert not rows._scheduler.pool.used
+
+
+def test_what_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    embedder = load(checkpoint(tmp_path / "m", "qwen3-base"))
+    rows: Any = embedder.rows
+    forward = rows.runner.forward
+
+    def failing(batch: Any) -> Any:
+        raise ValueError("a broken model")
+
+    rows.runner.forward = failing
+    with pytest.raises(ValueError, match="broken"):
+        embed(embedder, [LONG])
+    assert not rows._scheduler.pool.used
+    rows.runner.forward = forward
+    embed(embedder, [LONG])
+
+
+def test_who_fails_late_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    embedder = load(checkpoint(tmp_path / "m", "qwen3-base"))
+    budget_of(embedder, 32, monkeypatch)
+    rows: Any = embedder.rows
+    forward, poison = rows.runner.forward, embedder.reader.encode("paris")[-1]
+
+    def failing(batch: Any) -> Any:
+        if poison in batch.ids:
+            raise ValueError("a broken model")
+        return forward(batch)
+
+    monkeypatch.setattr(rows.runner, "forward", failing)
+    model = entry(embedder, DynamicBatcher(8, 1000, 0.0))
+    bad, good = item_of(embedder, "a cow says moo " * 5 + "paris"), item_of(embedder, "moo " * 60)
+    for item in (bad, good):
+        model.line.add(item)
+    failed: list[WorkItem] = []
+    through: list[WorkItem] = []
+    for _ in range(20):
+        if model.take(1.0, 0.0):
+            run = model.run(lambda: 0.0)
+            failed += [item for item, _ in run.failed]
+            through += [item for item, _ in run.outputs]
+    assert (failed, through) == ([bad], [good])
+
+
+# ── the registry's entry ──
+
+
+class Slow(FakeRunner):
+    """Each text takes as many batches as it has words."""
+
+    def forward(self, prepared: list[Any]) -> list[Any]:
+        self.batches.append([each[0] for each in prepared])
+        for each in prepared:
+            each.pop()
+        return [UNFINISHED if each else "done" for each in prepared]
+
+
+def entry(runner: Any, batcher: DynamicBatcher | None = None) -> Any:
+    batcher = batcher or DynamicBatcher(8, 100, 0.0)
+    model = PipelineModel("pipeline", lambda: runner, 10, batcher)
+    model.load()
+    return model
+
+
+def arrived(model: PipelineModel, text: str) -> WorkItem:
+    item = WorkItem(None, float("inf"), 0.0)
+    item.prepared = text.split()
+    model.line.add(item)
+    return item
+
+
+def test_who_is_unfinished_goes_on_and_others_join() -> None:
+    runner = Slow()
+    model = entry(runner)
+    long = arrived(model, "long long long")
+    assert model.take(1.0, 0.0) == [long]
+    assert model.run(lambda: 0.0).outputs == []
+    short = arrived(model, "short")
+    assert model.busy
+    assert model.due_at(1.0) == 1.0
+    assert model.take(1.0, 1.0) == [long, short]
+    run = model.run(lambda: 0.0)
+    assert run.outputs == [(short, "done")]
+    assert model.report(run, more_wait=False).size == 1
+    assert model.take(1.0, 1.0) == [long]
+    assert model.run(lambda: 0.0).outputs == [(long, "done")]
+    assert not model.busy
+    assert model.due_at(1.0) is None
+
+
+def test_the_time_of_one_that_goes_on_is_reported_when_it_ends() -> None:
+    model = entry(Slow())
+    item = arrived(model, "long long long")
+    told = []
+    for now in (1.0, 2.0, 3.0):
+        assert model.take(now, 0.0) == [item]
+        run = model.run(lambda: 0.0)
+        item.finished_at = now + 1.0
+        report = model.report(run, more_wait=False)
+        told.append((report.size, report.total_s))
+    assert told == [(0, 1.0), (0, 2.0), (1, 3.0)]
+
+
+def test_nobody_goes_on_whose_client_has_left() -> None:
+    model = entry(Slow())
+    left = arrived(model, "long long long")
+    model.take(1.0, 0.0)
+    model.run(lambda: 0.0)
+    model.batch = []
+    left.open = False
+    assert model.take(1.0, 1.0) == []
+    assert not model.busy
+
+
+def test_clearing_gives_back_who_is_unfinished() -> None:
+    model = entry(Slow())
+    item = arrived(model, "long long")
+    model.take(1.0, 0.0)
+    model.run(lambda: 0.0)
+    model.batch = []
+    assert model.clear() == [item]
+    assert model.due_at(1.0) is None
+
+
+# ── over HTTP ──
+
+
+def test_two_keys_share_nothing_and_a_salt_is_a_room_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(checkpoint(tmp_path / "m", "qwen3-base"))
+    ranking = str(decoder(tmp_path / "r"))
+    with serving(embedding_model=folder, rerank_model=ranking, api_keys=("one", "two")) as server:
+        asked: dict[str, tuple[str, Any]] = {
+            "/v1/embeddings": ("embedding", {"input": PROMPT}),
+            "/rerank": ("rerank", {"query": PROMPT, "documents": ["a"]}),
+            "/v1/score": ("rerank", {"text_1": LONG, "text_2": "a", "model": ranking}),
+        }
+        for path, (name, body) in asked.items():
+            model: Any = server.engine.models[name]
+            with monkeypatch.context() as patch:
+                steps, ran = counted(model.loaded.rows, patch), []
+                for key, salt in (("one", {}), ("two", {}), ("one", {"cache_salt": "mine"})):
+                    for _ in range(2):
+                        steps.clear()
+                        bearer = f"Bearer {key}"
+                        answer = post(server, path, {**body, **salt}, authorization=bearer)
+                        assert answer.status_code == 200
+                        ran.append(sum(steps))
+            assert ran[0] == ran[2] == ran[4]
+            assert ran[1] == ran[3] == ran[5] < ran[0]
+
+
+def test_long_texts_are_answered_in_the_end(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "m", "qwen3-base", pooling={"pooling_mode": "lasttoken"})
+    texts = [LONG, "hello", LONG[2:]] * 12
+    with serving(embedding_model=str(folder)) as server:
+        whole = post(server, "/embed", {"inputs": texts}).json()
+        model: Any = server.engine.models["embedding"]
+        rows = model.loaded.rows
+        rows._clear()
+        rows._budget.prompt_tokens = lambda streaming: 40
+        np.testing.assert_allclose(
+            post(server, "/embed", {"inputs": texts}).json(), whole, atol=1e-5
+        )
+        assert not rows._scheduler.pool.used
+        assert not model.unfinished

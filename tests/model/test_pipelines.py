@@ -1,0 +1,348 @@
+"""Each task's answers in a batch equal `transformers.pipeline` called on each input alone."""
+
+import itertools
+import json
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import pipeline
+
+from batching.errors import InvalidInput
+from tests import tiny
+from tests.parity import assert_parity, item, mixed, oracle, runner, serve, text
+from worker.model.cpu import linear
+from worker.model.cpu.linear import PackedLinear
+from worker.pipeline.loading import PipelineOptions, load_runner
+from worker.pipeline.runner import PipelineRunner, settings_of
+
+TEXTS = [text(n, 7 * n) for n in (1, 3, 12, 2, 25, 5, 1, 18)]
+
+
+def masked(mask: str, count: int, *at: int) -> str:
+    words = text(count, count).split()
+    for position in at:
+        words[position] = mask
+    return " ".join(words)
+
+
+MASKED = [(9, 4), (1, 0), (20, 3), (5, 4), (14, 2, 7, 9), (3, 1), (17, 0, 16)]
+
+
+# ── text ──
+
+
+@pytest.mark.parametrize(
+    ("model", "mask"),
+    [
+        ("bert-mlm", "[MASK]"),
+        ("distilbert-mlm", "[MASK]"),
+        ("roberta-mlm", "<mask>"),
+        ("modernbert-mlm", "[MASK]"),
+        ("deberta-mlm", "[MASK]"),
+        ("fnet-mlm", "[MASK]"),
+    ],
+)
+def test_fill_mask_equals_the_pipeline(model: str, mask: str) -> None:
+    texts = [masked(mask, *each) for each in MASKED]
+    parameters: tuple[dict[str, Any], ...] = (
+        {},
+        {"top_k": 2},
+        {"targets": ["paris", "deep"]},
+        {"targets": "snow", "top_k": 3},
+    )
+    assert_parity("fill-mask", model, mixed(texts, *parameters))
+
+
+@pytest.mark.parametrize(
+    "model", ["bert-classify", "electra-classify", "gpt2-classify", "llama-classify"]
+)
+def test_text_classification_equals_the_pipeline(model: str) -> None:
+    parameters: tuple[dict[str, Any], ...] = (
+        {},
+        {"top_k": None},
+        {"top_k": 1},
+        {"top_k": 2, "function_to_apply": "sigmoid"},
+        {"function_to_apply": "none"},
+    )
+    pairs = [{"text": text(4), "text_pair": text(9, 3)}, {"text": text(2, 5)}]
+    inputs = [*TEXTS, *pairs] if model != "llama-classify" else TEXTS
+    assert_parity("text-classification", model, mixed(inputs, *parameters))
+
+
+@pytest.mark.parametrize("strategy", ["none", "simple", "first", "average", "max"])
+def test_token_classification_equals_the_pipeline(strategy: str) -> None:
+    chosen = {"aggregation_strategy": strategy}
+    parameters: list[dict[str, Any]] = [chosen, {**chosen, "ignore_labels": []}]
+    parameters.append({**chosen, "ignore_labels": ["PER", "B-LOC"]})
+    assert_parity("token-classification", "bert-ner", mixed(TEXTS, *parameters))
+
+
+def test_token_classification_of_long_texts_in_strides_equals_the_pipeline() -> None:
+    long = [text(150), text(3), text(90, 4), text(61, 1)]
+    strides: list[dict[str, Any]] = [
+        {"stride": n, "aggregation_strategy": "max"} for n in (0, 7, 30)
+    ]
+    items = assert_parity(
+        "token-classification",
+        "bert-ner",
+        mixed(long, *strides, {"aggregation_strategy": "simple"}),
+        max_rows=4,
+    )
+    assert max(each.rows for each in items) > 4, "wants an item with more rows than a batch"
+
+
+def test_zero_shot_classification_equals_the_pipeline() -> None:
+    parameters: tuple[dict[str, Any], ...] = (
+        {"candidate_labels": ["politics", "sports and games", "a"]},
+        {"candidate_labels": "science, music", "multi_label": True},
+        {"candidate_labels": ["deep blue"], "hypothesis_template": "The {} film."},
+        {"candidate_labels": [text(n, n) for n in range(1, 11)], "multi_label": True},
+    )
+    assert_parity("zero-shot-classification", "bert-nli", mixed([*TEXTS, text(90)], *parameters))
+
+
+@pytest.mark.parametrize("model", ["bert-base", "gpt2-base", "xlnet-base"])
+def test_feature_extraction_equals_the_pipeline(model: str) -> None:
+    assert_parity("feature-extraction", model, mixed(TEXTS, {}, {"truncation": True}))
+
+
+def test_rows_as_wide_as_the_number_of_labels_keep_their_scores() -> None:
+    calls: list[tuple[Any, dict[str, Any]]] = [
+        (each, {"top_k": None}) for each in ("xqz", "q", "zx")
+    ]
+    items = assert_parity("text-classification", "llama-classify", calls)
+    assert [each.tokens for each in items] == [3, 1, 2]
+    assert runner("text-classification", "llama-classify").pipe.model.config.num_labels == 3
+
+
+def test_truncating_and_other_calls_at_once_get_the_right_ids() -> None:
+    run = runner("feature-extraction", "bert-base")
+    long, short = text(300), text(11)
+    expected = {
+        (each, truncation): oracle("feature-extraction", "bert-base").tokenizer(
+            each, truncation=truncation
+        )["input_ids"]
+        for each, truncation in ((long, True), (short, False))
+    }
+    wrong: list[object] = []
+
+    def prepare_many(each: str, truncation: bool) -> None:
+        for _ in range(400):
+            one = item(each, truncation=truncation)
+            try:
+                run.prepare(one)
+                ids = one.prepared.chunks[0]["input_ids"][0].tolist()
+                assert ids == expected[each, truncation]
+            except (AssertionError, InvalidInput) as error:
+                wrong.append(error)
+
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads take turns as often as they can
+    threads = [
+        threading.Thread(target=prepare_many, args=each) for each in ((long, True), (short, False))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(usual)
+    assert not wrong, f"{len(wrong)} times"
+
+
+# ── generation ──
+
+GREEDY = {"do_sample": False, "max_new_tokens": 8}
+
+
+@pytest.mark.parametrize("model", ["gpt2-lm", "llama-lm"])
+def test_text_generation_equals_the_pipeline(model: str) -> None:
+    parameters: tuple[dict[str, Any], ...] = (
+        GREEDY,
+        {**GREEDY, "return_full_text": False},
+        {**GREEDY, "stop_sequence": ["e", "qu"]},
+        {**GREEDY, "num_beams": 3, "num_return_sequences": 2},
+        {**GREEDY, "repetition_penalty": 1.7},
+        {**GREEDY, "no_repeat_ngram_size": 2},
+        {**GREEDY, "min_new_tokens": 5},
+    )
+    items = assert_parity("text-generation", model, mixed([*TEXTS, " \n"], *parameters))
+    assert max(each.batch_size for each in items) >= 9
+
+
+def test_conversations_equal_the_pipeline() -> None:
+    chats = [
+        [{"role": "user", "content": text(n, n)} for n in range(1, 1 + count)]
+        for count in (1, 3, 2)
+    ]
+    chats.append([*chats[0], {"role": "assistant", "content": "It is"}])
+    parameters = (GREEDY, {**GREEDY, "return_full_text": False})
+    assert_parity("text-generation", "llama-lm", mixed(chats, *parameters))
+
+
+def generated(run: PipelineRunner) -> list[list[int]]:
+    """The new tokens of each text, all texts in one batch."""
+    items = [item(each, **GREEDY) for each in TEXTS]
+    for each in items:
+        run.prepare(each)
+    outputs = [output for (output,) in run.forward([each.prepared for each in items])]
+    return [o["generated_sequence"][0, 0, o["input_ids"].shape[1] :].tolist() for o in outputs]
+
+
+def test_rows_that_end_early_get_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = runner("text-generation", "llama-lm")
+    before = generated(run)
+    frequent = Counter(itertools.chain.from_iterable(map(set, before)))
+    end = next(token for token, rows in frequent.most_common() if rows < len(TEXTS))
+    for pipe in (run.pipe, oracle("text-generation", "llama-lm")):
+        monkeypatch.setattr(settings_of(pipe), "eos_token_id", end)
+    after = generated(run)
+    for row, cut in zip(before, after, strict=True):
+        assert cut == (row[: row.index(end) + 1] if end in row else row)
+    assert len(set(map(len, after))) > 1
+    assert_parity("text-generation", "llama-lm", mixed(TEXTS, GREEDY))
+
+
+@pytest.mark.parametrize("parameter", [{"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}])
+def test_prompts_that_are_looked_back_at_are_not_padded(parameter: dict[str, Any]) -> None:
+    run = runner("text-generation", "llama-lm")
+    plain, looking = ([item(each, **GREEDY, **more) for each in TEXTS] for more in ({}, parameter))
+    for each in (*plain, *looking):
+        run.prepare(each)
+    assert len({each.key for each in plain}) == 1
+    assert len({each.key for each in looking}) == len({each.tokens for each in looking}) > 1
+
+
+def test_sampling_returns_as_many_sequences_as_asked_for() -> None:
+    sample = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 6}
+    answers = serve(runner("text-generation", "llama-lm"), [item(each, **sample) for each in TEXTS])
+    for answer, prompt in zip(answers, TEXTS, strict=True):
+        assert len(answer) == 3
+        assert all(each["generated_text"].startswith(prompt) for each in answer)
+
+
+def test_default_length_is_cut_to_the_context_for_each_prompt_alone() -> None:
+    run = runner("text-generation", "llama-lm")
+    short, long = item(text(2), do_sample=False), item(text(60), do_sample=False)
+    alone = [serve(run, [item(each.payload.inputs, do_sample=False)])[0] for each in (short, long)]
+    assert serve(run, [short, long]) == alone
+    room = run.limit - long.prepared.tokens
+    assert room < 256
+    assert long.prepared.forward["max_new_tokens"] == room
+    assert short.key != long.key
+
+
+# ── the runner ──
+
+
+def test_forward_of_an_item_can_be_repeated() -> None:
+    """After a batch that ran out of memory its halves are run again."""
+    for task, model, inputs in (
+        ("token-classification", "bert-ner", text(5)),
+        ("text-generation", "llama-lm", text(5)),
+        ("fill-mask", "deberta-mlm", "a [MASK] b"),
+    ):
+        run = runner(task, model)
+        one = item(inputs, **(GREEDY if task == "text-generation" else {}))
+        run.prepare(one)
+        answers = [run.finish(one, run.forward([one.prepared])[0]) for _ in range(2)]
+        assert answers[0] == answers[1]
+
+
+def test_a_short_text_passes_two_files_of_the_worker() -> None:
+    run, entered = runner("fill-mask", "bert-mlm"), set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(Path(linear.__file__).parents[2]):
+            entered.add(path.name)
+
+    one = item("the capital of [MASK] is paris")
+    sys.setprofile(note)
+    try:
+        run.prepare(one)
+        answer = run.finish(one, run.forward([one.prepared])[0])
+    finally:
+        sys.setprofile(None)
+    assert entered == {"runner.py", "packed_attention.py"}
+    read = item("the capital of [MASK] is paris", top_k=5)  # its parameters are looked at
+    assert [json.loads(answer)] == serve(run, [read])
+
+
+def test_as_many_replicas_are_made_as_threads_work_at_once() -> None:
+    run = load_runner(PipelineOptions("demo", task="fill-mask", device="cpu"), 8)
+    for _ in range(3):
+        run.prepare(item("a [MASK] b"))
+    assert len(run._idle) == 1
+    with run._replica() as one, run._replica() as other:
+        assert one is not other
+        assert one.model is other.model is run.pipe.model
+        assert one.tokenizer is not other.tokenizer
+    assert len(run._idle) == 2
+
+
+@pytest.mark.parametrize("model", sorted(tiny.TASKS))
+def test_warm_up_passes_for_every_model(model: str) -> None:
+    run: PipelineRunner = runner(tiny.TASKS[model], model)
+    run.warm_up()
+    assert json.dumps(run.info.batching)
+
+
+# ── a CPU that emulates bfloat16 ──
+
+
+def emulating(monkeypatch: pytest.MonkeyPatch, model: str = "bert-classify") -> PipelineRunner:
+    monkeypatch.setattr("worker.model.cpu.linear.has_bfloat16", lambda: False)
+    options = PipelineOptions(
+        str(tiny.folder(model)), task="text-classification", device="cpu", dtype="bfloat16"
+    )
+    return load_runner(options, 8)
+
+
+def linears(run: PipelineRunner) -> set[type]:
+    kinds = (nn.Linear, PackedLinear)
+    return {type(module) for module in run.pipe.model.modules() if isinstance(module, kinds)}
+
+
+def test_bfloat16_weights_are_multiplied_in_float32_where_it_is_emulated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = emulating(monkeypatch)
+    assert linears(run) == {PackedLinear}
+    assert run.info.dtype == "bfloat16"
+    call = pipeline(
+        "text-classification", model=str(tiny.folder("bert-classify")), dtype=torch.bfloat16
+    )
+    texts = [text(3 + 4 * number, number) for number in range(6)]
+    every = {"top_k": None}
+    answers = serve(run, [item(each, **every) for each in texts])
+    for answer, each in zip(answers, texts, strict=True):
+        own = {score["label"]: score["score"] for score in call(each, **every)}
+        ours = {score["label"]: score["score"] for score in answer}
+        assert ours == pytest.approx(own, abs=0.02)
+
+
+def test_without_packed_products_nothing_is_laid_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not every CPU has them: Apple's has not."""
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert linears(emulating(monkeypatch)) == {nn.Linear}
+
+
+def test_layers_whose_weights_are_looked_at_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def looks(run: PipelineRunner) -> None:
+        for module in run.pipe.model.modules():
+            if isinstance(module, PackedLinear):
+                _ = module.weight.sum()
+
+    monkeypatch.setattr(PipelineRunner, "warm_up", looks)
+    run = emulating(monkeypatch)
+    assert linears(run) == {nn.Linear}
+    assert "DTYPE=float32 is faster here" in caplog.records[-1].message

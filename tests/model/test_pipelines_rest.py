@@ -1,0 +1,392 @@
+"""Answers about images and sounds, and in sound, equal the pipeline's: the remaining tasks."""
+
+import base64
+import io
+from collections import UserDict
+from typing import Any
+from unittest.mock import Mock
+
+import orjson
+import pytest
+import transformers
+from PIL import Image
+
+from batching.errors import InvalidInput
+from tests import tiny_vision as tiny_vision  # adds its models to the list
+from tests.model.test_pipelines_media import noise, png, wav
+from tests.parity import item, oracle, refusal, runner, same, serve, text
+from worker.media.inputs import to_json
+from worker.pipeline.limits import values_per_pixel
+
+PICTURES = [
+    png(1, (40, 30)),
+    png(2, (32, 32)),
+    png(3, (50, 70)),
+    png(4, (33, 40), "L"),
+    png(5, (40, 30), "RGBA"),
+]
+
+recent = pytest.mark.skipif(
+    not hasattr(transformers, "decision"), reason="transformers 5.17 lacks or breaks it"
+)
+
+
+def opened(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data))
+
+
+def encoded(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def answers_like_the_pipeline(
+    task: str, model: str, calls: list[tuple[Any, dict[str, Any], dict[str, Any]]]
+) -> list[Any]:
+    """Each call: what a client sends, the same as the pipeline's keywords, the parameters."""
+    run, call = runner(task, model), oracle(task, model)
+    run.warm_up()
+    answers = serve(run, [item(sent, **parameters) for sent, _, parameters in calls])
+    for answer, (_, keywords, parameters) in zip(answers, calls, strict=True):
+        given = [keywords[""]] if "" in keywords else []
+        named = {key: value for key, value in keywords.items() if key}
+        same(answer, orjson.loads(to_json(call(*given, **named, **parameters))))
+    return answers
+
+
+def pictures_like_the_pipeline(
+    task: str, model: str, *parameters: dict[str, Any]
+) -> list[list[Any]]:
+    """A list of answers for each set of parameters."""
+    calls = [(data, {"": opened(data)}, chosen) for chosen in parameters for data in PICTURES]
+    answers = answers_like_the_pipeline(task, model, calls)
+    return [answers[i : i + len(PICTURES)] for i in range(0, len(answers), len(PICTURES))]
+
+
+def unlike(answers: list[Any]) -> bool:
+    return len({orjson.dumps(answer) for answer in answers}) == len(answers)
+
+
+def test_image_feature_extraction_equals_the_pipeline() -> None:
+    whole, pooled = pictures_like_the_pipeline(
+        "image-feature-extraction", "vit-base", {}, {"pool": True}
+    )
+    assert unlike(whole)
+    assert len(whole[0][0]) == 17, "16 patches and one token"
+    assert unlike(pooled)
+
+
+@recent
+def test_semantic_segmentation_equals_the_pipeline() -> None:
+    default, semantic = pictures_like_the_pipeline(
+        "image-segmentation", "segformer", {}, {"subtask": "semantic"}
+    )
+    assert default == semantic
+    assert unlike(default)
+    mask = Image.open(io.BytesIO(base64.b64decode(default[2][0]["mask"])))
+    assert (mask.mode, mask.size) == ("L", (70, 50))
+
+
+def test_panoptic_segmentation_equals_the_pipeline() -> None:
+    low = {"threshold": 0.0, "mask_threshold": 0.3, "overlap_mask_area_threshold": 0.0}
+    _, panoptic, instance, strict = pictures_like_the_pipeline(
+        "image-segmentation",
+        "detr-panoptic",
+        {},
+        {"subtask": "panoptic", **low},
+        {"subtask": "instance", **low},
+        {"threshold": 1.0},
+    )
+    assert strict != panoptic
+    assert any(panoptic)
+    assert any(instance)
+
+
+@pytest.mark.parametrize("model", ["yolos", "detr"])
+def test_object_detection_equals_the_pipeline(model: str) -> None:
+    _, everything, strict = pictures_like_the_pipeline(
+        "object-detection", model, {}, {"threshold": 0.0}, {"threshold": 0.85}
+    )
+    assert strict != everything
+    assert unlike(everything)
+    assert set(everything[0][0]) == {"score", "label", "box"}
+
+
+def test_depth_estimation_equals_the_pipeline() -> None:
+    (answers,) = pictures_like_the_pipeline("depth-estimation", "glpn", {})
+    assert unlike(answers)
+    assert len(answers[2]["predicted_depth"]) == 50
+    assert opened(base64.b64decode(answers[2]["depth"])).size == (70, 50)
+
+
+def test_zero_shot_image_classification_equals_the_pipeline() -> None:
+    labels = {"candidate_labels": ["cat", "deep blue sky", "seven people in Berlin"]}
+    for answers in pictures_like_the_pipeline(
+        "zero-shot-image-classification",
+        "clip",
+        labels,
+        {**labels, "hypothesis_template": "The {} film."},
+        {"candidate_labels": ["snow"]},
+    )[:2]:
+        assert unlike(answers)
+
+
+def test_zero_shot_audio_classification_equals_the_pipeline() -> None:
+    labels = {"candidate_labels": ["music", "a lazy dog", "people in the city"]}
+    calls: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+        (wav(sound), {"": sound}, chosen)
+        for sound in (noise(i, seconds) for i, seconds in enumerate((0.4, 0.9, 0.9)))
+        for chosen in (labels, {**labels, "hypothesis_template": "It is {}."})
+    ]
+    answers = answers_like_the_pipeline("zero-shot-audio-classification", "clap", calls)
+    assert unlike(answers)
+
+
+def test_zero_shot_object_detection_equals_the_pipeline() -> None:
+    labels = ["cat", "deep blue sky"]
+    parameters: list[dict[str, Any]] = [{}, {"threshold": 0.01}, {"threshold": 0.01, "top_k": 3}]
+    calls: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+        (
+            {"image": encoded(data), "candidate_labels": labels},
+            {"": opened(data), "candidate_labels": labels},
+            chosen,
+        )
+        for data in PICTURES
+        for chosen in parameters
+    ]
+    answers = answers_like_the_pipeline("zero-shot-object-detection", "owlvit", calls)
+    assert all(answers[1::3])
+    assert unlike(answers[1::3])
+    assert {len(answer) for answer in answers[2::3]} == {3}
+
+
+def test_image_text_to_text_equals_the_pipeline() -> None:
+    parameters: list[dict[str, Any]] = [
+        {"max_new_tokens": 5},
+        {"max_new_tokens": 5, "return_full_text": False},
+        {"max_new_tokens": 5, "return_full_text": True},
+    ]
+    calls: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+        (
+            {"images": encoded(data), "text": f"<image> {text(4, i)}"},
+            {"images": opened(data), "text": f"<image> {text(4, i)}"},
+            chosen,
+        )
+        for i, data in enumerate(PICTURES)
+        for chosen in parameters
+    ]
+    answers = answers_like_the_pipeline("image-text-to-text", "llava", calls)
+    assert unlike(answers[::3])
+
+
+@recent
+def test_text_to_audio_equals_the_pipeline() -> None:
+    texts = ["hello", "the film was wonderful", "grass is green and snow is white"]
+    calls: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+        (each, {"": each}, {}) for each in texts
+    ]
+    answers = answers_like_the_pipeline("text-to-audio", "vits", calls)
+    assert unlike(answers)
+    assert {answer["sampling_rate"] for answer in answers} == {16000}
+
+
+def test_keypoint_matching_equals_the_pipeline() -> None:
+    parameters: list[dict[str, Any]] = [{}, {"threshold": 0.1}]
+    calls: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+        ({"images": [encoded(one), encoded(other)]}, {"": [opened(one), opened(other)]}, chosen)
+        for one, other in ((PICTURES[0], PICTURES[2]), (PICTURES[1], PICTURES[3]))
+        for chosen in parameters
+    ]
+    answers = answers_like_the_pipeline("keypoint-matching", "superglue", calls)
+    assert all(answers[::2])
+    assert unlike(answers[::2])
+    assert set(answers[0][0]) == {"keypoint_image_0", "keypoint_image_1", "score"}
+
+
+@pytest.mark.parametrize(
+    "images", [None, [], [PICTURES[0]], PICTURES[:3]], ids=["one", "none", "a list of one", "three"]
+)
+def test_keypoints_are_matched_in_two_images(images: list[bytes] | None) -> None:
+    given = encoded(PICTURES[0]) if images is None else list(map(encoded, images))
+    error = refusal("keypoint-matching", "superglue", {"images": given})
+    assert (str(error), error.param) == ("must be a list of two images", "inputs.images")
+
+
+def test_an_image_that_is_a_path_is_said_which() -> None:
+    images = [encoded(PICTURES[0]), "/etc/passwd"]
+    error = refusal("keypoint-matching", "superglue", {"images": images})
+    assert error.param == "inputs.images[1]"
+    assert "paths and links are not opened" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "inputs", "parameters"),
+    [
+        ("image-feature-extraction", "vit-base", PICTURES[0], {}),
+        ("zero-shot-image-classification", "clip", PICTURES[0], {"candidate_labels": ["a"]}),
+        (
+            "zero-shot-object-detection",
+            "owlvit",
+            {"image": encoded(PICTURES[0]), "candidate_labels": ["one", "two"]},
+            {},
+        ),
+        ("image-text-to-text", "llava", {"images": encoded(PICTURES[0]), "text": "<image> a"}, {}),
+        ("keypoint-matching", "superglue", {"images": [encoded(PICTURES[0])] * 2}, {}),
+    ],
+)
+def test_no_decoded_image_waits_for_the_worker(
+    task: str, model: str, inputs: Any, parameters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, taken = runner(task, model), []
+    load = Image.Image.convert
+
+    def convert(self: Image.Image, *args: Any, **more: Any) -> Image.Image:
+        taken.append(run.budget.taken)
+        return load(self, *args, **more)
+
+    monkeypatch.setattr(Image.Image, "convert", convert)
+    prepared = item(inputs, **parameters)
+    run.prepare(prepared)
+    assert taken[0] == 40 * 30 * (2 if task == "keypoint-matching" else 1)
+    assert run.budget.taken == 0
+    assert not [each for each in leaves(prepared.prepared.chunks) if isinstance(each, Image.Image)]
+
+
+def leaves(value: Any) -> list[Any]:
+    if isinstance(value, (dict, UserDict)):
+        return leaves(list(value.values()))
+    if isinstance(value, (list, tuple)):
+        return [leaf for each in value for leaf in leaves(each)]
+    return [value]
+
+
+def test_an_image_is_kept_once_for_all_labels() -> None:
+    inputs = {"image": encoded(PICTURES[0]), "candidate_labels": ["one", "two", "three"]}
+    prepared = item(inputs)
+    runner("zero-shot-object-detection", "owlvit").prepare(prepared)
+    assert len({id(chunk["pixel_values"]) for chunk in prepared.prepared.chunks}) == 1
+    assert len({id(chunk["input_ids"]) for chunk in prepared.prepared.chunks}) == 3
+
+
+def test_labels_that_an_image_is_looked_at_for_are_bounded() -> None:
+    inputs = {"image": encoded(PICTURES[0]), "candidate_labels": ["one"] * 129}
+    wrong = refusal("zero-shot-object-detection", "owlvit", inputs)
+    assert (str(wrong), wrong.param) == (
+        "at most 128 labels are looked for at a time",
+        "inputs.candidate_labels",
+    )
+
+
+PICTURE = {"image": encoded(PICTURES[0]), "candidate_labels": ["one", "two", "three"]}
+SPEAK = {"max_new_tokens": 20}
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "inputs", "parameters", "forwards"),
+    [
+        ("text-generation", "llama-lm", "hello", {**SPEAK, "do_sample": False}, 20),
+        ("text-generation", "llama-lm", "hello", {**SPEAK, "num_beams": 8, "do_sample": False}, 20),
+        ("automatic-speech-recognition", "whisper", wav(noise(1, 4.0)), SPEAK, 20),
+        ("zero-shot-object-detection", "owlvit", PICTURE, {}, 3),
+    ],
+)
+def test_what_nobody_waits_for_ends_before_the_next_forward(
+    task: str, model: str, inputs: Any, parameters: dict[str, Any], forwards: int
+) -> None:
+    run, items, after = runner(task, model), [item(inputs, **parameters) for _ in range(2)], 2
+    count = 0
+
+    def step(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == after:
+            for each in leaving:
+                each.prepared.future.done.return_value = True
+
+    for each in items:
+        run.prepare(each)
+        each.prepared.future = Mock(**{"done.return_value": False})
+    hook = run.pipe.model.register_forward_hook(step)
+    try:
+        for leaving in (items[:1], items):  # somebody still waits; nobody does
+            count = 0
+            raw = run.forward([each.prepared for each in items])
+            assert (count == after, count >= forwards) == (leaving is items, leaving is not items)
+            assert (raw == [None, None]) == (leaving is items)
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "values"),
+    [("depth-estimation", "glpn", 16), ("image-segmentation", "detr-panoptic", 10)],
+)
+def test_an_answer_as_large_as_the_image_takes_of_the_budget_too(
+    task: str, model: str, values: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, taken = runner(task, model), []
+    prepared = item(PICTURES[0])
+    run.prepare(prepared)
+    (raw,) = run.forward([prepared.prepared])
+    monkeypatch.setattr(run.pipe.model.config, "num_queries", values, raising=False)
+    monkeypatch.setattr(run.reader, "values_per_pixel", values_per_pixel(task, run.pipe))
+
+    def seen(answer: Any) -> bytes:
+        taken.append(run.budget.taken)
+        return to_json(answer)
+
+    monkeypatch.setattr("worker.pipeline.runner.to_json", seen)
+    run.finish(prepared, raw)
+    assert taken == [40 * 30 * values // 8]
+    assert run.budget.taken == 0
+    monkeypatch.setattr(run.budget, "size", 40 * 30 + 1)
+    with pytest.raises(InvalidInput, match=f"where each gets {values} values"):
+        run.prepare(item(PICTURES[0]))
+
+
+QUESTIONS = {
+    "refund": {"type": "noul", "instructions": "Is a refund requested?"},
+    "tone": {"type": "choice", "criteria": {"calm": "polite", "angry": None, "sad": None}},
+    "urgency": {"type": "score", "criteria": ["can wait", "this week", "today"]},
+}
+
+
+@recent
+def test_decision_equals_the_pipeline() -> None:
+    calls: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+        (request, {"": request}, {})
+        for state in ("I was charged twice.", {"message": ["hello", 3]})
+        for request in ({"state": state, "questions": QUESTIONS},)
+    ]
+    answers = answers_like_the_pipeline("decision", "decider", calls)
+    assert unlike(answers)
+    assert {name: answer["type"] for name, answer in answers[0].items()} == {
+        "refund": "noul",
+        "tone": "choice",
+        "urgency": "score",
+    }
+
+
+@recent
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"state": "hello"}, "decision takes an object"),
+        ({"state": "hello", "questions": {}}, "must be an object of 1 to 64 questions"),
+        ({"state": "", "questions": QUESTIONS}, "must be a string, an object or a list"),
+        ({"state": "hello", "questions": {"a": {"type": "which"}}}, "`type` must be one of"),
+        ({"state": "hello", "questions": {"a": {"type": "choice"}}}, "criteria"),
+        ({"state": text(400), "questions": QUESTIONS}, "tokens with the state; the model takes"),
+        ({"state": "a", "questions": QUESTIONS, "assets": {"a": "/etc/passwd"}}, "takes an object"),
+    ],
+)
+def test_decisions_that_cannot_be_taken(request_: Any, message: str) -> None:
+    assert message in str(refusal("decision", "decider", request_))
+
+
+@recent
+def test_a_state_nested_too_deeply_is_refused() -> None:
+    state: Any = "hello"
+    for _ in range(5000):
+        state = [state]
+    error = refusal("decision", "decider", {"state": state, "questions": QUESTIONS})
+    assert "nested too deeply" in str(error)

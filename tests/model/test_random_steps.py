@@ -1,0 +1,142 @@
+"""Whole requests at random, each step launched ahead or landed at once: both give the same, and
+what a step knows of its tokens before they are read is nowhere afterwards."""
+
+import random
+import zlib
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from batching import scheduler
+from batching.errors import ItemFailed
+from batching.sequence import Batch
+from tests.generating import ORDINARY, Driver, Served, engine, request
+from tests.scheduling import assert_sound
+from worker.device.async_copy import fill_placeholders
+from worker.generation import engine as module
+from worker.generation.engine import GenerationEngine
+from worker.messages.generation import Sampling
+from worker.model import sampler
+from worker.model.attention.kv_cache import BLOCK
+
+POISON = 310  # a step with this token raises
+WORDS = 12  # so few that texts repeat and prefixes are shared
+BLOCKS = 9
+
+
+class Remembering:
+    """In a runner's place: logits that are a function of the tokens, found through the blocks."""
+
+    repeats = True
+
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+        self.memory: dict[int, int] = {}
+
+    def forward(self, batch: Batch, drawn: Tensor | None = None) -> Tensor:
+        ids = fill_placeholders(torch.tensor(batch.ids), drawn).tolist()
+        assert min(ids) >= 0, "a promised token that nobody has drawn"
+        states: list[int] = []
+        for (blocks, start, width), offset in zip(batch.spans, batch.offsets, strict=True):
+            places = [blocks[at // BLOCK] * BLOCK + at % BLOCK for at in range(start + width)]
+            state = self.memory[places[start - 1]] if start else 0
+            for place, token in zip(places[start:], ids[offset : offset + width], strict=True):
+                state = self.memory[place] = zlib.crc32(b"%d %d" % (state, token))
+                states.append(state)
+        if POISON in ids:
+            raise ItemFailed("not this one")
+        logits = torch.full((len(batch.rows), self.vocabulary), -20.0)
+        for row, place in enumerate(batch.rows):
+            likely = np.random.default_rng(states[place]).normal(size=WORDS)
+            logits[row, ORDINARY[0] : ORDINARY[0] + WORDS] = torch.from_numpy(likely).float()
+        return logits
+
+
+def items_of(seed: int) -> list[Any]:
+    chance = random.Random(seed)
+    trunk = [chance.randrange(WORDS) + ORDINARY[0] for _ in range(50)]
+    made = []
+    for _ in range(12):
+        prompt = trunk[: chance.randrange(1, 50)] + chance.choices(trunk, k=chance.randrange(3))
+        if chance.random() < 0.15:
+            prompt[-1] = POISON
+        penalty = chance.choice((0.0, 0.7))
+        sampling = Sampling(
+            temperature=chance.choice((0.0, 1.0)), seed=chance.randrange(9), top_p=0.9,
+            top_k=chance.choice((0, 3)), frequency_penalty=penalty,
+            logprobs=chance.choice((None, 2)),
+        )  # fmt: skip
+        ends = tuple(chance.sample(trunk, chance.randrange(3)))
+        item = request(
+            prompt, sampling, chance.choice((1, 2, 5, 30)), n=chance.choice((1, 1, 3)),
+            stop_token_ids=ends, min_tokens=chance.choice((0, 1)),
+        )  # fmt: skip
+        item.payload = replace(
+            item.payload, background=chance.random() < 0.2, token_ids=True,
+            prompt_logprobs=chance.choice((None, None, 1)),
+        )  # fmt: skip
+        made.append(item)
+    return made
+
+
+def play(seed: int, leaving: bool) -> list[Served]:
+    chance = random.Random(seed)
+    generator = engine(
+        "llama", BLOCKS, chance.choice(("auto", "off")), max_running=chance.choice((2, 5, 16))
+    )
+    generator.runner = Remembering(generator.language.vocab_size)  # type: ignore[assignment]
+    driver, served = Driver(generator), list[Served]()
+    to_come = items_of(seed)
+    while to_come or generator.busy:
+        if to_come and chance.random() < 0.4:
+            served.append(driver.add(to_come.pop()))
+        if leaving and served and chance.random() < 0.1:
+            chance.choice(served).item.open = False
+        driver.step()
+        check(generator)
+    driver.finish()
+    assert_sound(generator.scheduler.pool, [])
+    return served
+
+
+def check(generator: GenerationEngine) -> None:
+    scheduler = generator.scheduler
+    pool, running = scheduler.pool, scheduler.running
+    assert_sound(pool, [each.table for each in running if each.table])
+    keys = pool._block_of | pool.computing
+    assert not any(isinstance(each, int) and each < 0 for _, held in keys for each in held)
+    for sequence in (*running, *scheduler.waiting):
+        assert min([0, *sequence.tokens[:-1]]) == 0
+        assert sequence.promised <= (generator._flight is not None and sequence in running)
+
+
+def told(served: Served) -> list[Any]:
+    return [served.deltas[number] for number in sorted(served.deltas)]
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_ahead_or_at_once_everybody_gets_the_same(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "MOST", {"cpu": 20})
+    monkeypatch.setattr(scheduler, "LEAST", 20)
+    at_once = play(seed, False)
+    monkeypatch.setitem(module.AHEAD, "cpu", True)
+    monkeypatch.setattr(sampler, "CANDIDATES", 2)  # steps are run again for rows that need more
+    ahead = play(seed, False)
+    assert [type(each.error) for each in ahead] == [type(each.error) for each in at_once]
+    for some, others in zip(ahead, at_once, strict=True):
+        if some.error is None:
+            for a, b in zip(told(some), told(others), strict=True):
+                a.cached_tokens = b.cached_tokens = 0  # as who comes first found it
+                assert a == b
+    left = play(seed, True)
+    for some, others in zip(left, at_once, strict=True):
+        for got, whole in zip(some.ids, others.ids, strict=True):
+            assert min([0, *got]) == 0
+            if others.error is None:
+                assert got == whole[: len(got)]

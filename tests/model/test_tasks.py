@@ -1,0 +1,203 @@
+"""Which tasks, parameters and inputs are served; what is refused, and in which words."""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import transformers
+from transformers import pipelines
+
+from batching.errors import InvalidInput
+from tests import tiny
+from tests.parity import item, refusal, runner
+from tests.serving import serving
+from worker.model.loading import LoadingFailed
+from worker.pipeline.loading import PipelineOptions, load_pipeline
+from worker.tasks import (
+    DROPPED,
+    NOT_SERVED,
+    TASKS,
+    UnservedTask,
+    check_parameters,
+    resolve_task,
+)
+
+# ── tasks and models ──
+
+
+def test_every_task_of_transformers_is_served_or_said_not_to_be() -> None:
+    later = set() if hasattr(transformers, "decision") else {"decision"}  # not in 5.17
+    known = set(pipelines.PIPELINE_REGISTRY.supported_tasks) | later
+    assert known == set(TASKS) | set(NOT_SERVED)
+    if removed := getattr(pipelines, "REMOVED_TASKS", None):
+        assert set(removed) == set(DROPPED)
+
+
+@pytest.mark.parametrize(
+    "task", ["summarization", "translation", "question-answering", "text2text-generation"]
+)
+def test_dropped_tasks_are_refused_as_dropped(task: str) -> None:
+    with pytest.raises(UnservedTask, match=f"transformers 5 has dropped the task '{task}'"):
+        resolve_task(task)
+
+
+def test_unknown_and_unserved_tasks_are_refused_by_name() -> None:
+    with pytest.raises(UnservedTask, match=r"unknown task 'fill-mast'; known are: .*fill-mask"):
+        resolve_task("fill-mast")
+    with pytest.raises(UnservedTask, match="paths and URLs only"):
+        resolve_task("video-classification")
+    assert resolve_task("ner") == "token-classification"
+
+
+def test_unknown_models_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for model in ("/no/such/folder", "no-such-user/no-such-model", str(tmp_path)):
+        with pytest.raises(LoadingFailed, match="could not be loaded") as caught:
+            load_pipeline(PipelineOptions(model, task="fill-mask", device="cpu"))
+        assert model in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_demo_model_serves_its_own_task_only() -> None:
+    with pytest.raises(LoadingFailed, match="demo serves fill-mask only: name a model"):
+        load_pipeline(PipelineOptions("demo", task="text-generation"))
+
+
+def test_code_of_a_model_is_never_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "mine", "auto_map": {"AutoConfig": "c.C"}}'
+    )
+    (tmp_path / "c.py").write_text("raise SystemExit('it ran')")
+    with pytest.raises(LoadingFailed):
+        load_pipeline(PipelineOptions(str(tmp_path), task="fill-mask", device="cpu"))
+
+
+# ── parameters ──
+
+
+@pytest.mark.parametrize("task", sorted(TASKS))
+@pytest.mark.parametrize(
+    "name",
+    [
+        "trust_remote_code",
+        "custom_generate",
+        "assistant_model",
+        "tokenizer_kwargs",
+        "tokenize_kwargs",
+        "generation_config",
+        "generate_kwargs",
+        "image_processor_kwargs",
+        "model_kwargs",
+        "timeout",
+        "return_tensors",
+        "tesseract_config",
+        "x" * 5000,
+    ],
+)
+def test_parameters_outside_the_list_are_refused_by_name(task: str, name: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        check_parameters(task, {name: "value"})
+    assert caught.value.param == f"parameters.{name[:100]}"
+    assert "it takes:" in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    ("fill-mask", {"top_k": 0}),
+    ("fill-mask", {"top_k": True}),
+    ("fill-mask", {"top_k": 2.0}),
+    ("fill-mask", {"top_k": "5"}),
+    ("fill-mask", {"targets": []}),
+    ("fill-mask", {"targets": ["fine", 7]}),
+    ("fill-mask", {"targets": "  "}),
+    ("text-classification", {"function_to_apply": "exec"}),
+    ("token-classification", {"aggregation_strategy": ["none"]}),
+    ("token-classification", {"stride": -1}),
+    ("token-classification", {"ignore_labels": {}}),
+    ("token-classification", {"ignore_labels": "O"}),
+    ("zero-shot-classification", {}),
+    ("zero-shot-classification", {"candidate_labels": []}),
+    ("zero-shot-image-classification", {"candidate_labels": "cat, dog"}),
+    ("zero-shot-classification", {"candidate_labels": ["a"] * 513}),
+    ("zero-shot-classification", {"candidate_labels": "a", "hypothesis_template": "no place"}),
+    ("zero-shot-classification", {"candidate_labels": "a", "hypothesis_template": "{} and {}"}),
+    (
+        "zero-shot-classification",
+        {"candidate_labels": "a", "hypothesis_template": "{0.__class__}{}"},
+    ),
+    ("zero-shot-classification", {"candidate_labels": "a", "multi_label": "yes"}),
+    ("feature-extraction", {"truncation": 1}),
+    ("text-generation", {"temperature": 0}),
+    ("text-generation", {"top_p": float("nan")}),
+    ("text-generation", {"max_new_tokens": 0}),
+    ("text-generation", {"stop_sequence": [""]}),
+    ("automatic-speech-recognition", {"return_timestamps": 1}),
+    ("automatic-speech-recognition", {"chunk_length_s": -1}),
+    ("document-question-answering", {"max_seq_len": 10**9}),
+]
+
+
+@pytest.mark.parametrize(("task", "parameters"), WRONG)
+def test_values_of_wrong_type_or_range_are_refused(task: str, parameters: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        check_parameters(task, parameters)
+    assert str(caught.value.param).startswith("parameters.")
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [("a, b", "must be a list of 1 to 512 strings"), ([], "must be a string or a list of 1 to")],
+)
+def test_labels_that_must_be_a_list_say_what_is_wrong(labels: Any, words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        check_parameters("zero-shot-image-classification", {"candidate_labels": labels})
+
+
+def test_a_whole_number_will_do_where_the_pipeline_wants_a_float() -> None:
+    parameters = {"temperature": 1, "repetition_penalty": 2, "top_k": 3}
+    check_parameters("text-generation", parameters)
+    assert [type(value) for value in parameters.values()] == [float, float, int]
+
+
+def test_values_that_the_model_cannot_take_are_refused() -> None:
+    wrong = refusal("fill-mask", "bert-mlm", "a [MASK]", top_k=261)
+    assert str(wrong) == "the model has 260 tokens"
+    assert wrong.param == "parameters.top_k"
+    assert refusal("token-classification", "bert-ner", "a", stride=33).param == "parameters.stride"
+    for name, value in (("max_seq_len", 65), ("doc_stride", 40)):
+        boxes = [["one", [0, 0, 10, 10]]]
+        inputs = {"question": "what?", "word_boxes": boxes}
+        wrong = refusal("document-question-answering", "layoutlm", inputs, **{name: value})
+        assert wrong.param == f"parameters.{name}"
+
+
+def test_a_panic_in_the_tokenizer_refuses_its_input_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.pipeline.limits.check_strides", lambda *_: None)
+    parameters = {"stride": 62, "aggregation_strategy": "simple"}
+    body = {"inputs": "a b c " * 60, "parameters": parameters}
+    with pytest.raises(BaseException, match="stride") as caught:
+        runner("token-classification", "bert-ner").prepare(item(body["inputs"], **parameters))
+    assert not isinstance(caught.value, Exception), "no panic: nothing is shown here"
+    with serving(
+        pipeline_model=str(tiny.folder("bert-ner")), pipeline_task="ner", device="cpu"
+    ) as server:
+        answer = httpx.post(server.url, json=body, timeout=60)
+        assert answer.status_code == 400
+        assert "does not fit the task token-classification" in answer.text
+        assert httpx.post(server.url, content="a b c", timeout=60).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"max_new_tokens": 300}, "context is 256"),
+        ({"num_return_sequences": 2, "do_sample": False}, "num_return_sequences"),
+        ({"num_return_sequences": 3, "num_beams": 2, "do_sample": False}, "num_return_sequences"),
+        ({"min_new_tokens": 9, "max_new_tokens": 3}, "min_new_tokens is above max_new_tokens"),
+    ],
+)
+def test_impossible_generation_is_refused(parameters: dict[str, Any], words: str) -> None:
+    assert words in str(refusal("text-generation", "llama-lm", "hello", **parameters))

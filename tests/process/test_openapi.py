@@ -1,0 +1,295 @@
+"""`GET /openapi.json` says what is served, and a fuzzer that believes it finds no failure."""
+
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import schemathesis
+from starlette.routing import Route
+
+from batching.errors import InvalidInput
+from server.core.settings import Settings
+from server.http.access import is_open
+from server.openai.chat import ChatRequest
+from server.openai.completions import CompletionRequest
+from server.openai.request_fields import GenerationRequest, decode
+from server.openapi.document import build_document
+from tests.event_streams import CLIENT
+from tests.fake_generator import FakeGenerator
+from tests.fake_transcriber import FakeTranscriber
+from tests.fakes import FakeRunner
+from tests.http.test_pipeline_http import error_of
+from tests.serving import Server, serving
+from worker.tasks import TASKS
+
+ALWAYS = {"/", "/assets/{name}", "/health", "/ready", "/ping", "/version", "/favicon.ico"}
+ALWAYS |= {"/metrics", "/openapi.json"}
+KEY = {"Authorization": "Bearer k"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    task = "text-classification"
+    with serving(FakeRunner, load_chat=FakeGenerator, pipeline_task=task, api_keys=("k",)) as made:
+        yield made
+
+
+def fetch(server: Server) -> dict[str, Any]:
+    answer = CLIENT.get(server.url + "/openapi.json", headers=KEY)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    document: dict[str, Any] = answer.json()
+    return document
+
+
+def check_form(document: dict[str, Any]) -> None:
+    """By the meta-schemas of OpenAPI 3.1 and of JSON Schema."""
+    assert document["openapi"].startswith("3.1.")
+    schemathesis.openapi.from_dict(document).validate()
+    for schema in every(document, "schema") + list(document["components"]["schemas"].values()):
+        jsonschema_rs.meta.validate(schema)
+    for reference in every(document, "$ref"):
+        node = document
+        for key in reference.removeprefix("#/").split("/"):
+            node = node[key]
+
+
+def every(node: Any, key: str) -> list[Any]:
+    """All values of `key`, however deep."""
+    if isinstance(node, list):
+        return [found for each in node for found in every(each, key)]
+    if not isinstance(node, dict):
+        return []
+    found = [node[key]] if key in node else []
+    return found + [deeper for each in node.values() for deeper in every(each, key)]
+
+
+def test_the_document_is_well_formed(server: Server) -> None:
+    document = fetch(server)
+    check_form(document)
+    ids = every(document["paths"], "operationId")
+    assert len(ids) == len(set(ids))
+    for name in document["components"]["schemas"]:
+        assert name.isalnum(), "two structs of one name are told apart by their modules"
+
+
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_each_task_says_what_it_takes(task: str) -> None:
+    root = Route("/", fetch, methods=["POST"])
+    document = build_document(Settings(pipeline_task=task), [root])
+    check_form(document)
+    (described,) = document["paths"].values()
+    inputs = described["post"]["requestBody"]["content"]["application/json"]["schema"]
+    named = every(inputs["properties"]["parameters"], "properties")
+    assert [set(each) for each in named] == [set(TASKS[task].parameters)]
+
+
+def test_what_is_mounted_is_described_and_nothing_else(server: Server) -> None:
+    with serving(FakeRunner, ready=False) as no_chat:
+        assert set(fetch(no_chat)["paths"]) == ALWAYS
+    with serving(load_chat=FakeGenerator, ready=False) as no_pipeline:
+        generation = set(fetch(no_pipeline)["paths"]) - ALWAYS
+        assert generation == no_pipeline.app.paths - ALWAYS
+        assert "/v1/chat/completions" in generation
+    described = fetch(server)["paths"]
+    assert set(described) == server.app.paths == {*ALWAYS, *generation}
+    for path, operations in described.items():
+        answer = CLIENT.request("TRACE", server.url + path, headers=KEY)
+        allowed = {each.strip().lower() for each in answer.headers["allow"].split(",")}
+        assert allowed - {"head"} == set(operations), path
+
+
+def test_embeddings_and_reranking_are_described() -> None:
+    with serving(load_embedder=FakeRunner, load_reranker=FakeRunner, ready=False) as server:
+        document = fetch(server)
+        check_form(document)
+        assert set(document["paths"]) == server.app.paths
+        assert {"/v1/embeddings", "/v2/rerank", "/v1/score"} < set(document["paths"])
+
+
+def test_transcriptions_are_described_and_fuzzed(tmp_path: Path) -> None:
+    with serving(load_transcriber=FakeTranscriber, api_keys=("k",)) as server:
+        document = fetch(server)
+        check_form(document)
+        assert set(document["paths"]) == server.app.paths
+        post = document["paths"]["/v1/audio/transcriptions"]["post"]
+        fields = post["requestBody"]["content"]["multipart/form-data"]["schema"]["properties"]
+        assert {"file", "timestamp_granularities[]", "stream"} < set(fields)
+        assert "text/vtt" in post["responses"]["200"]["content"]
+        fuzz(server, tmp_path, 3, "--include-path-regex=audio")
+
+
+def test_it_is_there_before_the_model() -> None:
+    gate = threading.Event()
+
+    def load() -> FakeGenerator:
+        assert gate.wait(60)
+        return FakeGenerator()
+
+    with serving(load_chat=load, ready=False) as server:
+        try:
+            assert "/v1/models" in fetch(server)["paths"]
+            assert CLIENT.get(server.url + "/ready").status_code == 503
+        finally:
+            gate.set()
+
+
+def test_a_key_is_asked_for_where_the_document_says_so(server: Server) -> None:
+    assert error_of(CLIENT.get(server.url + "/openapi.json"))["code"] == "invalid_api_key"
+    document = fetch(server)
+    assert document["components"]["securitySchemes"] == {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            assert ("security" in operation) == ("401" in operation["responses"])
+            assert ("security" in operation) != is_open(method.upper(), path)
+    with serving(load_chat=FakeGenerator, ready=False) as without:
+        assert not every(fetch(without), "security")
+
+
+USER = {"role": "user", "content": "hi"}
+CALL = {"function": {"name": "f"}}
+TOOLS = [{"type": "function", "function": {"name": f"f{n}"}} for n in range(129)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "taken", "refused"),
+    [
+        (
+            CompletionRequest,
+            "prompt",
+            ["a", ["a", "b"], [1, 2], [[1], [2, 3]]],
+            ["", [], [""], [[]], ["a", 1], [1, [1]], [-1], [[-1]], [True], 1, None, {}],
+        ),
+        (CompletionRequest, "suffix", [None], ["x", ""]),
+        (CompletionRequest, "best_of", [None, 1], [5, "1", True]),
+        (CompletionRequest, "stop", [None, "a", [], ["a"] * 16], ["", ["a", ""], ["a"] * 17, 1]),
+        (
+            CompletionRequest,
+            "logit_bias",
+            [None, {}, {"5": 1, "17": -100}, {str(n): 1 for n in range(1024)}],
+            [{"a": 1}, {"-1": 1}, {"5": 101}, {"5": None}, [], {str(n): 1 for n in range(1025)}],
+        ),
+        (ChatRequest, "tools", [None, TOOLS[:1], TOOLS[:128]], [[], TOOLS]),
+        (
+            ChatRequest,
+            "messages",
+            [
+                [USER],
+                [{"role": "developer", "content": ""}],
+                [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+                [{"role": "assistant", "content": [{"type": "refusal", "refusal": "a"}]}],
+                [{"role": "assistant", "content": None, "tool_calls": [CALL]}],
+            ],
+            [
+                [],
+                [{"role": "user"}],
+                [{"role": "nobody", "content": "hi"}],
+                [{"role": "user", "content": []}],
+                [{"role": "user", "content": None, "tool_calls": [CALL]}],
+                [{"role": "assistant", "tool_calls": []}],
+                [{"role": "assistant", "tool_calls": [{}]}],
+                [{"role": "user", "content": [{"type": "text"}]}],
+                [{"role": "user", "content": [{"type": "text", "refusal": "a"}]}],
+                [{"role": "user", "content": [{"type": "image_url", "text": "a"}]}],
+                {},
+            ],
+        ),
+        (ChatRequest, "store", [None, False], [True, 0, "false"]),
+        (ChatRequest, "modalities", [None, ["text"]], [["audio"], [], "text"]),
+    ],
+)
+def test_a_field_is_described_as_it_is_checked(
+    server: Server,
+    kind: type[GenerationRequest],
+    name: str,
+    taken: list[Any],
+    refused: list[Any],
+) -> None:
+    document = fetch(server)
+    reference = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    schema = jsonschema_rs.validator_for({**reference, "components": document["components"]})
+    least: dict[str, Any] = {"prompt": "hi"} if kind is CompletionRequest else {"messages": [USER]}
+    for values, fine in ((taken, True), (refused, False)):
+        for value in values:
+            body = {**least, name: value}
+            assert (schema.is_valid(body), is_taken(body, kind)) == (fine, fine), value
+
+
+def is_taken(body: dict[str, Any], kind: type[GenerationRequest]) -> bool:
+    try:
+        request = decode(body, kind, lambda _: "demo")
+        if isinstance(request, CompletionRequest):
+            request.generation_inputs(64)
+        elif isinstance(request, ChatRequest):
+            request.generation_input()
+    except InvalidInput:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("examples", [3, pytest.param(400, marks=pytest.mark.slow)])
+def test_a_fuzzer_finds_no_failure(server: Server, tmp_path: Path, examples: int) -> None:
+    fuzz(server, tmp_path, examples)
+    assert sum(answers(server).values()) > 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "model"),
+    [
+        ("text-classification", "bert-classify"),
+        ("token-classification", "bert-ner"),
+        ("zero-shot-classification", "bert-nli"),
+        ("table-question-answering", "tapas"),
+        ("image-classification", "vit"),
+        ("automatic-speech-recognition", "whisper"),
+    ],
+)
+def test_a_fuzzer_finds_no_failure_in_a_pipeline(tmp_path: Path, task: str, model: str) -> None:
+    from tests.tiny import folder
+
+    with serving(None, pipeline_task=task, pipeline_model=str(folder(model))) as server:
+        fuzz(server, tmp_path, 400, "--include-path=/")
+
+
+@pytest.mark.slow
+def test_a_fuzzer_finds_no_failure_in_embeddings_and_reranking(tmp_path: Path) -> None:
+    from tests.tiny_embedders import folder
+
+    reranker = str(folder("bert-rank"))
+    with serving(embedding_model="demo", rerank_model=reranker) as server:
+        fuzz(server, tmp_path, 200)
+
+
+def fuzz(server: Server, folder: Path, examples: int, *words: str) -> None:
+    """Requests that keep to the document and some that do not; every answer is held to it."""
+    # A document cannot say which values go together, nor tell 1.0 from 1.
+    unchecked = "positive_data_acceptance"
+    command = [
+        *(sys.executable, "-m", "schemathesis.cli", "run", server.url + "/openapi.json"),
+        *("--header", "Authorization: Bearer k", "--seed=1", f"--max-examples={examples}"),
+        "--request-timeout=60",
+        *("--phases=coverage,fuzzing", f"--exclude-checks={unchecked}", "--continue-on-failure"),
+        *("--generation-database=none", "--suppress-health-check=all", "--no-color", *words),
+    ]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr
+    failures = {each for each in answers(server) if each[1] >= "500" and each[0] != "/ready"}
+    assert not failures
+
+
+def answers(server: Server) -> dict[tuple[str, str], int]:
+    """How many there were, by endpoint and status."""
+    text = CLIENT.get(server.url + "/metrics").text
+    counted = r'onequeue_requests_total\{endpoint="(.*)",status="(.*)"\} (.*)'
+    return {(path, status): int(float(count)) for path, status, count in re.findall(counted, text)}

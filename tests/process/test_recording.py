@@ -1,0 +1,247 @@
+"""Recordings as windows: whatever the format, in order, and no more in memory than a window."""
+
+import gc
+import importlib.util
+import io
+import subprocess
+import threading
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import pytest
+import soundfile
+
+from batching.errors import InvalidInput, QueueFull
+from tests.speaking import CTC, WHISPER, accepted, engine
+from tests.unit.test_media import tone, without_length
+from worker.media import audio, container
+from worker.media.audio import Recording
+from worker.messages.transcription import TranscriptionInput
+
+RATE = 16_000
+av = pytest.importorskip("av")
+FOLDER = TemporaryDirectory()
+
+
+def path_of(sound: bytes) -> str:
+    path = Path(FOLDER.name) / str(uuid4())
+    path.write_bytes(sound)
+    return str(path)
+
+
+def contained(kind: str, codec: str, seconds: float = 2.0, duration: bool = True) -> bytes:
+    """A tone in m4a or WebM. Without `duration`, as browsers write while they record."""
+    at = np.arange(round(seconds * 48_000)) / 48_000
+    samples = (0.3 * np.sin(2 * np.pi * 440 * at)).astype(np.float32)
+    buffer = io.BytesIO()
+    options = {} if duration else {"live": "1"}
+    with av.open(buffer, "w", format=kind, options=options) as made:
+        stream = made.add_stream(codec, rate=48_000, layout="stereo")
+        both = np.stack([samples, samples])
+        frame = av.AudioFrame.from_ndarray(both, format="fltp", layout="stereo")
+        frame.sample_rate = 48_000
+        for packet in [*stream.encode(frame), *stream.encode(None)]:
+            made.mux(packet)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("kind", "codec", "duration"),
+    [("mp4", "aac", True), ("webm", "libopus", True), ("webm", "libopus", False)],
+)
+def test_what_phones_and_browsers_record_is_read(kind: str, codec: str, duration: bool) -> None:
+    sound = contained(kind, codec, 2.0, duration)
+    with Recording(path_of(sound), RATE) as made:
+        assert made.seconds == pytest.approx(2.0 if duration else 0.0, abs=0.1)
+        samples = made.window(0, 10 * RATE)
+        assert made.seconds == pytest.approx(2.0, abs=0.1)
+    assert len(samples) == pytest.approx(2 * RATE, abs=0.1 * RATE)
+    assert np.abs(samples[RATE // 2 : RATE]).max() == pytest.approx(0.3, abs=0.05)
+
+
+def test_windows_are_parts_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = tone(2.0, 44_100, channels=2)
+    with Recording(path_of(sound), RATE) as made:
+        whole = made.window(0, 10 * RATE).copy()
+    monkeypatch.setattr(audio, "BLOCK", 3000)
+    with Recording(path_of(sound), RATE) as made:
+        for start, count in ((0, 100), (50, 9000), (9000, 10), (20_000, 20_000), (50_000, 5)):
+            np.testing.assert_allclose(
+                made.window(start, count), whole[start : start + count], atol=1e-5
+            )
+        np.testing.assert_allclose(made.window(10, 90), whole[10:100], atol=1e-5)  # again
+
+
+def test_no_more_is_kept_than_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audio, "BLOCK", 1000)
+    with Recording(path_of(tone(5.0, RATE)), RATE) as made:
+        for start in range(0, 5 * RATE, 4000):
+            made.window(start, 4000)
+            assert made._kept.base is None
+            assert len(made._kept) <= 5000
+
+
+def test_a_header_that_promises_too_little_or_too_much() -> None:
+    whole = tone(4.0, kind="MP3")
+    with Recording(path_of(whole[: len(whole) // 2]), RATE) as made:
+        promised = made.seconds
+        made.window(0, 10 * RATE)
+        assert made.seconds < 0.7 * promised
+    silent = path_of(contained("webm", "libopus", 3.0, duration=False))
+    with (
+        Recording(silent, RATE, max_s=2.0) as made,
+        pytest.raises(InvalidInput, match="at most 2 seconds"),
+    ):
+        made.window(0, 10 * RATE)
+
+
+def test_without_pyav_m4a_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = contained("mp4", "aac")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InvalidInput, match=r"extra \[audio\]"):
+        Recording(path_of(sound), RATE)
+
+
+@pytest.mark.parametrize("kind", ["mp4", "webm"])
+def test_broken_containers_are_refused(kind: str) -> None:
+    whole = contained(kind, "aac" if kind == "mp4" else "libopus")
+    rng = np.random.default_rng(0)
+    for cut in (16, 40, 200, len(whole) // 2):
+        broken = bytearray(whole[:cut])
+        broken[12:] = rng.integers(0, 256, len(broken) - 12, np.uint8).tobytes()
+        with (
+            pytest.raises(InvalidInput, match="can be read"),
+            Recording(path_of(bytes(broken)), RATE) as it,
+        ):
+            it.window(0, RATE)
+
+
+def test_a_file_without_sound_in_it_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many packets, which are half a sample each."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="matroska", options={"live": "1"}) as made:
+        stream = made.add_stream("pcm_s16le", rate=RATE, layout="mono")
+        for at in range(250_000):
+            packet = av.Packet(b"x")
+            packet.stream, packet.pts, packet.dts = stream, at, at
+            made.mux(packet)
+    monkeypatch.setattr(container, "CPU_S", 1)
+    with (
+        Recording(path_of(buffer.getvalue()), RATE) as hollow,
+        pytest.raises(InvalidInput, match="can be"),
+    ):
+        hollow.window(0, RATE)
+
+
+def test_only_the_file_that_is_given_is_opened(tmp_path: Path) -> None:
+    """Playlists and lists of files are other formats, which are not read at all."""
+    secret = tmp_path / "secret.wav"
+    secret.write_bytes(tone(1.0))
+    for text in (
+        f"#EXTM3U\n#EXTINF:1,\nfile://{secret}\n",
+        f"ffconcat version 1.0\nfile {secret}\n",
+    ):
+        for head in (b"", b"\0\0\0\x18ftypM4A ", b"\x1a\x45\xdf\xa3"):
+            with pytest.raises(InvalidInput, match="can be read"):
+                Recording(path_of(head + text.encode()), RATE)
+
+
+def test_a_recording_that_is_closed_ends_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    popen = subprocess.Popen
+
+    def start(*words: Any, **options: Any) -> Any:
+        started.append(popen(*words, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with Recording(path_of(contained("webm", "libopus", 60.0)), RATE) as made:
+        made.window(0, 100)
+        assert started[0].poll() is None  # it waits until more is read
+    assert started[0].poll() is not None
+
+
+def test_processes_are_bounded_and_a_short_recording_keeps_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(container, "_places", threading.BoundedSemaphore(1))
+    (tmp_path / "a.webm").write_bytes(contained("webm", "libopus"))
+    payload = TranscriptionInput(str(tmp_path / "a.webm"))
+    waiting = [accepted(engine(kind), payload) for kind in (WHISPER, CTC, WHISPER)]
+    with Recording(payload.path, RATE), pytest.raises(QueueFull, match="m4a and WebM"):
+        Recording(payload.path, RATE)
+    with pytest.raises(InvalidInput):
+        Recording(path_of(b"\x1a\x45\xdf\xa3 and no more"), RATE)
+    Recording(payload.path, RATE).close()
+    assert len(waiting) == 3
+
+
+def test_a_refused_recording_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And its process with it, while the refusal is still at hand."""
+    monkeypatch.setattr(container, "_places", threading.BoundedSemaphore(1))
+    broken = np.full(RATE, np.nan, np.float32)
+    (tmp_path / "a.webm").write_bytes(contained("webm", "libopus"))
+    payload, refusals = TranscriptionInput(str(tmp_path / "a.webm")), []
+    for asked in (replace(payload, language="klingon"), replace(payload, prompt="<|en|>")):
+        for kind in (WHISPER, CTC):
+            with pytest.raises(InvalidInput) as refusal:
+                accepted(engine(kind), asked)
+            refusals.append(refusal)
+    monkeypatch.setattr(container.Container, "read", lambda self, count: broken)
+    for kind in (WHISPER, CTC):
+        with pytest.raises(InvalidInput, match="too large") as refusal:
+            accepted(engine(kind), payload)
+        refusals.append(refusal)
+    assert len(refusals) == 6
+
+
+def test_a_recording_that_is_forgotten_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client has left before the worker had it."""
+    monkeypatch.setattr(container, "_places", threading.BoundedSemaphore(1))
+    path = path_of(contained("webm", "libopus", 60.0))
+    gc.disable()
+    try:
+        for _ in range(2):
+            assert len(Recording(path, RATE).window(0, 100)) == 100
+    finally:
+        gc.enable()
+
+
+def unknown_length(samples: int) -> bytes:
+    buffer = io.BytesIO()
+    soundfile.write(buffer, np.zeros(samples, np.int16), RATE, format="FLAC")
+    return without_length(buffer.getvalue())
+
+
+def test_flac_of_unknown_length_is_read_to_its_end_within_bounds() -> None:
+    with Recording(path_of(unknown_length(3 * RATE)), RATE) as made:
+        assert made.seconds == 0
+        assert len(made.window(0, 10 * RATE)) == 3 * RATE
+        assert made.seconds == 3
+    with Recording(path_of(unknown_length(3 * RATE)), RATE) as made:
+        assert made.length() == 3
+        assert len(made.window(0, RATE)) == RATE
+        assert made.seconds == 3  # also while it is read anew
+        assert len(made.window(0, 10 * RATE)) == 3 * RATE
+    with (
+        Recording(path_of(unknown_length(3 * RATE)), RATE, max_s=2) as made,
+        pytest.raises(InvalidInput, match="at most 2 seconds"),
+    ):
+        made.length()
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, 3e38])
+def test_samples_whose_power_is_no_number_are_refused(odd: float) -> None:
+    samples = np.zeros(RATE, np.float32)
+    samples[-1] = odd
+    buffer = io.BytesIO()
+    soundfile.write(buffer, samples, RATE, format="WAV", subtype="FLOAT")
+    with (
+        Recording(path_of(buffer.getvalue()), RATE) as made,
+        pytest.raises(InvalidInput, match="too large"),
+    ):
+        made.window(0, RATE)

@@ -1,0 +1,325 @@
+"""Starting: what is wrong is said in one sentence, early, and ends the process: with status 2 where
+our command can tell, with uvicorn's 3 for a start that failed, and from uvicorn's own command.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import httpx
+import pytest
+
+from server.app import create_app
+from server.core.settings import Settings, SettingsError
+from server.preflight import MISUSE, STARTUP_FAILURE
+from tests.serving import read_answer, wait_until
+
+ROOT = Path(__file__).parents[2]
+UVICORN = [sys.executable, "-m", "uvicorn", "server.app:app"]
+SERVER = [sys.executable, "-m", "server"]
+LONG = b"GET /health HTTP/1.1\r\nHost: a\r\nX-Long: " + b"a" * 70_000 + b"\r\n\r\n"
+WAITS = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\nExpect: 100-continue\r\n\r\n"
+
+PROGRAM = """
+    import sys, uvicorn
+    from batching.errors import ItemFailed
+    from server.app import create_app
+    from server.core.settings import Settings
+
+    def fails():
+        sys.stdin.readline()
+        try:
+            raise ValueError("the weights are missing")
+        except ValueError as error:
+            raise {error} from error
+
+    settings = Settings(chat_model="none", embedding_model="none", debug={debug})
+    uvicorn.run(create_app(settings, fails), port=0, timeout_graceful_shutdown=5)
+"""
+
+LATER = """
+    import uvicorn
+    from server.app import create_app
+    from server.core.settings import Settings
+    from tests.fakes import FakeRunner
+
+    def lost(texts):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    app = create_app(Settings(chat_model="none", embedding_model="none"), lambda: FakeRunner(lost))
+    uvicorn.run(app, port=0)
+"""
+
+
+def run(command: Sequence[str], **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def assert_refused(
+    done: subprocess.CompletedProcess[str], *says: str, status: int = MISUSE
+) -> None:
+    assert done.returncode == status
+    (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("onequeue: ")]
+    assert all(part in sentence for part in says)
+    assert "Traceback" not in done.stderr
+
+
+@contextmanager
+def process(command: Sequence[str], **env: str) -> Iterator[subprocess.Popen[str]]:
+    child = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | env,
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+@contextmanager
+def started(command: Sequence[str], **env: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that listens, and its port; its model may still be loading."""
+    with process(command, **env) as child:
+        running = next(line for line in pipe(child.stderr) if "Uvicorn running on" in line)
+        yield child, int(running.split(" (")[0].rpartition(":")[2])
+
+
+def pipe(end: IO[str] | None) -> IO[str]:
+    assert end is not None
+    return end
+
+
+def program(code: str, **values: object) -> list[str]:
+    return [sys.executable, "-c", textwrap.dedent(code).format(**values)]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> list[str]:
+    """scripts/serve of a checkout where everything is installed."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "serve", tmp_path / "scripts")
+    (tmp_path / "scripts" / "install").write_text("#!/bin/sh\n")
+    (tmp_path / "scripts" / "install").chmod(0o755)
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    for package in ("server", "batching", "worker"):
+        (tmp_path / package).symlink_to(ROOT / package)
+    return [str(tmp_path / "scripts" / "serve")]
+
+
+NOTHING = dict.fromkeys(("pipeline_model", "chat_model", "embedding_model"), "none")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"pipeline_model": "/nowhere"}, "PIPELINE_MODEL='/nowhere': there is no such folder"),
+        ({"chat_model": "~/nowhere"}, "CHAT_MODEL='~/nowhere': there is no such folder"),
+        ({"chat_model": "tests"}, "there is no config.json"),
+        ({"chat_model": "a/b/c"}, "neither a folder nor a hub id"),
+        ({"chat_model": "a b"}, "neither a folder nor a hub id"),
+        ({"pipeline_task": "text-classification"}, "PIPELINE_MODEL=demo serves fill-mask only"),
+        ({"pipeline_task": "summarization"}, "transformers 5 has dropped the task 'summarization'"),
+        ({"pipeline_task": "fill-mast"}, "PIPELINE_TASK: unknown task 'fill-mast'"),
+        ({"device": "gpu"}, "DEVICE='gpu': must be auto, cpu, cuda or cuda:N"),
+        ({"device": "cuda:"}, "DEVICE='cuda:'"),
+        ({"device": "cuda", "quantization": "int8"}, "QUANTIZATION=int8 and DEVICE=cuda"),
+        (NOTHING, "there is nothing to serve"),
+        ({"embedding_model": "/nowhere"}, "EMBEDDING_MODEL='/nowhere': there is no such folder"),
+        ({"rerank_model": "demo"}, "RERANK_MODEL=demo: no reranker is embedded"),
+        ({"responses_db": "/nowhere/responses.db"}, "RESPONSES_DB='/nowhere/responses.db'"),
+        ({"responses_db": __file__}, "file is not a database"),
+    ],
+)
+def test_what_the_settings_tell_is_refused_before_anything_is_loaded(
+    settings: dict[str, str], says: str
+) -> None:
+    with pytest.raises(SettingsError) as refused:
+        create_app(Settings(**settings))  # type: ignore[arg-type]  # these are strings
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "model", ["demo", "Qwen/Qwen3-0.6B", "gpt2", str(ROOT / "worker/demo/chat")]
+)
+def test_a_model_may_be_a_folder_or_a_hub_id(model: str) -> None:
+    create_app(Settings(chat_model=model))
+
+
+def test_every_way_of_starting_refuses_in_one_sentence(script: list[str]) -> None:
+    for command, status in ((UVICORN, STARTUP_FAILURE), (SERVER, MISUSE), (script, MISUSE)):
+        done = run(command, PIPELINE_MODEL="/nowhere")
+        assert_refused(done, "PIPELINE_MODEL='/nowhere'", status=status)
+
+
+def test_flags_win_over_the_environment() -> None:
+    done = run([*SERVER, "--max-batch-size", "none"], MAX_BATCH_SIZE="8")
+    assert_refused(done, "MAX_BATCH_SIZE='none': must be a whole number")
+
+
+def test_an_env_file_is_read_before_anything_is_made_of_it(tmp_path: Path) -> None:
+    """What is set already, and flags, win over it."""
+    file = tmp_path / "settings"
+    file.write_text("PIPELINE_MODEL=/nowhere\nDTYPE=none\nMAX_BATCH_SIZE=none\n")
+    flags = ["--env-file", str(file), "--max-batch-size", "8"]
+    assert_refused(run([*SERVER, *flags], DTYPE="float32"), "PIPELINE_MODEL='/nowhere'")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--host", "no host"], "--host no host"),
+        (["--host", "192.0.2.1"], "Cannot assign requested address"),  # kept for documentation
+        (["--port", "70000"], "--port 70000: must be 0 to 65535"),
+        (["--uds", "/nowhere/socket"], "--uds /nowhere/socket: its folder is not there"),
+    ],
+)
+def test_an_address_that_cannot_be_had_is_said_before_the_model_loads(
+    flags: list[str], says: str
+) -> None:
+    assert_refused(run([*SERVER, *flags], PIPELINE_MODEL="/nowhere"), says)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["/nowhere"], "MODEL='/nowhere': there is no such folder"),
+        (["a b"], "MODEL='a b': is neither a folder nor a hub id"),
+        (["demo", "again"], "unexpected extra argument (again)"),
+        (["--max-batch-sise", "8"], "--max-batch-size"),
+        (["--port", "many"], "'many' is not a valid integer"),
+        ([str(ROOT / "worker/demo/chat"), "--chat-model", "demo"], "give one of them"),
+    ],
+)
+def test_words_that_make_no_sense_are_said_in_one_line(words: list[str], says: str) -> None:
+    done = run([*SERVER, *words])
+    assert_refused(done, says)
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_command_needs_no_torch() -> None:
+    code = "import sys, server.__main__ as command; command.main(['--help']); print(*sys.modules)"
+    done = run([sys.executable, "-c", code])
+    assert done.returncode == 0
+    assert not {"torch", "transformers"} & set(done.stdout.splitlines()[-1].split())
+
+
+def test_ctrl_c_while_python_still_imports_says_nothing() -> None:
+    code = """
+        import builtins, os, runpy, signal
+        # where tests run it may be ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        find = builtins.__import__
+
+        def interrupted(name, *where, **parts):
+            if name == "click":
+                os.kill(os.getpid(), signal.SIGINT)
+            return find(name, *where, **parts)
+
+        builtins.__import__ = interrupted
+        runpy.run_module("server", run_name="__main__")
+    """
+    done = run(program(code))
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+def test_a_reloaded_process_is_not_told_of_threads_that_nobody_asked_for() -> None:
+    code = """
+        import os, server.__main__ as command
+        command.uvicorn_command.callback = lambda **given: print(os.environ["OMP_NUM_THREADS"])
+        command.main(["--port", "0", "--reload"])
+    """
+    done = run(program(code), OMP_NUM_THREADS="")
+    assert done.stdout == "\n", done.stderr
+
+
+def test_a_taken_port_is_said_before_the_model_loads() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = run([*SERVER, "--port", port], PIPELINE_MODEL="/nowhere")
+    assert_refused(done, "--port " + port, "Address already in use")
+
+
+def test_several_workers_are_refused_with_the_reason(script: list[str]) -> None:
+    for command in (SERVER, script):
+        assert_refused(run([*command, "--workers", "2"]), "one process serves the model")
+        assert_refused(run(command, WEB_CONCURRENCY="2"), "WEB_CONCURRENCY=2: one process")
+
+
+@pytest.mark.parametrize(
+    ("flags", "env"), [(["--workers=2"], {}), ([], {"WEB_CONCURRENCY": "2"})], ids=str
+)
+def test_uvicorns_own_processes_say_so_once(flags: list[str], env: dict[str, str]) -> None:
+    done = run([*UVICORN, "--port", "0", *flags], **env)
+    assert done.stderr.count("one process serves the model") == 1
+    assert done.returncode
+
+
+def test_every_way_of_starting_bounds_headers(script: list[str]) -> None:
+    for command in (UVICORN, SERVER, script):
+        with (
+            started([*command, "--port", "0"], CHAT_MODEL="none") as (_, port),
+            socket.create_connection(("127.0.0.1", port)) as client,
+        ):
+            client.sendall(LONG)
+            assert read_answer(client)[0] == 431
+
+
+def test_a_server_without_its_model_answers_who_waits_says_why_and_ends() -> None:
+    command = program(PROGRAM, debug=False, error='ItemFailed("the model has failed")')
+    with started(command) as (child, port):
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(WAITS)
+            assert client.recv(100).startswith(b"HTTP/1.1 100 ")
+            pipe(child.stdin).write("\n")
+            pipe(child.stdin).flush()
+            said = next(line for line in pipe(child.stderr) if line.startswith("onequeue: "))
+            client.sendall(b"text")
+            status, body = read_answer(client)
+            assert (status, b"worker_down" in body) == (503, True)
+        assert child.wait(20) == 3
+        assert said == "onequeue: the model has failed: the weights are missing\n"
+        assert "Traceback" not in pipe(child.stderr).read()
+
+
+def test_debug_shows_where_loading_failed() -> None:
+    with started(program(PROGRAM, debug=True, error="KeyError")) as (child, _):
+        _, said = child.communicate("\n", timeout=20)
+        assert child.returncode == 3
+        assert "onequeue: the models could not be loaded: KeyError()" in said
+        assert "ValueError: the weights are missing" in said
+
+
+def test_a_checkpoint_that_cannot_be_loaded_ends_the_server(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    model = {"PIPELINE_MODEL": str(tmp_path), "PIPELINE_TASK": "fill-mask", "CHAT_MODEL": "none"}
+    done = run([*SERVER, "--port", "0"], **model)
+    assert_refused(done, str(tmp_path), "could not be loaded", status=STARTUP_FAILURE)
+
+
+def test_a_worker_that_dies_later_leaves_the_server_to_say_so() -> None:
+    with started(program(LATER)) as (child, port):
+        url = f"http://127.0.0.1:{port}"
+        wait_until(lambda: httpx.get(url + "/ready").status_code == 200)
+        assert httpx.post(url, content="a").status_code == 503
+        assert httpx.get(url + "/health").json()["error"]["code"] == "worker_down"
+        assert child.poll() is None

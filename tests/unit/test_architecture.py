@@ -1,0 +1,114 @@
+"""Folders form layers: CONTRIBUTING.md describes the same order."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WEB = {"starlette", "uvicorn", "prometheus_client"}
+TORCH = {"torch", "transformers"}
+
+# From the bottom up: a folder imports from itself and from folders listed above it in this table.
+# The second column: libraries that the folder must not import.
+LAYERS: dict[str, set[str]] = {
+    "batching": WEB | TORCH | {"threading", "time", "anyio"},
+    "worker/device": WEB,
+    "worker/media": WEB | TORCH,
+    "worker/messages": WEB | TORCH,
+    "worker": WEB | TORCH,
+    "worker/text": WEB,
+    "worker/text/chat_template": WEB,
+    "worker/model/cpu": WEB,
+    "worker/model/attention": WEB,
+    "worker/model": WEB,
+    "worker/grammar": WEB,
+    "worker/speech": WEB,
+    "worker/pipeline": WEB,
+    "worker/vision": WEB,
+    "worker/embedding": WEB,
+    "worker/generation": WEB,
+    "server/core": TORCH,
+    "server/http": TORCH,
+    "server/web": TORCH,
+    "server/openai": TORCH,
+    "server/openai/audio": TORCH,
+    "server/openai/embedding": TORCH,
+    "server/openai/responses": TORCH,
+    "server/openai/decisions": TORCH,
+    "server/openapi": TORCH,
+    "server": TORCH,
+    "server/commands/calibrate": TORCH,
+    "server/commands": set(),  # programs of their own: `template` loads a tokenizer
+}
+# The program's entry point imports the commands, which import the app.
+ENTRY_POINT = ROOT / "server" / "__main__.py"
+# server/ starts without torch: the app and the commands import these folders inside functions.
+TORCH_FOLDERS = {folder for folder, banned in LAYERS.items() if not banned >= TORCH}
+
+
+def folder_of(module: str) -> str:
+    """Return the folder of one of our modules, or the folder that the package itself is."""
+    path = ROOT / module.replace(".", "/")
+    return str((path if path.is_dir() else path.parent).relative_to(ROOT))
+
+
+def imports(path: Path, module_level: bool = False) -> set[str]:
+    tree = ast.parse(path.read_text())
+    found: set[str] = set()
+    for node in tree.body if module_level else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            ours = {name for name in names if (ROOT / f"{name.replace('.', '/')}.py").is_file()}
+            found |= ours or {node.module}
+    return found
+
+
+def test_every_folder_has_its_layer() -> None:
+    here = {
+        str(path.parent.relative_to(ROOT))
+        for package in ("batching", "worker", "server")
+        for path in (ROOT / package).rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    assert here == set(LAYERS)
+
+
+@pytest.mark.parametrize("folder", LAYERS)
+def test_a_folder_imports_from_lower_layers_only(folder: str) -> None:
+    lower = [*LAYERS][: [*LAYERS].index(folder) + 1]
+    for path in (ROOT / folder).glob("*.py"):
+        if path == ENTRY_POINT:
+            continue
+        for module in imports(path):
+            top = module.split(".")[0]
+            assert top not in LAYERS[folder], f"{path.name} imports {module}"
+            if top in ("batching", "worker", "server") and module != "server":  # its version
+                assert folder_of(module) in lower, f"{path.name} imports {module}"
+
+
+@pytest.mark.parametrize("folder", [folder for folder in LAYERS if "torch" in LAYERS[folder]])
+def test_the_server_imports_torch_inside_functions_only(folder: str) -> None:
+    for path in (ROOT / folder).glob("*.py"):
+        for module in imports(path, module_level=True):
+            if module.startswith("worker"):
+                assert folder_of(module) not in TORCH_FOLDERS, f"{path.name} imports {module}"
+
+
+def test_only_settings_and_preflight_read_the_environment() -> None:
+    for folder in LAYERS:
+        for path in (ROOT / folder).glob("*.py"):
+            if path.name not in ("settings.py", "preflight.py"):
+                assert "os.environ" not in path.read_text(), path.name
+
+
+def test_no_class_name_occurs_twice() -> None:
+    names: dict[str, str] = {}
+    for folder in LAYERS:
+        for path in (ROOT / folder).glob("*.py"):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef):
+                    assert node.name not in names, f"{node.name}: {path}, {names.get(node.name)}"
+                    names[node.name] = str(path)

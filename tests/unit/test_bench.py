@@ -1,0 +1,140 @@
+"""What scripts/bench.py makes of its measurements, and how it starts and stops servers."""
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+def script(name: str) -> ModuleType:
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(SCRIPTS))
+
+
+floors, servers, tables = map(script, ("bench_floor", "bench_servers", "bench_table"))
+generation = script("bench_generation")
+
+
+def checkpoint(folder: Path, **shapes: list[int]) -> Path:
+    tensors = {
+        name.replace("__", "."): {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+        for name, shape in shapes.items()
+    }
+    header = json.dumps({"__metadata__": {}, **tensors}).encode()
+    file = folder / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    return folder
+
+
+def test_a_step_reads_all_weights_of_a_model_whose_embedding_is_its_output(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path, embed__weight=[100, 8], up__weight=[16, 8], norm=[8])
+    assert floors.weights(model) == 800 + 128 + 8
+
+
+def test_an_embedding_beside_an_output_head_is_not_read(tmp_path: Path) -> None:
+    shapes = {"embed__weight": [100, 8], "lm_head__weight": [100, 8], "up__weight": [16, 8]}
+    assert floors.weights(checkpoint(tmp_path, **shapes)) == 800 + 128
+
+
+def test_the_floor_is_weights_over_bandwidth_and_a_token_each_step() -> None:
+    floor = floors.Floor(weight_bytes=1_000_000, bytes_per_s=100e6)
+    assert floor.step_s == pytest.approx(0.01)
+    assert floor.share(tokens_per_s=50, clients=1) == pytest.approx(0.5)
+    assert floor.share(tokens_per_s=400, clients=8) == pytest.approx(0.5)
+
+
+def measured(rate: float) -> dict[str, Any]:
+    return {
+        "ok": 4,
+        "others_cores": 0.0,
+        "prompt_tokens": 376,
+        "output_tokens_per_s": rate,
+        "ttft_ms": {"p50": 60.0, "p95": 70.0, "max": 80.0},
+        "inter_token_ms": {"p50": 7.0, "p95": 9.0, "max": 10.0},
+    }
+
+
+def summaries() -> Any:
+    runs = {"onequeue": [150, 100, 200], "onequeue@old": [100], "vllm": [300]}
+    found = {name: [measured(rate) for rate in rates] for name, rates in runs.items()}
+    floor = floors.Floor(weight_bytes=100, bytes_per_s=50_000)
+    return tables.summaries({tables.Sweep(64, 1, 1): found}, floor)
+
+
+def test_figures_are_medians_over_the_rounds() -> None:
+    (servers,) = summaries().values()
+    assert servers["onequeue"]["tokens_per_s"] == 150
+    assert servers["onequeue"]["of_floor"] == pytest.approx(0.3)
+    assert servers["onequeue"]["prompt_tokens"] == 94
+
+
+def test_ours_are_compared_with_those_named_after_them() -> None:
+    lines = tables.ratios(summaries())
+    found = {(line["server"], line["beside"]): line["times"] for line in lines}
+    assert found == {
+        ("onequeue", "onequeue@old"): 1.5,
+        ("onequeue", "vllm"): 0.5,
+        ("onequeue@old", "vllm"): 0.33,
+    }
+
+
+def test_the_table_is_markdown_with_a_row_a_server() -> None:
+    head, rule, *rows = tables.table(summaries())
+    assert head.count("|") == rule.count("|")
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert cells[0][:6] == ["94", "1", "1", "onequeue", "150.0", "30%"]
+    assert [each[-1] for each in cells] == ["", "1.50", "0.50"]
+
+
+def test_a_server_of_another_checkout_and_with_other_settings(tmp_path: Path) -> None:
+    launch = servers.onequeue(f"onequeue@{tmp_path}:COMPILE=off,DTYPE=float32", 1, {"DTYPE": "x"})
+    assert launch.folder == tmp_path
+    assert launch.environ["COMPILE"] == "off"
+    assert launch.environ["DTYPE"] == "float32"
+    assert servers.onequeue("onequeue", 1, {}).folder == SCRIPTS.parent
+
+
+def test_servers_that_do_not_fit_into_memory_together_take_turns() -> None:
+    assert generation.groups(["a", "b"], 1 << 30, 16 << 30) == [["a", "b"]]
+    assert generation.groups(["a", "b"], 4 << 30, 16 << 30) == [["a"], ["b"]]
+
+
+def test_a_server_runs_only_while_it_is_awake() -> None:
+    port = servers.free_port()
+    command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"]
+    with servers.running("peer", servers.Launch(command, port, "/", {})) as server:
+        assert state(server.process.pid) == "T"
+        with server.awake():
+            assert servers.is_up(servers.Launch(command, port, "/", {}))
+        assert state(server.process.pid) == "T"
+    assert server.process.poll() == -signal.SIGTERM
+
+
+def test_processor_time_of_others_is_all_but_that_of_our_sessions() -> None:
+    burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", burn], start_new_session=True, stdin=pipe, stdout=pipe
+    ) as other:
+        assert other.stdout
+        other.stdout.readline()
+        known = servers.others_cpu_s({os.getsid(0), other.pid})
+        assert servers.others_cpu_s({os.getsid(0)}) - known >= 0.25
+        other.communicate(b"\n")
+
+
+def state(process: int) -> str:
+    os.waitid(os.P_PID, process, os.WSTOPPED | os.WNOWAIT)
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]

@@ -1,0 +1,88 @@
+"""Calls read as they come are what a JSON parser makes of the whole."""
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.text.tool_call_parser import CallParser
+
+KEYS = st.sampled_from(["name", "arguments", "x", 'a "quoted" one', "{", ""])
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-99, 99)
+    | st.text(max_size=8)
+    | st.sampled_from('"\\{}[],: '),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=6,
+)
+OBJECTS = st.dictionaries(KEYS, VALUES, max_size=3)
+CALLS = st.tuples(st.text(min_size=1, max_size=6), OBJECTS, st.permutations(range(3)), VALUES)
+STYLES = st.sampled_from(
+    [(",", ":", None), (", ", ": ", None), (" , ", " : ", None), (",", ": ", 2)]
+)
+
+
+def read(parser: CallParser, text: str, cuts: Sequence[int]) -> list[tuple[str, str]]:
+    calls: list[tuple[str, str]] = []
+    bounds = [0, *sorted(cuts), len(text)]
+    for start, end in pairwise(bounds):
+        for part in parser.feed(text[start:end]):
+            if part.name is not None:
+                calls.append((part.name, ""))
+            calls[-1] = (calls[-1][0], calls[-1][1] + part.arguments)
+    return calls
+
+
+@given(st.lists(CALLS, min_size=1, max_size=3), STYLES, st.booleans(), st.data())
+def test_any_calls_however_they_are_cut(
+    made: list[tuple[str, dict[str, Any], list[int], Any]],
+    style: tuple[str, str, int | None],
+    listed: bool,
+    data: st.DataObject,
+) -> None:
+    objects = []
+    for name, arguments, order, other in made:
+        members = [("fn", name), ("args", arguments), ("id", other)]
+        objects.append(dict(members[n] for n in order))
+    shown: Any = objects if listed or len(objects) > 1 else objects[0]
+    comma, colon, indent = style
+    text = "\n" + json.dumps(shown, separators=(comma, colon), indent=indent) + "\n"
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=12))
+    calls = read(CallParser("fn", "args"), text, cuts)
+    assert [name for name, _ in calls] == [name for name, *_ in made]
+    assert [json.loads(arguments) for _, arguments in calls] == [a for _, a, *_ in made]
+    assert all(arguments == arguments.strip() and arguments in text for _, arguments in calls)
+    assert calls == read(CallParser("fn", "args"), text, range(len(text)))
+
+
+def test_a_name_is_told_as_soon_as_it_is_whole() -> None:
+    parser = CallParser("name", "arguments")
+    assert parser.feed('{"name": "get_wea') == []
+    assert not parser.begun
+    assert parser.feed('ther"') == [("get_weather", "")]
+    assert parser.begun
+    assert parser.feed(', "arguments": {"a') == [(None, '{"a')]
+    assert parser.feed('": 1} ') == [(None, '": 1}')]
+    assert parser.feed("}\n") == []
+
+
+def test_arguments_alone_belong_to_the_name_that_stood_before() -> None:
+    assert read(CallParser("", "", "f"), ' {"a": "b } "} \n', [3, 9]) == [("f", '{"a": "b } "}')]
+
+
+def test_what_names_no_function_is_no_call() -> None:
+    for text in (
+        "nonsense",
+        "{}",
+        '{"name": 3, "arguments": {}}',
+        '["name", "arguments"]',
+        '{"name',
+    ):
+        parser = CallParser("name", "arguments")
+        parser.feed(text)
+        assert not parser.begun, text

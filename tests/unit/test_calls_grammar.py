@@ -1,0 +1,335 @@
+"""Calls of every form are held to their tools: names, keys, types, choices, what is required."""
+
+import json
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from tests.unit.test_parser import FORMS, HARMONY
+from worker.generation.input_processor import ConstraintBuilder
+from worker.grammar.tool_calls import calls_grammar
+from worker.messages.generation import Calls, Chat, Constraint, GenerationInput
+from worker.text.output_format import PLAIN
+from worker.text.tool_call_format import ToolCallFormat
+from worker.text.tool_call_parser import types_of_parameters, value
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "s": {"type": "string"},
+                "n": {"type": "integer"},
+                "c": {"type": "string", "enum": ["red", "green"]},
+                "b": {"type": "boolean"},
+                "l": {"type": "array", "items": {"type": "string"}},
+                "o": {"type": "object", "properties": {"k": {"type": "number"}}, "required": ["k"]},
+            },
+            "required": ["s"],
+        },
+    },
+}
+TOOLS = [TOOL, {"type": "function", "function": {"name": "put"}}]
+JSON = [
+    ('{"s": "x", "n": 2, "c": "red", "b": true, "l": ["y"], "o": {"k": 1.5}}', True),
+    ('{"s": "x"}', True),
+    ('{"n": 2}', False),
+    ('{"s": "x", "n": "2"}', False),
+    ('{"s": "x", "c": "blue"}', False),
+    ('{"s": "x", "z": 1}', False),
+]
+PYTHON = [
+    ('s="x", n=2, c=\'red\', b=True, l=["y"], o={"k": 1.5}', True),
+    ("s='it\\'s'", True),
+    ("n=2", False),
+    ('s="x", n="2"', False),
+    ('s="x", c="blue"', False),
+    ('s="x", z=1', False),
+]
+TAGS = [
+    ([("s", "x <b>"), ("n", "2"), ("c", "red"), ("b", "true"), ("l", '["y"]')], True),
+    ([("s", 'a\nb "c"')], True),
+    ([("n", "2")], False),
+    ([("s", "x"), ("n", "two")], False),
+    ([("s", "x"), ("c", "blue")], False),
+    ([("s", "x"), ("z", "1")], False),
+]
+Q = '<|"|>'
+TYPED = [
+    (f"s:{Q}x, y{Q},n:2,c:{Q}red{Q},b:true,l:[{Q}y{Q}],o:{{k:1.5}}", True),
+    (f"b:true,s:{Q}x{Q}", True),  # by their names
+    ("n:2", False),
+    (f"s:{Q}x{Q},n:{Q}2{Q}", False),
+    (f"s:{Q}x{Q},c:{Q}blue{Q}", False),
+    (f"s:{Q}x{Q},z:1", False),
+]
+
+
+def takes(
+    form: ToolCallFormat,
+    text: str,
+    several: bool = True,
+    started: bool = False,
+    tools: Sequence[Any] = TOOLS,
+) -> bool:
+    """Whether a whole answer may be just this."""
+    tokenizer = LLTokenizer("byte")
+    grammar = calls_grammar(form, tools, several, json.dumps, started=started)
+    matcher = LLMatcher(tokenizer, grammar)
+    assert not matcher.get_error()
+    tokens = tokenizer.tokenize_str(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def written(form: ToolCallFormat, entries: list[tuple[str, str]]) -> str:
+    arguments = form.arguments
+    return "".join(
+        arguments.open + key + arguments.middle + value + arguments.close for key, value in entries
+    )
+
+
+CASES = [
+    *(
+        (name, text, good)
+        for name in ("args", "list", "key", "llama", "section")
+        for text, good in JSON
+    ),
+    *((name, text, good) for name in ("python", "bare python") for text, good in PYTHON),
+    *(
+        (name, written(FORMS[name], entries), good)
+        for name in ("coder", "pairs")
+        for entries, good in TAGS
+    ),
+    *(("typed", text, good) for text, good in TYPED),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "good"), CASES)
+def test_arguments_are_held_to_their_schema(name: str, arguments: str, good: bool) -> None:
+    form = FORMS[name]
+    text = form.text([("get", arguments)]).replace("\1", "id1").lstrip()
+    assert takes(form, text) == good
+    assert not takes(form, text.replace("get", "set", 1))
+
+
+BOUND = {
+    "properties": {
+        "s": {"type": "string", "minLength": 2, "maxLength": 4},
+        "p": {"type": "string", "pattern": "^[a-c]+/[0-9]{2}$"},
+    },
+    "required": ["s"],
+}
+
+
+@pytest.mark.parametrize("name", ["coder", "pairs", "typed", "python"])
+@pytest.mark.parametrize(
+    ("s", "p", "good"),
+    [("abc", "ab/12", True), ("a", "ab/12", False), ("abcde", "ab/12", False), ("abc", "x", False)],
+)
+def test_texts_have_their_length_and_pattern(name: str, s: str, p: str, good: bool) -> None:
+    form = FORMS[name]
+    shown = {
+        "typed": f"p:{Q}{p}{Q},s:{Q}{s}{Q}",
+        "python": f's="{s}", p="{p}"',
+    }
+    arguments = shown.get(name) or written(form, [("s", s), ("p", p)])
+    tool = {"type": "function", "function": {"name": "get", "parameters": BOUND}}
+    assert takes(form, form.text([("get", arguments)]), tools=[tool]) == good
+
+
+REFERS = {
+    "properties": {"n": {"$ref": "#/$defs/count"}, "l": {"items": {"$ref": "#/$defs/count"}}},
+    "required": ["n"],
+    "$defs": {"count": {"type": "integer", "minimum": 3, "maximum": 5}},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "good"),
+    [
+        ("python", "n=4", True),
+        ("python", "n=7", False),
+        ("typed", "n:4", True),
+        ("typed", 'n:<|"|>4<|"|>', False),
+        ("coder", written(FORMS["coder"], [("n", "4")]), True),
+        ("coder", written(FORMS["coder"], [("n", "four")]), False),
+    ],
+)
+def test_what_a_schema_refers_to_is_held_to(name: str, arguments: str, good: bool) -> None:
+    form = FORMS[name]
+    tool = {"type": "function", "function": {"name": "get", "parameters": REFERS}}
+    assert takes(form, form.text([("get", arguments)]), tools=[tool]) == good
+
+
+FORMS_OF_SEVERAL = [name for name in FORMS if FORMS[name].separator is not None]
+
+
+@pytest.mark.parametrize("name", FORMS_OF_SEVERAL)
+def test_several_calls_where_they_may_be(name: str) -> None:
+    form = FORMS[name]
+    empty = "{}" if form.arguments.style == "json" else ""
+    two = form.text([("put", empty), ("put", empty)]).replace("\1", "id1").lstrip()
+    assert takes(form, two)
+    assert not takes(form, two, several=False)
+
+
+def test_a_call_within_a_section_is_held_as_well() -> None:
+    form = FORMS["section"]
+    within = "<call>functions.put:1<args>{}</call>"
+    assert takes(form, f"<calls>{within}</calls>", started=True)
+    assert takes(form, f"{within}</calls>", started=True)
+    assert not takes(form, f"{within}</calls>")
+
+
+def test_what_stands_before_a_call_in_a_message_may_come() -> None:
+    form = HARMONY.calls
+    assert form is not None
+    tokenizer = LLTokenizer("byte")
+    grammar = calls_grammar(form, TOOLS, False, json.dumps, ["<|start|>assistant"])
+    text = " to=functions.put<|channel|>commentary json<|message|>{}<|call|>"
+    for begins in ("<|start|>assistant", ""):
+        matcher = LLMatcher(tokenizer, grammar)
+        tokens = tokenizer.tokenize_str((begins + text) if begins else text.lstrip())
+        assert matcher.try_consume_tokens(tokens) == len(tokens)
+
+
+class Written:
+    """Stands for what compiles grammars: it keeps what is written."""
+
+    quoted = staticmethod(json.dumps)
+
+    def compiled(self, grammar: str, param: str) -> None:
+        self.grammar = grammar
+
+
+def test_a_document_in_place_of_calls_has_its_own_header() -> None:
+    template: Any = SimpleNamespace(forms=lambda _: (HARMONY, HARMONY.calls))
+    plans: Any = ConstraintBuilder.__new__(ConstraintBuilder)
+    plans._template, plans.grammars = template, Written()
+    chat = Chat(({"role": "user", "content": "?"},), (TOOL,))
+    constraint = Constraint("json_schema", {"type": "object"}, "response_format")
+    plans.of(GenerationInput(chat, calls=Calls(("get",)), constraint=constraint), "")
+    tokenizer = LLTokenizer("byte")
+    header = "<|channel|>final<|message|>"
+    call = ' to=functions.get<|channel|>commentary json<|message|>{"s": "x"}<|call|>'
+    for text in (
+        "{}",
+        header + "{}",
+        f"<|start|>assistant{header}{{}}",
+        f"<|start|>assistant{call}",
+    ):
+        matcher = LLMatcher(tokenizer, plans.grammars.grammar)
+        tokens = tokenizer.tokenize_str(text)
+        assert matcher.try_consume_tokens(tokens) == len(tokens), text
+        assert matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"anyOf": [{"type": "string"}, {"type": "null"}]}}},
+        {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"type": "string"}}},
+        {"properties": {"a": {}, "b": {"enum": [1, "x"]}, "c": {"type": ["integer", "null"]}}},
+        {"properties": {"a": {"type": "object"}, "b": {"type": "array"}}},
+        {"properties": {'a "b"': {"type": "string"}, "</x>": {"type": "array", "items": {}}}},
+        {"properties": 3, "required": "a"},
+        {"properties": {"a": 7}, "required": ["a", "b", 1]},
+        [],
+        None,
+    ],
+)
+@pytest.mark.parametrize("name", [*FORMS, "plain"])
+def test_any_schema_makes_a_grammar(name: str, schema: object) -> None:
+    form = PLAIN.calls if name == "plain" else FORMS[name]
+    assert form is not None
+    tool = {"type": "function", "function": {"name": "get", "parameters": schema}}
+    if name not in ("coder", "pairs", "typed", "python", "bare python") and (
+        not isinstance(schema, dict) or schema.get("properties") in (3, {"a": 7})
+    ):
+        pytest.skip("llguidance says what it thinks of those")
+    matcher = LLMatcher(LLTokenizer("byte"), calls_grammar(form, [tool], True, json.dumps))
+    assert not matcher.get_error()
+
+
+HELD = {
+    "properties": {
+        "a": {"type": "string"},
+        "b": {"type": "boolean", "enum": [True]},
+        "c": {"enum": [1, "x"]},
+        "d": {"const": "only"},
+        "e": {},
+        "z": {"type": "integer"},
+    },
+    "required": ["z"],
+}
+
+
+def entry(name: str, key: str, value: object) -> str:
+    """An argument as a form has it; in Python's texts in single quotes."""
+    form = FORMS[name].arguments
+    if form.style == "python":
+        return f"{key}={value!r}"
+    text = f"{form.quotes}{value}{form.quotes}" if isinstance(value, str) else json.dumps(value)
+    return form.open + key + form.middle + text + form.close
+
+
+@pytest.mark.parametrize("name", ["coder", "pairs", "typed", "python", "bare python"])
+@pytest.mark.parametrize(
+    ("arguments", "good"),
+    [
+        ({"z": 1}, True),
+        ({"a": "x", "z": 1}, True),
+        ({"b": True, "c": 1, "d": "only", "e": 2, "z": 1}, True),
+        ({}, False),  # what is required comes after what is not
+        ({"a": "x"}, False),
+        ({"b": False, "z": 1}, False),
+        ({"c": 2, "z": 1}, False),
+        ({"c": "y", "z": 1}, False),
+        ({"d": "other", "z": 1}, False),
+    ],
+)
+def test_what_is_required_and_chosen(name: str, arguments: dict[str, Any], good: bool) -> None:
+    form = FORMS[name]
+    written = form.arguments.comma.join(entry(name, *each) for each in arguments.items())
+    tool = {"type": "function", "function": {"name": "get", "parameters": HELD}}
+    assert takes(form, form.text([("get", written)]), tools=[tool]) == good
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": ["string", 3, {}]},
+        {"anyOf": 3},
+        {"type": "object", "properties": {"k": {}}, "required": True},
+    ],
+)
+@pytest.mark.parametrize("name", [*FORMS, "plain"])
+def test_nonsense_in_a_schema_is_no_bug_of_ours(name: str, schema: dict[str, Any]) -> None:
+    form = PLAIN.calls if name == "plain" else FORMS[name]
+    assert form is not None
+    parameters = {"properties": {"a": schema}, "required": [["a"], {}]}
+    function = {"name": "get", "parameters": parameters}
+    assert calls_grammar(form, [{"function": function}], True, json.dumps)
+    assert value("1", types_of_parameters({"function": function})["a"]) is not None
+
+
+def test_a_value_of_any_type_has_its_key_in_python() -> None:
+    tool = {"type": "function", "function": {"name": "get", "parameters": HELD}}
+    assert takes(FORMS["python"], "<|calls|>[get(e='x', z=1)]<|end_calls|>", tools=[tool])
+    assert not takes(FORMS["python"], "<|calls|>[get('x', z=1)]<|end_calls|>", tools=[tool])
+
+
+@pytest.mark.parametrize("kind", ["any", "int", ["string", "int"]])
+@pytest.mark.parametrize("name", ["llama", "coder", "python"])
+def test_what_is_of_a_type_that_json_has_not_may_be_anything(name: str, kind: Any) -> None:
+    parameters = {"type": "dict", "properties": {"n": {"type": kind}}, "required": ["n"]}
+    tool = {"type": "function", "function": {"name": "get", "parameters": parameters}}
+    form = FORMS[name]
+    arguments = {"llama": '{"n": 7}', "coder": written(form, [("n", "7")]), "python": "n=7"}[name]
+    assert takes(form, form.text([("get", arguments)]), tools=[tool])
+    assert not takes(form, form.text([("get", arguments.replace("n", "m"))]), tools=[tool])

@@ -1,0 +1,158 @@
+"""Packed and int8 linear layers: the same products from weights laid out anew."""
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from worker.model.cpu.linear import (
+    INT8_ROWS,
+    Int8Linear,
+    PackedLinear,
+    pack_weights,
+    packed_dtype,
+    quantize_weights,
+    unpack_weights,
+)
+
+
+def layer(bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(48, 80, bias=bias).requires_grad_(False)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 48), (1, 7, 48), (300, 48), (1, 0, 48)])
+def test_packed_weights_give_the_same_products(bias: bool, shape: tuple[int, ...]) -> None:
+    plain = layer(bias)
+    packed = PackedLinear(plain.weight, plain.bias)
+    x = torch.randn(shape)
+    torch.testing.assert_close(packed(x), plain(x), atol=1e-5, rtol=1e-5)
+    assert packed(x).shape == plain(x).shape
+
+
+@pytest.mark.parametrize("change", [pack_weights, quantize_weights])
+def test_each_original_is_gone_before_the_next_is_converted(
+    change: Callable[[nn.Module, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(*(layer() for _ in range(5)))
+    originals = [weakref.ref(each.weight) for each in model]
+    alive: list[int] = []
+    for kind in (PackedLinear, Int8Linear):
+
+        def init(made: Any, *arguments: Any, ordinary: Any = kind.__init__) -> None:
+            alive.append(sum(ref() is not None for ref in originals))
+            ordinary(made, *arguments)
+
+        monkeypatch.setattr(kind, "__init__", init)
+    change(model, 0)
+    assert alive == [5, 4, 3, 2, 1]
+
+
+def test_packing_can_be_undone() -> None:
+    model = nn.Sequential(layer(), nn.ReLU(), nn.ModuleDict({"in": nn.Linear(80, 3)}))
+    weights = [each.weight.clone() for each in model.modules() if type(each) is nn.Linear]
+    pack_weights(model, free_bytes=10**9)
+    assert sum(isinstance(each, PackedLinear) for each in model.modules()) == 2
+    unpack_weights(model)
+    back = [each.weight for each in model.modules() if type(each) is nn.Linear]
+    for ours, theirs in zip(back, weights, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_where_bfloat16_is_emulated_products_are_its_own(
+    bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exact product, rounded once: no further from it than bfloat16's own."""
+    monkeypatch.setattr("worker.model.cpu.linear.has_bfloat16", lambda: False)
+    plain = layer(bias).bfloat16()
+    model = nn.Sequential(plain)
+    pack_weights(model, free_bytes=10**9)
+    made = model[0]
+    assert isinstance(made, PackedLinear)
+    assert made.packed.dtype == torch.float32
+    x = torch.randn(30, 48).bfloat16()
+    exact = nn.functional.linear(
+        x.double(), plain.weight.double(), plain.bias.double() if bias else None
+    )
+    assert made(x).dtype == torch.bfloat16
+    torch.testing.assert_close(made(x), exact.bfloat16(), atol=1e-6, rtol=2**-7)
+    unpack_weights(model)
+    back = model[0]
+    assert isinstance(back, nn.Linear)
+    assert back.weight.dtype == torch.bfloat16
+    assert torch.equal(back.weight, plain.weight)
+    assert not bias or torch.equal(back.bias, plain.bias)
+
+
+def test_weights_are_not_doubled_where_there_is_no_room(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("worker.model.cpu.linear.has_bfloat16", lambda: False)
+    model = nn.Sequential(layer().bfloat16())
+    pack_weights(model, free_bytes=2 * 48 * 80)
+    assert type(model[0]) is nn.Linear
+    assert "bfloat16 is emulated" in caplog.records[0].message
+    pack_weights(model.float(), free_bytes=0)
+    assert isinstance(model[0], PackedLinear), "float32 takes no more than it did"
+
+
+def test_where_there_is_bfloat16_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.model.cpu.linear.has_bfloat16", lambda: True)
+    assert packed_dtype(torch.bfloat16) == torch.bfloat16
+
+
+def test_subclasses_of_linear_are_left_alone() -> None:
+    class Own(nn.Linear):
+        pass
+
+    model = nn.Sequential(Own(4, 4))
+    pack_weights(model, free_bytes=10**9)
+    assert type(model[0]) is Own
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("copy", [True, False])
+def test_int8_is_near_and_one_set_of_weights(dtype: torch.dtype, copy: bool) -> None:
+    plain = layer().to(dtype)
+    quantised = Int8Linear(plain.weight, plain.bias, copy)
+    x = torch.randn(1, 2 * INT8_ROWS, 48).to(dtype)
+    exact, ours = plain(x).float(), quantised(x).float()
+    assert ours.dtype == torch.float32
+    assert quantised(x).dtype == dtype
+    assert float((ours - exact).norm() / exact.norm()) < 0.02
+    few = torch.cat([quantised(x[:, n : n + 1]) for n in range(x.shape[1])], 1).float()
+    assert float((few - ours).norm() / ours.norm()) < 5e-3  # the same weights, rounded elsewhere
+
+
+def test_int8_weights_are_within_half_a_step_of_the_originals() -> None:
+    plain = layer()
+    made = Int8Linear(plain.weight, None, copy=False)
+    back = made.weight.float() * made.scale.float()[:, None]
+    step = made.scale.float()[:, None]
+    assert float(((back - plain.weight).abs() / step).max()) <= 0.51 + 127 * 2**-8
+    assert made.weight.dtype == torch.int8
+
+
+def test_a_copy_is_kept_only_where_there_is_room_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "onequeue.linear")
+    for free, kept in ((0, False), (10**9, True)):
+        model = nn.Sequential(layer())
+        quantize_weights(model, free)
+        made = model[0]
+        assert isinstance(made, Int8Linear)
+        assert (made.copy is not None) is kept
+        assert ("the copy of the dequantised values" in caplog.records[-1].message) is kept
+    assert "weights_gb=0.000" in caplog.records[0].message
+
+
+def test_a_row_of_zeros_is_quantised_to_zeros() -> None:
+    weight = torch.zeros(16, 32)
+    assert not Int8Linear(weight, None, copy=False)(torch.randn(3, 32)).any()

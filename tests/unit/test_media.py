@@ -1,0 +1,278 @@
+"""Images and sound are decoded here, within bounds; nothing is ever opened by name."""
+
+import base64
+import io
+import random
+import struct
+import tempfile
+import zlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+from PIL import Image
+
+from batching.errors import InvalidInput
+from worker.media import audio, inputs
+from worker.media.data_urls import to_bytes
+from worker.media.decode_limiter import DecodeLimiter
+from worker.media.inputs import to_images
+from worker.pipeline.limits import check_sound
+
+RATE = 16000
+PIXELS = 64_000_000
+
+
+def to_image(value: Any, param: str = "inputs", values: int = 1) -> Image.Image:
+    with DecodeLimiter(PIXELS).lease() as lease:
+        return inputs.to_image(value, lease, param, values)
+
+
+def to_audio(value: Any, rate: int, **more: Any) -> np.ndarray:
+    with DecodeLimiter(PIXELS).lease() as lease:
+        return inputs.to_audio(value, rate, lease, **more)
+
+
+def picture(kind: str = "PNG", size: tuple[int, int] = (9, 5)) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, (10, 200, 30)).save(buffer, format=kind)
+    return buffer.getvalue()
+
+
+def tone(seconds: float, rate: int = RATE, channels: int = 1, kind: str = "WAV") -> bytes:
+    samples = 0.3 * np.sin(2 * np.pi * 440 * np.arange(int(seconds * rate)) / rate)
+    buffer = io.BytesIO()
+    soundfile.write(buffer, np.stack([samples] * channels, axis=1), rate, format=kind)
+    return buffer.getvalue()
+
+
+def without_length(flac: bytes) -> bytes:
+    """FLAC as a pipe gives it: nobody went back to write down how long it became."""
+    sound = bytearray(flac)
+    sound[21] &= 0xF0  # of 36 bits, the first 4
+    sound[22:26] = bytes(4)
+    return bytes(sound)
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A file that claims to be large and holds next to nothing."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 99))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_image_formats_are_read(kind: str) -> None:
+    assert to_image(picture(kind)).size == (9, 5)
+
+
+def test_base64_and_data_urls_are_decoded() -> None:
+    encoded = base64.b64encode(picture()).decode()
+    in_lines = base64.encodebytes(picture() * 3).decode()
+    assert to_image(encoded).size == (9, 5)
+    assert to_image(f"data:image/png;base64,{encoded}").size == (9, 5)
+    assert to_bytes(in_lines, "inputs") == picture() * 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "https://example.com/cat.png",
+        "file:///etc/passwd",
+        "data:text/plain,hello",
+        "../cat.png",
+        "",
+    ],
+)
+def test_links_and_paths_are_not_opened(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.open", None)
+    with pytest.raises(InvalidInput) as caught:
+        to_image(name, "inputs.image")
+    assert caught.value.param == "inputs.image"
+    monkeypatch.undo()
+    opened: list[str] = []
+
+    def watched(file: str, *given: Any) -> Any:
+        opened.append(file)
+        return io.open(file, *given)  # noqa: UP020  # that which is not watched
+
+    monkeypatch.setattr("builtins.open", watched)
+    with pytest.raises(InvalidInput):
+        to_audio(name, RATE)
+    assert all(file.startswith(tempfile.gettempdir()) for file in opened)
+
+
+def test_the_path_of_an_existing_image_is_not_opened(tmp_path: Path) -> None:
+    path = tmp_path / "cat.png"
+    path.write_bytes(picture())
+    with pytest.raises(InvalidInput):
+        to_image(str(path))
+
+
+@pytest.mark.parametrize("size", [(60_000, 60_000), (10_000, 10_000), (8_001, 8_000)])
+def test_image_that_unpacks_into_too_much_is_refused_undecoded(size: tuple[int, int]) -> None:
+    with pytest.raises(InvalidInput, match="pixels"):
+        to_image(png_header(*size))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of the TIFF reader
+def test_broken_images_are_refused() -> None:
+    rng = random.Random(0)
+    for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"):
+        whole = picture(kind, (40, 30))
+        for _ in range(60):
+            broken = bytearray(whole[: rng.randrange(1, len(whole))])
+            broken[rng.randrange(len(broken))] = rng.randrange(256)
+            try:
+                to_image(bytes(broken))
+            except InvalidInput:
+                continue
+    for garbage in (b"", b"hello", b"\0" * 1000, png_header(5, 5)[:40]):
+        with pytest.raises(InvalidInput, match="not an image"):
+            to_image(garbage)
+
+
+def test_formats_that_start_other_programs_are_not_read() -> None:
+    with pytest.raises(InvalidInput, match="not an image"):
+        to_image(picture("EPS"))
+
+
+@pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "MP3"])
+def test_sound_formats_are_read(kind: str) -> None:
+    samples = to_audio(tone(0.5, kind=kind), RATE)
+    assert samples.dtype == np.float32
+    assert len(samples) == pytest.approx(8000, abs=2500)  # MP3 pads
+    assert np.abs(samples).max() == pytest.approx(0.3, abs=0.05)
+
+
+@pytest.mark.parametrize("rate", [8000, 22050, 44100, 48000])
+def test_sound_is_mixed_down_and_resampled(rate: int) -> None:
+    samples = to_audio(tone(3.0, rate, channels=2), RATE)
+    assert len(samples) == pytest.approx(3 * RATE, abs=2)
+    expected = 0.3 * np.sin(2 * np.pi * 440 * np.arange(len(samples)) / RATE)
+    assert np.abs(samples - expected)[500:-500].max() < 1e-2
+
+
+def test_resampling_in_blocks_leaves_no_seams(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = to_audio(tone(1.0, 44100), RATE)
+    monkeypatch.setattr(audio, "BLOCK", 1000)
+    np.testing.assert_allclose(to_audio(tone(1.0, 44100), RATE), whole, atol=1e-5)
+
+
+def test_broken_and_empty_sounds_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    rng = random.Random(0)
+    for kind in ("WAV", "FLAC", "OGG", "MP3"):
+        whole = tone(0.2, kind=kind)
+        for _ in range(40):
+            broken = bytearray(whole[: rng.randrange(1, len(whole))])
+            broken[rng.randrange(min(len(broken), 60))] = rng.randrange(256)
+            try:
+                to_audio(bytes(broken), RATE)
+            except InvalidInput:
+                continue
+    for garbage in (b"", b"hello", b"\0" * 1000, picture()):
+        with pytest.raises(InvalidInput, match="not a sound file"):
+            to_audio(garbage, RATE)
+    with pytest.raises(InvalidInput, match="at least"):
+        to_audio(tone(0.001), RATE)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_sound_that_is_too_long_is_refused_undecoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "MAX_AUDIO_S", 2)
+    monkeypatch.setattr(soundfile.SoundFile, "read", None)
+    with pytest.raises(InvalidInput, match="3 seconds"):
+        to_audio(tone(3.0), RATE)
+    monkeypatch.setattr(audio, "MAX_SAMPLES", 30_000)
+    with pytest.raises(InvalidInput, match="2 channels"):
+        to_audio(tone(1.0, channels=2), RATE)
+
+
+def test_samples_that_are_no_numbers_are_refused() -> None:
+    samples = np.zeros(8000, np.float32)
+    samples[77] = np.nan
+    buffer = io.BytesIO()
+    soundfile.write(buffer, samples, RATE, format="WAV", subtype="FLOAT")
+    with pytest.raises(InvalidInput, match="finite"):
+        to_audio(buffer.getvalue(), RATE)
+
+
+@pytest.mark.parametrize("rate", [1, 999, 400_000])
+def test_a_rate_that_would_unpack_into_hours_is_refused_undecoded(
+    rate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = tone(7000 / rate, rate)
+    monkeypatch.setattr(soundfile.SoundFile, "read", None)
+    with pytest.raises(InvalidInput, match=f"{rate} samples a second; 1000 to 384000 are taken"):
+        to_audio(sound, RATE)
+
+
+def test_a_length_that_the_model_does_not_take_is_refused_undecoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(soundfile.SoundFile, "read", None)
+    check = partial(check_sound, parameters={}, window_s=0.0)
+    with pytest.raises(InvalidInput, match="lasts 301 seconds; this model takes 300"):
+        to_audio(tone(301, 1000), RATE, check_seconds=check)
+
+
+def test_sound_that_ends_before_its_header_says_is_read_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(audio, "BLOCK", 2000)
+    whole = tone(2.0, kind="MP3")
+    assert 0.5 * RATE < len(to_audio(whole[: len(whole) // 2], RATE)) < 1.5 * RATE
+
+
+def test_images_given_together_have_together_as_many_pixels_as_one() -> None:
+    half = picture(size=(6000, 5400))
+    with DecodeLimiter(PIXELS).lease() as lease, pytest.raises(InvalidInput) as caught:
+        to_images([(half, "inputs.images[0]"), (half, "inputs.images[1]")], lease)
+    assert "64800000 together with the others; at most 64000000" in str(caught.value)
+    with DecodeLimiter(PIXELS).lease() as lease:
+        assert len(to_images([(picture(), "one"), (picture(), "two")], lease)) == 2
+        assert lease.taken == 2 * 9 * 5
+
+
+def test_an_image_that_many_masks_are_made_of_has_fewer_pixels() -> None:
+    fine, large = picture(size=(1000, 1000)), picture(size=(1001, 1000))
+    assert to_image(fine, values=64 * inputs.FREE_VALUES_PER_PIXEL).size == (1000, 1000)
+    with pytest.raises(InvalidInput, match="at most 1000000 in all are taken where each gets 512"):
+        to_image(large, values=64 * inputs.FREE_VALUES_PER_PIXEL)
+
+
+@pytest.mark.parametrize("size", [(1, 201), (201, 1)])
+def test_an_image_that_would_be_blown_up_is_refused(size: tuple[int, int]) -> None:
+    """Where its shorter side is made so many pixels."""
+    with pytest.raises(InvalidInput, match="at most 200 times the other"):
+        to_image(picture(size=size))
+    assert to_image(picture(size=(200, 1))).size == (200, 1)
+
+
+def test_a_small_image_in_a_large_tile_is_refused() -> None:
+    """libtiff unpacks a tile whole."""
+    name, long, side = range(256, 260), 4, 30_000
+    tags = [*zip(name, (10, 10, 8, 5), strict=True), (262, 1), (277, 1), (322, side), (323, side)]
+    tags += [(324, 200), (325, 12)]
+    entries = b"".join(struct.pack("<HHII", tag, long, 1, value) for tag, value in tags)
+    file = b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + b"\0" * 100
+    with pytest.raises(InvalidInput, match="tiles that are too large"):
+        to_image(file)
+
+
+def test_a_progressive_image_of_endless_scans_is_refused() -> None:
+    buffer = io.BytesIO()
+    Image.new("L", (800, 800)).save(buffer, format="JPEG", progressive=True)
+    once = buffer.getvalue()
+    scan = once[once.rindex(b"\xff\xda") : -2]
+    assert to_image(once[:-2] + 50 * scan + once[-2:]).size == (800, 800)
+    with pytest.raises(InvalidInput, match="scans"):
+        to_image(once[:-2] + 6400 * scan + once[-2:])

@@ -1,0 +1,79 @@
+"""Prompt lookup: what is drafted, and how right it was."""
+
+import random
+
+import pytest
+
+from worker.generation.speculation import DRAFT, EXPECTED, INDEXED, NgramDrafter
+
+
+def test_what_followed_the_last_tokens_is_drafted() -> None:
+    assert NgramDrafter().draft([1, 2, 3, 4, 5, 6, 1, 2, 3], 2) == (4, 5)
+
+
+def test_the_latest_occurrence_counts() -> None:
+    assert NgramDrafter().draft([1, 2, 3, 7, 0, 1, 2, 3, 8, 0, 1, 2, 3], 1) == (8,)
+
+
+def test_text_that_goes_round_is_drafted_on_beyond_its_end() -> None:
+    assert NgramDrafter().draft([5, 5, 5, 5], 6) == (5,) * 6
+    assert NgramDrafter().draft([0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2], 6) == (3, 0, 1, 2, 3, 0)
+
+
+def test_a_draft_is_never_longer_than_asked_for() -> None:
+    tokens = [1, 2, 3, *range(10, 40), 1, 2, 3]
+    assert NgramDrafter().draft(tokens, 100) == tuple(range(10, 10 + DRAFT))
+    assert NgramDrafter().draft(tokens, 0) == ()
+
+
+def test_nothing_is_drafted_for_what_was_never_seen() -> None:
+    assert NgramDrafter().draft([1, 2, 3, 4, 5, 6], 6) == ()
+    assert NgramDrafter().draft([1, 2], 6) == ()
+
+
+def test_text_that_grows_is_indexed_once_and_found_later() -> None:
+    lookup = NgramDrafter()
+    tokens = [1, 2, 3, 4]
+    assert lookup.draft(tokens, 6) == ()
+    tokens += [9, 2, 3, 4]
+    assert lookup.draft(tokens, 4) == (9, 2, 3, 4)
+    tokens += [9, 2]
+    assert lookup.draft(tokens, 2) == (3, 4)
+
+
+@pytest.mark.parametrize("right", [0.1, 0.6, 0.9])
+def test_acceptance_is_learned_up_to_the_first_wrong_token(right: float) -> None:
+    lookup, chance, learned = NgramDrafter(), random.Random(0), []
+    for _ in range(2000):
+        outcomes = [chance.random() < right for _ in range(4)]
+        lookup.verified(4, (*outcomes, False).index(False))
+        learned.append(lookup.acceptance)
+    assert sum(learned) / len(learned) == pytest.approx(right, abs=0.1)
+
+
+def test_acceptance_that_stops_drafts_is_forgotten_in_a_while() -> None:
+    lookup = NgramDrafter()
+    for _ in range(10):
+        lookup.verified(1, 0)
+    assert lookup.acceptance < 0.1
+    steps = 0
+    while lookup.acceptance < EXPECTED / 2:
+        assert lookup.draft([1, 2, 3, 4, 1, 2, 3], 0) == ()
+        steps += 1
+    assert 40 < steps < 120
+
+
+def test_one_draft_looks_at_so_many_tokens_only() -> None:
+    lookup, tokens = (
+        NgramDrafter(),
+        [*range(3 * INDEXED), 2 * INDEXED, 2 * INDEXED + 1, 2 * INDEXED + 2],
+    )
+    assert [lookup.draft(tokens, 1) for _ in range(3)] == [(), (), (2 * INDEXED + 3,)]
+
+
+def test_where_nothing_may_be_drafted_nothing_is_looked_at() -> None:
+    lookup, late = NgramDrafter(), INDEXED + 100
+    tokens = [*range(2 * INDEXED), late, late + 1, late + 2]
+    for _ in range(3):
+        assert lookup.draft(tokens, 0) == ()
+    assert [lookup.draft(tokens, 1) for _ in range(2)] == [(), (late + 3,)]

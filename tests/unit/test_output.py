@@ -1,0 +1,204 @@
+"""From tokens to text: however a text falls into tokens, the same comes of it, and its tokens'
+log-probabilities with it."""
+
+import random
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests import tiny_chat
+from tests.generating import GREEDY, request
+from worker.generation.output import PreparedPrompt, SequenceOutput, make_choices
+from worker.messages.deltas import Delta, TokenLogprob
+from worker.messages.generation import Calls
+from worker.model.sampler import SampledToken, SamplingParams
+from worker.text.detokenizer import TextSpan, TokenSpan, Vocabulary
+from worker.text.output_format import PLAIN
+from worker.text.parser import Parser
+
+TOKENIZER = tiny_chat.tokenizer()
+TOKENIZER.add_tokens(["ok\n"])
+VOCABULARY = Vocabulary(TOKENIZER)
+BYTES = {id_: VOCABULARY.token(id_)[1] for id_ in range(len(TOKENIZER))}
+BEGIN, END = 0, 1  # special tokens, which have no text
+OK = len(TOKENIZER) - 1  # "ok\n"
+FRAGMENTS = [
+    "<think>", "\nhm,  ok\n", "</think>", "\n\n", "Hello  there. \n", " ", "  ", "é🚀", "日本",
+    '<tool_call>\n{"name": "w", "arguments": {"city": "P <b"}}\n</tool_call>', "<tool_call>",
+    "</tool_call>", "nonsense", "<tool", "</thi", "stop", "sto", "\t\n", "x y", "abc", "ab",
+]  # fmt: skip
+STOPS = [(), (), ("stop",), ("abc", "x y"), ("\n\n",), ("é",), ("there. x",)]
+
+
+def output(
+    max_tokens: int,
+    stop: tuple[str, ...] = (),
+    logprobs: int | None = 0,
+    form: Any = PLAIN,
+    begun: str = "",
+    calls: bool = True,
+) -> SequenceOutput:
+    item = request([5], replace(GREEDY, logprobs=logprobs), stop=stop)
+    parser = None if form is None else Parser(form, begun, calls)
+    params = SamplingParams(logprobs=logprobs)
+    prepared = PreparedPrompt([5], params, max_tokens, {END: None}, parser=parser)
+    [made] = make_choices(item, prepared, VOCABULARY)
+    made.begin(0)
+    return made
+
+
+def tokens_of(text: str, chance: random.Random) -> list[int]:
+    """Any tokens that have this text, half characters and all."""
+    left, tokens = text.encode(), []
+    while left:
+        fitting = [i for i, piece in BYTES.items() if piece and left.startswith(piece) and i > 5]
+        tokens.append(chance.choice(fitting))
+        left = left[len(BYTES[tokens[-1]]) :]
+    return tokens
+
+
+def said(made: SequenceOutput, tokens: list[int], logprobs: bool = True) -> Delta:
+    """All that comes of these tokens; each one's log-probability is its number."""
+    whole = Delta(0)
+    for number, token in enumerate(tokens):
+        made.push(SampledToken(token, float(number) if logprobs else None, ()))
+        if delta := made.take():
+            whole.merge(delta)
+        if made.ended:
+            break
+    assert made.ended
+    return whole
+
+
+def assert_of_their_tokens(entries: list[TokenLogprob], tokens: list[int]) -> None:
+    numbers = [entry.logprob for entry in entries]
+    assert numbers == sorted(set(numbers), key=float)  # type: ignore[arg-type]
+    for entry in entries:
+        assert entry.logprob is not None
+        assert entry.token_id == tokens[int(entry.logprob)]
+
+
+@pytest.mark.parametrize("begun", ["", "<think>\n", "The "])
+def test_however_a_text_falls_into_tokens_the_same_comes_of_it(begun: str) -> None:
+    chance = random.Random(begun)
+    for _ in range(150):
+        text = "".join(chance.choices(FRAGMENTS, k=chance.randrange(1, 8)))
+        stop = chance.choice(STOPS)
+        expected = None
+        for _ in range(3):
+            tokens = tokens_of(text, chance)
+            if ends := chance.random() < 0.5:
+                tokens.append(END)
+            limit = len(tokens) + ends
+            delta = said(output(limit, stop, begun=begun), tokens)
+            assert "".join(entry.text for entry in delta.logprobs) == delta.text
+            assert_of_their_tokens(delta.logprobs, tokens)
+            plain = said(output(limit, stop, None, begun=begun), tokens, logprobs=False)
+            assert plain.parts == delta.parts
+            expected = expected or delta.parts
+            assert delta.parts == expected, (text, stop)
+
+
+def test_a_text_that_ends_in_half_a_character() -> None:
+    chance = random.Random(0)
+    for _ in range(100):
+        text = "".join(chance.choices([*FRAGMENTS, "é", "日"], k=3))
+        tokens = tokens_of(text, chance)
+        tokens = tokens[: chance.randrange(1, len(tokens) + 1)]
+        whole = b"".join(BYTES[token] for token in tokens).decode("utf-8", "replace")
+        for ids, limit in ((tokens, len(tokens)), ([*tokens, END], 10**6)):
+            delta = said(output(limit, form=None), ids)
+            assert "".join(entry.text for entry in delta.logprobs) == delta.text == whole
+            assert_of_their_tokens(delta.logprobs, ids)
+            assert {entry.logprob for entry in delta.logprobs} >= set(range(len(tokens)))
+
+
+def test_what_is_cut_off_takes_no_token_along() -> None:
+    tokens = tokens_of("Hello", random.Random(0)) + tokens_of("<tool_call>", random.Random(1))
+    delta = said(output(len(tokens)), tokens)
+    assert "".join(entry.text for entry in delta.logprobs) == delta.text == "Hello"
+
+
+def test_log_probabilities_of_content_come_before_what_interrupts_it() -> None:
+    """White space after the content is nobody's: its token is not waited for."""
+    made, whole = output(10**6), Delta(0)
+    for token in (OK, *tokens_of("<think>", random.Random(0)), OK):
+        made.push(SampledToken(token, -1.0, ()))
+        whole.merge(made.take() or Delta(0))
+    assert [part.kind for part in whole.parts] == ["content", "reasoning"]
+    assert [(entry.token_id, entry.text, entry.raw) for entry in whole.logprobs] == [
+        (OK, "ok", b"ok")
+    ]
+
+
+def test_tokens_without_text_go_with_the_content_beside_them() -> None:
+    for begun, counted in (("", [BEGIN, OK, BEGIN, BEGIN]), ("<think>\n", [])):
+        delta = said(output(4, begun=begun), [BEGIN, OK, BEGIN, BEGIN])
+        assert [entry.token_id for entry in delta.logprobs] == counted
+    delta = said(output(2), [BEGIN, BEGIN])
+    assert [entry.token_id for entry in delta.logprobs] == [BEGIN, BEGIN]
+
+
+CALL = '<tool_call>{"name": "w", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "calls", "run", "told"),
+    [
+        ("Hello\n\n\n\n</s>", "\n", False, "Hello\n", ("Hello", "stop", "\n")),
+        ("Hello\n\n\n\n</s>", "\n\n", False, "Hello\n\n", ("Hello", "stop", "\n\n")),
+        ("Hello\nworld", "\n", False, "Hello\n", ("Hello", "stop", "\n")),
+        ("Hello \n", "o \n", False, "Hello \n", ("Hell", "stop", "o \n")),
+        ("Hello <</s>", "<", False, "Hello <</s>", ("Hello ", "stop", "<")),
+        ("Hello <", "<", False, "Hello <", ("Hello ", "stop", "<")),
+        ("<think>\n</think>\nHi\n.", "\n", False, "<think>\n</think>\nHi\n", ("Hi", "stop", "\n")),
+        ("\n<think>.</think>\nHi", "\n", False, "\n<think>.</think>\nHi", ("Hi", "length", None)),
+        # where calls may be made, white space may stand before one
+        ("Hello\n\n", "\n", True, "Hello\n\n", ("Hello", "stop", "\n")),
+        ("Hello\nworld", "\n", True, "Hello\nw", ("Hello", "stop", "\n")),
+        (f"Hello\n{CALL}</s>", "\n", True, f"Hello\n{CALL}</s>", ("Hello", "tool_calls", None)),
+    ],
+)
+def test_stop_strings_in_what_may_stand_before_a_mark(
+    text: str, stop: str, calls: bool, run: str, told: tuple[Any, ...]
+) -> None:
+    """`run`: as far as tokens are; each has a mark or a character, and all of them end the text."""
+    ids = {piece: id_ for id_, piece in BYTES.items()}
+    units = [ids[unit.encode()] for unit in re.findall(r"</?\w+>|.|\n", text)]
+    made = output(len(units), (stop,), None, calls=calls)
+    delta = said(made, units, logprobs=False)
+    assert (delta.text, delta.finish_reason, delta.stop_reason) == told
+    assert delta.tokens == len(re.findall(r"</?\w+>|.|\n", run))
+
+
+@pytest.mark.parametrize("counts", [(3,), (1, 1, 1, 9), (0, 4), (2, 0, 3), (40,)])
+def test_pieces_fall_into_parts_that_make_the_whole(counts: tuple[int, ...]) -> None:
+    tokens = [(TokenLogprob(n, text, b"", 0.0),) for n, text in enumerate(("ab", "cde", "f"))]
+    left = TextSpan("abcdef", [TokenSpan(each[0].text, each) for each in tokens])
+    parts = [left.take(count) for count in counts]
+    assert "".join(part.text for part in [*parts, left]) == "abcdef"
+    for part in [*parts, left]:
+        assert "".join(share.text for share in part.shares) == part.text
+    joined = TextSpan("")
+    for part in [*parts, left]:
+        joined.append(part)
+    ends = [share.tokens for share in joined.shares if share.ends]
+    assert ends == tokens
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_where_one_call_may_be_made_one_is_told(parallel: bool) -> None:
+    item = request([5], GREEDY)
+    item.payload = replace(item.payload, calls=Calls(("a", "b"), parallel=parallel))
+    prepared = PreparedPrompt(
+        [5], SamplingParams(), 400, {END: None}, parser=Parser(PLAIN, "", True)
+    )
+    [made] = make_choices(item, prepared, VOCABULARY)
+    made.begin(0)
+    text = '<tool_call>[{"name": "a", "arguments": {"n": 1}}, {"name": "b"}]</tool_call>'
+    for token in [*tokens_of(text, random.Random(0)), END]:
+        made.push(SampledToken(token, None, ()))
+    calls = [(part.name, part.text) for part in made.take().parts if part.kind == "call"]
+    assert calls == [("a", '{"n": 1}'), ("b", "{}")][: 1 + parallel]

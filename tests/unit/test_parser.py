@@ -1,0 +1,913 @@
+"""Answers read as they come: the same however they are cut, and what transformers makes of the
+whole."""
+
+import copy
+import gc
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from transformers.utils.chat_parsing import parse_response
+
+from worker.messages.deltas import TokenLogprob
+from worker.text.detokenizer import TextSpan, TokenSpan
+from worker.text.output_format import (
+    PLAIN,
+    Channels,
+    OutputFormat,
+    declared_output_format,
+    learned_output_format,
+    literal,
+)
+from worker.text.parser import Event, Parser
+from worker.text.tool_call_format import ID, PLAIN_CALLS, ArgumentFormat, ToolCallFormat
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get",
+        "parameters": {"properties": {"n": {"type": "integer"}, "s": {"type": "string"}}},
+    },
+}
+CALL = '<tool_call>\n{"name": "w", "arguments": {"city": "P <b"}}\n</tool_call>'
+WHOLE = f"<think>\nhm,  ok\n</think>\n\nHello  there. \n{CALL}\n{CALL}"
+
+
+HERMES = PLAIN
+THOUGHTS = ("<think>", "</think>")
+NOTHING = ("", "")
+FORMS = {
+    "coder": ToolCallFormat(
+        NOTHING,
+        ("<tool_call>\n<function=", "</function>\n</tool_call>"),
+        ">\n",
+        "\n",
+        ArgumentFormat(
+            "entries",
+            comma="",
+            open="<parameter=",
+            middle=">\n",
+            close="\n</parameter>\n",
+        ),
+    ),
+    "pairs": ToolCallFormat(
+        NOTHING,
+        ("<tool_call>", "</tool_call>"),
+        "\n",
+        "\n",
+        ArgumentFormat(
+            "entries",
+            comma="",
+            open="<arg_key>",
+            middle="</arg_key>\n<arg_value>",
+            close="</arg_value>\n",
+        ),
+    ),
+    "typed": ToolCallFormat(
+        NOTHING,
+        ("<|tool_call>call:", "}<tool_call|>"),
+        "{",
+        "",
+        ArgumentFormat("entries", comma=",", middle=":", quotes='<|"|>'),
+    ),
+    "python": ToolCallFormat(
+        ("<|calls|>[", "]<|end_calls|>"),
+        NOTHING,
+        "(",
+        ", ",
+        ArgumentFormat("python", quotes='"'),
+        ("", ")"),
+    ),
+    "bare python": ToolCallFormat(
+        ("[", "]"), NOTHING, "(", ", ", ArgumentFormat("python"), ("", ")")
+    ),
+    "args": ToolCallFormat(NOTHING, ("[TOOL_CALLS]", ""), f"[CALL_ID]{ID}[ARGS]", ""),
+    "list": ToolCallFormat(
+        ("[TOOL_CALLS] [", "]"),
+        NOTHING,
+        '", "arguments": ',
+        ", ",
+        braces=('{"name": "', "}"),
+        keys=("name", "arguments"),
+    ),
+    "key": ToolCallFormat(
+        ("<|prefix|>[", "]<|suffix|>"), NOTHING, '": ', ", ", braces=('{"', "}"), keys=("", "")
+    ),
+    "llama": ToolCallFormat(
+        NOTHING,
+        NOTHING,
+        '", "parameters": ',
+        None,
+        braces=('{"name": "', "}"),
+        keys=("name", "parameters"),
+    ),
+    "section": ToolCallFormat(
+        ("<calls>", "</calls>"), ("<call>functions.", "</call>"), ":\0<args>", ""
+    ),
+}
+HARMONY = learned_output_format(
+    None,
+    None,
+    ToolCallFormat(
+        NOTHING, (" to=functions.", "<|call|>"), "<|channel|>commentary json<|message|>", None
+    ),
+    Channels(
+        "<|start|>assistant",
+        "<|channel|>",
+        "<|message|>",
+        ("<|end|>", "<|return|>", "<|call|>"),
+        "analysis",
+        "final",
+        " to=functions.",
+    ),
+)
+
+
+def form(name: str) -> OutputFormat:
+    if name == "hermes":
+        return HERMES
+    return (
+        HARMONY if name == "channels" else learned_output_format(THOUGHTS, None, FORMS[name], None)
+    )
+
+
+def read(
+    how: OutputFormat,
+    text: str,
+    cuts: list[int] | None = None,
+    begun: str = "",
+    calls: bool = True,
+    tools: Sequence[Any] = (WEATHER,),
+) -> dict[str, Any]:
+    parser = Parser(how, begun, calls, tools)
+    bounds = [0, *(cuts or []), len(text)]
+    events = []
+    for start, end in pairwise(bounds):
+        events += parser.feed(piece(text[start:end], start))
+    events += parser.finish()
+    made: dict[str, Any] = {"content": "", "reasoning": "", "calls": []}
+    for event in events:
+        if event.kind == "content":
+            assert_of_its_tokens(event.piece, text)
+        if event.kind != "call":
+            made[event.kind] += event.piece.text
+        elif event.name is not None:
+            made["calls"].append((event.name, event.piece.text))
+        else:
+            name, arguments = made["calls"][-1]
+            made["calls"][-1] = (name, arguments + event.piece.text)
+    assert parser.calls_begun == len(made["calls"])
+    assert bool(parser.calls_ended) == bool(made["calls"])
+    return made
+
+
+def piece(text: str, start: int = 0) -> TextSpan:
+    """Of one token, whose id says where in the whole text it stands."""
+    return TextSpan(text, [TokenSpan(text, (TokenLogprob(start, text, b"", 0.0),))] if text else [])
+
+
+def assert_of_its_tokens(content: TextSpan, text: str) -> None:
+    """It is a stretch of the text, made of just those tokens that stand there."""
+    assert "".join(share.text for share in content.shares) == content.text
+    for share in content.shares:
+        [token] = share.tokens
+        assert text[token.token_id :].startswith(token.text)
+        assert token.text.endswith(share.text) if share.ends else share.text in token.text
+    for before, after in pairwise(content.shares):
+        if before.ends:
+            before_text = before.tokens[0].text
+            assert before.tokens[0].token_id + len(before_text) == after.tokens[0].token_id
+        else:
+            assert before.tokens is after.tokens
+
+
+def feed(parser: Parser, text: str) -> list[Event]:
+    return parser.feed(TextSpan(text))
+
+
+def texts(events: list[Event]) -> list[str]:
+    return [event.piece.text for event in events]
+
+
+def test_an_answer_falls_into_its_parts() -> None:
+    assert read(HERMES, WHOLE) == {
+        "reasoning": "hm,  ok",
+        "content": "Hello  there.",
+        "calls": [("w", '{"city": "P <b"}')] * 2,
+    }
+
+
+TEXTS: list[tuple[str, str, tuple[str, str, list[tuple[str, Any]]]]] = [
+    (
+        "coder",
+        "<think>x</think>so\n<tool_call>\n<function=get>\n<parameter=n>\n7\n</parameter>\n"
+        "<parameter=s>\n7\nx\n</parameter>\n</function>\n</tool_call>",
+        ("so", "x", [("get", {"n": 7, "s": "7\nx"})]),
+    ),
+    (  # the first mark is missing
+        "coder",
+        "So\n<function=get>\n<parameter=n>1</parameter></function>\n</tool_call>",
+        ("So", "", [("get", {"n": 1})]),
+    ),
+    (
+        "pairs",
+        "<tool_call>get\n<arg_key>s</arg_key>\n<arg_value>1</arg_value>\n</tool_call>\n"
+        "<tool_call>put</tool_call> so",
+        ("so", "", [("get", {"s": "1"}), ("put", {})]),
+    ),
+    (
+        "typed",
+        'a<|tool_call>call:get{s:<|"|>x "y", z:<|"|>,n:2,o:{a:[true,<|"|>b<|"|>]}}<tool_call|>',
+        ("a", "", [("get", {"s": 'x "y", z:', "n": 2, "o": {"a": [True, "b"]}})]),
+    ),
+    (  # keys that are no names
+        "typed",
+        '<|tool_call>call:get{$a/b:1, my key:<|"|>x<|"|>,o:{a\\b:[1,2]}}<tool_call|>',
+        ("", "", [("get", {"$a/b": 1, "my key": "x", "o": {"a\\b": [1, 2]}})]),
+    ),
+    ("python", "<|calls|>[get($a/b=1)]<|end_calls|>", ("", "", [("get", {"$a/b": 1})])),
+    (  # a number that no JSON shows
+        "pairs",
+        "<tool_call>get<arg_key>f</arg_key><arg_value>1e999</arg_value></tool_call>",
+        ("", "", [("get", {"f": "1e999"})]),
+    ),
+    (
+        "python",
+        "Well. <|calls|>[get(s='it\\'s', n=-1.5e3, from=[None, {'a': True}]), a.b()]<|end_calls|>",
+        (
+            "Well.",
+            "",
+            [("get", {"s": "it's", "n": -1500.0, "from": [None, {"a": True}]}), ("a.b", {})],
+        ),
+    ),
+    ("bare python", '[get(s="b")]', ("", "", [("get", {"s": "b"})])),
+    ("bare python", "[see(this)] or not", ("[see(this)] or not", "", [])),
+    ("bare python", '[get("b")]', ('[get("b")]', "", [])),
+    ("bare python", '[get("b")] or\nnot', ('[get("b")] or\nnot', "", [])),
+    ("bare python", "[see(n=1)]", ("[see(n=1)]", "", [])),
+    ("bare python", "[get(n=1), see(n=1)] so", ("[get(n=1), see(n=1)] so", "", [])),
+    (
+        "bare python",
+        "[get(s=']\\'[', n=[1])]\n So [it] is.",
+        ("So [it] is.", "", [("get", {"s": "]'[", "n": [1]})]),
+    ),
+    ("bare python", "[get(n=1)]\n[get(n=2)]", ("", "", [("get", {"n": 1}), ("get", {"n": 2})])),
+    (
+        "args",
+        '[TOOL_CALLS]get[CALL_ID]a1[ARGS]{"n": 1}[TOOL_CALLS]put[CALL_ID]b[ARGS]{}',
+        ("", "", [("get", {"n": 1}), ("put", {})]),
+    ),
+    (
+        "list",
+        'Well. [TOOL_CALLS] [{"name": "get", "arguments": {"n": 1}, "id": "a"},\n {"name": "put", '
+        '"parameters": {}}]',
+        ("Well.", "", [("get", {"n": 1}), ("put", {})]),
+    ),
+    (
+        "key",
+        '<|prefix|>[{"get": {"n": 1}}, {"put": {}}]<|suffix|>',
+        ("", "", [("get", {"n": 1}), ("put", {})]),
+    ),
+    ("llama", '{"name": "get", "parameters": {"s": "b"}}', ("", "", [("get", {"s": "b"})])),
+    (
+        "llama",
+        '<|python_tag|>{"name": "get", "parameters": {"s": "b"}}',
+        ("", "", [("get", {"s": "b"})]),
+    ),
+    (
+        "section",
+        '<calls><call>functions.get:0<args>{"n": 1}</call>'
+        "<call>functions.put:1<args>{}</call></calls>",
+        ("", "", [("get", {"n": 1}), ("put", {})]),
+    ),
+    (  # no arguments at all
+        "section",
+        "<calls><call>functions.get:0<args></call></calls>",
+        ("", "", [("get", {})]),
+    ),
+    (
+        "list",
+        '[TOOL_CALLS] [{"name": "get"}, {"name": "put", "arguments": {}}]',
+        ("", "", [("get", {}), ("put", {})]),
+    ),
+    (
+        "channels",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.get <|constrain|>json<|message|>{"n": 1}<|call|>',
+        ("", "Hm.", [("get", {"n": 1})]),
+    ),
+    (
+        "channels",
+        " to=functions.get<|channel|>commentary json<|message|>{}",
+        ("", "", [("get", {})]),
+    ),
+    (
+        "channels",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>to=me",
+        ("to=me", "Hm.", []),
+    ),
+    (  # a tool's name alone; others are nobody's
+        "channels",
+        '<|channel|>commentary to=get <|constrain|>json<|message|>{"n": 1}<|call|>',
+        ("", "", [("get", {"n": 1})]),
+    ),
+    ("channels", " to=get<|channel|>commentary json<|message|>{}", ("", "", [("get", {})])),
+    (
+        "channels",
+        "<|channel|>analysis to=browser.search<|message|>{}<|call|>",
+        ("", "", []),
+    ),
+    (  # a mark in a text ends no call
+        "section",
+        '<calls><call>functions.get:0<args>{"s": "a</call>\\" b"}</call></calls>',
+        ("", "", [("get", {"s": 'a</call>" b'})]),
+    ),
+    (
+        "coder",
+        "<think>\na\n</think>\n\nThe <b>answer</b> </think",
+        ("The <b>answer</b> </think", "a", []),
+    ),
+    # A call in open thoughts is one if they are never closed.
+    (
+        "section",
+        "<think>a <calls><call>functions.get:0<args>{}</call></calls> b</think>c",
+        ("c", "a <calls><call>functions.get:0<args>{}</call></calls> b", []),
+    ),
+    (
+        "section",
+        "<think>a <calls><call>functions.get:0<args>{}</call></calls>",
+        ("", "a", [("get", {})]),
+    ),
+    # A mark within a line of content is a mention.
+    (
+        "coder",
+        "The `<think>` tag and <think> open.",
+        ("The `<think>` tag and <think> open.", "", []),
+    ),
+    ("coder", "A <think> or\n<think>x</think>\nno.", ("A <think> or\n\nno.", "x", [])),
+    ("coder", "<think>a</think>\nb <think>", ("b <think>", "a", [])),
+    (
+        "coder",
+        "So <tool_call>\n<function=get></function></tool_call><think>x</think> y",
+        ("So  y", "x", [("get", {})]),
+    ),
+    # What is no call goes back there.
+    *(
+        (name, f"<think>So {text}", ("", f"So {text}", []))
+        for name, text in (
+            ("coder", "<tool_call>\n<function=get> it </function> is  it"),
+            ("hermes", "a <tool_call> may"),
+            ("hermes", "a <tool_call>x</tool_call> may"),
+        )
+    ),
+    ("coder", "Before\n<think>x</think>\nafter", ("Before\n\nafter", "x", [])),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), TEXTS)
+def test_each_form_is_read_however_it_is_cut(
+    name: str, text: str, expected: tuple[str, str, list[tuple[str, Any]]]
+) -> None:
+    chance = random.Random(0)
+    cuts: list[list[int]] = [[], list(range(len(text)))]
+    cuts += [sorted(chance.choices(range(len(text)), k=chance.randrange(12))) for _ in range(100)]
+    for each in cuts:
+        made = read(form(name), text, each, tools=[WEATHER, {"function": {"name": "put"}}])
+        calls = [(called, json.loads(arguments)) for called, arguments in made["calls"]]
+        assert (made["content"].strip(), made["reasoning"].strip(), calls) == expected, each
+
+
+def garbled(text: str, marks: Sequence[str], chance: random.Random) -> str:
+    """With stretches lost or repeated, marks and signs in between, or cut short."""
+    for _ in range(chance.randint(1, 4)):
+        start, length = chance.randrange(len(text) + 1), chance.randint(0, 8)
+        between = chance.choice([*"{}[]\"\\,:<> \n'(", "", text[start - length : start], *marks])
+        between = between[: chance.randint(1, 40)]
+        text = text[:start] + between + text[start + length * chance.randrange(2) :]
+    return text
+
+
+@pytest.mark.parametrize("number", range(len(TEXTS)))
+def test_what_makes_no_sense_is_read_the_same_however_it_is_cut(number: int) -> None:
+    name, text, _ = TEXTS[number]
+    chance, how = random.Random(number), form(name)
+    for _ in range(60):
+        written = garbled(text, how.texts, chance)
+        cuts = sorted(chance.choices(range(len(written) + 1), k=5))
+        cut = [written[start:end] for start, end in pairwise([0, *cuts, None])]
+        whole, *others = (joined(how, pieces) for pieces in ([written], [*written], cut))
+        assert others == [whole, whole], written
+
+
+def joined(how: OutputFormat, pieces: Sequence[str]) -> list[tuple[str, str]]:
+    """The kinds of an answer's stretches, or names of its calls, and their texts."""
+    parser = Parser(how, "", True, [WEATHER])
+    made: list[tuple[str, str]] = []
+    for kind, piece, name in [e for each in pieces for e in feed(parser, each)] + parser.finish():
+        if name is None and made and (kind == "call" or made[-1][0] == kind):
+            made[-1] = made[-1][0], made[-1][1] + piece.text
+        elif piece.text or name is not None:
+            made.append((name or kind, piece.text))
+    return made
+
+
+def test_after_a_call_whose_end_is_garbled_others_are_read() -> None:
+    text = CALL.replace("</tool_call>", "</tool>\nand\n") + CALL
+    for cuts in ([], list(range(len(text)))):
+        assert [name for name, _ in read(HERMES, text, cuts)["calls"]] == ["w", "w"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "begun"),
+    [
+        (
+            "channels",
+            "<|channel|>commentary to=functions.get <|constrain|>json<|message|>{",
+            " to=functions.get<|channel|>commentary json<|message|>{",
+        ),
+        ("coder", "<function=get>\n<para", "<tool_call>\n<function=get>\n<para"),
+        ("coder", "So <tool_call> ", "<tool_call> "),
+        ("channels", "<|channel|>commentary to=functions.g", " to=functions.g"),
+        ("channels", " to=functions.", " to=functions."),
+        ("section", "<calls><call>functions.", "<call>functions."),
+        ("args", "[TOOL_CALLS]get[CALL_ID]x1[ARGS]", "[TOOL_CALLS]get[CALL_ID]id[ARGS]"),
+        ("list", "[TOOL_CALLS] [", "[TOOL_CALLS] ["),
+    ],
+)
+def test_a_call_that_has_begun_is_told_in_its_form(name: str, text: str, begun: str) -> None:
+    parser = Parser(form(name), "", True, [WEATHER])
+    feed(parser, text)
+    assert parser.phase == "call"
+    assert parser.begun.split() == begun.split()
+
+
+def test_json_without_a_mark_is_an_answer_up_to_the_name_of_a_tool() -> None:
+    """So that the grammar of calls holds nothing but calls."""
+    parser = Parser(form("llama"), "", True, [WEATHER])
+    phases = []
+    for written in ('{"name', '": "get', '"'):
+        feed(parser, written)
+        phases.append((parser.phase, parser.begun))
+    assert phases[1][0] == phases[0][0] == "answer"
+    assert phases[2] == ("call", '{"name": "get"')
+    parser = Parser(form("llama"), "", True, [WEATHER])
+    for letter in '{"city": {"name": "get"}}':
+        feed(parser, letter)
+        assert parser.phase == "answer"
+
+
+@pytest.mark.parametrize("tool", ["ns:tool", "a/b", "3d_render", "-x", "a.b-c", "x" * 64])
+@pytest.mark.parametrize("name", [*FORMS, "channels"])
+def test_a_tool_may_have_any_name_that_a_request_may_give_it(name: str, tool: str) -> None:
+    how = form(name)
+    assert how.calls is not None
+    arguments = "n=1" if "python" in name else "n:1" if name == "typed" else '{"n": 1}'
+    arguments = "" if how.calls.arguments.open else arguments
+    text = how.calls.text([(tool, arguments)]).replace(ID, "a1")
+    tools = [{"type": "function", "function": {"name": tool}}]
+    for cuts in ([], list(range(1, len(text)))):
+        made = read(how, text, cuts, tools=tools)
+        assert [called for called, _ in made["calls"]] == [tool], text
+        assert made["content"] == ""
+
+
+@pytest.mark.parametrize("cut", range(1, 10))
+def test_of_a_call_that_is_cut_short_no_mark_is_shown(cut: int) -> None:
+    text = "So <tool_call>\n<function=get>\n<parameter=n>\n7\n</parameter>\n<parameter=s>\nab"
+    made = read(form("coder"), text[: len(text) * cut // 10], tools=[WEATHER])
+    assert made["content"].strip() == "So"
+    assert [name for name, _ in made["calls"]] in ([], ["get"])
+
+
+def test_thoughts_that_nothing_has_opened_are_told_where_they_end() -> None:
+    open_ended = replace(PLAIN, may_close=True)
+    for text, kinds in (
+        ("a</think>b", ["content", "end of thoughts", "content"]),
+        ("<think>a</think>b</think>c", ["reasoning", "content", "content"]),
+        ("</think>b", ["content"]),
+    ):
+        parser = Parser(open_ended, "", False)
+        assert [event.kind for event in feed(parser, text) + parser.finish()] == kinds
+
+
+# Fields of response templates, and texts.
+CAPTURED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+THINK = {"open": "<think>", "close": "</think>", "content": "text"}
+TEMPLATES: list[tuple[dict[str, Any], str]] = [
+    (
+        {
+            "reasoning_content": THINK,
+            "tool_calls": {
+                "open_pattern": r"\s*<tool_call>",
+                "close": "</tool_call>",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+        },
+        WHOLE,
+    ),
+    (
+        {
+            "tool_calls": {
+                "open_pattern": r"<tool_call>\s{0,8}<function=(?P<name>[^>\n]{1,128})>",
+                "close_pattern": r"</function>\s{0,8}</tool_call>",
+                "repeats": True,
+                "content": "xml-inline",
+                "content_args": {
+                    "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
+                },
+                "transform": CAPTURED,
+            }
+        },
+        "so\n<tool_call>\n<function=get>\n<parameter=n>\n7\n</parameter>\n"
+        "<parameter=s>\n7\nx\n</parameter>\n</function>\n</tool_call>",
+    ),
+    (
+        {
+            "tool_calls": {
+                "open_pattern": r"\[TOOL_CALLS\](?P<name>[^\[{]{1,128})\[ARGS\]",
+                "close_pattern": r"(?=\[TOOL_CALLS\])",
+                "repeats": True,
+                "content": "json",
+                "transform": CAPTURED,
+            }
+        },
+        '[TOOL_CALLS]get[ARGS]{"n": 1}[TOOL_CALLS]put[ARGS]{}',
+    ),
+    (
+        {
+            "tool_calls": {
+                "open": "[TOOL_CALLS]",
+                "content": "json",
+                "transform": {
+                    "type": "function",
+                    "function": {"name": "{name}", "arguments": "{arguments}"},
+                },
+                "transform_each": True,
+            }
+        },
+        'Well. [TOOL_CALLS] [{"name": "get", "arguments": {"n": 1}}, '
+        '{"name": "put", "arguments": {}}]',
+    ),
+    (
+        {
+            "tool_calls": {
+                "open_pattern": r"<\|tool_call>call:(?P<name>\w{1,128})",
+                "close": "<tool_call|>",
+                "repeats": True,
+                "content": "json",
+                "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+                "transform": CAPTURED,
+            }
+        },
+        '<|tool_call>call:get{s:<|"|>x "y"<|"|>,n:2}<tool_call|>',
+    ),
+    (
+        {
+            "tool_calls": {
+                "open_pattern": r'(?=\{"name": ?")',
+                "repeats": True,
+                "content": "json",
+                "transform": {
+                    "type": "function",
+                    "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
+                },
+            }
+        },
+        '{"name": "get", "parameters": {"s": "b"}}',
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "text"), TEMPLATES)
+def test_the_library_reads_a_response_template_the_same(fields: dict[str, Any], text: str) -> None:
+    spec = {"start_anchor": "\n", "fields": {**fields, "content": {"content": "text"}}}
+    theirs = parse_response(text, copy.deepcopy(spec), prefix="", tools=[WEATHER])
+    calls = theirs.get("tool_calls", [])
+    calls = [call for each in calls for call in (each if isinstance(each, list) else [each])]
+    expected = [(c["function"]["name"], c["function"]["arguments"]) for c in calls]
+    for cuts in ([], list(range(len(text)))):
+        ours = read(declared_output_format(spec), text, cuts)
+        assert ours["content"].strip() == theirs.get("content", "")
+        assert ours["reasoning"] == theirs.get("reasoning_content", "")
+        assert [(name, json.loads(arguments)) for name, arguments in ours["calls"]] == expected
+
+
+def test_arguments_come_while_they_are_written() -> None:
+    parser = Parser(HERMES, "", True)
+    assert feed(parser, '<tool_call>\n{"name": "w"') == [("call", TextSpan(""), "w")]
+    phases = [parser.phase]
+    assert texts(feed(parser, ', "arguments": {"city": "Pa')) == ['{"city": "Pa']
+    assert texts(feed(parser, 'ris"}')) == ['ris"}']
+    feed(parser, "}\n</tool_call>")
+    assert [*phases, parser.phase] == ["call", "answer"]
+    assert (parser.calls_begun, parser.calls_ended) == (1, 1)
+
+
+def test_content_is_not_held_back_longer_than_it_must() -> None:
+    parser = Parser(HERMES, "", True)
+    assert texts(feed(parser, "one two")) == ["one two"]
+    assert feed(parser, " <too") == []
+    assert texts(feed(parser, "k>")) == [" <took>"]
+    assert feed(parser, "\n") == []
+    assert texts(parser.finish()) == ["\n"]
+
+
+@pytest.mark.parametrize(
+    ("begun", "text", "expected"),
+    [
+        ("<think>\n", "more\n</think>\n\nHi ", {"reasoning": "more", "content": "Hi "}),
+        ("<think>\n\n</think>\n\n", "Hi", {"reasoning": "", "content": "Hi"}),
+        ("The capital", " of France", {"reasoning": "", "content": " of France"}),
+        ("", "  Hi", {"reasoning": "", "content": "  Hi"}),
+    ],
+)
+def test_what_the_prompt_has_begun_goes_on(begun: str, text: str, expected: dict[str, str]) -> None:
+    assert read(HERMES, text, begun=begun) == {**expected, "calls": []}
+    assert read(HERMES, text, list(range(len(text))), begun) == {**expected, "calls": []}
+
+
+def test_a_call_that_the_prompt_has_begun_is_told_whole() -> None:
+    begun = '<tool_call>\n{"name": "weather", "arguments": {"ci'
+    text = 'ty": "Paris"}}\n</tool_call>'
+    whole = [("weather", '{"city": "Paris"}')]
+    assert read(HERMES, text, begun=begun)["calls"] == whole
+    assert read(HERMES, text, list(range(len(text))), begun)["calls"] == whole
+    ended = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+    assert read(HERMES, "Hi", begun=ended) == {"content": "Hi", "reasoning": "", "calls": []}
+    one = Parser(HERMES, begun, True, [WEATHER])
+    other = one.sibling()
+    for parser in (one, other):
+        assert [event.name for event in feed(parser, "")] == ["weather", None]
+
+
+@pytest.mark.parametrize("name", ['["x"', "12", '{"x": "y"', '""', "null", "[" * 2000 + '"x"'])
+def test_a_name_that_is_none_begins_no_call(name: str) -> None:
+    text = '<tool_call>\n{"name": ' + name + ', "arguments": {}}\n</tool_call>'
+    found = read(HERMES, text)
+    assert found["calls"] == []
+
+
+REFERRING = {
+    "type": "object",
+    "properties": {
+        "place": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]},
+        "kind": {"$ref": "#/$defs/Kind"},
+        "size": {"allOf": [{"$ref": "#/$defs/Size"}]},
+        "tree": {"$ref": "#/$defs/Tree"},
+        "odd": {"type": "str"},
+    },
+    "$defs": {
+        "Place": {"type": "object", "properties": {"city": {"type": "string"}}},
+        "Kind": {"enum": ["1", "2"]},
+        "Size": {"type": "integer"},
+        "Tree": {"anyOf": [{"$ref": "#/$defs/Tree"}, {"type": "string"}]},
+    },
+}
+
+
+def test_arguments_have_the_types_that_their_schemas_refer_to() -> None:
+    arguments = {"place": {"city": "P"}, "kind": "1", "size": 2, "tree": "3", "odd": "4"}
+    shown = [(key, x if isinstance(x, str) else json.dumps(x)) for key, x in arguments.items()]
+    entries = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in shown)
+    tool = {"type": "function", "function": {"name": "get", "parameters": REFERRING}}
+    made = read(form("coder"), FORMS["coder"].text([("get", entries)]), tools=[tool])
+    assert [json.loads(written) for _, written in made["calls"]] == [arguments]
+
+
+def test_without_tools_calls_are_text() -> None:
+    assert read(HERMES, WHOLE, calls=False)["content"] == f"Hello  there. \n{CALL}\n{CALL}"
+
+
+@pytest.mark.parametrize("body", ["nonsense", '{"name": 3}', '{"arguments": {}}', ""])
+def test_a_call_that_makes_no_sense_is_text(body: str) -> None:
+    text = f"So: <tool_call>{body}</tool_call> yes"
+    made = read(HERMES, text)
+    assert made["content"] == text
+    assert made["calls"] == []
+
+
+@pytest.mark.parametrize(
+    ("follows", "calls", "content"),
+    [
+        (CALL, ["w", "w"], ""),
+        ('They say "no", and', ["w"], 'They say "no", and'),
+        ("x" * 10_000, ["w"], "x" * 10_000),
+    ],
+)
+def test_a_string_that_never_ends_ends_with_its_call(
+    follows: str, calls: list[str], content: str
+) -> None:
+    text = '<tool_call>\n{"name": "w", "arguments": {"s": "a}}\n</tool_call>' + follows
+    for cuts in ([], list(range(1, len(text)))):
+        made = read(HERMES, text, cuts)
+        assert [name for name, _ in made["calls"]] == calls
+        assert made["calls"][0][1] == '{"s": "a}}\n'
+        assert made["content"] == content
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama", '{"name": "get"'),
+        ("llama", '<|python_tag|>{"name": "get"'),
+        ("bare python", "[get(n=1, s='a'"),
+    ],
+)
+def test_of_a_bare_call_that_is_cut_short_nothing_is_shown(name: str, text: str) -> None:
+    for end in range(1, len(text)):
+        for cuts in ([], list(range(1, end))):
+            assert read(form(name), text[:end], cuts)["content"] == "", text[:end]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama", '{"city": 4'),
+        ("llama", '{"name": "Bob", "a'),
+        ("llama", "{x"),
+        ("bare python", "[note] thi"),
+        ("bare python", "[see(n=1, s"),
+    ],
+)
+def test_what_cannot_become_a_bare_call_is_shown(name: str, text: str) -> None:
+    assert read(form(name), text)["content"] == text
+    assert read(form(name), text, calls=False)["content"] == text
+
+
+def test_a_call_that_is_cut_short_keeps_what_there_is() -> None:
+    parser = Parser(HERMES, "", True)
+    events = feed(parser, '<tool_call>\n{"name": "w", "arguments": {"ci') + parser.finish()
+    assert [(event.name, event.piece.text) for event in events] == [("w", ""), (None, '{"ci')]
+
+
+@pytest.mark.parametrize("cut", ["<tool_call>", '<tool_call>\n{"na', '<tool_call>\n{"name": "w'])
+def test_a_call_without_a_name_yet_is_not_shown(cut: str) -> None:
+    parser = Parser(HERMES, "", True)
+    events = feed(parser, "So " + cut) + parser.finish()
+    assert [(event.kind, event.piece.text) for event in events] == [("content", "So")]
+    assert parser.calls_begun == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "begun"),
+    [
+        ("<|assistant|>old</s><|assistant|><think>\n", "<think>\n"),
+        ("<|assistant|><think>\n\n</think>\n\n", "<think>\n\n</think>\n\n"),
+        ("<think>old</think>yes</s><|assistant|>", ""),
+        ("<|user|>what is <think>?</s><|assistant|>", ""),
+        ("no such mark", ""),
+        ("", ""),
+    ],
+)
+def test_what_a_prompt_has_begun(prompt: str, begun: str) -> None:
+    assert PLAIN.thoughts_in(prompt) == begun
+    assert learned_output_format(None, None, PLAIN_CALLS, None).thoughts_in(prompt) == ""
+
+
+def test_what_is_held_to_a_document_has_no_marks() -> None:
+    parser = Parser(HERMES, "<think>\n\n</think>\n\n", False, document=True)
+    text = f' "<think>{CALL}</think> '
+    events = [event for letter in text for event in parser.feed(TextSpan(letter), True)]
+    events += parser.finish()
+    assert "".join(texts(events)) == text
+    assert {event.kind for event in events} == {"content"}
+
+
+def test_a_document_begins_where_it_is_held_to_its_grammar() -> None:
+    parser = Parser(HERMES, "", False, document=True)
+    events = feed(parser, "<think>a <b></think>")
+    events += parser.feed(TextSpan("<think>1"), True) + parser.finish()
+    assert [(event.kind, event.piece.text) for event in events] == [
+        ("reasoning", "a <b>"), ("content", "<think>1")
+    ]  # fmt: skip
+
+
+def test_calls_in_place_of_a_document_come_first() -> None:
+    parser = Parser(HERMES, "", True, document=True)
+    events = parser.feed(TextSpan(f"{CALL}\n{CALL}"), True)
+    assert [event.name for event in events if event.name] == ["w", "w"]
+    parser = Parser(HERMES, "", True, document=True)
+    text = f'{{"a": "{CALL}"}}'
+    assert "".join(texts(parser.feed(TextSpan(text), True) + parser.finish())) == text
+    assert parser.calls_begun == 0
+
+
+def test_a_mark_within_a_string_ends_no_call_that_is_held_to_json() -> None:
+    text = '<tool_call>\n{"name": "w", "arguments": {"s": "a</tool_call>b"}}\n</tool_call>'
+    parser = Parser(HERMES, "", True)
+    events = [event for letter in text for event in parser.feed(TextSpan(letter), True)]
+    assert "".join(texts(events)) == '{"s": "a</tool_call>b"}'
+    assert parser.calls_ended == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("coder", "<tool_call>\n<function=get>\n<parameter=s>\n{}\n</parameter>\n</function>"),
+        ("pairs", "<tool_call>get\n<arg_key>s</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"),
+        ("typed", '<|tool_call>call:get{{s:<|"|>{}<|"|>}}<tool_call|>'),
+    ],
+)
+def test_a_mark_within_a_value_ends_no_call_that_is_held_to_its_grammar(
+    name: str, text: str
+) -> None:
+    said = "a </function> b</tool_call><|tool_call>}<tool_call|> c"
+    parser = Parser(form(name), "", True, [WEATHER])
+    events = [
+        event for letter in text.format(said) for event in parser.feed(TextSpan(letter), True)
+    ]
+    assert json.loads("".join(texts(events))) == {"s": said}
+    assert parser.calls_ended == 1
+    cut = read(form(name), text.format(said))
+    assert cut["content"]
+
+
+def test_json_in_the_middle_of_a_text_is_no_call() -> None:
+    how = form("llama")
+    text = 'Here: {"name": "Bob", "parameters": {}} done.'
+    assert read(how, text) == {"content": text, "reasoning": "", "calls": []}
+    assert read(how, text, list(range(len(text))))["content"] == text
+
+
+def test_plain_text_is_not_searched_for_marks() -> None:
+    parser = Parser(HERMES, "", True)
+    parser._watched = [mark._replace(pattern=None) for mark in parser._watched]
+    assert texts(feed(parser, "1 > 0")) == ["1 > 0"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "last"),
+    [("section", '{"n": 1}', "</call>"), ("coder", "", "</function>")],
+)
+def test_the_end_of_calls_cut_short_is_no_content(name: str, arguments: str, last: str) -> None:
+    text = FORMS[name].text([("get", arguments)])
+    for cut in range(text.index(last) + len(last), len(text)):
+        made = read(form(name), text[:cut])
+        assert made["content"] == "", text[:cut]
+        assert [call for call, _ in made["calls"]] == ["get"]
+
+
+def test_spaces_and_marks_that_never_end_take_no_more_time_each() -> None:
+    """Four times as many take about four times as long, not sixteen."""
+    for how, text in (
+        (HERMES, (" " * 4000 + "x") * 20),
+        (form("llama"), "\n" * 20_000 + "x"),
+        (form("bare python"), "[\n" + " " * 20_000 + "x"),
+        (form("channels"), " " * 20_000 + "x"),
+        (form("args"), "[TOOL_CALLS]" * 8000),
+        (form("coder"), "<tool_call> <function" * 4000),
+        (form("channels"), "<|channel|>" * 4000),
+        (form("section"), "<think>" + "<calls><call>functions.get:0<args>{}</call>" * 2000),
+    ):
+        fewer, _ = parsed_by_pieces(how, text[: len(text) // 4])
+        seconds, events = parsed_by_pieces(how, text)
+        assert seconds < 8 * fewer + 0.2
+        assert "".join(texts(events)).strip()[:9999] == text.removeprefix("<think>").strip()[:9999]
+
+
+@pytest.mark.parametrize("header", ["<|channel|>to=a", " to=functions.get_it<|channel|>comment"])
+def test_headers_that_never_end_are_looked_through_once(header: str) -> None:
+    text = header * 100
+    seconds, events = parsed_by_pieces(form("channels"), text)
+    assert seconds < 0.5
+    assert text.strip().startswith("".join(texts(events)).strip())
+    started = time.thread_time()
+    Parser(form("channels"), text * 10, True, [WEATHER])
+    assert time.thread_time() - started < 1
+
+
+def parsed_by_pieces(how: Any, text: str) -> tuple[float, list[Any]]:
+    """Of a text that comes 16 characters at a time: this thread's seconds, and the events."""
+    parser = Parser(how, "", True)
+    gc.disable()  # a collection looks at all that other tests have left
+    started = time.thread_time()
+    events = []
+    for at in range(0, len(text), 16):
+        events += parser.feed(piece(text[at : at + 16], at))
+    events += parser.finish()
+    seconds = time.thread_time() - started
+    gc.enable()
+    return seconds, events
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        (r"\s*<tool_call>", None),
+        ("<tool_call>", "<tool_call>"),
+        (r"<\|a\|>", "<|a|>"),
+        (r"a+", None),
+        (r"(?P<name>x)", None),
+        (r"\w", None),
+        (r"a\\", "a\\"),
+    ],
+)
+def test_patterns_that_stand_for_one_text(pattern: str, text: str | None) -> None:
+    assert literal(pattern) == text

@@ -1,0 +1,162 @@
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from batching.errors import (
+    ClientGone,
+    DeadlineExceeded,
+    DeadlineHopeless,
+    Draining,
+    QueueFull,
+)
+from batching.request_queue import BatchLane, Lane, RequestQueue, WorkItem
+from batching.round_robin import RoundRobin
+from tests.fake_generator import FakeGenerator
+from worker.registry import GenerationModel
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class Queue(RequestQueue):
+    """One with a lane in which what is accepted goes by default, at a time that stands still."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, lambda: 100.0)
+        self.lane = BatchLane("pipeline", capacity)
+
+    def admit(
+        self, payloads: Sequence[Any], deadline: float, lane: Lane | None = None
+    ) -> list[WorkItem]:
+        model: Any = None  # it is not looked at
+        return self.accept(payloads, deadline, lane or self.lane, model)
+
+
+def queue(capacity: int = 2) -> Queue:
+    return Queue(capacity)
+
+
+async def test_places_are_bounded_and_come_back() -> None:
+    q = queue(2)
+    first, second = q.admit(["a"], 200), q.admit(["b"], 200)
+    with pytest.raises(QueueFull):
+        q.admit(["c"], 200)
+    assert q.pending == 2
+    q.forget(first)
+    q.admit(["c"], 200)
+    q.forget(second)
+    assert q.pending == 1
+
+
+async def test_a_list_is_accepted_whole_or_not_at_all() -> None:
+    q = queue(3)
+    q.admit(["a", "b"], 200)
+    with pytest.raises(QueueFull):
+        q.admit(["c", "d"], 200)
+    assert q.pending == 2
+
+
+async def test_long_requests_leave_places_to_short_ones() -> None:
+    q = queue(8)
+    lane = BatchLane("long", 8, RoundRobin(1))
+    q.admit(range(7), 200, lane)  # alone, it may have all
+    with pytest.raises(QueueFull):
+        q.admit(range(2), 200, lane)
+    short = q.admit(["a"], 200, lane)
+    q.forget(short)
+    q.forget(list(q.waiting)[:4])
+    with pytest.raises(QueueFull):
+        q.admit(range(4), 200, lane)
+    assert len(q.admit(range(3), 200, lane)) == 3
+    assert q.admit(["a"], 200, lane)
+    assert q.admit(["b"], 200)
+
+
+@pytest.mark.parametrize(("needed_s", "retry_after_s"), [(20.0, 20), (0.001, 1), (99.5, 100)])
+async def test_retry_after_is_the_time_the_queue_needs(needed_s: float, retry_after_s: int) -> None:
+    q = queue(10)
+    q.lane.record(items=10, tokens=10, seconds=needed_s)
+    q.admit(range(10), 1000)
+    with pytest.raises(QueueFull) as refused:
+        q.admit(["x"], 1000)
+    assert refused.value.retry_after_s == retry_after_s
+
+
+async def test_hopeless_deadline_is_refused_at_once_and_only_then() -> None:
+    q = queue(100)
+    ahead = q.admit(range(10), 101)  # nothing measured yet: no guess
+    q.lane.record(items=10, tokens=10, seconds=5.0)
+    q.forget(q.admit(["x"], 100 + 5.1))
+    with pytest.raises(DeadlineHopeless):
+        q.admit(["x"], 100 + 4.9)
+    q.forget(ahead)
+    q.admit(["x"], 100.001)  # an empty queue is never hopeless: it measures anew
+
+
+async def test_the_background_has_a_quarter_of_the_places_and_is_nobodys_wait() -> None:
+    q, model = queue(8), GenerationModel("generation", FakeGenerator, 8)
+    behind = q.admit(["a", "b"], math.inf, model.background)
+    with pytest.raises(QueueFull, match="background"):
+        q.admit(["c"], math.inf, model.background)
+    assert (model.background.ahead, model.lane.ahead) == (2, 0)
+    q.admit(range(6), 200, model.lane)
+    with pytest.raises(QueueFull):
+        q.admit(["x"], 200, model.lane)
+    q.forget(behind[:1])
+    q.admit(["c"], math.inf, model.background)
+
+
+async def test_a_model_may_have_a_share_of_the_places() -> None:
+    q, small = queue(8), BatchLane("small", 2)
+    items = q.admit(["a", "b"], 200, small)
+    with pytest.raises(QueueFull, match="the small is full: 2 of 2 places are taken"):
+        q.admit(["c"], 200, small)
+    q.admit(range(6), 200)
+    q.forget(items)
+    q.admit(["c"], 200, small)
+
+
+async def test_items_resolve_once() -> None:
+    q = queue()
+    (item,) = q.admit(["x"], 200)
+    assert item.resolve(DeadlineExceeded("late"))
+    assert not item.resolve("answer")
+    with pytest.raises(DeadlineExceeded):
+        await item.future
+    q.forget([item])
+    assert not q.waiting
+
+
+async def test_forgotten_items_count_as_gone() -> None:
+    q = queue()
+    (item,) = q.admit(["x"], 200)
+    q.forget([item])
+    assert not item.open
+    assert isinstance(item.future.exception(), ClientGone)
+
+
+async def test_take_hands_out_all_there_is_in_order() -> None:
+    q = queue(10)
+    items = q.admit(range(5), 200)
+    assert await q.take() == items
+
+
+async def test_settled_waits_for_the_last_place() -> None:
+    q = queue(10)
+    await q.settled.wait()
+    (item,) = q.admit(["x"], 200)
+    waiting = asyncio.create_task(q.settled.wait())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    item.resolve(Draining("stopping"))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    q.forget([item])
+    await waiting

@@ -1,0 +1,58 @@
+"""Output items and events made of deltas, where the fake model's would not get to."""
+
+from typing import Any
+
+import orjson
+
+from server.http.json import to_json
+from server.openai.responses.events import ResponseOutput
+from tests.fake_generator import FakeGenerator
+from worker.messages.deltas import Delta, DeltaPart, Kind, TokenLogprob
+
+
+def empty() -> ResponseOutput:
+    return ResponseOutput(FakeGenerator().call_id, 0)
+
+
+def score(text: str) -> TokenLogprob:
+    return TokenLogprob(1, text, text.encode(), -1.0)
+
+
+def tokens(logprobs: list[Any]) -> list[str]:
+    return [each["token"] for each in orjson.loads(to_json(logprobs))]
+
+
+def test_log_probabilities_that_lag_behind_their_text_are_told_at_its_end() -> None:
+    output = empty()
+    first = list(output.add(Delta(0, [DeltaPart("content", "abc")], logprobs=[score("ab")])))
+    assert tokens(first[-1]["logprobs"]) == ["ab"]
+    assert list(output.add(Delta(0, [], logprobs=[score("c")], finish_reason="stop"))) == []
+    done = list(output.end("completed"))
+    assert tokens(done[0]["logprobs"]) == ["ab", "c"]
+    assert tokens(output.items[0]["content"][0]["logprobs"]) == ["ab", "c"]
+
+
+def test_log_probabilities_go_to_the_message_that_has_their_text() -> None:
+    output = empty()
+    parts = [DeltaPart("content", "ab"), DeltaPart("call", "{}", "f"), DeltaPart("content", "cd")]
+    delta = Delta(0, parts, logprobs=[score("a"), score("b"), score(""), score("cd")])
+    told = [event for event in output.add(delta) if event["type"].endswith("text.delta")]
+    assert [tokens(event["logprobs"]) for event in told] == [["a", "b", ""], ["cd"]]
+
+
+def test_a_reasoning_item_follows_text_and_text_follows_it() -> None:
+    output = empty()
+    kinds: tuple[Kind, ...] = ("content", "reasoning", "content", "content")
+    list(output.add(Delta(0, [DeltaPart(kind, kind[0]) for kind in kinds])))
+    list(output.end("incomplete"))
+    assert [item["content"][0]["text"] for item in output.items] == ["c", "r", "cc"]
+    assert [item["status"] for item in output.items] == ["completed", "completed", "incomplete"]
+
+
+def test_nothing_but_an_end_makes_an_empty_message_unless_it_failed() -> None:
+    output = empty()
+    assert list(output.end("incomplete")) == []
+    assert [event["type"].removeprefix("response.") for event in output.end("completed")] == [
+        "output_item.added", "content_part.added", "output_text.done",
+        "content_part.done", "output_item.done",
+    ]  # fmt: skip

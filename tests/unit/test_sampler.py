@@ -1,0 +1,588 @@
+"""A draw depends on its own row, parameters and counter, and follows the distribution asked for."""
+
+import random
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from worker.model import sampler
+from worker.model.sampler import (
+    BLOCK,
+    SampledToken,
+    SamplingParams,
+    SamplingRow,
+    SamplingState,
+    TokenMask,
+    prompt_logprobs,
+    uniform,
+)
+
+WIDE = 20_000  # blocks of candidates, two widenings, and the sort of everything
+INF, NAN = float("inf"), float("nan")
+
+
+def row(
+    position: int = 0, choice: int = 0, prompt: Sequence[int] = (), **params: Any
+) -> SamplingRow:
+    return SamplingRow(SamplingState(SamplingParams(**params), choice, prompt), position)
+
+
+def after(output: Sequence[int], prompt: Sequence[int] = (), **params: Any) -> SamplingRow:
+    state = SamplingState(SamplingParams(**params), 0, prompt)
+    for token in output:
+        state.accept(token)
+    return SamplingRow(state, len(output))
+
+
+def normal(rows: int, vocabulary: int, scale: float = 3.0, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return scale * torch.randn(rows, vocabulary, generator=generator)
+
+
+def sample(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], mask: TokenMask | None = None
+) -> list[SampledToken]:
+    return sampler.sample(logits, rows, mask).read()
+
+
+def tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+    return [choice.token for choice in sample(logits, rows)]
+
+
+def reference(
+    logits: torch.Tensor, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
+) -> torch.Tensor:
+    """Probabilities [V] by the book: float64, a full sort, one filter after the other."""
+    scores = logits.double().clone()
+    for token, bias in params.logit_bias:
+        scores[token] += bias
+    if params.repetition_penalty != 1.0 and (prompt or output):
+        processor = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)
+        scores = processor(torch.tensor([[*prompt, *output]]), scores[None])[0]
+    for token in set(output):
+        scores[token] -= params.presence_penalty + params.frequency_penalty * output.count(token)
+    if len(output) < params.min_tokens:
+        scores[list(params.end_ids)] = -INF
+    if params.temperature == 0:
+        return torch.zeros_like(scores).scatter_(0, scores.argmax(0, keepdim=True), 1.0)
+    p = (scores / params.temperature).softmax(0)
+    p = torch.where(p < params.min_p * p.max(), 0.0, p)
+    p, order = p.sort(descending=True, stable=True)
+    if params.top_k:
+        p[params.top_k :] = 0.0
+    p /= p.sum()
+    before = p.cumsum(0) - p
+    p = torch.where(before < params.top_p, p, 0.0)
+    return torch.zeros_like(p).scatter_(0, order, p / p.sum())
+
+
+def inverse(p: torch.Tensor, u: float) -> int:
+    return min(int((p.cumsum(0) <= u).sum()), int(p.nonzero().max()))
+
+
+def random_params(rng: random.Random, vocabulary: int) -> SamplingParams:
+    def maybe(likely: float, value: Any, default: Any) -> Any:
+        return value if rng.random() < likely else default
+
+    return SamplingParams(
+        temperature=rng.choice([0.0, 0.3, 0.7, 1.0, 1.0, 2.0]),
+        top_p=maybe(0.5, rng.choice([1e-6, 0.3, 0.8, 0.9, 0.95, 0.999]), 1.0),
+        top_k=maybe(0.3, rng.choice([1, 5, 50, 64, 65, 1000]), 0),
+        min_p=maybe(0.3, rng.choice([0.001, 0.05, 0.5, 1.0]), 0.0),
+        presence_penalty=maybe(0.3, rng.uniform(-2, 2), 0.0),
+        frequency_penalty=maybe(0.3, rng.uniform(-2, 2), 0.0),
+        repetition_penalty=maybe(0.3, rng.uniform(0.7, 1.8), 1.0),
+        logit_bias=maybe(0.3, tuple((rng.randrange(vocabulary), 5.0) for _ in range(1)), ()),
+        seed=rng.getrandbits(64),
+        min_tokens=maybe(0.3, rng.randrange(8), 0),
+        end_ids=(rng.randrange(vocabulary), rng.randrange(vocabulary)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "count", "scale", "dtype"),
+    [
+        (7, 200, 2.0, torch.float32),
+        (128, 100, 3.0, torch.float32),
+        (1000, 100, 3.0, torch.float32),
+        (WIDE, 80, 3.0, torch.float32),
+        (WIDE, 60, 3.0, torch.bfloat16),  # many equal logits
+        (WIDE, 30, 0.3, torch.float32),
+    ],
+)
+def test_tokens_are_those_of_a_full_sort_in_float64(
+    vocabulary: int, count: int, scale: float, dtype: torch.dtype
+) -> None:
+    rng = random.Random(vocabulary)
+    logits = normal(count, vocabulary, scale).to(dtype)
+    rows, wanted = [], []
+    for line in logits:
+        params = random_params(rng, vocabulary)
+        likely = line.topk(5).indices.tolist()
+        prompt = [*likely[:3], *rng.choices(range(vocabulary), k=rng.randrange(20))]
+        output = rng.choices([*likely, *range(min(vocabulary, 50))], k=rng.randrange(10))
+        choice = rng.randrange(4)
+        drafted = rng.randrange(len(output) + 1)
+        state = SamplingState(params, choice, prompt)
+        for token in output[drafted:]:
+            state.accept(token)
+        rows.append(SamplingRow(state, len(output), tuple(output[:drafted])))
+        u = uniform(params.seed, choice, len(output))
+        either = [  # both the same but where rounding decides
+            reference(line, replace(params, top_p=top_p), prompt, output)
+            for top_p in (params.top_p, min(params.top_p * (1 + 1e-6), 1.0))
+        ]
+        wanted.append({inverse(p, u + slack) for p in either for slack in (-1e-6, 0.0, 1e-6)})
+    drawn = tokens(logits, rows)
+    wrong = [(i, drawn[i], w) for i, w in enumerate(wanted) if drawn[i] not in w]
+    assert not wrong
+    assert sum(len(w) == 1 for w in wanted) > 0.95 * count
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.5},
+        {"top_p": 0.8},
+        {"top_k": 6},
+        {"min_p": 0.1},
+        {"top_k": 8, "top_p": 0.9, "temperature": 2.0},
+    ],
+)
+def test_tokens_come_as_often_as_their_probability_says(params: dict[str, Any]) -> None:
+    logits = normal(1, 12, 1.0)
+    n = 8000
+    drawn = tokens(logits.expand(n, -1), [row(i, seed=7, **params) for i in range(n)])
+    p = reference(logits[0], SamplingParams(**params), [], [])
+    often = torch.bincount(torch.tensor(drawn), minlength=12).double()
+    assert often[p == 0].sum() == 0
+    kept = p > 0
+    chi_square = ((often - n * p) ** 2 / (n * p))[kept].sum()
+    assert chi_square < 35  # 11 degrees of freedom: 1 in 4000
+
+
+MIXED: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 3},
+    {},
+    {"temperature": 0.6, "logprobs": 0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.5, "top_p": 0.99},
+    {"top_k": 20, "top_p": 0.8, "logprobs": 20},
+    {"top_k": 1000},
+    {"min_p": 0.02},
+    {"min_p": 0.0001, "top_p": 0.9},
+    {"logit_bias": ((5, 4.0),), "min_tokens": 9, "end_ids": (6,)},
+    {"repetition_penalty": 1.2, "top_p": 0.9},
+    {"presence_penalty": 1.0, "frequency_penalty": 0.5, "top_k": 50},
+]
+
+
+def mixed(count: int) -> list[SamplingRow]:
+    kinds = [MIXED[i % len(MIXED)] for i in range(count)]
+    return [row(i % 5, i % 3, range(50), seed=i, **kind) for i, kind in enumerate(kinds)]
+
+
+def test_a_row_gives_the_same_alone_among_mates_and_in_any_order() -> None:
+    logits, rows = normal(32, WIDE), mixed(32)
+    together = sample(logits, rows)
+    order = random.Random(1).sample(range(32), 32)
+    shuffled = sample(logits[order], [rows[i] for i in order])
+    for at, i in enumerate(order):
+        alone = sample(logits[i : i + 1], rows[i : i + 1])[0]
+        for other in (together[i], shuffled[at]):
+            assert other.token == alone.token
+            assert other.logprob == pytest.approx(alone.logprob, abs=1e-5)
+            assert [token for token, _ in other.top] == [token for token, _ in alone.top]
+
+
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.99}, {"top_k": 900}])
+def test_seed_choice_and_position_each_change_the_draws(params: dict[str, Any]) -> None:
+    logits = normal(1, 1000, 0.1).expand(30, -1)
+    first = tokens(logits, [row(i, seed=1, **params) for i in range(30)])
+    assert first == tokens(logits, [row(i, seed=1, **params) for i in range(30)])
+    assert len(set(first)) > 20
+    others = [
+        tokens(logits, [row(i, seed=2, **params) for i in range(30)]),
+        tokens(logits, [row(i, choice=1, seed=1, **params) for i in range(30)]),
+        tokens(logits, [row(i + 1, seed=1, **params) for i in range(30)]),
+    ]
+    for other in others:
+        assert sum(a == b for a, b in zip(first, other, strict=True)) < 5
+
+
+def test_logits_that_differ_by_rounding_hardly_change_a_draw() -> None:
+    """Two nearly equal candidates swap ranks; what is drawn must not swap with them."""
+    logits = torch.full((1, WIDE), -20.0)
+    logits[0, [3, 9000]] = 5.0
+    swapped = logits.clone()
+    logits[0, 3] += 1e-6
+    swapped[0, 9000] += 1e-6
+    rows = [row(i, top_p=0.95) for i in range(100)]
+    assert tokens(logits.expand(100, -1), rows) == tokens(swapped.expand(100, -1), rows)
+
+
+def test_repetition_penalty_is_that_of_transformers() -> None:
+    logits = normal(200, 30, 2.0)
+    prompt, output = [1, 4, 4, 9, 20], [2, 4, 27, 27]
+    for penalty in (0.5, 1.3, 2.0):
+        rows = [after(output, prompt, temperature=0.0, repetition_penalty=penalty)] * 200
+        processor = RepetitionPenaltyLogitsProcessor(penalty)
+        expected = processor(torch.tensor([prompt + output] * 200), logits.clone())
+        assert tokens(logits, rows) == expected.argmax(-1).tolist()
+        assert expected.argmax(-1).tolist() != logits.argmax(-1).tolist()
+
+
+def test_presence_and_frequency_penalties_are_those_of_openai() -> None:
+    """mu[j] -> mu[j] - c[j] * frequency - (c[j] > 0) * presence, over output tokens only."""
+    scores = torch.zeros(5)
+    scores[:3] = torch.tensor([4.0, 3.0, 2.55])
+
+    def best(output: list[int], presence: float, frequency: float) -> int:
+        made = after(
+            output, [1, 2], temperature=0.0, presence_penalty=presence, frequency_penalty=frequency
+        )
+        return tokens(scores[None], [made])[0]
+
+    assert best([], 2.0, 2.0) == 0
+    assert best([0, 0, 0], 0.9, 0.0) == 0
+    assert best([0], 1.1, 0.0) == 1
+    assert best([0, 0], 0.0, 0.49) == 0
+    assert best([0, 0], 0.0, 0.51) == 1
+    assert best([0, 0, 1], 0.0, 0.8) == 2
+    assert best([0, 0, 1], 0.3, 0.4) == 0
+    assert best([3], -5.0, 0.0) == 3
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_drafted_tokens_count_as_accepted_ones_do(kind: dict[str, Any]) -> None:
+    params: dict[str, Any] = {"presence_penalty": 0.7, "frequency_penalty": 0.9}
+    params |= {"repetition_penalty": 1.4, "seed": 3} | kind
+    logits = normal(50, 300, 1.0)
+    drafting = after([4, 5], [5, 6], **params)
+    drafts = [tuple(line.topk(3).indices.tolist()[:2] * 2) for line in logits]
+    drafted = [SamplingRow(drafting.state, 6, draft) for draft in drafts]
+    accepted = [after([4, 5, *draft], [5, 6], **params) for draft in drafts]
+    assert sample(logits, drafted) == sample(logits, accepted)
+    fresh = after([4, 5], [5, 6], **params)
+    assert sample(logits[:1], [drafting]) == sample(logits[:1], [fresh])
+
+
+def test_choices_of_a_request_share_what_does_not_change() -> None:
+    params = SamplingParams(logit_bias=((3, 1.5), (900, -2.0)), repetition_penalty=1.3)
+    state = SamplingState(params, 0, [5, 6, 5])
+    state.accept(7)
+    sibling = state.sibling(4)
+    assert sibling.choice == 4
+    assert sibling.bias is state.bias
+    assert sibling.prompt is state.prompt
+    assert [*state.prompt] == [5, 6]
+    assert (list(state.counts), list(sibling.counts)) == ([7], [])
+
+
+def test_draws_without_penalties_keep_no_history() -> None:
+    state = after([1, 2, 3], [4, 5], temperature=0.0).state
+    assert not len(state.prompt)
+    assert not state.counts
+    assert not state.processes_logits
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 40}])
+def test_bias_of_100_forces_and_of_minus_100_bans(params: dict[str, Any]) -> None:
+    logits = normal(1, 500).expand(50, -1)
+    best = int(logits[0].argmax())
+    forced = [row(i, logit_bias=((17, 100.0),), **params) for i in range(50)]
+    assert set(tokens(logits, forced)) == {17}
+    banned = [row(i, logit_bias=((best, -100.0),), **params) for i in range(50)]
+    assert best not in tokens(logits, banned)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 40}])
+def test_ends_cannot_be_chosen_before_min_tokens(params: dict[str, Any]) -> None:
+    logits = torch.zeros(1, 300)
+    logits[0, [7, 8]] = 50.0
+    ends: dict[str, Any] = {"min_tokens": 20, "end_ids": (7, 8), "logit_bias": ((7, 100.0),)}
+    drawn = tokens(logits.expand(40, -1), [row(i, **ends, **params) for i in range(40)])
+    assert not {7, 8} & set(drawn[:20])
+    assert set(drawn[20:]) == {7}
+
+
+def test_ids_out_of_range_touch_no_mate() -> None:
+    logits = normal(3, 256)
+    logits[:, 0] = 9.0
+    odd = row(
+        prompt=[256, 300, -1, 256 + 255],
+        temperature=0.0,
+        repetition_penalty=3.0,
+        logit_bias=((256, 100.0), (257, -100.0), (-1, 100.0)),
+    )
+    greedy = row(temperature=0.0)
+    assert tokens(logits, [greedy, odd, greedy]) == logits.argmax(-1).tolist()
+
+
+def test_min_p_is_relative_to_the_largest_probability() -> None:
+    p = torch.tensor([0.5, 0.26, 0.14, 0.06, 0.04])
+    rows = [row(i, min_p=0.25) for i in range(300)]
+    assert set(tokens(p.log().expand(300, -1), rows)) == {0, 1, 2}
+    # top_p is a part of what min_p kept: 0.9 of (0.5 + 0.26 + 0.14) needs all three
+    for top_p, kept in [(0.85, {0, 1, 2}), (0.84, {0, 1})]:
+        rows = [row(i, min_p=0.25, top_p=top_p) for i in range(300)]
+        assert set(tokens(p.log().expand(300, -1), rows)) == kept
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
+    p = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
+    for top_p, kept in [(0.01, {1}), (0.39, {1}), (0.41, {1, 3}), (0.84, {1, 3, 4}), (0.99, None)]:
+        drawn = set(tokens(p.log().expand(300, -1), [row(i, top_p=top_p) for i in range(300)]))
+        assert drawn == (kept or {0, 1, 2, 3, 4})
+    equal = tokens(torch.zeros(300, 4), [row(i, top_p=0.5) for i in range(300)])
+    assert set(equal) == {0, 1}
+
+
+@pytest.mark.parametrize(("vocabulary", "scale"), [(200, 0.0), (WIDE, 0.0), (WIDE, 1e-3)])
+def test_a_flat_distribution_keeps_as_many_as_it_takes(vocabulary: int, scale: float) -> None:
+    logits = normal(1, vocabulary, scale)
+    order = logits[0].sort(descending=True, stable=True).indices.tolist()
+    cases: list[tuple[dict[str, Any], float]] = [
+        ({"top_p": 0.505}, 0.505),
+        ({"top_k": vocabulary // 20}, 0.05),
+    ]
+    for params, part in cases:
+        drawn = set(tokens(logits.expand(30, -1), [row(i, **params) for i in range(30)]))
+        assert drawn <= set(order[: int(part * vocabulary) + 1])
+        assert len(drawn) > (5 if vocabulary == 200 else 25)
+
+
+def test_of_equal_logits_at_a_cut_the_first_are_kept() -> None:
+    few = normal(1, WIDE)
+    ties = [19_000, 77, 15_000, 300, 12_000, 4]
+    few[0, ties] = 20.0
+    drawn = tokens(few.expand(100, -1), [row(i, top_k=3) for i in range(100)])
+    assert set(drawn) == {4, 77, 300}
+    logits = torch.zeros(1, WIDE)
+    logits[0, 12_345] = 1.0
+    drawn = tokens(logits.expand(40, -1), [row(i, top_k=4) for i in range(40)])
+    assert set(drawn) == {0, 1, 2, 12_345}
+
+
+@pytest.mark.parametrize("vocabulary", [10, 1000, WIDE])
+def test_greedy_takes_the_first_of_equals(vocabulary: int) -> None:
+    logits = torch.zeros(3, vocabulary)
+    logits[1, [4, vocabulary - 1]] = 2.0
+    logits[2, -3:] = 1.0
+    assert tokens(logits, [row(temperature=0.0)] * 3) == [0, 4, vocabulary - 3]
+
+
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
+@pytest.mark.parametrize("temperature", [1e-6, 1e-40, 1e-300])
+def test_a_tiny_temperature_is_greedy(params: dict[str, Any], temperature: float) -> None:
+    logits = torch.cat((normal(20, 700, 10.0), torch.tensor([3e38, -3e38]).repeat(1, 350)))
+    rows = [row(i, temperature=temperature, **params) for i in range(20)]
+    assert tokens(logits[:20], rows) == logits[:20].argmax(-1).tolist()
+    assert tokens(logits[20:], rows[:1])[0] % 2 == 0
+
+
+@pytest.mark.parametrize("vocabulary", [100, 256, WIDE])
+@pytest.mark.parametrize(
+    "edits", [{}, {"logit_bias": ((3, 50.0),), "temperature": 0.3, "repetition_penalty": 2.0}]
+)
+def test_logprobs_are_of_the_raw_distribution(vocabulary: int, edits: dict[str, Any]) -> None:
+    logits = normal(20, vocabulary)
+    raw = logits.double().log_softmax(-1)
+    wanted = [None, 0, 1, 5, 20, 80]
+    rows = [row(i, prompt=range(60), logprobs=wanted[i % 6], **edits) for i in range(20)]
+    for i, choice in enumerate(sample(logits, rows)):
+        count = wanted[i % 6]
+        if count is None:
+            assert (choice.logprob, choice.top) == (None, ())
+            continue
+        assert choice.logprob == pytest.approx(float(raw[i, choice.token]), abs=1e-5)
+        best = raw[i].topk(count)
+        assert [token for token, _ in choice.top] == best.indices.tolist()
+        assert [p for _, p in choice.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+def test_top_logprobs_leave_out_what_is_impossible() -> None:
+    logits = torch.full((1, 40), -INF)
+    logits[0, [30, 2]] = torch.tensor([1.0, 0.0])
+    choice = sample(logits, [row(temperature=0.0, logprobs=20)])[0]
+    assert [token for token, _ in choice.top] == [30, 2]
+    everything = sample(torch.zeros(1, 5), [row(temperature=0.0, logprobs=20)])[0]
+    assert [token for token, _ in everything.top] == [0, 1, 2, 3, 4]
+
+
+def test_the_greedy_token_leads_its_top_logprobs_whatever_mates_ask() -> None:
+    rng = random.Random(5)
+    logits = normal(60, WIDE)
+    for line in logits:
+        line[rng.sample(range(WIDE), 4)] = 20.0
+    rows = [row(temperature=0.0, logprobs=count) for count in [1, 3] * 30]
+    for at, choice in enumerate(sample(logits, rows)):
+        assert choice.top[0][0] == choice.token
+        assert choice.top == sample(logits[at : at + 1], [rows[at]])[0].top
+
+
+def test_what_a_model_has_no_output_for_is_never_said() -> None:
+    """As the places of images in some prompts."""
+    [found] = prompt_logprobs(torch.zeros(1, BLOCK), [BLOCK], 1)
+    assert found.token == BLOCK
+    assert found.logprob == float("-inf")
+
+
+def test_prompt_logprobs_score_the_tokens_given() -> None:
+    logits = normal(30, WIDE)
+    logits[4, 7] = NAN
+    targets = [(i * 977) % WIDE for i in range(30)]
+    raw = logits.double().log_softmax(-1)
+    for top in (0, 5):
+        found = prompt_logprobs(logits, targets, top)
+        assert found.pop(4) == SampledToken(-1, None, ())
+        for choice, i in zip(found, [i for i in range(30) if i != 4], strict=True):
+            assert choice.token == targets[i]
+            assert choice.logprob == pytest.approx(float(raw[i, targets[i]]), abs=1e-5)
+            assert [token for token, _ in choice.top] == raw[i].topk(top).indices.tolist()
+            assert choice.rank == 1 + int((logits[i] > logits[i, targets[i]]).sum())
+    assert prompt_logprobs(logits[:0], [], 5) == []
+
+
+def broken(kind: str, vocabulary: int) -> torch.Tensor:
+    line = normal(1, vocabulary)[0]
+    if kind == "one NaN":
+        line[vocabulary - 2] = NAN
+    elif kind == "all NaN":
+        line[:] = NAN
+    elif kind == "+inf":
+        line[5] = INF
+    else:
+        line[:] = -INF
+    return line
+
+
+@pytest.mark.parametrize("kind", ["one NaN", "all NaN", "+inf", "all -inf"])
+@pytest.mark.parametrize("vocabulary", [300, WIDE])
+def test_a_broken_row_is_marked_and_its_mates_do_not_notice(kind: str, vocabulary: int) -> None:
+    count = 2 * len(MIXED)
+    logits, rows = normal(count, vocabulary), mixed(count)
+    whole = sample(logits, rows)
+    logits[1::2] = broken(kind, vocabulary)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = sample(logits, rows)
+    assert found[1::2] == [SampledToken(-1, None, ())] * len(MIXED)
+    assert [c.token for c in found[::2]] == [c.token for c in whole[::2]]
+    assert [c.top for c in found[::2]] == [c.top for c in whole[::2]]
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_banning_a_broken_number_does_not_hide_it(value: float) -> None:
+    logits = normal(1, 300)
+    logits[0, 9] = value
+    assert tokens(logits, [row(min_tokens=1, end_ids=(9,))]) == [-1]
+
+
+def test_banning_everything_possible_is_a_broken_row() -> None:
+    logits = torch.full((1, 300), -INF)
+    logits[0, 9] = 1.0
+    assert tokens(logits, [row(min_tokens=1, end_ids=(9,), logprobs=2)]) == [-1]
+    assert tokens(logits, [row(top_p=0.9)]) == [9]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("vocabulary", [256, 300, WIDE])
+def test_any_float_type_gives_what_its_values_give_in_float32(
+    dtype: torch.dtype, vocabulary: int
+) -> None:
+    logits = normal(26, vocabulary).to(dtype)
+    assert sample(logits, mixed(26)) == sample(logits.float(), mixed(26))
+
+
+@pytest.mark.parametrize("vocabulary", [256, 300])
+def test_logits_of_the_caller_stay_as_they_are(vocabulary: int) -> None:
+    whole = normal(2 * len(MIXED), 2 * vocabulary)
+    logits = whole[::2, :vocabulary]  # a view with gaps
+    before = whole.clone()
+    found = sample(logits, mixed(len(MIXED)))
+    prompt_logprobs(logits, [1] * len(MIXED), 3)
+    assert torch.equal(whole, before)
+    assert found == sample(logits.clone(), mixed(len(MIXED)))
+
+
+def test_no_rows_give_no_choices() -> None:
+    assert sample(torch.zeros(0, 10), []) == []
+
+
+def test_uniform_is_philox_2x64_10() -> None:
+    """Known answers of Random123, the authors' own library: the first word, its 53 upper bits."""
+    pi = (0xA4093822299F31D0, 0x13198A2E03707344, 0x243F6A8885A308D3)
+    ones = (2**64 - 1,) * 3
+    known = {(0, 0, 0): 0xCA00A0459843D731, ones: 0x65B021D60CD8310F, pi: 0x0A5E742C2997341C}
+    for arguments, word in known.items():
+        assert uniform(*arguments) == (word >> 11) / 2**53
+
+
+@pytest.mark.parametrize(
+    ("moving", "n"), [("position", 100_000), ("choice", 20_000), ("seed", 20_000)]
+)
+def test_uniform_looks_uniform_and_uncorrelated(moving: str, n: int) -> None:
+    fixed = {"seed": 42, "choice": 0, "position": 5}
+    numbers = torch.tensor(
+        [uniform(**(fixed | {moving: i})) for i in range(n)], dtype=torch.float64
+    )
+    assert len(set(numbers.tolist())) == n
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    centred = numbers - 0.5
+    assert abs(float(centred.mean())) < 4 * (1 / 12 / n) ** 0.5
+    assert float((centred**2).mean()) == pytest.approx(1 / 12, rel=0.03)
+    for lag in (1, 2, 64):
+        correlation = float((centred[lag:] * centred[:-lag]).mean() * 12)
+        assert abs(correlation) < 4 / n**0.5
+
+
+# ── what is allowed ──
+
+
+def test_only_what_is_allowed_is_chosen_and_the_rest_of_the_rows_are_as_before() -> None:
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(5))
+    rows = [
+        SamplingRow(SamplingState(SamplingParams(temperature=t, seed=n), 0, []), 0)
+        for n, t in enumerate([0, 1, 1, 0])
+    ]
+    free = [choice.token for choice in sample(logits, rows)]
+    tokens = torch.zeros(2, 300, dtype=torch.bool)
+    tokens[0, [7, 9]] = True
+    tokens[1, 299] = True
+    held = [choice.token for choice in sample(logits, rows, TokenMask([1, 3], tokens))]
+    assert held[0] == free[0]
+    assert held[2] == free[2]
+    assert held[1] in (7, 9)
+    assert held[3] == 299
+
+
+def test_a_ban_changes_no_log_probability() -> None:
+    logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(6))
+    row = SamplingRow(SamplingState(SamplingParams(temperature=0.0, logprobs=3), 0, []), 0)
+    tokens = torch.zeros(1, 300, dtype=torch.bool)
+    tokens[0, 11] = True
+    [choice] = sample(logits, [row], TokenMask([0], tokens))
+    raw = torch.log_softmax(logits.double(), -1)[0]
+    assert choice.token == 11
+    assert choice.logprob == pytest.approx(float(raw[11]), abs=1e-5)
+    assert [token for token, _ in choice.top] == raw.topk(3).indices.tolist()
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_broken_row_is_seen_through_a_ban(broken: float) -> None:
+    logits = torch.zeros(1, 300)
+    logits[0, 11] = broken
+    tokens = torch.zeros(1, 300, dtype=torch.bool)
+    tokens[0, 11] = True
+    row = SamplingRow(SamplingState(SamplingParams(), 0, []), 0)
+    [choice] = sample(logits, [row], TokenMask([0], tokens))
+    assert choice.token == -1

@@ -1,0 +1,149 @@
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.__main__ import put_settings
+from server.core.settings import Settings, SettingsError, load_settings, misspelt
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_defaults_need_nothing() -> None:
+    assert load_settings({}) == Settings()
+
+
+def test_values_are_parsed_by_their_type() -> None:
+    settings = load_settings(
+        {
+            "MAX_BATCH_SIZE": "8",
+            "MAX_BATCH_WAIT_MS": "0",
+            "API_KEYS": "a, b,,",
+            "DEBUG": "1",
+            "DTYPE": "bfloat16",
+        }
+    )
+    assert settings.max_batch_size == 8
+    assert settings.max_batch_wait_ms == 0
+    assert settings.api_keys == ("a", "b")
+    assert settings.debug is True
+    assert settings.dtype == "bfloat16"
+
+
+def test_env_file_is_read_and_the_environment_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".env").write_text("MAX_BATCH_SIZE=5\nMAX_QUEUE_SIZE=6\nHF_TOKEN=a\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", {"MAX_QUEUE_SIZE": "7"})
+    settings = load_settings()
+    assert (settings.max_batch_size, settings.max_queue_size) == (5, 7)
+    assert os.environ["HF_TOKEN"] == "a", "others read it too"
+
+
+def test_files_are_there_before_a_model_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".env").write_text("MAX_BATCH_SIZE=5\nHF_TOKEN=a\n")
+    (tmp_path / "given").write_text("MAX_BATCH_SIZE=6\nMAX_QUEUE_SIZE=7\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", {})
+    flags: dict[str, Any] = {spec.name: None for spec in fields(Settings)}
+    put_settings(None, {**flags, "max_queue_size": "8", "env_file": "given"})
+    assert os.environ == {"MAX_BATCH_SIZE": "6", "MAX_QUEUE_SIZE": "8", "HF_TOKEN": "a"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("DTYPE", "float8"),
+        ("MAX_BATCH_SIZE", "0"),
+        ("MAX_BATCH_SIZE", "many"),
+        ("MAX_BATCH_SIZE", "1.5"),
+        ("MAX_BATCH_WAIT_MS", "-1"),
+        ("REQUEST_TIMEOUT_S", "nan"),
+        ("REQUEST_TIMEOUT_S", "inf"),
+        ("DEBUG", "perhaps"),
+        ("PIPELINE_MODEL", ""),
+        ("PIN_WORKER", "perhaps"),
+        ("IMAGE_FETCH", "https://example.com"),
+        ("IMAGE_FETCH", "example.com,*"),
+        ("IMAGE_FETCH", "example.com:80"),
+        ("CORS_ORIGINS", "their.site"),
+        ("CORS_ORIGINS", "https://their.site/"),
+        ("CORS_ORIGINS", "https://*.their.site"),
+        ("API_KEYS", "schlüssel"),
+        ("API_KEYS", "one two"),
+    ],
+)
+def test_an_unusable_value_is_refused_by_name(name: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=name):
+        load_settings({name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("IMAGE_FETCH", "any"),
+        ("IMAGE_FETCH", "example.com, 10.0.0.1,2001:db8::1"),
+        ("CORS_ORIGINS", "*"),
+        ("CORS_ORIGINS", "https://their.site,http://localhost:3000,null,app://id"),
+        ("API_KEYS", "sk-1_2=,$%"),
+    ],
+)
+def test_lists_are_taken_as_they_are(name: str, value: str) -> None:
+    made = getattr(load_settings({name: value}), name.lower())
+    assert made == tuple(part.strip() for part in value.split(","))
+
+
+def test_a_key_that_cannot_be_used_is_not_shown() -> None:
+    with pytest.raises(SettingsError) as raised:
+        load_settings({"API_KEYS": "very secret"})
+    assert "secret" not in str(raised.value)
+
+
+def test_help_lists_every_setting() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "server", "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    for spec in fields(Settings):
+        assert "--" + spec.name.replace("_", "-") in done.stdout
+
+
+def test_a_name_in_the_env_file_that_is_nearly_a_settings_is_refused_with_a_guess(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".env").write_text("OPENAI_API_KEY=x\nPIPELINE_MODLE=x\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingsError, match=r"PIPELINE_MODLE in .env .* PIPELINE_MODEL"):
+        load_settings()
+
+
+def test_such_a_name_in_the_environment_gets_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("API_KEY", "max_batch_size", "MODEL_NAME", "LOG_LEVEL", "OPENAI_API_KEY"):
+        monkeypatch.setenv(name, "x")
+    assert load_settings() == Settings()
+    said = [line for line in capsys.readouterr().err.splitlines() if "did you mean" in line]
+    assert sorted(said) == [
+        "onequeue: API_KEY is not a setting; did you mean API_KEYS?",
+        "onequeue: max_batch_size is not a setting; did you mean MAX_BATCH_SIZE?",
+    ]
+
+
+def test_a_setting_is_never_taken_for_another() -> None:
+    assert list(misspelt(spec.name.upper() for spec in fields(Settings))) == []
+
+
+def test_short_names_that_others_may_have_are_left_alone() -> None:
+    assert dict(misspelt(["COMPILER", "DEVICES", "XDEBUG", "DEVCIE", "API_KEY"])) == {
+        "DEVCIE": "DEVICE",
+        "API_KEY": "API_KEYS",
+    }

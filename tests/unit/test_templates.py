@@ -1,0 +1,335 @@
+"""Chat templates of real checkpoints, where they are at hand: what such models write is read as it
+is meant, however it comes, and what they call goes back into their next prompt.
+
+Cases that are known to be read otherwise are named in OTHERWISE, each with its reason.
+"""
+
+import json
+import random
+from collections.abc import Iterable
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.commands.template import end_of_turn
+from tests.unit.test_parser import garbled
+from tests.unit.test_turns import answered, chat, results
+from worker.generation.answer_reader import AnswerReader, ReadAnswer, asking, told
+from worker.generation.input_processor import answer_parser, begun_answer
+from worker.messages.deltas import Delta, DeltaPart
+from worker.messages.generation import Chat
+from worker.text.chat_template.byte_tokenizer import byte_tokenizer
+from worker.text.detokenizer import TextSpan
+from worker.text.parser import Parser
+
+REAL = Path(__file__).parents[3] / "shared" / "templates"
+NAMES = sorted(path.stem for path in REAL.glob("*.jinja"))
+pytestmark = pytest.mark.skipif(not NAMES, reason="no templates of real checkpoints here")
+
+# ── what they write ──
+
+AGAIN = "another case reads the same text in the other way"
+UNMARKED = "text without any mark is content, though the model thinks by default"
+# template: {a case's number among those of the template: why}
+OTHERWISE: dict[str, dict[int, str]] = {
+    "CohereForAI-c4ai-command-r7b-12-2024-tool_use": {2: AGAIN},
+    "GLM-4.6": {7: AGAIN},
+    "google-gemma-4-31B-it": dict.fromkeys((24, 26, 34), AGAIN),
+    "Qwen-Qwen3-0.6B": dict.fromkeys((5, 6, 11, 12), UNMARKED),
+    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": dict.fromkeys((5, 6), UNMARKED),
+}
+
+
+@cache
+def cases() -> dict[str, list[dict[str, Any]]]:
+    """By the names of their templates."""
+    made: dict[str, list[dict[str, Any]]] = {}
+    if NAMES:
+        for line in (REAL / "cases.jsonl").read_text().splitlines():
+            case = json.loads(line)
+            made.setdefault(case["template"], []).append(case)
+    return made
+
+
+NUMBERED = [(name, number) for name, own in cases().items() for number in range(len(own))]
+
+
+@cache
+def reader(name: str, special: bool = False) -> AnswerReader:
+    """`special`: the template's marks are special tokens, else plain added ones."""
+    return AnswerReader(byte_tokenizer((REAL / f"{name}.jinja").read_text(), special), ())
+
+
+def tools_of(case: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": tool} for tool in case["tools"]]
+
+
+def read_in_pieces(case: dict[str, Any], cuts: list[int]) -> ReadAnswer:
+    template = reader(case["template"]).template
+    request = asking(tools_of(case), case["thinking"])
+    assert isinstance(request.prompt, Chat)
+    begun = begun_answer(template, request, template.render(request.prompt))
+    parser = answer_parser(template, request, begun)
+    text = case["output"]
+    if parser is None:
+        return ReadAnswer(text, "", [])
+    pieces = [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
+    return told(parse(parser, pieces))
+
+
+def parse(parser: Parser, pieces: Iterable[str]) -> Delta:
+    delta = Delta(0)
+    events = [event for piece in pieces for event in parser.feed(TextSpan(piece))]
+    for kind, piece, call in events + parser.finish():
+        if kind == "end of thoughts":
+            delta.end_thoughts()
+        else:
+            delta.add(kind, piece.text, call)
+    return delta
+
+
+def parsed(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def compared(made: ReadAnswer, case: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What was read and what is meant. Space around texts does not count, nor do arguments that
+    the case does not tell."""
+    untold = [arguments is None for _, arguments in case["calls"]]
+    untold += [False] * len(made.calls)
+    calls = [
+        [name, None if unknown else parsed(arguments)]
+        for (name, arguments), unknown in zip(made.calls, untold, strict=False)
+    ]
+    meant = [[name, arguments and parsed(arguments)] for name, arguments in case["calls"]]
+    return (
+        {"content": made.content.strip(), "reasoning": made.reasoning.strip(), "calls": calls},
+        {key: case[key].strip() for key in ("content", "reasoning")} | {"calls": meant},
+    )
+
+
+def all_ways(case: dict[str, Any]) -> dict[str, ReadAnswer]:
+    """Whole, cut at random, and byte by byte with marks of both kinds."""
+    output, tools, thinking = case["output"], tools_of(case), case["thinking"]
+    made = {"whole": read_in_pieces(case, [])}
+    chance = random.Random(0)
+    for number in range(20):
+        most = min(len(output), 12)
+        cuts = sorted(chance.sample(range(len(output)), k=chance.randint(0, most)))
+        made[f"cut {number}"] = read_in_pieces(case, cuts)
+    for kind, special in (("plain", False), ("special", True)):
+        made[f"{kind} marks"] = reader(case["template"], special).read(output, tools, thinking)
+    return made
+
+
+@pytest.mark.parametrize(("name", "number"), NUMBERED)
+def test_what_a_model_writes_is_read_as_it_is_meant(name: str, number: int) -> None:
+    case = cases()[name][number]
+    why = OTHERWISE.get(name, {}).get(number)
+    wrong = {}
+    for way, made in all_ways(case).items():
+        was, meant = compared(made, case)
+        if was != meant:
+            wrong[way] = was
+    if why is None:
+        assert not wrong, (case["output"], meant)
+    else:
+        assert wrong, "it is read as it is meant: take it out of OTHERWISE"
+
+
+def test_nearly_all_are_read_as_they_are_meant() -> None:
+    right = 0
+    for name, number in NUMBERED:
+        case = cases()[name][number]
+        ways = (compared(made, case) for made in all_ways(case).values())
+        right += all(was == meant for was, meant in ways)
+    assert right > 0.95 * len(NUMBERED)
+    known = sum(map(len, OTHERWISE.values()))
+    assert right == len(NUMBERED) - known
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_garbled_is_read_the_same_however_it_comes(name: str) -> None:
+    template, chance = reader(name).template, random.Random(0)
+    texts = [(text, [LOOKUP]) for text, _ in template.examples]
+    texts += [(case["output"], tools_of(case)) for case in cases().get(name, [])]
+    for text, tools in texts:
+        for _ in range(5):
+            written = garbled(text, template.answers.texts, chance)
+            cuts = sorted(chance.choices(range(len(written) + 1), k=6))
+            whole, *others = (
+                told(parse(Parser(template.answers, "", True, tools), pieces))
+                for pieces in (
+                    [written],
+                    written,
+                    [written[a:b] for a, b in pairwise([0, *cuts, None])],
+                )
+            )
+            assert others == [whole, whole], written
+
+
+# ── an agent's loop ──
+
+LOOKUP = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "Looks it up",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "word": {"type": "string", "description": "What"},
+                "times": {"type": "integer", "description": "How often"},
+                "ratio": {"type": "number", "description": "How much"},
+                "exact": {"type": "boolean", "description": "Whether"},
+                "names": {"type": "array", "items": {"type": "string"}, "description": "Who"},
+                "place": {
+                    "type": "object",
+                    "properties": {"city": {"type": "string"}, "floor": {"type": "integer"}},
+                    "description": "Where",
+                },
+            },
+            "required": ["word"],
+        },
+    },
+}
+ASKED = {"role": "user", "content": "Well?"}
+TYPED = {
+    "word": 'Zürich "old" <town>\nO\'Hara x\\y',
+    "times": 3,
+    "ratio": 0.5,
+    "exact": True,
+    "names": ["a", "b c"],
+    "place": {"city": "Łódź", "floor": -2},
+}
+
+
+def call(**arguments: Any) -> DeltaPart:
+    return DeltaPart("call", json.dumps(arguments, ensure_ascii=False), "lookup")
+
+
+ANSWERS: dict[str, list[DeltaPart]] = {
+    "one call": [call(word="sun")],
+    "typed arguments": [call(**TYPED)],
+    "no arguments": [call()],
+    "two calls": [call(word="sun", times=1), call(word="moon")],
+    "text and a call": [DeltaPart("content", "Let me see."), call(word="sun")],
+    "thoughts": [DeltaPart("reasoning", "They want the sun."), call(word="sun")],
+}
+# What ends a turn with calls where that is not what ends others, or not alone.
+ENDS = {
+    "CohereForAI-c4ai-command-r7b-12-2024-tool_use": "<|END_OF_TURN_TOKEN|>",
+    "google-gemma-4-31B-it": "<|tool_response>",
+    "meetkai-functionary-medium-v3.1": "<|eom_id|>",
+    "openai-gpt-oss-120b": "<|call|>",
+    "tool_chat_template_phi4_mini": "<|end|>",
+    "tool_chat_template_toolace": "<|eot_id|>",
+    "unsloth-Apriel-1.5": "<|end|>",
+}
+# Where what a template writes does not tell what went in: (template, answer): why.
+UNQUOTED = "it writes strings without quotes, with commas and all"
+UNESCAPED = "it writes quotes within quotes"
+LOSSY = {
+    ("LFM2.5-8B-A1B", "typed arguments"): UNESCAPED,
+    ("tool_chat_template_llama3.2_pythonic", "typed arguments"): UNQUOTED,
+    ("tool_chat_template_toolace", "typed arguments"): UNQUOTED,
+}
+
+
+def prompted(name: str, messages: list[Any], **fields: Any) -> str:
+    _, prompt = chat(messages, tools=[LOOKUP], **fields)
+    return reader(name).template.render(prompt)
+
+
+def written(name: str, message: dict[str, Any]) -> tuple[str, str]:
+    """A prompt, and what a model would have had to write for its template to show this message:
+    the template's own text, without what ends a turn. As much of it as a prompt has written is the
+    prompt's, by whole tokens."""
+    tokenizer: Any = reader(name).tokenizer
+    _, prompt = chat([ASKED, message], tools=[LOOKUP])
+    over = Chat(prompt.messages, prompt.tools, add_generation_prompt=False)
+    after = tokenizer.tokenize(reader(name).template.render(over))
+    before = tokenizer.tokenize(prompted(name, [ASKED]))
+    same = 0
+    while same < min(len(before), len(after)) and before[same] == after[same]:
+        same += 1
+    begun, text = (
+        tokenizer.convert_tokens_to_string(tokens) for tokens in (after[:same], after[same:])
+    )
+    for end in (ENDS.get(name), end_of_turn(reader(name).template.tried)):
+        text = text.partition(end)[0] if end else text
+    return begun, text
+
+
+def shown_by(name: str, parts: list[DeltaPart]) -> bool:
+    """Whether the template can show it in one turn."""
+    turns = reader(name).template.turns
+    if turns is None or turns.written:
+        return False
+    several = sum(part.kind == "call" for part in parts) > 1
+    return not (several and turns.single)
+
+
+def leaves(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [leaf for key, each in value.items() for leaf in (key, *leaves(each))]
+    if isinstance(value, list):
+        return [leaf for each in value for leaf in leaves(each)]
+    return [value] if isinstance(value, str) and value.isalnum() else []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tool_that_does_not_describe_itself_is_shown(name: str) -> None:
+    template, bare = reader(name).template, {"type": "function", "function": {"name": "clock"}}
+    if not template.takes_tools:
+        pytest.skip("the template shows no tools")
+    assert "clock" in template.render(Chat((ASKED,), (bare,)))
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_model_calls_is_read_and_goes_back(name: str, answer: str) -> None:
+    parts = ANSWERS[answer]
+    if not shown_by(name, parts):
+        pytest.skip("the template cannot show it in one turn")
+    if why := LOSSY.get((name, answer)):
+        pytest.skip(why)
+    template = reader(name).template
+    sent = answered(template, [ASKED], *parts)
+    begun, text = written(name, sent)
+    if "lookup" not in text:
+        pytest.skip("the template shows it in several turns")
+    calls = [part for part in parts if part.kind == "call"]
+
+    request = asking([LOOKUP], None)
+    parser = answer_parser(template, request, begun_answer(template, request, begun))
+    assert parser is not None
+    delta = parse(parser, text)
+    made = told(delta)
+    for kind, was in (("content", made.content), ("reasoning", made.reasoning)):
+        meant = "".join(part.text for part in parts if part.kind == kind)
+        assert was.strip() == (meant if meant in text else ""), text
+    assert [[each, json.loads(arguments)] for each, arguments in made.calls] == [
+        [part.name, json.loads(part.text)] for part in calls
+    ], text
+
+    again = answered(template, [ASKED], *delta.parts)
+    for one, other in zip(again["tool_calls"], sent["tool_calls"], strict=True):
+        one["id"] = other["id"]
+    told_results = [f"result{letter}" for letter, _ in zip("αβ", calls, strict=False)]
+    messages = [ASKED, again, *results(again, *told_results)]
+    prompt = prompted(name, messages)
+    bare = prompted(name, [ASKED])
+    assert prompt.count("lookup") >= bare.count("lookup") + len(calls)
+    for result in told_results:
+        assert prompt.count(result) == 1
+    for part in calls:
+        for leaf in leaves(json.loads(part.text)):
+            assert leaf in prompt
+    assert prompted(name, [ASKED, sent, *results(sent, *told_results)]) == prompt

@@ -1,0 +1,425 @@
+"""An agent's second turn: what the model called and was told goes back through its template, in
+the form that this template takes. With small templates, and with those of real checkpoints where
+they are at hand."""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batching.errors import InvalidInput
+from server.openai.chat import ChatRequest, ChatResponseBuilder
+from server.openai.request_fields import decode
+from tests.tiny_tokenizers import llama_tokenizer
+from worker.messages.deltas import Delta, DeltaPart
+from worker.messages.generation import Chat
+from worker.text.chat_template.history import Content, HistoryAdapter, HistoryFormat
+from worker.text.chat_template.template import ChatTemplate
+
+REAL = Path(__file__).parents[3] / "shared" / "templates"
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": f"It is {name}", "parameters": schema},
+    }
+
+
+TOOLS = [tool("get_weather", city={"type": "string", "description": "Where"}), tool("clock")]
+ASKED = {"role": "user", "content": "What is the weather?"}
+CITY = {"city": "Zürich"}
+NESTED = {"city": 'Zürich "old" <town>', "at": {"names": ["O'Hara", "x\\y"], "n": 1.5}}
+
+
+@cache
+def template_of(source: str) -> ChatTemplate:
+    return ChatTemplate(llama_tokenizer(source))
+
+
+def chat(messages: list[Any], **fields: Any) -> tuple[ChatRequest, Chat]:
+    body = {"messages": messages, "tools": TOOLS, **fields}
+    request = decode(body, ChatRequest, lambda _: "demo")
+    prompt = request.generation_input().prompt
+    assert isinstance(prompt, Chat)
+    return request, prompt
+
+
+def answered(chat_template: ChatTemplate, messages: list[Any], *parts: DeltaPart) -> dict[str, Any]:
+    """The message of an answer to a conversation."""
+    request, _ = chat(messages)
+    reply = ChatResponseBuilder(request, chat_template.call_id)
+    message = reply.choice(Delta(0, list(parts), finish_reason="tool_calls"))["message"]
+    assert isinstance(message, dict)
+    return message
+
+
+def calling(arguments: Any = CITY, name: str = "get_weather") -> DeltaPart:
+    return DeltaPart("call", json.dumps(arguments, ensure_ascii=False), name)
+
+
+def results(message: dict[str, Any], *texts: str) -> list[dict[str, Any]]:
+    return [
+        {"role": "tool", "tool_call_id": call["id"], "content": text}
+        for call, text in zip(message["tool_calls"], texts, strict=True)
+    ]
+
+
+def in_form(chat_template: ChatTemplate, messages: list[Any]) -> list[dict[str, Any]]:
+    assert chat_template.turns is not None
+    return HistoryAdapter(chat_template.turns).adapt(messages)
+
+
+def second_turn(chat_template: ChatTemplate, parts: list[DeltaPart], *texts: str) -> str:
+    message = answered(chat_template, [ASKED], *parts)
+    return chat_template.render(chat([ASKED, message, *results(message, *texts)])[1])
+
+
+def shown(text: str, arguments: dict[str, Any]) -> int:
+    """How often they are there as JSON."""
+    decoder = json.JSONDecoder()
+    found = 0
+    for match in re.finditer(r"\{", text):
+        try:
+            found += decoder.raw_decode(text, match.start())[0] == arguments
+        except ValueError:
+            continue
+    return found
+
+
+# ── small templates, each of which wants something else ──
+
+HEAD = "{%- for m in messages -%}[{{ m.role }}]"
+CALL = '<tool_call>{"name": "{{ c.function.name }}", "arguments": ARGUMENTS}'
+LOOP = "{%- for c in m.tool_calls or [] -%}" + CALL + "</tool_call>{%- endfor -%}"
+OBJECTS = LOOP.replace("ARGUMENTS", "{{ c.function.arguments | tojson }}")
+TEXTS = LOOP.replace("ARGUMENTS", "{{ c.function.arguments }}")
+SAYS = '{{ m.content or "" }}'
+END = '{%- endfor -%}{{ "[assistant]" if add_generation_prompt }}'
+REFUSED = "{{ raise_exception('IDs have nine letters') if ID | length != 9 }}"
+NINE = (
+    "{%- if m.role == 'tool' -%}" + REFUSED.replace("ID", "m.tool_call_id") + "{%- endif -%}"
+    "{%- for c in m.tool_calls or [] -%}" + REFUSED.replace("ID", "c.id") + "{{ c.id }}"
+    "{{ c.function.name }}{{ c.function.arguments | tojson }}{%- endfor -%}"
+    "{{ m.tool_call_id }}"
+)
+NAMED = (
+    "{{ m.tool_call_id if m.role == 'tool' }}{%- for c in m.tool_calls or [] -%}"
+    "functions.{{ c.function.name }}:{{ loop.index0 }}{{ c.function.arguments | tojson }}"
+    "{%- endfor -%}"
+)
+NOT_BOTH = "{%- if m.content -%}{{ m.content }}{%- else -%}" + OBJECTS + "{%- endif -%}"
+FIRST_ONLY = SAYS + OBJECTS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+# Whether this version of transformers shows a template what is None.
+SHOWS_NONE = "{{ messages[0].content is none and messages[0].content is defined }}"
+SHOWN = llama_tokenizer(SHOWS_NONE).apply_chat_template([{"content": None}], tokenize=False)
+NULL: Content = "null" if SHOWN == "True" else "dumped"
+SMALL = [
+    (SAYS + OBJECTS, HistoryFormat()),
+    ("{{ '' + m.content }}" + OBJECTS, HistoryFormat(content="empty")),
+    ("{{ m.content }}" + OBJECTS, HistoryFormat()),
+    ("{{ m.get('content') }}" + OBJECTS, HistoryFormat(content="empty")),
+    (
+        "{%- if m.content is none -%}" + OBJECTS + "{%- else -%}{{ m.content }}{%- endif -%}",
+        HistoryFormat(content=NULL, apart=True),
+    ),
+    (SAYS + TEXTS, HistoryFormat(arguments="text")),
+    (SAYS + NINE, HistoryFormat(ids="nine")),
+    (SAYS + NAMED, HistoryFormat(ids="named")),
+    (NOT_BOTH, HistoryFormat(apart=True)),
+    (OBJECTS + SAYS, HistoryFormat(apart=True)),
+    (FIRST_ONLY, HistoryFormat(single=True)),
+    (SAYS, HistoryFormat(written=True)),
+    (
+        "{%- if m.role != 'tool' -%}" + SAYS + OBJECTS + "{%- endif -%}",
+        HistoryFormat(results="told"),
+    ),
+    (
+        "{{ raise_exception('no') if m.role == 'tool' }}" + SAYS,
+        HistoryFormat(written=True, results="told"),
+    ),
+    ("{{ (m.content or 0) / 0 }}", None),
+    ("{%- macro f() -%}{{ f() }}{%- endmacro -%}{{ f() }}", None),
+    ("{{ ", None),
+]
+
+
+@pytest.mark.parametrize(("template", "form"), SMALL)
+def test_what_a_template_takes_is_found_out(template: str, form: HistoryFormat | None) -> None:
+    assert template_of(HEAD + template + END).turns == form
+
+
+def test_a_model_without_a_template_loads() -> None:
+    assert ChatTemplate(llama_tokenizer(None)).turns is None
+
+
+@pytest.mark.parametrize("template", [each for each, form in SMALL if form])
+def test_calls_and_what_is_said_before_them_are_shown(template: str) -> None:
+    parts = [DeltaPart("content", "Well."), calling(), calling({}, "clock")]
+    text = second_turn(template_of(HEAD + template + END), parts, "sunny", "noon")
+    text = text[text.index("[user]") :]
+    said = [text.index(each) for each in ("Well.", "get_weather", "Zürich", "clock")]
+    assert said == sorted(said)
+    assert text.count("sunny") == text.count("noon") == 1
+    assert (shown(text, CITY), shown(text, {})) == (1, 1) or "functions.clock:1{}" in text
+    assert text.endswith("[assistant]")
+
+
+def test_one_call_at_a_time_is_followed_by_its_result() -> None:
+    text = second_turn(
+        template_of(HEAD + FIRST_ONLY + END), [calling(), calling({}, "clock")], *"12"
+    )
+    text = text[text.index("[user]") :]
+    assert re.findall(r"\[(\w+)\](\d?)", text) == [
+        ("user", ""), ("assistant", ""), ("tool", "1"), ("assistant", ""), ("tool", "2"),
+        ("assistant", ""),
+    ]  # fmt: skip
+
+
+def test_results_come_in_the_order_of_their_calls() -> None:
+    chat_template = template_of(HEAD + SAYS + OBJECTS + END)
+    message = answered(chat_template, [ASKED], calling(), calling({}, "clock"))
+    told = results(message, "sunny", "noon")
+    in_order, turned = (
+        chat_template.render(chat([ASKED, message, *each])[1]) for each in (told, told[::-1])
+    )
+    assert in_order == turned
+    [_, *shown] = in_form(
+        chat_template, [message, *({**each, "tool_call_id": None} for each in told)]
+    )
+    assert [each["tool_call_id"] for each in shown] == [each["tool_call_id"] for each in told]
+
+
+FOREIGN = ["call_0123456789abcdef01234567", "toolu_01", "call_0", "call_0", None]
+
+
+@pytest.mark.parametrize("ids", [FOREIGN[:2], FOREIGN[2:4], FOREIGN[3:], ["abcdefgh1", "x"]])
+def test_ids_of_another_server_fit_and_are_the_same_in_a_call_and_its_result(
+    ids: list[str | None],
+) -> None:
+    marked = NINE.replace("{{ c.id }}", "%{{ c.id }}%")
+    marked = marked.replace(
+        "{{ m.tool_call_id }}", "{{ '%' ~ m.tool_call_id ~ '%' if m.tool_call_id }}"
+    )
+    chat_template = template_of(HEAD + SAYS + marked + END)
+    messages: list[Any] = [ASKED]
+    for turn in range(2):  # the second brings the same ids again
+        function = {"name": "clock", "arguments": "{}"}
+        calls = [{"id": id, "type": "function", "function": function} for id in ids]
+        messages.append({"role": "assistant", "content": None, "tool_calls": calls})
+        told: list[Any] = [
+            {"role": "tool", "tool_call_id": id, "content": f"{turn}-{n}"}
+            for n, id in enumerate(ids)
+        ]
+        messages += [{k: v for k, v in each.items() if v is not None} for each in told]
+    text = chat_template.render(chat(messages)[1])
+    shown_ids = re.findall("%(.*?)%", text)
+    assert all(re.fullmatch("[A-Za-z0-9]{9}", id) for id in shown_ids)
+    assert shown_ids[0:2] == shown_ids[2:4]
+    assert shown_ids[4:6] == shown_ids[6:8]
+    assert len(set(shown_ids)) == 4
+    assert ("abcdefgh1" in shown_ids) == ("abcdefgh1" in ids)
+    assert chat_template.render(chat(messages)[1]) == text  # what was cached is found again
+
+
+@pytest.mark.parametrize(
+    ("template", "form"), [(OBJECTS, "call_[0-9a-f]{24}"), (NINE, "[0-9a-f]{9}")]
+)
+def test_ids_of_answers_have_the_templates_form(template: str, form: str) -> None:
+    chat_template = template_of(HEAD + SAYS + template + END)
+    calls = answered(chat_template, [ASKED], calling(), calling())["tool_calls"]
+    assert calls[0]["id"] != calls[1]["id"]
+    assert all(re.fullmatch(form, call["id"]) for call in calls)
+    [message] = in_form(chat_template, [{"role": "assistant", "content": "", "tool_calls": calls}])
+    assert [call["id"] for call in message["tool_calls"]] == [call["id"] for call in calls]
+
+
+def test_ids_that_name_functions_count_through_the_conversation() -> None:
+    chat_template = template_of(HEAD + SAYS + NAMED + END)
+    first = answered(chat_template, [ASKED], calling(), calling({}, "clock"))
+    assert [call["id"] for call in first["tool_calls"]] == [
+        "functions.get_weather:0", "functions.clock:1"]  # fmt: skip
+    so_far = [ASKED, first, *results(first, "sunny", "noon")]
+    second = answered(chat_template, so_far, calling())
+    assert second["tool_calls"][0]["id"] == "functions.get_weather:2"
+    text = chat_template.render(chat([*so_far, second, *results(second, "rain")])[1])
+    assert text.count("functions.get_weather:0") == 4  # as this template counts
+    assert text.endswith("[tool]rainfunctions.get_weather:0[assistant]")
+
+
+def test_a_late_result_finds_its_call() -> None:
+    chat_template = template_of(HEAD + "{{ m.name }}{{ m.tool_call_id }}" + SAYS + NAMED + END)
+    message = answered(chat_template, [ASKED], calling())
+    text = chat_template.render(chat([ASKED, message, ASKED, *results(message, "sunny")])[1])
+    assert "[tool]get_weatherfunctions.get_weather:0" in text
+
+
+def test_results_of_earlier_calls_or_of_none_stay() -> None:
+    chat_template = template_of(HEAD + "{{ m.name }}" + SAYS + NINE + END)
+    first, second = (answered(chat_template, [ASKED], calling(name=name)) for name in ("a", "b"))
+    unknown = {"role": "tool", "tool_call_id": "call_unknown", "content": "lost"}
+    told = [*results(second, "sunny"), *results(first, "noon"), unknown]
+    text = chat_template.render(chat([ASKED, first, second, *told])[1])
+    assert re.search(r"\[tool\]bsunny\w{9}\[tool\]anoon\w{9}\[tool\]lost\w{9}\[", text)
+    assert "call_unknown" not in text
+
+
+@pytest.mark.parametrize("written", ['{"city": ', "[1]", "sunny"])
+def test_arguments_that_are_none_are_shown_as_they_are(written: str) -> None:
+    for template in (SAYS + OBJECTS, SAYS + TEXTS, SAYS):
+        part = DeltaPart("call", written, "get_weather")
+        text = second_turn(template_of(HEAD + template + END), [part], "told")
+        assert written in text or json.dumps(written) in text
+
+
+def test_integers_of_any_size_are_shown_as_they_are() -> None:
+    for template in (SAYS + OBJECTS, SAYS + TEXTS):
+        part = DeltaPart("call", '{"city": 12345678901234567890123}', "get_weather")
+        assert "12345678901234567890123" in second_turn(
+            template_of(HEAD + template + END), [part], "told"
+        )
+
+
+def test_calls_that_cannot_be_shown_are_refused() -> None:
+    only = "{{ raise_exception('one') if messages | length > 2 }}{{ m.content }}"
+    chat_template = template_of(HEAD + only + END)
+    assert chat_template.render(chat([ASKED])[1])
+    with pytest.raises(InvalidInput, match="cannot show calls and their results"):
+        second_turn(chat_template, [calling()], "sunny")
+
+
+@pytest.mark.parametrize(
+    ("raises", "message"),
+    [
+        ("raise_exception('Only one of them!')", "refuses the messages: Only one of them!"),
+        ("messages[0].nothing.at_all", "cannot render these messages"),
+        ("messages[0].content + 1", "cannot render these messages"),
+    ],
+)
+def test_a_refusal_says_what_the_template_says_and_nothing_of_its_insides(
+    raises: str, message: str
+) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        template_of("{{ " + raises + " }}").render(chat([ASKED])[1])
+    assert str(refused.value) == f"the model's chat template {message}"
+    assert refused.value.param == "messages"
+
+
+# ── templates of real checkpoints ──
+
+NAMES = sorted(path.stem for path in REAL.glob("*.jinja"))
+CANNOT = "google-gemma-2-2b-it"  # it refuses a system message, and shows no tools
+CAN = [name for name in NAMES if name != CANNOT]
+SILENT = {  # what is said before a call is not shown
+    "Mistral-Small-3.2-24B-Instruct-2506", "mistralai-Mistral-Nemo-Instruct-2407",
+}  # fmt: skip
+OWN_FORM = {  # of arguments
+    "ByteDance-Seed-OSS", "GLM-4.6", "LFM2.5-8B-A1B", "MiniMax-M2", "Qwen3-Coder",
+    "google-gemma-4-31B-it", "tool_chat_template_llama3.2_pythonic", "tool_chat_template_toolace",
+}  # fmt: skip
+needs_templates = pytest.mark.skipif(not NAMES, reason="no templates of real checkpoints here")
+
+
+def real(name: str) -> ChatTemplate:
+    return template_of((REAL / f"{name}.jinja").read_text())
+
+
+@needs_templates
+@pytest.mark.parametrize("name", CAN)
+@pytest.mark.parametrize("arguments", [CITY, NESTED])
+def test_a_real_template_shows_a_call_and_its_result(name: str, arguments: Any) -> None:
+    text = second_turn(real(name), [calling(arguments)], "18° sunny")
+    assert text.count("18° sunny") == 1
+    before = real(name).render(chat([ASKED])[1])  # the tools are told there as well
+    assert text.count("get_weather") > before.count("get_weather")
+    if name in OWN_FORM:
+        assert text.count("Zürich") == 1
+        assert '\\"city' not in text
+        assert "O'Hara" in text or arguments == CITY
+    else:
+        assert shown(text, arguments) == 1
+    assert "None" not in text
+
+
+@needs_templates
+@pytest.mark.parametrize("name", CAN)
+def test_a_real_template_shows_two_calls_and_two_results(name: str) -> None:
+    oslo = {"city": "Oslo"}
+    text = second_turn(real(name), [calling(), calling(oslo), calling({}, "clock")], *"αβγ")
+    for letter in "αβγ":
+        assert text.count(letter) == 1
+    assert text.index("α") < text.index("β") < text.index("γ")
+    assert text.index("Zürich") < text.index("Oslo")
+    assert text.count("Zürich") == text.count("Oslo") == 1
+    if name not in OWN_FORM:
+        assert shown(text, CITY) == shown(text, oslo) == 1
+
+
+@needs_templates
+@pytest.mark.parametrize("name", CAN)
+def test_a_real_template_shows_what_is_said_before_a_call(name: str) -> None:
+    for parts in ([], [DeltaPart("reasoning", "let me see")]):
+        text = second_turn(
+            real(name), [*parts, DeltaPart("content", "Just so."), calling()], "sunny"
+        )
+        assert text.count("Just so.") == (name not in SILENT)
+        assert name in SILENT or text.index("Just so.") < text.index("Zürich")
+        assert text.count("Zürich") == text.count("sunny") == 1
+
+
+@needs_templates
+@pytest.mark.parametrize("name", CAN)
+def test_a_real_template_takes_thoughts_beside_a_call(name: str) -> None:
+    text = second_turn(real(name), [DeltaPart("reasoning", "let me see"), calling()], "sunny")
+    assert text.count("let me see") <= 1
+    assert "let me see" in text or "Qwen3-0.6B" not in name
+    assert text.count("Zürich") == text.count("sunny") == 1
+
+
+@needs_templates
+@pytest.mark.parametrize("name", CAN)
+def test_a_real_template_takes_ids_of_other_servers(name: str) -> None:
+    chat_template = real(name)
+    messages: list[Any] = [ASKED]
+    for turn in range(2):
+        message = answered(chat_template, [ASKED], calling(), calling({}, "clock"))
+        for call, id in zip(message["tool_calls"], FOREIGN, strict=False):
+            call["id"] = id
+        told = results(message, f"α{turn}", f"β{turn}")
+        messages += [message, *told, {"role": "assistant", "content": "Ah."}, ASKED]
+    text = chat_template.render(chat(messages)[1])
+    for word in ("α0", "β0", "α1", "β1"):
+        assert text.count(word) == 1, word
+    if chat_template.turns and chat_template.turns.ids == "nine":
+        assert not any(str(id) in text for id in FOREIGN)
+
+
+@needs_templates
+def test_a_real_template_that_can_show_no_tools_says_so() -> None:
+    with pytest.raises(InvalidInput, match=r"tools: .* neither tools nor a system message"):
+        second_turn(real(CANNOT), [calling()], "sunny")
+
+
+@needs_templates
+def test_real_templates_differ_in_what_they_take() -> None:
+    forms = {name: real(name).turns or HistoryFormat() for name in NAMES}
+
+    def having(**fields: Any) -> set[str]:
+        [(key, value)] = fields.items()
+        return {name for name, form in forms.items() if getattr(form, key) == value}
+
+    assert having(ids="nine") == SILENT
+    assert having(ids="named") == {"moonshotai-Kimi-K2"}
+    assert having(arguments="text") == {"tool_chat_template_phi4_mini"}
+    assert having(content=NULL) == {"deepseek-ai-DeepSeek-R1-Distill-Qwen-32B"}
+    assert having(content="empty") == {"Qwen-QwQ-32B", "Qwen-Qwen3-0.6B"}
+    assert having(single=True) == {"meta-llama-Llama-3.1-8B-Instruct", "openai-gpt-oss-120b"}
+    assert having(written=True) == {
+        "HuggingFaceTB-SmolLM3-3B", "Kimi-K2-Instruct", "ibm-granite-granite-3.3-2B-Instruct",
+        CANNOT, "microsoft-Phi-3.5-mini-instruct",
+    }  # fmt: skip
+    assert having(results="told") == {CANNOT, "microsoft-Phi-3.5-mini-instruct"}

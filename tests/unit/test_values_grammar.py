@@ -1,0 +1,249 @@
+"""Arguments that are not written as JSON are held to what JSON's are held to: formats, numbers of
+items and members, alternatives, references, however deep."""
+
+import json
+import time
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from batching.errors import InvalidInput
+from tests.unit.test_calls_grammar import takes
+from tests.unit.test_parser import FORMS
+from worker.grammar.string_formats import FORMATS
+from worker.grammar.tool_calls import calls_grammar
+
+FREE = ["coder", "pairs", "typed", "python", "bare python"]
+GOOD = {
+    "date-time": ["2024-02-29T23:59:59.12Z", "1999-12-31t00:00:00+05:30"],
+    "time": ["00:00:00Z"],
+    "date": ["2024-02-29", "2000-02-29", "2023-12-31"],
+    "duration": ["P1Y2M3DT4H", "PT5M", "P2W"],
+    "email": ["a.b@c.de", "x@[1.2.3.4]"],
+    "hostname": ["a", "a-b.c1"],
+    "ipv4": ["255.0.10.199"],
+    "ipv6": ["::", "::1", "1::", "2001:db8::1:2", "1:2:3:4:5:6:7:8", "1:2:3:4:5:6:7::"],
+    "uuid": ["123e4567-e89b-12d3-a456-426614174000"],
+    "uri": ["http://a@b.c:80/d/e?f#g", "mailto:x@y", "urn:a:b", "file:///x", "http://[::1]/"],
+}
+BAD = {
+    "date-time": ["2024-02-29", "2024-01-01T24:00:00Z", "2024-01-01T00:00:00"],
+    "time": ["00:00:00", "1:00:00Z"],
+    "date": ["2024-13-01", "2024-04-31", "24-01-01"],
+    "duration": ["P", "PT", "1D", "P1DT"],
+    "email": ["a", "@b", ".a@b", "a@"],
+    "hostname": ["-a", "a-", "a..b", "a_b"],
+    "ipv4": ["256.0.0.1", "1.2.3", "01.2.3.4"],
+    "ipv6": ["1", "1:2:3:4:5:6:7:8:9", ":::", "1::2::3"],
+    "uuid": ["123e4567e89b12d3a456426614174000"],
+    "uri": ["a", "//b", "1:a", "a:b c"],
+}
+NEST = {
+    "type": "array",
+    "minItems": 2,
+    "items": {"type": "array", "maxItems": 1, "items": {"type": "integer"}},
+}
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "or_null": {"anyOf": [{"type": "string", "format": "uuid"}, {"type": "null"}]},
+        "list": {
+            "type": "array",
+            "items": {"type": "string", "format": "ipv4"},
+            "minItems": 1,
+            "maxItems": 2,
+        },
+        "first": {
+            "type": "array",
+            "prefixItems": [{"type": "integer"}, {"type": "boolean"}],
+            "items": False,
+            "minItems": 1,
+        },
+        "none": {"type": "array", "maxItems": 0},
+        "object": {
+            "type": "object",
+            "properties": {"at": {"$ref": "#/$defs/time"}, "nest": NEST},
+            "required": ["at"],
+        },
+        "map": {
+            "type": "object",
+            "additionalProperties": {"type": "integer"},
+            "minProperties": 1,
+        },
+        "text_or_list": {"type": ["string", "array"], "minItems": 2},
+        "text_or_number": {"type": ["string", "integer"], "minimum": 5},
+        "any_format": {"type": "string", "format": "nonsense"},
+        "unique": {"type": "array", "uniqueItems": True, "contains": {"const": 3}},
+        "choice": {"enum": [[1, "x"], {"k": "v"}, "s"]},
+        "tree": {"$ref": "#/$defs/tree"},
+        "both": {"allOf": [{"type": "string"}, {"pattern": "^a/"}, {"maxLength": 4}]},
+    },
+    "$defs": {
+        "time": {"allOf": [{"type": "string"}, {"format": "time"}]},
+        "tree": {
+            "type": "object",
+            "properties": {
+                "next": {"type": "array", "maxItems": 1, "items": {"$ref": "#/$defs/tree"}}
+            },
+        },
+    },
+}
+AT = "00:00:00Z"
+ARGUMENTS: list[tuple[str, Any, bool]] = [
+    ("or_null", GOOD["uuid"][0], True),
+    ("or_null", None, True),
+    ("or_null", "x", False),
+    ("list", ["1.2.3.4"], True),
+    ("list", ["1.2.3.4"] * 2, True),
+    ("list", [], False),
+    ("list", ["1.2.3.4"] * 3, False),
+    ("list", ["x"], False),
+    ("first", [1], True),
+    ("first", [1, True], True),
+    ("first", [], False),
+    ("first", [1, True, 1], False),
+    ("first", [True], False),
+    ("none", [], True),
+    ("none", [1], False),
+    ("object", {"at": AT}, True),
+    ("object", {"at": AT, "nest": [[1], []]}, True),
+    ("object", {}, False),
+    ("object", {"at": "0"}, False),
+    ("object", {"at": AT, "nest": [[1]]}, False),
+    ("object", {"at": AT, "nest": [[1, 2], [1]]}, False),
+    ("map", {"k": 1}, True),
+    ("map", {}, False),
+    ("map", {"k": "v"}, False),
+    ("text_or_list", [1, 2], True),
+    ("text_or_list", "see [1]", True),
+    ("text_or_list", [1], False),
+    ("text_or_number", 7, True),
+    ("text_or_number", "3 Main Street", True),
+    ("text_or_number", 3, False),
+    ("any_format", "any", True),
+    ("unique", [1, 1], True),  # not held to in JSON either
+    ("choice", [1, "x"], True),
+    ("choice", {"k": "v"}, True),
+    ("choice", "s", True),
+    ("choice", [2], False),
+    ("tree", {"next": [{"next": [{}]}]}, True),
+    ("tree", {"next": [{"next": [{}, {}]}]}, False),
+    ("tree", {"next": [1]}, False),
+    ("both", "a/b", True),
+    ("both", "b/a", False),
+    ("both", "a/bcd", False),
+]
+
+
+def written(name: str, key: str, value: Any) -> str:
+    """A call with this argument."""
+    form = FORMS[name].arguments
+    if form.style == "python":
+        shown = f"{key}={'None' if value is None else json.dumps(value)}"
+    else:
+        shown = form.open + key + form.middle + entry(form.quotes, value) + form.close
+    return FORMS[name].text([("get", shown)])
+
+
+def entry(quotes: str, value: Any) -> str:
+    if isinstance(value, str):
+        return f"{quotes}{value}{quotes}"
+    if quotes and isinstance(value, list):
+        return f"[{','.join(entry(quotes, each) for each in value)}]"
+    if quotes and isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{entry(quotes, each)}' for key, each in value.items())}}}"
+    return json.dumps(value)
+
+
+def tool(parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "get", "parameters": parameters}}
+
+
+@pytest.mark.parametrize("key", FORMATS)
+@pytest.mark.parametrize("name", FREE)
+def test_texts_have_their_format(name: str, key: str) -> None:
+    asked = [tool({"properties": {"s": {"type": "string", "format": key}}})]
+    for text in GOOD[key]:
+        assert jsonschema_rs.is_valid({"format": key}, text, validate_formats=True)
+        assert takes(FORMS[name], written(name, "s", text), tools=asked), text
+    for text in BAD[key]:
+        assert not jsonschema_rs.is_valid({"format": key}, text, validate_formats=True)
+        assert not takes(FORMS[name], written(name, "s", text), tools=asked), text
+
+
+@pytest.mark.parametrize(("key", "value", "good"), ARGUMENTS)
+def test_arguments_are_held_as_in_json(key: str, value: Any, good: bool) -> None:
+    for name in FREE:
+        text = written(name, key, value)
+        assert takes(FORMS[name], text, tools=[tool(PARAMETERS)]) == good, text
+    as_json = FORMS["args"].text([("get", json.dumps({key: value}))]).replace("\1", "id1")
+    assert takes(FORMS["args"], as_json, tools=[tool(PARAMETERS)]) == good
+
+
+@pytest.mark.parametrize("name", ["typed", "coder"])
+def test_alternatives_of_all_arguments(name: str) -> None:
+    either = {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
+    asked = [tool({"properties": {"a": {"type": "integer"}, "b": {"type": "null"}}, **either})]
+    assert takes(FORMS[name], written(name, "a", 1), tools=asked)
+    assert takes(FORMS[name], written(name, "b", None), tools=asked)
+    assert not takes(FORMS[name], FORMS[name].text([("get", "")]), tools=asked)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"a": {"oneOf": [{"type": "string"}, {"type": "string"}]}}},
+        {"properties": {"a": False}, "required": ["a"]},
+        {"properties": {"a": {"type": "array", "minItems": 3, "maxItems": 2}}, "required": ["a"]},
+    ],
+)
+def test_what_cannot_be_held_to_is_refused(parameters: Any) -> None:
+    with pytest.raises(InvalidInput):
+        calls_grammar(FORMS["typed"], [tool(parameters)], True, json.dumps)
+
+
+def test_hostile_schemas_cost_little() -> None:
+    many = {"type": "object", "properties": {f"k{n}": {"$ref": "#/$defs/a"} for n in range(20)}}
+    either = {"anyOf": [{"properties": {"x": {"minLength": n}}} for n in range(10)]}
+    deep: dict[str, Any] = {"type": "array"}
+    for _ in range(500):
+        deep = {"type": "array", "items": deep}
+    for schema, refused in (
+        ({"properties": {"a": deep}}, True),
+        ({"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": many}}, False),
+        ({"properties": {"a": {"allOf": [dict(either) for _ in range(10)]}}}, True),
+        ({"properties": {"a": {"anyOf": [{"$ref": "#/properties/a"}] * 3}}}, True),
+    ):
+        started = time.process_time()
+        try:
+            made = len(calls_grammar(FORMS["typed"], [tool(schema)], True, json.dumps))
+            assert not refused
+            assert made < 100_000
+        except InvalidInput:
+            assert refused
+        assert time.process_time() - started < 2
+
+
+@pytest.mark.parametrize("name", ["coder", "python", "typed"])
+def test_what_many_parameters_share_is_written_where_it_is_referred_to(name: str) -> None:
+    shared = {f"d{n}": {"type": "string", "pattern": "d" * 900} for n in range(20)}
+    numbers = {f"k{n}": {"type": "number", "description": "d" * 900} for n in range(100)}
+    tree = {"type": "array", "items": {"$ref": "#/$defs/d0"}}
+    made = calls_grammar(
+        FORMS[name],
+        [tool({"$defs": shared, "properties": {**numbers, "t": tree}})],
+        True,
+        json.dumps,
+    )
+    assert len(made) < 60_000
+    assert not LLMatcher(LLTokenizer("byte"), made).get_error()
+
+
+def test_a_grammar_does_not_outgrow_what_is_done_about_it() -> None:
+    shared = {f"d{n}": {"type": "string", "pattern": "d" * 900} for n in range(100)}
+    many = {f"k{n}": {"type": "array", "items": {"$ref": "#/$defs/d0"}} for n in range(800)}
+    parameters = {"$defs": shared, "properties": many}
+    with pytest.raises(InvalidInput, match="too many"):
+        calls_grammar(FORMS["coder"], [tool(parameters)], True, json.dumps)

@@ -1,0 +1,430 @@
+"""The worker thread with a runner without a model: failing small, exactly once, breaker."""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from batching.batcher import DynamicBatcher
+from batching.errors import ItemFailed, OutOfMemory, WorkerDown, WrongResultCount
+from batching.request_queue import WorkItem
+from tests.fake_generator import FakeGenerator
+from tests.fakes import FakeRunner
+from tests.serving import wait_until
+from worker.messages.generation import GenerationInput
+from worker.messages.protocol import UNFINISHED, BatchReport, PipelineInput, State, StepOutcome
+from worker.registry import Breaker, GenerationModel, Outcome, PipelineModel, SteppedModel
+from worker.worker import Model, Worker
+
+
+class Recorder:
+    """Collects what the worker posts, on the worker's own thread."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, list[Any]] = {}
+        self.reports: list[BatchReport] = []
+        self.steps: list[StepOutcome] = []
+        self.rejected: list[str] = []
+        self.states: list[State] = []
+        self.errors: list[Exception | None] = []
+        self.breaker: list[tuple[str, bool]] = []
+
+    def on_state(self, state: State, error: Exception | None) -> None:
+        self.errors.append(error)
+        self.states.append(state)
+
+    def on_breaker(self, model: Model, is_open: bool) -> None:
+        self.breaker.append((model.name, is_open))
+
+    def outputs(self, outcomes: list[Outcome]) -> None:
+        for item, outcome in outcomes:
+            self.outcomes.setdefault(item.payload.inputs, []).append(outcome)
+
+    def on_batch(self, model: PipelineModel, report: BatchReport, failed: list[Outcome]) -> None:
+        self.reports.append(report)
+        self.outputs(failed)
+
+    def on_step(self, model: SteppedModel[Any], outcome: StepOutcome) -> None:
+        self.steps.append(outcome)
+
+    def on_rejected(self, items: list[WorkItem]) -> None:
+        for item in items:
+            if isinstance(item.payload, GenerationInput):
+                self.rejected.append(item.prepared)
+            else:
+                self.outputs([(item, "rejected")])
+
+    def resolve(self, outcomes: list[Outcome]) -> None:
+        self.outputs(outcomes)
+
+    def count(self) -> int:
+        return sum(map(len, list(self.outcomes.values())))  # the worker's thread adds to it
+
+
+class Bench:
+    """A running worker and its recorder."""
+
+    def __init__(
+        self, runner: FakeRunner, cooldown_s: float = 5.0, max_wait_s: float = 0.0
+    ) -> None:
+        self.runner, self.recorder = runner, Recorder()
+        self.batcher = DynamicBatcher(max_size=8, max_tokens=1000, max_wait_s=max_wait_s)
+        self.generator = FakeGenerator()
+        self.pipeline = PipelineModel("pipeline", lambda: runner, 100, self.batcher)
+        self.generation = GenerationModel("generation", lambda: self.generator, 100)
+        self.pipeline.breaker = Breaker(3, cooldown_s)
+        self.generation.breaker = Breaker(3, cooldown_s)
+        self.worker = Worker([self.pipeline, self.generation])
+
+    def submit(self, *texts: str) -> list[WorkItem]:
+        items = []
+        for text in texts:
+            item = WorkItem(PipelineInput(text), 1e12, time.monotonic())
+            item.model = self.pipeline
+            self.runner.prepare(item)
+            items.append(item)
+            self.worker.submit([item])
+        return items
+
+    def generate(self, prompt: str) -> WorkItem:
+        item = WorkItem(GenerationInput(prompt), 1e12, time.monotonic())
+        item.model = self.generation
+        self.generator.prepare(item)
+        self.worker.submit([item])
+        return item
+
+    def together(self, *texts: str) -> None:
+        """Make texts wait behind a first forward, so that they share the next batch."""
+        self.runner.gate.clear()
+        self.submit("first")
+        assert self.runner.entered.acquire(timeout=60)
+        self.submit(*texts)
+        self.runner.gate.set()
+        self.wait_for(len(texts) + 1)
+
+    def wait_for(self, outcomes: int) -> None:
+        wait_until(lambda: self.recorder.count() >= outcomes)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Bench]]:
+    benches: list[Bench] = []
+
+    def make(runner: FakeRunner | None = None, **settings: Any) -> Bench:
+        bench = Bench(runner or FakeRunner(), **settings)
+        benches.append(bench)
+        bench.worker.start(bench.recorder, lambda function, *args: function(*args))
+        return bench
+
+    yield make
+    for bench in benches:
+        bench.runner.gate.set()
+        bench.worker.stop()
+        bench.worker.thread.join(60)
+        assert not bench.worker.thread.is_alive()
+
+
+def test_loads_and_warms_up_on_its_own_thread_before_ready(start: Callable[..., Bench]) -> None:
+    bench = start()
+    wait_until(lambda: bench.recorder.states[-1:] == ["ready"])
+    assert bench.recorder.states == ["warming", "ready"]
+    assert bench.runner.warm_ups == 1
+    assert bench.worker.thread.name == "worker"
+    assert bench.worker.thread.daemon
+
+
+def test_items_that_arrive_during_a_forward_share_the_next_batch(
+    start: Callable[..., Bench],
+) -> None:
+    bench = start()
+    bench.together("a", "b", "c")
+    assert bench.runner.batches == [["first"], ["a", "b", "c"]]
+    assert bench.recorder.outcomes["b"] == ["B"]
+    assert bench.recorder.reports[-1].size == 3
+
+
+def test_one_bad_input_fails_alone(start: Callable[..., Bench]) -> None:
+    bench = start()
+    texts = [f"t{n}" for n in range(7)] + ["bad"]
+    bench.together(*texts)
+    for text in texts[:-1]:
+        assert bench.recorder.outcomes[text] == [text.upper()]
+    (failure,) = bench.recorder.outcomes["bad"]
+    assert type(failure) is ItemFailed
+    assert bench.runner.warm_ups == 1  # others succeeded: the worker was never in doubt
+
+
+def test_a_bad_input_alone_is_not_a_worker_failure(start: Callable[..., Bench]) -> None:
+    bench = start()
+    for n in range(5):
+        bench.submit(f"bad {n}")
+        bench.wait_for(n + 1)
+    bench.submit("good")
+    bench.wait_for(6)
+    assert bench.recorder.outcomes["good"] == ["GOOD"]
+    assert bench.recorder.breaker == []
+    assert bench.runner.warm_ups == 1 + 5  # asked after each batch in which nothing succeeded
+
+
+def test_a_bad_input_beside_one_that_goes_on_is_not_a_worker_failure(
+    start: Callable[..., Bench],
+) -> None:
+    class Slow(FakeRunner):
+        def forward(self, prepared: list[Any]) -> list[Any]:
+            goes_on = len(self.batches) < 5
+            made = super().forward(prepared)
+            return [UNFINISHED if goes_on and text == "LONG" else text for text in made]
+
+    bench = start(Slow())
+    bench.together("long", "bad")
+    assert type(bench.recorder.outcomes["bad"][0]) is ItemFailed
+    assert bench.recorder.outcomes["long"] == ["LONG"]
+    assert bench.runner.warm_ups == 1  # a probe would have made it begin anew
+
+
+def test_out_of_memory_halves_the_batch_and_retries(start: Callable[..., Bench]) -> None:
+    def two_fit(texts: list[str]) -> None:
+        if len(texts) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    bench = start(FakeRunner(two_fit))
+    texts = [f"t{n}" for n in range(8)]
+    bench.together(*texts)
+    assert all(bench.recorder.outcomes[text] == [text.upper()] for text in texts)
+    assert bench.recorder.reports[-1].out_of_memory == 3  # 8, 4 and the other 4
+    assert bench.recorder.reports[-1].cap == 2
+    assert bench.batcher.cap == 2
+
+
+def test_an_item_too_large_for_memory_fails_alone(start: Callable[..., Bench]) -> None:
+    def raises(texts: list[str]) -> None:
+        if "huge" in texts:
+            raise MemoryError
+
+    bench = start(FakeRunner(raises))
+    bench.together("a", "huge", "b")
+    assert bench.recorder.outcomes["a"] == ["A"]
+    assert type(bench.recorder.outcomes["huge"][0]) is OutOfMemory
+
+
+def test_wrong_number_of_results_is_an_error_for_that_batch(start: Callable[..., Bench]) -> None:
+    class Forgetful(FakeRunner):
+        def forward(self, prepared: list[Any]) -> list[Any]:
+            answers = super().forward(prepared)
+            return answers[:-1] if len(answers) > 1 else answers
+
+    bench = start(Forgetful())
+    bench.together("a", "b")
+    assert type(bench.recorder.outcomes["a"][0]) is WrongResultCount
+    assert type(bench.recorder.outcomes["b"][0]) is WrongResultCount
+    bench.submit("c")
+    bench.wait_for(4)
+    assert bench.recorder.outcomes["c"] == ["C"]
+
+
+def test_worker_failures_in_a_row_open_the_breaker_and_a_probe_closes_it(
+    start: Callable[..., Bench],
+) -> None:
+    bench = start(cooldown_s=0.2)
+    wait_until(lambda: bench.recorder.states[-1:] == ["ready"])
+    bench.runner.healthy = False
+    for n in range(3):
+        bench.submit(f"bad {n}")
+        bench.wait_for(n + 1)
+    wait_until(lambda: bench.recorder.breaker == [("pipeline", True)])
+    bench.submit("meanwhile")
+    bench.wait_for(4)
+    assert bench.recorder.outcomes["meanwhile"] == ["rejected"]
+    assert not any("meanwhile" in batch for batch in bench.runner.batches)
+    bench.runner.healthy = True
+    wait_until(lambda: bench.recorder.breaker[-1:] == [("pipeline", False)])
+    bench.submit("after")
+    bench.wait_for(5)
+    assert bench.recorder.outcomes["after"] == ["AFTER"]
+
+
+def test_a_lost_device_ends_the_worker_without_bisection(start: Callable[..., Bench]) -> None:
+    def lost(texts: list[str]) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    bench = start(FakeRunner(lost))
+    bench.submit("a")
+    wait_until(lambda: bench.recorder.states[-1:] == ["dead"])
+    assert bench.runner.batches == [["a"]]
+    assert type(bench.recorder.errors[-1]) is WorkerDown
+
+
+def test_encoder_batches_and_generation_steps_take_turns(start: Callable[..., Bench]) -> None:
+    bench = start()
+    generator = bench.generator
+    generator.one_by_one = True
+    bench.generate("long")
+    assert generator.stepped.acquire(timeout=60)
+    bench.submit("a")  # while a step runs, of which there is no end
+    generator.single.release()
+    bench.wait_for(1)
+    assert generator.stepped.acquire(timeout=60)
+    assert bench.recorder.outcomes["a"] == ["A"]
+    assert len(bench.recorder.steps) == 1
+    bench.runner.gate.clear()
+    bench.submit("b", "c")
+    generator.single.release()
+    assert bench.runner.entered.acquire(timeout=60)
+    assert bench.runner.entered.acquire(timeout=60)  # the first was a's
+    assert len(bench.recorder.steps) == 2
+    bench.runner.gate.set()
+    bench.wait_for(3)
+    generator.one_by_one = False
+    generator.single.release()
+    generator.clear()
+
+
+def test_generation_in_which_all_fail_makes_the_worker_try_itself(
+    start: Callable[..., Bench],
+) -> None:
+    bench = start(cooldown_s=60.0)
+    wait_until(lambda: bench.recorder.states[-1:] == ["ready"])
+    bench.generator.healthy = False
+    for n in range(3):
+        bench.generate("bad")
+        wait_until(lambda n=n: len(bench.recorder.steps) == n + 1)  # type: ignore[misc]
+    wait_until(lambda: bench.recorder.breaker == [("generation", True)])
+    bench.generate("say a b")
+    wait_until(lambda: bench.recorder.rejected == ["say a b"])
+    bench.submit("a")  # the other model is not concerned
+    bench.wait_for(1)
+    assert bench.recorder.outcomes["a"] == ["A"]
+    assert bench.runner.warm_ups == 1
+
+
+def test_what_runs_does_not_keep_the_other_models_breaker_closed(
+    start: Callable[..., Bench],
+) -> None:
+    bench = start(cooldown_s=60.0)
+    wait_until(lambda: bench.worker.state == "ready")
+    bench.runner.healthy = False
+    stream = bench.generate("long")
+    wait_until(lambda: len(bench.recorder.steps) > 3)
+    for n in range(3):
+        bench.submit(f"bad {n}")
+        bench.wait_for(n + 1)
+    wait_until(lambda: bench.recorder.breaker == [("pipeline", True)])
+    steps = len(bench.recorder.steps)
+    wait_until(lambda: len(bench.recorder.steps) > steps + 3)
+    assert bench.recorder.rejected == []  # what runs goes on
+    bench.submit("meanwhile")
+    bench.wait_for(4)
+    assert bench.recorder.outcomes["meanwhile"] == ["rejected"]
+    assert bench.recorder.breaker == [("pipeline", True)]
+    stream.open = False
+
+
+def test_failed_loading_is_told_and_ends_the_thread() -> None:
+    def load() -> FakeRunner:
+        raise ItemFailed("no such model")
+
+    recorder = Recorder()
+    worker = Worker([PipelineModel("pipeline", load, 100, DynamicBatcher(8, 100, 0))])
+    worker.start(recorder, lambda function, *args: function(*args))
+    worker.thread.join(60)
+    assert recorder.states == ["dead"]
+    assert "no such model" in str(recorder.errors[0])
+
+
+def test_items_nobody_waits_for_cost_no_forward(start: Callable[..., Bench]) -> None:
+    bench = start()
+    bench.runner.gate.clear()
+    bench.submit("first")
+    assert bench.runner.entered.acquire(timeout=60)
+    gone, *_ = bench.submit("gone", "stays")
+    gone.open = False
+    bench.runner.gate.set()
+    bench.wait_for(2)
+    assert bench.runner.batches == [["first"], ["stays"]]
+
+
+def test_an_item_that_leaves_during_bisection_is_not_run_again(start: Callable[..., Bench]) -> None:
+    leaving: list[WorkItem] = []
+
+    def leaves(texts: list[str]) -> None:
+        if "bad" in texts:
+            leaving[0].open = False
+
+    bench = start(FakeRunner(leaves))
+    bench.runner.gate.clear()
+    bench.submit("first")
+    assert bench.runner.entered.acquire(timeout=60)
+    items = bench.submit("bad", "b", "c", "d")
+    leaving.append(items[3])
+    bench.runner.gate.set()
+    bench.wait_for(4)  # nobody waits for the fifth
+    assert bench.runner.batches[1] == ["bad", "b", "c", "d"]
+    assert ["c"] in bench.runner.batches
+    assert not any("d" in batch for batch in bench.runner.batches[2:])
+
+
+def test_items_that_waited_during_a_forward_do_not_wait_for_the_timer(
+    start: Callable[..., Bench],
+) -> None:
+    bench = start(max_wait_s=60.0)
+    bench.runner.gate.clear()
+    bench.submit(*(f"full {n}" for n in range(8)))  # a full batch leaves at once
+    assert bench.runner.entered.acquire(timeout=60)
+    bench.submit("waited")
+    bench.runner.gate.set()
+    bench.wait_for(9)
+    assert bench.runner.batches[-1] == ["waited"]
+
+
+def test_what_a_failed_forward_held_is_free_before_its_parts_run(
+    start: Callable[..., Bench],
+) -> None:
+    class Tensor:
+        pass
+
+    held: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    class Greedy(FakeRunner):
+        def forward(self, prepared: list[Any]) -> list[Any]:
+            alive.append(sum(ref() is not None for ref in held))
+            tensor = Tensor()
+            held.append(weakref.ref(tensor))
+            if len(prepared) > 1:
+                raise MemoryError
+            return super().forward(prepared)
+
+    bench = start(Greedy())
+    bench.together("a", "b", "c", "d")
+    assert len(alive) > 5
+    assert set(alive) == {0}
+
+
+def test_an_idle_worker_hands_memory_back_once_and_then_waits_without_a_timeout(
+    start: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handed = threading.Semaphore(0)
+    monkeypatch.setattr("worker.worker.IDLE_S", 0.0)
+    monkeypatch.setattr("worker.worker.trim_heap", lambda pad: handed.release())
+    bench = start()
+    assert handed.acquire(timeout=60)  # what loading took
+    wait_until(lambda: bench.worker._wait_s() is None)
+    bench.together("a", "b")
+    assert handed.acquire(timeout=60)
+    wait_until(lambda: bench.worker._wait_s() is None)
+
+
+def test_an_input_that_was_refused_is_followed_by_handing_back_too(
+    start: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = start()
+    wait_until(lambda: bench.recorder.states[-1:] == ["ready"])
+    handed = threading.Event()
+    monkeypatch.setattr("worker.worker.IDLE_S", 0.0)
+    monkeypatch.setattr("worker.worker.trim_heap", lambda pad: handed.set())
+    bench.worker.submit([])  # what the pool sends when it has refused all
+    assert handed.wait(60)
