@@ -1,6 +1,6 @@
 """The ASGI app: `uvicorn server.app:app`.
 
-`create_app` wires settings, queue, worker, engine and what is mounted (routes.py); lifespan.py
+`create_app` wires settings, queue, worker, worker client and routes (routes.py); lifespan.py
 starts the worker and drains it on SIGTERM, before uvicorn hears of the signal. One process, one
 worker thread.
 """
@@ -60,10 +60,10 @@ def create_app(
     decides = not loaders["pipeline_model"] and decides_in_steps(settings)
     worker = Worker(served_models(settings, loaders, decides), cores=cores)
     observed = Metrics(lambda: queue.pending)
-    engine = WorkerClient(worker, queue, observed, pool_threads, settings.stuck_after_s)
-    routes, responses = make_routes(settings, engine, decides)
+    worker_client = WorkerClient(worker, queue, observed, pool_threads, settings.stuck_after_s)
+    routes, responses = make_routes(settings, worker_client, decides)
     router = Router(routes, lifespan=partial(lifespan, responses=responses))
-    return Application(router, routes, settings, engine)
+    return Application(router, routes, settings, worker_client)
 
 
 def served_models(
@@ -162,7 +162,7 @@ def make_app() -> Application:
     """`app`, from the environment; SettingsError for what cannot be served."""
     check_workers()
     made = create_app(load_settings())
-    if cores := made.engine.worker.cores:
+    if cores := made.worker_client.worker.cores:
         put_openmp(cores)
     globals()["app"] = made
     return made

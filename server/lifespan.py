@@ -38,28 +38,28 @@ async def lifespan(
     app: Application, responses: Responses | None
 ) -> AsyncIterator[dict[str, Application]]:
     """Responses are closed once everything accepted has its answer."""
-    engine, grace_s = app.engine, app.settings.shutdown_grace_s
+    worker_client, grace_s = app.worker_client, app.settings.shutdown_grace_s
     configure_log()
     limit_connections()
     sys.setswitchinterval(SWITCH_S)
     # uvicorn's server, by its signal handler; None where somebody embeds us
     handler = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     server = handler if isinstance(handler, uvicorn.Server) else None
-    engine.start()
-    engine.loaded.add_done_callback(partial(settle, app, server, time.monotonic()))
-    restore_signals = drain_on_signal(engine, grace_s)
+    worker_client.start()
+    worker_client.loaded.add_done_callback(partial(settle, app, server, time.monotonic()))
+    restore_signals = drain_on_signal(worker_client, grace_s)
     try:
         yield {APP: app}
     finally:
         restore_signals()
         gc.unfreeze()  # so that libraries find all of theirs at the end
-        if not engine.draining:
-            await drain(engine, grace_s)
-        engine.stop()
+        if not worker_client.draining:
+            await drain(worker_client, grace_s)
+        worker_client.stop()
         if responses:
             await responses.close()
         log.info("stopped")
-        if server and load_failure(engine.loaded):
+        if server and load_failure(worker_client.loaded):
             server.started = False  # so that uvicorn ends with its status for a failed start, 3
 
 
@@ -84,7 +84,7 @@ def welcome(app: Application, server: uvicorn.Server, seconds: float) -> None:
     if server.started:
         log.info("ready seconds=%.1f: try %s, or a browser", seconds, curl(server))
     elif not server.should_exit:
-        app.engine.loop.call_later(0.05, welcome, app, server, seconds)
+        app.worker_client.loop.call_later(0.05, welcome, app, server, seconds)
 
 
 def curl(server: uvicorn.Server) -> str:
@@ -115,18 +115,18 @@ def with_cause(error: BaseException) -> str:
     return str(error) if known else f"{error}: {reason}"
 
 
-async def drain(engine: WorkerClient, grace_s: float) -> None:
+async def drain(worker_client: WorkerClient, grace_s: float) -> None:
     """Refuse what is new, wait for what was accepted, answer 503 to what is left."""
-    engine.draining = True
+    worker_client.draining = True
     try:
         async with asyncio.timeout(grace_s):
-            await engine.queue.settled.wait()
+            await worker_client.queue.settled.wait()
     except TimeoutError:
-        log.warning("drain incomplete unanswered=%d", engine.queue.pending)
-    engine.give_up()
+        log.warning("drain incomplete unanswered=%d", worker_client.queue.pending)
+    worker_client.give_up()
 
 
-def drain_on_signal(engine: WorkerClient, grace_s: float) -> Callable[[], None]:
+def drain_on_signal(worker_client: WorkerClient, grace_s: float) -> Callable[[], None]:
     """On SIGTERM or SIGINT drain first, then hand on to the handler that was there.
 
     uvicorn would close its listeners and wait, while clients already inside still wait for a
@@ -145,20 +145,20 @@ def drain_on_signal(engine: WorkerClient, grace_s: float) -> Callable[[], None]:
     async def drain_first(number: int, frame: FrameType | None) -> None:
         log.info(
             "draining unanswered=%d grace_s=%g: a second signal, or Ctrl-C, ends the wait at once",
-            engine.queue.pending,
+            worker_client.queue.pending,
             grace_s,
         )
-        await drain(engine, grace_s)
+        await drain(worker_client, grace_s)
         if signal.getsignal(number) is on_signal:
             hand_on(number, frame)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if engine.draining:
-            engine.loop.call_soon_threadsafe(engine.give_up)
+        if worker_client.draining:
+            worker_client.loop.call_soon_threadsafe(worker_client.give_up)
             hand_on(number, frame)
         else:
-            engine.draining = True
-            asyncio.run_coroutine_threadsafe(drain_first(number, frame), engine.loop)
+            worker_client.draining = True
+            asyncio.run_coroutine_threadsafe(drain_first(number, frame), worker_client.loop)
 
     with contextlib.suppress(ValueError):  # off the main thread, whoever embeds us has signals
         for number in (signal.SIGTERM, signal.SIGINT):

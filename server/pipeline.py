@@ -35,7 +35,7 @@ class PipelineEndpoint:
     """All methods of `/`, as a bare ASGI app: `page` answers GET. This is the hot path."""
 
     settings: Settings
-    engine: WorkerClient
+    worker_client: WorkerClient
     page: ASGIApp
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class PipelineEndpoint:
             inputs, is_list = self.parse(body, media)
         answers: list[bytes] = []
         try:
-            with Submission(self.engine, "pipeline", inputs, deadlines, receive) as work:
+            with Submission(self.worker_client, "pipeline", inputs, deadlines, receive) as work:
                 for item in work.items:
                     answers.append(await item.future)  # noqa: PERF401  # its length says which failed
         except InvalidInput as error:

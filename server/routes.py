@@ -48,35 +48,37 @@ PROBES = [
 
 
 def make_routes(
-    settings: Settings, engine: WorkerClient, decides_in_steps: bool
+    settings: Settings, worker_client: WorkerClient, decides_in_steps: bool
 ) -> tuple[list[Route], Responses | None]:
     """`decides_in_steps`: a language model answers `POST /`. Responses are to be closed at last."""
-    routes, named = [*PROBES], named_models(settings, engine)
+    routes, named = [*PROBES], named_models(settings, worker_client)
     responses: Responses | None = None
     assets = Assets()
-    front = IndexPage(settings, engine, assets.files["index.html"])
+    front = IndexPage(settings, worker_client, assets.files["index.html"])
     pipeline = (
-        PipelineEndpoint(settings, engine, front) if settings.pipeline_model != "none" else None
+        PipelineEndpoint(settings, worker_client, front)
+        if settings.pipeline_model != "none"
+        else None
     )
     if decides_in_steps:
-        serves = "pipeline" if "pipeline" in engine.models else "generation"
-        names = ModelNames(settings.pipeline_model, engine, serves)
-        asked = DecisionEndpoint(engine, names, SystemOneRequest)
-        pipeline = DecisionPipelineEndpoint(settings, engine, front, asked)
+        serves = "pipeline" if "pipeline" in worker_client.models else "generation"
+        names = ModelNames(settings.pipeline_model, worker_client, serves)
+        asked = DecisionEndpoint(worker_client, names, SystemOneRequest)
+        pipeline = DecisionPipelineEndpoint(settings, worker_client, front, asked)
     if chat := named.get("generation"):
         most_bytes = int(settings.max_body_mb * 1_000_000)
-        fetcher = Fetcher(settings.image_fetch, most_bytes, engine.metrics)
-        shared = settings, engine, chat, ImageLoader(engine, fetcher)
+        fetcher = Fetcher(settings.image_fetch, most_bytes, worker_client.metrics)
+        shared = settings, worker_client, chat, ImageLoader(worker_client, fetcher)
         responses = Responses(*shared, open_store(settings))
         routes += [
             post("/v1/chat/completions", ChatCompletions(*shared)),
             post("/v1/completions", Completions(*shared)),
             post("/v1/responses", responses),
             *responses.routes(),
-            post("/v1/decisions", DecisionEndpoint(engine, chat, DecisionRequest)),
-            post("/v1/systemone", DecisionEndpoint(engine, chat, SystemOneRequest)),
+            post("/v1/decisions", DecisionEndpoint(worker_client, chat, DecisionRequest)),
+            post("/v1/systemone", DecisionEndpoint(worker_client, chat, SystemOneRequest)),
         ]
-    routes += other_routes(settings, engine, named)
+    routes += other_routes(settings, worker_client, named)
     if named:
         routes += ModelListing([*named.values()]).routes()
     if texts := [each for serves, each in named.items() if serves != "transcription"]:
@@ -88,31 +90,31 @@ def make_routes(
     return routes, responses
 
 
-def named_models(settings: Settings, engine: WorkerClient) -> dict[str, ModelNames]:
+def named_models(settings: Settings, worker_client: WorkerClient) -> dict[str, ModelNames]:
     """Models that requests may name, by their names in the registry."""
     named: dict[str, ModelNames] = {}
     for setting, serves in MODELS.items():
         if serves != "pipeline" and (model := getattr(settings, setting)) != "none":
-            named[serves] = ModelNames(model, engine, serves, [*named.values()])
+            named[serves] = ModelNames(model, worker_client, serves, [*named.values()])
     return named
 
 
 def other_routes(
-    settings: Settings, engine: WorkerClient, named: Mapping[str, ModelNames]
+    settings: Settings, worker_client: WorkerClient, named: Mapping[str, ModelNames]
 ) -> Iterator[Route]:
     """Of models that generate no text."""
     if names := named.get("embedding"):
-        embeddings = ScoringEndpoint(settings, engine, [names], EmbeddingRequest)
+        embeddings = ScoringEndpoint(settings, worker_client, [names], EmbeddingRequest)
         yield from (post(path, embeddings) for path in EMBEDDING_PATHS)
     if names := named.get("rerank"):
-        rerank = ScoringEndpoint(settings, engine, [names], RerankRequest)
+        rerank = ScoringEndpoint(settings, worker_client, [names], RerankRequest)
         yield from (post(path, rerank) for path in RERANK_PATHS)
     if scoring := [named[serves] for serves in ("rerank", "embedding") if serves in named]:
-        yield post("/v1/score", ScoringEndpoint(settings, engine, scoring, ScoreRequest))
+        yield post("/v1/score", ScoringEndpoint(settings, worker_client, scoring, ScoreRequest))
     if names := named.get("transcription"):
         uploads, kinds = Uploads(settings.max_audio_mb), (TranscriptionRequest, TranslationRequest)
         for path, kind in zip(AUDIO_PATHS, kinds, strict=True):
-            yield post(path, SpeechEndpoint(settings, engine, names, uploads, kind))
+            yield post(path, SpeechEndpoint(settings, worker_client, names, uploads, kind))
 
 
 def post(path: str, endpoint: ASGIApp) -> Route:

@@ -42,7 +42,7 @@ class Server:
     ) -> None:
         loaders = load, load_chat, load_embedder, load_reranker, load_transcriber
         self.app = create_app(settings, *loaders)
-        self.engine = self.app.engine
+        self.worker_client = self.app.worker_client
         config = uvicorn.Config(
             self.app,
             port=0,
@@ -106,12 +106,12 @@ def serving(
 
 
 class Timers:
-    """An engine's loop, whose timers go off when the test says so, and never by themselves."""
+    """The worker client's event loop, whose timers fire only when the test fires them."""
 
     def __init__(self, server: Server) -> None:
-        self._loop: Any = server.engine.loop
+        self._loop: Any = server.worker_client.loop
         self._set: list[tuple[float, Any, Callable[[], object]]] = []
-        server.engine.loop = self  # type: ignore[assignment]  # all that an engine asks of one
+        server.worker_client.loop = self  # type: ignore[assignment]  # call_later only
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loop, name)

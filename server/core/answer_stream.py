@@ -2,7 +2,7 @@
 
     each step's deltas → an AnswerStream → its reader, at the client's pace
 
-Event loop only. How a request's items are submitted and let go is engine.py's.
+Event loop only. How a request's items are submitted and let go is worker_client.py's.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class AnswerStream(Submission, Generic[D]):
 
     def __init__(
         self,
-        engine: WorkerClient,
+        worker_client: WorkerClient,
         serves: str,
         payloads: Sequence[Any],
         deadlines: Deadlines,
@@ -39,7 +39,7 @@ class AnswerStream(Submission, Generic[D]):
         self.unfinished = 1  # parts of the answer whose end has not been read
         self._unread: list[D] = []
         self._error: BaseException | None = None  # what ends the stream after what is unread
-        super().__init__(engine, serves, payloads, deadlines, receive, self)
+        super().__init__(worker_client, serves, payloads, deadlines, receive, self)
         self._running = len(self.items)
         for item in self.items:
             item.future.add_done_callback(self._on_done)
@@ -127,14 +127,14 @@ class TokenStream(AnswerStream[Delta]):
 
     def __init__(
         self,
-        engine: WorkerClient,
+        worker_client: WorkerClient,
         name: str,
         payloads: Sequence[GenerationInput | DecisionInput],
         deadlines: Deadlines,
         usage: UsageCounts,
         receive: Receive | None,
     ) -> None:
-        super().__init__(engine, name, payloads, deadlines, receive)
+        super().__init__(worker_client, name, payloads, deadlines, receive)
         self.usage = usage
         self.unfinished = sum(payload.n for payload in payloads)  # choices
         self._choices: dict[int, Delta] = {}  # unread
@@ -156,7 +156,7 @@ class TokenStream(AnswerStream[Delta]):
     def begin(self) -> None:
         super().begin()
         waited_s = time.monotonic() - self.items[0].accepted_at
-        self.engine.metrics.first_token.observe(waited_s)
+        self.worker_client.metrics.first_token.observe(waited_s)
 
     def ended(self) -> BaseException:
         return ItemFailed("the model ended without a finish_reason")

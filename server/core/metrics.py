@@ -1,7 +1,7 @@
 """Prometheus metrics, one registry per app: the instruments, used where something happens.
 
-Requests and errors are counted in http/request.py. What the worker reports engine.py leaves in
-`reports`: it is recorded when somebody looks, or when much of it is there.
+Requests and errors are counted in http/request.py. worker_client.py appends the worker's reports
+to `reports`: they are recorded when /metrics is read, or when many have collected.
 """
 
 import importlib.metadata

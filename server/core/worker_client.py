@@ -3,7 +3,7 @@
     loading → warming → ready → stopped, or dead with a reason
 
 Who waits for what will never come is answered here. What becomes of a request that is served is for
-engine.py to say.
+the engine to say.
 
 A request's work items, from the loop to the worker's thread and back to their futures.
 
@@ -40,7 +40,7 @@ from worker.messages.protocol import BatchReport, Generator, Pending, State, Ste
 from worker.registry import GenerationModel, Outcome, PipelineModel, SteppedModel
 from worker.worker import Model, Worker
 
-log = logging.getLogger("onequeue.engine")
+log = logging.getLogger("onequeue.worker_client")
 
 
 class Supervisor:
@@ -121,7 +121,7 @@ def fail(items: Iterable[WorkItem], error: OnequeueError) -> None:
         item.resolve(error)
 
 
-log = logging.getLogger("onequeue.engine")
+log = logging.getLogger("onequeue.worker_client")
 
 # How long one call of a pool should take: well above a thread hop, well below a forward pass.
 CALL_S = 0.004
@@ -331,19 +331,19 @@ class Submission:
 
     def __init__(
         self,
-        engine: WorkerClient,
+        worker_client: WorkerClient,
         serves: str,
         payloads: Sequence[Any],
         deadlines: Deadlines,
         receive: Receive | None,
         stream: Stream | None = None,
     ) -> None:
-        self.engine = engine
+        self.worker_client = worker_client
         self._timer: asyncio.TimerHandle | None = None
-        self.items = engine.submit(serves, payloads, deadlines.first, stream)
+        self.items = worker_client.submit(serves, payloads, deadlines.first, stream)
         self._expire_at(min(deadlines.first, deadlines.whole))
         if receive:
-            engine.loop.create_task(self._abort_on_disconnect(receive))  # receive() holds it
+            worker_client.loop.create_task(self._abort_on_disconnect(receive))  # receive() holds it
 
     def __enter__(self) -> Self:
         return self
@@ -351,7 +351,7 @@ class Submission:
     def __exit__(self, *_: object) -> None:
         """Give the places back; what still runs is aborted."""
         self._expire_at(math.inf)
-        self.engine.queue.forget(self.items)
+        self.worker_client.queue.forget(self.items)
 
     def timing_headers(self) -> list[tuple[bytes, bytes]]:
         """Where the time went, in milliseconds; of several items, the one that took longest."""
@@ -370,7 +370,7 @@ class Submission:
             self._timer.cancel()
         if deadline < math.inf:
             left_s = deadline - time.monotonic()
-            self._timer = self.engine.loop.call_later(left_s, self._expire)
+            self._timer = self.worker_client.loop.call_later(left_s, self._expire)
 
     def _expire(self) -> None:
         late = "the request did not finish within its time limit"

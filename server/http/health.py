@@ -43,26 +43,26 @@ async def version(request: Request) -> Version:
 
 
 async def health(request: Request) -> Health:
-    engine: WorkerClient = request.app.engine
-    if engine.worker.state == "dead":
+    worker_client: WorkerClient = request.app.worker_client
+    if worker_client.worker.state == "dead":
         raise unavailable("the worker is dead", "worker_down")
-    if engine.stuck:
-        long = f"a forward has been running for over {engine.stuck_after_s:g} s"
+    if worker_client.stuck:
+        long = f"a forward has been running for over {worker_client.stuck_after_s:g} s"
         raise unavailable(long, "worker_stuck")
     return Health("ok")
 
 
 async def ready(request: Request) -> Ready:
-    engine: WorkerClient = request.app.engine
-    if engine.failure is not None:
-        raise unavailable(str(engine.failure), "worker_down")
-    if (down := engine.refusal()) is not None:
+    worker_client: WorkerClient = request.app.worker_client
+    if worker_client.failure is not None:
+        raise unavailable(str(worker_client.failure), "worker_down")
+    if (down := worker_client.refusal()) is not None:
         raise unavailable(str(down))
-    failing = [name for name in engine.models if engine.refusal(name)]
-    if len(failing) == len(engine.models):
+    failing = [name for name in worker_client.models if worker_client.refusal(name)]
+    if len(failing) == len(worker_client.models):
         raise unavailable("the models keep failing; they are tried again shortly")
     answer = Ready("ready", "off", failing=failing or UNSET)
-    for name, model in engine.models.items():
+    for name, model in worker_client.models.items():
         info, generates = model.loaded.info, isinstance(model, GenerationModel)
         if isinstance(model, GenerationModel):
             answer.compile = model.loaded.compile_state

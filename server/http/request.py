@@ -53,10 +53,10 @@ class Application:
     routes: ASGIApp
     mounted: Sequence[Route]
     settings: Settings
-    engine: WorkerClient
+    worker_client: WorkerClient
 
     def __post_init__(self) -> None:
-        settings, self.metrics = self.settings, self.engine.metrics
+        settings, self.metrics = self.settings, self.worker_client.metrics
         self.paths = {each.path_format for each in self.mounted}  # others are counted together
         # Paths with a name in them are counted by their template.
         named = [each for each in self.mounted if each.param_convertors]
@@ -162,7 +162,7 @@ def begin(scope: Scope) -> tuple[Headers, Deadlines]:
         whole = now + int(given) / 1000
     if headers.get(b"content-encoding", b"").lower() in COMPRESSED:
         raise HttpError(415, "the body must come as it is, not compressed", "Content-Encoding")
-    if app.engine.draining:
+    if app.worker_client.draining:
         raise Draining("the server is stopping", 5)
     return headers, Deadlines(min(now + app.settings.request_timeout_s, whole), whole)
 
@@ -191,7 +191,7 @@ async def read_json_request(scope: Scope, receive: Receive) -> tuple[bytes, Dead
     # curl's form type can be: it is what `curl -d '{…}'` sends
     if media.partition("/")[0] in ("multipart", "image", "audio", "video"):
         raise HttpError(415, f"this takes application/json, not {media[:100]!r}")
-    if (refusal := scope["app"].engine.refusal()) is not None:
+    if (refusal := scope["app"].worker_client.refusal()) is not None:
         raise refusal
     return body, deadlines
 

@@ -60,7 +60,7 @@ class Uploads:
         is not well-formed, QueueFull where there is no room on disk, ClientGone."""
         headers, limits = begin(scope)
         app = scope["app"]
-        if (refusal := app.engine.refusal(model)) is not None:
+        if (refusal := app.worker_client.refusal(model)) is not None:
             raise refusal
         form = Form(boundary_of(headers), self.most)
         try:

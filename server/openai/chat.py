@@ -175,7 +175,7 @@ class ChatResponseBuilder(ChoicesResponseBuilder):
 
 class ChatCompletions(GenerationEndpoint[ChatResponseBuilder]):
     def parse(self, body: bytes) -> ChatResponseBuilder:
-        most = self.engine.generator.max_model_len
+        most = self.worker_client.generator.max_model_len
         try:
             document = with_config(parse_json(body))
             request = decode(document, ChatRequest, self.models.called, most)
@@ -184,7 +184,7 @@ class ChatCompletions(GenerationEndpoint[ChatResponseBuilder]):
                 meant = "is required; a request with `input` goes to /v1/responses"
                 raise InvalidInput.at("messages", meant) from None
             raise
-        return ChatResponseBuilder(request, self.engine.generator.call_id)
+        return ChatResponseBuilder(request, self.worker_client.generator.call_id)
 
 
 def with_config(document: Document) -> Document:

@@ -96,7 +96,7 @@ class CompletionResponseBuilder(ChoicesResponseBuilder):
 class Completions(GenerationEndpoint[CompletionResponseBuilder]):
     def parse(self, body: bytes) -> CompletionResponseBuilder:
         places = self.settings.max_queue_size
-        most = max(places, self.engine.generator.max_model_len)  # prompts, or tokens of one
+        most = max(places, self.worker_client.generator.max_model_len)  # prompts, or tokens of one
         request = decode(parse_json(body), CompletionRequest, self.models.called, most)
         return CompletionResponseBuilder(request, places)
 

@@ -80,7 +80,7 @@ class Endpoint(ABC, Generic[R]):
     """A bare ASGI app."""
 
     settings: Settings
-    engine: WorkerClient
+    worker_client: WorkerClient
     models: ModelNames
 
     @abstractmethod
@@ -102,7 +102,7 @@ class Endpoint(ABC, Generic[R]):
                 events = EventStream(scope, send, stream.arrival.set)
                 await events.run(partial(self._send, scope, reply, stream, first))
             except ClientGone as error:
-                self.engine.metrics.errors.labels("client_gone").inc()
+                self.worker_client.metrics.errors.labels("client_gone").inc()
                 log.info("stream ended id=%s because=%r", scope["request_id"].decode(), str(error))
 
     async def _send_whole(self, send: Send, reply: R, deltas: list[Any]) -> None:
@@ -139,7 +139,7 @@ class Endpoint(ABC, Generic[R]):
     def failed(self, error: Exception, scope: Scope) -> HttpError:
         """Counts a failure; its envelope."""
         envelope = as_http_error(error, scope, self.settings.debug)
-        self.engine.metrics.errors.labels(envelope.kind).inc()
+        self.worker_client.metrics.errors.labels(envelope.kind).inc()
         return envelope
 
 
@@ -206,4 +206,4 @@ class GenerationEndpoint(Endpoint[G]):
 
     def submit(self, reply: G, deadlines: Deadlines, receive: Receive | None) -> TokenStream:
         given = reply.payloads, deadlines, reply.usage, receive
-        return TokenStream(self.engine, "generation", *given)
+        return TokenStream(self.worker_client, "generation", *given)

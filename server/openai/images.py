@@ -51,7 +51,7 @@ def check_images(chat: Chat, model: Tokenizing) -> None:
 class ImageLoader:
     """What fetches the images of requests."""
 
-    engine: WorkerClient
+    worker_client: WorkerClient
     fetcher: Fetcher
     fetching: int = 0  # requests: they have no place in the queue yet
 
@@ -60,14 +60,14 @@ class ImageLoader:
     ) -> Chat:
         """With the bytes of its links, for requests of `root`. InvalidInput where one is not
         fetched, QueueFull, DeadlineExceeded, ClientGone."""
-        check_images(chat, self.engine.generator)
+        check_images(chat, self.worker_client.generator)
         chat = replace(chat, pictures=tuple(replace(each, root=root) for each in chat.pictures))
         links = [each for each in chat.pictures if each.link]
         if not links:
             return chat
         for each in links:
             self.fetcher.check(each.link, each.param)
-        queue = self.engine.queue
+        queue = self.worker_client.queue
         if queue.pending + self.fetching >= queue.capacity:
             full = f"the queue is full: {queue.pending + self.fetching} places are taken"
             raise QueueFull(full, 1.0)

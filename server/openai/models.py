@@ -46,10 +46,14 @@ class ModelNames:
     """A model, by the names that requests may call it; `serves` is its name in the registry."""
 
     def __init__(
-        self, setting: str, engine: WorkerClient, serves: str, named: "Sequence[ModelNames]" = ()
+        self,
+        setting: str,
+        worker_client: WorkerClient,
+        serves: str,
+        named: "Sequence[ModelNames]" = (),
     ) -> None:
         """`named`: those before it, whose ids are taken."""
-        self.engine = engine
+        self.worker_client = worker_client
         self.serves = serves
         self.created = int(time.time())
         self.id = setting
@@ -64,10 +68,10 @@ class ModelNames:
     @property
     def loaded(self) -> Tokenizing:
         """Ask after `refusal` only."""
-        return cast(Tokenizing, self.engine.models[self.serves].loaded)
+        return cast(Tokenizing, self.worker_client.models[self.serves].loaded)
 
     def described(self) -> Model:
-        if (refusal := self.engine.refusal()) is not None:
+        if (refusal := self.worker_client.refusal()) is not None:
             raise refusal
         model = Model(self.id, "model", self.created, "onequeue", self.serves, ["audio"])
         if self.serves != "transcription":

@@ -92,7 +92,7 @@ class IndexPage:
     """`GET /`."""
 
     settings: Settings
-    engine: WorkerClient
+    worker_client: WorkerClient
     page: File
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -112,8 +112,11 @@ class IndexPage:
         address = f"{request.scope['scheme']}://{host if _HOST.fullmatch(host) else 'localhost'}"
         address += request.scope.get("root_path", "")
         mask = MASK
-        if "pipeline" in self.engine.models and self.engine.refusal("pipeline") is None:
-            mask = self.engine.models["pipeline"].loaded.info.mask or mask
+        if (
+            "pipeline" in self.worker_client.models
+            and self.worker_client.refusal("pipeline") is None
+        ):
+            mask = self.worker_client.models["pipeline"].loaded.info.mask or mask
         lines = curl_examples(self.settings, address, mask)
         said = "\n\n".join(f"# {each.about}\n{each.command}" for each in lines)
         more = f"# In a browser there is a page: {address}/\n# All there is: {address}/openapi.json"

@@ -23,11 +23,11 @@ def test_leaving_while_queued_frees_the_place_and_costs_no_forward() -> None:
         running = send(server, "running")
         assert runner.entered.acquire(timeout=60)
         queued = send(server, "queued")
-        wait_until(lambda: server.engine.queue.pending == 2)
+        wait_until(lambda: server.worker_client.queue.pending == 2)
         queued.close()
-        wait_until(lambda: server.engine.queue.pending == 1)
+        wait_until(lambda: server.worker_client.queue.pending == 1)
         other = send(server, "other")
-        wait_until(lambda: server.engine.queue.pending == 2)
+        wait_until(lambda: server.worker_client.queue.pending == 2)
         runner.gate.set()
         assert read_answer(other) == (200, b'{"echo":"other"}')
         assert read_answer(running) == (200, b'{"echo":"running"}')
@@ -42,10 +42,10 @@ def test_leaving_while_running_frees_the_place_at_once() -> None:
         running = send(server, "running")
         assert runner.entered.acquire(timeout=60)
         running.close()
-        wait_until(lambda: server.engine.queue.pending == 0)
+        wait_until(lambda: server.worker_client.queue.pending == 0)
         runner.gate.set()
         assert httpx.post(server.url, content="x").status_code == 200
-        wait_until(lambda: not server.engine.queue.waiting)
+        wait_until(lambda: not server.worker_client.queue.waiting)
 
 
 def test_leaving_in_the_middle_of_the_body_leaves_nothing_behind() -> None:
@@ -56,4 +56,4 @@ def test_leaving_in_the_middle_of_the_body_leaves_nothing_behind() -> None:
         gone = 'onequeue_requests_total{endpoint="/",status="499"}'
         wait_until(lambda: metric(server, gone) == 1)
         assert httpx.post(server.url, content="x").status_code == 200
-        assert server.engine.queue.pending == 0
+        assert server.worker_client.queue.pending == 0

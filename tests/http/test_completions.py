@@ -203,7 +203,7 @@ def test_what_does_not_fit_is_named(
     error = error_of(answer)
     assert error["param"] == param
     assert says in error["message"]
-    assert server.engine.queue.pending == 0
+    assert server.worker_client.queue.pending == 0
 
 
 def test_as_many_candidates_as_answers_is_no_choice(server: Server) -> None:

@@ -35,7 +35,7 @@ def server() -> Iterator[Server]:
 
 def test_answers_are_the_pipelines(server: Server) -> None:
     pytest.importorskip("transformers.decision")
-    assert set(server.engine.models) == {"generation"}
+    assert set(server.worker_client.models) == {"generation"}
     answer = post(server, "/", {"inputs": ASKED})
     assert answer.status_code == 200, answer.text
     assert_alike(answer.json(), library()(ASKED))
@@ -90,7 +90,7 @@ def test_without_a_chat_model_it_is_loaded_for_decisions_alone(server: Server) -
     settings: dict[str, Any] = {"chat_model": "none", "pipeline_model": folder}
     settings |= {"dtype": "float32", "kv_cache_gb": 0.05, "compile": "off"}
     with serving(pipeline_task="decision", **settings) as alone:
-        assert set(alone.engine.models) == {"pipeline"}
+        assert set(alone.worker_client.models) == {"pipeline"}
         answer, expected = (post(each, "/", {"inputs": ASKED}).json() for each in (alone, server))
         assert_alike(answer, expected)
         told = CLIENT.get(alone.url + "/ready").json()
@@ -106,7 +106,7 @@ def test_beside_another_chat_model_it_is_one_of_its_own(server: Server, tmp_path
     settings: dict[str, Any] = {"chat_model": str(other), "pipeline_model": folder}
     settings |= {"dtype": "float32", "kv_cache_gb": 0.05, "compile": "off"}
     with serving(pipeline_task="decision", **settings) as both:
-        assert set(both.engine.models) == {"pipeline", "generation"}
+        assert set(both.worker_client.models) == {"pipeline", "generation"}
         answer, expected = (post(each, "/", {"inputs": ASKED}).json() for each in (both, server))
         assert_alike(answer, expected)
         told = CLIENT.get(both.url + "/ready").json()

@@ -286,7 +286,7 @@ def test_a_request_has_one_place_and_a_time_limit() -> None:
         answer = post(server, PATH, body, **{"X-Request-Timeout-Ms": "200"})
         assert answer.status_code == 504
         wait_until(lambda: generator.dropped == ["hang"])
-        assert server.engine.queue.pending == 0
+        assert server.worker_client.queue.pending == 0
 
 
 def test_whoever_leaves_ends_it() -> None:
@@ -296,5 +296,5 @@ def test_whoever_leaves_ends_it() -> None:
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.sendall(head % (PATH.encode(), len(content)) + content)
             wait_until(lambda: len(generator.running) == 1)
-            assert server.engine.queue.pending == 1
+            assert server.worker_client.queue.pending == 1
         wait_until(lambda: generator.dropped == ["hang"])

@@ -182,12 +182,12 @@ def test_one_text_beside_four_long_lists_waits_for_two_batches() -> None:
         lists = [{"inputs": [f"{name}{n}" for n in range(2048)]} for name in "abcd"]
         answers = [threads.submit(post, server, "/embed", body) for body in lists]
         places = 4 * 2048 // PIECE
-        wait_until(lambda: server.engine.queue.pending == places)
+        wait_until(lambda: server.worker_client.queue.pending == places)
         assert runner.entered.acquire(timeout=60)
         running = len(runner.batches)
         single = threads.submit(post, server, "/embed", {"inputs": "single"})
-        wait_until(lambda: server.engine.queue.pending == places + 1)
-        model: Any = server.engine.models["embedding"]
+        wait_until(lambda: server.worker_client.queue.pending == places + 1)
+        model: Any = server.worker_client.models["embedding"]
         wait_until(lambda: any(len(i.payload.inputs) == 1 for i in in_hand(server, model)))
         runner.gate.set()
         assert single.result().json() == [[0]]
@@ -201,7 +201,7 @@ def test_one_text_beside_four_long_lists_waits_for_two_batches() -> None:
 
 def in_hand(server: Server, model: Any) -> list[WorkItem]:
     """What has been sent on to the worker."""
-    return [item for item in list(server.engine.queue.waiting) if item.arrived_at]
+    return [item for item in list(server.worker_client.queue.waiting) if item.arrived_at]
 
 
 def test_a_client_that_leaves_drops_the_rest_of_its_list() -> None:
@@ -210,7 +210,7 @@ def test_a_client_that_leaves_drops_the_rest_of_its_list() -> None:
     with serving(load_embedder=lambda: runner) as server:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(server.url + "/embed", json={"inputs": ["a"] * 2048}, timeout=0.5)
-        wait_until(lambda: not server.engine.queue.pending)
+        wait_until(lambda: not server.worker_client.queue.pending)
         runner.gate.set()
         assert post(server, "/embed", {"inputs": "b"}).json() == [[0]]
         assert sum(map(len, runner.batches)) < 200

@@ -83,9 +83,9 @@ def test_messages_and_fields_are_cut() -> None:
 
 def test_a_probe_that_says_no_is_no_error_of_a_request() -> None:
     with serving(FakeRunner) as server:
-        server.engine.draining = True
+        server.worker_client.draining = True
         assert httpx.get(server.url + "/ready").json()["error"]["code"] == "not_ready"
-        server.engine.draining = False
+        server.worker_client.draining = False
         for kind in ("not_ready", "draining", ""):
             assert metric(server, f'onequeue_errors_total{{kind="{kind}"}}') == 0
 

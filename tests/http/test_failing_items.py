@@ -54,7 +54,7 @@ class Stage:
     def __init__(self, server: Server, runner: FakeRunner, generator: Any) -> None:
         self.server, self.runner, self.generator = server, runner, generator
         self.raised = threading.Event()
-        self.model: Any = server.engine.models["pipeline"]
+        self.model: Any = server.worker_client.models["pipeline"]
 
     def raise_in(
         self, owner: Any, name: str, error: type[BaseException], once: bool = True
@@ -172,7 +172,7 @@ def test_an_error_on_the_way_out_of_a_batch_leaves_nobody_waiting(
     stage.raise_in(stage.model, "report", error)
     assert stage.pipeline().status_code in (200, 500)
     stage.raised.clear()
-    stage.raise_in(stage.server.engine, "outputs", error)
+    stage.raise_in(stage.server.worker_client, "outputs", error)
     assert stage.pipeline().status_code == 500
 
 

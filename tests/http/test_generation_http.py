@@ -29,7 +29,7 @@ def serving_fake(**settings: Any) -> Iterator[tuple[Server, FakeGenerator]]:
     with serving(load_chat=lambda: generator, **settings) as server:
         try:
             yield server, generator
-            wait_until(lambda: server.engine.queue.pending == 0)  # no place is lost
+            wait_until(lambda: server.worker_client.queue.pending == 0)  # no place is lost
         finally:
             generator.release()
 
@@ -69,7 +69,7 @@ def test_a_full_queue_is_a_503(stream: bool) -> None:
     with serving_fake(max_queue_size=1) as (server, generator), ThreadPoolExecutor(1) as pool:
         generator.gate.clear()
         first = pool.submit(chat, server, stream=stream)
-        wait_until(lambda: server.engine.queue.pending == 1)
+        wait_until(lambda: server.worker_client.queue.pending == 1)
         refused = chat(server, stream=stream)
         assert refused.status_code == 503
         assert error_of(refused)["code"] == "queue_full"
@@ -193,7 +193,7 @@ def test_a_server_that_gives_up_says_so_in_the_stream() -> None:
     with serving_fake() as (server, _), ThreadPoolExecutor(1) as pool:
         asked = pool.submit(chat, server, "long", stream=True)
         wait_until(lambda: metric(server, "onequeue_time_to_first_token_seconds_count") == 1)
-        server.engine.loop.call_soon_threadsafe(server.engine.give_up)
+        server.worker_client.loop.call_soon_threadsafe(server.worker_client.give_up)
         assert json.loads(frames(asked.result().text)[-2])["error"]["code"] == "draining"
 
 
@@ -252,7 +252,7 @@ def test_a_client_that_leaves_ends_its_work_within_a_step(path: str, stream: boo
             read_until(client, b"\n\n")
         assert generator.said.wait(60)
         client.close()
-        wait_until(lambda: server.engine.queue.pending == 0)
+        wait_until(lambda: server.worker_client.queue.pending == 0)
         assert generator.dropped == []
         generator.single.release()
         generator.single.release()  # the step that was under way may not have seen it yet
@@ -269,7 +269,7 @@ def test_a_client_that_leaves_before_the_first_token_ends_its_work(stream: bool)
         wait_until(lambda: bool(generator.running))
         client.close()
         wait_until(lambda: generator.dropped == ["hang"])
-        wait_until(lambda: server.engine.queue.pending == 0)
+        wait_until(lambda: server.worker_client.queue.pending == 0)
         assert chat(server).status_code == 200
 
 
@@ -287,7 +287,7 @@ def test_a_client_that_stops_reading_is_given_up(monkeypatch: pytest.MonkeyPatch
     with serving_fake(body_timeout_s=3600) as (server, generator):
         with open_stream(server, CHAT, body_for(CHAT, "big", stream=True)) as client:
             wait_until(lambda: generator.dropped == ["big"])
-            wait_until(lambda: server.engine.queue.pending == 0)
+            wait_until(lambda: server.worker_client.queue.pending == 0)
             assert client.recv(4096).startswith(b"HTTP/1.1 200")
         assert chat(server).status_code == 200
         assert metric(server, 'onequeue_errors_total{kind="client_gone"}') == 1

@@ -141,7 +141,7 @@ def test_a_panic_in_the_tokenizer_is_a_refusal(
     def panic(*args: Any) -> list[int]:
         raise PanicException("index out of bounds")
 
-    monkeypatch.setattr(server.engine.generator, "encode", panic)
+    monkeypatch.setattr(server.worker_client.generator, "encode", panic)
     answer = post(server, "/tokenize", {"prompt": "a"})
     assert answer.status_code == 400
     assert "index" not in error_of(answer)["message"]

@@ -32,9 +32,9 @@ def test_full_queue_answers_503_at_once() -> None:
     with serving(lambda: runner, max_queue_size=4) as server, ThreadPoolExecutor(4) as pool:
         runner.gate.clear()
         accepted = [pool.submit(post, server.url, f"t{n}") for n in range(4)]
-        wait_until(lambda: server.engine.queue.pending == 4)
+        wait_until(lambda: server.worker_client.queue.pending == 4)
         refused = post(server.url, "one more")
-        assert server.engine.queue.pending == 4  # it waited for none of them
+        assert server.worker_client.queue.pending == 4  # it waited for none of them
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "queue_full"
         assert int(refused.headers["retry-after"]) >= 1
@@ -46,7 +46,7 @@ def test_full_queue_answers_503_at_once() -> None:
 def test_hopeless_deadline_is_refused_before_it_costs_anything() -> None:
     runner = FakeRunner()
     with serving(lambda: runner) as server, ThreadPoolExecutor(1) as pool:
-        model = server.engine.models["pipeline"]
+        model = server.worker_client.models["pipeline"]
         assert isinstance(model, PipelineModel)
         model.lane.record(1, 1, 10.0)
         runner.gate.clear()
@@ -83,7 +83,7 @@ def test_what_has_run_is_answered_while_others_are_being_prepared() -> None:
         first = pool.submit(post, server.url, "first")
         assert runner.entered.acquire(timeout=60)
         slow = []
-        for _ in server.engine.prepare.threads:  # one that is busy takes no more with it
+        for _ in server.worker_client.prepare.threads:  # one that is busy takes no more with it
             slow.append(pool.submit(post, server.url, "slow"))
             assert runner.preparing.acquire(timeout=60)
         runner.gate.set()
@@ -101,7 +101,7 @@ def test_a_deadline_that_passes_gets_504_in_the_queue_and_while_running() -> Non
         running = pool.submit(post, server.url, "running", **{"X-Request-Timeout-Ms": "50000"})
         assert runner.entered.acquire(timeout=60)
         waiting = pool.submit(post, server.url, "queued", **{"X-Request-Timeout-Ms": "40000"})
-        wait_until(lambda: server.engine.queue.pending == 2)
+        wait_until(lambda: server.worker_client.queue.pending == 2)
         timers.go_off(within_s=40)
         queued = waiting.result()
         assert queued.status_code == 504
@@ -131,9 +131,11 @@ def test_a_stuck_worker_turns_health_red_and_everybody_is_answered() -> None:
         first = pool.submit(post, server.url, "stuck")
         assert runner.entered.acquire(timeout=60)
         second = pool.submit(post, server.url, "behind")
-        wait_until(lambda: server.engine.queue.pending == 2)
-        server.engine.stuck_after_s = 0  # time has passed
-        server.engine.loop.call_soon_threadsafe(server.engine._look)  # its timer goes off
+        wait_until(lambda: server.worker_client.queue.pending == 2)
+        server.worker_client.stuck_after_s = 0  # time has passed
+        server.worker_client.loop.call_soon_threadsafe(
+            server.worker_client._look
+        )  # its timer goes off
         assert first.result().status_code == 503
         assert second.result().json()["error"]["code"] == "worker_down"
         assert httpx.get(server.url + "/health").status_code == 503
@@ -157,22 +159,22 @@ def test_a_stuck_worker_is_noticed_without_traffic_and_while_it_probes() -> None
         assert post(server.url, "bad").status_code == 500
         assert probing.wait(60)
         assert httpx.get(server.url + "/ready").status_code == 200
-        server.engine.stuck_after_s = 0  # time has passed
+        server.worker_client.stuck_after_s = 0  # time has passed
         assert httpx.get(server.url + "/ready").status_code == 503
         assert httpx.get(server.url + "/health").status_code == 503
         assert post(server.url, "new").json()["error"]["code"] == "worker_down"
         gate.set()
         wait_until(lambda: httpx.get(server.url + "/ready").status_code == 200)
-        server.engine.stuck_after_s = 120
+        server.worker_client.stuck_after_s = 120
         assert post(server.url, "new").status_code == 200
 
 
 def test_light_load_does_not_make_a_burst_look_hopeless(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = FakeRunner()
     with serving(lambda: runner) as server, ThreadPoolExecutor(60) as pool:
-        told = server.engine.on_batch
+        told = server.worker_client.on_batch
         monkeypatch.setattr(  # as if each batch had taken more than half of the limit
-            server.engine,
+            server.worker_client,
             "on_batch",
             lambda model, report, failed: told(model, replace(report, total_s=40.0), failed),
         )
@@ -180,7 +182,7 @@ def test_light_load_does_not_make_a_burst_look_hopeless(monkeypatch: pytest.Monk
             post(server.url, "single")
         runner.gate.clear()
         burst = [pool.submit(post, server.url, f"t{n}") for n in range(60)]
-        wait_until(lambda: server.engine.queue.pending == 60)
+        wait_until(lambda: server.worker_client.queue.pending == 60)
         runner.gate.set()
         assert [answer.result().status_code for answer in burst] == [200] * 60
 
@@ -196,7 +198,7 @@ def test_a_dead_worker_turns_health_red_and_everybody_is_answered() -> None:
         first = pool.submit(post, server.url, "first")
         assert runner.entered.acquire(timeout=60)
         rest = [pool.submit(post, server.url, f"t{n}") for n in range(7)]
-        wait_until(lambda: server.engine.queue.pending == 8)
+        wait_until(lambda: server.worker_client.queue.pending == 8)
         runner.gate.set()
         assert first.result().status_code == 200
         for answer in rest:
@@ -209,7 +211,7 @@ def test_a_dead_worker_turns_health_red_and_everybody_is_answered() -> None:
 def test_an_open_breaker_answers_503_and_closes_again() -> None:
     runner = FakeRunner()
     with serving(lambda: runner) as server:
-        server.engine.models["pipeline"].breaker.cooldown_s = 0.3
+        server.worker_client.models["pipeline"].breaker.cooldown_s = 0.3
         runner.healthy = False
         statuses = [post(server.url, "bad").status_code for _ in range(3)]
         assert statuses == [500] * 3
@@ -234,7 +236,7 @@ def test_a_failing_pipeline_leaves_the_chat_as_it_is() -> None:
     ):
         read_until(client, b"content")
         (stream,) = generator.running
-        server.engine.models["pipeline"].breaker.cooldown_s = 0.2
+        server.worker_client.models["pipeline"].breaker.cooldown_s = 0.2
         runner.healthy = False
         assert [post(server.url, "bad").status_code for _ in range(3)] == [500] * 3
         ready = server.url + "/ready"
@@ -315,8 +317,8 @@ def check_storm(clients: int, in_flight: int) -> None:
         assert sum(answers.values()) == clients
         assert set(answers) <= {"200", "500", "503", "left"}
         assert answers["200"] > min(clients * 0.2, 300)
-        wait_until(lambda: server.engine.queue.pending == 0)
-        wait_until(lambda: not server.engine.queue.waiting)
+        wait_until(lambda: server.worker_client.queue.pending == 0)
+        wait_until(lambda: not server.worker_client.queue.waiting)
         assert metric(server, "onequeue_queue_depth") == 0
         runner.before = lambda texts: None
         started = time.process_time()  # ours alone: the machine may have more to do

@@ -95,7 +95,7 @@ def test_files_are_kept_by_their_tags_and_have_heads(server: Server) -> None:
 
 def test_the_page_is_there_when_the_queue_is_full() -> None:
     with serving(Masks, max_queue_size=1) as server:
-        runner: Any = server.engine.models["pipeline"].loaded
+        runner: Any = server.worker_client.models["pipeline"].loaded
         runner.gate.clear()
         waiting = threading.Thread(target=httpx.post, args=(server.url,), kwargs={"content": "a"})
         waiting.start()

@@ -174,7 +174,7 @@ class Slow:
     gives it: that passes when it is told to, and never by itself."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
-        self.loop = server.engine.loop
+        self.loop = server.worker_client.loop
         self.left_s = 0.0
         self.pass_at: Callable[[float], None] = lambda when: None
         self.waiting = threading.Semaphore(0)
@@ -310,7 +310,7 @@ def test_a_long_list_does_not_hold_up_others() -> None:
 
 def test_our_own_mistake_is_an_envelope_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(FakeRunner) as server:
-        monkeypatch.setattr(server.engine, "submit", None)
+        monkeypatch.setattr(server.worker_client, "submit", None)
         response = httpx.post(server.url, content="x")
         assert response.status_code == 500
         assert error_of(response)["code"] == "internal"
@@ -343,7 +343,7 @@ def test_a_failed_warm_up_is_said_on_ready_and_turns_health_red() -> None:
     runner = FakeRunner()
     runner.healthy = False
     with serving(lambda: runner, ready=False) as server:
-        wait_until(lambda: server.engine.failure is not None)
+        wait_until(lambda: server.worker_client.failure is not None)
         response = httpx.get(server.url + "/ready")
         assert response.status_code == 503
         assert "failed on its warm-up input" in error_of(response)["message"]
@@ -355,7 +355,7 @@ def test_a_model_that_cannot_be_loaded_is_named_on_ready(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')  # and no weights
     task = "fill-mask"
     with serving(pipeline_model=str(tmp_path), pipeline_task=task, ready=False) as server:
-        wait_until(lambda: server.engine.failure is not None, 300)
+        wait_until(lambda: server.worker_client.failure is not None, 300)
         response = httpx.get(server.url + "/ready")
         assert response.status_code == 503
         assert f"'{tmp_path}' could not be loaded for fill-mask" in response.text

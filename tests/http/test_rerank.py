@@ -242,8 +242,8 @@ def test_a_score_is_of_the_model_that_is_named(server: Server) -> None:
 def test_a_model_that_fails_leaves_what_is_not_its_own(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server.engine.models["rerank"], "breaker", Breaker(1, 3600))
-    server.engine.models["rerank"].breaker.failed(time.monotonic())
+    monkeypatch.setattr(server.worker_client.models["rerank"], "breaker", Breaker(1, 3600))
+    server.worker_client.models["rerank"].breaker.failed(time.monotonic())
     assert len(CLIENT.get(server.url + "/v1/models").json()["data"]) == 2
     body = {"text_1": "red", "text_2": "red", "prompt": "red"}
     assert error_of(post(server, "/v1/score", body))["code"] == "breaker_open"

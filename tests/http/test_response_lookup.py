@@ -242,7 +242,7 @@ def test_a_background_response_is_polled_until_it_ends() -> None:
         generator.release()
         wait_until(lambda: sdk.responses.retrieve(queued.id).status == "completed")
         assert sdk.responses.retrieve(queued.id).output_text == "a b"
-        assert not server.engine.queue.pending
+        assert not server.worker_client.queue.pending
 
 
 def test_a_background_response_outlives_its_client() -> None:
@@ -268,7 +268,7 @@ def test_cancelling_ends_a_background_response() -> None:
         wait_until(lambda: generator.dropped == ["long"])
         assert answered(look_up(server, id)) == cancelled
         assert answered(cancel(server, id)) == cancelled
-        assert server.engine.queue.pending == 0
+        assert server.worker_client.queue.pending == 0
 
 
 def test_cancelling_what_has_ended_changes_nothing(server: Server) -> None:

@@ -296,7 +296,7 @@ def test_a_client_that_leaves_ends_the_work(stream: bool) -> None:
             assert generator.said.wait(60)
         client.close()
         wait_until(lambda: generator.dropped == ["long"])
-        wait_until(lambda: server.engine.queue.pending == 0)
+        wait_until(lambda: server.worker_client.queue.pending == 0)
 
 
 def test_requests_are_counted_by_the_path_and_not_by_the_id(server: Server) -> None:

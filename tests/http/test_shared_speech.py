@@ -74,7 +74,7 @@ def post(server: Server, sound: bytes, **fields: Any) -> Any:
 def test_one_model_for_both_is_loaded_once(name: str) -> None:
     with serving_both(folder(name)) as server:
         assert CLIENT.get(f"{server.url}/ready").json()["transcription_model"] == str(folder(name))
-        models: Any = server.engine.models
+        models: Any = server.worker_client.models
         recognizer, transcriber = models["pipeline"].loaded, models["transcription"].loaded
         assert transcriber.runner.model is recognizer.pipe.model
 

@@ -116,7 +116,7 @@ def uploads(server: Server) -> Any:
 
 def test_slow_uploads_take_no_place_in_the_queue(server: Server) -> None:
     with begun(server), begun(server):
-        assert server.engine.queue.pending == 0
+        assert server.worker_client.queue.pending == 0
         assert post(server).status_code == 200
     wait_until(lambda: uploads(server).spooled == 0)
 

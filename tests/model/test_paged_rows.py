@@ -308,7 +308,7 @@ def test_two_keys_share_nothing_and_a_salt_is_a_room_of_its_own(
             "/v1/score": ("rerank", {"text_1": LONG, "text_2": "a", "model": ranking}),
         }
         for path, (name, body) in asked.items():
-            model: Any = server.engine.models[name]
+            model: Any = server.worker_client.models[name]
             with monkeypatch.context() as patch:
                 steps, ran = counted(model.loaded.rows, patch), []
                 for key, salt in (("one", {}), ("two", {}), ("one", {"cache_salt": "mine"})):
@@ -327,7 +327,7 @@ def test_long_texts_are_answered_in_the_end(tmp_path: Path) -> None:
     texts = [LONG, "hello", LONG[2:]] * 12
     with serving(embedding_model=str(folder)) as server:
         whole = post(server, "/embed", {"inputs": texts}).json()
-        model: Any = server.engine.models["embedding"]
+        model: Any = server.worker_client.models["embedding"]
         rows = model.loaded.rows
         rows._clear()
         rows._budget.prompt_tokens = lambda streaming: 40

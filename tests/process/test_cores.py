@@ -160,7 +160,7 @@ PINNED = """
         threading.Thread(target=helps).start()
 
     app = create_app(Settings(chat_model="none", pin_worker="on"), load)
-    app.engine.worker.start(app.engine, lambda *_: None)
+    app.worker_client.worker.start(app.worker_client, lambda *_: None)
     worker, team, helper = (found.get(timeout=60) for _ in range(3))
     assert worker == team == {whole[:1]}, (worker, team)
     assert helper == masks([os.getpid()]) == {whole}, helper
@@ -237,7 +237,7 @@ SERVED = """
     from server.app import app
     import torch
 
-    print(torch.get_num_threads() == app.engine.worker.cores.threads)
+    print(torch.get_num_threads() == app.worker_client.worker.cores.threads)
 """
 
 

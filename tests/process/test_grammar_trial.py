@@ -257,7 +257,7 @@ def test_the_child_ends_with_the_server_and_imports_no_torch() -> None:
     messages = [{"role": "user", "content": "hello"}]
     body = {"messages": messages, "response_format": schema}
     with serving(chat_model="demo") as server:
-        generator: Any = server.engine.generator
+        generator: Any = server.worker_client.generator
         grammars = generator.plans.grammars
         assert not grammars._made  # nobody has asked for anything
         answer = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=60)
@@ -301,7 +301,7 @@ def test_who_waits_for_a_grammar_holds_no_thread_of_the_pool() -> None:
         return httpx.post(server.url + "/v1/chat/completions", json=body, timeout=60).status_code
 
     with serving(load_chat=lambda: generator, chat_model="x") as server:
-        threads = 3 * len(server.engine.prepare.threads)
+        threads = 3 * len(server.worker_client.prepare.threads)
         with ThreadPoolExecutor(threads) as clients:
             waiting = [clients.submit(post, server, "wait") for _ in range(threads)]
             wait_until(lambda: len(generator.again) == threads)

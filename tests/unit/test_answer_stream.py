@@ -25,8 +25,10 @@ async def streaming() -> AsyncIterator[AnswerStream[str]]:
         model: Any = None
         return queue.accept(payloads, deadline, StepLane(name, 10), model, stream)
 
-    engine: Any = SimpleNamespace(loop=loop, queue=queue, submit=submit)
-    with AnswerStream[str](engine, "x", ["a"], Deadlines(math.inf, math.inf), None) as stream:
+    worker_client: Any = SimpleNamespace(loop=loop, queue=queue, submit=submit)
+    with AnswerStream[str](
+        worker_client, "x", ["a"], Deadlines(math.inf, math.inf), None
+    ) as stream:
         yield stream
 
 

@@ -61,6 +61,6 @@ def test_reports_are_recorded_before_there_are_many() -> None:
     with serving(load_chat=FakeGenerator) as server:
         body = {"prompt": "long", "max_tokens": steps}
         assert httpx.post(server.url + "/v1/completions", json=body).status_code == 200
-        assert len(server.app.engine.metrics.reports) < MOST_REPORTS
+        assert len(server.app.worker_client.metrics.reports) < MOST_REPORTS
         assert metric(server, 'onequeue_tokens_total{kind="output"}') >= steps
-        assert not server.app.engine.metrics.reports
+        assert not server.app.worker_client.metrics.reports

@@ -57,7 +57,7 @@ class House:
             for name, r in self.runners.items()
         ]
         self.worker = Worker([*served, GenerationModel("writer", lambda: self.writer, 100)])
-        self.engine = WorkerClient(self.worker, self.queue, Metrics(lambda: 0), 2, 60)
+        self.worker_client = WorkerClient(self.worker, self.queue, Metrics(lambda: 0), 2, 60)
         self.handed_over: list[WorkItem] = []
         self._submit = self.worker.submit
         self.worker.submit = self._watched  # type: ignore[method-assign]  # to know who is there
@@ -81,12 +81,12 @@ class House:
 
     def submit(self, name: str, *texts: str, within_s: float = 60) -> list[WorkItem]:
         deadline = time.monotonic() + within_s
-        return self.engine.submit(name, [PipelineInput(text) for text in texts], deadline)
+        return self.worker_client.submit(name, [PipelineInput(text) for text in texts], deadline)
 
     def write(self, prompt: str) -> tuple[WorkItem, Stream]:
         stream = Stream()
         deadline = time.monotonic() + 60
-        (item,) = self.engine.submit("writer", [GenerationInput(prompt)], deadline, stream)
+        (item,) = self.worker_client.submit("writer", [GenerationInput(prompt)], deadline, stream)
         return item, stream
 
     async def ask(self, name: str, *texts: str) -> list[Any]:
@@ -99,23 +99,23 @@ class House:
 @asynccontextmanager
 async def serving() -> AsyncIterator[House]:
     house = House()
-    house.engine.start()
-    await house.engine.loaded
+    house.worker_client.start()
+    await house.worker_client.loaded
     try:
         yield house
     finally:
         for runner in house.runners.values():
             runner.gate.set()
         house.writer.release()
-        house.engine.stop()
+        house.worker_client.stop()
 
 
 async def until(condition: Callable[[], object]) -> None:
     await asyncio.to_thread(wait_until, lambda: bool(condition()))
 
 
-def all_accept(engine: WorkerClient, names: Sequence[str]) -> bool:
-    return not any(engine.refusal(name) for name in names)
+def all_accept(worker_client: WorkerClient, names: Sequence[str]) -> bool:
+    return not any(worker_client.refusal(name) for name in names)
 
 
 async def test_each_model_that_has_something_due_gets_a_turn_in_each_round() -> None:
@@ -145,10 +145,10 @@ async def test_a_breaker_of_one_leaves_the_others_alone() -> None:
         for n in range(3):
             (answer,) = await house.ask("judge", f"bad {n}")
             assert type(answer) is ItemFailed
-        await until(lambda: house.engine.refusal("judge"))
+        await until(lambda: house.worker_client.refusal("judge"))
         with pytest.raises(BreakerOpen):
             house.submit("judge", "fine")
-        assert all_accept(house.engine, ["reader", "writer"])
+        assert all_accept(house.worker_client, ["reader", "writer"])
         assert await house.ask("reader", "fine") == [b'{"echo":"fine"}']
         await asyncio.wait_for(stream.begun.wait(), 60)
         assert long.open  # what runs goes on
@@ -158,10 +158,10 @@ async def test_a_breaker_of_one_leaves_the_others_alone() -> None:
 
 async def test_each_model_has_a_rate_of_its_own() -> None:
     async with serving() as house:
-        model = house.engine.models["reader"]
+        model = house.worker_client.models["reader"]
         assert isinstance(model, PipelineModel)
         slow = BatchReport(1, 1, 0, 10.0, 10.0, (0.0,), 0, 1, saturated=True)
-        house.engine.on_batch(model, slow, [])
+        house.worker_client.on_batch(model, slow, [])
         for runner in house.runners.values():
             runner.gate.clear()
         items = [item for name in PIPELINES for item in house.submit(name, "ahead")]
@@ -177,7 +177,7 @@ async def test_each_model_has_a_rate_of_its_own() -> None:
 
 async def test_what_fails_one_model_s_items_fails_no_other_s() -> None:
     async with serving() as house:
-        batcher: Any = house.engine.models["judge"]
+        batcher: Any = house.worker_client.models["judge"]
 
         def broken(*arguments: Any) -> Any:
             raise RecursionError("in the batcher")

@@ -52,7 +52,7 @@ def calibrate(app: Application, options: Options, say: Callable[[str], None]) ->
     """What was found, told by `say`; None if nothing holds the percentile. SettingsError for what
     cannot be measured, or loaded."""
     configure_log()
-    logging.getLogger("onequeue.engine").setLevel(logging.WARNING)
+    logging.getLogger("onequeue.worker_client").setLevel(logging.WARNING)
     return asyncio.run(_calibrate(app, options, say))
 
 
@@ -67,25 +67,27 @@ class Server(uvicorn.Server):
 async def _calibrate(
     app: Application, options: Options, say: Callable[[str], None]
 ) -> Stage | None:
-    engine = app.engine
-    wanted = options.serves or next(name for name in SERVES if SERVES[name] in engine.models)
-    if (serves := SERVES[wanted]) not in engine.models:
+    worker_client = app.worker_client
+    wanted = options.serves or next(name for name in SERVES if SERVES[name] in worker_client.models)
+    if (serves := SERVES[wanted]) not in worker_client.models:
         raise SettingsError(f"--serves {wanted}: no such model is served")
     quiet = {"log_config": None, "access_log": False}
     # connections rest while a rate needs fewer of them
     config = uvicorn.Config(app, lifespan="off", timeout_keep_alive=3600, **quiet)  # type: ignore[arg-type]
     server = Server(config)
-    engine.start()
+    worker_client.start()
     with socket.create_server(("127.0.0.1", 0), backlog=config.backlog) as listener:
         serving = asyncio.create_task(server.serve([listener]))
         try:
             try:
-                await engine.loaded
+                await worker_client.loaded
             except Exception as error:
                 raise SettingsError(with_cause(error)) from error
-            requests = requests_for(engine, serves, options.words, options.tokens, options.file)
-            model = engine.models[serves]
-            queue, lane = engine.queue, model.lane  # refusals are not what is to be measured
+            requests = requests_for(
+                worker_client, serves, options.words, options.tokens, options.file
+            )
+            model = worker_client.models[serves]
+            queue, lane = worker_client.queue, model.lane  # refusals are not what is to be measured
             queue.capacity = max(queue.capacity, 2 * MOST_CLIENTS)
             lane.places = max(lane.places, 2 * MOST_CLIENTS)
             name = model.loaded.info.model
@@ -95,7 +97,7 @@ async def _calibrate(
         finally:
             server.should_exit = server.force_exit = True
             await serving
-            engine.stop()
+            worker_client.stop()
 
 
 async def _search(load: Load, limit_ms: float, say: Callable[[str], None]) -> Stage | None:

@@ -53,7 +53,7 @@ class Load:
 
     def _turn(self, knobs: BatchLimits) -> None:
         """Nothing waits or runs now."""
-        model = self.app.engine.models[self.requests.serves]
+        model = self.app.worker_client.models[self.requests.serves]
         if isinstance(model, PipelineModel):
             model.batcher.max_size = model.batcher.cap = knobs.cap
             model.batcher.max_wait_s = knobs.wait_ms / 1000

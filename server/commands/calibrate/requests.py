@@ -37,14 +37,18 @@ class RequestGenerator:
 
 
 def requests_for(
-    engine: WorkerClient, serves: str, words: tuple[int, int], tokens: int, file: bytes | None
+    worker_client: WorkerClient,
+    serves: str,
+    words: tuple[int, int],
+    tokens: int,
+    file: bytes | None,
 ) -> RequestGenerator:
     """`words` of a text, at least and at most; `tokens` of a chat's answer. `file` is the body
     where one is given. SettingsError where a task needs one that nobody can guess."""
     rng = random.Random(0)
     texts = (" ".join(rng.choices(WORDS, k=rng.randint(*words))) for _ in itertools.count())
     if serves == "pipeline":
-        return _of_pipeline(engine, texts, file)
+        return _of_pipeline(worker_client, texts, file)
     if serves == "transcription":
         files = [file] if file is not None else [_sound(n) for n in range(4)]
         bodies = itertools.cycle([_form(each) for each in files])
@@ -61,9 +65,9 @@ def requests_for(
 
 
 def _of_pipeline(
-    engine: WorkerClient, texts: Iterator[str], file: bytes | None
+    worker_client: WorkerClient, texts: Iterator[str], file: bytes | None
 ) -> RequestGenerator:
-    info = engine.models["pipeline"].loaded.info
+    info = worker_client.models["pipeline"].loaded.info
     task, media = TASKS[info.task], BYTES
     bodies: Iterator[bytes]
     if file is not None:

@@ -76,7 +76,7 @@ class SpeechEndpoint(Endpoint[TranscriptResponseBuilder]):
         async with self.uploads.form(scope, receive, "transcription") as (form, deadlines):
             request = read_fields(form.fields, self.kind)
             request.model = self.models.called(request.model)
-            payload, seconds = request.input(form.path), self.engine.metrics.audio_s
+            payload, seconds = request.input(form.path), self.worker_client.metrics.audio_s
             reply = TranscriptResponseBuilder(request, payload, seconds)
             await self.answer(scope, receive, send, reply, deadlines)
 
@@ -84,4 +84,4 @@ class SpeechEndpoint(Endpoint[TranscriptResponseBuilder]):
         self, reply: TranscriptResponseBuilder, deadlines: Deadlines, receive: Receive
     ) -> AnswerStream[TranscriptDelta]:
         payloads = [reply.payload]
-        return AnswerStream(self.engine, "transcription", payloads, deadlines, receive)
+        return AnswerStream(self.worker_client, "transcription", payloads, deadlines, receive)

@@ -42,7 +42,7 @@ class DecisionBody(Body, Protocol):
 class DecisionEndpoint:
     """A bare ASGI app."""
 
-    engine: WorkerClient
+    worker_client: WorkerClient
     models: ModelNames
     kind: type[DecisionBody]
     parsing: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
@@ -77,7 +77,7 @@ class DecisionEndpoint:
         usage = UsageCounts()
         deadlines = replace(deadlines, whole=deadlines.first)
         given = self.models.serves, payloads, deadlines, usage, receive
-        with TokenStream(self.engine, *given) as stream:
+        with TokenStream(self.worker_client, *given) as stream:
             return await stream.collect(), usage
 
 

@@ -58,7 +58,7 @@ class ScoringEndpoint:
     """A bare ASGI app, of the models that requests of this `kind` may name."""
 
     settings: Settings
-    engine: WorkerClient
+    worker_client: WorkerClient
     models: Sequence[ModelNames]
     kind: type[ScoringBody]
     parsing: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
@@ -68,7 +68,7 @@ class ScoringEndpoint:
         request, names, payloads = await self.parsing.run(self.parse, body, deadlines.first)
         root = cache_namespace(names.id, scope["api_key"], request.cache_salt)
         payloads = [replace(each, cache_root=root) for each in payloads]
-        with Submission(self.engine, names.serves, payloads, deadlines, receive) as work:
+        with Submission(self.worker_client, names.serves, payloads, deadlines, receive) as work:
             outputs = [await item.future for item in work.items]
         if len(body) > INLINE_BYTES:
             parts = await anyio.to_thread.run_sync(request.content, outputs)

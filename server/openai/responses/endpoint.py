@@ -75,7 +75,7 @@ class Page(Struct):
 @dataclass(eq=False)
 class Responses(GenerationEndpoint[ResponsesResponseBuilder]):
     """Bodies are posted here; `routes` find responses, 404 for one that neither is stored nor runs
-    in the background. `close` it once the engine has stopped."""
+    in the background. `close` it once the worker client has stopped."""
 
     blocks = True  # what a request builds on is in the store
 
@@ -96,7 +96,7 @@ class Responses(GenerationEndpoint[ResponsesResponseBuilder]):
     # ── a new one ──
 
     def parse(self, body: bytes) -> ResponsesResponseBuilder:
-        most = self.engine.generator.max_model_len
+        most = self.worker_client.generator.max_model_len
         request = decode(parse_json(body), ResponseRequest, self.models.called, most)
         most_mb = self.settings.max_body_mb
         look_up = partial(self.store.items, most_bytes=most_mb * 1_000_000)
@@ -106,7 +106,7 @@ class Responses(GenerationEndpoint[ResponsesResponseBuilder]):
             large = f"the responses that its items are of exceed {most_mb:g} MB"
             raise InvalidInput.at("input", large) from None
         payload = request.generation_input(self._before(request.previous_response_id), items)
-        return ResponsesResponseBuilder(request, payload, items, self.engine.generator)
+        return ResponsesResponseBuilder(request, payload, items, self.worker_client.generator)
 
     def _before(self, id: str | None) -> list[Document]:
         """All items of the conversation that a response ended. As stored, it may be as large as
@@ -137,7 +137,7 @@ class Responses(GenerationEndpoint[ResponsesResponseBuilder]):
             return await super().answer(scope, receive, send, reply, deadlines)
         deadlines = replace(deadlines, first=math.inf)  # it begins when there is time for it
         stream = self.submit(reply, deadlines, None)
-        task = self.engine.loop.create_task(self._run(scope, reply, stream))
+        task = self.worker_client.loop.create_task(self._run(scope, reply, stream))
         self.jobs[reply.id] = Job(reply, stream.items, task)
         await send_json(send, reply.document)
 
@@ -167,13 +167,13 @@ class Responses(GenerationEndpoint[ResponsesResponseBuilder]):
             await anyio.to_thread.run_sync(self.store.put, reply.stored)
         except sqlite3.Error as error:
             log.error("response not stored id=%s error=%r", reply.id, error)
-            self.engine.metrics.not_stored.inc()
+            self.worker_client.metrics.not_stored.inc()
             reply.document["store"] = False
             return False
         return True
 
     async def close(self) -> None:
-        self.engine.give_up()
+        self.worker_client.give_up()
         if self.jobs:
             await asyncio.wait([job.task for job in self.jobs.values()])
         await anyio.to_thread.run_sync(self.store.close)
