@@ -171,7 +171,7 @@ class ContinuousScheduler:
             if ahead + position >= self.max_running:  # places are kept for those passed over
                 self.starved = not sequence.background
                 break
-            if sequence.scene and not sequence.scene.ready:
+            if sequence.multimodal and not sequence.multimodal.ready:
                 position += 1  # its pictures come first: let others pass
                 continue
             matched = self._match(sequence)
@@ -288,8 +288,8 @@ class ContinuousScheduler:
 
 def _chunk(sequence: Sequence, share: int) -> Chunk:
     """Of about so many tokens: parts that are seen in both directions stay whole."""
-    start, scene = sequence.computed, sequence.scene
-    return Chunk(sequence, start, scene.undivided(start, share) if scene else share)
+    start, multimodal = sequence.computed, sequence.multimodal
+    return Chunk(sequence, start, multimodal.align_chunk(start, share) if multimodal else share)
 
 
 def _foreground(line: list[Sequence]) -> int:

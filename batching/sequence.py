@@ -52,7 +52,7 @@ class MultimodalInputs:
     end: int = 0
     shift: int = 0
 
-    def undivided(self, start: int, count: int) -> int:
+    def align_chunk(self, start: int, count: int) -> int:
         """How many tokens from `start` on can be run together, of `count` or a few more."""
         for first, stop in self.blocks:
             if first < start + count < stop:
@@ -80,7 +80,7 @@ class Sequence:
     background: bool = False  # comes after all that are not
     root: bytes = ROOT  # it shares its prefix with those of the same root alone
     drafter: Any = None
-    scene: MultimodalInputs | None = None  # None: its prompt is nothing but text
+    multimodal: MultimodalInputs | None = None  # None: its prompt is nothing but text
     prompt_len: int = field(init=False)
     scored: int = 0  # leading tokens whose successor has been scored
     number: int = -1  # order of arrival; -1: not scheduled
@@ -104,8 +104,11 @@ class Sequence:
     @property
     def contents(self) -> abc.Sequence[Content]:
         """What its blocks are found by."""
-        scene = self.scene
-        return self.tokens if scene is None else [*scene.contents, *self.tokens[self.prompt_len :]]
+        multimodal = self.multimodal
+        if multimodal is None:
+            tokens: abc.Sequence[Content] = self.tokens
+            return tokens
+        return [*multimodal.contents, *self.tokens[self.prompt_len :]]
 
     def __lt__(self, other: "Sequence") -> bool:
         """Whether it comes first, in the line and in a step."""
@@ -177,7 +180,8 @@ class Batch:
     rows: abc.Sequence[int]  # [R] places in `ids` whose logits are wanted
     scored: int = 0  # so many of `rows` score prompts; the rest, behind them, are sampled
     chunks: abc.Sequence[Chunk] = ()  # one for each span; none in a batch that no scheduler made
-    pictured: abc.Sequence[int] = ()  # spans that a scene has its say in: embeddings or positions
+    # numbers of the spans that overlap the multimodal part of their prompt
+    multimodal_spans: abc.Sequence[int] = ()
     shifts: Mapping[int, int] = field(default_factory=dict)  # of spans, how far positions are off
     offsets: list[int] = field(init=False)  # [spans] places in `ids` where each begins
     positions: list[int] = field(init=False)  # [T] of each token in its sequence
@@ -204,15 +208,15 @@ class Batch:
         ids: list[int] = []
         scored: list[int] = []
         sampled: list[int] = []
-        pictured: list[int] = []
+        multimodal_spans: list[int] = []
         shifts: dict[int, int] = {}
         for chunk in chunks:
             sequence, start = chunk.sequence, chunk.start
-            if (scene := sequence.scene) is not None:
-                if start < scene.end:
-                    pictured.append(len(spans))
-                elif scene.shift:
-                    shifts[len(spans)] = scene.shift
+            if (multimodal := sequence.multimodal) is not None:
+                if start < multimodal.end:
+                    multimodal_spans.append(len(spans))
+                elif multimodal.shift:
+                    shifts[len(spans)] = multimodal.shift
             blocks = sequence.table.blocks if sequence.table else ()
             spans.append(Span(blocks, start, chunk.width))
             if sequence.scores_prompt or sequence.scores_end:
@@ -221,4 +225,4 @@ class Batch:
             ids += sequence.tokens[start : start + chunk.count]
             ids += chunk.drafts
             sampled += range(len(ids) - chunk.to_sample, len(ids))
-        return cls(spans, ids, scored + sampled, len(scored), chunks, pictured, shifts)
+        return cls(spans, ids, scored + sampled, len(scored), chunks, multimodal_spans, shifts)

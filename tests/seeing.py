@@ -51,7 +51,7 @@ def request(
     ]
     files = [part for part in parts if isinstance(part, bytes)]
     pictures = tuple(ImageInput(each, "auto", "messages[0].content", root=root) for each in files)
-    chat = Chat(({"role": "user", "content": content},), pictures=pictures)
+    chat = Chat(({"role": "user", "content": content},), images=pictures)
     stopping = Stopping(max_tokens=max_tokens, ignore_eos=True)
     asked = GenerationInput(
         chat, GREEDY, stopping, n=n, prompt_logprobs=prompt_logprobs, cache_root=root
@@ -75,7 +75,9 @@ def engine(model: str, blocks: int = 400, max_running: int = 256) -> GenerationE
     runner = PagedRunner(language, blocks, min(language.context, blocks * BLOCK), 0)
     for stored in (*runner.cache.keys, *runner.cache.values):
         stored.fill_(float("nan"))
-    return paged_engine(runner, GeneratorOptions("", max_running=max_running), known.sight)
+    return paged_engine(
+        runner, GeneratorOptions("", max_running=max_running), known.image_preprocessor
+    )
 
 
 @cache
@@ -83,7 +85,7 @@ def unpaged(model: str) -> GenerationEngine:
     """As if the model refused to run paged."""
     options = GeneratorOptions(str(tiny_seeing.folder(model)), dtype="float32", device="cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "check_pictures", refuse)
+        patch.setattr(loading, "check_multimodal", refuse)
         return load_generator(options)
 
 
@@ -109,12 +111,15 @@ def oracle(model: str) -> Any:
 
 def inputs_of(model: str, served: Served) -> dict[str, torch.Tensor]:
     """What the model's forward takes of the same prompt and pictures."""
-    scene, sight = served.item.prepared[0].prepared.scene, loaded(model).sight
+    multimodal, image_preprocessor = (
+        served.item.prepared[0].prepared.multimodal,
+        loaded(model).image_preprocessor,
+    )
     ids = torch.tensor([list(served.prompt)])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if isinstance(scene, MultimodalPrompt) and sight:
-        made = scene.process().result()
-        inputs |= {**made.inputs, **sight.processor.joined(made.images)}
+    if isinstance(multimodal, MultimodalPrompt) and image_preprocessor:
+        made = multimodal.process().result()
+        inputs |= {**made.inputs, **image_preprocessor.processor.joined(made.images)}
     takes = inspect.signature(oracle(model).forward).parameters
     return {name: each for name, each in inputs.items() if name in takes}
 

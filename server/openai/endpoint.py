@@ -184,7 +184,7 @@ G = TypeVar("G", bound=GenerationResponseBuilder)
 class GenerationEndpoint(Endpoint[G]):
     blocks: ClassVar = False  # whether parsing even a small body would hold up the loop
 
-    pictures: ImageLoader
+    images: ImageLoader
     parsing: JsonBodyParser = field(init=False, default_factory=JsonBodyParser)
 
     @abstractmethod
@@ -198,9 +198,9 @@ class GenerationEndpoint(Endpoint[G]):
         root = cache_namespace(self.models.id, scope["api_key"], salt)
         reply.payloads = [replace(each, cache_root=root) for each in reply.payloads]
         for n, payload in enumerate(reply.payloads):
-            if isinstance(payload.prompt, Chat) and payload.prompt.pictures:
+            if isinstance(payload.prompt, Chat) and payload.prompt.images:
                 given = payload.prompt, payload.cache_root, deadlines.first
-                fetched = self.pictures.fetched(scope, receive, *given)
+                fetched = self.images.fetched(scope, receive, *given)
                 reply.payloads[n] = replace(payload, prompt=await fetched)
         await self.answer(scope, receive, send, reply, deadlines)
 

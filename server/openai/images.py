@@ -43,8 +43,8 @@ def image_input(url: str, detail: Detail | None, path: str) -> ImageInput:
 
 def check_images(chat: Chat, model: Tokenizing) -> None:
     """InvalidInput for images that the model does not see."""
-    if chat.pictures and model.no_images:
-        raise InvalidInput.at(chat.pictures[0].param, model.no_images)
+    if chat.images and model.no_images:
+        raise InvalidInput.at(chat.images[0].param, model.no_images)
 
 
 @dataclass(eq=False)
@@ -61,8 +61,8 @@ class ImageLoader:
         """With the bytes of its links, for requests of `root`. InvalidInput where one is not
         fetched, QueueFull, DeadlineExceeded, ClientGone."""
         check_images(chat, self.worker_client.generator)
-        chat = replace(chat, pictures=tuple(replace(each, root=root) for each in chat.pictures))
-        links = [each for each in chat.pictures if each.link]
+        chat = replace(chat, images=tuple(replace(each, root=root) for each in chat.images))
+        links = [each for each in chat.images if each.link]
         if not links:
             return chat
         for each in links:
@@ -75,7 +75,7 @@ class ImageLoader:
         try:
             async with asyncio.timeout(deadline - time.monotonic()), asyncio.TaskGroup() as group:
                 watch = group.create_task(raise_when_gone(receive))
-                tasks = [group.create_task(self._picture(scope, each)) for each in chat.pictures]
+                tasks = [group.create_task(self._picture(scope, each)) for each in chat.images]
                 await asyncio.wait(tasks)
                 watch.cancel()
         except TimeoutError:
@@ -85,7 +85,7 @@ class ImageLoader:
             raise several.exceptions[0] from None
         finally:
             self.fetching -= 1
-        return replace(chat, pictures=tuple(task.result() for task in tasks))
+        return replace(chat, images=tuple(task.result() for task in tasks))
 
     async def _picture(self, scope: Scope, image_input: ImageInput) -> ImageInput:
         if not image_input.link:

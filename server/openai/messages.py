@@ -156,7 +156,7 @@ def conversation(
         not asked.continue_final_message if prompted is None else prompted,
         bool(asked.continue_final_message),
         effort,
-        pictures=pictures,
+        images=pictures,
     )
 
 

@@ -56,7 +56,7 @@ class TokenizeRequest(Struct):
             return self.prompt or ""
         chat = conversation(self, self.messages, self.tools)
         check_images(chat, model)
-        for each in chat.pictures:
+        for each in chat.images:
             if each.link:
                 raise InvalidInput.at(each.param, "must be a data: URL: nothing is fetched")
         return chat

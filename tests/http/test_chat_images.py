@@ -72,7 +72,7 @@ def test_images_stand_in_their_places_among_text(generator: FakeGenerator, serve
     )
     path, root = "messages[1].content", generator.payloads[-1].cache_root
     assert root
-    assert got.pictures == (
+    assert got.images == (
         ImageInput(b"png", "low", f"{path}[1].image_url", root=root),
         ImageInput(b"png", "auto", f"{path}[3].image_url", root=root),
     )
@@ -87,13 +87,13 @@ def test_responses_take_images_and_their_conversations_keep_them(
     got = chat(generator, server, body, RESPONSES)
     assert got.messages[0]["content"] == [text("what?"), {"type": "image"}]
     param, root = "input[0].content[1].image_url", generator.payloads[-1].cache_root
-    assert got.pictures == (ImageInput(b"png", "high", param, root=root),)
+    assert got.images == (ImageInput(b"png", "high", param, root=root),)
     first = post(server, RESPONSES, body).json()
     items = httpx.get(f"{server.url}{RESPONSES}/{first['id']}/input_items").json()["data"]
     assert items[0]["content"][1] == part
     more = {"input": "and now?", "previous_response_id": first["id"]}
     again = chat(generator, server, more, RESPONSES)
-    assert [each.data for each in again.pictures] == [b"png"]
+    assert [each.data for each in again.images] == [b"png"]
     assert again.messages[-1]["content"] == "and now?"
 
 
@@ -124,7 +124,7 @@ def test_images_that_are_refused(
 
 
 def test_twenty_images_are_taken(generator: FakeGenerator, server: Server) -> None:
-    assert len(chat(generator, server, user(*[image()] * 20)).pictures) == 20
+    assert len(chat(generator, server, user(*[image()] * 20)).images) == 20
 
 
 def test_files_that_were_uploaded_are_not_here(server: Server) -> None:
@@ -148,9 +148,9 @@ def test_links_are_fetched_before_the_worker_hears_of_them(
     with answering(IMAGE, IMAGE) as (port, _):
         link = f"http://127.0.0.1:{port}/a.png"
         got = chat(generator, server, user(image(link), image(), image(link)))
-    assert [each.data for each in got.pictures] == [b"png"] * 3
-    assert not any(each.link for each in got.pictures)
-    assert {each.root for each in got.pictures} == {generator.payloads[-1].cache_root}
+    assert [each.data for each in got.images] == [b"png"] * 3
+    assert not any(each.link for each in got.images)
+    assert {each.root for each in got.images} == {generator.payloads[-1].cache_root}
 
 
 def test_operator_who_names_no_host_is_named_the_setting(generator: FakeGenerator) -> None:

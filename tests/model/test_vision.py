@@ -45,14 +45,14 @@ LONG = "Tell me all that you see in these two, and then some more of it: "
 
 
 def viewing(generator: GenerationEngine) -> EncoderScheduler:
-    assert generator._viewing is not None
-    return generator._viewing
+    assert generator._encoder_scheduler is not None
+    return generator._encoder_scheduler
 
 
 def scene_of(served: Served) -> MultimodalPrompt:
-    scene = served.item.prepared[0].prepared.scene
-    assert isinstance(scene, MultimodalPrompt)
-    return scene
+    multimodal = served.item.prepared[0].prepared.multimodal
+    assert isinstance(multimodal, MultimodalPrompt)
+    return multimodal
 
 
 def in_common(one: Sequence[Content], other: Sequence[Content]) -> int:
@@ -135,10 +135,10 @@ def test_a_picture_that_was_seen_is_not_decoded_again(
         return original(self, image, digest, *given)
 
     monkeypatch.setattr(Processor, "look", look)
-    assert generator.sight
-    assert generator.sight.held.enter()
+    assert generator.image_preprocessor
+    assert generator.image_preprocessor.held.enter()
     once_more, _ = serve(generator, [request("Once more: ", TALL, " what of ", TALL, "?")])
-    generator.sight.held.leave()
+    generator.image_preprocessor.held.leave()
     assert (viewing(generator).tower.runs, looked) == (runs, [])
     beside, _ = serve(generator, [request("And ", OTHER, " beside ", TALL)])
     assert len(looked) == 1
@@ -224,11 +224,11 @@ def test_rows_are_dropped_once_the_prompt_has_run() -> None:
     driver = Driver(generator)
     served = driver.add(request(ONE, "?", max_tokens=6))
     assert scene_of(served).processed is not None
-    generator._viewing, watched = None, viewing(generator)
+    generator._encoder_scheduler, watched = None, viewing(generator)
     watched.turn(generator.scheduler, streaming=False)
     assert scene_of(served).processed is None
     assert scene_of(served).rows
-    generator._viewing = watched
+    generator._encoder_scheduler = watched
     driver.step()
     assert scene_of(served).rows == ()
     driver.finish()
@@ -343,10 +343,10 @@ def test_a_model_that_is_not_paged_runs_pictures_on_its_own_cache(model: str, ke
 
 
 def test_a_block_seen_in_both_directions_is_not_divided() -> None:
-    scene = MultimodalInputs(blocks=[(4, 10), (12, 14)])
-    assert [scene.undivided(0, count) for count in (3, 4, 7, 10, 13)] == [3, 4, 4, 10, 12]
-    assert [scene.undivided(4, count) for count in (1, 6, 9)] == [6, 6, 8]
-    assert scene.undivided(6, 1) == 4
+    multimodal = MultimodalInputs(blocks=[(4, 10), (12, 14)])
+    assert [multimodal.align_chunk(0, count) for count in (3, 4, 7, 10, 13)] == [3, 4, 4, 10, 12]
+    assert [multimodal.align_chunk(4, count) for count in (1, 6, 9)] == [6, 6, 8]
+    assert multimodal.align_chunk(6, 1) == 4
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
@@ -387,10 +387,13 @@ def test_a_tower_that_asks_for_a_weights_type_is_packed_too() -> None:
 
 
 def test_rows_that_come_out_wrong_are_found_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    language, sight = loaded("qwen2-vl").language, loaded("qwen2-vl").sight
-    assert sight
+    language, image_preprocessor = (
+        loaded("qwen2-vl").language,
+        loaded("qwen2-vl").image_preprocessor,
+    )
+    assert image_preprocessor
     right = prompts._positions
     flat = lambda given, width: right(None, width)  # noqa: E731
     monkeypatch.setattr(prompts, "_positions", flat)
     with pytest.raises(CannotRun, match="logits differ"):
-        check_multimodal(language, sight.processor)
+        check_multimodal(language, image_preprocessor.processor)

@@ -90,10 +90,10 @@ class Requests:
         if len(chunks) == 1 and chunks[0].runs:
             self.fail(chunks[0].sequence.output.item, failure)
 
-    def fail_pictured(self, prompt: MultimodalPrompt, error: BaseException) -> None:
+    def fail_multimodal(self, prompt: MultimodalPrompt, error: BaseException) -> None:
         """A picture of the prompt failed, and what it belongs to."""
         for item, sequences in list(self.live.items()):
-            if item not in self.failed and any(each.scene is prompt for each in sequences):
+            if item not in self.failed and any(each.multimodal is prompt for each in sequences):
                 self.fail(item, error)
 
     def _unschedule(self, item: WorkItem, broken: bool = False) -> None:
@@ -129,17 +129,17 @@ class GenerationEngine(Requests, InputProcessor):
         new_scheduler: Callable[[], ContinuousScheduler],
         speculates: bool = False,
         why: str = "",
-        sight: ImagePreprocessor | None = None,
+        image_preprocessor: ImagePreprocessor | None = None,
     ) -> None:
         language, device = runner.language, runner.language.device.type
         Requests.__init__(self, new_scheduler)
-        InputProcessor.__init__(self, language, runner.max_model_len, why, sight)
+        InputProcessor.__init__(self, language, runner.max_model_len, why, image_preprocessor)
         self.runner = runner
         self.speculates = speculates
         self._ahead = AHEAD[device]
         self._budget = PrefillBudget(device, self.scheduler.whole_prompts)
         self._drafts = Speculation(device)
-        self._viewing = self._new_viewing()
+        self._encoder_scheduler = self._new_encoder_scheduler()
         self._masks = BitmaskComputer(language.vocab_size, self.eos_ids)
         self._flight: InFlightStep | None = None
         self._started = self._landed_at = 0.0
@@ -147,12 +147,14 @@ class GenerationEngine(Requests, InputProcessor):
         self._counts: Counter[str] = Counter()  # what StepReport counts
         self._deltas: list[tuple[WorkItem, Delta]] = []
 
-    def _new_viewing(self) -> EncoderScheduler | None:
-        entrance, sight = self.runner.entrance, self.sight
-        if not entrance or not sight:
+    def _new_encoder_scheduler(self) -> EncoderScheduler | None:
+        entrance, image_preprocessor = self.runner.entrance, self.image_preprocessor
+        if not entrance or not image_preprocessor:
             return None
-        sight.album = EncoderCache()
-        return EncoderScheduler(VisionEncoder(entrance, sight.album), self.fail_pictured)
+        image_preprocessor.album = EncoderCache()
+        return EncoderScheduler(
+            VisionEncoder(entrance, image_preprocessor.album), self.fail_multimodal
+        )
 
     @property
     def compile_state(self) -> Literal["running", "done", "off"]:
@@ -167,13 +169,13 @@ class GenerationEngine(Requests, InputProcessor):
         for sequence in self.live[item]:
             if self.speculates and sequence.max_tokens:
                 sequence.drafter = NgramDrafter()
-            if sequence.scene and not self._viewing:
-                sequence.scene.ready = True  # its pictures run with it
+            if sequence.multimodal and not self._encoder_scheduler:
+                sequence.multimodal.ready = True  # its pictures run with it
             self.scheduler.add(sequence)
 
     def clear(self) -> list[WorkItem]:
         self._flight = None
-        self._viewing = self._new_viewing()
+        self._encoder_scheduler = self._new_encoder_scheduler()
         return self.drop_all()
 
     def warm_up(self) -> None:
@@ -207,8 +209,8 @@ class GenerationEngine(Requests, InputProcessor):
     def _schedule(self) -> list[Chunk]:
         left = [sequence.left for sequence in self.scheduler.running]
         streaming, budget = min(left, default=2) <= 1, 0
-        if self._viewing:
-            self._viewing.turn(self.scheduler, streaming)
+        if self._encoder_scheduler:
+            self._encoder_scheduler.turn(self.scheduler, streaming)
         if self.speculates:
             self._drafts.begin(len(self.scheduler.running))
         if self.scheduler.waiting or max(left, default=0) > 1:
@@ -321,8 +323,8 @@ class GenerationEngine(Requests, InputProcessor):
     # ── what comes of it ──
 
     def _outcome(self) -> StepOutcome:
-        if self._viewing:
-            self._viewing.close_those_that_ran(self.scheduler)
+        if self._encoder_scheduler:
+            self._encoder_scheduler.close_those_that_ran(self.scheduler)
         report = self._report()
         deltas = [(item, delta) for item, delta in self._deltas if item not in self.failed]
         ending = dict.fromkeys(item for item, delta in deltas if delta.finish_reason)

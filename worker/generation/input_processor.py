@@ -157,15 +157,15 @@ class InputProcessor:
         language: LanguageModel,
         max_model_len: int,
         why: str = "",
-        sight: ImagePreprocessor | None = None,
+        image_preprocessor: ImagePreprocessor | None = None,
     ) -> None:
         tokenizer, defaults, vocab_size = language.tokenizer, language.defaults, language.vocab_size
         self.language = language
-        self.sight = sight
+        self.image_preprocessor = image_preprocessor
         self.max_model_len = max_model_len
-        if sight:
-            sight.processor.limit = max_model_len
-        self.no_images = "" if sight else language.no_images
+        if image_preprocessor:
+            image_preprocessor.processor.limit = max_model_len
+        self.no_images = "" if image_preprocessor else language.no_images
         batching: Batching = "static" if why else "continuous"
         model = language.model
         self.info = model_info(
@@ -188,8 +188,8 @@ class InputProcessor:
         item.tokens = len(prepared.ids)
 
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
-        if isinstance(prompt, Chat) and prompt.pictures and self.sight:
-            return self.sight.ids(self.template.render(prompt), prompt.pictures)
+        if isinstance(prompt, Chat) and prompt.images and self.image_preprocessor:
+            return self.image_preprocessor.ids(self.template.render(prompt), prompt.images)
         return self._encoded(prompt, add_special_tokens, "messages")[1]
 
     def decode(self, ids: list[int]) -> str:
@@ -204,14 +204,14 @@ class InputProcessor:
 
     def close(self) -> None:
         self.plans.grammars.close()
-        if self.sight:
-            self.sight.close()
+        if self.image_preprocessor:
+            self.image_preprocessor.close()
 
     # ── a request ──
 
     def prepared(self, request: GenerationInput) -> PreparedPrompt:
         """InvalidInput says what cannot be served."""
-        text, ids, scene = self._prompt(request)
+        text, ids, multimodal = self._prompt(request)
         ends: dict[int, int | None] = {id_: id_ for id_ in request.stopping.stop_token_ids}
         self._check_ids(request.stopping.stop_token_ids, "stop_token_ids")
         if not request.stopping.ignore_eos:
@@ -226,7 +226,7 @@ class InputProcessor:
             ends,
             echoed if request.prompt_logprobs is None else request.prompt_logprobs,
             *self._answer(request, text),
-            scene=scene,
+            multimodal=multimodal,
         )
 
     def _answer(
@@ -242,10 +242,10 @@ class InputProcessor:
 
     def _prompt(self, request: GenerationInput) -> tuple[str, list[int], MultimodalPrompt | None]:
         """The prompt's text, if it is one, its tokens, and what of them is pictures."""
-        scene = None
-        if isinstance(request.prompt, Chat) and request.prompt.pictures:
-            text, scene = self._pictured(request.prompt)
-            ids = [*scene.ids]
+        multimodal = None
+        if isinstance(request.prompt, Chat) and request.prompt.images:
+            text, multimodal = self._pictured(request.prompt)
+            ids = [*multimodal.ids]
         elif isinstance(request.prompt, tuple):
             self._check_ids(request.prompt, request.param)
             text, ids = "", list(request.prompt)
@@ -259,18 +259,18 @@ class InputProcessor:
                 f"{self.max_model_len}, with the answer",
                 request.param,
             )
-        return text, ids, scene
+        return text, ids, multimodal
 
     def _pictured(self, chat: Chat) -> tuple[str, MultimodalPrompt]:
         """Its text, and its pictures with their tokens."""
-        sight = self.sight
-        if sight is None:
-            raise InvalidInput(self.no_images, chat.pictures[0].param)
-        with sight.turn(chat.pictures):
+        image_preprocessor = self.image_preprocessor
+        if image_preprocessor is None:
+            raise InvalidInput(self.no_images, chat.images[0].param)
+        with image_preprocessor.turn(chat.images):
             text = self.template.render(chat)
             self._check_length(text, "messages")
-            made = sight.process(text, chat.pictures)
-        return text, MultimodalPrompt.of(made, lambda: sight.again(text, chat.pictures))
+            made = image_preprocessor.process(text, chat.images)
+        return text, MultimodalPrompt.of(made, lambda: image_preprocessor.again(text, chat.images))
 
     def _encoded(self, prompt: Chat | str, special: bool, param: str) -> tuple[str, list[int]]:
         """Text and ids. `special`: the tokenizer adds its own; templates write them."""

@@ -35,29 +35,34 @@ PREFIX_SHARE = 0.25
 def load_generator(options: GeneratorOptions) -> GenerationEngine:
     """LoadingFailed if the model cannot be served."""
     language = load_language_model(options)
-    sight = load_sight(language, int(options.max_image_mp * 1e6))
+    preprocessor = load_image_preprocessor(language, int(options.max_image_mp * 1e6))
     runner: PagedRunner | CachedRunner
     try:
-        also = partial(check_multimodal, language, sight.processor) if sight else lambda: None
+        also = (
+            partial(check_multimodal, language, preprocessor.processor)
+            if preprocessor
+            else lambda: None
+        )
         runner = load_paged_runner(language, options, also)
     except CannotRun as error:
         log.warning("static batches: %s", error)
         language.lay_out(options.quantization)
-        sight = sight if sight and check_multimodal_unpaged(language, sight.processor) else None
+        if preprocessor and not check_multimodal_unpaged(language, preprocessor.processor):
+            preprocessor = None
         length = options.max_model_len
-        if sight:
-            runner = MultimodalCachedRunner(language, length, sight.processor)
+        if preprocessor:
+            runner = MultimodalCachedRunner(language, length, preprocessor.processor)
         else:
             runner = CachedRunner(language, length)
-        return cached_engine(runner, options, str(error), sight)
-    if sight:
+        return cached_engine(runner, options, str(error), preprocessor)
+    if preprocessor:
         apply_cpu_fusions(language)
     if worth_compiling(options.compile, language.parameters):
         runner.compile()
-    return paged_engine(runner, options, sight)
+    return paged_engine(runner, options, preprocessor)
 
 
-def load_sight(language: LanguageModel, most_pixels: int) -> ImagePreprocessor | None:
+def load_image_preprocessor(language: LanguageModel, most_pixels: int) -> ImagePreprocessor | None:
     """None, with a line in the log, where the checkpoint's does not load: it serves text."""
     if not language.sees:
         return None
@@ -78,7 +83,9 @@ def load_sight(language: LanguageModel, most_pixels: int) -> ImagePreprocessor |
 
 
 def paged_engine(
-    runner: PagedRunner, options: GeneratorOptions, sight: ImagePreprocessor | None = None
+    runner: PagedRunner,
+    options: GeneratorOptions,
+    preprocessor: ImagePreprocessor | None = None,
 ) -> GenerationEngine:
     set_aside = options.kv_cache_gb is not None or runner.language.device.type == "cuda"
     share = 1.0 if set_aside else PREFIX_SHARE
@@ -86,7 +93,7 @@ def paged_engine(
         runner,
         lambda: ContinuousScheduler(BlockPool(runner.blocks, BLOCK, share), options.max_running),
         speculates=options.speculation == "auto",
-        sight=sight,
+        image_preprocessor=preprocessor,
     )
 
 
@@ -94,7 +101,7 @@ def cached_engine(
     runner: CachedRunner,
     options: GeneratorOptions,
     why: str,
-    sight: ImagePreprocessor | None = None,
+    preprocessor: ImagePreprocessor | None = None,
 ) -> GenerationEngine:
     """`why`: why the model is not paged."""
     most = min(options.max_running, MOST_CACHED)
@@ -104,5 +111,5 @@ def cached_engine(
         runner,
         lambda: ContinuousScheduler(BlockPool(blocks, size), most, whole_prompts=True),
         why=why,
-        sight=sight,
+        image_preprocessor=preprocessor,
     )

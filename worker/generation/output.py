@@ -144,7 +144,7 @@ class PreparedPrompt:
     parser: Parser | None = None  # at the answer's beginning; None: an answer is nothing but text
     plan: OutputConstraints | None = None  # None: it may be anything
     labels: tuple[int, ...] = ()  # not to be generated: how likely each is to come is wanted
-    scene: MultimodalPrompt | None = None  # None: there are no pictures in it
+    multimodal: MultimodalPrompt | None = None  # None: there are no pictures in it
 
 
 class Echo(NamedTuple):
@@ -183,7 +183,7 @@ def sequence_of(output: Any) -> Sequence:
         scores_end=bool(prepared.labels),
         background=output.background,
         root=output.item.payload.cache_root,
-        scene=prepared.scene,
+        multimodal=prepared.multimodal,
     )
 
 

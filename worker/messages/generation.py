@@ -23,22 +23,22 @@ class ImageInput:
     root: bytes = b""
 
     @property
-    def rough(self) -> bool:
-        """A glance will do."""
+    def is_low_detail(self) -> bool:
+        """Whether the image is downscaled before it is encoded."""
         return self.detail == "low"
 
     @cached_property
     def digest(self) -> bytes:
         """Of what is seen, how, and for whom: 32 bytes."""
-        how = b"rough" * self.rough
+        how = b"low" * self.is_low_detail
         return hashlib.blake2b(self.data, digest_size=32, key=self.root, person=how).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
     """A conversation, to be rendered by the model's chat template. Messages have `role` and
-    `content` (text or None), or whatever else the template reads. The content of one with pictures
-    is a list of parts, {"type": "text", "text": …} and {"type": "image"}: `pictures` are those
+    `content` (text or None), or whatever else the template reads. The content of one with images
+    is a list of parts, {"type": "text", "text": …} and {"type": "image"}: `images` are those
     of all such parts, in order."""
 
     messages: tuple[Mapping[str, Any], ...]
@@ -47,7 +47,7 @@ class Chat:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     effort: str | None = None  # how much to think first: `none`, `minimal`, `low`, …
-    pictures: tuple[ImageInput, ...] = ()
+    images: tuple[ImageInput, ...] = ()
 
     @property
     def calls(self) -> int:

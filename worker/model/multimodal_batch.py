@@ -30,11 +30,11 @@ def told_positions(batch: Batch) -> Tensor:
     """[A, 1, T], or [1, T] where the model counts on one axis."""
     told: list[Tensor] = []
     for number, (_, start, width) in enumerate(batch.spans):
-        scene = batch.chunks[number].sequence.scene
+        multimodal = batch.chunks[number].sequence.multimodal
         positions = torch.arange(start, start + width)[None]
-        if isinstance(scene, MultimodalBatch):
-            positions = positions + scene.shift
-            known = scene.positions[:, start : start + width]
+        if isinstance(multimodal, MultimodalBatch):
+            positions = positions + multimodal.shift
+            known = multimodal.positions[:, start : start + width]
             rest = positions[:, known.shape[1] :].expand(len(known), -1)
             positions = torch.cat([known, rest], 1)
         told.append(positions)
@@ -47,11 +47,12 @@ def rows_of(batch: Batch) -> tuple[Tensor, Rows]:
     """Places [N] in the step that are pictures', and what the decoder is given there."""
     places: list[Tensor] = []
     parts: list[Rows] = []
-    for number in batch.pictured:
-        scene, (_, start, width) = batch.chunks[number].sequence.scene, batch.spans[number]
-        assert isinstance(scene, MultimodalBatch)
+    for number in batch.multimodal_spans:
+        multimodal = batch.chunks[number].sequence.multimodal
+        _, start, width = batch.spans[number]
+        assert isinstance(multimodal, MultimodalBatch)
         shift = batch.offsets[number] - start
-        for (first, stop), rows in zip(scene.spans, scene.rows, strict=True):
+        for (first, stop), rows in zip(multimodal.spans, multimodal.rows, strict=True):
             begin, end = max(first, start), min(stop, start + width)
             if begin < end:
                 places.append(torch.arange(begin + shift, end + shift))

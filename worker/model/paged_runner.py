@@ -76,7 +76,7 @@ class PagedRunner:
         keys and values of all its tokens are written. `drawn`: what promised ones stand for."""
         if self._compiled:
             self._take_over(self._compiled)
-        if batch.pictured:
+        if batch.multimodal_spans:
             return self._run_pictured(batch, drawn)
         if self._graphs and self._graphs.takes(batch):
             return self._graphs.forward(batch, drawn)

@@ -58,10 +58,10 @@ class EncoderScheduler:
         """And those whose sequences are no more: after a step."""
         lines = (scheduler.running, scheduler.waiting)
         needed = {
-            sequence.scene
+            sequence.multimodal
             for line in lines
             for sequence in line
-            if sequence.scene and sequence.computed < sequence.scene.end
+            if sequence.multimodal and sequence.computed < sequence.multimodal.end
         }
         for prompt in [each for each in self._open if each not in needed]:
             del self._open[prompt]
@@ -104,7 +104,7 @@ class EncoderScheduler:
 
 
 def _prompts(line: Iterable[Continuation]) -> Iterable[MultimodalPrompt]:
-    return (each.scene for each in line if isinstance(each.scene, MultimodalPrompt))
+    return (each.multimodal for each in line if isinstance(each.multimodal, MultimodalPrompt))
 
 
 def _batch(lacking: Sequence[EncoderJob], most: int) -> list[EncoderJob]:

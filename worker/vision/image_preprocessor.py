@@ -99,23 +99,23 @@ class ImagePreprocessor:
             if pixels > TIMES_IN_ALL * self.budget.size:
                 most = f"at most {TIMES_IN_ALL * self.budget.size} are taken"
                 raise InvalidInput.at(each.param, f"the images have {pixels} pixels so far; {most}")
-            ids += 0 if each.rough else self.processor.filled(width, height)
+            ids += 0 if each.is_low_detail else self.processor.filled(width, height)
             self.processor.check_fits(ids, each.param)
 
     def _view(self, picture: ImageInput) -> ImageFeatures:
         with self.budget.lease() as lease:
             image = self._decoded(picture, lease)
-            return self.processor.look(image, picture.digest, picture.rough, picture.param)
+            return self.processor.look(image, picture.digest, picture.is_low_detail, picture.param)
 
     def _decoded(self, picture: ImageInput, lease: Lease) -> Image.Image:
         """Upright, RGB; a rough one small."""
         image = self._opened(picture)
-        if picture.rough:
+        if picture.is_low_detail:
             image.draft("RGB", (ROUGH_SIDE, ROUGH_SIDE))  # of JPEG, fewer are decoded
         lease.take(image.width * image.height)
         decode_image(image, picture.param)
         image = upright_rgb(image)
-        if picture.rough:
+        if picture.is_low_detail:
             image.thumbnail((ROUGH_SIDE, ROUGH_SIDE))
         return image
 

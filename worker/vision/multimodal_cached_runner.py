@@ -49,13 +49,13 @@ class MultimodalCachedRunner(CachedRunner):
         for sequence in sequences:
             place: CacheSlot | None = table_of(sequence).kept
             missing = len(sequence.tokens) - place.tokens if place else -1
-            if sequence.scene and missing:
+            if sequence.multimodal and missing:
                 goes_on = place and place.group.past and missing == 1
                 pictured.append((place.group if place and goes_on else None, [sequence]))
-        return [*super()._to_run([each for each in sequences if not each.scene]), *pictured]
+        return [*super()._to_run([each for each in sequences if not each.multimodal]), *pictured]
 
     def _run(self, group: CacheGroup | None, members: list[Sequence]) -> None:
-        sequence, prompt = members[0], members[0].scene
+        sequence, prompt = members[0], members[0].multimodal
         if not isinstance(prompt, MultimodalPrompt):
             super()._run(group, members)
             return
@@ -67,7 +67,7 @@ class MultimodalCachedRunner(CachedRunner):
         table_of(sequence).kept = CacheSlot(CacheGroup(1, size, logits, past), 0, size)
 
     def _scored(self, chunk: Chunk) -> Tensor:
-        prompt, positions = chunk.sequence.scene, chunk.to_score
+        prompt, positions = chunk.sequence.multimodal, chunk.to_score
         if not isinstance(prompt, MultimodalPrompt):
             return super()._scored(chunk)
         rows = torch.arange(positions.start, positions.stop, device=self.device)

@@ -47,10 +47,10 @@ def check_multimodal(language: LanguageModel, processor: Processor) -> None:
         (prompt.found[piece.digest],) = tower.look([piece])
     prompt.open(tower)
     pictured = _sequence(made.ids, range(blocks))
-    pictured.scene = prompt
+    pictured.multimodal = prompt
     text = _sequence(ids, range(blocks, blocks + 2))
     while pictured.left:
-        half = prompt.undivided(pictured.computed, min(pictured.left, -(-len(made.ids) // 2)))
+        half = prompt.align_chunk(pictured.computed, min(pictured.left, -(-len(made.ids) // 2)))
         chunks = [Chunk(text, text.computed, min(text.left, BLOCK))] if text.left else []
         chunks.append(Chunk(pictured, pictured.computed, half))
         batch = Batch.of(chunks)

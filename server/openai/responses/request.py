@@ -126,7 +126,7 @@ class ResponseRequest(GenerationRequest, kw_only=True):
             tuple(tool.nested() for tool in tools if calls),
             self.chat_template_kwargs or {},
             effort=self.reasoning.effort if self.reasoning else None,
-            pictures=pictures,
+            images=pictures,
         )
         return self._input(
             prompt,

@@ -371,8 +371,8 @@ def _share_a_call(reach: Any, widths: Any) -> bool:
 
 
 def has_blocks(batch: Batch) -> bool:
-    scenes = (batch.chunks[number].sequence.scene for number in batch.pictured)
-    return any(scene and scene.blocks for scene in scenes)
+    inputs = (batch.chunks[number].sequence.multimodal for number in batch.multimodal_spans)
+    return any(multimodal and multimodal.blocks for multimodal in inputs)
 
 
 class BidirectionalMetadata(AttentionMetadata):
@@ -383,10 +383,11 @@ class BidirectionalMetadata(AttentionMetadata):
         super().__init__(cache, batch)
         self.firsts = np.array(batch.positions)
         self.lasts = self.firsts.copy()
-        for number in batch.pictured:
-            scene, (_, start, width) = batch.chunks[number].sequence.scene, batch.spans[number]
+        for number in batch.multimodal_spans:
+            multimodal = batch.chunks[number].sequence.multimodal
+            _, start, width = batch.spans[number]
             shift = batch.offsets[number] - start
-            for first, stop in scene.blocks if scene else ():
+            for first, stop in multimodal.blocks if multimodal else ():
                 begin, end = max(first, start), min(stop, start + width)
                 if begin < end:
                     self.firsts[begin + shift : end + shift] = first
