@@ -133,7 +133,7 @@ def test_a_prompt_can_be_scored_without_an_output() -> None:
     )
     assert_scored(served.choices[0].logprobs, prompt, 0, 1)
     for choice in (served.choices[0], plain.choices[0]):
-        assert choice.text == engine("llama").vocabulary.text_of(prompt)
+        assert choice.text == engine("llama").vocabulary.decode(prompt)
         assert choice.finish_reason == "length"
         assert (choice.prompt_tokens, choice.tokens) == (len(prompt), 0)
     assert plain.choices[0].logprobs == []

@@ -224,7 +224,7 @@ def test_a_stream_gives_what_decode_adds_to_its_context(
 @given(data=st.data(), skip=st.booleans())
 def test_text_of_is_decode(kind: str, data: st.DataObject, skip: bool) -> None:
     ids = data.draw(some_ids(kind))
-    assert made(kind)[1].text_of(ids, skip) == decoded(kind, ids, skip)
+    assert made(kind)[1].decode(ids, skip) == decoded(kind, ids, skip)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -283,7 +283,7 @@ def test_what_was_shown_stays_when_a_run_of_bytes_turns_out_invalid(
 ) -> None:
     tokenizer, vocabulary = made(kind)
     ids = data.draw(st.lists(st.integers(0, len(tokenizer) + 3), max_size=60))
-    text, whole = "".join(streamed(kind, [], ids)), vocabulary.text_of(ids)
+    text, whole = "".join(streamed(kind, [], ids)), vocabulary.decode(ids)
     rest = iter(text)  # decode replaces whole characters of such a run, and nothing else
     assert all(char in rest for char in whole.replace(REPLACEMENT, ""))
     assert text.count(REPLACEMENT) <= whole.count(REPLACEMENT)
@@ -364,7 +364,7 @@ def test_an_unknown_id_is_nothing(kind: str) -> None:
     tokenizer, vocabulary = made(kind)
     for unknown in (max(tokenizer.get_vocab().values()) + 1, 10**6, 2**40):
         assert vocabulary.token(unknown) == ("", b"")
-        assert vocabulary.text_of([unknown, unknown]) == ""
+        assert vocabulary.decode([unknown, unknown]) == ""
         assert streamed(kind, [unknown], [unknown]) == ["", ""]
 
 
@@ -395,7 +395,7 @@ def test_a_fast_tokenizer_is_not_needed_any_more(kind: str) -> None:
     vocabulary, ids = Vocabulary(tokenizer), encoded(kind, SENTENCES[0])
     tokenizer._tokenizer = None
     stream = vocabulary.stream(ids)
-    assert vocabulary.text_of(ids) == decoded(kind, ids)
+    assert vocabulary.decode(ids) == decoded(kind, ids)
     assert "".join(map(stream.push, ids)) + stream.flush() == added(kind, ids, ids)
 
 

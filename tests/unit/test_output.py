@@ -180,11 +180,11 @@ def test_pieces_fall_into_parts_that_make_the_whole(counts: tuple[int, ...]) -> 
     parts = [left.take(count) for count in counts]
     assert "".join(part.text for part in [*parts, left]) == "abcdef"
     for part in [*parts, left]:
-        assert "".join(share.text for share in part.shares) == part.text
+        assert "".join(span.text for span in part.token_spans) == part.text
     joined = TextSpan("")
     for part in [*parts, left]:
         joined.append(part)
-    ends = [share.tokens for share in joined.shares if share.ends]
+    ends = [span.tokens for span in joined.token_spans if span.ends_token]
     assert ends == tokens
 
 

@@ -173,13 +173,13 @@ def piece(text: str, start: int = 0) -> TextSpan:
 
 def assert_of_its_tokens(content: TextSpan, text: str) -> None:
     """It is a stretch of the text, made of just those tokens that stand there."""
-    assert "".join(share.text for share in content.shares) == content.text
-    for share in content.shares:
-        [token] = share.tokens
+    assert "".join(span.text for span in content.token_spans) == content.text
+    for span in content.token_spans:
+        [token] = span.tokens
         assert text[token.token_id :].startswith(token.text)
-        assert token.text.endswith(share.text) if share.ends else share.text in token.text
-    for before, after in pairwise(content.shares):
-        if before.ends:
+        assert token.text.endswith(span.text) if span.ends_token else span.text in token.text
+    for before, after in pairwise(content.token_spans):
+        if before.ends_token:
             before_text = before.tokens[0].text
             assert before.tokens[0].token_id + len(before_text) == after.tokens[0].token_id
         else:

@@ -193,7 +193,7 @@ class InputProcessor:
         return self._encoded(prompt, add_special_tokens, "messages")[1]
 
     def decode(self, ids: list[int]) -> str:
-        return self.vocabulary.text_of(ids, skip_special=False)
+        return self.vocabulary.decode(ids, skip_special=False)
 
     def token(self, token_id: int) -> str:
         self._check_ids([token_id], "tokens")

@@ -101,13 +101,13 @@ class ContentLogprobs:
 
     def show(self, piece: TextSpan) -> Iterator[TokenLogprob]:
         """The tokens whose text is shown with this piece."""
-        for share in piece.shares:
-            if share.tokens is not self._open:
+        for span in piece.token_spans:
+            if span.tokens is not self._open:
                 yield from self.close()
-                self._open, self._text = share.tokens, ""
-            self._text += share.text
-            if share.ends:
-                self._shown = share.tokens
+                self._open, self._text = span.tokens, ""
+            self._text += span.text
+            if span.ends_token:
+                self._shown = span.tokens
                 yield from self.close()
 
     def finish(self) -> Iterator[TokenLogprob]:
@@ -161,7 +161,7 @@ def make_choices(
     sampling = SamplingState(prepared.params, 0, prepared.ids)
     echo: Echo | None = None
     if item.payload.echo or prepared.prompt_logprobs is not None:
-        echo = Echo(vocabulary.text_of(prepared.ids) if item.payload.echo else "", [])
+        echo = Echo(vocabulary.decode(prepared.ids) if item.payload.echo else "", [])
     if echo and prepared.prompt_logprobs is not None:
         stream = vocabulary.stream([])
         echo.texts.extend(stream.push(token) for token in prepared.ids)
