@@ -1,6 +1,6 @@
 """Token ids to text, one token at a time, and spans of that text with the tokens behind them.
 
-    Vocabulary (one per tokenizer) → stream (one per sequence): push(token id) → text, flush() → text
+    Vocabulary (one per tokenizer) → stream (one per sequence): push(id) → text, flush() → text
 
 A stream returns only text that no later token changes. Byte-level BPE is decoded by a table of
 bytes and an incremental UTF-8 decoder; other tokenizers decode a short window of tokens. Nothing
@@ -108,8 +108,7 @@ class Vocabulary:
                 self._set_units({i: _token_bytes(t) for i, t in tokens.items()}, _join_bytes)
             else:
                 self._set_units(tokens, " ".join if decoder is None else decoder.decode)
-        # Some classes edit the decoder's text, as CLIP and Whisper do: decoding the whole vocabulary
-        # shows it.
+        # Some classes edit the decoder's text, as CLIP and Whisper do: decoding all ids shows it.
         if not fast or self.decode(ids, skip_special=False) != ask(ids):
             self._set_units({i: i for i in ids}, ask)
 
