@@ -81,9 +81,7 @@ class TextSpan:
 class Vocabulary:
     """The text of a tokenizer's ids, fast or slow; shared by all sequences and threads."""
 
-    def __init__(
-        self, tokenizer: Any, keeps_special: Callable[[str], bool] | None = None
-    ) -> None:
+    def __init__(self, tokenizer: Any, keeps_special: Callable[[str], bool] | None = None) -> None:
         """`keeps_special`: special tokens that remain text, such as delimiters."""
         ask: Join = partial(
             tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
