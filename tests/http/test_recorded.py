@@ -411,7 +411,7 @@ def server() -> Iterator[Server]:
         "load_transcriber": lambda: transcriber,
     }
     with serving(embedding_model="demo", compile="off", max_body_mb=0.1, **loaders) as made:
-        generator.loop = transcriber.loop = made.client.loop
+        generator.loop = transcriber.loop = made.worker_client.loop
         yield made
 
 
