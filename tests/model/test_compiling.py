@@ -21,7 +21,7 @@ from worker.model.attention.kv_cache import KVCache
 from worker.model.attention.native import NativeMetadata
 from worker.model.attention.paged import AttentionMetadata
 from worker.model.language_model import GeneratorOptions, load_language_model
-from worker.model.paged_runner import PagedRunner, compiled, run
+from worker.model.paged_runner import PagedRunner, compile_model, run_model
 from worker.model.paging import load_paged_runner
 
 
@@ -69,16 +69,20 @@ def test_the_compiled_model_takes_over_and_gives_the_same_logits(
         batch = Batch(spans, [1 + n % 50 for n in range(width)], range(width))
         got = runner.forward(batch)
         assert runner.model is not eager
-        language.compare(got, run(eager, batch, AttentionMetadata(runner.cache, batch)))
+        language.compare(got, run_model(eager, batch, AttentionMetadata(runner.cache, batch)))
         # the operation in the graph leaves steps that are not its own to torch's attention
-        language.compare(got, run(runner.model, batch, AttentionMetadata(runner.cache, batch)))
+        language.compare(
+            got, run_model(runner.model, batch, AttentionMetadata(runner.cache, batch))
+        )
 
 
 def test_the_code_is_made_for_the_workers_threads_whatever_others_have(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runner, threads, seen = loaded(), torch.get_num_threads(), []
-    monkeypatch.setattr(paged_runner, "compiled", lambda *_: seen.append(torch.get_num_threads()))
+    monkeypatch.setattr(
+        paged_runner, "compile_model", lambda *_: seen.append(torch.get_num_threads())
+    )
     torch.set_num_threads(3)
     try:
         other = threading.Thread(target=compute_alone)  # as a pool's does
@@ -99,7 +103,7 @@ def test_where_compiling_fails_serving_goes_on_and_the_log_says_so(
     def broken(*_: Any) -> Any:
         raise RuntimeError("no compiler here\nand a long trace")
 
-    monkeypatch.setattr(paged_runner, "compiled", broken)
+    monkeypatch.setattr(paged_runner, "compile_model", broken)
     monkeypatch.setattr("worker.model.paged_runner.load_native_ops", broken)
     caplog.set_level(logging.WARNING, "onequeue.paged_runner")
     assert compile_state(runner) == "off"
@@ -138,7 +142,7 @@ def test_graphs_of_two_models_are_kept_apart_though_a_call_checks_its_inputs_alo
             made(torch.ones(width, 4))
 
     models = [Scaled(scale) for scale in (2.0, 3.0)]
-    both = [compiled(model, check) for model in models]
+    both = [compile_model(model, check) for model in models]
     for model in models:
         model.base_model.adds = False  # a graph would be made anew, were that looked at
     for width in (1, 5, 7, 1):
@@ -157,7 +161,7 @@ def test_the_body_is_compiled_whatever_the_model_calls_it(
         return forward
 
     monkeypatch.setattr(torch, "compile", compile_)
-    made = compiled(model, lambda made: None)
+    made = compile_model(model, lambda made: None)
     assert bodies
     assert bodies[-1] in [part.forward for part in made.children()]
     assert bodies[-1] not in [part.forward for part in model.children()]
@@ -167,7 +171,7 @@ def test_a_model_whose_body_is_not_known_is_not_said_to_be_compiled() -> None:
     model = Scaled(1.0)
     model.base_model = None
     with pytest.raises(CannotRun, match="body"):
-        compiled(model, lambda made: None)
+        compile_model(model, lambda made: None)
 
 
 def test_where_the_compiler_makes_no_caller_of_kernels_python_calls_them(
@@ -181,9 +185,9 @@ def test_where_the_compiler_makes_no_caller_of_kernels_python_calls_them(
             raise RuntimeError("not here")
         return model
 
-    monkeypatch.setattr(paged_runner, "_compiled", refuses)
+    monkeypatch.setattr(paged_runner, "_compile_model", refuses)
     model = Scaled(1.0)
-    assert compiled(model, lambda made: None) is model
+    assert compile_model(model, lambda made: None) is model
     assert tried == [paged_runner.ON_CPU | {"cpp_wrapper": True}, paged_runner.ON_CPU]
 
 

@@ -13,9 +13,9 @@ from worker.model.cpu.linear import (
     ROUNDING,
     WIDTHS,
     PackedLinear,
-    gives_the_same,
-    make_onednn_kernels,
+    native_product_matches,
     use_native_linear,
+    warm_up_onednn,
 )
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -117,7 +117,7 @@ def test_onednn_sees_few_numbers_of_rows_and_those_of_usual_prompts_beforehand(
         [given[rows]] = rows_given_to_onednn(partial(layer, torch.randn(rows, 64, dtype=dtype)))
     assert all(rows <= seen < rows * 9 / 8 + 16 for rows, seen in given.items())
     assert len(set(given.values())) < 32
-    made = rows_given_to_onednn(partial(make_onednn_kernels, nn.Sequential(layer)))
+    made = rows_given_to_onednn(partial(warm_up_onednn, nn.Sequential(layer)))
     assert {given[rows] for rows in range(33, MADE_ROWS + 1)} <= made
 
 
@@ -125,9 +125,9 @@ def test_onednn_sees_few_numbers_of_rows_and_those_of_usual_prompts_beforehand(
 def test_weights_that_lie_otherwise_are_left_to_onednn(dtype: torch.dtype) -> None:
     layer = packed(64, 128, dtype)
     [other] = set(WIDTHS) - {layer.native_width}
-    assert gives_the_same(layer, layer.native_width)
-    assert not gives_the_same(layer, other)
-    assert not gives_the_same(layer, 16)
+    assert native_product_matches(layer, layer.native_width)
+    assert not native_product_matches(layer, other)
+    assert not native_product_matches(layer, 16)
     use_native_linear(nn.Sequential(layer))
     assert layer.native_width not in (0, other)
 

@@ -31,7 +31,7 @@ BLOCKS = 9
 class Remembering:
     """In a runner's place: logits that are a function of the tokens, found through the blocks."""
 
-    repeats = True
+    idempotent = True
 
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary = vocabulary

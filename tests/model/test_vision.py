@@ -361,14 +361,14 @@ def test_pictures_join_on_the_way_to_the_compiled_decoder(
     generator = engine(model)
     runner = runner_of(generator)
     assert compile_state(runner) == "done"
-    entered, original = [], DecoderHook.bringing
+    entered, original = [], DecoderHook.inject
 
-    def bringing(self: DecoderHook, *given: Any) -> Any:
+    def inject(self: DecoderHook, *given: Any) -> Any:
         if self is runner._quick:
             entered.append(given)
         return original(self, *given)
 
-    monkeypatch.setattr(DecoderHook, "bringing", bringing)
+    monkeypatch.setattr(DecoderHook, "inject", inject)
     made = {**counters["stats"]}
     items = [request("What is ", ONE, "here?"), request(LONG, TALL, " and of ", ONE, "now")]
     served, _ = serve(generator, [*items, request("No picture here.")], seed=3)

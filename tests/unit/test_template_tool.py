@@ -11,7 +11,7 @@ import pytest
 
 from server.commands import template
 from tests import tiny_chat
-from worker.model.loading import DEMO_FOLDERS
+from worker.model.loading import DEMO_FOLDER
 
 ROOT = Path(__file__).parents[2]
 WEATHER = {"name": "weather", "description": "any", "parameters": {"type": "object"}}
@@ -90,7 +90,7 @@ def test_a_file_takes_a_tokenizer_or_gets_one(run: Any, file: Path) -> None:
     alone = json.loads(run(file, "--json").out)
     [told] = alone["lacks"]
     assert "tools" in told  # this template shows none
-    other = json.loads(run(file, "--tokenizer", DEMO_FOLDERS / "chat", "--json").out)
+    other = json.loads(run(file, "--tokenizer", DEMO_FOLDER / "chat", "--json").out)
     assert other["calls"] == alone["calls"]
     assert other["end_tokens"] == ["<|im_end|>"]
     assert alone["end_tokens"] == ["</s>"]

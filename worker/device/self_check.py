@@ -16,8 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 # Of the largest number, for rounding.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 # Prompts are not made longer than this to exceed a window: it would take longer than loading.
-LONGEST = 600
-SHORTEST = 20
+MAX_PROMPT_TOKENS = 600
+MIN_PROMPT_TOKENS = 20
 WINDOWS = ("sliding_window", "local_attention", "attention_chunk_size", "window_size")
 
 
@@ -56,11 +56,11 @@ def compare(got: Tensor, reference: Tensor, tolerance: float, words: str = "logi
         raise CannotRun(f"{words} by {float(off):.1e} of the largest")
 
 
-def length_beyond_windows(config: Any, limit: int, otherwise: int = SHORTEST) -> int:
+def length_beyond_windows(config: Any, limit: int, otherwise: int = MIN_PROMPT_TOKENS) -> int:
     """Of a prompt that exceeds the attention's windows, as far as `limit` and time allow."""
     windows = [getattr(config, name, None) for name in WINDOWS]
     beyond = 2 * max(window if isinstance(window, int) else 0 for window in windows) + 8
-    return min(limit, beyond if SHORTEST < beyond <= LONGEST else otherwise)
+    return min(limit, beyond if MIN_PROMPT_TOKENS < beyond <= MAX_PROMPT_TOKENS else otherwise)
 
 
 def random_prompts(

@@ -25,7 +25,7 @@ from worker.embedding.texts import Row
 from worker.error_classification import first_line
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.language_model import LanguageModel
-from worker.model.loading import worth_compiling
+from worker.model.loading import is_worth_compiling
 from worker.model.paged_runner import PagedRunner
 from worker.model.paging import PagingCheck, cache_blocks
 
@@ -131,8 +131,8 @@ def paged_rows(language: LanguageModel, limit: int, compile: str, max_running: i
     except Exception as error:  # as encoders refuse what decoders are given
         raise CannotRun(f"it is not called like a decoder: {first_line(error)[:200]}") from error
     check.page()
-    compiles = worth_compiling(compile, language.parameters)
-    language.lay_out("none", check.compare, native=compiles)
+    compiles = is_worth_compiling(compile, language.parameters)
+    language.pack_weights("none", check.compare, native=compiles)
     blocks = cache_blocks(language, None, limit + CACHED)
     runner = PagedRunner(language, blocks, limit, max_running=0)
     if compiles:

@@ -148,7 +148,7 @@ class GenerationEngine(Requests, InputProcessor):
         self._deltas: list[tuple[WorkItem, Delta]] = []
 
     def _new_encoder_scheduler(self) -> EncoderScheduler | None:
-        entrance, image_preprocessor = self.runner.entrance, self.image_preprocessor
+        entrance, image_preprocessor = self.runner.decoder_hook, self.image_preprocessor
         if not entrance or not image_preprocessor:
             return None
         image_preprocessor.album = EncoderCache()
@@ -237,11 +237,11 @@ class GenerationEngine(Requests, InputProcessor):
         the step before gave: it lands first, while the model runs."""
         batch, last, launched_at = Batch.of(chunks), self._flight, time.monotonic()
         draws, masks = ([], None) if last else self._draws_of(chunks)
-        if last and not self.runner.repeats:
-            last.sampled.settle()
+        if last and not self.runner.idempotent:
+            last.sampled.resample()
         logits = self.runner.forward(batch, last.sampled.tokens if last else None)
         if last:
-            if last.sampled.settle():  # other tokens than it was launched with
+            if last.sampled.resample():  # other tokens than it was launched with
                 logits = self.runner.forward(batch, last.sampled.tokens)
             self._land()
             draws, masks = self._draws_of(chunks)

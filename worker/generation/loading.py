@@ -14,7 +14,7 @@ from worker.generation.engine import GenerationEngine
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.cached_runner import CachedRunner
 from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
-from worker.model.loading import worth_compiling
+from worker.model.loading import is_worth_compiling
 from worker.model.paged_runner import PagedRunner
 from worker.model.paging import load_paged_runner
 from worker.vision.cpu_fusions import apply_cpu_fusions
@@ -46,7 +46,7 @@ def load_generator(options: GeneratorOptions) -> GenerationEngine:
         runner = load_paged_runner(language, options, also)
     except CannotRun as error:
         log.warning("static batches: %s", error)
-        language.lay_out(options.quantization)
+        language.pack_weights(options.quantization)
         if preprocessor and not check_multimodal_unpaged(language, preprocessor.processor):
             preprocessor = None
         length = options.max_model_len
@@ -57,14 +57,14 @@ def load_generator(options: GeneratorOptions) -> GenerationEngine:
         return cached_engine(runner, options, str(error), preprocessor)
     if preprocessor:
         apply_cpu_fusions(language)
-    if worth_compiling(options.compile, language.parameters):
+    if is_worth_compiling(options.compile, language.parameters):
         runner.compile()
     return paged_engine(runner, options, preprocessor)
 
 
 def load_image_preprocessor(language: LanguageModel, most_pixels: int) -> ImagePreprocessor | None:
     """None, with a line in the log, where the checkpoint's does not load: it serves text."""
-    if not language.sees:
+    if not language.is_multimodal:
         return None
     config: Any = language.model.config
     try:

@@ -79,8 +79,8 @@ class CacheSlot(NamedTuple):
 
 class CachedRunner:
     compile_state: Literal["running", "done", "off"] = "off"
-    entrance: None = None
-    repeats = False
+    decoder_hook: None = None
+    idempotent = False
 
     def __init__(self, language: LanguageModel, max_model_len: int | None = None) -> None:
         self.language = language
@@ -115,7 +115,7 @@ class CachedRunner:
         ongoing: dict[CacheGroup, list[Sequence]] = {}
         fresh: list[Sequence] = []
         for sequence in sequences:
-            place: CacheSlot | None = table_of(sequence).kept
+            place: CacheSlot | None = block_table(sequence).kept
             missing = len(sequence.tokens) - place.tokens if place else -1
             if place and place.group.past and missing == 1:
                 ongoing.setdefault(place.group, []).append(sequence)
@@ -143,18 +143,18 @@ class CachedRunner:
         past = None
         if group:
             past, group.past = group.past, None  # in doubt until all went well
-            rows = [table_of(each).kept.row for each in members]
+            rows = [block_table(each).kept.row for each in members]
             if past and rows != list(range(group.rows)):
                 past = self.keep(past, rows)
         texts = [each.tokens for each in members]
         logits, past = self.run(texts, past)
         made = CacheGroup(len(texts), len(texts) * max(map(len, texts)), logits, past)
         for row, each in enumerate(members):
-            table_of(each).kept = CacheSlot(made, row, len(each.tokens))
+            block_table(each).kept = CacheSlot(made, row, len(each.tokens))
 
     def _logits(self, sequence: Sequence) -> Tensor:
         """[1, V] after its last token."""
-        place: CacheSlot = table_of(sequence).kept
+        place: CacheSlot = block_table(sequence).kept
         return place.group.logits[place.row : place.row + 1]
 
     def _scored(self, chunk: Chunk) -> Tensor:
@@ -263,7 +263,7 @@ class CachedRunner:
         return gave
 
 
-def table_of(sequence: Sequence) -> BlockTable:
+def block_table(sequence: Sequence) -> BlockTable:
     assert sequence.table is not None
     return sequence.table
 

@@ -34,18 +34,18 @@ class StopForward(Exception):
 
 
 class DecoderHook:
-    """On the worker's thread. `model`: the copy; run inside `bringing`, or by `captured`. `takes`:
-    names of its forward's arguments."""
+    """On the worker's thread. `model`: the copy; run inside `inject`, or by `capture`.
+    `argument_names`: of its forward."""
 
     def __init__(self, model: Any) -> None:
         self.model, decoder = _reading(model)
-        self.takes = frozenset(inspect.signature(model.forward).parameters)
+        self.argument_names = frozenset(inspect.signature(model.forward).parameters)
         self._decode: Callable[..., Any] = decoder.forward
         decoder.forward = self._enter
         self._brought: tuple[Tensor, Rows] | None = None
 
     @torch.inference_mode()
-    def captured(self, **inputs: Any) -> dict[str, Any]:
+    def capture(self, **inputs: Any) -> dict[str, Any]:
         """What the decoder would be given; CannotRun if it is not called by names."""
         try:
             self.model(**inputs, use_cache=False)
@@ -55,7 +55,7 @@ class DecoderHook:
         raise CannotRun("its decoder is not run")
 
     @contextmanager
-    def bringing(self, places: Tensor, rows: Rows) -> Iterator[None]:
+    def inject(self, places: Tensor, rows: Rows) -> Iterator[None]:
         """A forward inside has these rows at these places [N] of its tokens."""
         self._brought = places, rows
         try:
@@ -103,7 +103,7 @@ def rows_of(given: Mapping[str, Any], count: int, width: int) -> Sequence[Rows]:
     return [{name: each[n].clone() for name, each in by_token.items()} for n in range(count)]
 
 
-def sees_next(given: Mapping[str, Any]) -> Tensor:
+def attends_to_next(given: Mapping[str, Any]) -> Tensor:
     """[T] of the prompt that was captured: whether a token sees the one that follows it."""
     masks = given.get("attention_mask")
     made = [*masks.values()] if isinstance(masks, Mapping) else [masks]

@@ -60,7 +60,7 @@ class GeneratorOptions(ModelOptions):
 
 
 class LanguageModel:
-    """`folder`: the checkpoint's, or its name on a hub. `sees`: it takes pictures."""
+    """`folder`: the checkpoint's, or its name on a hub. `is_multimodal`: it takes pictures."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class LanguageModel:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         folder: str = "",
-        sees: bool = False,
+        is_multimodal: bool = False,
     ) -> None:
         self.name = name
         self.folder = folder
-        self.sees = sees
+        self.is_multimodal = is_multimodal
         self.no_images = TEXT_ALONE  # why they are refused, if nothing reads them
         self.model = model
         self.tokenizer = tokenizer
@@ -94,9 +94,9 @@ class LanguageModel:
 
     @property
     def decoder(self) -> Any:
-        """The part that runs paged: of a model that sees, what its pictures' rows go into."""
+        """The part that runs paged: of a multimodal model, what its pictures' rows go into."""
         model: Any = self.model  # not annotated
-        return model.get_decoder() if self.sees else model
+        return model.get_decoder() if self.is_multimodal else model
 
     @property
     def context(self) -> int:
@@ -113,7 +113,7 @@ class LanguageModel:
     def compare(self, got: Tensor, reference: Tensor) -> None:
         compare(got, reference, self.tolerance)
 
-    def lay_out(
+    def pack_weights(
         self, quantization: str, recheck: Callable[[], None] | None = None, native: bool = False
     ) -> None:
         """Weights as this device's kernels want them. Without `recheck`, which runs the model and
@@ -130,7 +130,7 @@ class LanguageModel:
             free = free_bytes(self.device)
             widens = native and emulates_dtype(self.dtype)
             if widens:
-                widens = native_ops_loaded(build=not linear.has_room(self.model, free))
+                widens = native_ops_loaded(build=not linear.has_memory(self.model, free))
             pack_weights(self.model, free, recheck, widens=widens)
         elif on_cpu and emulates_dtype(self.dtype):
             log.warning("this CPU emulates bfloat16: DTYPE=float32 is faster here")
@@ -141,19 +141,19 @@ def load_language_model(options: GeneratorOptions) -> LanguageModel:
     name = options.model
     with load_errors(name, "chat"):
         path = local_path(name, "chat")
-        model, tokenizer, lacking = load_checkpoint(options, path, kind_of)
+        model, tokenizer, lacking = load_checkpoint(options, path, auto_class)
         if model.device.type == "cuda":
             torch.cuda.set_device(model.device)  # where this thread's kernels and graphs go
-        sees = kind_of(model.config) is AutoModelForImageTextToText
-        with explicit_masks(model.get_decoder()) if sees else nullcontext():
+        is_multimodal = auto_class(model.config) is AutoModelForImageTextToText
+        with explicit_masks(model.get_decoder()) if is_multimodal else nullcontext():
             check_generates(model, lacking)
-    return LanguageModel(name, model, tokenizer, path, sees)
+    return LanguageModel(name, model, tokenizer, path, is_multimodal)
 
 
-def kind_of(config: Any) -> Any:
+def auto_class(config: Any) -> Any:
     """The auto class for a configuration: that of models which take pictures, or of others."""
-    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    is_multimodal = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
 
 
 def check_generates(model: PreTrainedModel, lacking: dict[str, str]) -> None:

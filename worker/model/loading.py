@@ -35,12 +35,12 @@ from worker.task_detection import is_path, reason
 
 log = logging.getLogger("onequeue.loading")
 
-DEMO_FOLDERS = Path(__file__).parent.parent / "demo"
+DEMO_FOLDER = Path(__file__).parent.parent / "demo"
 GB = 1e9
 # Bytes of a checkpoint's numbers that DTYPE changes.
 STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 # COMPILE=auto leaves models with fewer parameters alone: a minute's work for little.
-WORTH_COMPILING = 10_000_000
+MIN_COMPILED_PARAMETERS = 10_000_000
 # A transformers.Pipeline. Its annotations call everything optional, whatever the task.
 Pipe: TypeAlias = Any
 
@@ -95,9 +95,9 @@ def model_info(
     )
 
 
-def worth_compiling(setting: str, parameters: int) -> bool:
+def is_worth_compiling(setting: str, parameters: int) -> bool:
     """Whether to build what takes a minute, for a model of so many parameters."""
-    return setting == "on" or (setting == "auto" and parameters >= WORTH_COMPILING)
+    return setting == "on" or (setting == "auto" and parameters >= MIN_COMPILED_PARAMETERS)
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def local_path(model: str, demo: str) -> str:
     """FileNotFoundError if what is named as a folder is none; what names a model on a hub is left
     as it is. `demo`: which of the embedded models is meant by that name."""
     if model == "demo":
-        return str(DEMO_FOLDERS / demo)
+        return str(DEMO_FOLDER / demo)
     if not is_path(model):
         return model
     folder = Path(model).expanduser()

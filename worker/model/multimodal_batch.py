@@ -26,7 +26,7 @@ class MultimodalBatch(MultimodalInputs):
     rows: Sequence[Rows] = ()
 
 
-def told_positions(batch: Batch) -> Tensor:
+def position_ids(batch: Batch) -> Tensor:
     """[A, 1, T], or [1, T] where the model counts on one axis."""
     told: list[Tensor] = []
     for number, (_, start, width) in enumerate(batch.spans):

@@ -36,11 +36,11 @@ from worker.model.attention.paged import (
     forward_context,
     has_blocks,
 )
-from worker.model.cpu.linear import make_onednn_kernels, use_native_linear, widen_weights
+from worker.model.cpu.linear import use_bf16_weights, use_native_linear, warm_up_onednn
 from worker.model.cuda_graphs import SIZES, SPARE, CudaGraphs, RowsMetadata, capture_graphs
 from worker.model.decoder_hook import DecoderHook, copied_down_to, path_to_decoder
 from worker.model.language_model import LanguageModel
-from worker.model.multimodal_batch import rows_of, told_positions
+from worker.model.multimodal_batch import position_ids, rows_of
 
 log = logging.getLogger("onequeue.paged_runner")
 
@@ -53,13 +53,13 @@ class PagedRunner:
     """`blocks`: how many sequences may have between them. `max_model_len`: tokens of the longest
     sequence. `max_running`: the most sequences of a step; 0: no graphs are captured."""
 
-    repeats = True  # a batch may be run again, with other tokens: that is as if it ran once
+    idempotent = True  # a batch may be run again, with other tokens: that is as if it ran once
 
     def __init__(
         self, language: LanguageModel, blocks: int, max_model_len: int, max_running: int
     ) -> None:
         self.language = language
-        self.entrance = DecoderHook(language.model) if language.sees else None
+        self.decoder_hook = DecoderHook(language.model) if language.is_multimodal else None
         self._quick: DecoderHook | None = None  # of the model compiled, where embeddings alone join
         self.blocks = blocks
         self.max_model_len = max_model_len
@@ -90,7 +90,7 @@ class PagedRunner:
         return capture_graphs(self.language, self.model, metadata, self._run)
 
     def _run(self, batch: Batch, drawn: Tensor | None = None) -> Tensor:
-        return run(self.model, batch, self.metadata(self.cache, batch), drawn)
+        return run_model(self.model, batch, self.metadata(self.cache, batch), drawn)
 
     def _run_pictured(self, batch: Batch, drawn: Tensor | None) -> Tensor:
         """Pictures join on the way to the decoder: the compiled one where they do so as when it was
@@ -98,13 +98,13 @@ class PagedRunner:
         metadata = (BidirectionalMetadata if has_blocks(batch) else self.metadata)(
             self.cache, batch
         )
-        positions = to_device(told_positions(batch).numpy(), self.cache.device)
+        positions = to_device(position_ids(batch).numpy(), self.cache.device)
         places, rows = rows_of(batch)
         usual = positions.dim() == 2 and rows.keys() <= {"inputs_embeds"}
-        entrance = self._quick if self._quick and usual else self.entrance
-        assert entrance is not None
-        with entrance.bringing(to_device(places.numpy(), self.cache.device), rows):
-            return run(entrance.model, batch, metadata, drawn, positions)
+        decoder_hook = self._quick if self._quick and usual else self.decoder_hook
+        assert decoder_hook is not None
+        with decoder_hook.inject(to_device(places.numpy(), self.cache.device), rows):
+            return run_model(decoder_hook.model, batch, metadata, drawn, positions)
 
     # ── compiling ──
 
@@ -128,7 +128,9 @@ class PagedRunner:
         started = time.monotonic()
         try:
             language = self.language
-            self._compiled = compiled(language.model, self._check_compiled, language.sees)
+            self._compiled = compile_model(
+                language.model, self._check_compiled, language.is_multimodal
+            )
         except Exception as error:
             log.warning("not compiled, serving goes on as it is: %.300s", first_line(error))
             self.compile_state = "off"
@@ -144,12 +146,12 @@ class PagedRunner:
         started = time.monotonic()
         try:
             load_native_ops()
-            widen_weights(language.model)
-            if self.entrance:
-                self.entrance = DecoderHook(language.model)  # of what stands there now
+            use_bf16_weights(language.model)
+            if self.decoder_hook:
+                self.decoder_hook = DecoderHook(language.model)  # of what stands there now
             use_native_linear(language.model)
             self._check_native()
-            make_onednn_kernels(language.model.base_model)
+            warm_up_onednn(language.model.base_model)
         except Exception as error:
             log.warning("no native attention, torch's serves: %.300s", first_line(error))
         else:
@@ -175,7 +177,7 @@ class PagedRunner:
             batch = Batch(spans, ids, range(width))
             kinds = (AttentionMetadata, NativeMetadata)
             steps = [kind(cache, batch) for kind, cache in zip(kinds, caches, strict=True)]
-            reference, got = (run(language.model, batch, step) for step in steps)
+            reference, got = (run_model(language.model, batch, step) for step in steps)
             language.compare(got, reference)
 
     def _check_compiled(self, compiled: Callable[..., Any]) -> None:
@@ -186,9 +188,9 @@ class PagedRunner:
             ids = [1 + 7 * n % (language.vocab_size - 1) for n in range(width)]
             batch = Batch([Span([0, 1], 0, width)], ids, range(width))
             metadata = self.metadata(cache, batch)
-            reference = run(language.model, batch, metadata)
-            language.compare(run(compiled, batch, metadata), reference)
-            if language.sees:
+            reference = run_model(language.model, batch, metadata)
+            language.compare(run_model(compiled, batch, metadata), reference)
+            if language.is_multimodal:
                 self._check_entered(compiled, batch, metadata)
 
     def _check_entered(self, compiled: Any, batch: Batch, metadata: AttentionBackend) -> None:
@@ -199,21 +201,21 @@ class PagedRunner:
         rows = torch.randn(len(places), language.config.hidden_size, generator=generator)
         made = []
         for model in (language.model, compiled):
-            entrance = DecoderHook(model)
-            with entrance.bringing(places, {"inputs_embeds": rows.to(language.device)}):
-                made.append(run(entrance.model, batch, metadata))
+            decoder_hook = DecoderHook(model)
+            with decoder_hook.inject(places, {"inputs_embeds": rows.to(language.device)}):
+                made.append(run_model(decoder_hook.model, batch, metadata))
         language.compare(made[1], made[0])
 
     def _take_over(self, compiled: Callable[..., Any]) -> None:
         self.model, self._compiled = compiled, None
-        self._quick = DecoderHook(compiled) if self.entrance else None
+        self._quick = DecoderHook(compiled) if self.decoder_hook else None
         if self._graphs:
             self._graphs = None  # their memory is needed
             self._graphs = self._capture()
 
 
 @torch.inference_mode()
-def run(
+def run_model(
     model: Callable[..., Any], batch: Batch, metadata: AttentionBackend, drawn: Tensor | None =
     None,
     positions: Tensor | None = None,
@@ -241,7 +243,7 @@ def run(
 ON_CPU = {"freezing": True, "cpp.dynamic_threads": True}
 
 
-def compiled(model: Any, check: Callable[[Any], None], sees: bool = False) -> Any:
+def compile_model(model: Any, check: Callable[[Any], None], is_multimodal: bool = False) -> Any:
     """A copy of the model, with the same weights, whose body's forward is compiled; of one that
     sees, its decoder's. It is when `check`, which raises if it must not be used, runs it. Whatever
     the compiler raises is raised.
@@ -251,17 +253,17 @@ def compiled(model: Any, check: Callable[[Any], None], sees: bool = False) -> An
     same, and what calls its kernels is compiled too, where the compiler can do that. The output
     head stays outside: its number of rows changes with every step.
     """
-    path = path_to_decoder(model) if sees else _body_of(model)
+    path = path_to_decoder(model) if is_multimodal else _body_of(model)
     if model.device.type != "cpu":
-        return _compiled(model, path, check, {})
+        return _compile_model(model, path, check, {})
     try:
-        return _compiled(model, path, check, ON_CPU | {"cpp_wrapper": True})
+        return _compile_model(model, path, check, ON_CPU | {"cpp_wrapper": True})
     except Exception as error:
         log.info("kernels are called from Python: %.300s", first_line(error))
-        return _compiled(model, path, check, ON_CPU)
+        return _compile_model(model, path, check, ON_CPU)
 
 
-def _compiled(
+def _compile_model(
     model: Any, path: str, check: Callable[[Any], None], settings: dict[str, bool]
 ) -> Any:
     from torch._inductor import config as inductor  # seconds to import

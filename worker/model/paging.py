@@ -22,7 +22,7 @@ from transformers import AttentionInterface
 from batching.sequence import Batch, Span
 from worker.device.device import free_bytes
 from worker.device.self_check import (
-    SHORTEST,
+    MIN_PROMPT_TOKENS,
     CannotRun,
     explicit_masks,
     length_beyond_windows,
@@ -33,8 +33,8 @@ from worker.error_classification import first_line
 from worker.model.attention.kv_cache import BLOCK, KVCache, LayerShape
 from worker.model.attention.paged import ATTENTION, AttentionMetadata, SpanGroup
 from worker.model.language_model import GeneratorOptions, LanguageModel
-from worker.model.loading import GB, LoadingFailed, worth_compiling
-from worker.model.paged_runner import PagedRunner, run
+from worker.model.loading import GB, LoadingFailed, is_worth_compiling
+from worker.model.paged_runner import PagedRunner, run_model
 
 log = logging.getLogger("onequeue.paging")
 
@@ -55,8 +55,8 @@ def load_paged_runner(
     what else is to be checked once its layers attend over one."""
     check = PagingCheck(language, also)
     check.page()
-    native = worth_compiling(options.compile, language.parameters)
-    language.lay_out(options.quantization, check.compare, native)
+    native = is_worth_compiling(options.compile, language.parameters)
+    language.pack_weights(options.quantization, check.compare, native)
     wanted = min(options.max_model_len or language.context, language.context)
     blocks = cache_blocks(language, options.kv_cache_gb, options.max_running * wanted)
     max_model_len = min(wanted, blocks * BLOCK)
@@ -101,10 +101,10 @@ class PagingCheck:
         self.also = also
         self.model = language.model
         limit = language.context - 2
-        longest = length_beyond_windows(language.config, limit, SHORTEST + BLOCK)
+        longest = length_beyond_windows(language.config, limit, MIN_PROMPT_TOKENS + BLOCK)
         widths = [min(3, longest), longest, longest - longest // 4]
         self.prompts = random_prompts(self.model, language.tokenizer, widths)
-        with explicit_masks(language.decoder) if language.sees else nullcontext():
+        with explicit_masks(language.decoder) if language.is_multimodal else nullcontext():
             self.reference = [self._reference(prompt) for prompt in self.prompts]
             self.narrow_reference = self._narrow_reference()
 
@@ -130,7 +130,7 @@ class PagingCheck:
     def _probe_layers(self) -> None:
         """Fills in the language model's layers and windows."""
         found: dict[int, tuple[LayerShape, int]] = {}
-        record = functools.partial(_record, found, self.language.sees)
+        record = functools.partial(_record, found, self.language.is_multimodal)
         AttentionInterface.register(PROBE, record)
         set_attention(self.language.decoder, PROBE)
         positions = torch.arange(2, device=self.model.device)[None]
@@ -194,7 +194,7 @@ class PagingCheck:
         last = len(self.prompts[1]) - 1
         spans = [Span(tables[1], last, 1), Span([0] * (far // BLOCK + 1), far, 1)]
         batch = Batch(spans, [self.prompts[1][last], self.prompts[0][0]], range(2))
-        logits = run(self.model, batch, AttentionMetadata(cache, batch))
+        logits = run_model(self.model, batch, AttentionMetadata(cache, batch))
         self.language.compare(logits[:1], self.reference[1][last:])
         self.also()
 
@@ -221,7 +221,7 @@ class PagingCheck:
             spans = [Span(tables[n], start, end - start) for n, start, end in chunks]
             ids = [token for n, start, end in chunks for token in prompts[n][start:end]]
             batch = Batch(spans, ids, range(len(ids)))
-            logits = run(self.model, batch, metadata(cache, batch))
+            logits = run_model(self.model, batch, metadata(cache, batch))
             for (n, start, end), row in zip(chunks, batch.offsets, strict=True):
                 language.compare(logits[row : row + end - start], reference[n][start:end])
             done = ends

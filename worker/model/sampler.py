@@ -209,7 +209,7 @@ class SamplerOutput:
             self._scores = AsyncCopy(_scores(raw, self.tokens[index], max(asked.values())))
 
     @torch.inference_mode()
-    def settle(self) -> bool:
+    def resample(self) -> bool:
         """Waits to know which rows have looked at too few logits, and draws theirs anew: whether
         `tokens` have changed."""
         few, self._few = self._few.read() if self._few else (), None
@@ -226,7 +226,7 @@ class SamplerOutput:
 
     def read(self) -> list[SampledToken]:
         """Waits until they are there."""
-        self.settle()
+        self.resample()
         sampled = list(map(SampledToken, self._tokens.read()))
         if self._scores:
             scored = _scored_tokens(self._scores.read(), list(self._asked.values()))

@@ -34,12 +34,12 @@ from worker.model.loading import (
     attention_keywords,
     choose_dtype,
     describe_missing_weights,
+    is_worth_compiling,
     load_errors,
     local_path,
     missing_weights_matter,
     model_info,
     record_missing_weights,
-    worth_compiling,
 )
 from worker.pipeline.inputs import InputReader, warm_up_input
 from worker.pipeline.limits import context_limit, vocabulary
@@ -105,7 +105,7 @@ def load_runner(options: PipelineOptions, max_rows: int) -> PipelineRunner:
     on_cpu, dtype = pipe.device.type == "cpu", pipe.dtype
     if on_cpu and packs_dtype(dtype) and emulates_dtype(dtype):
         pack_weights(pipe.model, free_bytes(pipe.device), runner.warm_up)
-    if packing and worth_compiling(options.compile, info.parameters):
+    if packing and is_worth_compiling(options.compile, info.parameters):
         start_native_packing(pipe.model, packing, runner.warm_up, options.compile)
     return runner
 

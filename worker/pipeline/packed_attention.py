@@ -29,12 +29,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from worker.cores import compute_alone, release
 from worker.device.device import free_bytes
-from worker.device.self_check import SHORTEST, TOLERANCE, CannotRun, compare, set_attention
+from worker.device.self_check import MIN_PROMPT_TOKENS, TOLERANCE, CannotRun, compare, set_attention
 from worker.error_classification import first_line
 from worker.model.attention.native import NATIVE_DTYPES, load_native_ops
 from worker.model.cpu.amx_linear import use_amx_linear
 from worker.model.cpu.linear import pack_weights, packs_dtype, use_native_linear
-from worker.model.loading import worth_compiling
+from worker.model.loading import is_worth_compiling
 
 ATTENTION = "onequeue_packed"
 HIDDEN = "hidden_states"  # what a layer calls its first argument, if it is named
@@ -327,7 +327,7 @@ def start_native_packing(
     parameters = model.num_parameters()
     if packs_dtype(model.dtype):
         pack_weights(model.base_model, free_bytes(model.device), run, shares=False)
-    if packing and worth_compiling(compile, parameters):
+    if packing and is_worth_compiling(compile, parameters):
         run()  # the packing sees how its layers attend
         threading.Thread(target=_take, args=(packing,), name="compile", daemon=True).start()
 
@@ -351,7 +351,7 @@ def _take(packing: Packing) -> None:
 @torch.inference_mode()
 def check_native_packing(kind: Attention, dtype: torch.dtype) -> None:
     """CannotRun unless it gives what torch's attention gives for random rows beyond the window."""
-    counts = [3, 2 * kind.window + SHORTEST, 17, 18]
+    counts = [3, 2 * kind.window + MIN_PROMPT_TOKENS, 17, 18]
     plan = plan_batch(counts, max(counts), torch.device("cpu"), None)
     generator = torch.Generator().manual_seed(0)
     query, key, value = (

@@ -82,11 +82,11 @@ class VisionEncoder:
         """Of the same shape, in one run; CannotRun where the decoder is given what cannot be told
         apart by picture."""
         device, width = self.entrance.model.device, len(pieces[0].ids)
-        given = self.entrance.captured(
+        given = self.entrance.capture(
             input_ids=torch.tensor([each.ids for each in pieces], device=device),
             **{
                 name: torch.cat([each.inputs[name] for each in pieces]).to(device)
-                for name in pieces[0].inputs.keys() & self.entrance.takes
+                for name in pieces[0].inputs.keys() & self.entrance.argument_names
             },
         )
         made = rows_of(given, len(pieces), width)

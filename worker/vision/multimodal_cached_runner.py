@@ -20,8 +20,8 @@ from worker.model.cached_runner import (
     CacheGroup,
     CacheSlot,
     CacheState,
+    block_table,
     log_refusal,
-    table_of,
 )
 from worker.model.decoder_hook import DecoderHook
 from worker.model.language_model import LanguageModel
@@ -47,7 +47,7 @@ class MultimodalCachedRunner(CachedRunner):
     def _to_run(self, sequences: list[Sequence]) -> list[tuple[CacheGroup | None, list[Sequence]]]:
         pictured: list[tuple[CacheGroup | None, list[Sequence]]] = []
         for sequence in sequences:
-            place: CacheSlot | None = table_of(sequence).kept
+            place: CacheSlot | None = block_table(sequence).kept
             missing = len(sequence.tokens) - place.tokens if place else -1
             if sequence.multimodal and missing:
                 goes_on = place and place.group.past and missing == 1
@@ -64,7 +64,7 @@ class MultimodalCachedRunner(CachedRunner):
             past, group.past = group.past, None  # in doubt until all went well
         logits, past = self.run_pictured(prompt, sequence.tokens, past)
         size = len(sequence.tokens)
-        table_of(sequence).kept = CacheSlot(CacheGroup(1, size, logits, past), 0, size)
+        block_table(sequence).kept = CacheSlot(CacheGroup(1, size, logits, past), 0, size)
 
     def _scored(self, chunk: Chunk) -> Tensor:
         prompt, positions = chunk.sequence.multimodal, chunk.to_score

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from batching.block_pool import Content
-from worker.model.decoder_hook import DecoderHook, Rows, sees_next
+from worker.model.decoder_hook import DecoderHook, Rows, attends_to_next
 from worker.model.multimodal_batch import MultimodalBatch
 from worker.vision.encoder import EncoderCache, VisionEncoder
 from worker.vision.processor import PIXELS, MultimodalItem, ProcessorOutput
@@ -69,21 +69,21 @@ class MultimodalPrompt(MultimodalBatch):
     def lay_out(self, entrance: DecoderHook) -> None:
         """CannotRun where the forward does not tell."""
         made, device = self.made(), entrance.model.device
-        images = [taken(each, entrance.takes) for each in made.images]
+        images = [taken(each, entrance.argument_names) for each in made.images]
         joined = {
             name: torch.cat([each[name] for each in images])
             for name in images[0]
             if not name.startswith(PIXELS)
         }
-        inputs = {**taken(made.inputs, entrance.takes), **joined}
-        given = entrance.captured(
+        inputs = {**taken(made.inputs, entrance.argument_names), **joined}
+        given = entrance.capture(
             input_ids=torch.tensor([self.ids], device=device),
             **{name: each.to(device) for name, each in inputs.items()},
         )
         count = len(self.ids)
         self.positions = _positions(given.get("position_ids"), count)
         self.shift = int(self.positions.max()) + 1 - count
-        self.blocks = _blocks(sees_next(given))
+        self.blocks = _blocks(attends_to_next(given))
         self.end = max(stop for _, stop in (*self.spans, *self.blocks))
         text = torch.arange(self.end, count) + self.shift
         if not bool((self.positions[:, self.end :] == text).all()):
@@ -131,9 +131,9 @@ def _positions(given: Tensor | None, width: int) -> Tensor:
     return positions.reshape(-1, width)
 
 
-def _blocks(sees_next: Tensor) -> list[tuple[int, int]]:
+def _blocks(attends_to_next: Tensor) -> list[tuple[int, int]]:
     """Runs of tokens that each see the next."""
     none = torch.zeros(1, dtype=torch.int)
-    edges = torch.diff(sees_next.cpu().int(), prepend=none, append=none)
+    edges = torch.diff(attends_to_next.cpu().int(), prepend=none, append=none)
     starts, ends = ((edges == step).nonzero().flatten().tolist() for step in (1, -1))
     return [(start, end + 1) for start, end in zip(starts, ends, strict=True)]

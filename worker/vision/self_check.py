@@ -41,8 +41,8 @@ def check_multimodal(language: LanguageModel, processor: Processor) -> None:
         text_reference = own_logits(language, processor, ProcessorOutput(ids, {}, [], []))
     blocks = -(-len(made.ids) // BLOCK)
     runner = PagedRunner(language, blocks + 2, language.context, 0)
-    assert runner.entrance is not None
-    tower, prompt = VisionEncoder(runner.entrance, EncoderCache()), MultimodalPrompt.of(made)
+    assert runner.decoder_hook is not None
+    tower, prompt = VisionEncoder(runner.decoder_hook, EncoderCache()), MultimodalPrompt.of(made)
     for piece in prompt.missing(tower.album, len(prompt.spans)):
         (prompt.found[piece.digest],) = tower.look([piece])
     prompt.open(tower)

@@ -29,8 +29,8 @@ log = logging.getLogger("onequeue.native_attention")
 
 FOLDER = Path(__file__).parents[1] / "cpu" / "native"
 SOURCES = (
-    "vectors", "panels", "products", "tile", "attention", "operations", "linear", "tile_linear",
-    "widening_linear",
+    "vectors", "panels", "matmul", "attention_tile", "attention", "attention_ops", "packed_linear",
+    "amx_linear", "bf16_weight_linear",
 )  # fmt: skip
 FLAGS = ("-fno-fast-math", "-ffp-contract=fast", "-Wno-psabi")
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)

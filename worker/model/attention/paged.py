@@ -208,7 +208,7 @@ def attend(
 # operation takes the first one's place once it is loaded, and leaves steps that are not its own to
 # the second.
 _attend_op = torch.library.custom_op("onequeue::paged_attention", attend, mutates_args=())
-torch.library.custom_op("onequeue::plain_attention", attend, mutates_args=())
+torch.library.custom_op("onequeue::torch_attention", attend, mutates_args=())
 
 
 @_attend_op.register_fake

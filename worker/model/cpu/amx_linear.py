@@ -1,5 +1,5 @@
 """Linear layers of float32 encoders on a CPU with matrix tiles: a native operation
-(native/tile_linear.cpp). Tiles multiply bfloat16; a float32 number is split in three parts of that,
+(native/amx_linear.cpp). Tiles multiply bfloat16; a float32 number is split in three parts of that,
 which is more accurate than products of float32, and faster.
 
 A layer's weights are laid out for it in place of oneDNN's layout (cpu/linear.py) where it gives the
@@ -12,9 +12,9 @@ import logging
 import torch
 from torch import Tensor, nn
 
-from worker.model.cpu.linear import COPY_SHARE, PackedLinear, multiply_alike
+from worker.model.cpu.linear import COPY_SHARE, PackedLinear, products_match
 
-log = logging.getLogger("onequeue.tile_linear")
+log = logging.getLogger("onequeue.amx_linear")
 
 ROUNDING = 2e-6  # of the largest number
 
@@ -29,12 +29,12 @@ class AmxLinear(nn.Module):
     def __init__(self, layer: PackedLinear) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        tiles = torch.ops.onequeue.weight_tiles(layer.packed.to_dense())
+        tiles = torch.ops.onequeue.amx_pack(layer.packed.to_dense())
         self.register_buffer("tiles", tiles, persistent=False)
         self.register_buffer("bias", layer.bias, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = torch.ops.onequeue.tile_linear(x, self.tiles, self.bias, self.out_features)
+        made: Tensor = torch.ops.onequeue.amx_linear(x, self.tiles, self.bias, self.out_features)
         return made
 
 
@@ -66,5 +66,5 @@ def tiled(layer: PackedLinear) -> AmxLinear | None:
         made = AmxLinear(layer)
     except RuntimeError:
         return None
-    same = multiply_alike(made, layer.packed_product, layer.in_features, layer.dtype, ROUNDING)
+    same = products_match(made, layer.packed_product, layer.in_features, layer.dtype, ROUNDING)
     return made if same else None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 
-def find_shared(model: nn.Module, run: Callable[[], object]) -> list[list[str]]:
+def find_shared_inputs(model: nn.Module, run: Callable[[], object]) -> list[list[str]]:
     """Names of linear layers that `run`, which runs the model, calls one after another on one
     tensor, each time that it calls any of them."""
     calls = _Calls()

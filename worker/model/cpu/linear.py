@@ -15,7 +15,7 @@ Weights in pages of 2 MB in place of 4 kB, where Linux gives them: a step reads 
 where each page lies has to be looked up, which takes long in a virtual machine above all.
 
 Linear layers of bfloat16 weights on a CPU that does not multiply bfloat16: a native operation
-(native/widening_linear.cpp).
+(native/bf16_weight_linear.cpp).
 
 Weights stay as they are, two bytes each, and become float32 in registers: a step reads half of what
 float32 weights are, and memory holds half. Products are as bfloat16 kernels make them: of the same
@@ -46,7 +46,7 @@ from torch import Tensor, nn
 
 from worker.device.device import has_bfloat16
 from worker.device.self_check import CannotRun, compare
-from worker.model.cpu.fused_linear import FusedSlice, find_shared, share
+from worker.model.cpu.fused_linear import FusedSlice, find_shared_inputs, share
 
 log = logging.getLogger("onequeue.linear")
 
@@ -207,14 +207,14 @@ def pack_weights(
         kind = Bf16WeightLinear if widens and emulates_dtype(weight.dtype) else PackedLinear
         return kind(weight, bias)
 
-    more = 0 if widens else more_bytes(model)
-    if not widens and not has_room(model, free_bytes):
+    more = 0 if widens else extra_bytes(model)
+    if not widens and not has_memory(model, free_bytes):
         log.warning("bfloat16 is emulated: float32 weights would take %.1f GB more", more / 1e9)
         return
     if more:
         log.info("bfloat16 weights multiplied in float32, which takes %.3f GB more", more / 1e9)
     try:
-        share(model, find_shared(model, check) if shares else (), laid_out)
+        share(model, find_shared_inputs(model, check) if shares else (), laid_out)
         _replace(model, nn.Linear, lambda plain: laid_out(plain.weight, plain.bias))
         check()
     except Exception as error:  # a model that uses weights without calling their layer
@@ -224,18 +224,18 @@ def pack_weights(
         log.warning("%sweights stay as they are: %r", slow, error)
 
 
-def more_bytes(model: nn.Module) -> int:
+def extra_bytes(model: nn.Module) -> int:
     """That packed weights take than plain ones."""
     numbers, dtype = _weights(model)
     return numbers * (packed_dtype(dtype).itemsize - dtype.itemsize)
 
 
-def has_room(model: nn.Module, free_bytes: int) -> bool:
+def has_memory(model: nn.Module, free_bytes: int) -> bool:
     """Whether packed weights may take what they take more."""
-    return more_bytes(model) <= COPY_SHARE * free_bytes
+    return extra_bytes(model) <= COPY_SHARE * free_bytes
 
 
-def multiply_alike(
+def products_match(
     one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor], inputs: int,
     dtype: torch.dtype, rounding: float,
 ) -> bool:  # fmt: skip
@@ -263,7 +263,7 @@ def _unpacked_part(part: FusedSlice) -> nn.Linear:
 
 
 @torch.inference_mode()
-def widen_weights(model: nn.Module) -> None:
+def use_bf16_weights(model: nn.Module) -> None:
     """Each packed layer of bfloat16 that this CPU would emulate gives way to the native operation,
     which must be loaded, where that gives the same product: one after another, while the model may
     be running."""
@@ -275,7 +275,7 @@ def widen_weights(model: nn.Module) -> None:
             return layer  # type: ignore[no-any-return]
         made = Bf16WeightLinear(*layer.plain())
         dtype = layer.dtype
-        if not multiply_alike(made, layer, layer.in_features, dtype, ROUNDING[dtype]):
+        if not products_match(made, layer, layer.in_features, dtype, ROUNDING[dtype]):
             return layer  # type: ignore[no-any-return]
         using += 1
         return made
@@ -293,7 +293,9 @@ def quantize_weights(
     numbers, dtype = _weights(model)
     copy_bytes = numbers * packed_dtype(dtype).itemsize
     copy = copy_bytes <= COPY_SHARE * free_bytes
-    share(model, find_shared(model, check), lambda weight, bias: Int8Linear(weight, bias, copy))
+    share(
+        model, find_shared_inputs(model, check), lambda weight, bias: Int8Linear(weight, bias, copy)
+    )
     _replace(model, nn.Linear, lambda plain: Int8Linear(plain.weight, plain.bias, copy))
     log.info(
         "int8 weights_gb=%.3f copy_gb=%.3f%s",
@@ -323,13 +325,13 @@ SPREAD = 32  # columns that lie side by side
 
 # The C++ implements it.
 torch.library.define(
-    "onequeue::widening_linear",
+    "onequeue::bf16_weight_linear",
     "(Tensor x, Tensor panels, Tensor? bias, int columns) -> Tensor",
     tags=torch.Tag.flexible_layout,
 )
 
 
-@torch.library.register_fake("onequeue::widening_linear")  # type: ignore[untyped-decorator]  # torch's
+@torch.library.register_fake("onequeue::bf16_weight_linear")  # type: ignore[untyped-decorator]  # torch's
 def _(x: Any, panels: Any, bias: Any, columns: int) -> Tensor:
     made: Tensor = x.new_empty(*x.shape[:-1], columns)
     return made
@@ -360,7 +362,7 @@ class Bf16WeightLinear(nn.Module):
         self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = torch.ops.onequeue.widening_linear(
+        made: Tensor = torch.ops.onequeue.bf16_weight_linear(
             x, self.panels, self.bias, self.out_features
         )
         return made
@@ -395,14 +397,14 @@ def use_native_linear(model: nn.Module) -> None:
     have been loaded (attention/native.py)."""
     layers = [each for each in model.modules() if isinstance(each, PackedLinear)]
     for layer in layers:
-        layer.native_width = next((w for w in WIDTHS if gives_the_same(layer, w)), 0)
+        layer.native_width = next((w for w in WIDTHS if native_product_matches(layer, w)), 0)
     using = sum(layer.native_width > 0 for layer in layers)
     if layers:
         log.info("native products layers=%d of %d", using, len(layers))
 
 
 @torch.inference_mode()
-def make_onednn_kernels(body: nn.Module) -> None:
+def warm_up_onednn(body: nn.Module) -> None:
     """Those of oneDNN that prompts of up to MADE_ROWS tokens need, before the first such prompt
     does; for as many threads as the calling one has."""
     layers = [each for each in body.modules() if isinstance(each, PackedLinear)]
@@ -412,7 +414,7 @@ def make_onednn_kernels(body: nn.Module) -> None:
             layer(torch.zeros(rows, layer.in_features, dtype=layer.packed.dtype))
 
 
-def gives_the_same(layer: PackedLinear, width: int) -> bool:
+def native_product_matches(layer: PackedLinear, width: int) -> bool:
     """Whether it does, but for rounding, if the weights' columns lie so many side by side."""
 
     def product(x: Tensor) -> Tensor:
@@ -421,6 +423,6 @@ def gives_the_same(layer: PackedLinear, width: int) -> bool:
 
     inputs, dtype = layer.in_features, layer.packed.dtype
     try:
-        return multiply_alike(product, layer.packed_product, inputs, dtype, ROUNDING[dtype])
+        return products_match(product, layer.packed_product, inputs, dtype, ROUNDING[dtype])
     except RuntimeError:  # this CPU has no kernel, or they are packed in another way
         return False

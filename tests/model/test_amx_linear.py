@@ -21,7 +21,7 @@ ROWS = [1, 2, 15, 16, 17, 31, 32, 33, 100]
 @pytest.fixture(autouse=True)
 def _tiles(native: None) -> None:
     try:
-        torch.ops.onequeue.weight_tiles(torch.zeros(1, 1))
+        torch.ops.onequeue.amx_pack(torch.zeros(1, 1))
     except RuntimeError:
         pytest.skip("this CPU has no matrix tiles")
 
@@ -109,7 +109,7 @@ def test_tiny_numbers_are_less_exact() -> None:
 
 def test_what_does_not_fit_raises() -> None:
     layer = packed(64, 128)
-    tiles, product = AmxLinear(layer).tiles, torch.ops.onequeue.tile_linear
+    tiles, product = AmxLinear(layer).tiles, torch.ops.onequeue.amx_linear
     x = torch.randn(2, 64)
     for arguments in (
         (x[:, :32], tiles, None, 128),

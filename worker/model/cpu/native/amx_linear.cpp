@@ -201,7 +201,7 @@ void lay_out(const Tensor& weight, Half* tiles) {
 #endif
 
 // [out, in] → [out / SIDE, in / DEEP, SLICE]
-Tensor weight_tiles(const Tensor& weight) {
+Tensor amx_pack(const Tensor& weight) {
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
   TORCH_CHECK(Tiles::there(), "this CPU lets us have no matrix tiles");
   const Tensor given = weight.contiguous();
@@ -215,8 +215,8 @@ Tensor weight_tiles(const Tensor& weight) {
 #endif
 }
 
-// x [..., in], what weight_tiles made of a weight [out, in], → [..., out]
-Tensor tile_linear(
+// x [..., in], what amx_pack made of a weight [out, in], → [..., out]
+Tensor amx_linear(
     const Tensor& x, const Tensor& tiles, const std::optional<Tensor>& bias, int64_t columns) {
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
   const Tensor given = x.contiguous();
@@ -245,7 +245,7 @@ Tensor tile_linear(
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(onequeue, m) {
-  m.def("weight_tiles(Tensor weight) -> Tensor", &weight_tiles);
+  m.def("amx_pack(Tensor weight) -> Tensor", &amx_pack);
   m.def(
-      "tile_linear(Tensor x, Tensor tiles, Tensor? bias, int columns) -> Tensor", &tile_linear);
+      "amx_linear(Tensor x, Tensor tiles, Tensor? bias, int columns) -> Tensor", &amx_linear);
 }

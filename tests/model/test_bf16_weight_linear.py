@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests import tiny
 from tests.model.test_native_linear import of_any_shape, threads
-from tests.unit.test_shared_products import Fan, parts
+from tests.unit.test_fused_linear import Fan, parts
 from worker.model import language_model
 from worker.model.attention.native import _library, build_native_ops, native_ops_loaded
 from worker.model.cpu.linear import (
@@ -22,7 +22,7 @@ from worker.model.cpu.linear import (
     pack_weights,
     quantize_weights,
     unpack_weights,
-    widen_weights,
+    use_bf16_weights,
 )
 from worker.model.language_model import GeneratorOptions, load_language_model
 
@@ -98,7 +98,7 @@ def test_any_shape_and_strides_are_taken() -> None:
 
 def test_what_does_not_fit_raises() -> None:
     made = widening(plain(64, 70))
-    product = torch.ops.onequeue.widening_linear
+    product = torch.ops.onequeue.bf16_weight_linear
     x = torch.randn(2, 64).bfloat16()
     for arguments in (
         (x[:, :62], made.panels, made.bias, 70),
@@ -128,7 +128,7 @@ def test_packed_layers_of_a_cpu_that_emulates_give_way(caplog: pytest.LogCapture
     x = torch.randn(1, 5, 48).bfloat16()
     pack_weights(model, 10**9, lambda: model(x))
     assert set(kinds(model)) == {PackedLinear}
-    widen_weights(model)
+    use_bf16_weights(model)
     assert set(kinds(model)) == {Bf16WeightLinear}
     assert parts(model) == ["one", "two"]
     assert "layers=2" in caplog.messages[-1]
@@ -162,7 +162,7 @@ def test_layers_that_were_put_back_stay() -> None:
     for widens in (False, True):
         pack_weights(model, 10**9, looks, widens=widens)
         assert kinds(model) == [nn.Linear] * 2
-        widen_weights(model)
+        use_bf16_weights(model)
         assert kinds(model) == [nn.Linear] * 2
 
 
@@ -185,7 +185,7 @@ def test_what_makes_its_activation_stays() -> None:
     layer = PackedLinear(plain(48, 80).weight, None)
     layer.activation = "gelu", "tanh"
     model = nn.Sequential(layer)
-    widen_weights(model)
+    use_bf16_weights(model)
     assert kinds(model) == [PackedLinear]
 
 
@@ -204,10 +204,10 @@ def test_where_there_is_no_room_for_float32_the_operation_is_built_at_once(
     monkeypatch.setattr("worker.model.language_model.native_ops_loaded", loaded)
     free = 0 if room == "no room" else 10**9
     monkeypatch.setattr(language_model, "free_bytes", lambda device: free)
-    language.lay_out("none", lambda: None)
+    language.pack_weights("none", lambda: None)
     assert not asked, "native operations are not wanted"
     language = load_language_model(options)
-    language.lay_out("none", lambda: None, native=True)
+    language.pack_weights("none", lambda: None, native=True)
     assert asked == [room == "no room"]
     assert set(kinds(language.model)) == {Bf16WeightLinear if asked[0] else PackedLinear}
 
@@ -230,7 +230,7 @@ def test_the_copy_beside_int8_weights_gives_way_too() -> None:
     quantize_weights(model, 10**9)
     x = torch.randn(20, 48).bfloat16()
     before = model(x)
-    widen_weights(model)
+    use_bf16_weights(model)
     made: Any = model[0]
     assert isinstance(made, Int8Linear)
     assert isinstance(made.copy, Bf16WeightLinear)
@@ -239,11 +239,11 @@ def test_the_copy_beside_int8_weights_gives_way_too() -> None:
 
 def test_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(plain(8, 8).float(), PackedLinear(torch.randn(8, 8), None))
-    widen_weights(model)
+    use_bf16_weights(model)
     assert kinds(model) == [nn.Linear, PackedLinear]
     monkeypatch.setattr("worker.model.cpu.linear.has_bfloat16", lambda: True)
     model = nn.Sequential(PackedLinear(plain(8, 8).weight, None))
-    widen_weights(model)
+    use_bf16_weights(model)
     assert kinds(model) == [PackedLinear]
 
 
@@ -251,5 +251,5 @@ def test_what_says_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -
     ordinary: Any = Bf16WeightLinear.forward
     monkeypatch.setattr(Bf16WeightLinear, "forward", lambda self, x: ordinary(self, x) * 1.1)
     model = nn.Sequential(PackedLinear(plain(48, 80).weight, None))
-    widen_weights(model)
+    use_bf16_weights(model)
     assert kinds(model) == [PackedLinear]

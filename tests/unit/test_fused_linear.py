@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import tiny_decoders
-from worker.model.cpu.fused_linear import FusedLinear, FusedSlice, find_shared
+from worker.model.cpu.fused_linear import FusedLinear, FusedSlice, find_shared_inputs
 from worker.model.cpu.linear import (
     Int8Linear,
     PackedLinear,
@@ -112,10 +112,10 @@ def test_an_architectures_layers_are_found_and_say_the_same(
     language = load_language_model(options)
     check = PagingCheck(language)
     check.page()
-    found = find_shared(language.model, check.compare)
+    found = find_shared_inputs(language.model, check.compare)
     layers = [f"model.layers.{number}." for number in range(2)]
     assert found == [[at + name for name in names] for at in layers for names in expected]
-    language.lay_out(quantization, check.compare)
+    language.pack_weights(quantization, check.compare)
     assert sorted(parts(language.model)) == sorted(name for names in found for name in names)
     if quantization == "none":
         check.compare()
@@ -125,7 +125,7 @@ def test_an_architectures_layers_are_found_and_say_the_same(
 
 def _compare_with_separate_int8(language: LanguageModel, options: GeneratorOptions) -> None:
     other = load_language_model(options)
-    other.lay_out("int8")
+    other.pack_weights("int8")
     assert not parts(other.model)
     language.model.set_attn_implementation("eager")
     other.model.set_attn_implementation("eager")
@@ -142,8 +142,8 @@ def _compare_with_separate_int8(language: LanguageModel, options: GeneratorOptio
 def test_what_is_not_always_called_on_one_input_stays_apart(kind: Callable[[], nn.Module]) -> None:
     model = kind()
     x = torch.randn(3, 48)
-    assert find_shared(model, lambda: (model(x), model(x))) == []
-    assert find_shared(Fan(), lambda: None) == []
+    assert find_shared_inputs(model, lambda: (model(x), model(x))) == []
+    assert find_shared_inputs(Fan(), lambda: None) == []
 
 
 def test_a_model_that_uses_weights_without_calling_their_layer_stays_as_it_is() -> None:

@@ -125,7 +125,7 @@ Tensor widened(const Tensor& x, int64_t rows, int64_t depth) {
 
 // x [..., in], panels [columns / SPREAD, in / 2, SPREAD, 2], the last pair filled up with zeros,
 // → [..., columns]; all of bfloat16 but the bias
-Tensor widening_linear(
+Tensor bf16_weight_linear(
     const Tensor& x, const Tensor& panels, const std::optional<Tensor>& bias, int64_t columns) {
   const int64_t depth = x.size(-1), pairs = (depth + 1) / 2;
   const int64_t groups = (columns + SPREAD - 1) / SPREAD;
@@ -151,5 +151,5 @@ Tensor widening_linear(
 }  // namespace
 
 TORCH_LIBRARY_IMPL(onequeue, CPU, m) {
-  m.impl("widening_linear", &widening_linear);
+  m.impl("bf16_weight_linear", &bf16_weight_linear);
 }

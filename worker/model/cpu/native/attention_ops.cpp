@@ -125,7 +125,7 @@ Tensor paged_attention(
     double softcap) {
   if (!step) {
     static const auto plain = c10::Dispatcher::singleton()
-        .findSchemaOrThrow("onequeue::plain_attention", "")
+        .findSchemaOrThrow("onequeue::torch_attention", "")
         .typed<Tensor(
             const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, c10::SymInt,
             double, c10::SymInt, double)>();
