@@ -1,0 +1,147 @@
+"""Every command in README, CONTRIBUTING and docs/ runs as it is written, or its flags exist.
+
+A fenced block of `bash` or `python` is executed against a server that the documented command
+starts. Blocks with a title are not: "Needs a real model" and "Start" blocks have their flags
+checked.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import pytest
+
+from tests.process.test_start import started
+from tests.serving import wait_until
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
+LOCAL = "localhost:8000"
+# Programs that run through pytest's own Python, with the flags that their help lists.
+SCRIPT = re.compile(r"(\./scripts/\S+|\.venv/bin/python -m server(?: calibrate)?)(.*)")
+
+
+class Block(NamedTuple):
+    page: str
+    language: str
+    title: str
+    text: str
+
+
+BLOCKS = [
+    Block(page.name, *(part or "" for part in match.groups()))
+    for page in PAGES
+    for match in FENCE.finditer(page.read_text())
+    if match[1] in ("bash", "python")
+]
+TITLES = {"", "Start", "Needs a real model", "Development"}
+
+
+def named(blocks: list[Block]) -> list[object]:
+    return [pytest.param(block, id=f"{block.page}:{n}") for n, block in enumerate(blocks)]
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    """Run the documented start command; yield the port of the server."""
+    command = ["./scripts/serve", "--transcription-model", "demo"]
+    assert any(" ".join(command) in block.text for block in BLOCKS if block.title == "Start")
+    with started([*command, "--port", "0"]) as (_, port):
+        wait_until(lambda: httpx.get(f"http://localhost:{port}/ready").status_code == 200)
+        yield port
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of the tree's entries as links, and a curl that fails on error statuses."""
+    folder = tmp_path_factory.mktemp("tree")
+    for entry in ROOT.iterdir():
+        (folder / entry.name).symlink_to(entry)
+    programs = folder / "programs"
+    programs.mkdir()
+    curl = programs / "curl"
+    curl.write_text('#!/bin/sh\nexec /usr/bin/curl --silent --show-error --fail-with-body "$@"\n')
+    curl.chmod(0o755)
+    return folder
+
+
+def test_titles_are_known() -> None:
+    assert {block.title for block in BLOCKS} == TITLES
+
+
+@pytest.mark.skipif(not Path("/usr/bin/curl").exists(), reason="there is no curl")
+@pytest.mark.parametrize(
+    "block", named([each for each in BLOCKS if (each.language, each.title) == ("bash", "")])
+)
+def test_a_shell_block_runs(block: Block, port: int, folder: Path) -> None:
+    environ = os.environ | {"PATH": f"{folder}/programs:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block.text.replace(LOCAL, f"localhost:{port}")],
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", sorted({b.page for b in BLOCKS if b.language == "python"}))
+def test_the_python_blocks_of_a_page_run(page: str, port: int) -> None:
+    """Comments behind print calls are what they print."""
+    blocks = [block.text for block in BLOCKS if (block.page, block.language) == (page, "python")]
+    source = "\n".join(blocks).replace(LOCAL, f"localhost:{port}")
+    expected = re.findall(r"^print\(.*\)  # (.*)$", source, re.MULTILINE)
+    done = subprocess.run(
+        [sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == expected
+
+
+@cache
+def help_of(command: str) -> str:
+    command = command.replace(".venv/bin/python", sys.executable)
+    done = subprocess.run(
+        [*shlex.split(command), "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "block", named([each for each in BLOCKS if each.title in ("Needs a real model", "Start")])
+)
+def test_the_flags_of_a_command_that_is_not_run_exist(block: Block) -> None:
+    subprocess.run(["bash", "-n", "-c", block.text.replace("<this repository>", "x")], check=True)
+    for command, arguments in SCRIPT.findall(block.text.replace("\\\n", " ")):
+        for flag in re.findall(r"--[a-z][a-z-]*", arguments):
+            assert flag in help_of(command), f"{command} has no {flag}"
+
+
+def test_development_commands_exist() -> None:
+    for block in BLOCKS:
+        for script in re.findall(r"\./scripts/\w+(?:\.py)?", block.text):
+            assert os.access(ROOT / script, os.X_OK), script
+
+
+def test_generated_tables_are_current() -> None:
+    subprocess.run([sys.executable, "scripts/generate_docs.py", "--check"], cwd=ROOT, check=True)
+
+
+def test_the_site_builds_without_warnings() -> None:
+    command = ["-m", "zensical", "build", "--strict", "--clean", "-f", ".zensical.toml"]
+    subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
+
+
+def test_readme_and_changelog_are_short() -> None:
+    assert len((ROOT / "README.md").read_bytes()) <= 8_000
+    assert len((ROOT / "CHANGELOG.md").read_bytes()) <= 3_000
