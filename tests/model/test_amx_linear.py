@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.model.test_native_linear import of_any_shape, threads
-from tests.model.test_packed_attention import fresh_model, taken_by
+from tests.model.test_packed_attention import enable_native_kernels, fresh_model
 from worker.model.cpu.amx_linear import AmxLinear, use_amx_linear
 from worker.model.cpu.linear import PackedLinear
-from worker.pipeline.packed_attention import Packing, start_native_packing
+from worker.pipeline.packed_attention import Packing, start_native_kernels
 
 # in, out: what tiles and blocks divide, and what they don't; one that is summed in several chains
 SIZES = [(64, 128), (96, 40), (40, 24), (33, 101), (1, 1), (1700, 70)]
@@ -169,9 +169,9 @@ def test_an_encoder_takes_them_and_its_head_stays(name: str) -> None:
     """Its logits are as near to those of float64 as before."""
     model, right = fresh_model(name), logits(fresh_model(name, torch.float64))
     before, packing = logits(model), Packing(model)
-    start_native_packing(model, packing, lambda: logits(model), "off")
+    start_native_kernels(model, packing, lambda: logits(model), "off")
     assert linears(model.base_model) == {PackedLinear}
-    taken_by(packing)
+    enable_native_kernels(packing)
     assert linears(model.base_model) == {AmxLinear}
     assert type(model.get_output_embeddings()) is nn.Linear  # type: ignore[no-untyped-call]
     assert (logits(model) - right).norm() < 2 * (before - right).norm()

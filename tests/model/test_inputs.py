@@ -33,7 +33,7 @@ ASR = "automatic-speech-recognition"
 
 def test_text_without_a_mask_is_refused_with_the_mask_to_write() -> None:
     wrong = refusal("fill-mask", "roberta-mlm", "The capital of France is [MASK].")
-    assert "there is no <mask> in the text" in str(wrong)
+    assert "the text has no <mask>: write it" in str(wrong)
     assert wrong.param == "inputs"
 
 
@@ -108,7 +108,9 @@ def test_anything_but_a_text_is_refused(task: str, model: str) -> None:
 
 def test_malformed_pairs_are_refused() -> None:
     for pair in ({"text_pair": "a"}, {"text": "a", "text_pair": 5}, {"text": "a", "other": "b"}):
-        assert "a pair is" in str(refusal("text-classification", "bert-classify", pair))
+        assert "a pair of texts must be" in str(
+            refusal("text-classification", "bert-classify", pair)
+        )
 
 
 @pytest.mark.parametrize(
@@ -153,20 +155,20 @@ def test_conversation_needs_a_chat_template() -> None:
 def test_answers_that_repeat_a_text_too_often_are_refused(
     monkeypatch: pytest.MonkeyPatch, model: str, fine: Any, too_many: Any
 ) -> None:
-    monkeypatch.setattr(limits, "MAX_FILLED", 20 * 100 * 35)  # 140 characters
+    monkeypatch.setattr(limits, "MAX_FILLED_TOKENS", 20 * 100 * 35)  # 140 characters
     runner("fill-mask", model).prepare(item("[MASK] " * 20, **fine))
     assert refusal("fill-mask", model, "[MASK] " * 20, **too_many).param == "parameters.top_k"
-    monkeypatch.setattr(limits, "MAX_FILLED", 20 * 4 * 35)
+    monkeypatch.setattr(limits, "MAX_FILLED_TOKENS", 20 * 4 * 35)
     assert refusal("fill-mask", model, "[MASK] " * 20).param == "inputs"
 
 
 def test_masks_of_more_scores_than_there_is_room_for_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(limits, "MAX_SCORES", 20 * 260)
+    monkeypatch.setattr(limits, "MAX_MASK_SCORES", 20 * 260)
     runner("fill-mask", "bert-mlm").prepare(item("[MASK] " * 20))
     wrong = refusal("fill-mask", "bert-mlm", "[MASK] " * 21, top_k=1)
-    assert str(wrong) == "the text has 21 masks; at most 20 are taken"
+    assert str(wrong) == "the text has 21 masks; at most 20 are accepted"
 
 
 @pytest.mark.parametrize(
@@ -179,7 +181,7 @@ def test_a_text_that_is_read_with_each_of_many_labels_is_short(
     task, model = "zero-shot-classification", "bert-nli"
     runner(task, model).prepare(item("a" * fine, candidate_labels=labels))
     wrong = refusal(task, model, "a" * (fine + 1), candidate_labels=labels)
-    assert "too long for so many labels" in str(wrong)
+    assert "at most 400 characters times labels are accepted" in str(wrong)
 
 
 # ── objects ──
@@ -241,7 +243,7 @@ def test_pieces_that_are_filled_up_are_few_for_their_sound(monkeypatch: pytest.M
     """Whisper hears a whole window, however short a piece is: here of two seconds."""
     monkeypatch.setattr(limits, "MAX_UNCHUNKED_S", 10.0)
     wrong = refusal(ASR, "whisper", tone(20), chunk_length_s=0.4, stride_length_s=0)
-    assert "of 20 seconds there may be at most 45 pieces" in str(wrong)
+    assert "cut the 20 seconds into at most 45 chunks" in str(wrong)
     assert wrong.param == "parameters.chunk_length_s"
     fine = item(tone(20), chunk_length_s=0.5, stride_length_s=0)
     runner(ASR, "whisper").prepare(fine)

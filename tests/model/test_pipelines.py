@@ -20,7 +20,7 @@ from tests.parity import assert_parity, item, mixed, oracle, runner, serve, text
 from worker.model.cpu import linear
 from worker.model.cpu.linear import PackedLinear
 from worker.pipeline.loading import PipelineOptions, load_runner
-from worker.pipeline.runner import PipelineRunner, settings_of
+from worker.pipeline.runner import PipelineRunner, base_generation_config
 
 TEXTS = [text(n, 7 * n) for n in (1, 3, 12, 2, 25, 5, 1, 18)]
 
@@ -201,7 +201,7 @@ def test_rows_that_end_early_get_no_padding(monkeypatch: pytest.MonkeyPatch) -> 
     frequent = Counter(itertools.chain.from_iterable(map(set, before)))
     end = next(token for token, rows in frequent.most_common() if rows < len(TEXTS))
     for pipe in (run.pipe, oracle("text-generation", "llama-lm")):
-        monkeypatch.setattr(settings_of(pipe), "eos_token_id", end)
+        monkeypatch.setattr(base_generation_config(pipe), "eos_token_id", end)
     after = generated(run)
     for row, cut in zip(before, after, strict=True):
         assert cut == (row[: row.index(end) + 1] if end in row else row)

@@ -240,14 +240,14 @@ def test_no_decoded_image_waits_for_the_worker(
     load = Image.Image.convert
 
     def convert(self: Image.Image, *args: Any, **more: Any) -> Image.Image:
-        taken.append(run.budget.taken)
+        taken.append(run.decode_limiter.taken)
         return load(self, *args, **more)
 
     monkeypatch.setattr(Image.Image, "convert", convert)
     prepared = item(inputs, **parameters)
     run.prepare(prepared)
     assert taken[0] == 40 * 30 * (2 if task == "keypoint-matching" else 1)
-    assert run.budget.taken == 0
+    assert run.decode_limiter.taken == 0
     assert not [each for each in leaves(prepared.prepared.chunks) if isinstance(each, Image.Image)]
 
 
@@ -267,11 +267,11 @@ def test_an_image_is_kept_once_for_all_labels() -> None:
     assert len({id(chunk["input_ids"]) for chunk in prepared.prepared.chunks}) == 3
 
 
-def test_labels_that_an_image_is_looked_at_for_are_bounded() -> None:
+def test_the_number_of_labels_for_detection_is_bounded() -> None:
     inputs = {"image": encoded(PICTURES[0]), "candidate_labels": ["one"] * 129}
     wrong = refusal("zero-shot-object-detection", "owlvit", inputs)
     assert (str(wrong), wrong.param) == (
-        "at most 128 labels are looked for at a time",
+        "there are 129 labels; at most 128 are accepted",
         "inputs.candidate_labels",
     )
 
@@ -331,14 +331,14 @@ def test_an_answer_as_large_as_the_image_takes_of_the_budget_too(
     monkeypatch.setattr(run.reader, "values_per_pixel", values_per_pixel(task, run.pipe))
 
     def seen(answer: Any) -> bytes:
-        taken.append(run.budget.taken)
+        taken.append(run.decode_limiter.taken)
         return to_json(answer)
 
     monkeypatch.setattr("worker.pipeline.runner.to_json", seen)
     run.finish(prepared, raw)
     assert taken == [40 * 30 * values // 8]
-    assert run.budget.taken == 0
-    monkeypatch.setattr(run.budget, "size", 40 * 30 + 1)
+    assert run.decode_limiter.taken == 0
+    monkeypatch.setattr(run.decode_limiter, "size", 40 * 30 + 1)
     with pytest.raises(InvalidInput, match=f"where each gets {values} values"):
         run.prepare(item(PICTURES[0]))
 
@@ -372,10 +372,10 @@ def test_decision_equals_the_pipeline() -> None:
     [
         ({"state": "hello"}, "decision takes an object"),
         ({"state": "hello", "questions": {}}, "must be an object of 1 to 64 questions"),
-        ({"state": "", "questions": QUESTIONS}, "must be a string, an object or a list"),
+        ({"state": "", "questions": QUESTIONS}, "must be a non-empty string, object or list"),
         ({"state": "hello", "questions": {"a": {"type": "which"}}}, "`type` must be one of"),
         ({"state": "hello", "questions": {"a": {"type": "choice"}}}, "criteria"),
-        ({"state": text(400), "questions": QUESTIONS}, "tokens with the state; the model takes"),
+        ({"state": text(400), "questions": QUESTIONS}, "the state and a question have"),
         ({"state": "a", "questions": QUESTIONS, "assets": {"a": "/etc/passwd"}}, "takes an object"),
     ],
 )

@@ -164,7 +164,7 @@ def test_a_whole_number_will_do_where_the_pipeline_wants_a_float() -> None:
 
 def test_values_that_the_model_cannot_take_are_refused() -> None:
     wrong = refusal("fill-mask", "bert-mlm", "a [MASK]", top_k=261)
-    assert str(wrong) == "the model has 260 tokens"
+    assert str(wrong) == "top_k is 261; the model has 260 tokens"
     assert wrong.param == "parameters.top_k"
     assert refusal("token-classification", "bert-ner", "a", stride=33).param == "parameters.stride"
     for name, value in (("max_seq_len", 65), ("doc_stride", 40)):
@@ -196,7 +196,10 @@ def test_a_panic_in_the_tokenizer_refuses_its_input_alone(monkeypatch: pytest.Mo
         ({"max_new_tokens": 300}, "context is 256"),
         ({"num_return_sequences": 2, "do_sample": False}, "num_return_sequences"),
         ({"num_return_sequences": 3, "num_beams": 2, "do_sample": False}, "num_return_sequences"),
-        ({"min_new_tokens": 9, "max_new_tokens": 3}, "min_new_tokens is above max_new_tokens"),
+        (
+            {"min_new_tokens": 9, "max_new_tokens": 3},
+            "min_new_tokens is 9; it must be at most max_new_tokens, which is 3",
+        ),
     ],
 )
 def test_impossible_generation_is_refused(parameters: dict[str, Any], words: str) -> None:

@@ -20,7 +20,7 @@ from worker.media import audio, inputs
 from worker.media.data_urls import to_bytes
 from worker.media.decode_limiter import DecodeLimiter
 from worker.media.inputs import to_images
-from worker.pipeline.limits import check_sound
+from worker.pipeline.limits import check_audio
 
 RATE = 16000
 PIXELS = 64_000_000
@@ -219,8 +219,8 @@ def test_a_length_that_the_model_does_not_take_is_refused_undecoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(soundfile.SoundFile, "read", None)
-    check = partial(check_sound, parameters={}, window_s=0.0)
-    with pytest.raises(InvalidInput, match="lasts 301 seconds; this model takes 300"):
+    check = partial(check_audio, parameters={}, window_s=0.0)
+    with pytest.raises(InvalidInput, match="has 301 seconds; this model takes 300"):
         to_audio(tone(301, 1000), RATE, check_seconds=check)
 
 

@@ -43,8 +43,8 @@ from worker.model.loading import (
     missing_weights_matter,
     model_info,
 )
-from worker.pipeline.limits import context_limit, vocabulary
-from worker.pipeline.packed_attention import start_native_packing
+from worker.pipeline.limits import context_limit, vocabulary_size
+from worker.pipeline.packed_attention import start_native_kernels
 
 log = logging.getLogger("onequeue.embedding")
 
@@ -74,7 +74,7 @@ class Checkpoint:
 
     @property
     def reader(self) -> TextReader:
-        return TextReader(self.tokenizer, self.limit, vocabulary(self), self.files.lower_case)
+        return TextReader(self.tokenizer, self.limit, vocabulary_size(self), self.files.lower_case)
 
     def rows(self, model: PreTrainedModel, wanted: str) -> RowModel | PagedRows:
         """Through this model or part of it, in the way that it can take."""
@@ -86,7 +86,7 @@ class Checkpoint:
             except CannotRun as error:
                 log.debug("not paged: %s", error)
         rows = RowModel(model, self.tokenizer, self.limit, wanted)
-        start_native_packing(rows.model, rows.packing, rows.warm_up, self.options.compile)
+        start_native_kernels(rows.model, rows.packing, rows.warm_up, self.options.compile)
         return rows
 
     def info(self, task: str, rows: RowModel | PagedRows) -> ModelInfo:

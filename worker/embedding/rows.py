@@ -26,7 +26,7 @@ from worker.device.self_check import (
 )
 from worker.embedding.texts import Row
 from worker.messages.protocol import Batching
-from worker.pipeline.loading import choose_batching, padded
+from worker.pipeline.loading import choose_batching, pad
 from worker.pipeline.packed_attention import Packing
 
 STATES, LOGITS = "last_hidden_state", "logits"
@@ -103,7 +103,7 @@ class RowModel:
         batch = {"input_ids": [row.ids for row in rows]}
         if rows[0].types is not None:
             batch["token_type_ids"] = [row.types or [] for row in rows]
-        inputs = padded(self.tokenizer, batch).to(self.device)
+        inputs = pad(self.tokenizer, batch).to(self.device)
         with self.packing.batch(counts, max(counts)) if self.packing else nullcontext():
             made: Tensor = self.model(**inputs)[self.wanted]
         if self.by_text:
@@ -140,7 +140,7 @@ class RowModel:
         join = find_join(self.packing.layers[-1], lambda: self(rows))
         if join is None:
             return
-        undo = self.packing.end_early_at(join)
+        undo = self.packing.prune_last_layer(join)
         try:
             compare(self(rows), reference, TOLERANCE[reference.dtype])
         except Exception:  # as the rest of its last layer refuses

@@ -1,7 +1,7 @@
-"""From what a client sent to what a pipeline's `preprocess` takes; runs in pool threads.
+"""Convert a request's inputs to the arguments of a pipeline's `preprocess`; runs in pool threads.
 
-Every string is checked here for what it is: a text, or bytes in base64. None is handed on where
-a pipeline would open it as a path or a link. What the model takes of it is in limits.py.
+Every string is a text or base64 data, checked here. No string reaches a place where a pipeline
+would open it as a path or a URL. The model's upper bounds are in limits.py.
 """
 
 import base64
@@ -22,13 +22,13 @@ from worker.model.loading import Pipe
 from worker.pipeline import limits
 from worker.tasks import TASKS, TEXTS, check, listed
 
-MAX_LABELLED_CHARS = 500_000
-MAX_DETECTED = 128  # labels that an image is looked at for, whole, each by itself
+MAX_LABELLED_CHARS = 500_000  # of a text, times its labels: each label makes a row
+MAX_DETECTION_LABELS = 128  # each label makes a row with the whole image
 MAX_QUESTIONS = 64  # each may be a prompt of its own
 
 
 class InputReader:
-    """Reads the inputs of one task for one model; `limit`: the tokens that the model takes."""
+    """Reads the inputs of one task for one model; `limit` is the model's context in tokens."""
 
     def __init__(self, task: str, pipe: Pipe) -> None:
         self.name = task
@@ -37,8 +37,8 @@ class InputReader:
         self.values_per_pixel = limits.values_per_pixel(task, pipe)
 
     def read(self, payload: PipelineInput, pipe: Pipe, lease: Lease) -> Any:
-        """Raises InvalidInput for what the task or the model cannot take; what is decoded is
-        decoded within the lease."""
+        """Return the argument of `preprocess`. Images and audio are decoded within the lease.
+        Raises InvalidInput for inputs that the task or the model does not accept."""
         inputs, parameters = payload.inputs, payload.parameters
         limits.check_strides(parameters, self.limit)
         match self.task.kind:
@@ -51,7 +51,7 @@ class InputReader:
                 if getattr(pipe, "type", "") == "seq2seq_whisper":
                     limits.check_whisper(pipe, parameters)
                     window_s = extractor.chunk_length
-                check = partial(limits.check_sound, parameters=parameters, window_s=window_s)
+                check = partial(limits.check_audio, parameters=parameters, window_s=window_s)
                 inputs = to_audio(inputs, extractor.sampling_rate, lease, check)
             case "json":
                 inputs = read_object(self.name, inputs, self.limit, lease)
@@ -62,39 +62,47 @@ class InputReader:
         return inputs
 
     def _read_text(self, inputs: Any, parameters: Mapping[str, Any], pipe: Pipe) -> Any:
-        """A string; for some tasks a pair or a conversation."""
+        """Check a string or, for some tasks, a pair or a conversation."""
         if isinstance(inputs, dict) and self.name == "text-classification":
             return read_pair(inputs, self.limit)
         if isinstance(inputs, list) and self.name == "text-generation":
             return read_chat(inputs, pipe, self.limit)
         if not isinstance(inputs, str):
-            raise InvalidInput(f"{self.name} takes a string", "inputs")
+            raise InvalidInput(f"{self.name} takes a string, not {describe_type(inputs)}", "inputs")
         if not (inputs if self.name == "text-generation" else inputs.strip()):
             raise InvalidInput("the text is empty", "inputs")
-        labels = parameters.get("candidate_labels", ())  # it is a row with each
+        labels = parameters.get("candidate_labels", ())
         count = labels.count(",") + 1 if isinstance(labels, str) else len(labels)
         if len(inputs) * count > MAX_LABELLED_CHARS:
-            raise InvalidInput("the text is too long for so many labels", "inputs")
+            raise InvalidInput(
+                f"the text has {len(inputs)} characters and {count} labels; "
+                f"at most {MAX_LABELLED_CHARS} characters times labels are accepted",
+                "inputs",
+            )
         limits.check_characters(len(inputs), self.limit)
         if self.name == "fill-mask" and (mask := pipe.tokenizer.mask_token) not in inputs:
-            lacking = f"there is no {mask} in the text: write it where a word is to be filled in"
-            raise InvalidInput(lacking, "inputs")
+            raise InvalidInput(
+                f"the text has no {mask}: write it in place of the word to fill in", "inputs"
+            )
         return inputs
 
 
 def read_pair(inputs: dict[str, Any], limit: int) -> dict[str, str]:
-    fine = "text" in inputs and set(inputs) <= {"text", "text_pair"}
-    if not fine or not all(isinstance(v, str) and v.strip() for v in inputs.values()):
-        pair = 'a pair is {"text": …, "text_pair": …}, both strings, not empty'
-        raise InvalidInput(pair, "inputs")
+    """Check a pair of texts. Raises InvalidInput."""
+    has_keys = "text" in inputs and set(inputs) <= {"text", "text_pair"}
+    if not has_keys or not all(isinstance(v, str) and v.strip() for v in inputs.values()):
+        raise InvalidInput(
+            'a pair of texts must be {"text": …, "text_pair": …}, both non-empty strings', "inputs"
+        )
     limits.check_characters(sum(map(len, inputs.values())), limit)
     return inputs
 
 
 def read_chat(messages: list[Any], pipe: Pipe, limit: int) -> Chat:
-    """Roles and contents are strings: a list of parts may name images to be fetched."""
+    """Check a conversation. Contents must be strings, because a list of parts may contain images
+    to fetch. Raises InvalidInput."""
     if pipe.tokenizer.chat_template is None:
-        raise InvalidInput("this model has no chat template: send a string", "inputs")
+        raise InvalidInput("the model has no chat template: send a string", "inputs")
     if not messages:
         raise InvalidInput("the conversation is empty", "inputs")
     for index, message in enumerate(messages):
@@ -103,14 +111,22 @@ def read_chat(messages: list[Any], pipe: Pipe, limit: int) -> Chat:
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise InvalidInput("must be a string", f"inputs[{index}].{key}")
-        if extra := set(message) - {"role", "content"}:
-            no = f"a message has a role and a content, no {min(map(str, extra))[:100]!r}"
-            raise InvalidInput(no, f"inputs[{index}]")
+        if unknown := set(message) - {"role", "content"}:
+            raise InvalidInput(
+                f"a message takes role and content, not {min(map(str, unknown))[:100]!r}",
+                f"inputs[{index}]",
+            )
     limits.check_characters(sum(len(message["content"]) for message in messages), limit)
     return Chat(messages)  # type: ignore[arg-type]  # annotated as a dict, used as a list
 
 
-# ── tasks whose input is a JSON object ──
+def describe_type(value: Any) -> str:
+    """Return the JSON name of a value's type."""
+    names = {dict: "an object", list: "a list", bool: "a boolean", bytes: "bytes", str: "a string"}
+    return "null" if value is None else names.get(type(value), "a number")
+
+
+# ── tasks with a JSON object as input ──
 
 
 def are_word_boxes(value: Any) -> bool:
@@ -128,7 +144,7 @@ def is_box(value: Any) -> bool:
 
 
 def is_table(value: Any) -> bool:
-    if not isinstance(value, dict) or not all(isinstance(each, list) for each in value.values()):
+    if not isinstance(value, dict) or not all(isinstance(v, list) for v in value.values()):
         return False
     cells = (cell for column in value.values() for cell in column)
     return len({len(column) for column in value.values()}) == 1 and all(
@@ -136,67 +152,71 @@ def is_table(value: Any) -> bool:
     )
 
 
-# Which keys an object may have beside those it must have.
+# Keys that an object may have besides the required ones.
 OPTIONAL_KEYS = {"document-question-answering": ("image", "word_boxes")}
-TEXT = check("must be a string, not empty", lambda v: isinstance(v, str) and bool(v.strip()))
+TEXT = check("must be a non-empty string", lambda v: isinstance(v, str) and bool(v.strip()))
 CHECKS = {
     "question": TEXT,
     "query": TEXTS,
     "text": TEXT,
     "candidate_labels": listed,
     "word_boxes": check(
-        "must be a list of [word, [left, top, right, bottom]], whole numbers from 0 to 1000",
+        "must be a list of [word, [left, top, right, bottom]], integers from 0 to 1000",
         are_word_boxes,
     ),
     "table": check('must be an object of columns of equal length: {"name": ["…", …], …}', is_table),
     "state": check(
-        "must be a string, an object or a list, not empty",
+        "must be a non-empty string, object or list",
         lambda value: isinstance(value, (str, dict, list)) and bool(value),
     ),
     "questions": check(
-        f"must be an object of 1 to {MAX_QUESTIONS} questions by their names",
+        f"must be an object of 1 to {MAX_QUESTIONS} questions by name",
         lambda value: isinstance(value, dict) and 0 < len(value) <= MAX_QUESTIONS,
     ),
 }
 
 
 def read_object(task: str, inputs: Any, limit: int, lease: Lease) -> Any:
-    """What the pipeline is called with: images decoded, a table made a DataFrame of strings."""
-    needed = TASKS[task].json_keys
-    known = (*needed, *OPTIONAL_KEYS.get(task, ()))
-    given = {k: v for k, v in inputs.items() if v is not None} if isinstance(inputs, dict) else {}
-    if not set(needed) <= set(given) <= set(known):
+    """Check a JSON object and return the pipeline's argument: images decoded, a table as a
+    DataFrame of strings. Raises InvalidInput."""
+    required = TASKS[task].json_keys
+    known = (*required, *OPTIONAL_KEYS.get(task, ()))
+    fields = {k: v for k, v in inputs.items() if v is not None} if isinstance(inputs, dict) else {}
+    if not set(required) <= set(fields) <= set(known):
         keys = ", ".join(f'"{key}": …' for key in known)
         raise InvalidInput(f"{task} takes an object {{{keys}}}", "inputs")
-    for key, value in given.items():
+    for key, value in fields.items():
         if key in CHECKS and (wrong := CHECKS[key](value)):
             raise InvalidInput(wrong, f"inputs.{key}")
     try:
-        characters = sum(count_characters(given[key]) for key in CHECKS if key in given)
+        characters = sum(count_characters(fields[key]) for key in CHECKS if key in fields)
     except RecursionError:
-        raise InvalidInput("it is nested too deeply", "inputs") from None
+        raise InvalidInput("the object is nested too deeply", "inputs") from None
     limits.check_characters(characters, limit)
-    if task == "document-question-answering" and not {"image", "word_boxes"} & set(given):
-        raise InvalidInput("a document is an image, word_boxes, or both", "inputs")
+    if task == "document-question-answering" and not {"image", "word_boxes"} & set(fields):
+        raise InvalidInput("a document must have an image, word_boxes, or both", "inputs")
     if task == "keypoint-matching":
-        pair = given["images"]
+        pair = fields["images"]
         if not isinstance(pair, list) or len(pair) != 2:
             raise InvalidInput("must be a list of two images", "inputs.images")
-        return to_images([(each, f"inputs.images[{n}]") for n, each in enumerate(pair)], lease)
-    if "image" in given:
-        labels = len(given.get("candidate_labels", ()))  # the image is processed for each
-        if labels > MAX_DETECTED:
-            many = f"at most {MAX_DETECTED} labels are looked for at a time"
-            raise InvalidInput(many, "inputs.candidate_labels")
-        given["image"] = to_image(given["image"], lease, "inputs.image", labels)
-    if "images" in given:
-        given["images"] = to_image(given["images"], lease, "inputs.images")
-    if "table" in given:
-        given["table"] = to_frame(given["table"])
-    return given
+        return to_images([(image, f"inputs.images[{n}]") for n, image in enumerate(pair)], lease)
+    if "image" in fields:
+        labels = len(fields.get("candidate_labels", ()))
+        if labels > MAX_DETECTION_LABELS:
+            raise InvalidInput(
+                f"there are {labels} labels; at most {MAX_DETECTION_LABELS} are accepted",
+                "inputs.candidate_labels",
+            )
+        fields["image"] = to_image(fields["image"], lease, "inputs.image", labels)
+    if "images" in fields:
+        fields["images"] = to_image(fields["images"], lease, "inputs.images")
+    if "table" in fields:
+        fields["table"] = to_frame(fields["table"])
+    return fields
 
 
 def count_characters(value: Any) -> int:
+    """Return the characters of all strings in a JSON value; other values count as one each."""
     if isinstance(value, dict):
         return sum(map(count_characters, value)) + sum(map(count_characters, value.values()))
     if isinstance(value, list):
@@ -205,28 +225,29 @@ def count_characters(value: Any) -> int:
 
 
 def to_frame(columns: dict[str, list[Any]]) -> Any:
+    """Return a pandas DataFrame of strings."""
     import pandas
 
     cells = {k: ["" if c is None else str(c) for c in column] for k, column in columns.items()}
     return pandas.DataFrame(cells)
 
 
-# ── for warming up and for probing a failing worker ──
+# ── warm-up, and probes of a failing model ──
 
 
 def warm_up_input(task: str, pipe: Pipe) -> tuple[Any, dict[str, Any]]:
-    """The smallest sound inputs, and parameters, as a client would send them."""
-    known, labels = TASKS[task], ["one", "two"]
-    parameters: dict[str, Any] = {"candidate_labels": labels} if known.required else {}
+    """Return the smallest valid inputs, and parameters, as a client would send them."""
+    definition, labels = TASKS[task], ["one", "two"]
+    parameters: dict[str, Any] = {"candidate_labels": labels} if definition.required else {}
     if task in ("text-generation", "image-text-to-text"):
         parameters["max_new_tokens"] = 2
-    if known.kind == "audio":
+    if definition.kind == "audio":
         return _wav(pipe.feature_extractor.sampling_rate), parameters
-    if known.kind == "text":
+    if definition.kind == "text":
         return f"hello {pipe.tokenizer.mask_token}" if task == "fill-mask" else "hello", parameters
     png = io.BytesIO()
     Image.new("RGB", (64, 64), (120, 130, 140)).save(png, format="PNG")
-    if known.kind == "image":
+    if definition.kind == "image":
         return png.getvalue(), parameters
     image = base64.b64encode(png.getvalue()).decode()
     samples = {
@@ -241,12 +262,12 @@ def warm_up_input(task: str, pipe: Pipe) -> tuple[Any, dict[str, Any]]:
         "text": f"{getattr(pipe.processor, 'image_token', '')} hello",
         "word_boxes": [["one", [0, 0, 100, 100]], ["two", [100, 0, 200, 100]]],
     }
-    keys = (*known.json_keys, *OPTIONAL_KEYS.get(task, ()))
+    keys = (*definition.json_keys, *OPTIONAL_KEYS.get(task, ()))
     return {key: samples[key] for key in keys}, parameters
 
 
 def _wav(sampling_rate: int) -> bytes:
-    """A second of a quiet tone."""
+    """Return one second of a quiet tone."""
     import soundfile
 
     buffer = io.BytesIO()

@@ -1,8 +1,8 @@
-"""From settings to a runner, on the worker thread: the pipeline, whether it has the weights that
-its answers depend on, and whether a batch gives what each of its rows gives alone.
+"""Load a pipeline and choose how its batches run; runs on the worker thread.
 
-Three ways to batch are tried on random rows, by running the model: packed, padded on the right, and
-padded on the left before generation. What differs is not used; the reason is logged with the model.
+Loading checks that the checkpoint has the weights that the outputs depend on. Three ways to batch
+are compared with single rows on random tokens: packed, padded on the right and, for generation,
+padded on the left. A way that changes the outputs is not used, and the log says why.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,9 +42,9 @@ from worker.model.loading import (
     record_missing_weights,
 )
 from worker.pipeline.inputs import InputReader, warm_up_input
-from worker.pipeline.limits import context_limit, vocabulary
-from worker.pipeline.packed_attention import Packing, start_native_packing
-from worker.pipeline.runner import PipelineRunner, split_rows
+from worker.pipeline.limits import context_limit, vocabulary_size
+from worker.pipeline.packed_attention import Packing, start_native_kernels
+from worker.pipeline.runner import PipelineRunner, split_output
 from worker.task_detection import DEMO_TASK, advice, made_for
 from worker.tasks import TASKS
 
@@ -58,7 +58,7 @@ class PipelineOptions(ModelOptions):
 
 
 def load_pipeline(options: PipelineOptions) -> tuple[Pipe, dict[str, str]]:
-    """The pipeline, and the names of the weights that its checkpoint lacks."""
+    """Return the pipeline, and the names of the weights that its checkpoint lacks."""
     task = options.task
     if options.model == "demo" and task != DEMO_TASK:
         raise LoadingFailed(f"PIPELINE_MODEL=demo serves {DEMO_TASK} only: name a model for {task}")
@@ -71,22 +71,22 @@ def load_pipeline(options: PipelineOptions) -> tuple[Pipe, dict[str, str]]:
             model=path,
             device=device,
             dtype=choose_dtype(options.dtype, path, device),
-            trust_remote_code=False,  # unset, a terminal would be asked
+            trust_remote_code=False,  # if unset, transformers prompts on a terminal
             model_kwargs=attention_keywords(options.attention),
         )
     pipe.model.eval()
     for part in (pipe, pipe.model):
         config: Any = getattr(part, "generation_config", None)
         if getattr(config, "return_timestamps", None) is False:
-            config.return_timestamps = None  # else Whisper refuses long sound
+            config.return_timestamps = None  # False makes Whisper refuse long recordings
     return pipe, lacking.get(id(pipe.model), {})
 
 
 def load_runner(options: PipelineOptions, max_rows: int) -> PipelineRunner:
-    """Raises LoadingFailed if the model is not there, or was not made for the task."""
+    """Load a runner. Raises LoadingFailed if the model is not found or not made for the task."""
     task = options.task
     pipe, lacking = load_pipeline(options)
-    if missing_weights_matter(pipe.model, lacking, partial(_warm_up_answer, pipe, task)):
+    if missing_weights_matter(pipe.model, lacking, partial(_warm_up_output, pipe, task)):
         config = pipe.model.config.to_dict()
         advised = "" if task in made_for(config) else f"; {advice(config)}"
         raise LoadingFailed(
@@ -100,19 +100,19 @@ def load_runner(options: PipelineOptions, max_rows: int) -> PipelineRunner:
     info = model_info(task, options.model, pipe.model, count, batching, why)
     if task == "fill-mask":
         info = replace(info, mask=pipe.tokenizer.mask_token)
-    budget = DecodeLimiter(int(options.max_image_mp * 1e6))
-    runner = PipelineRunner(pipe, info, packing, budget, max_rows)
+    limiter = DecodeLimiter(int(options.max_image_mp * 1e6))
+    runner = PipelineRunner(pipe, info, packing, limiter, max_rows)
     on_cpu, dtype = pipe.device.type == "cpu", pipe.dtype
     if on_cpu and packs_dtype(dtype) and emulates_dtype(dtype):
         pack_weights(pipe.model, free_bytes(pipe.device), runner.warm_up)
     if packing and is_worth_compiling(options.compile, info.parameters):
-        start_native_packing(pipe.model, packing, runner.warm_up, options.compile)
+        start_native_kernels(pipe.model, packing, runner.warm_up, options.compile)
     return runner
 
 
-def _warm_up_answer(pipe: Pipe, task: str) -> bytes:
-    """The pipeline's answer to the warm-up input, as JSON; where it has a threshold, all that it
-    finds, as with random weights nothing may exceed it."""
+def _warm_up_output(pipe: Pipe, task: str) -> bytes:
+    """Return the pipeline's output for the warm-up input, as JSON. A threshold is set to 0, since
+    with random weights nothing may exceed it."""
     inputs, parameters = warm_up_input(task, pipe)
     if "threshold" in TASKS[task].parameters:
         parameters = {**parameters, "threshold": 0.0}
@@ -121,12 +121,12 @@ def _warm_up_answer(pipe: Pipe, task: str) -> bytes:
         return to_json(pipe(InputReader(task, pipe).read(payload, pipe, lease), **parameters))
 
 
-# ── how it batches ──
+# ── the choice of batching ──
 
 
 def choose_batching(task: str, pipe: Pipe) -> tuple[Batching, str, Packing | None]:
-    """The best way to batch that gives the model's own output; why none better; the packing, in
-    place, if it is that."""
+    """Return the fastest batching that keeps the model's own output, the reason why no faster one
+    is used, and the attached packing if it is that."""
     if not TASKS[task].stages or not TASKS[task].batches:
         return "single", "", None
     if TASKS[task].kind != "text":
@@ -134,89 +134,89 @@ def choose_batching(task: str, pipe: Pipe) -> tuple[Batching, str, Packing | Non
     model, tokenizer, limit = pipe.model, pipe.tokenizer, context_limit(pipe)
     if tokenizer is None or tokenizer.pad_token_id is None:
         return "single", "its tokenizer has no padding token", None
-    if tokenizer.pad_token_id >= vocabulary(pipe):
-        return "single", "it does not know its tokenizer's padding token", None
+    if tokenizer.pad_token_id >= vocabulary_size(pipe):
+        return "single", "its vocabulary lacks its tokenizer's padding token", None
     if task == "text-generation":
-        why = _refusal(partial(check_left_padding, model, tokenizer, limit))
+        why = _why_not(partial(check_left_padding, model, tokenizer, limit))
         return ("single" if why else "padded"), why, None
-    why = _refusal(lambda: check_packing(Packing(model), tokenizer, limit))
+    why = _why_not(lambda: check_packing(Packing(model), tokenizer, limit))
     if not why:
         packing = Packing(model)
         packing.attach()
         return "packed", "", packing
     rows = partial(rows_beyond_windows, model, tokenizer, limit)
-    if why_not_padded := _refusal(lambda: check_rows(rows(), model, model)):
+    if why_not_padded := _why_not(lambda: check_rows(rows(), model, model)):
         return "single", f"packed: {why}; padded: {why_not_padded}", None
     return "padded", why, None
 
 
-def _refusal(check: Callable[[], None]) -> str:
-    """Why a way of batching is not used; "" if the check passes."""
+def _why_not(check: Callable[[], None]) -> str:
+    """Return the reason why a check fails; "" if it passes."""
     try:
         check()
     except CannotRun as error:
         return str(error)
-    except Exception as error:  # each model class refuses in its own way
+    except Exception as error:  # each model class raises its own errors
         return f"the forward raised {repr(error)[:200]}"
     return ""
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class SampleRows:
     """Random rows, as the arguments that the tokenizer makes of texts."""
 
     batch: dict[str, Tensor]  # [B, L] each, padded
-    alone: Sequence[dict[str, Tensor]]  # the same of each row, [1, tokens]
-    counts: Sequence[int]  # tokens of each
+    single: Sequence[dict[str, Tensor]]  # the same per row, [1, tokens]
+    counts: Sequence[int]  # tokens per row
 
 
 def random_rows(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, counts: Sequence[int], left: bool
-) -> Rows:
-    """Tokens are ordinary ones; each row ends in the token that ends texts, as some models
-    look for it."""
+) -> SampleRows:
+    """Return rows of random ordinary tokens. Each ends in the token that ends texts, which some
+    models search for; rows padded on the left do not."""
     texts = random_prompts(model, tokenizer, counts)
     last = tokenizer.eos_token_id if tokenizer.sep_token_id is None else tokenizer.sep_token_id
     if isinstance(last, int) and not left:
         for text in texts:
             text[-1] = last
-    batch = padded(tokenizer, {"input_ids": texts}, "left" if left else "right").to(model.device)
+    batch = pad(tokenizer, {"input_ids": texts}, "left" if left else "right").to(model.device)
     starts = [max(counts) - n if left else 0 for n in counts]
-    alone = [
+    single = [
         {name: value[row : row + 1, start : start + n] for name, value in batch.items()}
         for row, (start, n) in enumerate(zip(starts, counts, strict=True))
     ]
-    return Rows(dict(batch), alone, counts)
+    return SampleRows(dict(batch), single, counts)
 
 
-def padded(
+def pad(
     tokenizer: PreTrainedTokenizerBase, batch: dict[str, list[list[int]]], side: str = "right"
 ) -> Any:
-    """Token ids of texts, and what goes with each, as tensors [B, L] that the model takes."""
-    several = len(batch["input_ids"]) > 1  # one alone needs no token to be padded with
+    """Return token ids, and the values that belong to them, as padded tensors [B, L]."""
+    several = len(batch["input_ids"]) > 1  # a single row works without a padding token
     return tokenizer.pad(batch, padding=several, padding_side=side, return_tensors="pt")
 
 
 def rows_beyond_windows(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, limit: int
-) -> Rows:
-    """Two near in length, which share an attention call when packed, and a short one. They exceed
-    the attention window, as far as `limit` and time allow."""
+) -> SampleRows:
+    """Return a short row and two of similar length, which share an attention call when packed.
+    The two exceed the attention window, as far as `limit` and time allow."""
     longest = length_beyond_windows(model.config, limit)
     counts = [min(3, longest), longest, longest - longest // 8]
     return random_rows(model, tokenizer, counts, left=False)
 
 
 def check_packing(packing: Packing, tokenizer: PreTrainedTokenizerBase, limit: int) -> None:
-    """Raises CannotRun unless packed rows equal the model's forward of each."""
+    """Raise CannotRun unless packed rows give the output of each row alone."""
     rows = rows_beyond_windows(packing.model, tokenizer, limit)
 
-    def packed(**batch: Tensor) -> Any:
+    def forward_packed(**batch: Tensor) -> Any:
         with ExitStack() as undo, packing.batch(rows.counts, max(rows.counts)):
             undo.callback(packing.attach())
             return packing.model(**batch)
 
-    check_rows(rows, packing.model, packed)
+    check_rows(rows, packing.model, forward_packed)
     if packing.calls != len(packing.layers):
         raise CannotRun("its layers do not call a registered attention function")
 
@@ -224,7 +224,7 @@ def check_packing(packing: Packing, tokenizer: PreTrainedTokenizerBase, limit: i
 def check_left_padding(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, limit: int
 ) -> None:
-    """Raises CannotRun unless the first generated token's logits survive padding on the left."""
+    """Raise CannotRun unless padding on the left keeps the logits of the first generated token."""
     rows = random_rows(model, tokenizer, [min(3, limit - 1), min(11, limit - 1)], left=True)
     options = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "max_new_tokens": 1}
     options |= {"return_dict_in_generate": True, "output_logits": True}
@@ -237,17 +237,20 @@ def check_left_padding(
 
 
 @torch.no_grad()
-def check_rows(rows: Rows, alone: Callable[..., Any], together: Callable[..., Any]) -> None:
-    """Raises CannotRun unless every score of the rows in a batch is what it is alone, but for
+def check_rows(
+    rows: SampleRows, forward_single: Callable[..., Any], forward_batch: Callable[..., Any]
+) -> None:
+    """Raise CannotRun unless every float output of the batch equals that of the row alone, up to
     rounding."""
     counts = rows.counts
-    batched = split_rows(together(**rows.batch), len(counts), counts)
-    for row, got, count in zip(rows.alone, batched, counts, strict=True):
-        for name, expected in split_rows(alone(**row), 1, [count])[0].items():
+    outputs = split_output(forward_batch(**rows.batch), len(counts), counts)
+    for row, output, count in zip(rows.single, outputs, counts, strict=True):
+        for name, expected in split_output(forward_single(**row), 1, [count])[0].items():
             if not isinstance(expected, Tensor) or not expected.is_floating_point():
                 continue
             if expected.ndim > 2 and expected.shape[1] != count:
                 raise CannotRun(f"its {name} are not one for each token")
-            if got[name].shape != expected.shape:
+            if output[name].shape != expected.shape:
                 raise CannotRun(f"its {name} have another shape in a batch")
-            compare(got[name], expected, TOLERANCE[expected.dtype], f"its {name} differ in a batch")
+            differ = f"its {name} differ in a batch"
+            compare(output[name], expected, TOLERANCE[expected.dtype], differ)
