@@ -56,6 +56,7 @@ class WorkItem:
     model: ServingModel = field(init=False)
     lane: "Lane" = field(init=False)
     stream: Stream | None = None  # pipelines have none
+    cache_namespace: bytes = b""  # cached prefixes and images are shared within it alone
     begun: bool = False  # its answer has begun, or never will: no longer ahead of others
     counted: bool = False  # its lane knows its tokens
     open: bool = True  # somebody still waits; other threads only read it
@@ -155,6 +156,7 @@ class RequestQueue:
         lane: Lane,
         model: ServingModel,
         stream: Stream | None = None,
+        cache_namespace: bytes = b"",
     ) -> list[WorkItem]:
         """Take a place for each payload and queue them, or raise a Refused (503) at once.
 
@@ -162,7 +164,10 @@ class RequestQueue:
         """
         self._admit(len(payloads), deadline, lane)
         loop, now = asyncio.get_running_loop(), self.clock()
-        items = [WorkItem(payload, deadline, now, stream=stream) for payload in payloads]
+        items = [
+            WorkItem(payload, deadline, now, stream=stream, cache_namespace=cache_namespace)
+            for payload in payloads
+        ]
         for item in items:
             item.future, item.model, item.lane = loop.create_future(), model, lane
         self.waiting.update(items)

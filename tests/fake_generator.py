@@ -70,6 +70,7 @@ class FakeGenerator:
         self.said = threading.Event()  # set after the first step that said something
         self.running: list[Running] = []
         self.payloads: list[GenerationInput] = []
+        self.cache_namespaces: list[bytes] = []  # of the payloads' items
         self.dropped: list[str] = []  # prompts whose clients had left
         self.lost: Exception | None = None  # what a step raises
         self.healthy = True
@@ -113,6 +114,7 @@ class FakeGenerator:
     def add(self, item: WorkItem) -> None:
         payload: GenerationInput = item.payload
         self.payloads.append(payload)
+        self.cache_namespaces.append(item.cache_namespace)
         prompt: str = item.prepared
         choices = [Choice(script(prompt)) for _ in range(payload.n)]
         for number, choice in enumerate(choices):

@@ -42,7 +42,7 @@ def request(
     max_tokens: int = COUNT,
     n: int = 1,
     prompt_logprobs: int | None = None,
-    root: bytes = b"",
+    cache_namespace: bytes = b"",
 ) -> WorkItem:
     """A message of texts and images."""
     content = [
@@ -50,13 +50,11 @@ def request(
         for part in parts
     ]
     files = [part for part in parts if isinstance(part, bytes)]
-    pictures = tuple(ImageInput(each, "auto", "messages[0].content", root=root) for each in files)
+    pictures = tuple(ImageInput(each, "auto", "messages[0].content") for each in files)
     chat = Chat(({"role": "user", "content": content},), images=pictures)
     stopping = Stopping(max_tokens=max_tokens, ignore_eos=True)
-    asked = GenerationInput(
-        chat, GREEDY, stopping, n=n, prompt_logprobs=prompt_logprobs, cache_root=root
-    )
-    return WorkItem(asked, float("inf"), 0.0)
+    asked = GenerationInput(chat, GREEDY, stopping, n=n, prompt_logprobs=prompt_logprobs)
+    return WorkItem(asked, float("inf"), 0.0, cache_namespace=cache_namespace)
 
 
 @cache

@@ -32,6 +32,7 @@ class AnswerStream(Submission, Generic[D]):
         payloads: Sequence[Any],
         deadlines: Deadlines,
         receive: Receive | None,
+        cache_namespace: bytes = b"",
     ) -> None:
         self.deadlines = deadlines
         self.arrival = asyncio.Event()  # set it to wake the reader
@@ -39,7 +40,7 @@ class AnswerStream(Submission, Generic[D]):
         self.unfinished = 1  # parts of the answer whose end has not been read
         self._unread: list[D] = []
         self._error: BaseException | None = None  # what ends the stream after what is unread
-        super().__init__(worker_client, serves, payloads, deadlines, receive, self)
+        super().__init__(worker_client, serves, payloads, deadlines, receive, self, cache_namespace)
         self._running = len(self.items)
         for item in self.items:
             item.future.add_done_callback(self._on_done)
@@ -133,8 +134,9 @@ class TokenStream(AnswerStream[Delta]):
         deadlines: Deadlines,
         usage: UsageCounts,
         receive: Receive | None,
+        cache_namespace: bytes,
     ) -> None:
-        super().__init__(worker_client, name, payloads, deadlines, receive)
+        super().__init__(worker_client, name, payloads, deadlines, receive, cache_namespace)
         self.usage = usage
         self.unfinished = sum(payload.n for payload in payloads)  # choices
         self._choices: dict[int, Delta] = {}  # unread

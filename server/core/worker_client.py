@@ -209,7 +209,12 @@ class WorkerClient(Supervisor):
         return None
 
     def submit(
-        self, name: str, payloads: Sequence[Any], deadline: float, stream: Stream | None = None
+        self,
+        name: str,
+        payloads: Sequence[Any],
+        deadline: float,
+        stream: Stream | None = None,
+        cache_namespace: bytes = b"",
     ) -> list[WorkItem]:
         """Queue payloads for a model, or raise a Refused; their futures get the answers or the
         errors, and `stream` what is generated, of all of them, as it comes."""
@@ -217,7 +222,7 @@ class WorkerClient(Supervisor):
             raise refusal
         model = self.models[name]
         lane = model.lanes[-1] if getattr(payloads[0], "background", False) else model.lane
-        return self.queue.accept(payloads, deadline, lane, model, stream)
+        return self.queue.accept(payloads, deadline, lane, model, stream, cache_namespace)
 
     @property
     def generator(self) -> Generator:
@@ -337,10 +342,13 @@ class Submission:
         deadlines: Deadlines,
         receive: Receive | None,
         stream: Stream | None = None,
+        cache_namespace: bytes = b"",
     ) -> None:
         self.worker_client = worker_client
         self._timer: asyncio.TimerHandle | None = None
-        self.items = worker_client.submit(serves, payloads, deadlines.first, stream)
+        self.items = worker_client.submit(
+            serves, payloads, deadlines.first, stream, cache_namespace
+        )
         self._expire_at(min(deadlines.first, deadlines.whole))
         if receive:
             worker_client.loop.create_task(self._abort_on_disconnect(receive))  # receive() holds it

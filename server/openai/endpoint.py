@@ -172,6 +172,7 @@ class GenerationResponseBuilder(ResponseBuilder[Delta]):
         self.payloads = payloads
         self.streams = streams
         self.usage = UsageCounts()
+        self.cache_namespace = b""
 
     def documents(self, delta: Delta) -> int:
         return len(delta.logprobs) + len(delta.prompt_logprobs)
@@ -195,15 +196,13 @@ class GenerationEndpoint(Endpoint[G]):
         body, deadlines = await read_json_request(scope, receive)
         reply = await self.parsing.run(self.parse, body, deadlines.first, self.blocks)
         salt = reply.payloads[0].cache_salt
-        root = cache_namespace(self.models.id, scope["api_key"], salt)
-        reply.payloads = [replace(each, cache_root=root) for each in reply.payloads]
+        reply.cache_namespace = cache_namespace(self.models.id, scope["api_key"], salt)
         for n, payload in enumerate(reply.payloads):
             if isinstance(payload.prompt, Chat) and payload.prompt.images:
-                given = payload.prompt, payload.cache_root, deadlines.first
-                fetched = self.images.fetched(scope, receive, *given)
+                fetched = self.images.fetched(scope, receive, payload.prompt, deadlines.first)
                 reply.payloads[n] = replace(payload, prompt=await fetched)
         await self.answer(scope, receive, send, reply, deadlines)
 
     def submit(self, reply: G, deadlines: Deadlines, receive: Receive | None) -> TokenStream:
-        given = reply.payloads, deadlines, reply.usage, receive
+        given = reply.payloads, deadlines, reply.usage, receive, reply.cache_namespace
         return TokenStream(self.worker_client, "generation", *given)

@@ -55,13 +55,10 @@ class ImageLoader:
     fetcher: Fetcher
     fetching: int = 0  # requests: they have no place in the queue yet
 
-    async def fetched(
-        self, scope: Scope, receive: Receive, chat: Chat, root: bytes, deadline: float
-    ) -> Chat:
-        """With the bytes of its links, for requests of `root`. InvalidInput where one is not
-        fetched, QueueFull, DeadlineExceeded, ClientGone."""
+    async def fetched(self, scope: Scope, receive: Receive, chat: Chat, deadline: float) -> Chat:
+        """With the bytes of its links. InvalidInput where one is not fetched, QueueFull,
+        DeadlineExceeded, ClientGone."""
         check_images(chat, self.worker_client.generator)
-        chat = replace(chat, images=tuple(replace(each, root=root) for each in chat.images))
         links = [each for each in chat.images if each.link]
         if not links:
             return chat

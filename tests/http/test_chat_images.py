@@ -70,11 +70,11 @@ def test_images_stand_in_their_places_among_text(generator: FakeGenerator, serve
         {"role": "system", "content": "be\nbrief"},
         {"role": "user", "content": [text("one"), place, text("two"), place]},
     )
-    path, root = "messages[1].content", generator.payloads[-1].cache_root
-    assert root
+    path = "messages[1].content"
+    assert generator.cache_namespaces[-1]
     assert got.images == (
-        ImageInput(b"png", "low", f"{path}[1].image_url", root=root),
-        ImageInput(b"png", "auto", f"{path}[3].image_url", root=root),
+        ImageInput(b"png", "low", f"{path}[1].image_url"),
+        ImageInput(b"png", "auto", f"{path}[3].image_url"),
     )
 
 
@@ -86,8 +86,8 @@ def test_responses_take_images_and_their_conversations_keep_them(
     body = {"input": [{"role": "user", "content": content}]}
     got = chat(generator, server, body, RESPONSES)
     assert got.messages[0]["content"] == [text("what?"), {"type": "image"}]
-    param, root = "input[0].content[1].image_url", generator.payloads[-1].cache_root
-    assert got.images == (ImageInput(b"png", "high", param, root=root),)
+    param = "input[0].content[1].image_url"
+    assert got.images == (ImageInput(b"png", "high", param),)
     first = post(server, RESPONSES, body).json()
     items = httpx.get(f"{server.url}{RESPONSES}/{first['id']}/input_items").json()["data"]
     assert items[0]["content"][1] == part
@@ -150,7 +150,6 @@ def test_links_are_fetched_before_the_worker_hears_of_them(
         got = chat(generator, server, user(image(link), image(), image(link)))
     assert [each.data for each in got.images] == [b"png"] * 3
     assert not any(each.link for each in got.images)
-    assert {each.root for each in got.images} == {generator.payloads[-1].cache_root}
 
 
 def test_operator_who_names_no_host_is_named_the_setting(generator: FakeGenerator) -> None:

@@ -112,15 +112,15 @@ def test_a_model_is_not_paged_without_room_for_its_longest_text(
     assert embedder.info.batching == "packed"
 
 
-def test_a_beginning_is_found_by_those_of_its_root_alone(
+def test_a_prefix_is_shared_within_a_cache_namespace_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     embedder = load(checkpoint(tmp_path / "m", "qwen3-base"))
     steps = counted(embedder.rows, monkeypatch)
     ran = []
-    for root in (b"one", b"two", b"one"):
+    for namespace in (b"one", b"two", b"one"):
         steps.clear()
-        embed(embedder, [PROMPT], cache_root=root)
+        embedder.answer(EmbeddingInput([PROMPT], 0), namespace)
         ran.append(sum(steps))
     assert ran[0] == ran[1] > ran[2]
 

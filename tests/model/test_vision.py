@@ -146,9 +146,9 @@ def test_a_picture_that_was_seen_is_not_decoded_again(
     assert_generated(model, [*once_more, *beside])
 
 
-@pytest.mark.parametrize(("roots", "looks"), [((b"one", b"one"), 1), ((b"one", b"two"), 2)])
-def test_a_picture_is_known_to_requests_of_its_root_alone(
-    monkeypatch: pytest.MonkeyPatch, roots: Sequence[bytes], looks: int
+@pytest.mark.parametrize(("namespaces", "looks"), [((b"one", b"one"), 1), ((b"one", b"two"), 2)])
+def test_image_features_are_shared_within_a_cache_namespace_alone(
+    monkeypatch: pytest.MonkeyPatch, namespaces: Sequence[bytes], looks: int
 ) -> None:
     """Times tell nobody what others have sent."""
     generator, looked, original = engine("smolvlm"), [], Processor.look
@@ -159,9 +159,9 @@ def test_a_picture_is_known_to_requests_of_its_root_alone(
 
     monkeypatch.setattr(Processor, "look", look)
     frames = []
-    for root in roots:
+    for namespace in namespaces:
         before = viewing(generator).tower.runs
-        serve(generator, [request("What is ", ONE, root=root)])
+        serve(generator, [request("What is ", ONE, cache_namespace=namespace)])
         frames.append(viewing(generator).tower.runs - before)
     assert len(looked) == looks
     assert [bool(each) for each in frames] == [True, looks > 1]

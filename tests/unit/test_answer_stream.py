@@ -21,9 +21,11 @@ async def streaming() -> AsyncIterator[AnswerStream[str]]:
     """Of one item, without a worker."""
     queue, loop = RequestQueue(10, time.monotonic), asyncio.get_running_loop()
 
-    def submit(name: str, payloads: list[str], deadline: float, stream: Any) -> Any:
+    def submit(
+        name: str, payloads: list[str], deadline: float, stream: Any, cache_namespace: bytes
+    ) -> Any:
         model: Any = None
-        return queue.accept(payloads, deadline, StepLane(name, 10), model, stream)
+        return queue.accept(payloads, deadline, StepLane(name, 10), model, stream, cache_namespace)
 
     worker_client: Any = SimpleNamespace(loop=loop, queue=queue, submit=submit)
     with AnswerStream[str](

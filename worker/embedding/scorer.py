@@ -40,7 +40,7 @@ class Scorer(ABC):
     def prepare(self, item: WorkItem) -> None:
         rows = self.read(item.payload)
         for row in rows:
-            row.root = item.payload.cache_root
+            row.root = item.cache_namespace
         counts = [len(row.ids) for row in rows]
         item.prepared = rows
         item.rows, item.tokens, item.width = len(rows), sum(counts), max(counts)
@@ -71,9 +71,9 @@ class Scorer(ABC):
     def warm_up(self) -> None:
         self.answer(self.smallest)
 
-    def answer(self, payload: Any) -> Any:
+    def answer(self, payload: Any, cache_namespace: bytes = b"") -> Any:
         """An input's answer, from as many forwards as that takes."""
-        item = WorkItem(payload, float("inf"), 0.0)
+        item = WorkItem(payload, float("inf"), 0.0, cache_namespace=cache_namespace)
         self.prepare(item)
         while (raw := self.forward([item.prepared])[0]) is UNFINISHED:
             pass  # each step brings it on

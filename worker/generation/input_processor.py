@@ -183,7 +183,7 @@ class InputProcessor:
         if isinstance(item.payload, DecisionInput):
             self.decisions.prepare(item)
             return
-        prepared = self.prepared(item.payload)
+        prepared = self.prepared(item.payload, item.cache_namespace)
         item.prepared = make_choices(item, prepared, self.vocabulary)
         item.tokens = len(prepared.ids)
 
@@ -209,9 +209,9 @@ class InputProcessor:
 
     # ── a request ──
 
-    def prepared(self, request: GenerationInput) -> PreparedPrompt:
+    def prepared(self, request: GenerationInput, cache_namespace: bytes = b"") -> PreparedPrompt:
         """InvalidInput says what cannot be served."""
-        text, ids, multimodal = self._prompt(request)
+        text, ids, multimodal = self._prompt(request, cache_namespace)
         ends: dict[int, int | None] = {id_: id_ for id_ in request.stopping.stop_token_ids}
         self._check_ids(request.stopping.stop_token_ids, "stop_token_ids")
         if not request.stopping.ignore_eos:
@@ -240,11 +240,13 @@ class InputProcessor:
         document = plan is not None and plan.document
         return answer_parser(self.template, request, begun, document) if chats else None, plan
 
-    def _prompt(self, request: GenerationInput) -> tuple[str, list[int], MultimodalPrompt | None]:
+    def _prompt(
+        self, request: GenerationInput, cache_namespace: bytes
+    ) -> tuple[str, list[int], MultimodalPrompt | None]:
         """The prompt's text, if it is one, its tokens, and what of them is pictures."""
         multimodal = None
         if isinstance(request.prompt, Chat) and request.prompt.images:
-            text, multimodal = self._pictured(request.prompt)
+            text, multimodal = self._pictured(request.prompt, cache_namespace)
             ids = [*multimodal.ids]
         elif isinstance(request.prompt, tuple):
             self._check_ids(request.prompt, request.param)
@@ -261,16 +263,17 @@ class InputProcessor:
             )
         return text, ids, multimodal
 
-    def _pictured(self, chat: Chat) -> tuple[str, MultimodalPrompt]:
+    def _pictured(self, chat: Chat, cache_namespace: bytes) -> tuple[str, MultimodalPrompt]:
         """Its text, and its pictures with their tokens."""
         image_preprocessor = self.image_preprocessor
         if image_preprocessor is None:
             raise InvalidInput(self.no_images, chat.images[0].param)
-        with image_preprocessor.turn(chat.images):
+        images = [replace(image, cache_namespace=cache_namespace) for image in chat.images]
+        with image_preprocessor.turn(images):
             text = self.template.render(chat)
             self._check_length(text, "messages")
-            made = image_preprocessor.process(text, chat.images)
-        return text, MultimodalPrompt.of(made, lambda: image_preprocessor.again(text, chat.images))
+            made = image_preprocessor.process(text, images)
+        return text, MultimodalPrompt.of(made, lambda: image_preprocessor.again(text, images))
 
     def _encoded(self, prompt: Chat | str, special: bool, param: str) -> tuple[str, list[int]]:
         """Text and ids. `special`: the tokenizer adds its own; templates write them."""

@@ -182,7 +182,7 @@ def sequence_of(output: Any) -> Sequence:
         scores_prompt=prepared.prompt_logprobs is not None,
         scores_end=bool(prepared.labels),
         background=output.background,
-        root=output.item.payload.cache_root,
+        root=output.item.cache_namespace,
         multimodal=prepared.multimodal,
     )
 

@@ -55,7 +55,6 @@ class DecisionInput:
 
     messages: tuple[Mapping[str, Any], ...]  # as in a Chat
     questions: tuple[Question, ...]
-    cache_root: bytes = b""  # prefixes are shared with inputs of the same root alone
     param: str = "input"  # the field of the request that errors about the messages name
     background: bool = False
 

@@ -13,14 +13,14 @@ TEXT_ALONE = "this model takes text, no images"
 class ImageInput:
     """An image of a conversation, as a file's bytes, not yet decoded. `detail`: how large it is to
     be looked at. `param`: the field of the request that errors about it name. `link`: where its
-    bytes are still to be fetched from. `root`: what is kept of it once it was looked at is for
-    requests of the same root alone, as prefixes are."""
+    bytes are still to be fetched from. `cache_namespace`: the work item's, set when it is
+    prepared: the encoder's output is cached for requests of that namespace alone."""
 
     data: bytes
     detail: str
     param: str
     link: str = ""
-    root: bytes = b""
+    cache_namespace: bytes = b""
 
     @property
     def is_low_detail(self) -> bool:
@@ -29,9 +29,9 @@ class ImageInput:
 
     @cached_property
     def digest(self) -> bytes:
-        """Of what is seen, how, and for whom: 32 bytes."""
-        how = b"low" * self.is_low_detail
-        return hashlib.blake2b(self.data, digest_size=32, key=self.root, person=how).digest()
+        """Return 32 bytes that identify the data, the detail and the cache namespace."""
+        person, key = b"low" * self.is_low_detail, self.cache_namespace
+        return hashlib.blake2b(self.data, digest_size=32, key=key, person=person).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,6 @@ class GenerationInput:
     param: str = "messages"  # the field of the request that errors about the prompt name
     background: bool = False  # nobody waits for it: it comes after all that somebody waits for
     cache_salt: str = ""  # what the client makes its own part of the prefix cache by
-    cache_root: bytes = b""  # prefixes are shared with inputs of the same root alone
 
     @property
     def called_tools(self) -> list[Mapping[str, Any]]:

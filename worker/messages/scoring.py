@@ -39,7 +39,6 @@ class EmbeddingInput:
     truncation: Truncation = Truncation()
     form: Literal["float", "base64", "bare", "vectors"] = "float"
     param: str = "input"
-    cache_root: bytes = b""  # prefixes are shared with inputs of the same root alone
 
     def path(self, n: int) -> str:
         """What errors about the n-th of these inputs name."""
@@ -65,7 +64,6 @@ class PairsInput:
     document_tokens: int | None = None  # so many of a document's tokens are read at most
     truncation: Truncation = Truncation(cuts=True)  # of rows, in documents; queries stay whole
     raw: bool = False  # scores as the model gives them, without an activation
-    cache_root: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

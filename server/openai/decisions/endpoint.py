@@ -72,11 +72,10 @@ class DecisionEndpoint:
         request: DecisionBody,
         payload: DecisionInput,
     ) -> tuple[list[Delta], UsageCounts]:
-        root = cache_namespace(self.models.id, scope["api_key"], request.cache_salt)
-        payloads = [replace(payload, cache_root=root)]
+        namespace = cache_namespace(self.models.id, scope["api_key"], request.cache_salt)
         usage = UsageCounts()
         deadlines = replace(deadlines, whole=deadlines.first)
-        given = self.models.serves, payloads, deadlines, usage, receive
+        given = self.models.serves, [payload], deadlines, usage, receive, namespace
         with TokenStream(self.worker_client, *given) as stream:
             return await stream.collect(), usage
 

@@ -4,7 +4,7 @@ body → request → pieces, a work item each → their answers, end to end → 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Literal, Protocol
 
@@ -66,9 +66,16 @@ class ScoringEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, deadlines = await read_json_request(scope, receive)
         request, names, payloads = await self.parsing.run(self.parse, body, deadlines.first)
-        root = cache_namespace(names.id, scope["api_key"], request.cache_salt)
-        payloads = [replace(each, cache_root=root) for each in payloads]
-        with Submission(self.worker_client, names.serves, payloads, deadlines, receive) as work:
+        namespace = cache_namespace(names.id, scope["api_key"], request.cache_salt)
+        submission = Submission(
+            self.worker_client,
+            names.serves,
+            payloads,
+            deadlines,
+            receive,
+            cache_namespace=namespace,
+        )
+        with submission as work:
             outputs = [await item.future for item in work.items]
         if len(body) > INLINE_BYTES:
             parts = await anyio.to_thread.run_sync(request.content, outputs)
