@@ -172,13 +172,13 @@ def _calls(template: ChatTemplate) -> dict[str, Any]:
 def _thoughts(template: ChatTemplate) -> dict[str, Any] | None:
     """The marks, and what the prompt has written of them with each value of `enable_thinking`."""
     form = template.answers
-    if form.thoughts is None:
+    if form.reasoning is None:
         return None
     switches: dict[str, dict[str, Any]] = {"default": {}}
     switches |= {str(way).lower(): {"enable_thinking": way} for way in (True, False)}
     prompts = {name: template.tried([QUESTION], **given) for name, given in switches.items()}
-    begun = {name: form.thoughts_in(prompt) for name, prompt in prompts.items()}
-    return {"open": form.thoughts[0], "close": form.thoughts[1], "in_prompt": begun}
+    begun = {name: form.reasoning_at_end(prompt) for name, prompt in prompts.items()}
+    return {"open": form.reasoning[0], "close": form.reasoning[1], "in_prompt": begun}
 
 
 def _history(template: ChatTemplate) -> dict[str, Any] | None:

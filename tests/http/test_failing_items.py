@@ -14,7 +14,7 @@ from tests import tiny_chat
 from tests.event_streams import frames
 from tests.fakes import FakeRunner
 from tests.serving import Server, serving
-from worker.text.parser import Parser
+from worker.text.parser import OutputParser
 
 
 class PanicException(BaseException):  # what a panic in a Rust library is in Python
@@ -214,13 +214,13 @@ def test_text_is_read_in_the_pool_and_once_for_all_choices(
     """A turn that is to be gone on with may be long."""
     stage.raised.set()
     threads: list[str] = []
-    own = Parser.__init__
+    own = OutputParser.__init__
 
     def watched(*arguments: Any) -> None:
         threads.append(threading.current_thread().name)
         own(*arguments)
 
-    monkeypatch.setattr(Parser, "__init__", watched)
+    monkeypatch.setattr(OutputParser, "__init__", watched)
     messages = [
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": "<think>well"},

@@ -7,7 +7,7 @@ import pytest
 from tests.tiny_tokenizers import llama_tokenizer
 from worker.grammar.tool_calls import calls_grammar
 from worker.text.chat_template.template import ChatTemplate
-from worker.text.tool_call_format import ID, PLAIN_CALLS
+from worker.text.tool_call_format import DEFAULT_TOOL_CALL_FORMAT, ID
 
 TURN = "{% for m in messages %}{% if m.tool_calls %}CALLS{% else %}[INST]{{ m.content }}[/INST]"
 TURN += "{% endif %}{% endfor %}"
@@ -91,12 +91,12 @@ def learned(template: str) -> ChatTemplate:
 def test_the_form_is_the_templates(name: str) -> None:
     source, expected = TEMPLATES[name]
     template = learned(source)
-    calls = template.answers.calls
+    calls = template.answers.tool_calls
     assert calls is not None
     if expected is None:
-        assert calls == PLAIN_CALLS
+        assert calls == DEFAULT_TOOL_CALL_FORMAT
     else:
-        assert calls.text([("a", "{}"), ("b", "{}")]) == expected
+        assert calls.render([("a", "{}"), ("b", "{}")]) == expected
     assert any(note.startswith("calls:") for note in template.notes) == (expected is None)
 
 
@@ -116,8 +116,8 @@ def test_a_grammar_names_the_tools_and_their_parameters() -> None:
         {"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}},
         {"type": "function", "function": {"name": "b"}},
     ]
-    one = calls_grammar(PLAIN_CALLS, tools, False, json.dumps)
-    more = calls_grammar(PLAIN_CALLS, tools, True, json.dumps)
+    one = calls_grammar(DEFAULT_TOOL_CALL_FORMAT, tools, False, json.dumps)
+    more = calls_grammar(DEFAULT_TOOL_CALL_FORMAT, tools, True, json.dumps)
     assert "call_0 | call_1" in one
     assert '"additionalProperties": false' in one.splitlines()[3]
     assert ")*" not in one

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from worker.text.tool_call_parser import python_calls, value
+from worker.text.tool_call_parser import read_python_calls, read_value
 
 INTEGER, NULL, NUMBER = ({"string", each} for each in ("integer", "null", "number"))
 
@@ -34,7 +34,7 @@ INTEGER, NULL, NUMBER = ({"string", each} for each in ("integer", "null", "numbe
 def test_what_may_be_a_text_is_one_unless_it_is_json_of_another_type(
     text: str, types: Any, meant: Any
 ) -> None:
-    made = value(text, types)
+    made = read_value(text, types)
     assert (made, type(made)) == (meant, type(meant))
 
 
@@ -52,4 +52,6 @@ def test_what_may_be_a_text_is_one_unless_it_is_json_of_another_type(
     ],
 )
 def test_what_is_quoted_is_a_text_where_it_may_be_one(written: str, types: Any, meant: Any) -> None:
-    assert python_calls(f"[f(o={written})]", {"f": {"o": types}}, False) == [("f", {"o": meant})]
+    assert read_python_calls(f"[f(o={written})]", {"f": {"o": types}}, False) == [
+        ("f", {"o": meant})
+    ]

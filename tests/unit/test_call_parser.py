@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.text.tool_call_parser import CallParser
+from worker.text.tool_call_parser import JsonCallParser
 
 KEYS = st.sampled_from(["name", "arguments", "x", 'a "quoted" one', "{", ""])
 VALUES: st.SearchStrategy[Any] = st.recursive(
@@ -27,7 +27,7 @@ STYLES = st.sampled_from(
 )
 
 
-def read(parser: CallParser, text: str, cuts: Sequence[int]) -> list[tuple[str, str]]:
+def read(parser: JsonCallParser, text: str, cuts: Sequence[int]) -> list[tuple[str, str]]:
     calls: list[tuple[str, str]] = []
     bounds = [0, *sorted(cuts), len(text)]
     for start, end in pairwise(bounds):
@@ -53,26 +53,28 @@ def test_any_calls_however_they_are_cut(
     comma, colon, indent = style
     text = "\n" + json.dumps(shown, separators=(comma, colon), indent=indent) + "\n"
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=12))
-    calls = read(CallParser("fn", "args"), text, cuts)
+    calls = read(JsonCallParser("fn", "args"), text, cuts)
     assert [name for name, _ in calls] == [name for name, *_ in made]
     assert [json.loads(arguments) for _, arguments in calls] == [a for _, a, *_ in made]
     assert all(arguments == arguments.strip() and arguments in text for _, arguments in calls)
-    assert calls == read(CallParser("fn", "args"), text, range(len(text)))
+    assert calls == read(JsonCallParser("fn", "args"), text, range(len(text)))
 
 
 def test_a_name_is_told_as_soon_as_it_is_whole() -> None:
-    parser = CallParser("name", "arguments")
+    parser = JsonCallParser("name", "arguments")
     assert parser.feed('{"name": "get_wea') == []
-    assert not parser.begun
+    assert not parser.started
     assert parser.feed('ther"') == [("get_weather", "")]
-    assert parser.begun
+    assert parser.started
     assert parser.feed(', "arguments": {"a') == [(None, '{"a')]
     assert parser.feed('": 1} ') == [(None, '": 1}')]
     assert parser.feed("}\n") == []
 
 
 def test_arguments_alone_belong_to_the_name_that_stood_before() -> None:
-    assert read(CallParser("", "", "f"), ' {"a": "b } "} \n', [3, 9]) == [("f", '{"a": "b } "}')]
+    assert read(JsonCallParser("", "", "f"), ' {"a": "b } "} \n', [3, 9]) == [
+        ("f", '{"a": "b } "}')
+    ]
 
 
 def test_what_names_no_function_is_no_call() -> None:
@@ -83,6 +85,6 @@ def test_what_names_no_function_is_no_call() -> None:
         '["name", "arguments"]',
         '{"name',
     ):
-        parser = CallParser("name", "arguments")
+        parser = JsonCallParser("name", "arguments")
         parser.feed(text)
-        assert not parser.begun, text
+        assert not parser.started, text

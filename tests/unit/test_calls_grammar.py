@@ -12,9 +12,9 @@ from tests.unit.test_parser import FORMS, HARMONY
 from worker.generation.input_processor import ConstraintBuilder
 from worker.grammar.tool_calls import calls_grammar
 from worker.messages.generation import Calls, Chat, Constraint, GenerationInput
-from worker.text.output_format import PLAIN
+from worker.text.output_format import DEFAULT_OUTPUT_FORMAT
 from worker.text.tool_call_format import ToolCallFormat
-from worker.text.tool_call_parser import types_of_parameters, value
+from worker.text.tool_call_parser import parameter_types, read_value
 
 TOOL = {
     "type": "function",
@@ -112,7 +112,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "arguments", "good"), CASES)
 def test_arguments_are_held_to_their_schema(name: str, arguments: str, good: bool) -> None:
     form = FORMS[name]
-    text = form.text([("get", arguments)]).replace("\1", "id1").lstrip()
+    text = form.render([("get", arguments)]).replace("\1", "id1").lstrip()
     assert takes(form, text) == good
     assert not takes(form, text.replace("get", "set", 1))
 
@@ -139,7 +139,7 @@ def test_texts_have_their_length_and_pattern(name: str, s: str, p: str, good: bo
     }
     arguments = shown.get(name) or written(form, [("s", s), ("p", p)])
     tool = {"type": "function", "function": {"name": "get", "parameters": BOUND}}
-    assert takes(form, form.text([("get", arguments)]), tools=[tool]) == good
+    assert takes(form, form.render([("get", arguments)]), tools=[tool]) == good
 
 
 REFERS = {
@@ -163,7 +163,7 @@ REFERS = {
 def test_what_a_schema_refers_to_is_held_to(name: str, arguments: str, good: bool) -> None:
     form = FORMS[name]
     tool = {"type": "function", "function": {"name": "get", "parameters": REFERS}}
-    assert takes(form, form.text([("get", arguments)]), tools=[tool]) == good
+    assert takes(form, form.render([("get", arguments)]), tools=[tool]) == good
 
 
 FORMS_OF_SEVERAL = [name for name in FORMS if FORMS[name].separator is not None]
@@ -173,7 +173,7 @@ FORMS_OF_SEVERAL = [name for name in FORMS if FORMS[name].separator is not None]
 def test_several_calls_where_they_may_be(name: str) -> None:
     form = FORMS[name]
     empty = "{}" if form.arguments.style == "json" else ""
-    two = form.text([("put", empty), ("put", empty)]).replace("\1", "id1").lstrip()
+    two = form.render([("put", empty), ("put", empty)]).replace("\1", "id1").lstrip()
     assert takes(form, two)
     assert not takes(form, two, several=False)
 
@@ -187,7 +187,7 @@ def test_a_call_within_a_section_is_held_as_well() -> None:
 
 
 def test_what_stands_before_a_call_in_a_message_may_come() -> None:
-    form = HARMONY.calls
+    form = HARMONY.tool_calls
     assert form is not None
     tokenizer = LLTokenizer("byte")
     grammar = calls_grammar(form, TOOLS, False, json.dumps, ["<|start|>assistant"])
@@ -208,7 +208,7 @@ class Written:
 
 
 def test_a_document_in_place_of_calls_has_its_own_header() -> None:
-    template: Any = SimpleNamespace(forms=lambda _: (HARMONY, HARMONY.calls))
+    template: Any = SimpleNamespace(forms=lambda _: (HARMONY, HARMONY.tool_calls))
     plans: Any = ConstraintBuilder.__new__(ConstraintBuilder)
     plans._template, plans.grammars = template, Written()
     chat = Chat(({"role": "user", "content": "?"},), (TOOL,))
@@ -245,7 +245,7 @@ def test_a_document_in_place_of_calls_has_its_own_header() -> None:
 )
 @pytest.mark.parametrize("name", [*FORMS, "plain"])
 def test_any_schema_makes_a_grammar(name: str, schema: object) -> None:
-    form = PLAIN.calls if name == "plain" else FORMS[name]
+    form = DEFAULT_OUTPUT_FORMAT.tool_calls if name == "plain" else FORMS[name]
     assert form is not None
     tool = {"type": "function", "function": {"name": "get", "parameters": schema}}
     if name not in ("coder", "pairs", "typed", "python", "bare python") and (
@@ -297,7 +297,7 @@ def test_what_is_required_and_chosen(name: str, arguments: dict[str, Any], good:
     form = FORMS[name]
     written = form.arguments.comma.join(entry(name, *each) for each in arguments.items())
     tool = {"type": "function", "function": {"name": "get", "parameters": HELD}}
-    assert takes(form, form.text([("get", written)]), tools=[tool]) == good
+    assert takes(form, form.render([("get", written)]), tools=[tool]) == good
 
 
 @pytest.mark.parametrize(
@@ -310,12 +310,12 @@ def test_what_is_required_and_chosen(name: str, arguments: dict[str, Any], good:
 )
 @pytest.mark.parametrize("name", [*FORMS, "plain"])
 def test_nonsense_in_a_schema_is_no_bug_of_ours(name: str, schema: dict[str, Any]) -> None:
-    form = PLAIN.calls if name == "plain" else FORMS[name]
+    form = DEFAULT_OUTPUT_FORMAT.tool_calls if name == "plain" else FORMS[name]
     assert form is not None
     parameters = {"properties": {"a": schema}, "required": [["a"], {}]}
     function = {"name": "get", "parameters": parameters}
     assert calls_grammar(form, [{"function": function}], True, json.dumps)
-    assert value("1", types_of_parameters({"function": function})["a"]) is not None
+    assert read_value("1", parameter_types({"function": function})["a"]) is not None
 
 
 def test_a_value_of_any_type_has_its_key_in_python() -> None:
@@ -331,5 +331,5 @@ def test_what_is_of_a_type_that_json_has_not_may_be_anything(name: str, kind: An
     tool = {"type": "function", "function": {"name": "get", "parameters": parameters}}
     form = FORMS[name]
     arguments = {"llama": '{"n": 7}', "coder": written(form, [("n", "7")]), "python": "n=7"}[name]
-    assert takes(form, form.text([("get", arguments)]), tools=[tool])
-    assert not takes(form, form.text([("get", arguments.replace("n", "m"))]), tools=[tool])
+    assert takes(form, form.render([("get", arguments)]), tools=[tool])
+    assert not takes(form, form.render([("get", arguments.replace("n", "m"))]), tools=[tool])

@@ -15,8 +15,8 @@ from worker.messages.deltas import Delta, TokenLogprob
 from worker.messages.generation import Calls
 from worker.model.sampler import SampledToken, SamplingParams
 from worker.text.detokenizer import TextSpan, TokenSpan, Vocabulary
-from worker.text.output_format import PLAIN
-from worker.text.parser import Parser
+from worker.text.output_format import DEFAULT_OUTPUT_FORMAT
+from worker.text.parser import OutputParser
 
 TOKENIZER = tiny_chat.tokenizer()
 TOKENIZER.add_tokens(["ok\n"])
@@ -36,12 +36,12 @@ def output(
     max_tokens: int,
     stop: tuple[str, ...] = (),
     logprobs: int | None = 0,
-    form: Any = PLAIN,
+    form: Any = DEFAULT_OUTPUT_FORMAT,
     begun: str = "",
     calls: bool = True,
 ) -> SequenceOutput:
     item = request([5], replace(GREEDY, logprobs=logprobs), stop=stop)
-    parser = None if form is None else Parser(form, begun, calls)
+    parser = None if form is None else OutputParser(form, begun, calls)
     params = SamplingParams(logprobs=logprobs)
     prepared = PreparedPrompt([5], params, max_tokens, {END: None}, parser=parser)
     [made] = make_choices(item, prepared, VOCABULARY)
@@ -193,7 +193,11 @@ def test_where_one_call_may_be_made_one_is_told(parallel: bool) -> None:
     item = request([5], GREEDY)
     item.payload = replace(item.payload, calls=Calls(("a", "b"), parallel=parallel))
     prepared = PreparedPrompt(
-        [5], SamplingParams(), 400, {END: None}, parser=Parser(PLAIN, "", True)
+        [5],
+        SamplingParams(),
+        400,
+        {END: None},
+        parser=OutputParser(DEFAULT_OUTPUT_FORMAT, "", True),
     )
     [made] = make_choices(item, prepared, VOCABULARY)
     made.begin(0)

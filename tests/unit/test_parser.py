@@ -17,15 +17,20 @@ from transformers.utils.chat_parsing import parse_response
 from worker.messages.deltas import TokenLogprob
 from worker.text.detokenizer import TextSpan, TokenSpan
 from worker.text.output_format import (
-    PLAIN,
-    Channels,
+    DEFAULT_OUTPUT_FORMAT,
+    ChannelFormat,
     OutputFormat,
     declared_output_format,
-    learned_output_format,
-    literal,
+    inferred_output_format,
+    literal_of,
 )
-from worker.text.parser import Event, Parser
-from worker.text.tool_call_format import ID, PLAIN_CALLS, ArgumentFormat, ToolCallFormat
+from worker.text.parser import OutputEvent, OutputParser
+from worker.text.tool_call_format import (
+    DEFAULT_TOOL_CALL_FORMAT,
+    ID,
+    ArgumentFormat,
+    ToolCallFormat,
+)
 
 WEATHER = {
     "type": "function",
@@ -38,7 +43,7 @@ CALL = '<tool_call>\n{"name": "w", "arguments": {"city": "P <b"}}\n</tool_call>'
 WHOLE = f"<think>\nhm,  ok\n</think>\n\nHello  there. \n{CALL}\n{CALL}"
 
 
-HERMES = PLAIN
+HERMES = DEFAULT_OUTPUT_FORMAT
 THOUGHTS = ("<think>", "</think>")
 NOTHING = ("", "")
 FORMS = {
@@ -110,13 +115,13 @@ FORMS = {
         ("<calls>", "</calls>"), ("<call>functions.", "</call>"), ":\0<args>", ""
     ),
 }
-HARMONY = learned_output_format(
+HARMONY = inferred_output_format(
     None,
     None,
     ToolCallFormat(
         NOTHING, (" to=functions.", "<|call|>"), "<|channel|>commentary json<|message|>", None
     ),
-    Channels(
+    ChannelFormat(
         "<|start|>assistant",
         "<|channel|>",
         "<|message|>",
@@ -132,7 +137,7 @@ def form(name: str) -> OutputFormat:
     if name == "hermes":
         return HERMES
     return (
-        HARMONY if name == "channels" else learned_output_format(THOUGHTS, None, FORMS[name], None)
+        HARMONY if name == "channels" else inferred_output_format(THOUGHTS, None, FORMS[name], None)
     )
 
 
@@ -144,7 +149,7 @@ def read(
     calls: bool = True,
     tools: Sequence[Any] = (WEATHER,),
 ) -> dict[str, Any]:
-    parser = Parser(how, begun, calls, tools)
+    parser = OutputParser(how, begun, calls, tools)
     bounds = [0, *(cuts or []), len(text)]
     events = []
     for start, end in pairwise(bounds):
@@ -153,16 +158,16 @@ def read(
     made: dict[str, Any] = {"content": "", "reasoning": "", "calls": []}
     for event in events:
         if event.kind == "content":
-            assert_of_its_tokens(event.piece, text)
+            assert_of_its_tokens(event.span, text)
         if event.kind != "call":
-            made[event.kind] += event.piece.text
+            made[event.kind] += event.span.text
         elif event.name is not None:
-            made["calls"].append((event.name, event.piece.text))
+            made["calls"].append((event.name, event.span.text))
         else:
             name, arguments = made["calls"][-1]
-            made["calls"][-1] = (name, arguments + event.piece.text)
-    assert parser.calls_begun == len(made["calls"])
-    assert bool(parser.calls_ended) == bool(made["calls"])
+            made["calls"][-1] = (name, arguments + event.span.text)
+    assert parser.calls_started == len(made["calls"])
+    assert bool(parser.calls_finished) == bool(made["calls"])
     return made
 
 
@@ -186,12 +191,12 @@ def assert_of_its_tokens(content: TextSpan, text: str) -> None:
             assert before.tokens is after.tokens
 
 
-def feed(parser: Parser, text: str) -> list[Event]:
+def feed(parser: OutputParser, text: str) -> list[OutputEvent]:
     return parser.feed(TextSpan(text))
 
 
-def texts(events: list[Event]) -> list[str]:
-    return [event.piece.text for event in events]
+def texts(events: list[OutputEvent]) -> list[str]:
+    return [event.span.text for event in events]
 
 
 def test_an_answer_falls_into_its_parts() -> None:
@@ -397,7 +402,7 @@ def test_what_makes_no_sense_is_read_the_same_however_it_is_cut(number: int) -> 
     name, text, _ = TEXTS[number]
     chance, how = random.Random(number), form(name)
     for _ in range(60):
-        written = garbled(text, how.texts, chance)
+        written = garbled(text, how.visible_texts, chance)
         cuts = sorted(chance.choices(range(len(written) + 1), k=5))
         cut = [written[start:end] for start, end in pairwise([0, *cuts, None])]
         whole, *others = (joined(how, pieces) for pieces in ([written], [*written], cut))
@@ -406,7 +411,7 @@ def test_what_makes_no_sense_is_read_the_same_however_it_is_cut(number: int) -> 
 
 def joined(how: OutputFormat, pieces: Sequence[str]) -> list[tuple[str, str]]:
     """The kinds of an answer's stretches, or names of its calls, and their texts."""
-    parser = Parser(how, "", True, [WEATHER])
+    parser = OutputParser(how, "", True, [WEATHER])
     made: list[tuple[str, str]] = []
     for kind, piece, name in [e for each in pieces for e in feed(parser, each)] + parser.finish():
         if name is None and made and (kind == "call" or made[-1][0] == kind):
@@ -440,35 +445,35 @@ def test_after_a_call_whose_end_is_garbled_others_are_read() -> None:
     ],
 )
 def test_a_call_that_has_begun_is_told_in_its_form(name: str, text: str, begun: str) -> None:
-    parser = Parser(form(name), "", True, [WEATHER])
+    parser = OutputParser(form(name), "", True, [WEATHER])
     feed(parser, text)
     assert parser.phase == "call"
-    assert parser.begun.split() == begun.split()
+    assert parser.phase_text.split() == begun.split()
 
 
 def test_json_without_a_mark_is_an_answer_up_to_the_name_of_a_tool() -> None:
     """So that the grammar of calls holds nothing but calls."""
-    parser = Parser(form("llama"), "", True, [WEATHER])
+    parser = OutputParser(form("llama"), "", True, [WEATHER])
     phases = []
     for written in ('{"name', '": "get', '"'):
         feed(parser, written)
-        phases.append((parser.phase, parser.begun))
-    assert phases[1][0] == phases[0][0] == "answer"
+        phases.append((parser.phase, parser.phase_text))
+    assert phases[1][0] == phases[0][0] == "content"
     assert phases[2] == ("call", '{"name": "get"')
-    parser = Parser(form("llama"), "", True, [WEATHER])
+    parser = OutputParser(form("llama"), "", True, [WEATHER])
     for letter in '{"city": {"name": "get"}}':
         feed(parser, letter)
-        assert parser.phase == "answer"
+        assert parser.phase == "content"
 
 
 @pytest.mark.parametrize("tool", ["ns:tool", "a/b", "3d_render", "-x", "a.b-c", "x" * 64])
 @pytest.mark.parametrize("name", [*FORMS, "channels"])
 def test_a_tool_may_have_any_name_that_a_request_may_give_it(name: str, tool: str) -> None:
     how = form(name)
-    assert how.calls is not None
+    assert how.tool_calls is not None
     arguments = "n=1" if "python" in name else "n:1" if name == "typed" else '{"n": 1}'
-    arguments = "" if how.calls.arguments.open else arguments
-    text = how.calls.text([(tool, arguments)]).replace(ID, "a1")
+    arguments = "" if how.tool_calls.arguments.open else arguments
+    text = how.tool_calls.render([(tool, arguments)]).replace(ID, "a1")
     tools = [{"type": "function", "function": {"name": tool}}]
     for cuts in ([], list(range(1, len(text)))):
         made = read(how, text, cuts, tools=tools)
@@ -485,13 +490,13 @@ def test_of_a_call_that_is_cut_short_no_mark_is_shown(cut: int) -> None:
 
 
 def test_thoughts_that_nothing_has_opened_are_told_where_they_end() -> None:
-    open_ended = replace(PLAIN, may_close=True)
+    open_ended = replace(DEFAULT_OUTPUT_FORMAT, may_close_unopened=True)
     for text, kinds in (
-        ("a</think>b", ["content", "end of thoughts", "content"]),
+        ("a</think>b", ["content", "reasoning_end", "content"]),
         ("<think>a</think>b</think>c", ["reasoning", "content", "content"]),
         ("</think>b", ["content"]),
     ):
-        parser = Parser(open_ended, "", False)
+        parser = OutputParser(open_ended, "", False)
         assert [event.kind for event in feed(parser, text) + parser.finish()] == kinds
 
 
@@ -600,18 +605,18 @@ def test_the_library_reads_a_response_template_the_same(fields: dict[str, Any], 
 
 
 def test_arguments_come_while_they_are_written() -> None:
-    parser = Parser(HERMES, "", True)
+    parser = OutputParser(HERMES, "", True)
     assert feed(parser, '<tool_call>\n{"name": "w"') == [("call", TextSpan(""), "w")]
     phases = [parser.phase]
     assert texts(feed(parser, ', "arguments": {"city": "Pa')) == ['{"city": "Pa']
     assert texts(feed(parser, 'ris"}')) == ['ris"}']
     feed(parser, "}\n</tool_call>")
-    assert [*phases, parser.phase] == ["call", "answer"]
-    assert (parser.calls_begun, parser.calls_ended) == (1, 1)
+    assert [*phases, parser.phase] == ["call", "content"]
+    assert (parser.calls_started, parser.calls_finished) == (1, 1)
 
 
 def test_content_is_not_held_back_longer_than_it_must() -> None:
-    parser = Parser(HERMES, "", True)
+    parser = OutputParser(HERMES, "", True)
     assert texts(feed(parser, "one two")) == ["one two"]
     assert feed(parser, " <too") == []
     assert texts(feed(parser, "k>")) == [" <took>"]
@@ -641,8 +646,8 @@ def test_a_call_that_the_prompt_has_begun_is_told_whole() -> None:
     assert read(HERMES, text, list(range(len(text))), begun)["calls"] == whole
     ended = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
     assert read(HERMES, "Hi", begun=ended) == {"content": "Hi", "reasoning": "", "calls": []}
-    one = Parser(HERMES, begun, True, [WEATHER])
-    other = one.sibling()
+    one = OutputParser(HERMES, begun, True, [WEATHER])
+    other = one.fork()
     for parser in (one, other):
         assert [event.name for event in feed(parser, "")] == ["weather", None]
 
@@ -677,7 +682,7 @@ def test_arguments_have_the_types_that_their_schemas_refer_to() -> None:
     shown = [(key, x if isinstance(x, str) else json.dumps(x)) for key, x in arguments.items()]
     entries = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in shown)
     tool = {"type": "function", "function": {"name": "get", "parameters": REFERRING}}
-    made = read(form("coder"), FORMS["coder"].text([("get", entries)]), tools=[tool])
+    made = read(form("coder"), FORMS["coder"].render([("get", entries)]), tools=[tool])
     assert [json.loads(written) for _, written in made["calls"]] == [arguments]
 
 
@@ -742,17 +747,17 @@ def test_what_cannot_become_a_bare_call_is_shown(name: str, text: str) -> None:
 
 
 def test_a_call_that_is_cut_short_keeps_what_there_is() -> None:
-    parser = Parser(HERMES, "", True)
+    parser = OutputParser(HERMES, "", True)
     events = feed(parser, '<tool_call>\n{"name": "w", "arguments": {"ci') + parser.finish()
-    assert [(event.name, event.piece.text) for event in events] == [("w", ""), (None, '{"ci')]
+    assert [(event.name, event.span.text) for event in events] == [("w", ""), (None, '{"ci')]
 
 
 @pytest.mark.parametrize("cut", ["<tool_call>", '<tool_call>\n{"na', '<tool_call>\n{"name": "w'])
 def test_a_call_without_a_name_yet_is_not_shown(cut: str) -> None:
-    parser = Parser(HERMES, "", True)
+    parser = OutputParser(HERMES, "", True)
     events = feed(parser, "So " + cut) + parser.finish()
-    assert [(event.kind, event.piece.text) for event in events] == [("content", "So")]
-    assert parser.calls_begun == 0
+    assert [(event.kind, event.span.text) for event in events] == [("content", "So")]
+    assert parser.calls_started == 0
 
 
 @pytest.mark.parametrize(
@@ -767,12 +772,15 @@ def test_a_call_without_a_name_yet_is_not_shown(cut: str) -> None:
     ],
 )
 def test_what_a_prompt_has_begun(prompt: str, begun: str) -> None:
-    assert PLAIN.thoughts_in(prompt) == begun
-    assert learned_output_format(None, None, PLAIN_CALLS, None).thoughts_in(prompt) == ""
+    assert DEFAULT_OUTPUT_FORMAT.reasoning_at_end(prompt) == begun
+    assert (
+        inferred_output_format(None, None, DEFAULT_TOOL_CALL_FORMAT, None).reasoning_at_end(prompt)
+        == ""
+    )
 
 
 def test_what_is_held_to_a_document_has_no_marks() -> None:
-    parser = Parser(HERMES, "<think>\n\n</think>\n\n", False, document=True)
+    parser = OutputParser(HERMES, "<think>\n\n</think>\n\n", False, is_document=True)
     text = f' "<think>{CALL}</think> '
     events = [event for letter in text for event in parser.feed(TextSpan(letter), True)]
     events += parser.finish()
@@ -781,30 +789,30 @@ def test_what_is_held_to_a_document_has_no_marks() -> None:
 
 
 def test_a_document_begins_where_it_is_held_to_its_grammar() -> None:
-    parser = Parser(HERMES, "", False, document=True)
+    parser = OutputParser(HERMES, "", False, is_document=True)
     events = feed(parser, "<think>a <b></think>")
     events += parser.feed(TextSpan("<think>1"), True) + parser.finish()
-    assert [(event.kind, event.piece.text) for event in events] == [
+    assert [(event.kind, event.span.text) for event in events] == [
         ("reasoning", "a <b>"), ("content", "<think>1")
     ]  # fmt: skip
 
 
 def test_calls_in_place_of_a_document_come_first() -> None:
-    parser = Parser(HERMES, "", True, document=True)
+    parser = OutputParser(HERMES, "", True, is_document=True)
     events = parser.feed(TextSpan(f"{CALL}\n{CALL}"), True)
     assert [event.name for event in events if event.name] == ["w", "w"]
-    parser = Parser(HERMES, "", True, document=True)
+    parser = OutputParser(HERMES, "", True, is_document=True)
     text = f'{{"a": "{CALL}"}}'
     assert "".join(texts(parser.feed(TextSpan(text), True) + parser.finish())) == text
-    assert parser.calls_begun == 0
+    assert parser.calls_started == 0
 
 
 def test_a_mark_within_a_string_ends_no_call_that_is_held_to_json() -> None:
     text = '<tool_call>\n{"name": "w", "arguments": {"s": "a</tool_call>b"}}\n</tool_call>'
-    parser = Parser(HERMES, "", True)
+    parser = OutputParser(HERMES, "", True)
     events = [event for letter in text for event in parser.feed(TextSpan(letter), True)]
     assert "".join(texts(events)) == '{"s": "a</tool_call>b"}'
-    assert parser.calls_ended == 1
+    assert parser.calls_finished == 1
 
 
 @pytest.mark.parametrize(
@@ -819,12 +827,12 @@ def test_a_mark_within_a_value_ends_no_call_that_is_held_to_its_grammar(
     name: str, text: str
 ) -> None:
     said = "a </function> b</tool_call><|tool_call>}<tool_call|> c"
-    parser = Parser(form(name), "", True, [WEATHER])
+    parser = OutputParser(form(name), "", True, [WEATHER])
     events = [
         event for letter in text.format(said) for event in parser.feed(TextSpan(letter), True)
     ]
     assert json.loads("".join(texts(events))) == {"s": said}
-    assert parser.calls_ended == 1
+    assert parser.calls_finished == 1
     cut = read(form(name), text.format(said))
     assert cut["content"]
 
@@ -837,8 +845,8 @@ def test_json_in_the_middle_of_a_text_is_no_call() -> None:
 
 
 def test_plain_text_is_not_searched_for_marks() -> None:
-    parser = Parser(HERMES, "", True)
-    parser._watched = [mark._replace(pattern=None) for mark in parser._watched]
+    parser = OutputParser(HERMES, "", True)
+    parser._active = [mark._replace(pattern=None) for mark in parser._active]
     assert texts(feed(parser, "1 > 0")) == ["1 > 0"]
 
 
@@ -847,7 +855,7 @@ def test_plain_text_is_not_searched_for_marks() -> None:
     [("section", '{"n": 1}', "</call>"), ("coder", "", "</function>")],
 )
 def test_the_end_of_calls_cut_short_is_no_content(name: str, arguments: str, last: str) -> None:
-    text = FORMS[name].text([("get", arguments)])
+    text = FORMS[name].render([("get", arguments)])
     for cut in range(text.index(last) + len(last), len(text)):
         made = read(form(name), text[:cut])
         assert made["content"] == "", text[:cut]
@@ -879,13 +887,13 @@ def test_headers_that_never_end_are_looked_through_once(header: str) -> None:
     assert seconds < 0.5
     assert text.strip().startswith("".join(texts(events)).strip())
     started = time.thread_time()
-    Parser(form("channels"), text * 10, True, [WEATHER])
+    OutputParser(form("channels"), text * 10, True, [WEATHER])
     assert time.thread_time() - started < 1
 
 
 def parsed_by_pieces(how: Any, text: str) -> tuple[float, list[Any]]:
     """Of a text that comes 16 characters at a time: this thread's seconds, and the events."""
-    parser = Parser(how, "", True)
+    parser = OutputParser(how, "", True)
     gc.disable()  # a collection looks at all that other tests have left
     started = time.thread_time()
     events = []
@@ -910,4 +918,4 @@ def parsed_by_pieces(how: Any, text: str) -> tuple[float, list[Any]]:
     ],
 )
 def test_patterns_that_stand_for_one_text(pattern: str, text: str | None) -> None:
-    assert literal(pattern) == text
+    assert literal_of(pattern) == text

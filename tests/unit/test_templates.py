@@ -23,7 +23,7 @@ from worker.messages.deltas import Delta, DeltaPart
 from worker.messages.generation import Chat
 from worker.text.chat_template.byte_tokenizer import byte_tokenizer
 from worker.text.detokenizer import TextSpan
-from worker.text.parser import Parser
+from worker.text.parser import OutputParser
 
 REAL = Path(__file__).parents[3] / "shared" / "templates"
 NAMES = sorted(path.stem for path in REAL.glob("*.jinja"))
@@ -80,11 +80,11 @@ def read_in_pieces(case: dict[str, Any], cuts: list[int]) -> ReadAnswer:
     return told(parse(parser, pieces))
 
 
-def parse(parser: Parser, pieces: Iterable[str]) -> Delta:
+def parse(parser: OutputParser, pieces: Iterable[str]) -> Delta:
     delta = Delta(0)
     events = [event for piece in pieces for event in parser.feed(TextSpan(piece))]
     for kind, piece, call in events + parser.finish():
-        if kind == "end of thoughts":
+        if kind == "reasoning_end":
             delta.end_thoughts()
         else:
             delta.add(kind, piece.text, call)
@@ -161,10 +161,10 @@ def test_what_is_garbled_is_read_the_same_however_it_comes(name: str) -> None:
     texts += [(case["output"], tools_of(case)) for case in cases().get(name, [])]
     for text, tools in texts:
         for _ in range(5):
-            written = garbled(text, template.answers.texts, chance)
+            written = garbled(text, template.answers.visible_texts, chance)
             cuts = sorted(chance.choices(range(len(written) + 1), k=6))
             whole, *others = (
-                told(parse(Parser(template.answers, "", True, tools), pieces))
+                told(parse(OutputParser(template.answers, "", True, tools), pieces))
                 for pieces in (
                     [written],
                     written,

@@ -144,7 +144,7 @@ def written(name: str, key: str, value: Any) -> str:
         shown = f"{key}={'None' if value is None else json.dumps(value)}"
     else:
         shown = form.open + key + form.middle + entry(form.quotes, value) + form.close
-    return FORMS[name].text([("get", shown)])
+    return FORMS[name].render([("get", shown)])
 
 
 def entry(quotes: str, value: Any) -> str:
@@ -178,7 +178,7 @@ def test_arguments_are_held_as_in_json(key: str, value: Any, good: bool) -> None
     for name in FREE:
         text = written(name, key, value)
         assert takes(FORMS[name], text, tools=[tool(PARAMETERS)]) == good, text
-    as_json = FORMS["args"].text([("get", json.dumps({key: value}))]).replace("\1", "id1")
+    as_json = FORMS["args"].render([("get", json.dumps({key: value}))]).replace("\1", "id1")
     assert takes(FORMS["args"], as_json, tools=[tool(PARAMETERS)]) == good
 
 
@@ -188,7 +188,7 @@ def test_alternatives_of_all_arguments(name: str) -> None:
     asked = [tool({"properties": {"a": {"type": "integer"}, "b": {"type": "null"}}, **either})]
     assert takes(FORMS[name], written(name, "a", 1), tools=asked)
     assert takes(FORMS[name], written(name, "b", None), tools=asked)
-    assert not takes(FORMS[name], FORMS[name].text([("get", "")]), tools=asked)
+    assert not takes(FORMS[name], FORMS[name].render([("get", "")]), tools=asked)
 
 
 @pytest.mark.parametrize(

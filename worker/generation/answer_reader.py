@@ -37,7 +37,7 @@ class AnswerReader:
         self.template = proved(ChatTemplate(tokenizer))
         self.tokenizer = tokenizer
         self._ends = dict.fromkeys((*end_ids, END))
-        self._vocabulary = Vocabulary(tokenizer, self.template.answers.shows)
+        self._vocabulary = Vocabulary(tokenizer, self.template.answers.keeps_special)
 
     def read(
         self, output: str, tools: Sequence[dict[str, Any]] = (), thinking: bool | None = None

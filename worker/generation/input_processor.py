@@ -38,8 +38,8 @@ from worker.model.sampler import SamplingParams
 from worker.text.chat_template.inference import ARGUMENTS, SWITCHES, TOOLS
 from worker.text.chat_template.template import ChatTemplate
 from worker.text.detokenizer import Vocabulary
-from worker.text.output_format import ANSWER, OutputFormat
-from worker.text.parser import Parser
+from worker.text.output_format import CONTENT, OutputFormat
+from worker.text.parser import OutputParser
 from worker.text.tool_call_format import ToolCallFormat
 from worker.vision.image_preprocessor import ImagePreprocessor
 from worker.vision.multimodal_prompt import MultimodalPrompt
@@ -73,7 +73,7 @@ class ConstraintBuilder:
         single = calls is not None and not calls.parallel
         if not (answer or call or single or budget is not None):
             return None
-        opens = answer and shall_think(request) and not form.ends_thoughts(begun)
+        opens = answer and shall_think(request) and not form.ends_reasoning(begun)
         return OutputConstraints(
             tokenizer=self.grammars.tokenizer("tools") if answer or call else None,
             answer=answer,
@@ -91,8 +91,8 @@ class ConstraintBuilder:
         """Of the answer as a whole, or of a call that the model begins by itself."""
         constraint, tools, grammars = request.constraint, request.called_tools, self.grammars
         begun = not (calls.required or constraint)
-        several = calls.parallel and (not begun or form.several_in_mark)
-        starts = [answers.start] if answers.start else []
+        several = calls.parallel and (not begun or form.shares_delimiters)
+        starts = [answers.message_start] if answers.message_start else []
         try:
             written = calls_grammar(form, tools, several, grammars.quoted, starts, begun)
             compiled = grammars.compiled(written, "tools")
@@ -112,7 +112,7 @@ class ConstraintBuilder:
             return compiled, None
         if constraint is None:
             return None, compiled
-        if answers.unmarked:
+        if answers.undelimited_calls:
             both = "this model's calls cannot be told from JSON: leave out either this or tools"
             raise InvalidInput(f"{constraint.param}: {both}", constraint.param)
         whole = either(constraint, written, self._before(answers))
@@ -120,14 +120,14 @@ class ConstraintBuilder:
 
     def _before(self, form: OutputFormat) -> str:
         """What may stand before content, in the notation."""
-        headers = (form.start, form.content and form.content[0])
+        headers = (form.message_start, form.content and form.content[0])
         return "".join(f"({self.grammars.quoted(text)})? " for text in headers if text)
 
 
 def proved(template: ChatTemplate) -> ChatTemplate:
     """The grammar of its calls takes those that it writes; else their form is not used. Where it
     writes Python without its quotes, there is nothing to compare."""
-    form = template.answers.calls
+    form = template.answers.tool_calls
     if form and (form.arguments.style != "python" or form.arguments.quotes):
         written = [text for text, calls in template.examples if calls[0][1] == ARGUMENTS]
         if not all(accepts(form, TOOLS, text) for text in written):
@@ -175,7 +175,7 @@ class InputProcessor:
         self.defaults = default_sampling(defaults)
         self.template = proved(ChatTemplate(tokenizer))
         self.plans = ConstraintBuilder(self.template, tokenizer, vocab_size, self.eos_ids)
-        self.vocabulary = Vocabulary(tokenizer, self.template.answers.shows)
+        self.vocabulary = Vocabulary(tokenizer, self.template.answers.keeps_special)
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
         self.decisions = Decisions(tokenizer, self.template, max_model_len, self.longest_token)
 
@@ -231,7 +231,7 @@ class InputProcessor:
 
     def _answer(
         self, request: GenerationInput, text: str
-    ) -> tuple[Parser | None, OutputConstraints | None]:
+    ) -> tuple[OutputParser | None, OutputConstraints | None]:
         """What reads the answers to a prompt, and what holds them to what is asked."""
         chats = isinstance(request.prompt, Chat)
         begun = begun_answer(self.template, request, text) if chats else ""
@@ -333,18 +333,18 @@ def begun_answer(template: ChatTemplate, request: GenerationInput, text: str) ->
         content = chat.messages[-1].get("content")
         return content if isinstance(content, str) else ""
     form, _ = template.forms(request.calls)
-    return form.thoughts_in(text) if chat.add_generation_prompt else ""
+    return form.reasoning_at_end(text) if chat.add_generation_prompt else ""
 
 
 def answer_parser(
     template: ChatTemplate, request: GenerationInput, begun: str, document: bool = False
-) -> Parser | None:
+) -> OutputParser | None:
     """What reads the answers to a chat; None: they are nothing but text."""
     form, _ = template.forms(request.calls)
-    if form.begins == ANSWER and not form.marks and not request.calls:
+    if form.initial_phase == CONTENT and not form.delimiters and not request.calls:
         return None
     tools = request.called_tools if request.calls else ()
-    return Parser(form, begun, bool(request.calls), tools, document)
+    return OutputParser(form, begun, bool(request.calls), tools, document)
 
 
 def end_ids(defaults: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

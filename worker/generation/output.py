@@ -25,7 +25,7 @@ from worker.grammar.constraints import ConstraintState, OutputConstraints
 from worker.messages.deltas import Delta, FinishReason, TokenLogprob
 from worker.model.sampler import SampledToken, SamplingParams, SamplingState, prompt_logprobs
 from worker.text.detokenizer import CONTEXT, TextSpan, Tokens, TokenSpan, Vocabulary
-from worker.text.parser import Event, Parser
+from worker.text.parser import OutputEvent, OutputParser
 from worker.vision.multimodal_prompt import MultimodalPrompt
 
 
@@ -141,7 +141,9 @@ class PreparedPrompt:
     ends: dict[int, int | None]  # ids that end a choice, and what is told as its stop reason
     # Log-probabilities of its tokens are wanted, with so many of the likeliest others.
     prompt_logprobs: int | None = None
-    parser: Parser | None = None  # at the answer's beginning; None: an answer is nothing but text
+    parser: OutputParser | None = (
+        None  # at the answer's beginning; None: an answer is nothing but text
+    )
     plan: OutputConstraints | None = None  # None: it may be anything
     labels: tuple[int, ...] = ()  # not to be generated: how likely each is to come is wanted
     multimodal: MultimodalPrompt | None = None  # None: there are no pictures in it
@@ -196,7 +198,7 @@ class SequenceOutput:
         sampling: SamplingState,
         echo: Echo | None,
     ) -> None:
-        parser = prepared.parser and prepared.parser.sibling()
+        parser = prepared.parser and prepared.parser.fork()
         self.item = item
         self.background: bool = item.payload.background
         self.prepared = prepared
@@ -278,7 +280,7 @@ class SequenceOutput:
         self._delta.tokens += 1
         if self._tells_ids:
             self._delta.token_ids.append(token)
-        thinking = parser is not None and parser.phase == "thinking"
+        thinking = parser is not None and parser.phase == "reasoning"
         if guide:
             guide.accept(token)
         if self.sampling.processes_logits:
@@ -292,7 +294,7 @@ class SequenceOutput:
             text += self._detokenizer.flush()
         self._parse(self._logprobs.piece(text, sampled) if self._logprobs else TextSpan(text))
         if parser:
-            self._delta.reasoning_tokens += thinking or parser.phase == "thinking"
+            self._delta.reasoning_tokens += thinking or parser.phase == "reasoning"
         if guide:
             guide.follow()
         if self._stopped:
@@ -318,7 +320,7 @@ class SequenceOutput:
         a call may follow: then, like what may become a mark, when it is certain to be content."""
         if self._stops is None:
             return False
-        held = self._parser.trailing if self._parser else ""
+        held = self._parser.trailing_space if self._parser else ""
         counts = self.count > self._stopping.min_tokens
         return self._matched is not None or (counts and self._stops.ends_with(held))
 
@@ -329,7 +331,7 @@ class SequenceOutput:
             constrained = self.guide is not None and self.guide.constrains
             self._emit(self._parser.feed(piece, constrained))
 
-    def _emit(self, events: abc.Iterable[Event]) -> None:
+    def _emit(self, events: abc.Iterable[OutputEvent]) -> None:
         for kind, piece, name in events:
             self._calls += kind == "call" and name is not None
             if kind == "call" and self._single_call and self._calls > 1:
@@ -338,7 +340,7 @@ class SequenceOutput:
                 self._content(piece)
             elif self._matched is None:
                 self._end_content()
-                if kind == "end of thoughts":
+                if kind == "reasoning_end":
                     self._delta.end_thoughts()
                 else:
                     self._delta.add(kind, piece.text, name)
@@ -380,7 +382,7 @@ class SequenceOutput:
 
     def _end(self, reason: FinishReason, stop: str | int | None) -> None:
         delta = self._delta
-        called = reason == "stop" and self._parser is not None and self._parser.calls_begun
+        called = reason == "stop" and self._parser is not None and self._parser.calls_started
         delta.finish_reason = "tool_calls" if called else reason
         delta.stop_reason = stop
         self.ended = True

@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLTokenizer
 from batching.errors import ItemFailed
 from worker.grammar.bitmask import MaskRequest
 from worker.grammar.compiler import Grammar
-from worker.text.parser import Parser, Phase
+from worker.text.parser import OutputParser, Phase
 
 T = TypeVar("T")
 STEP_S = 0.25  # of CPU time on the worker's thread, for what a grammar is asked there at once
@@ -64,13 +64,13 @@ class GrammarState:
 class ConstraintState:
     """`parser` is None where the text is nothing but content."""
 
-    def __init__(self, plan: OutputConstraints, parser: Parser | None) -> None:
+    def __init__(self, plan: OutputConstraints, parser: OutputParser | None) -> None:
         self.finished = False  # nothing may follow
         self.turned = False  # what was drafted does not know of the last token's effect
         self._plan = plan
         self._parser = parser
-        thinking = parser is not None and parser.phase == "thinking"
-        self._phase: Phase = "thinking" if thinking else "answer"  # that the rest here is for
+        thinking = parser is not None and parser.phase == "reasoning"
+        self._phase: Phase = "reasoning" if thinking else "content"  # that the rest here is for
         self._state: GrammarState | None = None
         if plan.answer and not thinking:
             self._state = GrammarState(plan.answer)
@@ -124,11 +124,11 @@ class ConstraintState:
         """The token's text has been read."""
         if self._parser is not None:
             if self._parser.phase != self._phase:
-                self._enter(self._parser.phase, self._parser.begun.lstrip())
-            if self._phase == "thinking":
+                self._enter(self._parser.phase, self._parser.phase_text.lstrip())
+            if self._phase == "reasoning":
                 self._thought += 1
                 self._limit()
-            if self._plan.single_call and self._parser.calls_ended:
+            if self._plan.single_call and self._parser.calls_finished:
                 self.finished = True
         if self._state is not None and self._state.matcher.is_stopped():
             self._state = None
@@ -137,7 +137,7 @@ class ConstraintState:
     def _enter(self, phase: Phase, begun: str) -> None:
         """`begun`: what has come of the phase already."""
         left, self._phase = self._phase, phase
-        if left == "thinking" and self._plan.answer:
+        if left == "reasoning" and self._plan.answer:
             self._state, self.turned = GrammarState(self._plan.answer), True
             self._takes(begun)
         elif self._plan.call and "call" in (left, phase):
@@ -157,7 +157,7 @@ class ConstraintState:
         )
 
     def _limit(self) -> None:
-        budget, thinking = self._plan.budget, self._phase == "thinking"
+        budget, thinking = self._plan.budget, self._phase == "reasoning"
         if thinking and budget is not None and self._thought >= budget and not self._forced:
             self._forced = list(self._plan.close)
             self.turned = True

@@ -12,8 +12,8 @@ from batching.errors import InvalidInput
 from worker.grammar.one_of import LITERAL, exclusive
 from worker.grammar.string_formats import FORMATS
 from worker.messages.generation import Constraint
-from worker.text.tool_call_format import VARIABLE
-from worker.text.tool_call_parser import JSON
+from worker.text.tool_call_format import PLACEHOLDER_PATTERNS
+from worker.text.tool_call_parser import JSON_TYPES
 
 Quote = Callable[[str], str]  # a text in the notation
 
@@ -101,7 +101,7 @@ def rules_of(schema: Any) -> Any:
 
 def _is_unknown(kind: Any) -> bool:
     named = kind if isinstance(kind, list) else [kind]
-    return any(isinstance(each, str) and each not in JSON for each in named)
+    return any(isinstance(each, str) and each not in JSON_TYPES for each in named)
 
 
 def literal(text: str) -> str:
@@ -110,8 +110,12 @@ def literal(text: str) -> str:
 
 def frame(text: str, quote: Quote) -> str:
     """A text of a form, with indices and ids."""
-    parts = re.split(f"([{''.join(VARIABLE)}])", text)
-    each = (f"/{VARIABLE[part]}/" if part in VARIABLE else quote(part) for part in parts if part)
+    parts = re.split(f"([{''.join(PLACEHOLDER_PATTERNS)}])", text)
+    each = (
+        f"/{PLACEHOLDER_PATTERNS[part]}/" if part in PLACEHOLDER_PATTERNS else quote(part)
+        for part in parts
+        if part
+    )
     return " ".join(each)
 
 

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any
 
 from batching.errors import InvalidInput
-from worker.text.tool_call_parser import referred, type_of
+from worker.text.tool_call_parser import json_type, resolve_reference
 
 Schema = dict[str, Any]
 
@@ -45,12 +45,12 @@ class Document:
         if self._left < 0:
             raise InvalidInput("it has too many properties or branches")
 
-    def referred(self, reference: Any) -> Any:
+    def resolve_reference(self, reference: Any) -> Any:
         """What a `$ref` means; True, which takes anything, where it is none."""
         if not isinstance(reference, str):
             return True
         self.spend(1 + len(reference) // 10)
-        return referred(self._root, reference)
+        return resolve_reference(self._root, reference)
 
 
 class SchemaAnalysis:
@@ -72,7 +72,7 @@ class SchemaAnalysis:
                 seen.add(id(part))
                 waiting += list_in(part, "allOf")
                 if "$ref" in part:
-                    waiting.append(document.referred(part["$ref"]))
+                    waiting.append(document.resolve_reference(part["$ref"]))
                 self.parts.append({key: part[key] for key in part if key not in ("allOf", "$ref")})
 
     @property
@@ -229,7 +229,7 @@ def _apart_in(kind: str, a: SchemaAnalysis, b: SchemaAnalysis) -> bool:
 def kind_of(value: Any) -> str:
     if isinstance(value, float):
         return "integer" if value.is_integer() else "fraction"
-    return type_of(value)
+    return json_type(value)
 
 
 def list_in(part: Schema, key: str) -> list[Any]:

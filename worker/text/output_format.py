@@ -1,16 +1,11 @@
-"""Marks in an answer's text: each leads from one phase of it to another; parser.py follows them.
+"""How a model writes its output: the delimiters between reasoning, tool calls and content.
 
-How a model writes its answers: the marks between thoughts, calls and content.
+    chat template (chat_template/inference.py)  →  inferred_output_format  ┐
+    response template (of the tokenizer)        →  declared_output_format  ┴→ OutputFormat
 
-What chat_template/inference.py finds in a chat template becomes marks here (output_format.py), and
-a response template
-does in output_format.py.
-
-A response template, which a tokenizer may carry, as the form of answers that it tells.
-
-Its fields are phases of an answer, which open and close. The library compiles it, and reads what
-is in a call's field; where fields begin and end is followed by parser.py, which needs no whole
-answer for that.
+parser.py follows the delimiters from phase to phase. A response template's fields are phases too:
+transformers compiles them and reads a call's field, while parser.py finds where fields begin and
+end, for which it needs no complete output.
 """
 
 import re
@@ -27,410 +22,465 @@ from transformers.utils.chat_parsing.response_templates import (
 )
 
 from worker.text.tool_call_format import (
+    DEFAULT_TOOL_CALL_FORMAT,
+    DELIMITER,
     ID,
     INDEX,
-    MARK,
-    PLAIN_CALLS,
-    VARIABLE,
+    PLACEHOLDER_PATTERNS,
     Pair,
     ToolCallFormat,
 )
-from worker.text.tool_call_parser import BodyParser, CallParser, Calls, Tools, body_parser, value
+from worker.text.tool_call_parser import (
+    BufferedCallParser,
+    JsonCallParser,
+    ParsedCalls,
+    ToolCallParser,
+    ToolTypes,
+    make_call_parser,
+    read_value,
+)
 
-Match: TypeAlias = Any  # of the regex package
-# Of the groups of the match that opens calls, and the tools that may be called.
-MakeParser = Callable[[dict[str, str], Tools], CallParser | BodyParser]
+Match: TypeAlias = Any  # of the regex package, which is untyped
+# From the groups of the match that opens calls, and the tools.
+MakeCallParser = Callable[[dict[str, str], ToolTypes], ToolCallParser]
 
-ANSWER, THINKING, CALL, NOBODY = "answer", "thinking", "call", "nobody"
-LEAST_OF_MARK = 3  # characters of one, which are not shown if no more come
-MAX_PENDING = 4096  # characters that may become a mark; then they are what they are
-MAX_DOUBTFUL = 8192  # from a call in open thoughts on, or from the end of a call in a string
+CONTENT, REASONING, CALL, IGNORED = "content", "reasoning", "call", "ignored"  # phases
+MIN_PARTIAL = 3  # characters of a delimiter that is cut short, for it to be hidden
+MAX_PENDING = 4096  # characters that may become a delimiter; then they are text
+MAX_UNCERTAIN = 8192  # characters after a call in open reasoning, or after a call's end in a string
 
 
 class Delimiter(NamedTuple):
-    """What leads from a phase to another."""
+    """Text that leads from one phase to another."""
 
-    within: frozenset[str]  # the phases it is looked for in
-    to: str
+    phases: frozenset[str]  # in which it counts
+    next_phase: str
     pattern: Any  # of the regex package
-    grows: bool = False  # a match at the end of a text may become longer
-    first: frozenset[str] = frozenset()  # characters that begin it; none: they are not known
-    parser: MakeParser | None = None  # of the calls that it opens
-    leads: bool = False  # it counts only before everything else
-    trigger: Any = None  # a pattern: with this, no matter what follows, a call has begun
-    known: bool = False  # it counts only with the name of a tool
-    apart: bool = False  # within content it counts only at the start of a line
+    extendable: bool = False  # a match at the end of a text may become longer
+    first_chars: frozenset[str] = frozenset()  # empty: any
+    make_parser: MakeCallParser | None = None  # of the calls that it opens
+    only_first: bool = False  # it counts only before any content
+    trigger: Any = (
+        None  # a pattern: this much of the delimiter is enough to know that a call begins
+    )
+    known_tool: bool = False  # it counts only with the name of a tool of the request
+    line_start: bool = False  # within content it counts only at the start of a line
 
-    def begun_in(self, text: str) -> str | None:
-        """What follows the part of it by which it is clear that a call begins."""
+    def after_trigger(self, text: str) -> str | None:
+        """Return the text after the trigger; None without one."""
         match = self.trigger and self.trigger.search(text)
         return text[match.end() :] if match else None
 
-    def cut_in(self, text: str, follows: bool) -> int:
-        """Where the beginning of a call's mark starts that a text ends in, cut short, and that is
-        not shown; where the text `follows` calls, of any mark. Its length if there is none."""
-        if (self.to != CALL or self.leads) and not follows:
+    def partial_start(self, text: str, after_call: bool) -> int:
+        """Return where a partial delimiter of a call starts at the end of the text, so that it can
+        be hidden; the text's length if there is none. `after_call`: the text follows a call, and a
+        partial delimiter of any kind is hidden."""
+        if (self.next_phase != CALL or self.only_first) and not after_call:
             return len(text)
         match = self.pattern.search(text, partial=True)
-        alone = match and follows and not text[: match.start()].strip()
-        cut = match and match.partial and len(match.group()) >= (alone or LEAST_OF_MARK)
+        alone = match and after_call and not text[: match.start()].strip()
+        cut = match and match.partial and len(match.group()) >= (alone or MIN_PARTIAL)
         return int(match.start()) if cut else len(text)
 
 
 def first_delimiter(
-    marks: Iterable[Delimiter],
+    delimiters: Iterable[Delimiter],
     text: str,
-    inside: str,
+    phase: str,
     counts: Callable[[Delimiter, Match], bool],
     ended: bool,
 ) -> tuple[tuple[Delimiter, Match] | None, int]:
-    """The first mark that is certain, and how much of the text stands before it or before anything
-    that may become one. `inside`: the phase."""
-    best: tuple[Delimiter, Match] | None = None
-    doubtful: tuple[Delimiter, Match] | None = None
+    """Return the first certain delimiter, and the length of the text before it and before anything
+    that may become a delimiter. `ended`: no more text comes."""
+    first: tuple[Delimiter, Match] | None = None
+    uncertain: tuple[Delimiter, Match] | None = None
     pending = len(text)
-    for mark in marks:
-        if mark.first and mark.first.isdisjoint(text):
+    for delimiter in delimiters:
+        if delimiter.first_chars and delimiter.first_chars.isdisjoint(text):
             continue
-        match = mark.pattern.search(text, partial=not ended)
-        while match is not None and not counts(mark, match):
-            others = (mark.known or mark.apart) and not match.partial
-            match = mark.pattern.search(text, match.end(), partial=not ended) if others else None
+        pattern = delimiter.pattern
+        match = pattern.search(text, partial=not ended)
+        while match is not None and not counts(delimiter, match):
+            retry = (delimiter.known_tool or delimiter.line_start) and not match.partial
+            match = pattern.search(text, match.end(), partial=not ended) if retry else None
         if match is None:
             continue
-        may_grow = mark.grows or not match.group()
-        if not ended and (match.partial or (may_grow and match.end() == len(text))):
+        extendable = delimiter.extendable or not match.group()
+        if not ended and (match.partial or (extendable and match.end() == len(text))):
             pending = min(pending, match.start())
-        elif not match.group() and mark.to == inside:
+        elif not match.group() and delimiter.next_phase == phase:
             continue
-        elif mark.to == CALL and inside == THINKING:
-            doubtful = doubtful or (mark, match)
-        elif best is None or match.start() < best[1].start():
-            best = mark, match
-    if best is not None and best[1].start() < pending:
-        return best, best[1].start()
-    longest = MAX_PENDING
-    if best is None and doubtful is not None:
-        # A call in open thoughts is one if they are never closed.
+        elif delimiter.next_phase == CALL and phase == REASONING:
+            uncertain = uncertain or (delimiter, match)
+        elif first is None or match.start() < first[1].start():
+            first = delimiter, match
+    if first is not None and first[1].start() < pending:
+        return first, first[1].start()
+    max_pending = MAX_PENDING
+    if first is None and uncertain is not None:
+        # A call inside reasoning counts only if the reasoning never closes.
         if ended:
-            return doubtful, doubtful[1].start()
-        pending, longest = min(pending, doubtful[1].start()), MAX_DOUBTFUL
-    return None, pending if len(text) - pending < longest else len(text)
-
-
-TOOL = r"[\w.:/-]{1,128}+"  # any name that a request may give one
-NAME = r"(?P<name>[^\s<>\[\]{}()\"'`,]{1,128}?)"
-
-
-@dataclass(frozen=True, slots=True)
-class Channels:
-    """Messages in an answer, each with a header that says what it is: where one starts, the mark
-    before its channel, the one that ends the header, and those that end the message."""
-
-    start: str
-    channel: str
-    body: str
-    ends: tuple[str, ...]
-    thinking: str  # the channel of thoughts
-    content: str
-    recipient: str  # what stands before a function's name
+            return uncertain, uncertain[1].start()
+        pending, max_pending = min(pending, uncertain[1].start()), MAX_UNCERTAIN
+    return None, pending if len(text) - pending < max_pending else len(text)
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """`thoughts`, `content`: what opens and closes them, content seldom. `calls` is None where it
-    is not known how they are written: then they are read, if `marks` tell them, but not held to
-    a grammar."""
+    """`reasoning`, `content`: the delimiters around them; content seldom has any. `tool_calls` is
+    None where their format is unknown: calls are then parsed if `call_delimiters` find them, but
+    not constrained by a grammar."""
 
-    marks: tuple[Delimiter, ...]
-    call_marks: tuple[Delimiter, ...] = ()  # those that count where calls may be made
-    thoughts: Pair | None = None
+    delimiters: tuple[Delimiter, ...]
+    call_delimiters: tuple[Delimiter, ...] = ()  # in use where the output may have tool calls
+    reasoning: Pair | None = None
     content: Pair | None = None
-    calls: ToolCallFormat | None = None
-    unmarked: bool = False  # calls begin with their JSON or their name, before everything else
-    start: str = ""  # what may stand before content and calls, where thoughts are a message
-    may_close: bool = False  # thoughts that nothing has opened: a switch turns them on and off
-    begins: str = ANSWER  # the phase
-    texts: tuple[str, ...] = ()  # of the marks, and of what quotes arguments
+    tool_calls: ToolCallFormat | None = None
+    undelimited_calls: bool = False  # calls begin with their JSON or name, before any content
+    message_start: str = ""  # may stand before content and calls where reasoning is a message
+    may_close_unopened: bool = False  # reasoning may end that nothing opened: a variable toggles it
+    initial_phase: str = CONTENT
+    visible_texts: tuple[str, ...] = ()  # of the delimiters, and of the quotes around arguments
 
-    def ends_thoughts(self, text: str) -> bool:
-        """Whether the mark that does so is in it."""
-        return self.thoughts is not None and self.thoughts[1].strip() in text
+    def ends_reasoning(self, text: str) -> bool:
+        return self.reasoning is not None and self.reasoning[1].strip() in text
 
-    def thoughts_in(self, prompt: str) -> str:
-        """The marks of thoughts that a prompt ends with: they have begun, or are over."""
-        if self.thoughts is None:
+    def reasoning_at_end(self, prompt: str) -> str:
+        """Return the delimiters of reasoning that a prompt ends with, open or closed."""
+        if self.reasoning is None:
             return ""
-        opens, closes = (text.strip() for text in self.thoughts)
+        opens, closes = (text.strip() for text in self.reasoning)
         start = prompt.rfind(opens)
         tail = prompt[start:] if start >= 0 else ""
         rest = tail.replace(closes, "").replace(opens, "")
         return "" if rest.strip() else tail
 
-    def may_call(self, text: str, names: Iterable[str]) -> bool:
-        """Whether a call's text that is cut short may go on as one: without a mark, its beginning
-        tells."""
-        if not self.unmarked:
+    def may_become_call(self, text: str, names: Iterable[str]) -> bool:
+        """Whether the text of a call that is cut short may continue as one. Without delimiters, its
+        beginning decides."""
+        if not self.undelimited_calls:
             return True
-        if not (self.calls and text.strip()):
+        calls = self.tool_calls
+        if not (calls and text.strip()):
             return False
-        named, keys = f"(?:{'|'.join(map(regex.escape, names))})", self.calls.keys
-        call = rf"{named}\(" if keys is None else rf'\{{\s*+"{named}"'
-        if keys and keys[0]:
-            call = rf'\{{\s*+"{keys[0]}"\s*+:\s*+"{named}"'
-        before = rf"\s*+(?:<\|\w{{1,40}}\|>\s*+)?(?:{regex.escape(self.calls.marker)}\s*+)?"
-        whole = regex.compile(rf"{before}(?:\[\s*+)?{call}.*", regex.DOTALL)
-        return whole.fullmatch(text, partial=True) is not None
+        name = f"(?:{'|'.join(map(regex.escape, names))})"
+        call = rf"{name}\(" if calls.keys is None else rf'\{{\s*+"{name}"'
+        if calls.keys and calls.keys[0]:
+            call = rf'\{{\s*+"{calls.keys[0]}"\s*+:\s*+"{name}"'
+        before = rf"\s*+(?:<\|\w{{1,40}}\|>\s*+)?(?:{regex.escape(calls.prefix_word)}\s*+)?"
+        pattern = regex.compile(rf"{before}(?:\[\s*+)?{call}.*", regex.DOTALL)
+        return pattern.fullmatch(text, partial=True) is not None
 
-    def shows(self, token: str) -> bool:
-        """Whether a special token is part of a mark, or quotes arguments."""
-        return len(token) > 2 and any(token in text for text in self.texts)
+    def keeps_special(self, token: str) -> bool:
+        """Whether a special token is part of a delimiter or of the quotes around arguments."""
+        return len(token) > 2 and any(token in text for text in self.visible_texts)
 
 
-def learned_output_format(
-    thoughts: Pair | None,
+# ── from what was found in a chat template ──
+
+TOOL_NAME = r"[\w.:/-]{1,128}+"  # any that a request may define
+NAME_GROUP = r"(?P<name>[^\s<>\[\]{}()\"'`,]{1,128}?)"
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelFormat:
+    """Output in messages, each with a header that names its channel. `start`, `channel` and `body`
+    stand before the header, the channel's name and the text; `ends` end the text."""
+
+    start: str
+    channel: str
+    body: str
+    ends: tuple[str, ...]
+    reasoning: str  # the channel's name
+    content: str  # the channel's name
+    recipient: str  # the text before a function's name
+
+
+def inferred_output_format(
+    reasoning: Pair | None,
     content: Pair | None,
     calls: ToolCallFormat | None,
-    channels: Channels | None,
+    channels: ChannelFormat | None,
 ) -> OutputFormat:
-    """The form of what has been found in a chat template."""
     if channels:
-        form = _in_channels(channels, calls)
+        form = _channel_output_format(channels, calls)
     else:
-        marks: list[Delimiter] = []
-        for pair, to in ((thoughts, THINKING), (content, ANSWER)):
+        delimiters: list[Delimiter] = []
+        for pair, phase in ((reasoning, REASONING), (content, CONTENT)):
             if pair:
-                marks += [_opening(to, pair[0]), _mark((ANSWER, to), ANSWER, pair[1])]
-        call_marks = _call_marks(calls) if calls else []
-        unmarked = calls is not None and calls.unmarked
-        form = OutputFormat(tuple(marks), tuple(call_marks), thoughts, content, calls, unmarked)
-    texts = [*form.texts, *(thoughts or ()), *(content or ())]
+                delimiters += [
+                    _opening_delimiter(phase, pair[0]),
+                    _delimiter((CONTENT, phase), CONTENT, pair[1]),
+                ]
+        form = OutputFormat(
+            tuple(delimiters),
+            tuple(_call_delimiters(calls) if calls else ()),
+            reasoning,
+            content,
+            calls,
+            undelimited_calls=calls is not None and calls.undelimited,
+        )
+    texts = [*form.visible_texts, *(reasoning or ()), *(content or ())]
     if calls:
-        entry = calls.arguments
+        arguments = calls.arguments
         texts += [*calls.section, *calls.call, calls.middle, calls.separator or ""]
-        texts += [entry.open, entry.middle, entry.close, entry.quotes]
-    return replace(form, texts=tuple(filter(None, texts)))
+        texts += [arguments.open, arguments.middle, arguments.close, arguments.quotes]
+    return replace(form, visible_texts=tuple(filter(None, texts)))
 
 
-def _mark(within: Iterable[str], to: str, text: str) -> Delimiter:
-    return Delimiter(
-        frozenset(within), to, regex.compile(regex.escape(text)), first=frozenset(text[0])
-    )
+def _delimiter(phases: Iterable[str], next_phase: str, text: str) -> Delimiter:
+    pattern = regex.compile(regex.escape(text))
+    return Delimiter(frozenset(phases), next_phase, pattern, first_chars=frozenset(text[0]))
 
 
-def _opening(to: str, text: str) -> Delimiter:
-    """A mark with a word after it, as in <|channel>thought: the word may be left out, where what
-    follows shows that."""
-    [bare] = MARK.findall(text)[:1]
+def _opening_delimiter(phase: str, text: str) -> Delimiter:
+    """A word may follow the delimiter, as in <|channel>thought; it may be missing or cut if the
+    next character shows that."""
+    [bare] = DELIMITER.findall(text)[:1]
     word = text.removeprefix(bare)
     if not word:
-        return _mark((ANSWER, to), to, bare)._replace(apart=to == THINKING)  # or it is a mention
-    other = "|".join(f"(?={word[:n]}[^{letter}])" for n, letter in enumerate(word))
-    pattern = regex.compile(f"{regex.escape(bare)}(?:{word}|{other})")
-    return Delimiter(frozenset((ANSWER, to)), to, pattern, first=frozenset(bare[0]))
+        delimiter = _delimiter((CONTENT, phase), phase, bare)
+        return delimiter._replace(line_start=phase == REASONING)  # elsewhere it is a mention
+    cut = "|".join(f"(?={word[:n]}[^{char}])" for n, char in enumerate(word))
+    pattern = regex.compile(f"{regex.escape(bare)}(?:{word}|{cut})")
+    return Delimiter(frozenset((CONTENT, phase)), phase, pattern, first_chars=frozenset(bare[0]))
 
 
-def _call_marks(form: ToolCallFormat) -> list[Delimiter]:
-    """What opens a call, with its name if that comes next; what closes it; marks that follow."""
-    before, opens = form.opens
-    closes, after = form.closes
-    may_stand = "".join(rf"(?:{_flexible(text)}\s*)?" for text in before)
-    if form.unmarked:
-        marker = rf"(?:{regex.escape(form.marker)}\s*+)?" if form.marker else ""
-        # None begins with space: a long run of it would be looked through from each of its places.
-        begins = r"(?:\[\s*+)?\{\s*+\"" if form.keys else rf"\[\s*+{TOOL}\("
-        pattern = rf"(?:<\|\w{{1,40}}\|>\s*+)?{marker}(?={begins})"
+def _call_delimiters(form: ToolCallFormat) -> list[Delimiter]:
+    """Return what opens a call, with its name if that comes next, what closes it, and delimiters
+    that may follow."""
+    optional, opens = form.opening
+    closes, after = form.closing
+    before = "".join(rf"(?:{_flexible_pattern(text)}\s*)?" for text in optional)
+    if form.undelimited:
+        word = rf"(?:{regex.escape(form.prefix_word)}\s*+)?" if form.prefix_word else ""
+        # No leading \s*: a long run of white space would be searched from each of its positions.
+        start = r"(?:\[\s*+)?\{\s*+\"" if form.keys else rf"\[\s*+{TOOL_NAME}\("
+        pattern = rf"(?:<\|\w{{1,40}}\|>\s*+)?{word}(?={start})"
     elif form.is_list:
-        pattern = may_stand + _flexible(opens)
+        pattern = before + _flexible_pattern(opens)
     else:
         before_id, id_, after_id = form.middle.strip().rpartition(ID)
-        may_come = f"(?:{_flexible(before_id + id_)})?" if id_ and after_id else ""
-        middle = may_come + _flexible(after_id) or r"(?=[\s<])"
-        pattern = rf"{may_stand}{_flexible(opens)}\s*{NAME}\s*{middle}"
-    opening = Delimiter(
-        frozenset((ANSWER,) if form.unmarked else (ANSWER, THINKING)),
-        CALL,
-        regex.compile(pattern, regex.DOTALL),
-        first=frozenset(text[0] for text in (*before, opens) if text),
-        parser=partial(_call_parser, form),
-        leads=form.unmarked,
-        trigger=None if form.is_list else regex.compile(_flexible(form.trigger.strip())),
-    )
-    made = [opening]
+        optional_id = f"(?:{_flexible_pattern(before_id + id_)})?" if id_ and after_id else ""
+        middle = optional_id + _flexible_pattern(after_id) or r"(?=[\s<])"
+        pattern = rf"{before}{_flexible_pattern(opens)}\s*{NAME_GROUP}\s*{middle}"
+    trigger = None if form.is_list else regex.compile(_flexible_pattern(form.trigger.strip()))
+    delimiters = [
+        Delimiter(
+            frozenset((CONTENT,) if form.undelimited else (CONTENT, REASONING)),
+            CALL,
+            regex.compile(pattern, regex.DOTALL),
+            first_chars=frozenset(text[0] for text in (*optional, opens) if text),
+            make_parser=partial(_inferred_call_parser, form),
+            only_first=form.undelimited,
+            trigger=trigger,
+        )
+    ]
     if closes:
-        closing = regex.compile(_flexible(closes), regex.DOTALL)
-        made.append(Delimiter(frozenset((CALL,)), ANSWER, closing, first=frozenset(closes[0])))
-    return made + [_mark((ANSWER,), ANSWER, text) for text in after]
+        closing = regex.compile(_flexible_pattern(closes), regex.DOTALL)
+        first_chars = frozenset(closes[0])
+        delimiters.append(Delimiter(frozenset((CALL,)), CONTENT, closing, first_chars=first_chars))
+    return delimiters + [_delimiter((CONTENT,), CONTENT, text) for text in after]
 
 
-def _in_channels(form: Channels, calls: ToolCallFormat | None) -> OutputFormat:
-    """A header is one mark; the first that matches tells what its message is. None of its parts
-    gives back what it took: whatever else stands there is looked through once."""
-    start, channel, body = (regex.escape(each) for each in (form.start, form.channel, form.body))
+def _channel_output_format(form: ChannelFormat, calls: ToolCallFormat | None) -> OutputFormat:
+    """Each header is one delimiter; the first that matches decides the message's phase. The
+    patterns do not backtrack, so that text that is no header is searched once."""
+    start, channel, body = map(regex.escape, (form.start, form.channel, form.body))
     recipient = regex.escape(form.recipient.strip())
     to = regex.escape(form.recipient.split("=")[0].strip() + "=")
     rest = rf"(?:(?!{body}).){{0,200}}+{body}"
-    thoughts = rf"{channel}\s*{regex.escape(form.thinking)}"
-    before_to, before_thoughts = (rf"(?:(?!{body}|{end}).){{0,200}}+" for end in (to, thoughts))
-    thoughts += rf"(?:(?!{channel}|{body}).){{0,100}}+{body}"
-    within = frozenset((ANSWER, THINKING, NOBODY))
-    firsts = frozenset((form.start[0], form.channel[0]))
+    reasoning = rf"{channel}\s*{regex.escape(form.reasoning)}"
+    before_to, before_reasoning = (rf"(?:(?!{body}|{end}).){{0,200}}+" for end in (to, reasoning))
+    reasoning += rf"(?:(?!{channel}|{body}).){{0,100}}+{body}"
+    phases = frozenset((CONTENT, REASONING, IGNORED))
+    first_chars = frozenset((form.start[0], form.channel[0]))
 
-    def headed(phase: str, header: str, parser: MakeParser | None = None) -> Delimiter:
-        pattern = regex.compile(rf"(?:{start}|(?={channel})){header}", regex.DOTALL)
-        trigger = regex.compile(recipient) if parser else None
-        return Delimiter(within, phase, pattern, first=firsts, parser=parser, trigger=trigger)
+    def header(phase: str, pattern: str, make_parser: MakeCallParser | None = None) -> Delimiter:
+        return Delimiter(
+            phases,
+            phase,
+            regex.compile(rf"(?:{start}|(?={channel})){pattern}", regex.DOTALL),
+            first_chars=first_chars,
+            make_parser=make_parser,
+            trigger=regex.compile(recipient) if make_parser else None,
+        )
 
-    others = headed(NOBODY, rf"{before_to}{to}(?!assistant){rest}")
-    ends = regex.compile("|".join(map(regex.escape, form.ends)))
-    first = frozenset(end[0] for end in form.ends)
-    end = Delimiter(within | {CALL}, ANSWER, ends, first=first)
-    call_marks: list[Delimiter] = []
+    other_recipient = header(IGNORED, rf"{before_to}{to}(?!assistant){rest}")
+    end = Delimiter(
+        phases | {CALL},
+        CONTENT,
+        regex.compile("|".join(map(regex.escape, form.ends))),
+        first_chars=frozenset(text[0] for text in form.ends),
+    )
+    call_delimiters: list[Delimiter] = []
     if calls:
-        read = partial(_call_parser, calls)
-        for before in (recipient, to):  # some leave out that it is one of the functions
-            function = rf"{before}(?P<name>{TOOL}){rest}"
-            mark = headed(CALL, before_to + function, read)._replace(known=before != recipient)
-            begun = regex.compile(function, regex.DOTALL)  # the prompt has the header's start
-            at_once = mark._replace(
-                within=frozenset((ANSWER,)), pattern=begun, first=frozenset(), leads=True
+        make_parser = partial(_inferred_call_parser, calls)
+        for before in (recipient, to):  # some models leave out the namespace of functions
+            function = rf"{before}(?P<name>{TOOL_NAME}){rest}"
+            delimiter = header(CALL, before_to + function, make_parser)
+            delimiter = delimiter._replace(known_tool=before != recipient)
+            at_start = delimiter._replace(  # the prompt has the start of the header
+                phases=frozenset((CONTENT,)),
+                pattern=regex.compile(function, regex.DOTALL),
+                first_chars=frozenset(),
+                only_first=True,
             )
-            call_marks += [mark, at_once]
+            call_delimiters += [delimiter, at_start]
     return OutputFormat(
-        (others, headed(THINKING, before_thoughts + thoughts), headed(ANSWER, rest), end),
-        tuple(call_marks),
-        (form.channel + form.thinking + form.body, form.ends[0]),
+        (
+            other_recipient,
+            header(REASONING, before_reasoning + reasoning),
+            header(CONTENT, rest),
+            end,
+        ),
+        tuple(call_delimiters),
+        (form.channel + form.reasoning + form.body, form.ends[0]),
         (form.channel + form.content + form.body, form.ends[0]),
         calls,
-        start=form.start,
-        texts=(form.start, form.channel, form.body, *form.ends),
+        message_start=form.start,
+        visible_texts=(form.start, form.channel, form.body, *form.ends),
     )
 
 
-def _flexible(text: str) -> str:
-    """As a pattern, in which any space stands for the text's, and anything for an index or id."""
-    parts = re.split(rf"([{INDEX}{ID}]|\s+)", text)
+def _flexible_pattern(text: str) -> str:
+    """Return a pattern of the text in which white space matches any white space or none, and
+    placeholders match any index or id."""
     return "".join(
-        VARIABLE[part] if part in VARIABLE else r"\s*" if part.isspace() else regex.escape(part)
-        for part in parts
+        PLACEHOLDER_PATTERNS.get(part) or (r"\s*" if part.isspace() else regex.escape(part))
+        for part in re.split(rf"([{INDEX}{ID}]|\s+)", text)
         if part
     )
 
 
-def _call_parser(
-    form: ToolCallFormat, found: dict[str, str], tools: Tools
-) -> CallParser | BodyParser:
-    name = found.get("name")
-    if form.keys is not None:
-        return CallParser(*form.keys)
-    if form.arguments.style == "json":
-        return CallParser("", "", name)
-    return body_parser(form, name, tools)
+def _inferred_call_parser(
+    form: ToolCallFormat, groups: dict[str, str], tools: ToolTypes
+) -> ToolCallParser:
+    return make_call_parser(form, groups.get("name"), tools)
 
 
-# What calls look like where a model must make some and its form is unknown.
-PLAIN = learned_output_format(("<think>", "</think>"), None, PLAIN_CALLS, None)
+# Where a model must call a tool and its own format is unknown.
+DEFAULT_OUTPUT_FORMAT = inferred_output_format(
+    ("<think>", "</think>"), None, DEFAULT_TOOL_CALL_FORMAT, None
+)
 
 
-CALLS, CONTENT = "tool_calls", "content"
-REASONING = ("reasoning_content", "reasoning", "thinking")
-PHASES = {CALLS: CALL, CONTENT: ANSWER, **dict.fromkeys(REASONING, THINKING)}
+# ── from a response template ──
+
+CALLS_FIELD, CONTENT_FIELD = "tool_calls", "content"
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+PHASE_OF_FIELD = {CALLS_FIELD: CALL, CONTENT_FIELD: CONTENT}
+PHASE_OF_FIELD |= dict.fromkeys(REASONING_FIELDS, REASONING)
 
 
 def declared_output_format(spec: Mapping[str, Any]) -> OutputFormat:
-    """ValueError or TypeError where it is none."""
-    raw = {name: dict(each) for name, each in spec["fields"].items()}
-    for each in raw.values():
-        # Space before a mark is nobody's in any case, and looking for it takes long.
+    """Read a response template; ValueError or TypeError if it is invalid."""
+    spec_fields = {name: dict(field) for name, field in spec["fields"].items()}
+    for spec_field in spec_fields.values():
+        # White space before a delimiter is dropped anyway, and searching for it is slow.
         for key in ("open_pattern", "close_pattern"):
-            if key in each:
-                each[key] = each[key].removeprefix(r"\s*")
-    template = load_response_template({**spec, "fields": raw})
-    begins = _phase(template.implicit) if template.implicit else NOBODY
-    marks: list[Delimiter] = []
-    call_marks: list[Delimiter] = []
+            if key in spec_field:
+                spec_field[key] = spec_field[key].removeprefix(r"\s*")
+    template = load_response_template({**spec, "fields": spec_fields})
+    initial = _phase_of(template.implicit) if template.implicit else IGNORED
+    delimiters: list[Delimiter] = []
+    call_delimiters: list[Delimiter] = []
     texts: list[str] = []
-    thoughts: Pair | None = None
+    reasoning: Pair | None = None
     for name, field in template.fields.items():
-        made = _marks(field, begins, _phase(name))
-        (call_marks if name == CALLS else marks).extend(made)
-        texts += [mark.pattern.pattern.replace("\\", "") for mark in made]
+        phase = _phase_of(name)
+        own = _field_delimiters(field, initial, phase)
+        (call_delimiters if name == CALLS_FIELD else delimiters).extend(own)
+        texts += [delimiter.pattern.pattern.replace("\\", "") for delimiter in own]
         texts += [text for pair in field.content_args.get("string_delims", ()) for text in pair]
-        if _phase(name) == THINKING and field.open_literals and field.close_literals:
-            thoughts = field.open_literals[0], field.close_literals[0]
+        if phase == REASONING and field.open_literals and field.close_literals:
+            reasoning = field.open_literals[0], field.close_literals[0]
     return OutputFormat(
-        tuple(marks),
-        tuple(call_marks),
-        thoughts,
-        unmarked=any(mark.leads for mark in call_marks),
-        begins=begins,
-        texts=tuple(texts),
+        tuple(delimiters),
+        tuple(call_delimiters),
+        reasoning,
+        undelimited_calls=any(delimiter.only_first for delimiter in call_delimiters),
+        initial_phase=initial,
+        visible_texts=tuple(texts),
     )
 
 
-def _phase(field: str) -> str:
-    return PHASES.get(field, f"{NOBODY} {field}")
+def _phase_of(field: str) -> str:
+    return PHASE_OF_FIELD.get(field, f"{IGNORED} {field}")
 
 
-def _marks(field: ResponseTemplateField, outside: str, phase: str) -> list[Delimiter]:
-    """What opens a field, and what closes it."""
-    made = []
-    for pattern, literals, within, to in (
+def _field_delimiters(field: ResponseTemplateField, outside: str, phase: str) -> list[Delimiter]:
+    """Return what opens a field and what closes it."""
+    delimiters = []
+    for pattern, literals, before, after in (
         (field.open_re, field.open_literals, outside, phase),
         (field.close_re, field.close_literals, phase, outside),
     ):
         if pattern is None:
             continue
-        if literals is None and (alone := literal(pattern.pattern)):
-            literals = [alone]
-        grows = literals is None or any(
+        if literals is None and (text := literal_of(pattern.pattern)):
+            literals = [text]
+        extendable = literals is None or any(
             one != other and one.startswith(other) for one in literals for other in literals
         )
-        first = frozenset(text[0] for text in literals or ())
-        parser = partial(_declared_call_parser, field) if phase == to == CALL else None
-        # No mark stands before calls: they begin with their JSON.
-        leads = bool(parser and (m := pattern.search('{"name": "x"')) and not m.group())
-        made.append(Delimiter(frozenset((within,)), to, pattern, grows, first, parser, leads))
-    return made
+        first_chars = frozenset(text[0] for text in literals or ())
+        make_parser = partial(_declared_call_parser, field) if phase == after == CALL else None
+        # Calls that begin with their JSON have an empty delimiter.
+        only_first = bool(
+            make_parser and (match := pattern.search('{"name": "x"')) and not match.group()
+        )
+        delimiters.append(
+            Delimiter(
+                frozenset((before,)),
+                after,
+                pattern,
+                extendable,
+                first_chars,
+                make_parser,
+                only_first,
+            )
+        )
+    return delimiters
 
 
-def _declared_call_parser(
-    field: ResponseTemplateField, captured: dict[str, str], tools: Tools
-) -> CallParser | BodyParser:
-    """Of what is in a field. `captured`: by the pattern that opens it."""
-    shape = field.transform.get("function") if isinstance(field.transform, dict) else None
-    if field.content == "json" and not field.content_args and shape == "{content}":
-        return CallParser("name", "arguments")
-    if field.content == "json" and not field.content_args and isinstance(shape, dict):
-        name, arguments = str(shape.get("name")), str(shape.get("arguments"))
-        if arguments == "{content}":
-            return CallParser("", "", captured.get(name.strip("{}")) or "")
-        return CallParser(*(key.strip("{}").removeprefix("content.") for key in (name, arguments)))
-
-    def read(text: str, cut: bool) -> Calls:
-        try:
-            made = process_field(text, field, captured)
-            calls = [each["function"] for each in (made if isinstance(made, list) else [made])]
-            return [(each["name"], typed(**each)) for each in calls]
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError("no calls") from error
-
-    def typed(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        declared, quoted = tools.get(name, {}), field.content == "json"
-
-        def made(key: str, each: Any) -> Any:
-            types = declared.get(key)
-            if types is None or not isinstance(each, str) or (quoted and "string" in types):
-                return each
-            return value(each, types)
-
-        return {key: made(key, each) for key, each in arguments.items()}
-
-    return BodyParser(read)
-
-
-def literal(pattern: str) -> str | None:
-    """The one text that a pattern stands for."""
+def literal_of(pattern: str) -> str | None:
+    """Return the one text that a pattern matches; None if it may match several."""
     if re.search(r"(?<!\\)(?:\\\\)*[.^$*+?{}\[\]|()]|\\[A-Za-z0-9]", pattern):
         return None
     return re.sub(r"\\(.)", r"\1", pattern)
+
+
+def _declared_call_parser(
+    field: ResponseTemplateField, captured: dict[str, str], tools: ToolTypes
+) -> ToolCallParser:
+    """`captured`: the groups of the pattern that opens the field."""
+    shape = field.transform.get("function") if isinstance(field.transform, dict) else None
+    is_json = field.content == "json"
+    if is_json and not field.content_args and shape == "{content}":
+        return JsonCallParser("name", "arguments")
+    if is_json and not field.content_args and isinstance(shape, dict):
+        name, arguments = str(shape.get("name")), str(shape.get("arguments"))
+        if arguments == "{content}":
+            return JsonCallParser("", "", captured.get(name.strip("{}")) or "")
+        keys = (key.strip("{}").removeprefix("content.") for key in (name, arguments))
+        return JsonCallParser(*keys)
+
+    def read(text: str, cut: bool) -> ParsedCalls:
+        try:
+            content = process_field(text, field, captured)
+            calls = content if isinstance(content, list) else [content]
+            return [typed(**call["function"]) for call in calls]
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError("no calls") from error
+
+    def typed(name: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        types = tools.get(name, {})
+
+        def typed_value(key: str, value: Any) -> Any:
+            if (allowed := types.get(key)) is None or not isinstance(value, str):
+                return value
+            return value if is_json and "string" in allowed else read_value(value, allowed)
+
+        return name, {key: typed_value(key, value) for key, value in arguments.items()}
+
+    return BufferedCallParser(read)

@@ -1,13 +1,13 @@
-"""An answer's text, as it comes, as what it is: content, reasoning, calls.
+"""A model's output, as it is generated, split into content, reasoning and tool calls.
 
-    feed(piece) → events … finish() → events; `phase` tells what the text is in the middle of
+    feed(span) → events … finish() → events; `phase`: of the text at the end
 
-Follows an OutputFormat's marks from phase to phase, and gives each stretch of text as soon as it is
-certain what it belongs to. White space around reasoning and calls belongs to nobody, but for that
-between two stretches of content. A call that makes no sense is content.
+Follows the delimiters of an OutputFormat from phase to phase and returns each stretch of text as
+soon as its phase is certain. White space around reasoning and calls is dropped, except between two
+stretches of content. An invalid call is content.
 
-The library's chat_parsing.ResponseParser follows response templates alone, and tells no event's
-tokens: so this one reads all forms, and leaves a response template's fields to the library.
+transformers' chat_parsing.ResponseParser is no replacement: it follows response templates alone,
+and its events lack their tokens.
 """
 
 import copy
@@ -17,289 +17,307 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from worker.messages.deltas import Kind
 from worker.text.detokenizer import TextSpan
 from worker.text.output_format import (
-    ANSWER,
     CALL,
-    MAX_DOUBTFUL,
+    CONTENT,
     MAX_PENDING,
-    THINKING,
+    MAX_UNCERTAIN,
+    REASONING,
     Delimiter,
     Match,
     OutputFormat,
     first_delimiter,
 )
 from worker.text.tool_call_parser import (
-    BodyParser,
-    CallParser,
-    CallPart,
-    goes_on_as_json,
-    types_of_parameters,
+    BufferedCallParser,
+    JsonCallParser,
+    ToolCallParser,
+    ToolCallPart,
+    continues_json,
+    parameter_types,
 )
 
-Phase: TypeAlias = Literal["answer", "thinking", "call"]
-KINDS: dict[str, Kind] = {ANSWER: "content", THINKING: "reasoning"}
-SLICE = 512  # characters of what the prompt has begun that are looked through at once
+Phase: TypeAlias = Literal["content", "reasoning", "call"]
+TEXT_KINDS: dict[str, Kind] = {CONTENT: "content", REASONING: "reasoning"}  # by phase
+SLICE = 512  # characters of the prefix that are parsed at once
 
 
-class Event(NamedTuple):
-    kind: Kind | Literal["end of thoughts"]  # that nothing had opened
-    piece: TextSpan
-    name: str | None = None  # of a call that begins
+class OutputEvent(NamedTuple):
+    kind: Kind | Literal["reasoning_end"]  # "reasoning_end": what was content so far is reasoning
+    span: TextSpan
+    name: str | None = None  # of a call that starts
 
 
-class Parser:
-    """`begun`: what the prompt has already written of the answer. `calls`: whether there may be
-    any; if not, what looks like one is content. `document`: an answer that is constrained is one:
-    nothing in it is a mark, unless calls come before everything else."""
-
+class OutputParser:
     def __init__(
-        self, form: OutputFormat, begun: str, calls: bool,
-        tools: Sequence[Mapping[str, Any]] = (), document: bool = False,
+        self, form: OutputFormat, prefix: str, allows_calls: bool,
+        tools: Sequence[Mapping[str, Any]] = (), is_document: bool = False,
     ) -> None:  # fmt: skip
-        self.calls_begun = self.calls_ended = 0
-        self._form = form
-        self._tools = {tool["function"]["name"]: types_of_parameters(tool) for tool in tools}
-        self._calls = calls
-        self._marks = [*form.call_marks, *form.marks] if calls else [*form.marks]
-        self._enter(form.begins)
-        self._document = document
-        self._constrained = self._first_only = False  # or a mark counts only before all else
-        self._may_close = form.may_close  # thoughts that nothing has opened
-        self._has_content = self._after_mark = False  # after a mark, white space is nobody's
-        self._since_mark = ""  # what came with the last mark, after it
-        self._buffer = TextSpan("")  # may be the beginning of a mark
-        self._space = TextSpan("")  # may be the last before a mark
-        self._between = TextSpan("")  # white space of the content that a mark has interrupted
-        self._call: CallParser | BodyParser | None = None
-        self._call_text = TextSpan("")  # of the call that is open, with its marks
-        self._thought: TextSpan | None = None  # white space before it, where it began in thoughts
-        self._opening = 0, ""  # the length of its first mark, and how the form has that
-        self._triggered: str | None = None  # a mark is not whole, but sure to begin a call
-        self._retold: list[Event] = []  # of a call that the prompt has begun
-        if begun:
-            slices = (begun[at : at + SLICE] for at in range(0, len(begun), SLICE))
-            events = [event for each in slices for event in self.feed(TextSpan(each))]
-            if self._call and self._call.begun:
-                names = [n for n, event in enumerate(events) if event.name is not None]
-                self._retold = events[names[-1] :]
-            self.calls_begun, self.calls_ended = int(bool(self._retold)), 0
-            self._space, self._may_close = TextSpan(""), form.may_close
+        """`prefix`: the part of the output that the prompt has. Without `allows_calls`, the text of
+        a call is content. `is_document`: constrained content has no delimiters in it, except of
+        calls that come before it."""
+        self.calls_started = self.calls_finished = 0
+        self._format = form
+        self._tools = {tool["function"]["name"]: parameter_types(tool) for tool in tools}
+        self._allows_calls = allows_calls
+        calls = form.call_delimiters if allows_calls else ()
+        self._delimiters = [*calls, *form.delimiters]
+        self._enter(form.initial_phase)
+        self._is_document = is_document
+        self._constrained = False  # the last text was, by a grammar
+        self._only_first = False  # delimiters count only before any content
+        self._may_close = form.may_close_unopened  # reasoning may end that nothing opened
+        self._has_content = False
+        self._after_delimiter = False  # white space here is dropped
+        self._text_after_delimiter = ""  # that came with the last delimiter
+        self._buffer = TextSpan("")  # may be the beginning of a delimiter
+        self._space = TextSpan("")  # may be the last before a delimiter
+        self._between = TextSpan("")  # white space of the content before a delimiter
+        self._call: ToolCallParser | None = None
+        self._call_text = TextSpan("")  # of the open call, with its delimiters
+        self._reasoning_space: TextSpan | None = None  # before a call that began in reasoning
+        self._opening = 0, ""  # the length of the call's delimiter, and its text in the format
+        self._triggered: str | None = None  # the text after a call's trigger
+        self._prefix_events: list[OutputEvent] = []  # of a call that the prompt has begun
+        if prefix:
+            slices = (prefix[start : start + SLICE] for start in range(0, len(prefix), SLICE))
+            events = [event for text in slices for event in self.feed(TextSpan(text))]
+            if self._call and self._call.started:
+                starts = [n for n, event in enumerate(events) if event.name is not None]
+                self._prefix_events = events[starts[-1] :]
+            self.calls_started, self.calls_finished = int(bool(self._prefix_events)), 0
+            self._space, self._may_close = TextSpan(""), form.may_close_unopened
 
-    def sibling(self) -> "Parser":
-        """Another answer to the same prompt, as far as this one has been read."""
-        shared = (self._form, self._tools, self._marks, self._watched)
-        return copy.deepcopy(self, {id(each): each for each in shared})
+    def fork(self) -> "OutputParser":
+        """Return a parser in the same state, for another output of the same prompt."""
+        shared = (self._format, self._tools, self._delimiters, self._active)
+        return copy.deepcopy(self, {id(value): value for value in shared})
 
     @property
     def phase(self) -> Phase:
-        call = self._call  # without a mark, JSON is no call before it has the name of one
-        doubtful = self._form.unmarked and isinstance(call, CallParser) and not call.begun
-        calling = (self._inside == CALL and not doubtful) or self._triggered is not None
-        return "call" if calling else "thinking" if self._inside == THINKING else "answer"
+        call = self._call
+        # Undelimited JSON is no call before the name.
+        undecided = (
+            self._format.undelimited_calls and isinstance(call, JsonCallParser) and not call.started
+        )
+        if (self._inside == CALL and not undecided) or self._triggered is not None:
+            return "call"
+        return "reasoning" if self._inside == REASONING else "content"
 
     @property
-    def trailing(self) -> str:
-        """White space at the content's end, where no call may come that it would stand before."""
-        ends = self._has_content and not (self._after_mark or self._buffer.text or self._calls)
-        return self._space.text if ends and self._inside == ANSWER else ""
+    def trailing_space(self) -> str:
+        """White space at the end of the content, if no call may follow, before which it would be
+        dropped."""
+        pending = self._after_delimiter or self._buffer.text or self._allows_calls
+        ends_content = self._inside == CONTENT and self._has_content and not pending
+        return self._space.text if ends_content else ""
 
     @property
-    def begun(self) -> str:
-        """What has come of the phase that has just begun; a call's mark as the form has it."""
-        written, shown = self._opening
+    def phase_text(self) -> str:
+        """The text so far of a phase that has just started; a call's delimiter is the format's."""
+        written, formal = self._opening
         if self._inside == CALL:
-            return shown + (self._call_text.text + self._buffer.text)[written:]
-        if self._triggered is not None and self._form.calls:
-            return self._form.calls.trigger + self._triggered
-        return self._since_mark
+            return formal + (self._call_text.text + self._buffer.text)[written:]
+        if self._triggered is not None and self._format.tool_calls:
+            return self._format.tool_calls.trigger + self._triggered
+        return self._text_after_delimiter
 
-    def feed(self, piece: TextSpan, constrained: bool = False) -> list[Event]:
-        """What is certain now. `constrained`: to a grammar, so that the strings of a call end
-        where they should."""
+    def feed(self, span: TextSpan, constrained: bool = False) -> list[OutputEvent]:
+        """Return the events that are certain now. `constrained`: a grammar constrains the text, so
+        that a call's strings end where they should."""
         self._constrained = constrained
-        if constrained and self._document:
-            self._document = self._has_content = self._after_mark = False
-            self._first_only = True
-            if not (self._calls or self._form.content):
-                self._marks = []
+        if constrained and self._is_document:
+            self._is_document = self._has_content = self._after_delimiter = False
+            self._only_first = True
+            if not (self._allows_calls or self._format.content):
+                self._delimiters = []
                 self._enter(self._inside)
-        self._buffer.append(piece)
+        self._buffer.append(span)
         events = self._parse(ended=False)
-        text = self._buffer.text if self._inside == ANSWER else ""
-        begun = (mark.begun_in(text) for mark in (self._watched if text else ()))
-        self._triggered = next((rest for rest in begun if rest is not None), None)
+        text = self._buffer.text if self._inside == CONTENT else ""
+        after = (delimiter.after_trigger(text) for delimiter in (self._active if text else ()))
+        self._triggered = next((rest for rest in after if rest is not None), None)
         return events
 
-    def finish(self) -> list[Event]:
-        """What was pending, at the end; but not the beginning of a call's mark."""
-        text, follows = self._buffer.text, self._after_mark and self.calls_ended > 0
-        cuts = [mark.cut_in(text, follows) for mark in self._watched if text]
-        unmarked = self._form.unmarked and self._calls and not self._has_content
-        if unmarked and self._form.may_call(text, self._tools):
-            cuts.append(0)
-        self._buffer = self._buffer.take(min(cuts, default=len(text)))
+    def finish(self) -> list[OutputEvent]:
+        """Return the events of the pending text, without a partial delimiter of a call."""
+        text, after_call = self._buffer.text, self._after_delimiter and self.calls_finished > 0
+        ends = [delimiter.partial_start(text, after_call) for delimiter in self._active if text]
+        may_call = self._format.undelimited_calls and self._allows_calls and not self._has_content
+        if may_call and self._format.may_become_call(text, self._tools):
+            ends.append(0)
+        self._buffer = self._buffer.take(min(ends, default=len(text)))
         events = self._parse(ended=True)
-        self._emit_space(events)
+        kind = TEXT_KINDS.get(self._inside)
+        if kind and self._space.text and not self._after_delimiter:
+            events.append(OutputEvent(kind, self._space))
         if self._call is not None:
             self._end_call(events, cut=True)
         return events
 
-    def _parse(self, ended: bool) -> list[Event]:
-        events, self._retold = self._retold, []
+    def _parse(self, ended: bool) -> list[OutputEvent]:
+        events, self._prefix_events = self._prefix_events, []
         while True:
-            mark, certain = first_delimiter(
-                self._watched, self._buffer.text, self._inside, self._counts, ended
+            found, certain = first_delimiter(
+                self._active, self._buffer.text, self._inside, self._counts, ended
             )
-            stopped = self._emit(self._buffer.take(certain), events)
-            if mark is not None:
-                if (quoted := self._quoted(mark[1], ended)) is None:
+            call_ended = self._emit(self._buffer.take(certain), events)
+            if found is not None:
+                delimiter, match = found
+                if (in_string := self._in_string(match, ended)) is None:
                     return events
-                self._follow_mark(*mark, quoted, events)
-            elif not stopped:
+                self._follow(delimiter, match, in_string, events)
+            elif not call_ended:
                 return events
 
-    # ── marks ──
+    # ── delimiters ──
 
-    def _counts(self, mark: Delimiter, match: Match) -> bool:
-        """Some marks are marks only before everything else, lest they are seen in the content."""
-        if mark.known and not match.partial and match["name"] not in self._tools:
+    def _counts(self, delimiter: Delimiter, match: Match) -> bool:
+        """Whether this occurrence is a delimiter, and not a mention in the content."""
+        if delimiter.known_tool and not match.partial and match["name"] not in self._tools:
             return False
-        if mark.apart and self._inside == ANSWER:
+        if delimiter.line_start and self._inside == CONTENT:
             before = self._space.text + self._buffer.text[: match.start()]
-            said = len(before.rstrip()) or (self._has_content and not self._after_mark)
-            return not said or "\n" in before[len(before.rstrip()) :]
-        if self._inside != self._form.begins or not (self._first_only or mark.leads):
+            length = len(before.rstrip())
+            after_text = length or (self._has_content and not self._after_delimiter)
+            return not after_text or "\n" in before[length:]
+        if self._inside != self._format.initial_phase:
+            return True
+        if not (self._only_first or delimiter.only_first):
             return True
         return not self._has_content and not self._buffer.text[: match.start()].strip()
 
-    def _quoted(self, match: Match, ended: bool) -> bool | None:
-        """Whether a mark is part of a value in a call, or of a string in its JSON, which then goes
-        on as JSON after that. None: it is not known yet."""
-        if self._call is None or not self._call.quoted:
+    def _in_string(self, match: Match, ended: bool) -> bool | None:
+        """Whether a delimiter is part of a value in a call, or of a string in its JSON, after which
+        the JSON continues. None: more text is needed."""
+        if self._call is None or not self._call.in_string:
             return False
-        if isinstance(self._call, BodyParser):
+        if isinstance(self._call, BufferedCallParser):
             return self._constrained
         rest = self._buffer.text[len(match.group()) :]
-        goes_on = self._constrained or goes_on_as_json(rest)
-        return False if goes_on is None and (ended or len(rest) > MAX_DOUBTFUL) else goes_on
+        continues = self._constrained or continues_json(rest)
+        undecided = continues is None and (ended or len(rest) > MAX_UNCERTAIN)
+        return False if undecided else continues
 
-    def _follow_mark(
-        self, mark: Delimiter, match: Match, quoted: bool, events: list[Event]
+    def _follow(
+        self, delimiter: Delimiter, match: Match, in_string: bool, events: list[OutputEvent]
     ) -> None:
-        """One stretch ends with a mark, another begins; unless it is in a string."""
+        """Enter the delimiter's next phase, unless it is part of a string."""
         taken = self._buffer.take(len(match.group()))
-        if quoted:
+        if in_string:
             self._emit(taken, events)
             return
         if self._inside == CALL:
             self._call_text.append(taken)
             self._end_call(events)
-            if self._inside == THINKING:  # it was none
+            if self._inside == REASONING:  # the call was invalid
                 return
-        elif self._inside == ANSWER and self._has_content:
+        elif self._inside == CONTENT and self._has_content:
             self._between.append(self._space)
-            if self._may_close and THINKING in mark.within and mark.to == ANSWER:
-                events.append(Event("end of thoughts", TextSpan("")))
+            closes_reasoning = REASONING in delimiter.phases and delimiter.next_phase == CONTENT
+            if self._may_close and closes_reasoning:
+                events.append(OutputEvent("reasoning_end", TextSpan("")))
                 self._has_content, self._between = False, TextSpan("")
         self._may_close = False
-        self._thought = self._space if self._inside == THINKING else None
+        self._reasoning_space = self._space if self._inside == REASONING else None
         self._space = TextSpan("")
-        self._since_mark = self._buffer.text
-        self._after_mark = True
-        self._enter(mark.to)
-        if mark.parser is not None:
-            found = match.groupdict()
-            self._call, self._call_text = mark.parser(found, self._tools), taken
-            name, calls = found.get("name"), self._form.calls
-            shown = calls.begun(name) if name and calls else ""
-            self._opening = (len(taken.text) if shown else 0), shown
+        self._text_after_delimiter = self._buffer.text
+        self._after_delimiter = True
+        self._enter(delimiter.next_phase)
+        if delimiter.make_parser is not None:
+            groups = match.groupdict()
+            self._call, self._call_text = delimiter.make_parser(groups, self._tools), taken
+            name, calls = groups.get("name"), self._format.tool_calls
+            formal = calls.call_prefix(name) if name and calls else ""
+            self._opening = (len(taken.text) if formal else 0), formal
             self._emit_call(TextSpan(""), events)
 
     def _enter(self, phase: str) -> None:
         self._inside = phase
-        self._watched: list[Delimiter] = [mark for mark in self._marks if phase in mark.within]
+        self._active: list[Delimiter] = [
+            delimiter for delimiter in self._delimiters if phase in delimiter.phases
+        ]
 
-    # ── events ──
+    # ── content and reasoning ──
 
-    def _emit(self, piece: TextSpan, events: list[Event]) -> bool:
-        """Whether a call has ended with this text, without a mark."""
+    def _emit(self, span: TextSpan, events: list[OutputEvent]) -> bool:
+        """Add the events of this text; return whether it ends a call without a delimiter."""
         if self._call is not None:
-            return self._emit_call(piece, events)
-        if kind := KINDS.get(self._inside):
-            self._emit_text(kind, piece, events)
+            return self._emit_call(span, events)
+        if kind := TEXT_KINDS.get(self._inside):
+            self._emit_text(kind, span, events)
         return False
 
-    def _emit_text(self, kind: Kind, piece: TextSpan, events: list[Event]) -> None:
-        if bare := len(piece.text.rstrip()):
-            shown, self._space = self._space, piece
-            shown.append(piece.take(bare))
-            if self._after_mark and not (kind == "content" and self._has_content):
+    def _emit_text(self, kind: Kind, span: TextSpan, events: list[OutputEvent]) -> None:
+        if length := len(span.text.rstrip()):
+            shown, self._space = self._space, span
+            shown.append(span.take(length))
+            if self._after_delimiter and not (kind == "content" and self._has_content):
                 shown.take(len(shown.text) - len(shown.text.lstrip()))
             if kind == "content":
-                self._go_on(events)
-            events.append(Event(kind, shown))
-            self._after_mark = False
+                self._resume_content(events)
+            events.append(OutputEvent(kind, shown))
+            self._after_delimiter = False
         else:
-            self._space.append(piece)
+            self._space.append(span)
 
-    def _go_on(self, events: list[Event]) -> None:
-        """With content, and the white space that a mark has kept from it."""
+    def _resume_content(self, events: list[OutputEvent]) -> None:
+        """Add the white space before a delimiter within the content."""
         if self._between.text:
-            events.append(Event("content", self._between))
+            events.append(OutputEvent("content", self._between))
             self._between = TextSpan("")
         self._has_content = True
 
-    def _emit_space(self, events: list[Event]) -> None:
-        """The end of the text is not between anything."""
-        if self._space.text and not self._after_mark and (kind := KINDS.get(self._inside)):
-            events.append(Event(kind, self._space))
-
     # ── calls ──
 
-    def _emit_call(self, piece: TextSpan, events: list[Event]) -> bool:
-        call, taken = self._call, piece
+    def _emit_call(self, span: TextSpan, events: list[OutputEvent]) -> bool:
+        call, taken = self._call, span
         assert call is not None
-        known = call.begun
-        parts = call.feed(piece.text, marked=bool(self._watched))
-        if ends := call.left > 0:
-            taken = piece.take(len(piece.text) - call.left)
-            piece.append(self._buffer)
-            self._buffer = piece
-        if not (known and len(self._call_text.text) > MAX_PENDING):
+        had_started = call.started
+        parts = call.feed(span.text, delimited=bool(self._active))
+        if ends := call.rest > 0:
+            taken = span.take(len(span.text) - call.rest)
+            span.append(self._buffer)
+            self._buffer = span
+        if not (had_started and len(self._call_text.text) > MAX_PENDING):
             self._call_text.append(taken)
         for part in parts:
-            if self._form.unmarked and part.name is not None and part.name not in self._tools:
-                # What began like a call is none: it is read again, as content.
+            unknown = part.name is not None and part.name not in self._tools
+            if self._format.undelimited_calls and unknown:
+                # It only looked like a call: parse it again, as content.
                 self._call_text.append(self._buffer)
                 self._buffer, self._call_text, self._call = self._call_text, TextSpan(""), None
-                self._enter(ANSWER)
-                self._go_on(events)
+                self._enter(CONTENT)
+                self._resume_content(events)
                 return True
-            events.append(self._told(part))
+            events.append(self._call_event(part))
         if ends:
-            self._after_mark = True
+            self._after_delimiter = True
             self._end_call(events)
         return ends
 
-    def _told(self, part: CallPart) -> Event:
-        self.calls_begun += part.name is not None
-        return Event("call", TextSpan(part.arguments), part.name)
+    def _call_event(self, part: ToolCallPart) -> OutputEvent:
+        self.calls_started += part.name is not None
+        return OutputEvent("call", TextSpan(part.arguments), part.name)
 
-    def _end_call(self, events: list[Event], cut: bool = False) -> None:
+    def _end_call(self, events: list[OutputEvent], cut: bool = False) -> None:
         call, self._call = self._call, None
         assert call is not None
-        whole, self._call_text = self._call_text, TextSpan("")
-        self._enter(ANSWER)
-        calls = call.close(cut)
-        if self._form.unmarked and any(part.name not in self._tools for part in calls):
-            calls = []
-        events += map(self._told, calls)
-        if calls or call.begun:
-            self.calls_ended += 1
-        elif not (cut and call.may_go_on and self._form.may_call(whole.text, self._tools)):
-            self._after_mark = False
-            if self._thought is not None:
-                self._enter(THINKING)
-                events += [Event("reasoning", self._thought), Event("reasoning", whole)]
+        text, self._call_text = self._call_text, TextSpan("")
+        self._enter(CONTENT)
+        parts = call.close(cut)
+        if self._format.undelimited_calls and any(part.name not in self._tools for part in parts):
+            parts = []
+        events += map(self._call_event, parts)
+        if parts or call.started:
+            self.calls_finished += 1
+        elif not (
+            cut and call.may_continue and self._format.may_become_call(text.text, self._tools)
+        ):
+            self._after_delimiter = False
+            if self._reasoning_space is not None:
+                self._enter(REASONING)
+                events.append(OutputEvent("reasoning", self._reasoning_space))
+                events.append(OutputEvent("reasoning", text))
                 return
-            self._go_on(events)
-            events.append(Event("content", whole))
+            self._resume_content(events)
+            events.append(OutputEvent("content", text))

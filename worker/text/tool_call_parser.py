@@ -1,20 +1,12 @@
-"""The types of JSON that a tool's parameters may have, as their schemas say.
-
-What a model writes does not always tell a text from a number; then these do (tool_call_parser.py).
-They
-are found with the request, in a pool thread, since schemas come from strangers.
-
-Arguments that are not written as JSON, read from the text of a call: Python's, and entries.
-
-What is written does not always tell a text from a number; then the tool's schema does. Models mix
-Python's literals with JSON's and with words without quotes, so that `ast` does not read them.
-
-A function call's text, as it comes: the name as soon as it is whole, then its arguments.
+"""The text of tool calls, as it is generated, to names and JSON arguments.
 
     {"name": "weather", "arguments": {"city": "Paris"}}  →  weather, {"city": "Paris"}
 
-JSON is given as the model writes it, without the white space around it; what is written in
-another way is read when the call is whole (tool_call_parser.py).
+parser.py finds where calls begin and end, and feeds their text to one of the parsers here. JSON is
+passed on as the model writes it, without surrounding white space, as soon as the name is complete.
+Python calls and entries are read once the call is complete; where their text leaves open whether a
+value is a string or a number, the tool's schema decides. Models mix Python's literals with JSON's
+and with unquoted words, so `ast` does not read them.
 """
 
 import ast
@@ -28,52 +20,531 @@ from urllib.parse import unquote
 
 from worker.text.tool_call_format import ArgumentFormat, Pair, ToolCallFormat
 
-DEEPEST = 100
-NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
-NAMES |= {type(None): "null", dict: "object"}
-JSON = frozenset(NAMES.values())
+MAX_DEPTH = 100  # of a value, or of a schema
+SPACE = " \t\r\n"
 
-Types = Mapping[str, Collection[str]]  # of parameters; none where a schema does not say
-Tools = Mapping[str, Types]  # by their names
+# ── JSON types ──
+
+JSON_TYPE_OF: dict[type, str] = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+JSON_TYPES = frozenset(JSON_TYPE_OF.values())
+NUMBER_TYPES = ("integer", "number")
+
+ParameterTypes = Mapping[str, Collection[str]]  # empty where the schema leaves the type open
+ToolTypes = Mapping[str, ParameterTypes]  # by the tool's name
+ParsedCalls = list[tuple[str, dict[str, Any]]]  # names and arguments
 
 
-def types_of_parameters(tool: Mapping[str, Any]) -> Types:
-    parameters = tool["function"].get("parameters")
-    declared = parameters.get("properties") if isinstance(parameters, dict) else None
-    if not isinstance(declared, dict):
+class ToolCallPart(NamedTuple):
+    """The start of a call (`name`), or more of its arguments' JSON."""
+
+    name: str | None
+    arguments: str = ""
+
+
+# ── parsers ──
+
+END_OF_STRING = re.compile(r'(?:[^"\\]|\\.)*+"\s*+(\S)', re.DOTALL)
+ARGUMENTS_KEYS = ("arguments", "parameters")  # models confuse them
+
+
+class JsonCallParser:
+    """Streams one JSON call, or several.
+
+    `name_key` and `arguments_key` are the model's. With an empty `name_key`, the name itself is the
+    key of the arguments. With `name`, the text is the arguments of one call and nothing else."""
+
+    def __init__(self, name_key: str, arguments_key: str, name: str | None = None) -> None:
+        self.started = False  # a name is complete
+        self.in_string = False
+        self.rest = 0  # characters at the end of the last text that follow the calls
+        self.may_continue = True  # the text so far may be the beginning of calls
+        self._name_keys = (name_key, "name") if name_key else ()
+        self._arguments_keys = (arguments_key, *ARGUMENTS_KEYS) if name_key else ()
+        self._fixed_name = name
+        self._call_depth = 1  # of a call's members
+        self._depth = 0
+        self._opened = False  # an object or a list has started
+        self._escaped = False
+        self._named = False  # the current call has a name
+        self._has_arguments = False  # the current call has
+        self._key: str | None = None  # None while a key is read
+        self._string: list[str] = []  # characters of a key or a name
+        self._arguments: list[str] = []  # characters not yet returned, perhaps before the name
+        self._space: list[str] = []  # white space that may end the arguments
+        self._parts: list[ToolCallPart] = []
+
+    def feed(self, text: str, delimited: bool = False) -> list[ToolCallPart]:
+        """Return the parts that this text completes. `delimited`: a delimiter ends the calls, so
+        text after the JSON is skipped; else it is counted in `rest`."""
+        self._parts, self.rest = [], 0
+        if self._fixed_name is not None and not self.started:
+            self._start_call(self._fixed_name)
+        may_follow = SPACE if self._fixed_name is not None else SPACE + ",;{"
+        for position, char in enumerate(text):
+            depth, nested = self._depth, self.in_string
+            if self._opened and depth == 0 and char not in may_follow:
+                if delimited:
+                    continue
+                self.rest = len(text) - position
+                break
+            self._track_json(char)
+            self.may_continue &= self._opened or char in SPACE
+            nested |= max(depth, self._depth) > self._call_depth
+            if self._fixed_name is not None:
+                self._add_argument(char)
+            elif depth < self._call_depth:
+                if char == "[" and depth == 0:
+                    self._call_depth = 2  # a list of calls
+            elif nested or char not in ":,}":
+                self._add_member(char)
+            elif char == ":":
+                self._key, self._string = _json_string(self._string), []
+                if self._key and not self._name_keys:
+                    self._start_call(self._key)
+            else:
+                self._key, self._string, self._space = None, [], []
+                if char == "}":
+                    self._end_call()
+        self._flush()
+        return self._parts
+
+    def close(self, cut: bool) -> list[ToolCallPart]:
+        """Return the parts that the end of the text completes. `cut`: it ends too early."""
+        lacks_arguments = self._fixed_name is not None and not (cut or self._has_arguments)
+        return [ToolCallPart(None, "{}")] if lacks_arguments else []
+
+    def _track_json(self, char: str) -> None:
+        if self._escaped:
+            self._escaped = False
+        elif char == '"':
+            self.in_string = not self.in_string
+        elif self.in_string:
+            self._escaped = char == "\\"
+        elif char in "{[":
+            self._depth += 1
+            self._opened = True
+        elif char in "}]":
+            self._depth -= 1
+
+    def _add_member(self, char: str) -> None:
+        if self._key in self._arguments_keys or (self._key and not self._name_keys):
+            self._add_argument(char)
+        elif self._key is None or self._key in self._name_keys:
+            self._string.append(char)
+            if self._key is not None and char == '"' and not self.in_string:
+                name, self._key = _json_string(self._string), ""
+                if name:
+                    self._start_call(name)
+
+    def _start_call(self, name: str) -> None:
+        self._flush()  # of a call that did not end
+        self._has_arguments = bool(self._arguments)
+        self._named = self.started = True
+        self._parts.append(ToolCallPart(name))
+
+    def _add_argument(self, char: str) -> None:
+        if char not in SPACE or self.in_string:
+            self._arguments += *self._space, char
+            self._space, self._has_arguments = [], True
+        elif self._has_arguments:
+            self._space.append(char)
+
+    def _end_call(self) -> None:
+        if not self._has_arguments:
+            self._arguments += "{}"
+        self._flush()
+        self._named, self._has_arguments, self._arguments = False, False, []
+
+    def _flush(self) -> None:
+        if self._named and self._arguments:
+            self._parts.append(ToolCallPart(None, "".join(self._arguments)))
+            self._arguments = []
+
+
+class BufferedCallParser:
+    """Reads one call, or a list of calls, once it is complete.
+
+    `read` returns names and arguments of a text, which may be cut short; it raises ValueError for
+    an invalid one. `single`: the arguments of a call that is cut short stay open. `value`: the
+    texts around each value."""
+
+    started = False
+    may_continue = True
+    rest = 0
+
+    def __init__(
+        self,
+        read: Callable[[str, bool], ParsedCalls],
+        single: bool = False,
+        value: Pair = ("", ""),
+    ) -> None:
+        self._read, self._single = read, single
+        self._opens, self._closes = value
+        self._text: list[str] = []
+
+    @property
+    def in_string(self) -> bool:
+        """Whether the text ends inside a value."""
+        if not (self._opens and self._closes):
+            return False
+        self._text = [text := "".join(self._text)]
+        if self._opens == self._closes:
+            return text.count(self._opens) % 2 > 0
+        return text.rfind(self._opens) > text.rfind(self._closes)
+
+    def feed(self, text: str, delimited: bool = False) -> list[ToolCallPart]:
+        self._text.append(text)
+        return []
+
+    def close(self, cut: bool) -> list[ToolCallPart]:
+        """Return the calls; none if the text is invalid. `cut`: it ends too early."""
+        end = -1 if cut and self._single else None
+        try:
+            return [
+                # json, since faster libraries refuse large integers
+                ToolCallPart(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)[:end])
+                for name, arguments in self._read("".join(self._text), cut)
+            ]
+        except (ValueError, RecursionError):
+            return []
+
+
+class PythonCallParser(BufferedCallParser):
+    """Reads a list of Python calls. Its closing bracket ends it, unless a delimiter does."""
+
+    def __init__(self, tools: ToolTypes) -> None:
+        super().__init__(lambda text, cut: read_python_calls(text, tools, cut))
+        self._depth = 0
+        self._quote = ""  # of the open string
+        self._escaped = False
+
+    def feed(self, text: str, delimited: bool = False) -> list[ToolCallPart]:
+        self.rest = 0
+        for position, char in enumerate("" if delimited else text):
+            if not self.may_continue and char not in SPACE:
+                self.rest = len(text) - position
+                break
+            self._track_brackets(char)
+        return super().feed(text[: len(text) - self.rest])
+
+    def _track_brackets(self, char: str) -> None:
+        if self._escaped:
+            self._escaped = False
+        elif self._quote:
+            self._escaped = char == "\\"
+            self._quote = "" if char == self._quote else self._quote
+        elif char in "\"'":
+            self._quote = char
+        elif char in "([{":
+            self._depth += 1
+        elif char in ")]}":
+            self._depth -= 1
+            self.may_continue = self._depth > 0
+
+
+ToolCallParser = JsonCallParser | BufferedCallParser
+
+
+def make_call_parser(form: ToolCallFormat, name: str | None, tools: ToolTypes) -> ToolCallParser:
+    """Return a parser of calls in this format; of one call's arguments if `name` was read."""
+    arguments = form.arguments
+    if form.keys is not None:
+        return JsonCallParser(*form.keys)
+    if arguments.style == "json":
+        return JsonCallParser("", "", name)
+    if name is None:
+        return PythonCallParser(tools)
+    value = arguments.open.strip(), arguments.close.strip()
+    if arguments.quotes:
+        value = arguments.quotes, arguments.quotes
+    types = tools.get(name, {})
+    return BufferedCallParser(
+        lambda text, _: [(name, read_entries(arguments, text, types))], single=True, value=value
+    )
+
+
+def continues_json(text: str) -> bool | None:
+    """Whether the text may be the rest of a JSON string and more JSON. None: too short to tell."""
+    match = END_OF_STRING.match(text)
+    return match and match[1] in ",:}]"
+
+
+def _json_string(chars: Iterable[str]) -> str:
+    try:
+        value = json.loads("".join(chars))
+    except (ValueError, RecursionError):
+        return ""
+    return value if isinstance(value, str) else ""
+
+
+# ── arguments as entries ──
+
+BARE_KEY = re.compile(r'(?<=[{,])([^":,{}\[\]]+):')
+
+
+def read_entries(form: ArgumentFormat, text: str, types: ParameterTypes) -> dict[str, Any]:
+    """Return the arguments up to the first text that is no entry; ValueError if there are none."""
+    if form.quotes:
+        return _read_quoted_entries(form, text)
+    entry, opens, position = _entry_pattern(form), form.open.strip(), 0
+    arguments = {}
+    while (start := text.find(opens, position)) >= 0 and (match := entry.match(text, start)):
+        if not (key := match["key"].strip()):
+            break
+        arguments[key] = read_value(match["value"], types.get(key, ()))
+        position = match.end()
+    if text.strip() and not arguments:
+        raise ValueError("no entries")
+    return arguments
+
+
+@cache
+def _entry_pattern(form: ArgumentFormat) -> re.Pattern[str]:
+    """Any white space matches that of `middle`. A line feed on either side of the value belongs to
+    the format if the format has one there."""
+    parts = form.middle.split() or [form.middle]
+    middle = r"\s*+".join(map(re.escape, parts))
+    before, after = "\n?" * form.middle.endswith("\n"), "\n?" * form.close.startswith("\n")
+    return re.compile(
+        rf"{re.escape(form.open.strip())}(?P<key>(?:(?!{re.escape(parts[0])}).)++){middle}"
+        rf"{before}(?P<value>.*?){after}{re.escape(form.close.strip())}",
+        re.DOTALL,
+    )
+
+
+def _read_quoted_entries(form: ArgumentFormat, text: str) -> dict[str, Any]:
+    parts = text.split(form.quotes)
+    if len(parts) % 2 == 0:
+        raise ValueError("a string is not closed")
+    parts[1::2] = [json.dumps(part, ensure_ascii=False) for part in parts[1::2]]
+    parts[0] = "{" + parts[0]
+    for n in range(0, len(parts), 2):
+        parts[n] = BARE_KEY.sub(lambda key: f"{json.dumps(key[1].strip())}:", parts[n])
+    arguments = read_literal("".join(parts) + "}")
+    assert isinstance(arguments, dict)
+    return arguments
+
+
+def read_value(text: str, types: Collection[str]) -> Any:
+    """Read a value that may be a plain string, JSON or a Python literal. `types`: those that the
+    schema allows; empty: any."""
+    if types == {"string"}:
+        return text
+    stripped, may_be_string = text.strip(), "string" in types
+    for read in (_read_json, read_literal):
+        try:
+            value = read(stripped)
+        except (ValueError, RecursionError):
+            continue
+        kind = json_type(value)
+        if may_be_string and (kind == "string" or (read is read_literal and kind in NUMBER_TYPES)):
+            return text  # unchanged: quotes, white space, a number's leading zeros
+        if not types or kind in types or (kind == "integer" and "number" in types):
+            return value
+        is_whole = isinstance(value, float) and value.is_integer()
+        if is_whole and "integer" in types and not may_be_string:
+            return int(value)
+    return text
+
+
+def _read_json(text: str) -> Any:
+    """Integers of any size; ValueError for numbers that JSON cannot write."""
+    return json.loads(text, parse_constant=_finite, parse_float=_finite)
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits} is not JSON")
+    return number
+
+
+# ── Python literals and calls ──
+
+TOKEN = re.compile(
+    r"""(?P<text>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')
+    |(?P<call>[\w.:/-]{1,128}+(?<!:)(?=\s*+\())
+    |(?P<number>[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)
+    |(?P<word>[^\W\d][\w./$@-]*|[$@][\w./$@-]+)
+    |(?P<sign>\S)""",
+    re.VERBOSE | re.DOTALL,
+)
+END = ""  # the sign after the last token
+WORDS: dict[str, bool | None] = {"True": True, "true": True, "False": False, "false": False}
+WORDS |= dict.fromkeys(("None", "null", "none"))
+BACKSLASH, ESCAPES = re.compile(r"\\(.)", re.DOTALL), "\\'\"abfnrtvxuUN01234567\n"
+
+
+def read_literal(text: str) -> Any:
+    """Read one Python or JSON literal; ValueError if it is none. Unquoted words are strings."""
+    reader = _PythonReader(text)
+    value = reader.value()
+    reader.expect(END)
+    return value
+
+
+def read_python_calls(text: str, tools: ToolTypes, cut: bool) -> ParsedCalls:
+    """Read `[name(key=value, …), …]`; ValueError if it is invalid. `cut`: the text may end too
+    early, and the complete calls are returned."""
+    calls: ParsedCalls = []
+    try:
+        for call in _PythonReader(text).calls(tools):
+            calls.append(call)  # calls before an error are kept
+    except ValueError:
+        if not (cut and calls):
+            raise
+    return calls
+
+
+class _PythonReader:
+    """Recursive descent over tokens; raises ValueError for an unexpected one."""
+
+    def __init__(self, text: str) -> None:
+        self._tokens = ((str(m.lastgroup), m[0]) for m in TOKEN.finditer(text))
+        self._token = next(self._tokens, ("sign", END))
+        self._depth = 0
+
+    def calls(self, tools: ToolTypes) -> Iterator[tuple[str, dict[str, Any]]]:
+        close = "]" if self._skip("[") else END
+        for _ in self._items(close):
+            kind, name = self._next()
+            if kind != "call":
+                raise ValueError("no function name")
+            self.expect("(")
+            yield name, self._arguments(tools.get(name, {}))
+        if close:
+            self.expect(END)
+
+    def value(self) -> Any:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise ValueError("too deep")
+        value = self._value()
+        self._depth -= 1
+        return value
+
+    def expect(self, sign: str) -> None:
+        if not self._skip(sign):
+            raise ValueError(f"no {sign}")
+
+    def _next(self) -> tuple[str, str]:
+        token, self._token = self._token, next(self._tokens, ("sign", END))
+        return token
+
+    def _skip(self, sign: str) -> bool:
+        if self._token != ("sign", sign):
+            return False
+        self._next()
+        return True
+
+    def _items(self, close: str) -> Iterator[None]:
+        """Yield before each item of a list, up to its closing sign."""
+        while not self._skip(close):
+            yield
+            if self._skip(close):
+                return
+            self.expect(",")
+
+    def _arguments(self, types: ParameterTypes) -> dict[str, Any]:
+        arguments: dict[str, Any] = {}
+        for _ in self._items(")"):
+            kind, key = self._next()
+            if kind != "word":
+                raise ValueError("no argument name")
+            self.expect("=")
+            arguments[key] = self._typed_value(types.get(key, ()))
+        return arguments
+
+    def _typed_value(self, types: Collection[str]) -> Any:
+        """Some models quote all values, some none."""
+        kind, _ = self._token
+        if kind == "number" and "string" in types and not {*types} & {*NUMBER_TYPES}:
+            return self._next()[1]
+        value = self.value()
+        is_quoted = kind == "text" and types and "string" not in types
+        return read_value(value, types) if is_quoted else value
+
+    def _value(self) -> Any:
+        kind, text = self._next()
+        if kind == "text":
+            return _unquote(text)
+        if kind == "number":
+            return _finite(text) if {*text} & {*".eE"} else int(text)
+        if kind == "word":
+            return WORDS.get(text, text)
+        if text == "{":
+            return {self._key(): self.value() for _ in self._items("}")}
+        if text and text in "[(":
+            return [self.value() for _ in self._items("]" if text == "[" else ")")]
+        raise ValueError(f"no value: {text}")
+
+    def _key(self) -> str:
+        key = self.value()
+        self.expect(":")
+        return str(key)
+
+
+def _unquote(string: str) -> str:
+    """The string may have several lines, and backslashes that Python does not define."""
+    quotes = string[0] * 2
+    escaped = BACKSLASH.sub(lambda match: "\\" * (match[1] not in ESCAPES) + match[0], string)
+    try:
+        return str(ast.literal_eval(quotes + escaped + quotes))
+    except (SyntaxError, ValueError):
+        return string[1:-1]
+
+
+# ── types in a tool's schema ──
+
+
+def parameter_types(tool: Mapping[str, Any]) -> ParameterTypes:
+    """Return the JSON types that a tool's schema allows for each parameter. Schemas are untrusted:
+    call it in a pool thread."""
+    schema = tool["function"].get("parameters")
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    if not isinstance(properties, dict):
         return {}
-    known: dict[int, set[str]] = {}
-    return {key: types_of(schema, parameters, known) for key, schema in declared.items()}
+    cache: dict[int, set[str]] = {}
+    return {key: schema_types(property_, schema, cache) for key, property_ in properties.items()}
 
 
-def types_of(schema: Any, root: Any, known: dict[int, set[str]], depth: int = 0) -> set[str]:
-    """The types that a schema within `root` allows. `known`: of what is referred to, by its id."""
-    if not isinstance(schema, dict) or depth > DEEPEST:
+def schema_types(schema: Any, root: Any, cache: dict[int, set[str]], depth: int = 0) -> set[str]:
+    """Return the JSON types that a schema within `root` allows. `cache`: those of the targets of
+    references, by id."""
+    if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return set()
-    named = schema.get("type")
-    listed = named if isinstance(named, list) else [named]
-    # a type that JSON has not is written as a text
-    types = {each if each in JSON else "string" for each in listed if isinstance(each, str)}
+    declared = schema.get("type")
+    names = declared if isinstance(declared, list) else [declared]
+    # A type that JSON does not have is written as a string.
+    types = {name if name in JSON_TYPES else "string" for name in names if isinstance(name, str)}
     options = schema.get("enum", [schema["const"]] if "const" in schema else ())
     if not types and isinstance(options, list):
-        types = {type_of(option) for option in options}
-    for several in ("anyOf", "oneOf", "allOf"):
-        branches = schema.get(several)
-        for each in branches if isinstance(branches, list) else ():
-            types |= types_of(each, root, known, depth + 1)
+        types = {json_type(option) for option in options}
+    for keyword in ("anyOf", "oneOf", "allOf"):
+        branches = schema.get(keyword)
+        for branch in branches if isinstance(branches, list) else ():
+            types |= schema_types(branch, root, cache, depth + 1)
     if isinstance(reference := schema.get("$ref"), str):
-        found = referred(root, reference)
-        if id(found) not in known:
-            known[id(found)] = set()  # it may refer to itself
-            known[id(found)] = types_of(found, root, known, depth + 1)
-        types |= known[id(found)]
+        target = resolve_reference(root, reference)
+        if id(target) not in cache:
+            cache[id(target)] = set()  # it may refer to itself
+            cache[id(target)] = schema_types(target, root, cache, depth + 1)
+        types |= cache[id(target)]
     if schema.get("nullable"):
         types.add("null")
     return types
 
 
-def referred(root: Any, reference: str) -> Any:
-    """What a `$ref` within a document means; True, which takes anything, where it is none."""
+def resolve_reference(root: Any, reference: str) -> Any:
+    """Return the target of a `$ref` within a document; True, the schema of anything, if none."""
     if not f"{reference}/".startswith("#/"):
         return True
     for key in unquote(reference).split("/")[1:]:
@@ -87,456 +558,5 @@ def referred(root: Any, reference: str) -> Any:
     return root
 
 
-def type_of(made: Any) -> str:
-    return NAMES[type(made)]
-
-
-DEEPEST = 100
-BACKSLASH, ESCAPES = re.compile(r"\\(.)", re.DOTALL), "\\'\"abfnrtvxuUN01234567\n"
-BARE_KEY = re.compile(r'(?<=[{,])([^":,{}\[\]]+):')
-
-TOKEN = re.compile(
-    r"""(?P<text>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')
-    |(?P<call>[\w.:/-]{1,128}+(?<!:)(?=\s*+\())
-    |(?P<number>[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)
-    |(?P<word>[^\W\d][\w./$@-]*|[$@][\w./$@-]+)
-    |(?P<sign>\S)""",
-    re.VERBOSE | re.DOTALL,
-)
-END = ""  # the last sign
-WORDS: dict[str, bool | None] = {"True": True, "true": True, "False": False, "false": False}
-WORDS |= dict.fromkeys(("None", "null", "none"))
-NUMBERS = ("integer", "number")
-
-Calls = list[tuple[str, dict[str, Any]]]
-
-
-# ── entries ──
-
-
-def entries(form: ArgumentFormat, text: str, declared: Types) -> dict[str, Any]:
-    """Up to what does not go on; ValueError where there is none."""
-    if form.quotes:
-        return _typed(form, text)
-    entry, opens, at = _entry(form), form.open.strip(), 0
-    found = {}
-    while (start := text.find(opens, at)) >= 0 and (match := entry.match(text, start)):
-        if not (key := match["key"].strip()):
-            break
-        found[key] = value(match["value"], declared.get(key, ()))
-        at = match.end()
-    if text.strip() and not found:
-        raise ValueError("no entries")
-    return found
-
-
-@cache
-def _entry(form: ArgumentFormat) -> re.Pattern[str]:
-    """With any space where the middle has some. A line feed on either side of the value is not
-    part of it, where the form writes one."""
-    parts = form.middle.split() or [form.middle]
-    middle = r"\s*+".join(map(re.escape, parts))
-    before, after = "\n?" * form.middle.endswith("\n"), "\n?" * form.close.startswith("\n")
-    return re.compile(
-        rf"{re.escape(form.open.strip())}(?P<key>(?:(?!{re.escape(parts[0])}).)++){middle}"
-        rf"{before}(?P<value>.*?){after}{re.escape(form.close.strip())}",
-        re.DOTALL,
-    )
-
-
-def _typed(form: ArgumentFormat, text: str) -> dict[str, Any]:
-    parts = text.split(form.quotes)
-    if len(parts) % 2 == 0:
-        raise ValueError("a text does not end")
-    parts[1::2] = [json.dumps(part, ensure_ascii=False) for part in parts[1::2]]
-    parts[0] = "{" + parts[0]
-    for n in range(0, len(parts), 2):
-        parts[n] = BARE_KEY.sub(lambda key: f"{json.dumps(key[1].strip())}:", parts[n])
-    made = literal("".join(parts) + "}")
-    assert isinstance(made, dict)
-    return made
-
-
-def value(text: str, types: Collection[str]) -> Any:
-    """Of a text that may be a text, or JSON, or what Python shows of it; none of the types: it may
-    be of any."""
-    if types == {"string"}:
-        return text
-    stripped, may_be_text = text.strip(), "string" in types
-    for read in (_json, literal):
-        try:
-            made = read(stripped)
-        except (ValueError, RecursionError):
-            continue
-        kind = type_of(made)
-        if may_be_text and (kind == "string" or (read is literal and kind in NUMBERS)):
-            return text  # as it is, with its quotes, space, or a number's leading zeros
-        if not types or kind in types or (kind == "integer" and "number" in types):
-            return made
-        whole = isinstance(made, float) and made.is_integer()
-        if whole and "integer" in types and not may_be_text:
-            return int(made)
-    return text
-
-
-def _json(text: str) -> Any:
-    """With integers of any size."""
-    return json.loads(text, parse_constant=_finite, parse_float=_finite)
-
-
-def _finite(written: str) -> float:
-    """ValueError for numbers that JSON cannot show."""
-    number = float(written)
-    if not math.isfinite(number):
-        raise ValueError(f"{written} is not of JSON")
-    return number
-
-
-# ── Python ──
-
-
-def literal(text: str) -> Any:
-    """The one that a text is, of Python or JSON; ValueError where it is none. Words without quotes
-    are texts."""
-    reader = _Reader(text)
-    made = reader.value()
-    reader.must(END)
-    return made
-
-
-def python_calls(text: str, tools: Tools, cut: bool) -> Calls:
-    """Of `[name(key=value, …), …]`; ValueError where it is none. `cut`: it may end too early, with
-    the calls that are whole."""
-    made: Calls = []
-    try:
-        for call in _Reader(text).calls(tools):
-            made.append(call)  # those before an error count
-    except ValueError:
-        if not (cut and made):
-            raise
-    return made
-
-
-class _Reader:
-    """Follows tokens; ValueError where they are not what must come."""
-
-    def __init__(self, text: str) -> None:
-        self._tokens = ((str(m.lastgroup), m[0]) for m in TOKEN.finditer(text))
-        self._token = next(self._tokens, ("sign", END))
-        self._depth = 0
-
-    def calls(self, tools: Tools) -> Iterator[tuple[str, dict[str, Any]]]:
-        close = "]" if self._takes("[") else END
-        for _ in self._items(close):
-            kind, name = self._next()
-            if kind != "call":
-                raise ValueError("no name")
-            self.must("(")
-            yield name, self._arguments(tools.get(name, {}))
-        if close:
-            self.must(END)
-
-    def value(self) -> Any:
-        self._depth += 1
-        if self._depth > DEEPEST:
-            raise ValueError("too deep")
-        made = self._value()
-        self._depth -= 1
-        return made
-
-    def must(self, sign: str) -> None:
-        if not self._takes(sign):
-            raise ValueError(f"no {sign}")
-
-    def _next(self) -> tuple[str, str]:
-        taken, self._token = self._token, next(self._tokens, ("sign", END))
-        return taken
-
-    def _word(self) -> str:
-        kind, word = self._next()
-        if kind != "word":
-            raise ValueError("no name")
-        return word
-
-    def _takes(self, sign: str) -> bool:
-        if self._token != ("sign", sign):
-            return False
-        self._next()
-        return True
-
-    def _items(self, close: str) -> Iterator[None]:
-        """A turn for each, up to what closes them."""
-        while not self._takes(close):
-            yield
-            if self._takes(close):
-                return
-            self.must(",")
-
-    def _arguments(self, declared: Types) -> dict[str, Any]:
-        made: dict[str, Any] = {}
-        for _ in self._items(")"):
-            key = self._word()
-            self.must("=")
-            made[key] = self._typed(declared.get(key, ()))
-        return made
-
-    def _typed(self, types: Collection[str]) -> Any:
-        """Some models quote all values, some none."""
-        kind, _ = self._token
-        if kind == "number" and "string" in types and not {*types} & {*NUMBERS}:
-            return self._next()[1]
-        made = self.value()
-        quoted = kind == "text" and types and "string" not in types
-        return value(made, types) if quoted else made
-
-    def _value(self) -> Any:
-        kind, text = self._next()
-        if kind == "text":
-            return _unquoted(text)
-        if kind == "number":
-            return _finite(text) if {*text} & {*".eE"} else int(text)
-        if kind == "word":
-            return WORDS.get(text, text)
-        if text == "{":
-            return {self._key(): self.value() for _ in self._items("}")}
-        if text and text in "[(":
-            return [self.value() for _ in self._items("]" if text == "[" else ")")]
-        raise ValueError(f"no value: {text}")
-
-    def _key(self) -> str:
-        key = self.value()
-        self.must(":")
-        return str(key)
-
-
-def _unquoted(written: str) -> str:
-    """It may have several lines, and backslashes that are none of Python's."""
-    quotes = written[0] * 2
-    known = BACKSLASH.sub(lambda found: "\\" * (found[1] not in ESCAPES) + found[0], written)
-    try:
-        return str(ast.literal_eval(quotes + known + quotes))
-    except (SyntaxError, ValueError):
-        return written[1:-1]
-
-
-END_OF_STRING = re.compile(r'(?:[^"\\]|\\.)*+"\s*+(\S)', re.DOTALL)
-SPACE = " \t\r\n"
-ARGUMENTS = ("arguments", "parameters")  # models take one for the other
-
-
-class CallPart(NamedTuple):
-    """A call begins (`name`), or its arguments go on."""
-
-    name: str | None
-    arguments: str = ""
-
-
-class CallParser:
-    """One call, or several of them. The keys are what the model's form calls name and arguments;
-    without a name's key, the name itself is the arguments' key. `name` is given where the text is
-    nothing but one call's arguments."""
-
-    def __init__(self, name_key: str, arguments_key: str, name: str | None = None) -> None:
-        self.begun = False  # a name is known
-        self.quoted = False  # in the middle of a string
-        self.left = 0  # letters of the last text that are no call's any more
-        self.may_go_on = True  # it is a call as far as it goes
-        self._name_keys = (name_key, "name") if name_key else ()
-        self._arguments_keys = (arguments_key, *ARGUMENTS) if name_key else ()
-        self._bare_name = name
-        self._level = 1  # the depth of a call's members
-        self._depth = 0
-        self._opened = False  # an object or a list
-        self._escaped = False
-        self._named = False  # the call that is being read
-        self._given = False  # it has arguments
-        self._key: str | None = None  # None: a key is being read
-        self._text: list[str] = []  # of a key or a name
-        self._letters: list[str] = []  # of arguments, perhaps before the name
-        self._space: list[str] = []  # white space that may be the arguments' end
-        self._parts: list[CallPart] = []
-
-    def feed(self, text: str, marked: bool = False) -> list[CallPart]:
-        """`marked`: a mark ends the calls, so that what is no JSON after one is passed over."""
-        self._parts, self.left = [], 0
-        if self._bare_name is not None and not self.begun:
-            self._begin(self._bare_name)
-        follows = SPACE if self._bare_name is not None else SPACE + ",;{"
-        for place, letter in enumerate(text):
-            depth, nested = self._depth, self.quoted
-            if self._opened and depth == 0 and letter not in follows:
-                if marked:
-                    continue
-                self.left = len(text) - place
-                break
-            self._follow(letter)
-            self.may_go_on &= self._opened or letter in SPACE
-            nested |= max(depth, self._depth) > self._level
-            if self._bare_name is not None:
-                self._argument(letter)
-            elif depth < self._level:
-                if letter == "[" and depth == 0:
-                    self._level = 2  # a list of calls
-            elif nested or letter not in ":,}":
-                self._member(letter)
-            elif letter == ":":
-                self._key, self._text = _string(self._text), []
-                if self._key and not self._name_keys:
-                    self._begin(self._key)
-            else:
-                self._key, self._text, self._space = None, [], []
-                if letter == "}":
-                    self._end()
-        self._tell()
-        return self._parts
-
-    def close(self, cut: bool) -> list[CallPart]:
-        """What the end of the call makes certain."""
-        bare = self._bare_name is not None and not (cut or self._given)
-        return [CallPart(None, "{}")] if bare else []
-
-    def _follow(self, letter: str) -> None:
-        """Where in the JSON text we are."""
-        if self._escaped:
-            self._escaped = False
-        elif letter == '"':
-            self.quoted = not self.quoted
-        elif self.quoted:
-            self._escaped = letter == "\\"
-        elif letter in "{[":
-            self._depth += 1
-            self._opened = True
-        elif letter in "}]":
-            self._depth -= 1
-
-    def _member(self, letter: str) -> None:
-        if self._key in self._arguments_keys or (self._key and not self._name_keys):
-            self._argument(letter)
-        elif self._key is None or self._key in self._name_keys:
-            self._text.append(letter)
-            if self._key is not None and letter == '"' and not self.quoted:
-                name, self._key = _string(self._text), ""
-                if name:
-                    self._begin(name)
-
-    def _begin(self, name: str) -> None:
-        self._tell()  # of a call that has not ended
-        self._given = bool(self._letters)
-        self._named = self.begun = True
-        self._parts.append(CallPart(name))
-
-    def _argument(self, letter: str) -> None:
-        if letter not in SPACE or self.quoted:
-            self._letters += *self._space, letter
-            self._space, self._given = [], True
-        elif self._given:
-            self._space.append(letter)
-
-    def _end(self) -> None:
-        if not self._given:
-            self._letters += "{}"
-        self._tell()
-        self._named, self._given, self._letters = False, False, []
-
-    def _tell(self) -> None:
-        if self._named and self._letters:
-            self._parts.append(CallPart(None, "".join(self._letters)))
-            self._letters = []
-
-
-class BodyParser:
-    """A call, or a list of them, that is read when it is whole. `read`: names and arguments of a
-    text that may be cut short; ValueError where it makes no sense. `one`: where a call is cut short
-    its arguments are left open. `entry`: what opens one of its values, and what closes it."""
-
-    begun = False
-    may_go_on = True
-    left = 0
-
-    def __init__(
-        self, read: Callable[[str, bool], Calls], one: bool = False, entry: Pair = ("", "")
-    ) -> None:
-        self._read, self._one = read, one
-        self._opens, self._closes = entry
-        self._text: list[str] = []
-
-    @property
-    def quoted(self) -> bool:
-        """In the middle of a value."""
-        if not (self._opens and self._closes):
-            return False
-        self._text = [text := "".join(self._text)]
-        if self._opens == self._closes:
-            return text.count(self._opens) % 2 > 0
-        return text.rfind(self._opens) > text.rfind(self._closes)
-
-    def feed(self, text: str, marked: bool = False) -> list[CallPart]:
-        self._text.append(text)
-        return []
-
-    def close(self, cut: bool) -> list[CallPart]:
-        ends = -1 if cut and self._one else None
-        try:
-            return [
-                # integers of any size, which faster libraries refuse
-                CallPart(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)[:ends])
-                for name, arguments in self._read("".join(self._text), cut)
-            ]
-        except (ValueError, RecursionError):
-            return []
-
-
-class ListParser(BodyParser):
-    """Python's calls in a list, which ends with its bracket unless a mark ends it."""
-
-    def __init__(self, tools: Tools) -> None:
-        super().__init__(lambda text, cut: python_calls(text, tools, cut))
-        self._depth = 0
-        self._quote = ""  # of the text that is open
-        self._escaped = False
-
-    def feed(self, text: str, marked: bool = False) -> list[CallPart]:
-        self.left = 0
-        for place, letter in enumerate("" if marked else text):
-            if not self.may_go_on and letter not in SPACE:
-                self.left = len(text) - place
-                break
-            self._follow(letter)
-        return super().feed(text[: len(text) - self.left])
-
-    def _follow(self, letter: str) -> None:
-        if self._escaped:
-            self._escaped = False
-        elif self._quote:
-            self._escaped = letter == "\\"
-            self._quote = "" if letter == self._quote else self._quote
-        elif letter in "\"'":
-            self._quote = letter
-        elif letter in "([{":
-            self._depth += 1
-        elif letter in ")]}":
-            self._depth -= 1
-            self.may_go_on = self._depth > 0
-
-
-def body_parser(form: ToolCallFormat, name: str | None, tools: Tools) -> BodyParser:
-    """Of calls that are not written as JSON; of one, if its name has been read."""
-    if name is None:
-        return ListParser(tools)
-    how, declared = form.arguments, tools.get(name, {})
-    entry = (how.quotes, how.quotes) if how.quotes else (how.open.strip(), how.close.strip())
-    return BodyParser(lambda text, _: [(name, entries(how, text, declared))], True, entry)
-
-
-def goes_on_as_json(text: str) -> bool | None:
-    """Whether this may be the rest of a string and more of its JSON. None: not known yet."""
-    found = END_OF_STRING.match(text)
-    return found and found[1] in ",:}]"
-
-
-def _string(text: Iterable[str]) -> str:
-    try:
-        value = json.loads("".join(text))
-    except (ValueError, RecursionError):
-        return ""
-    return value if isinstance(value, str) else ""
+def json_type(value: Any) -> str:
+    return JSON_TYPE_OF[type(value)]

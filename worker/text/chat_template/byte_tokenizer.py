@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 START, END = "<s>", "</s>"
-MARK = re.compile(
+DELIMITER = re.compile(
     r"""<\|[^\s<>{}']{1,40}>|<[^\s<>{}='"]{1,40}>|\[/?[A-Z][A-Z_]{1,30}\]|\[e~\[|\]~!?b\[|\]~b\]"""
 )
 
@@ -26,7 +26,7 @@ def byte_tokenizer(source: str, special: bool = False) -> PreTrainedTokenizerFas
     tokenizer: PreTrainedTokenizerFast = make(
         tokenizer_object=backend, bos_token=START, eos_token=END, chat_template=source
     )
-    marks = sorted({*MARK.findall(source)} - {START, END})
+    marks = sorted({*DELIMITER.findall(source)} - {START, END})
     tokenizer.add_tokens(
         [AddedToken(mark, normalized=False, special=special) for mark in marks],
         special_tokens=special,

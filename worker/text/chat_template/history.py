@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal, get_args
 
-from worker.text.tool_call_format import PLAIN_CALLS, ToolCallFormat
+from worker.text.tool_call_format import DEFAULT_TOOL_CALL_FORMAT, ToolCallFormat
 
 Message = dict[str, Any]
 # Messages, tools and variables as the template's text; nothing where it raises.
@@ -81,7 +81,9 @@ class HistoryFormat:
 class HistoryAdapter:
     """Adapted message by message, so that calls and their results get the same ids."""
 
-    def __init__(self, form: HistoryFormat, written: ToolCallFormat = PLAIN_CALLS) -> None:
+    def __init__(
+        self, form: HistoryFormat, written: ToolCallFormat = DEFAULT_TOOL_CALL_FORMAT
+    ) -> None:
         """`written`: how calls are that the template does not show."""
         self.form = form
         self._written = written
@@ -137,7 +139,7 @@ class HistoryAdapter:
 
     def _calling(self, message: Message, calls: list[Message]) -> Message:
         if self.form.written:
-            written = self._written.text(
+            written = self._written.render(
                 [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
             )
             content = message.get("content")

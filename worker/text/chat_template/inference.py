@@ -46,13 +46,13 @@ from worker.text.chat_template.history import (
     history_format,
 )
 from worker.text.detokenizer import TextSpan
-from worker.text.output_format import Channels, OutputFormat, learned_output_format
-from worker.text.parser import Parser
+from worker.text.output_format import ChannelFormat, OutputFormat, inferred_output_format
+from worker.text.parser import OutputParser
 from worker.text.tool_call_format import (
+    DEFAULT_TOOL_CALL_FORMAT,
+    DELIMITER,
     ID,
     INDEX,
-    MARK,
-    PLAIN_CALLS,
     ArgumentFormat,
     Pair,
     ToolCallFormat,
@@ -132,7 +132,7 @@ def shown_calls(examples: Iterable[Example], count: int) -> str:
     none."""
     written = next((text for text, calls in examples if len(calls) == count), "").strip()
     if not written:
-        return PLAIN_CALLS.text([("FUNCTION", '{"PARAMETER": "VALUE"}')] * count)
+        return DEFAULT_TOOL_CALL_FORMAT.render([("FUNCTION", '{"PARAMETER": "VALUE"}')] * count)
     for name, shown in PLACEHOLDERS.items():
         written = written.replace(name, shown)
     return written
@@ -147,13 +147,13 @@ def reads_back(form: OutputFormat, examples: Iterable[Example]) -> bool:
 
 def _read(form: OutputFormat, pieces: Iterable[str]) -> list[tuple[str | None, Any]] | None:
     """The calls of an answer that is nothing else; None if there is more, or no JSON."""
-    parser, made = Parser(form, "", True, TYPED_TOOLS), Delta(0)
+    parser, made = OutputParser(form, "", True, TYPED_TOOLS), Delta(0)
     for event in [
         event for each in pieces for event in parser.feed(TextSpan(each))
     ] + parser.finish():
-        if event.kind != "call" and event.piece.text:
+        if event.kind != "call" and event.span.text:
             return None
-        made.add("call", event.piece.text, event.name)
+        made.add("call", event.span.text, event.name)
     try:
         return [(part.name, json.loads(part.text)) for part in made.parts]
     except ValueError:
@@ -318,7 +318,7 @@ WORD = re.compile(r"([^\s<>\[\]{}\"'`(]{3,40})\[\s*\{\s*\"name\"")
 # Thoughts that are shown as the list of blocks that was given: {'type': 'thinking', …
 DUMPED = re.compile(rf"\W(?:type|thinking)\W\s*:\s*\W(?:thinking|{THOUGHT})")
 # At the end of a text: a mark and perhaps a word, as in <|channel>thought
-LAST_MARK = re.compile(rf"(?:{MARK.pattern})\w*\s*$")
+LAST_MARK = re.compile(rf"(?:{DELIMITER.pattern})\w*\s*$")
 # At the end of a prompt: <think> or <think></think>, [THINK] or [THINK][/THINK]
 OPENED = re.compile(r"(<([\w:]{1,40})>|\[([A-Z]{2,40})\])\s*(?:</\2>|\[/\3\])?\s*$")
 
@@ -347,9 +347,9 @@ def learn(
     made = examples(learner.written, calls) if calls else []
     lacks = []
     if response:
-        answers = replace(output_format.declared_output_format(response), calls=calls)
-        if answers.call_marks and calls and not reads_back(answers, made):
-            answers = replace(answers, calls=None)
+        answers = replace(output_format.declared_output_format(response), tool_calls=calls)
+        if answers.call_delimiters and calls and not reads_back(answers, made):
+            answers = replace(answers, tool_calls=None)
             lacks.append("calls: the response template reads others; they are not held to a form")
     else:
         answers = learner.answers(calls)
@@ -370,8 +370,8 @@ def learn(
 
 def plain_calls(form: OutputFormat) -> OutputFormat:
     """With calls as JSON in <tool_call>, in place of those that a template seemed to write."""
-    plain = learned_output_format(form.thoughts, form.content, PLAIN_CALLS, None)
-    return replace(plain, may_close=form.may_close)
+    plain = inferred_output_format(form.reasoning, form.content, DEFAULT_TOOL_CALL_FORMAT, None)
+    return replace(plain, may_close_unopened=form.may_close_unopened)
 
 
 def names_tools(text: str) -> bool:
@@ -410,12 +410,17 @@ class TemplateProber:
     def answers(self, calls: ToolCallFormat | None) -> OutputFormat:
         """With these calls, or plain ones. Thoughts may be closed that nothing has opened where a
         variable turns thinking on and off."""
-        found = self.thoughts, self._content(), calls or PLAIN_CALLS, self._channels(calls)
-        form = learned_output_format(*found)
+        found = (
+            self.thoughts,
+            self._content(),
+            calls or DEFAULT_TOOL_CALL_FORMAT,
+            self._channels(calls),
+        )
+        form = inferred_output_format(*found)
         on, off = (
             self._render([QUESTION], **dict.fromkeys(SWITCHES, way)) for way in (True, False)
         )
-        return replace(form, may_close=form.thoughts is not None and on != off)
+        return replace(form, may_close_unopened=form.reasoning is not None and on != off)
 
     # ── calls ──
 
@@ -429,8 +434,8 @@ class TemplateProber:
         if NAMES[1] not in two or two.find(NAMES[1]) < two.find(NAMES[0]):
             two = ""
         form = call_form(one, two)
-        if form and form.unmarked and form.keys and (word := WORD.search(self.asked)):
-            return replace(form, marker=word[1])  # as in the prompt's example of a call
+        if form and form.undelimited and form.keys and (word := WORD.search(self.asked)):
+            return replace(form, prefix_word=word[1])  # as in the prompt's example of a call
         return form
 
     def _one_id(self, count: int) -> str:
@@ -462,7 +467,7 @@ class TemplateProber:
     def _thoughts(self, source: str) -> Pair | None:
         """What stands around them; else, what a prompt ends with, or what the source names."""
         before, _, after = self._thinking.partition(THOUGHT)
-        opens, closes = LAST_MARK.search(before), MARK.search(after.partition(CONTENT)[0])
+        opens, closes = LAST_MARK.search(before), DELIMITER.search(after.partition(CONTENT)[0])
         if opens and closes:
             plain = LAST_MARK.search(self._plain.partition(CONTENT)[0])
             if plain is None or plain[0] != opens[0]:
@@ -477,15 +482,15 @@ class TemplateProber:
         messages = [QUESTION, assistant(content=CONTENT)]
         text = self._render(messages, add_generation_prompt=False)
         before, _, after = text.partition(CONTENT)
-        opens, closes = LAST_MARK.search(before), MARK.match(after.lstrip())
+        opens, closes = LAST_MARK.search(before), DELIMITER.match(after.lstrip())
         if opens is None or closes is None:
             return None
         mark = opens[0].strip()
-        if not MARK.fullmatch(mark) or mark in (self.thoughts or ()):
+        if not DELIMITER.fullmatch(mark) or mark in (self.thoughts or ()):
             return None
         return None if mark in self._render([QUESTION]) else (mark, closes[0])
 
-    def _channels(self, calls: ToolCallFormat | None) -> Channels | None:
+    def _channels(self, calls: ToolCallFormat | None) -> ChannelFormat | None:
         """Thoughts are a message, and the generation prompt's text stands before each:
 
         <|start|>assistant<|channel|>analysis<|message|>THOUGHT<|end|><|start|>assistant…"""
@@ -499,13 +504,13 @@ class TemplateProber:
             return None
         end, _, content = between.partition(prompt)
         headers = before.rpartition(prompt)[2], content
-        marks = [MARK.findall(header) for header in headers]
+        marks = [DELIMITER.findall(header) for header in headers]
         if len(marks[0]) != 2 or marks[0] != marks[1]:
             return None
         channel, body = marks[0]
-        thinking, told = (MARK.split(header)[1].strip() for header in headers)
-        ends = [*MARK.findall(end), *MARK.findall(rest)[:1]]
-        ends += MARK.findall(calls.call[1]) if calls else []
+        thinking, told = (DELIMITER.split(header)[1].strip() for header in headers)
+        ends = [*DELIMITER.findall(end), *DELIMITER.findall(rest)[:1]]
+        ends += DELIMITER.findall(calls.call[1]) if calls else []
         recipient = calls.call[0] if calls else ""
         ends = list(dict.fromkeys(ends))
-        return Channels(prompt, channel, body, tuple(ends), thinking, told, recipient)
+        return ChannelFormat(prompt, channel, body, tuple(ends), thinking, told, recipient)

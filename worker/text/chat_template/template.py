@@ -41,8 +41,8 @@ from worker.text.chat_template.inference import (
     plain_calls,
     shown_calls,
 )
-from worker.text.output_format import PLAIN, OutputFormat
-from worker.text.tool_call_format import PLAIN_CALLS, ToolCallFormat
+from worker.text.output_format import DEFAULT_OUTPUT_FORMAT, OutputFormat
+from worker.text.tool_call_format import DEFAULT_TOOL_CALL_FORMAT, ToolCallFormat
 
 EFFORT = "reasoning_effort"
 INSTRUCTIONS = """# Tools
@@ -113,9 +113,9 @@ class ChatTemplate:
         """How answers and their calls are written: plainly, where calls must be made and the
         model's form is not known."""
         form = self.answers
-        if calls and (not form.call_marks or (calls.required and form.calls is None)):
-            return PLAIN, PLAIN_CALLS
-        return form, form.calls
+        if calls and (not form.call_delimiters or (calls.required and form.tool_calls is None)):
+            return DEFAULT_OUTPUT_FORMAT, DEFAULT_TOOL_CALL_FORMAT
+        return form, form.tool_calls
 
     def call_id(self, name: str, index: int) -> str:
         """For a call that the model makes, its conversation's `index`-th."""
@@ -123,17 +123,17 @@ class ChatTemplate:
 
     def _start_of_thoughts(self) -> tuple[int, ...]:
         form, prompt = self.answers, self.tried([QUESTION], enable_thinking=True)
-        begun = form.thoughts_in(prompt)
-        if form.thoughts is None or not prompt or (begun and not form.ends_thoughts(begun)):
+        begun = form.reasoning_at_end(prompt)
+        if form.reasoning is None or not prompt or (begun and not form.ends_reasoning(begun)):
             return ()
-        return self._tokens(form.thoughts[0])
+        return self._tokens(form.reasoning[0])
 
     def end_of_thoughts(self, form: OutputFormat) -> tuple[int, ...]:
         """The tokens of the mark that ends them; InvalidInput if there is none."""
-        if form.thoughts is None:
+        if form.reasoning is None:
             param = "thinking_token_budget"
             raise InvalidInput(f"{param}: it is not known how this model ends its thoughts", param)
-        return self._tokens(form.thoughts[1])
+        return self._tokens(form.reasoning[1])
 
     def _tokens(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
@@ -191,8 +191,10 @@ class ChatTemplate:
             if self.turns is None:
                 cannot = "the model's chat template cannot show calls and their results"
                 raise InvalidInput(cannot, "messages")
-            calls = self.answers.calls
-            written = calls if calls and calls.arguments.style == "json" else PLAIN_CALLS
+            calls = self.answers.tool_calls
+            written = (
+                calls if calls and calls.arguments.style == "json" else DEFAULT_TOOL_CALL_FORMAT
+            )
             messages = HistoryAdapter(self.turns, written).adapt(messages)
         tools = [dict(tool) for tool in chat.tools]
         if tools and not self.takes_tools:
