@@ -150,8 +150,9 @@ def wrk(script: str, port: int) -> float:
 def direct(arguments: argparse.Namespace) -> None:
     """The median latency of one client, beside the pipeline called in a loop in a process."""
     code = (
-        "import json,sys,time,random,statistics; sys.path.insert(0,'scripts')\n"
-        "from load_bodies import WORDS; from transformers import pipeline\n"
+        "import json,sys,time,random,statistics; sys.path.insert(0,'.')\n"
+        "from server.commands.load_test.request_bodies import WORDS\n"
+        "from transformers import pipeline\n"
         "pipe=pipeline('fill-mask',model=sys.argv[1]); r=random.Random(1); took=[]\n"
         "for i in range(44):\n"
         "    words=[r.choice(WORDS.split()) for _ in range(r.randint(4,60))]\n"

@@ -20,7 +20,8 @@ import numpy as np
 import soundfile
 from bench_servers import ROOT, free_port, onequeue, running, say
 from bench_speech import BOUNDARY, PATH, RATE, form, make_model, said_once
-from http_client import ChatStream, Client
+
+from server.commands.load_test.http_client import ChatStream, Client
 
 MINUTES = 60
 ALONE_S, BESIDE_S = 5.0, 25.0  # that chats are looked at

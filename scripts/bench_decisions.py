@@ -24,10 +24,11 @@ from urllib.parse import urlsplit
 import torch
 from bench_generation import cpu
 from bench_servers import Server, free_port, onequeue, running, say
-from http_client import Client
-from load_test import WORDS
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 from transformers.decision import DecisionConfig
+
+from server.commands.load_test.http_client import Client
+from server.commands.load_test.request_bodies import WORDS
 
 LEVELS = ("not at all", "a little", "much")
 

@@ -30,8 +30,9 @@ from urllib.parse import urlsplit
 
 from bench_generation import cpu
 from bench_servers import Launch, Server, free_port, onequeue, running, say
-from http_client import Client
-from load_test import WORDS
+
+from server.commands.load_test.http_client import Client
+from server.commands.load_test.request_bodies import WORDS
 
 ARRIVAL = 32  # texts that `encode` is given at a time, which is its own batch size
 DOCUMENTS = 100

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # for the scripts that import this module and the package
 START_S = 400  # compiling included
 
 

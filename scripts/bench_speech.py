@@ -26,7 +26,8 @@ from urllib.parse import urlsplit
 import numpy as np
 import soundfile
 from bench_servers import ROOT, Launch, Server, free_port, is_ours, onequeue, running, say
-from http_client import Client
+
+from server.commands.load_test.http_client import Client
 
 RATE = 16000
 SECONDS = (3, 60, 6, 42, 10, 28, 15, 20)

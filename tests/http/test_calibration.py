@@ -1,4 +1,4 @@
-"""`python -m server calibrate`: the search is right where the truth is known, and it runs."""
+"""`python -m server calibrate`: the search, on a simulated machine, and whole calibrations."""
 
 import asyncio
 import math
@@ -21,8 +21,8 @@ ONLY = {"chat_model": "none", "embedding_model": "none"}
 
 
 class Machine:
-    """Whose batches take 10 ms and 2 ms for each row; more than 16 rows take much longer. Who comes
-    waits for the batch before, for a timer, and the longer the fuller the machine is."""
+    """A simulated server. A batch takes 10 ms and 2 ms a row; more than 16 rows take much longer.
+    A request waits for the batch before it and for the timer, and longer at a higher load."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -33,21 +33,21 @@ class Machine:
     def capacity(self, cap: int) -> float:
         return cap / self.batch_s(cap)
 
-    def p95_s(self, knobs: BatchLimits, rate: float) -> float:
-        left = 1 - rate / self.capacity(knobs.cap)
+    def p95_s(self, limits: BatchLimits, rate: float) -> float:
+        left = 1 - rate / self.capacity(limits.cap)
         if left <= 0:
             return math.inf
-        return 2 * self.batch_s(knobs.cap) / left + knobs.wait_ms / 1000
+        return 2 * self.batch_s(limits.cap) / left + limits.wait_ms / 1000
 
-    async def __call__(self, knobs: BatchLimits, rate: float, seconds: float) -> Stage:
+    async def __call__(self, limits: BatchLimits, rate: float, seconds: float) -> Stage:
         self.seconds += seconds
-        capacity = self.capacity(knobs.cap)
+        capacity = self.capacity(limits.cap)
         served = min(rate or capacity, capacity)
-        p95_ms = 1000 * self.p95_s(knobs, rate or 0.99 * capacity)
-        return Stage(knobs, rate, served, p95_ms / 2, p95_ms, 0)
+        p95_ms = 1000 * self.p95_s(limits, rate or 0.99 * capacity)
+        return Stage(limits, rate, served, p95_ms / 2, p95_ms, 0)
 
     def best(self, limit_s: float, caps: Sequence[int]) -> float:
-        """The highest rate within the limit with one of these caps, by trying all."""
+        """Return the highest rate within the limit with one of these caps, by trying all."""
         rates = ((n / 10, cap) for cap in caps for n in range(1, 10_000))
         return max(rate for rate, cap in rates if self.p95_s(BatchLimits(cap), rate) <= limit_s)
 
@@ -56,17 +56,17 @@ class Machine:
 def test_the_search_finds_the_best_cap_and_nearly_its_rate(limit_ms: float) -> None:
     machine = Machine()
     search = Search(machine, limit_ms, 1.0)
-    found = asyncio.run(search.run())
-    assert found is not None
+    best = asyncio.run(search.run())
+    assert best is not None
     rate = machine.best(limit_ms / 1000, search.caps)
-    assert machine.best(limit_ms / 1000, [found.knobs.cap]) >= 0.9 * rate
-    assert 0.7 * rate <= found.rate <= 0.95 * rate
-    again = asyncio.run(machine(found.knobs, found.rate, 10))
+    assert machine.best(limit_ms / 1000, [best.limits.cap]) >= 0.9 * rate
+    assert 0.7 * rate <= best.rate <= 0.95 * rate
+    again = asyncio.run(machine(best.limits, best.rate, 10))
     assert again.holds(limit_ms)
     assert machine.seconds < 60  # stages of a second
 
 
-def test_a_limit_that_nothing_keeps_is_said() -> None:
+def test_the_search_returns_none_for_a_limit_that_no_rate_holds() -> None:
     assert asyncio.run(Search(Machine(), 5, 1.0).run()) is None
 
 
@@ -79,75 +79,81 @@ def test_a_stage_with_failures_does_not_hold() -> None:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"LEAST_S": 0.05, "LIMITS": 0, "LEAST_REQUESTS": 1}.items():
-        monkeypatch.setattr(command, name, value)
+    shorten(monkeypatch, 0.05)
+
+
+def shorten(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let a stage last so long."""
+    monkeypatch.setattr(command, "MIN_STAGE_S", seconds)
+    monkeypatch.setattr(command, "STAGE_PERCENTILES", 0)
+    monkeypatch.setattr(command, "MIN_STAGE_REQUESTS", 1)
 
 
 def run(app: Any, **options: Any) -> tuple[Stage | None, list[str]]:
-    said: list[str] = []
-    return calibrate(app, Options(**{"p95_ms": 60_000, **options}), said.append), said
+    lines: list[str] = []
+    return calibrate(app, Options(**{"p95_ms": 60_000, **options}), lines.append), lines
 
 
 @pytest.mark.usefixtures("short")
-def test_what_is_printed_are_settings() -> None:
-    """Whatever a calibration before has made of the queue: two places would refuse its clients."""
+def test_settings_are_printed() -> None:
+    """A small queue is enlarged: two places would refuse the clients."""
     settings = Settings(**ONLY, api_keys=("k",), max_queue_size=2)  # type: ignore[arg-type]
-    found, said = run(create_app(settings, FakeRunner))
-    assert found is not None
-    pasted = dict(line.split("=") for line in said if re.fullmatch(r"[A-Z_]+=\S+", line))
+    best, lines = run(create_app(settings, FakeRunner))
+    assert best is not None
+    pasted = dict(line.split("=") for line in lines if re.fullmatch(r"[A-Z_]+=\S+", line))
     assert set(pasted) == {"MAX_BATCH_SIZE", "MAX_BATCH_WAIT_MS", "MAX_QUEUE_SIZE"}
     from server.core.settings import load_settings
 
-    assert load_settings(pasted).max_batch_size == found.knobs.cap
+    assert load_settings(pasted).max_batch_size == best.limits.cap
 
 
 @pytest.mark.usefixtures("short")
-def test_a_chat_model_is_measured_by_whole_answers() -> None:
+def test_a_chat_model_is_measured_by_whole_responses() -> None:
     settings = Settings(pipeline_model="none", embedding_model="none", max_running=8)
-    found, said = run(create_app(settings, load_chat=FakeGenerator))
-    assert found is not None
-    assert [line for line in said if line.startswith("MAX_")] == ["MAX_QUEUE_SIZE=" + said[-1][15:]]
+    best, lines = run(create_app(settings, load_chat=FakeGenerator))
+    assert best is not None
+    settings_lines = [line for line in lines if line.startswith("MAX_")]
+    assert settings_lines == ["MAX_QUEUE_SIZE=" + lines[-1][15:]]
 
 
 @pytest.mark.usefixtures("short")
-def test_a_model_of_speech_alone_is_measured_by_recordings() -> None:
+def test_a_speech_model_is_measured_by_recordings() -> None:
     nothing = {"pipeline_model": "none", "embedding_model": "none", "chat_model": "none"}
     transcriber = FakeTranscriber()
     settings = Settings(**nothing, transcription_model="a/model")  # type: ignore[arg-type]
     app = create_app(settings, load_transcriber=lambda: transcriber)
-    found, said = run(app)
-    assert found is not None
-    assert said[0].startswith("/v1/audio/transcriptions of fake")
+    best, lines = run(app)
+    assert best is not None
+    assert lines[0].startswith("/v1/audio/transcriptions of fake")
     assert transcriber.payloads
 
 
 @pytest.mark.slow
-def test_the_demo_of_speech_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"LEAST_S": 1.0, "LIMITS": 0, "LEAST_REQUESTS": 1}.items():
-        monkeypatch.setattr(command, name, value)
+def test_the_speech_demo_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten(monkeypatch, 1.0)
     nothing = {"pipeline_model": "none", "embedding_model": "none", "chat_model": "none"}
     settings = Settings(**nothing, transcription_model="demo", compile="off")  # type: ignore[arg-type]
-    found, said = run(create_app(settings))
-    assert found is not None
-    assert said[0].startswith("/v1/audio/transcriptions of demo")
+    best, lines = run(create_app(settings))
+    assert best is not None
+    assert lines[0].startswith("/v1/audio/transcriptions of demo")
 
 
 @pytest.mark.parametrize(("rate", "places"), [(10, 16), (400, 200)])
-def test_places_are_for_what_comes_within_the_limit_twice_over(rate: float, places: int) -> None:
-    found = Stage(BatchLimits(256), rate, rate, 50, 200, 0)
-    assert command.settings(found, 250, True) == [f"MAX_QUEUE_SIZE={places}"]
-    assert command.settings(found, 250, False)[-1] == "MAX_QUEUE_SIZE=512"
+def test_the_queue_holds_the_requests_of_twice_the_limit(rate: float, places: int) -> None:
+    best = Stage(BatchLimits(256), rate, rate, 50, 200, 0)
+    assert command.settings_lines(best, 250, True) == [f"MAX_QUEUE_SIZE={places}"]
+    assert command.settings_lines(best, 250, False)[-1] == "MAX_QUEUE_SIZE=512"
 
 
-def lost() -> FakeRunner:
+def failing_loader() -> FakeRunner:
     raise ValueError("no weights")
 
 
-def test_what_cannot_be_measured_is_said() -> None:
+def test_a_model_or_input_that_cannot_be_measured_is_refused() -> None:
     settings = Settings(**ONLY)  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="no such model is served"):
         run(create_app(settings, FakeRunner), serves="chat")
     with pytest.raises(SettingsError, match="no weights"):
-        run(create_app(settings, lost))
+        run(create_app(settings, failing_loader))
     with pytest.raises(SettingsError, match="requests failed"):
         run(create_app(settings, FakeRunner), file=b"refused")

@@ -1,8 +1,7 @@
-"""Runs scripts/load_test.py against a small real server on loopback."""
+"""scripts/load_test.py and its package, against a small real server on loopback."""
 
 import asyncio
 import base64
-import importlib
 import io
 import json
 import math
@@ -16,7 +15,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -30,22 +29,30 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from tokenizers import Tokenizer
 
+from server.commands.load_test import generator as generator_module
+from server.commands.load_test.arguments import make_parser
+from server.commands.load_test.command import arrival_intervals, make_generator
+from server.commands.load_test.generator import LoadGenerator
+from server.commands.load_test.latency_plot import plot
+from server.commands.load_test.report import milliseconds
+from server.commands.load_test.request_bodies import WORDS
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "load_test.py"
 
 
 class Target:
-    """A server that answers at once and keeps what it was sent."""
+    """A server that responds at once and keeps the requests."""
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
         self.headers: list[dict[str, str]] = []
-        self.asked = threading.Event()
+        self.requested = threading.Event()
         self.url = ""
 
     async def answer(self, request: Request) -> Response:
         self.bodies.append(await request.body())
         self.headers.append(dict(request.headers))
-        self.asked.set()
+        self.requested.set()
         return PlainTextResponse("ok")
 
     async def form(self, request: Request) -> Response:
@@ -68,8 +75,8 @@ class Target:
 
     async def chat(self, request: Request) -> Response:
         self.bodies.append(await request.body())
-        asked = json.loads(self.bodies[-1])
-        return StreamingResponse(self.events(asked["model"]), media_type="text/event-stream")
+        model = json.loads(self.bodies[-1])["model"]
+        return StreamingResponse(self.events(model), media_type="text/event-stream")
 
     async def events(self, model: str) -> AsyncIterator[str]:
         yield 'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n'
@@ -106,11 +113,10 @@ def target() -> Iterator[Target]:
         thread.join()
 
 
-@pytest.fixture(scope="module")
-def load_test() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(SCRIPT.parent)  # where the script finds its siblings
-        return importlib.import_module("load_test")
+def generator_for(*words: str) -> tuple[LoadGenerator, Any]:
+    """Return the generator of a command line, and the parsed arguments."""
+    args = make_parser().parse_args(words)
+    return make_generator(args), args
 
 
 def run(*args: str | Path) -> dict[str, Any]:
@@ -130,7 +136,7 @@ def test_closed_loop_counts_every_request_but_the_warmup(target: Target) -> None
     assert result["settings"]["concurrency"] == 4
 
 
-def test_the_texts_follow_the_options(target: Target) -> None:
+def test_texts_follow_the_options(target: Target) -> None:
     options = (
         "--requests",
         "20",
@@ -164,58 +170,53 @@ def test_open_loop_keeps_to_the_rate(target: Target) -> None:
     assert result["send_lag_p99_ms"] > 0
 
 
-def test_open_loop_sends_when_it_is_due(
-    load_test: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_open_loop_sends_at_the_scheduled_times(monkeypatch: pytest.MonkeyPatch) -> None:
     now, sent = 0.0, []
 
     async def sleep(seconds: float) -> None:
         nonlocal now
-        await asyncio.sleep(0)  # what was due is sent first
+        await asyncio.sleep(0)  # tasks that are due send first
         now += seconds
 
     async def send(scheduled: float) -> None:
         sent.append((scheduled, now))
 
     clock = SimpleNamespace(perf_counter=lambda: now, process_time=time.process_time)
-    monkeypatch.setattr(load_test, "time", clock)
-    monkeypatch.setattr(load_test, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
-    args = load_test.make_parser().parse_args(
-        ["http://x", "--rate", "100", "--arrivals", "constant"]
-    )
-    test = load_test.LoadTest(args, load_test.make_client(args))
-    test.record.started = now
-    test.send = send
-    asyncio.run(test.open_loop(math.inf, 1.005))
+    fake_asyncio = SimpleNamespace(**{**vars(asyncio), "sleep": sleep})
+    monkeypatch.setattr(generator_module, "time", clock)
+    monkeypatch.setattr(generator_module, "asyncio", fake_asyncio)
+    generator, args = generator_for("http://x", "--rate", "100", "--arrivals", "constant")
+    generator.record.started = now
+    monkeypatch.setattr(generator, "send", send)
+    asyncio.run(generator.open_loop(arrival_intervals(args), math.inf, 1.005))
     due = [(n + 1) / 100 for n in range(100)]
     assert [one for one, _ in sent] == pytest.approx(due)
     assert [other for _, other in sent] == pytest.approx(due)
 
 
-def test_open_loop_latency_counts_from_the_schedule(load_test: ModuleType, target: Target) -> None:
-    args = load_test.make_parser().parse_args([target.url, "--rate", "1"])
-    test = load_test.LoadTest(args, load_test.make_client(args))
-    asyncio.run(test.send(time.perf_counter() - 0.5))
-    (sample,) = test.record.samples
+def test_open_loop_latency_counts_from_the_scheduled_time(target: Target) -> None:
+    generator, _ = generator_for(target.url, "--rate", "1")
+    asyncio.run(generator.send(time.perf_counter() - 0.5))
+    (sample,) = generator.record.samples
     assert sample.status == "200"
     assert sample.latency > sample.send_lag >= 0.5
 
 
-def test_open_loop_drops_what_exceeds_the_bound_until_there_is_room(load_test: ModuleType) -> None:
-    args = load_test.make_parser().parse_args(
-        ["http://x", "--rate", "1000", "--max-in-flight", "2", "--requests", "10"]
+def test_open_loop_drops_arrivals_beyond_max_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, args = generator_for(
+        "http://x", "--rate", "1000", "--max-in-flight", "2", "--requests", "10"
     )
-    test = load_test.LoadTest(args, load_test.make_client(args))
 
     async def until_the_rest_is_dropped(*_: Any) -> Any:
-        while test.record.dropped < 8:  # noqa: ASYNC110  # nobody tells of it
+        while generator.record.dropped < 8:  # noqa: ASYNC110  # there is no event to wait for
             await asyncio.sleep(0)
         return SimpleNamespace(status=200)
 
-    test.client.post = until_the_rest_is_dropped
-    asyncio.run(asyncio.wait_for(test.open_loop(args.requests, math.inf), 60))
-    assert [sample.status for sample in test.record.samples] == ["200", "200"]
-    assert test.record.dropped == 8
+    monkeypatch.setattr(generator.client, "post", until_the_rest_is_dropped)
+    run = generator.open_loop(arrival_intervals(args), args.requests, math.inf)
+    asyncio.run(asyncio.wait_for(run, 60))
+    assert [sample.status for sample in generator.record.samples] == ["200", "200"]
+    assert generator.record.dropped == 8
 
 
 def test_timeouts_are_counted() -> None:
@@ -234,7 +235,7 @@ def test_refused_connections_are_counted_by_name() -> None:
     assert result["latency_ms"] is None
 
 
-def test_the_name_of_an_error_stands_apart_from_its_text() -> None:
+def test_the_table_shows_an_error_name_and_its_text() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     command = [sys.executable, str(SCRIPT), f"http://127.0.0.1:{port}", "--requests", "1"]
@@ -260,24 +261,22 @@ def test_the_first_error_of_each_status_is_shown_on_one_line(target: Target) -> 
     assert shown == [["first", "400", first_400], ["first", "413", "wrong 1 �"]]
 
 
-def test_the_texts_fit_the_demo_unless_asked_otherwise(load_test: ModuleType) -> None:
-    """README's own command gets no 400."""
+def test_default_texts_fit_the_demo_model() -> None:
+    """The command in the README gets no 400."""
     tokenizer = Tokenizer.from_file(
         str(SCRIPT.parent.parent / "worker/demo/fill-mask/tokenizer.json")
     )
-    most = max(
-        len(tokenizer.encode(word, add_special_tokens=False)) for word in load_test.WORDS.split()
+    max_tokens = max(
+        len(tokenizer.encode(word, add_special_tokens=False)) for word in WORDS.split()
     )
-    words = load_test.make_parser().parse_args(["http://x"]).words
-    assert words[1] * most + len(tokenizer.encode("[MASK]")) <= 128
+    words = make_parser().parse_args(["http://x"]).words
+    assert words[1] * max_tokens + len(tokenizer.encode("[MASK]")) <= 128
 
 
 @pytest.mark.parametrize("words", ["0", "5-4", "4,60", "-4", "4-", "many"])
-def test_a_range_that_there_is_not_is_refused(
-    load_test: ModuleType, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_invalid_word_range_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        load_test.make_parser().parse_args(["http://x", f"--words={words}"])
+        make_parser().parse_args(["http://x", f"--words={words}"])
     assert "--words" in capsys.readouterr().err
 
 
@@ -287,9 +286,9 @@ def test_streamed_chat_measures_tokens(target: Target) -> None:
     assert result["output_tokens"] == 20
     assert 0 < result["ttft_ms"]["p50"] <= result["latency_ms"]["max"]
     assert result["inter_token_ms"]["p95"] >= 0
-    asked = json.loads(target.bodies[0])
-    assert asked["max_tokens"] == 9
-    assert asked["stream_options"] == {"include_usage": True}
+    request = json.loads(target.bodies[0])
+    assert request["max_tokens"] == 9
+    assert request["stream_options"] == {"include_usage": True}
 
     assert run(target.url, *chat, "--model", "without-usage")["output_tokens"] == 12
 
@@ -302,19 +301,19 @@ def test_a_stream_that_fails_is_an_error(target: Target) -> None:
     assert run(target.url, *chat, "--model", "cut-off")["statuses"] == {"IncompleteStreamError": 2}
 
 
-def test_embeddings_are_asked_for_by_texts_of_their_own(target: Target) -> None:
+def test_every_embedding_request_has_another_text(target: Target) -> None:
     run(target.url, "--kind", "embeddings", "--model", "m", "--requests", "5")
-    asked = [json.loads(body) for body in target.bodies]
-    assert {each["model"] for each in asked} == {"m"}
-    assert len({each["input"] for each in asked}) == 5
+    requests = [json.loads(body) for body in target.bodies]
+    assert {request["model"] for request in requests} == {"m"}
+    assert len({request["input"] for request in requests}) == 5
 
 
 @pytest.mark.parametrize("same", [False, True])
-def test_pictures_are_of_their_own_or_the_same(target: Target, same: bool) -> None:
+def test_images_differ_unless_the_same_one_is_wanted(target: Target, same: bool) -> None:
     flags = ["--kind", "chat", "--stream", "--model", "m", "--picture", "20", "--requests", "3"]
     run(target.url, *flags, *["--same-picture"] * same)
     parts = [json.loads(body)["messages"][0]["content"] for body in target.bodies]
-    urls = [picture["image_url"]["url"] for _, picture in parts]
+    urls = [image["image_url"]["url"] for _, image in parts]
     assert len(set(urls)) == (1 if same else 3)
     assert len({text["text"] for text, _ in parts}) == 3
     image = Image.open(io.BytesIO(base64.b64decode(urls[0].partition(",")[2])))
@@ -322,7 +321,7 @@ def test_pictures_are_of_their_own_or_the_same(target: Target, same: bool) -> No
     assert (image.mode, image.size) == ("RGB", (20, 20))
 
 
-def test_files_are_posted_as_they_are_or_in_a_form(target: Target, tmp_path: Path) -> None:
+def test_files_are_posted_raw_or_in_a_form(target: Target, tmp_path: Path) -> None:
     (tmp_path / "a.wav").write_bytes(b"\x00\r\n--sound")
     (tmp_path / "b.wav").write_bytes(b"other")
     files = ("--file", tmp_path / "a.wav", "--file", tmp_path / "b.wav", "--requests", "3")
@@ -335,7 +334,7 @@ def test_files_are_posted_as_they_are_or_in_a_form(target: Target, tmp_path: Pat
     assert target.headers[3]["content-type"] in ("audio/wav", "audio/x-wav")
 
 
-def test_targets_are_loaded_in_turn_and_shown_side_by_side(target: Target) -> None:
+def test_several_targets_are_loaded_in_turn_and_compared_side_by_side(target: Target) -> None:
     command = [sys.executable, str(SCRIPT), target.url, f"{target.url}/busy", "--requests", "7"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     *lines, last = done.stdout.splitlines()
@@ -344,28 +343,25 @@ def test_targets_are_loaded_in_turn_and_shown_side_by_side(target: Target) -> No
     assert first["settings"]["url"] == target.url
     errors = next(line for line in lines if line.startswith("errors"))
     assert errors.split() == ["errors", "0", "7"]
-    hosts = [each.removeprefix("http://") for each in command[2:4]]
+    hosts = [url.removeprefix("http://") for url in command[2:4]]
     assert hosts in [line.split() for line in lines]
 
 
-def test_a_second_target_gets_other_texts(load_test: ModuleType) -> None:
-    args = load_test.make_parser().parse_args(["http://x", "http://x", "--requests", "9"])
-    first, second = ({next(bodies) for _ in range(9)} for bodies in bodies_of(load_test, args))
+def test_a_second_target_gets_other_texts() -> None:
+    args = make_parser().parse_args(["http://x", "http://x", "--requests", "9"])
+    bodies = [make_generator(args, number).bodies for number in range(2)]
+    first, second = ({next(target) for _ in range(9)} for target in bodies)
     assert not first & second
-
-
-def bodies_of(load_test: ModuleType, args: Any) -> list[Iterator[bytes]]:
-    return [load_test.LoadTest(args, None, number).bodies for number in range(2)]
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(2050.4, "2,050 ms"), (41.23, "41.2 ms"), (0.354, "0.35 ms")]
 )
-def test_times_read_well(load_test: ModuleType, value: float, text: str) -> None:
-    assert load_test.milliseconds(value) == text
+def test_milliseconds_are_rounded_by_size(value: float, text: str) -> None:
+    assert milliseconds(value) == text
 
 
-def test_a_terminal_sees_a_line_while_it_runs(target: Target) -> None:
+def test_a_terminal_shows_a_progress_line(target: Target) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, str(SCRIPT), f"{target.url}/wrong", "--duration", "60"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True) as process:
@@ -381,7 +377,7 @@ def test_a_terminal_sees_a_line_while_it_runs(target: Target) -> None:
 def test_an_interrupted_run_still_reports(target: Target) -> None:
     command = [sys.executable, str(SCRIPT), target.url, "--duration", "60"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert target.asked.wait(60)
+    assert target.requested.wait(60)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     result = json.loads(output.splitlines()[-1])
@@ -395,11 +391,9 @@ def texts_of(svg: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("slowest", "label"), [(20, ""), (2000, ", log scale")])
-def test_latencies_far_apart_get_a_log_scale(
-    load_test: ModuleType, tmp_path: Path, slowest: float, label: str
-) -> None:
-    answers = [(0.1 * n, ms, "200") for n, ms in enumerate([1.0] * 19 + [slowest])]
-    load_test.plot(str(tmp_path / "a.svg"), "title", "subtitle", answers, {})
+def test_latencies_far_apart_get_a_log_scale(tmp_path: Path, slowest: float, label: str) -> None:
+    points = [(0.1 * n, ms, "200") for n, ms in enumerate([1.0] * 19 + [slowest])]
+    plot(str(tmp_path / "a.svg"), "title", "subtitle", points, {})
     assert "latency (ms)" + label in texts_of(tmp_path / "a.svg")
 
 
@@ -413,6 +407,6 @@ def test_plots(target: Target, tmp_path: Path) -> None:
     assert any(text.startswith("200 (20)") for text in texts)
 
     run(target.url + "/busy", "--requests", "20", "--plot", png)
-    with image.open(png) as picture:
-        assert picture.width > picture.height > 0
-        picture.load()
+    with image.open(png) as pixels:
+        assert pixels.width > pixels.height > 0
+        pixels.load()

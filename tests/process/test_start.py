@@ -244,8 +244,8 @@ def test_ctrl_c_while_python_still_imports_says_nothing() -> None:
 
 def test_a_reloaded_process_is_not_told_of_threads_that_nobody_asked_for() -> None:
     code = """
-        import os, server.__main__ as command
-        command.uvicorn_command.callback = lambda **given: print(os.environ["OMP_NUM_THREADS"])
+        import os, server.__main__ as command, server.commands.serve as serve
+        serve.uvicorn_command.callback = lambda **given: print(os.environ["OMP_NUM_THREADS"])
         command.main(["--port", "0", "--reload"])
     """
     done = run(program(code), OMP_NUM_THREADS="")

@@ -38,8 +38,9 @@ LAYERS: dict[str, set[str]] = {
     "server/openai/decisions": TORCH,
     "server/openapi": TORCH,
     "server": TORCH,
+    "server/commands/load_test": WEB | TORCH,
+    "server/commands": set(),  # `template` loads a tokenizer
     "server/commands/calibrate": TORCH,
-    "server/commands": set(),  # programs of their own: `template` loads a tokenizer
 }
 # The program's entry point imports the commands, which import the app.
 ENTRY_POINT = ROOT / "server" / "__main__.py"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server.__main__ import put_settings
+from server.commands.serve import put_settings
 from server.core.settings import Settings, SettingsError, load_settings, misspelt
 
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""Requests for what is served, none like another, as a calibration sends them."""
+"""The requests of a calibration: bodies for each kind of model, no text repeated."""
 
 import io
 import itertools
@@ -12,16 +12,14 @@ import orjson
 import soundfile
 from PIL import Image
 
+from server.commands.load_test.request_bodies import WORDS
 from server.core.settings import SettingsError
 from server.core.worker_client import WorkerClient
 from worker.tasks import TASKS
 
-WORDS = """
-the a old new small river city morning engine letter music winter garden teacher window quiet
-bright heavy simple open runs keeps finds moves answers over under beside before after and but
-""".split()  # noqa: SIM905
-SIDE = 320  # pixels of a picture, of which there are a few
-SOUND_S, SOUND_HZ = 3, 16_000
+IMAGE_SIDE = 320  # pixels
+AUDIO_S, AUDIO_HZ = 3, 16_000
+FILES = 4  # different images or recordings, sent in turn
 JSON, BYTES = "application/json", "application/octet-stream"
 FORM = "multipart/form-data; boundary=a-part-of-a-calibration"
 
@@ -43,15 +41,17 @@ def requests_for(
     tokens: int,
     file: bytes | None,
 ) -> RequestGenerator:
-    """`words` of a text, at least and at most; `tokens` of a chat's answer. `file` is the body
-    where one is given. SettingsError where a task needs one that nobody can guess."""
-    rng = random.Random(0)
-    texts = (" ".join(rng.choices(WORDS, k=rng.randint(*words))) for _ in itertools.count())
+    """Return requests for one of the models.
+
+    `words`: fewest and most words of a text; `tokens`: length of a chat's response; `file`: the
+    body, if given. Raises SettingsError where the task needs a file."""
+    rng, vocabulary = random.Random(0), WORDS.split()
+    texts = (" ".join(rng.choices(vocabulary, k=rng.randint(*words))) for _ in itertools.count())
     if serves == "pipeline":
-        return _of_pipeline(worker_client, texts, file)
+        return _pipeline_requests(worker_client, texts, file)
     if serves == "transcription":
-        files = [file] if file is not None else [_sound(n) for n in range(4)]
-        bodies = itertools.cycle([_form(each) for each in files])
+        files = [file] if file is not None else [_audio_file(seed) for seed in range(FILES)]
+        bodies = itertools.cycle([_form(content) for content in files])
         return RequestGenerator(serves, "/v1/audio/transcriptions", FORM, bodies)
     path, documents = {
         "generation": (
@@ -64,7 +64,7 @@ def requests_for(
     return RequestGenerator(serves, path, JSON, map(orjson.dumps, documents))
 
 
-def _of_pipeline(
+def _pipeline_requests(
     worker_client: WorkerClient, texts: Iterator[str], file: bytes | None
 ) -> RequestGenerator:
     info = worker_client.models["pipeline"].loaded.info
@@ -73,24 +73,24 @@ def _of_pipeline(
     if file is not None:
         bodies, media = itertools.repeat(file), JSON if file.lstrip()[:1] == b"{" else BYTES
     elif task.required or task.kind == "json":
-        raise SettingsError(f"--input FILE is needed: {info.task} takes JSON of its own")
+        raise SettingsError(f"--input FILE is required: the task {info.task} takes JSON")
     elif task.kind == "text":
         bodies, media = (f"{text} {info.mask}".strip().encode() for text in texts), "text/plain"
     else:
-        make = _picture if task.kind == "image" else _sound
-        bodies = itertools.cycle([make(n) for n in range(4)])
+        make_file = _image_file if task.kind == "image" else _audio_file
+        bodies = itertools.cycle([make_file(seed) for seed in range(FILES)])
     return RequestGenerator("pipeline", "/", media, bodies)
 
 
-def _picture(seed: int) -> bytes:
-    file, pixels = io.BytesIO(), random.Random(seed).randbytes(3 * SIDE * SIDE)
-    Image.frombytes("RGB", (SIDE, SIDE), pixels).save(file, "JPEG")
+def _image_file(seed: int) -> bytes:
+    file, pixels = io.BytesIO(), random.Random(seed).randbytes(3 * IMAGE_SIDE * IMAGE_SIDE)
+    Image.frombytes("RGB", (IMAGE_SIDE, IMAGE_SIDE), pixels).save(file, "JPEG")
     return file.getvalue()
 
 
-def _sound(seed: int) -> bytes:
-    file, noise = io.BytesIO(), np.random.default_rng(seed).uniform(-1, 1, SOUND_S * SOUND_HZ)
-    soundfile.write(file, noise, SOUND_HZ, format="WAV")
+def _audio_file(seed: int) -> bytes:
+    file, noise = io.BytesIO(), np.random.default_rng(seed).uniform(-1, 1, AUDIO_S * AUDIO_HZ)
+    soundfile.write(file, noise, AUDIO_HZ, format="WAV")
     return file.getvalue()
 
 

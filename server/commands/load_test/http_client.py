@@ -1,8 +1,8 @@
-"""The small HTTP/1.1 client of load_test.py: keep-alive connections and chat streams.
+"""A small HTTP/1.1 client for load tests: keep-alive connections and chat streams.
 
-It is kept small so that the load generator takes little processor time from a server beside it.
-It speaks plain http to one address, without proxies or redirects, and hands on event data as it
-comes, so that ChatStream can note when each token arrived.
+It is small so that the load generator takes little CPU time from a server on the same machine. It
+speaks plain http to one address, without proxies or redirects. It passes on event data as it
+arrives, so that ChatStream can record the time of each token.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from urllib.parse import SplitResult
 
 # Below the usual server keep-alive (5 s), so that a request never races the server's close.
 MAX_IDLE_S = 2.0
-# What a broken or overloaded server can cause, odd JSON included: counted, never fatal.
+# Errors that a broken or overloaded server can cause, malformed JSON included: counted, not fatal.
 FAILURES = (
     OSError,
     EOFError,
@@ -37,7 +37,7 @@ class IncompleteStreamError(ValueError):
     """The stream ended without [DONE] or a finish_reason."""
 
 
-class Response(NamedTuple):
+class HttpResponse(NamedTuple):
     status: int
     headers: dict[str, str]
     body: bytes
@@ -48,7 +48,7 @@ OnData = Callable[[bytes], None]
 
 
 class Connection:
-    """One keep-alive connection: writes a request, reads its response."""
+    """One keep-alive connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -59,7 +59,8 @@ class Connection:
         closed = self.reader.at_eof() or self.reader.exception() or self.writer.is_closing()
         return not closed and time.perf_counter() - self.last_used < MAX_IDLE_S
 
-    async def exchange(self, request: bytes, on_event_data: OnData | None) -> Response:
+    async def exchange(self, request: bytes, on_event_data: OnData | None) -> HttpResponse:
+        """Write a request and read its response."""
         # No drain(): a server may answer (413, 503) before it has read the whole body.
         self.writer.write(request)
         status = 100
@@ -86,7 +87,7 @@ class Connection:
             while data := await self.reader.read(65536):
                 (on_event_data or parts.append)(data)
         self.last_used = time.perf_counter()
-        return Response(status, headers, b"".join(parts), keep_alive)
+        return HttpResponse(status, headers, b"".join(parts), keep_alive)
 
     async def read_chunks(self, on_data: OnData) -> None:
         while size := int((await self.reader.readuntil(b"\r\n")).split(b";")[0], 16):
@@ -96,7 +97,7 @@ class Connection:
 
 
 class Client:
-    """A pool of keep-alive connections to one address; the last one used is used first."""
+    """A pool of keep-alive connections to one address; the most recently used one comes first."""
 
     def __init__(self, url: SplitResult, headers: dict[str, str]) -> None:
         self.host, self.port = url.hostname or "", url.port or 80
@@ -107,11 +108,11 @@ class Client:
         self.idle: list[Connection] = []
 
     async def resolve(self) -> None:
-        """Settle on one address, so that no look-up and no fall-back counts as latency."""
+        """Choose one address, so that no look-up and no fall-back counts as latency."""
         loop = asyncio.get_running_loop()
         with contextlib.suppress(socket.gaierror):
-            found = await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-            addresses = list(dict.fromkeys(str(info[4][0]) for info in found))
+            infos = await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+            addresses = list(dict.fromkeys(str(info[4][0]) for info in infos))
             self.host = addresses[0]
             for address in addresses if len(addresses) > 1 else ():
                 with contextlib.suppress(OSError):
@@ -120,7 +121,7 @@ class Client:
                     self.host = address
                     return
 
-    async def post(self, body: bytes, on_event_data: OnData | None) -> Response:
+    async def post(self, body: bytes, on_event_data: OnData | None = None) -> HttpResponse:
         while self.idle:
             connection = self.idle.pop()
             if connection.usable:
@@ -146,13 +147,13 @@ class Client:
 
 
 class ChatStream:
-    """Reads server-sent chat completion chunks and notes when each content delta came."""
+    """Read server-sent chat completion chunks and record the time of each content delta."""
 
     def __init__(self) -> None:
         self.buffer = b""
         self.times: list[float] = []
-        self.first: float | None = None  # chunk, with or without content
-        self.usage: int | None = None  # tokens of the answer
+        self.first: float | None = None  # chunk's time, with or without content
+        self.usage: int | None = None  # completion tokens
         self.prompt_tokens = 0
         self.done = False
 
@@ -175,7 +176,7 @@ class ChatStream:
                 self.prompt_tokens = chunk["usage"].get("prompt_tokens") or 0
             if any((choice.get("delta") or {}).get("content") for choice in chunk["choices"]):
                 self.times.append(now)
-            # some servers leave out the [DONE]
+            # some servers omit [DONE]
             self.done |= any(choice.get("finish_reason") for choice in chunk["choices"])
 
 

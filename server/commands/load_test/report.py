@@ -1,4 +1,4 @@
-"""What load_test.py says in the end: a document for programs, tables for people."""
+"""The results of a load test: one JSON document, and tables for a terminal."""
 
 import argparse
 import math
@@ -9,38 +9,15 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from latency_plot import percentile
-from load_samples import Record
-
-MAX_SHOWN = 200  # characters of an error
-
-
-def shortened(text: str) -> str:
-    """On one line, of what a terminal can show."""
-    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    return line if len(line) <= MAX_SHOWN else line[: MAX_SHOWN - 1] + "…"
-
-
-def spread(seconds: Sequence[float], *percents: float) -> dict[str, float] | None:
-    """Percentiles and the largest, in milliseconds."""
-    if not seconds:
-        return None
-    ordered = sorted(seconds)
-    found = {f"p{percent:g}": percentile(ordered, percent) for percent in percents}
-    return {name: round(1000 * value, 3) for name, value in (found | {"max": ordered[-1]}).items()}
-
-
-def milliseconds(value: float) -> str:
-    """To three digits where it is short: 2,050 ms, 41.2 ms, 0.35 ms."""
-    digits = 0 if value >= 100 else 1 if value >= 10 else 2
-    return f"{value:,.{digits}f} ms"
+from server.commands.load_test.samples import Record, percentile
 
 
 def summarize(args: argparse.Namespace, url: str, record: Record) -> dict[str, Any]:
+    """Return the JSON document of one target. Its keys are an interface."""
     elapsed = time.perf_counter() - record.started
     samples, ok = record.samples, [sample for sample in record.samples if sample.ok]
     statuses = dict(sorted(Counter(sample.status for sample in samples).items()))
-    lag = spread([sample.send_lag for sample in samples], 99) if args.rate else None
+    lag = percentiles([sample.send_lag for sample in samples], 99) if args.rate else None
     result: dict[str, Any] = {
         "requests": len(samples),
         "ok": len(ok),
@@ -52,9 +29,9 @@ def summarize(args: argparse.Namespace, url: str, record: Record) -> dict[str, A
         "requests_per_s": round(len(samples) / elapsed, 3),
         "ok_per_s": round(len(ok) / elapsed, 3),
         "statuses": statuses,
-        "latency_ms": spread(record.latencies, 50, 90, 95, 99),
+        "latency_ms": percentiles(record.latencies, 50, 90, 95, 99),
         "latency_ms_by_status": {
-            status: spread([x.latency for x in samples if x.status == status], 50, 90, 95, 99)
+            status: percentiles([x.latency for x in samples if x.status == status], 50, 90, 95, 99)
             for status in statuses
         },
         "first_errors": record.first_errors,
@@ -69,13 +46,23 @@ def summarize(args: argparse.Namespace, url: str, record: Record) -> dict[str, A
             "prompt_tokens": sum(sample.prompt_tokens for sample in ok),
             "output_tokens": tokens,
             "output_tokens_per_s": round(tokens / elapsed, 3),
-            "ttft_ms": spread(first, 50, 95),
-            "inter_token_ms": spread([gap for sample in ok for gap in sample.gaps], 50, 95),
+            "ttft_ms": percentiles(first, 50, 95),
+            "inter_token_ms": percentiles([gap for sample in ok for gap in sample.gaps], 50, 95),
         }
     # Header values stay out: they may hold a key.
     settings = vars(args) | {"url": url, "header": [name for name, _ in args.header]}
     result["settings"] = {k: None if v == math.inf else v for k, v in settings.items()}
     return result
+
+
+def percentiles(seconds: Sequence[float], *percents: float) -> dict[str, float] | None:
+    """Return percentiles and the maximum, in milliseconds; None for no values."""
+    if not seconds:
+        return None
+    ordered = sorted(seconds)
+    values = {f"p{percent:g}": percentile(ordered, percent) for percent in percents}
+    values["max"] = ordered[-1]
+    return {name: round(1000 * value, 3) for name, value in values.items()}
 
 
 def describe(args: argparse.Namespace, url: str) -> str:
@@ -92,6 +79,12 @@ def totals(result: dict[str, Any]) -> str:
     return f"{result['requests']:,} requests in {rate}, {counts}"
 
 
+def milliseconds(value: float) -> str:
+    """Format with three digits where it is short: 2,050 ms, 41.2 ms, 0.35 ms."""
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2
+    return f"{value:,.{digits}f} ms"
+
+
 def table(args: argparse.Namespace, url: str, result: dict[str, Any]) -> str:
     columns = ("p50", "p90", "p95", "p99", "max")
     lines = [
@@ -106,7 +99,9 @@ def table(args: argparse.Namespace, url: str, result: dict[str, Any]) -> str:
             f"{status:24}{count:10,}" + "".join(f"{milliseconds(values[c]):>11}" for c in columns)
         )
     lines.append("")
-    lines += [f"{'first ' + s:23} {said}" for s, said in result["first_errors"].items() if said]
+    for status, message in result["first_errors"].items():
+        if message:
+            lines.append(f"{'first ' + status:23} {message}")
     if result.get("output_tokens"):
         rate = result["output_tokens_per_s"]
         lines.append(f"{'output tokens':24}{result['output_tokens']:,}, {rate:,.1f}/s")
@@ -121,23 +116,23 @@ def table(args: argparse.Namespace, url: str, result: dict[str, Any]) -> str:
     line = f"{'load generator':24}{100 * share:.0f} % of one core"
     line += "" if lag is None else f", send lag p99 {milliseconds(lag)}"
     if share > 0.9 or (lag or 0) > 20:
-        line += "; it may be the bottleneck itself"
+        line += "; the generator may be the bottleneck"
     return "\n".join([*lines, line])
 
 
 def side_by_side(urls: Sequence[str], results: Sequence[dict[str, Any]]) -> str:
-    """A column for each target, and how many times the first one each other has."""
+    """Return a table with a column per target, and ratios to the first one."""
     latencies = ("p50", "p90", "p95", "p99", "max")
     rows: list[tuple[str, Callable[[dict[str, Any]], Any], Callable[[float], str]]] = [
         ("answered (2xx)/s", itemgetter("ok_per_s"), "{:,.1f}".format),
         ("errors", itemgetter("errors"), "{:,}".format),
         *((name, partial(_nested, "latency_ms", name), milliseconds) for name in latencies),
         ("first token p50", partial(_nested, "ttft_ms", "p50"), milliseconds),
-        ("output tokens/s", lambda each: each.get("output_tokens_per_s"), "{:,.1f}".format),
+        ("output tokens/s", lambda result: result.get("output_tokens_per_s"), "{:,.1f}".format),
     ]
     lines = [" " * 20 + "".join(f"{url.removeprefix('http://')[-28:]:>30}" for url in urls)]
     for label, read, show in rows:
-        values = [read(each) for each in results]
+        values = [read(result) for result in results]
         if any(value is not None for value in values):
             cells = [_cell(value, values[0], show, n) for n, value in enumerate(values)]
             lines.append(f"{label:20}" + "".join(f"{cell:>30}" for cell in cells))

@@ -1,4 +1,4 @@
-"""What load_test.py sends: texts, chats and embeddings of random words, or files."""
+"""Bodies that a load test sends: random texts, chats and embedding requests, or files."""
 
 import argparse
 import base64
@@ -11,15 +11,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from http_client import Client
-
-PATHS = {  # where a URL names no endpoint
-    "chat": "/v1/chat/completions",
-    "embeddings": "/v1/embeddings",
-    "upload": "/v1/audio/transcriptions",
-}
 BOUNDARY = "a-part-of-a-load-test"
 WORDS = (
     "the a old new small river city morning engine letter music winter garden teacher window "
@@ -29,12 +21,13 @@ WORDS = (
 
 
 def make_bodies(args: argparse.Namespace, number: int = 0) -> Iterator[bytes]:
-    """No two alike, and others for each target by its number: a server may remember a text."""
+    """Yield bodies without end, all different, and different for each target's `number`: a server
+    may cache a text."""
     rng, vocabulary = random.Random(f"{args.seed} {number}" if number else args.seed), WORDS.split()
     if args.kind in ("file", "upload"):
         files = [Path(name).read_bytes() for name in args.file]
         if args.kind == "upload":
-            files = [form(args, *each) for each in zip(args.file, files, strict=True)]
+            files = [form(args, *file) for file in zip(args.file, files, strict=True)]
         yield from itertools.cycle(files)
     named: dict[str, Any] = {"model": args.model} if args.model else {}
     named |= args.fields
@@ -58,14 +51,14 @@ def make_bodies(args: argparse.Namespace, number: int = 0) -> Iterator[bytes]:
             system = [{"role": "system", "content": args.system}] if args.system else []
             content: Any = text
             if args.picture:
-                drawn = random.Random(args.seed) if args.same_picture else rng
-                content = [{"type": "text", "text": text}, stripes(drawn, args.picture)]
+                image_rng = random.Random(args.seed) if args.same_picture else rng
+                content = [{"type": "text", "text": text}, striped_image(image_rng, args.picture)]
             messages = [*system, {"role": "user", "content": content}]
             yield json.dumps(chat | {"messages": messages}).encode()
 
 
-def stripes(rng: random.Random, side: int) -> dict[str, Any]:
-    """A part of a message: a PNG of lines of random colours, which takes no time to make."""
+def striped_image(rng: random.Random, side: int) -> dict[str, Any]:
+    """Return a message part with a PNG of lines of random colours, which is cheap to make."""
     lines = zlib.compress(b"".join(b"\0" + rng.randbytes(3) * side for _ in range(side)), 1)
     header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     file = b"\x89PNG\r\n\x1a\n"
@@ -77,31 +70,17 @@ def stripes(rng: random.Random, side: int) -> dict[str, Any]:
 
 
 def form(args: argparse.Namespace, name: str, content: bytes) -> bytes:
-    """A file with the model and other fields, as a browser sends them."""
+    """Return a multipart form with a file, the model's name and other fields."""
     fields = ({"model": args.model} if args.model else {}) | args.fields
     parts = [(f'name="{key}"', "", str(value).encode()) for key, value in fields.items()]
-    media = f"\r\nContent-Type: {media_of(name)}"
+    media = f"\r\nContent-Type: {media_type(name)}"
     parts.append((f'name="file"; filename="{Path(name).name}"', media, content))
-    made = b""
-    for disposition, more, value in parts:
-        head = f"--{BOUNDARY}\r\nContent-Disposition: form-data; {disposition}{more}\r\n\r\n"
-        made += head.encode() + value + b"\r\n"
-    return made + f"--{BOUNDARY}--\r\n".encode()
+    body = b""
+    for disposition, media_line, value in parts:
+        head = f"--{BOUNDARY}\r\nContent-Disposition: form-data; {disposition}{media_line}\r\n\r\n"
+        body += head.encode() + value + b"\r\n"
+    return body + f"--{BOUNDARY}--\r\n".encode()
 
 
-def media_of(name: str) -> str:
+def media_type(name: str) -> str:
     return mimetypes.guess_type(name)[0] or "application/octet-stream"
-
-
-def make_client(args: argparse.Namespace, target: str | None = None) -> Client:
-    url = urlsplit(target or args.urls[0])
-    if (path := PATHS.get(args.kind)) and not url.path.startswith("/v1/"):
-        url = url._replace(path=url.path.rstrip("/").removesuffix("/v1") + path)
-    content_type = "application/json"
-    if args.kind == "text":
-        content_type = "text/plain; charset=utf-8"
-    elif args.kind == "upload":
-        content_type = f"multipart/form-data; boundary={BOUNDARY}"
-    elif args.kind == "file":
-        content_type = media_of(args.file[0])
-    return Client(url, {"content-type": content_type} | dict(args.header))

@@ -1,6 +1,6 @@
-"""The latency plot of load_test.py: every answer over time beside the latencies' distribution.
+"""The latency plot of a load test: every response over time, and the latencies' distribution.
 
-A canvas (SVG with nothing installed, PNG with Pillow), axes, then the two panels drawn on them.
+`plot` draws two panels, by axes, on a canvas: SVG by the standard library, PNG by Pillow.
 """
 
 import math
@@ -9,19 +9,41 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from server.commands.load_test.samples import percentile
+
 WIDTH, HEIGHT = 1100, 460
 INK, GRID = "#333333", "#e4e4e4"
 COLORS = ("#2b6cb0", "#dd6b20", "#c53030", "#6b46c1", "#2f855a", "#718096")
-Answer = tuple[float, float, str]  # start in seconds, latency in milliseconds, status
+Point = tuple[float, float, str]  # start in seconds, latency in milliseconds, status
 
 
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Nearest rank; nan for no values."""
-    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)] if ordered else math.nan
+def plot(
+    path: str,
+    title: str,
+    subtitle: str,
+    points: Sequence[Point],
+    curves: dict[str, list[float]],
+) -> None:
+    """Draw every response over time on the left, the distribution of each curve on the right."""
+    canvas: Canvas = PngCanvas() if path.endswith(".png") else SvgCanvas()
+    canvas.text(20, 26, title[:120], size=16)
+    canvas.text(20, 46, subtitle)
+    if points:
+        x = Axis([start for start, _, _ in points], 70, WIDTH / 2 - 20)
+        y = Axis([latency for _, latency, _ in points], HEIGHT - 60, 124, may_be_log=True)
+        frame(canvas, x, y, "start of the request (s)", "latency (ms)")
+        plot_over_time(canvas, points, x, y)
+    if curves := {name: values for name, values in curves.items() if values}:
+        times = [value for values in curves.values() for value in values]
+        x = Axis(times, WIDTH / 2 + 70, WIDTH - 25, may_be_log=True)
+        y = Axis([0, 100], HEIGHT - 60, 124)
+        frame(canvas, x, y, "time (ms)", "2xx responses within that time (%)")
+        plot_distribution(canvas, curves, x, y)
+    canvas.save(path)
 
 
 class SvgCanvas:
-    """Where a plot is drawn; coordinates are pixels from the top left."""
+    """Draw by coordinates in pixels from the top left."""
 
     def __init__(self) -> None:
         size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
@@ -39,8 +61,8 @@ class SvgCanvas:
         self.parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{color}"/>')
 
     def text(self, x: float, y: float, text: str, anchor: str = "l", size: int = 12) -> None:
-        place = {"l": "start", "m": "middle", "r": "end"}[anchor]
-        style = f'font-size="{size}" text-anchor="{place}" fill="{INK}"'
+        text_anchor = {"l": "start", "m": "middle", "r": "end"}[anchor]
+        style = f'font-size="{size}" text-anchor="{text_anchor}" fill="{INK}"'
         self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>')
 
     def save(self, path: str) -> None:
@@ -48,7 +70,7 @@ class SvgCanvas:
 
 
 class PngCanvas:
-    """The same with Pillow, drawn at four times the size and halved for smooth edges."""
+    """Draw with Pillow at four times the size; `save` halves it for smooth edges."""
 
     def __init__(self) -> None:
         from PIL import Image, ImageDraw, ImageFont
@@ -74,7 +96,7 @@ Canvas = SvgCanvas | PngCanvas
 
 
 class Axis:
-    """Maps values to pixels, from 0 or (where the values lie far apart) logarithmically."""
+    """Map values to pixels: linearly from 0, or logarithmically if the values lie far apart."""
 
     def __init__(
         self, values: Sequence[float], start: float, end: float, may_be_log: bool = False
@@ -103,7 +125,7 @@ class Axis:
 
 
 def frame(canvas: Canvas, x: Axis, y: Axis, x_label: str, y_label: str) -> None:
-    """Grid, ticks and labels of one panel."""
+    """Draw the grid, ticks and labels of one panel."""
     for tick in y.ticks:
         canvas.line([(x.start, y.at(tick)), (x.end, y.at(tick))], GRID, 1)
         canvas.text(x.start - 8, y.at(tick) + 4, f"{tick:.6g}", "r")
@@ -116,7 +138,7 @@ def frame(canvas: Canvas, x: Axis, y: Axis, x_label: str, y_label: str) -> None:
 
 
 def legend(canvas: Canvas, x: Axis, entries: Sequence[tuple[str, str]]) -> None:
-    """Two rows above a panel; what does not fit is left out."""
+    """Draw up to two rows above a panel; entries that do not fit are left out."""
     left, row = x.start - 40, 66
     for label, color in entries:
         width = 22 + 6.6 * len(label)
@@ -128,18 +150,18 @@ def legend(canvas: Canvas, x: Axis, entries: Sequence[tuple[str, str]]) -> None:
         left += width + 12
 
 
-def plot_over_time(canvas: Canvas, answers: Sequence[Answer], x: Axis, y: Axis) -> None:
-    counts = Counter(status for _, _, status in answers)
+def plot_over_time(canvas: Canvas, points: Sequence[Point], x: Axis, y: Axis) -> None:
+    counts = Counter(status for _, _, status in points)
     ranked = sorted(counts, key=lambda status: (not status.startswith("2"), -counts[status]))
     colors = {status: COLORS[min(i, len(COLORS) - 1)] for i, status in enumerate(ranked)}
     seen = set()
-    for start, latency, status in answers:
-        place = x.at(start), y.at(latency)
+    for start, latency, status in points:
+        position = x.at(start), y.at(latency)
         # One dot per pixel and status looks the same and keeps the file small.
-        key = (status, round(place[0]), round(place[1]))
+        key = (status, round(position[0]), round(position[1]))
         if key not in seen:
             seen.add(key)
-            canvas.dot(*place, 1.8, colors[status])
+            canvas.dot(*position, 1.8, colors[status])
     legend(canvas, x, [(f"{status} ({counts[status]})", colors[status]) for status in ranked])
 
 
@@ -155,28 +177,3 @@ def plot_distribution(canvas: Canvas, curves: dict[str, list[float]], x: Axis, y
         parts = ", ".join(f"p{rank} {value:.3g}" for rank, value in marks.items())
         labels.append((f"{name}: {parts} ms", color))
     legend(canvas, x, labels)
-
-
-def plot(
-    path: str,
-    title: str,
-    subtitle: str,
-    answers: Sequence[Answer],
-    curves: dict[str, list[float]],
-) -> None:
-    """Every answer over time on the left; the distribution of each curve on the right."""
-    canvas: Canvas = PngCanvas() if path.endswith(".png") else SvgCanvas()
-    canvas.text(20, 26, title[:120], size=16)
-    canvas.text(20, 46, subtitle)
-    if answers:
-        x = Axis([start for start, _, _ in answers], 70, WIDTH / 2 - 20)
-        y = Axis([latency for _, latency, _ in answers], HEIGHT - 60, 124, may_be_log=True)
-        frame(canvas, x, y, "start of the request (s)", "latency (ms)")
-        plot_over_time(canvas, answers, x, y)
-    if curves := {name: values for name, values in curves.items() if values}:
-        times = [value for values in curves.values() for value in values]
-        x = Axis(times, WIDTH / 2 + 70, WIDTH - 25, may_be_log=True)
-        y = Axis([0, 100], HEIGHT - 60, 124)
-        frame(canvas, x, y, "time (ms)", "2xx answers within that time (%)")
-        plot_distribution(canvas, curves, x, y)
-    canvas.save(path)

@@ -1,0 +1,116 @@
+"""`python -m server [MODEL]`: uvicorn's command, with a model and the settings as flags.
+
+    flags → environment → checks → uvicorn server.app:app
+
+A flag becomes an environment variable and overrides one that is set. Invalid flags end the process
+with one line and status 2, before torch is imported. `SettingsCommand`, `setting_option` and
+`put_settings` serve `calibrate` as well.
+"""
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import Field, fields
+from itertools import groupby
+from typing import Any, get_args
+
+import click
+from dotenv import load_dotenv
+from uvicorn.main import main as uvicorn_command
+
+from server import __version__
+from server.core.log import uvicorn_config
+from server.core.settings import Settings, SettingsError, load_settings, put_flags
+from server.preflight import MISUSE, check_address, check_socket, check_workers, place, refuse
+
+PROGRAM = "python -m server"
+APP = {"app": "server.app:app", "app_dir": "", "factory": False}
+# bounds the stop where a client neither reads its response nor disconnects
+DEFAULTS = {"timeout_graceful_shutdown": 5}
+METAVARS = {str: "NAME", int: "N", float: "N", bool: "on|off"}
+MODEL = click.Argument(["model"], required=False)
+
+
+def serve_command() -> click.Command:
+    uvicorn_params = [p for p in uvicorn_command.params if p.name not in (*APP, "version")]
+    command = SettingsCommand(
+        "server",
+        context_settings={**uvicorn_command.context_settings, "default_map": DEFAULTS},
+        params=[MODEL, *map(setting_option, fields(Settings)), *uvicorn_params],
+        callback=serve,
+        help="Serve transformers models over HTTP. MODEL is a hub id or a local path; its task is "
+        "inferred from the checkpoint. Settings are environment variables too "
+        "(PIPELINE_MODEL=…), also read from .env; a flag overrides them. With a MODEL, only it "
+        "and models named by other flags are served. The flags at the end are uvicorn's. "
+        f"To measure which batch settings fit this machine: {PROGRAM} calibrate --help.",
+    )
+    return click.version_option(__version__, message="onequeue %(version)s")(command)
+
+
+def serve(model: str | None, **flags: Any) -> None:
+    """The command's callback: check the flags, then run uvicorn."""
+    put_settings(model, flags)
+    check_workers(flags["workers"] and str(flags["workers"]))
+    if flags["uds"]:
+        check_socket(flags["uds"])
+    elif flags["fd"] is None:
+        check_address(flags["host"], flags["port"])
+    if flags["log_config"] is None:
+        flags |= {"log_config": uvicorn_config(), "use_colors": None}
+    from server.app import create_app, make_app
+
+    if flags["reload"]:  # the child processes make the app, from this environment
+        create_app(load_settings())
+    else:
+        make_app()
+    assert uvicorn_command.callback
+    uvicorn_command.callback(**APP, **flags)
+
+
+def put_settings(model: str | None, flags: dict[str, Any]) -> None:
+    """Remove the settings from `flags` and put them into the environment.
+
+    Precedence: flags, environment, the file of `--env-file`, `.env`. The files are loaded here
+    since uvicorn loads its own after the app is made."""
+    for file in (flags.get("env_file"), ".env"):
+        if file:
+            load_dotenv(file)
+    settings = {spec.name: flags.pop(spec.name) for spec in fields(Settings)}
+    put_flags(place(model, settings) if model else settings)
+
+
+class SettingsCommand(click.Command):
+    """A command whose help lists the settings apart from other flags."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        names = {spec.name for spec in fields(Settings)}
+        formatter.width = min(100, shutil.get_terminal_size().columns)
+        options = [param for param in self.params if isinstance(param, click.Option)]
+        for are_settings, group in groupby(options, lambda option: option.name in names):
+            with formatter.section("Settings" if are_settings else "Flags"):
+                rows = [option.get_help_record(ctx) for option in group]
+                formatter.write_dl([row for row in rows if row])
+
+
+def setting_option(spec: Field[Any]) -> click.Option:
+    default = "auto" if spec.default is None else spec.default
+    choices = spec.metadata["choices"]
+    text = spec.metadata["help"] + (f": {', '.join(choices)}" if choices else "")
+    value_type: Any = get_args(spec.type)[0] if get_args(spec.type) else spec.type
+    return click.Option(
+        ["--" + spec.name.replace("_", "-")],
+        metavar=METAVARS[value_type],
+        help=f"{text} ({'off' if default is False else default or 'empty'})",
+        allow_from_autoenv=False,
+    )
+
+
+def run_command(name: str, make: Callable[[], click.Command], args: Sequence[str]) -> None:
+    """Run a command; print an error as one line and exit with status 2."""
+    try:
+        make().main(list(args), prog_name=name, standalone_mode=False)
+    except (click.Abort, KeyboardInterrupt):  # Ctrl-C
+        raise SystemExit(130) from None
+    except click.ClickException as error:
+        refuse(f"{error.format_message()} (see {name} --help)", MISUSE)
+    except SettingsError as error:
+        refuse(error, MISUSE)
