@@ -31,7 +31,7 @@ DOCUMENTS = ["paris is a city", "a cow says moo " * 4, "the cat sat on the mat",
 def scores(reranker: Reranker, documents: list[str], **options: Any) -> list[float]:
     paths = [("query", f"documents[{n}]") for n in range(len(documents))]
     pairs = [(QUERY, document) for document in documents]
-    made: Scored = reranker.answer(PairsInput(pairs, paths, **options))
+    made: Scored = reranker.run(PairsInput(pairs, paths, **options))
     return made.scores
 
 

@@ -1,4 +1,4 @@
-"""What sentence-transformers' files say is what is done, whichever way a batch runs."""
+"""Embedders follow sentence-transformers' files, however a batch runs."""
 
 import shutil
 from pathlib import Path
@@ -25,14 +25,14 @@ TEXTS = [
 
 
 def embed(embedder: Embedder, texts: list[Any], **options: Any) -> Embedded:
-    made: Embedded = embedder.answer(EmbeddingInput(texts, 0, **options))
-    return made
+    result: Embedded = embedder.run(EmbeddingInput(texts, 0, **options))
+    return result
 
 
-def pool(hidden: Any, name: str, first: int = 0) -> Any:
-    """Of a text's states, as sentence-transformers defines it."""
-    weights = torch.arange(1, len(hidden) + 1)[first:, None].float()
-    hidden = hidden[first:]
+def pool(hidden: Any, name: str, start: int = 0) -> Any:
+    """Pool a text's states as sentence-transformers defines it."""
+    weights = torch.arange(1, len(hidden) + 1)[start:, None].float()
+    hidden = hidden[start:]
     return {
         "cls": hidden[0],
         "max": hidden.max(0).values,
@@ -52,7 +52,7 @@ OLD_KEYS = {
 }
 
 
-def check(embedder: Embedder, base: str, name: str) -> None:
+def check_pooling(embedder: Embedder, base: str, name: str) -> None:
     together = embed(embedder, TEXTS).vectors
     for text, vector in zip(TEXTS, together, strict=True):
         expected = pool(states(base, text), name).numpy()
@@ -62,32 +62,34 @@ def check(embedder: Embedder, base: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", POOLINGS)
-def test_each_pooling_is_the_models_own(tmp_path: Path, name: str) -> None:
+def test_each_pooling_equals_its_definition(tmp_path: Path, name: str) -> None:
     folder = checkpoint(tmp_path / "m", pooling={"pooling_mode": name}, prefix=NEW)
-    check(load(folder), "bert-base", name)
+    check_pooling(load(folder), "bert-base", name)
 
 
 @pytest.mark.parametrize("name", sorted(OLD_KEYS))
 def test_old_configurations_name_poolings_by_flags(tmp_path: Path, name: str) -> None:
-    flags = {f"pooling_mode_{key}": each == name for each, key in OLD_KEYS.items()}
-    check(load(checkpoint(tmp_path / "m", pooling=flags)), "bert-base", name)
+    flags = {f"pooling_mode_{key}": pooling == name for pooling, key in OLD_KEYS.items()}
+    check_pooling(load(checkpoint(tmp_path / "m", pooling=flags)), "bert-base", name)
 
 
 @pytest.mark.parametrize(
     ("base", "batching"),
     [("roberta-base", "packed"), ("deberta-base", "padded"), ("albert-base", "padded")],
 )
-def test_other_encoders_give_the_same_in_a_batch(tmp_path: Path, base: str, batching: str) -> None:
+def test_other_encoders_give_the_same_vectors_in_a_batch(
+    tmp_path: Path, base: str, batching: str
+) -> None:
     embedder = load(checkpoint(tmp_path / "m", base, pooling={"pooling_mode": "mean"}))
     assert embedder.info.batching == batching
-    check(embedder, base, "mean")
+    check_pooling(embedder, base, "mean")
 
 
 def test_a_decoder_pools_its_last_token(tmp_path: Path) -> None:
     pooling = {"pooling_mode_lasttoken": True}
     embedder = load(checkpoint(tmp_path / "m", "qwen3-base", pooling=pooling))
     assert embedder.info.batching == "continuous"
-    check(embedder, "qwen3-base", "lasttoken")
+    check_pooling(embedder, "qwen3-base", "lasttoken")
 
 
 def test_several_poolings_are_concatenated_in_their_order(tmp_path: Path) -> None:
@@ -98,10 +100,10 @@ def test_several_poolings_are_concatenated_in_their_order(tmp_path: Path) -> Non
     np.testing.assert_allclose(vector, expected, atol=1e-3)
 
 
-def test_a_transformer_in_a_folder_of_its_own_is_found_on_a_hub_too(
+def test_a_transformer_in_a_subfolder_is_found_in_a_folder_and_on_a_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As old versions of sentence-transformers saved it."""
+    """Old versions of sentence-transformers saved it there."""
     snapshot = tmp_path / "models--a--old/snapshots/0123"
     shutil.copytree(tiny.folder("bert-base"), snapshot / "0_Transformer")
     module = {"idx": 0, "name": "0", "path": "0_Transformer", "type": OLD + "Transformer"}
@@ -111,10 +113,10 @@ def test_a_transformer_in_a_folder_of_its_own_is_found_on_a_hub_too(
     main.write_text("0123")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     for model in (Path("a/old"), snapshot):
-        check(load(model), "bert-base", "mean")
+        check_pooling(load(model), "bert-base", "mean")
 
 
-def test_without_files_it_is_the_mean_at_unit_length(tmp_path: Path) -> None:
+def test_a_vector_is_the_normalized_mean_without_files(tmp_path: Path) -> None:
     [vector] = embed(load(checkpoint(tmp_path / "m")), TEXTS[:1]).vectors
     expected = normalize(pool(states("bert-base", TEXTS[0]), "mean"), dim=0).numpy()
     np.testing.assert_allclose(vector, expected, atol=1e-5)
@@ -122,7 +124,7 @@ def test_without_files_it_is_the_mean_at_unit_length(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["mean", "cls", "weightedmean"])
 @pytest.mark.parametrize("included", [True, False])
-def test_a_prompt_is_pooled_or_not(tmp_path: Path, name: str, included: bool) -> None:
+def test_pooling_includes_or_excludes_the_prompt(tmp_path: Path, name: str, included: bool) -> None:
     pooling = {"pooling_mode": name, "include_prompt": included}
     prompts = {"query": "what is ", "document": ""}
     embedder = load(checkpoint(tmp_path / "m", pooling=pooling, general={"prompts": prompts}))
@@ -137,7 +139,7 @@ def test_a_prompt_is_pooled_or_not(tmp_path: Path, name: str, included: bool) ->
     assert abs(bare - vector).max() > 1e-2
 
 
-def test_the_default_prompt_goes_without_saying(tmp_path: Path) -> None:
+def test_the_default_prompt_is_used_without_a_name(tmp_path: Path) -> None:
     general = {"prompts": {"q": "what is "}, "default_prompt_name": "q"}
     pooling = {"pooling_mode": "mean"}
     embedder = load(checkpoint(tmp_path / "m", pooling=pooling, general=general))
@@ -146,18 +148,18 @@ def test_the_default_prompt_goes_without_saying(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("as_bin", [False, True])
-def test_dense_and_normalize_follow_in_order(tmp_path: Path, as_bin: bool) -> None:
+def test_dense_and_normalize_layers_run_in_order(tmp_path: Path, as_bin: bool) -> None:
     folder = checkpoint(
         tmp_path / "m", pooling={"pooling_mode": "mean"}, layers=("Dense", "Normalize")
     )
     linear = dense(folder, "2_Dense", 12, "torch.nn.modules.activation.Tanh", as_bin)
     [vector] = embed(load(folder), TEXTS[:1]).vectors
     with torch.no_grad():
-        made = torch.tanh(linear(pool(states("bert-base", TEXTS[0]), "mean")))
-    np.testing.assert_allclose(vector, normalize(made, dim=0).numpy(), atol=1e-4)
+        dense_output = torch.tanh(linear(pool(states("bert-base", TEXTS[0]), "mean")))
+    np.testing.assert_allclose(vector, normalize(dense_output, dim=0).numpy(), atol=1e-4)
 
 
-def test_truncate_dim_and_dimensions_shorten_before_the_length_is_made_one(
+def test_vectors_are_truncated_before_they_are_normalized(
     tmp_path: Path,
 ) -> None:
     pooling = {"pooling_mode": "mean"}
@@ -170,16 +172,16 @@ def test_truncate_dim_and_dimensions_shorten_before_the_length_is_made_one(
     )
     embedder = load(folder)
     whole = pool(states("bert-base", TEXTS[0]), "mean")
-    for asked, size in ((None, 20), (20, 20), (8, 8)):
-        [vector] = embed(embedder, TEXTS[:1], dimensions=asked).vectors
+    for dimensions, size in ((None, 20), (20, 20), (8, 8)):
+        [vector] = embed(embedder, TEXTS[:1], dimensions=dimensions).vectors
         expected = normalize(whole[:size], dim=0).numpy()
         np.testing.assert_allclose(vector, expected, atol=1e-5)
-    for asked in (21, 9):
+    for dimensions in (21, 9):
         with pytest.raises(InvalidInput, match="dimensions"):
-            embed(embedder, TEXTS[:1], dimensions=asked)
+            embed(embedder, TEXTS[:1], dimensions=dimensions)
 
 
-def test_dimensions_need_a_mark_or_the_operators_leave(tmp_path: Path) -> None:
+def test_dimensions_need_a_matryoshka_model_or_the_operators_setting(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "m")
     with pytest.raises(InvalidInput, match="Matryoshka"):
         embed(load(folder), TEXTS[:1], dimensions=8)
@@ -187,7 +189,7 @@ def test_dimensions_need_a_mark_or_the_operators_leave(tmp_path: Path) -> None:
     assert embed(allowed, TEXTS[:1], dimensions=8).vectors.shape == (1, 8)
 
 
-def test_case_and_length_are_as_the_files_say(tmp_path: Path) -> None:
+def test_lower_casing_and_length_follow_the_files(tmp_path: Path) -> None:
     bert = {"max_seq_length": 8, "do_lower_case": True}
     pooling = {"pooling_mode": "mean"}
     embedder = load(checkpoint(tmp_path / "m", "roberta-base", pooling=pooling, bert=bert))
@@ -197,7 +199,7 @@ def test_case_and_length_are_as_the_files_say(tmp_path: Path) -> None:
         embed(embedder, ["a b c d e f g h i j k l m n"])
 
 
-def test_what_is_cut_keeps_its_special_tokens(tmp_path: Path) -> None:
+def test_a_truncated_text_keeps_its_special_tokens(tmp_path: Path) -> None:
     embedder = load(checkpoint(tmp_path / "m"))
     ids = embedder.encode(TEXTS[2])
     for left, kept in ((False, [*ids[:4], ids[-1]]), (True, [ids[0], *ids[-5:]])):
@@ -207,37 +209,37 @@ def test_what_is_cut_keeps_its_special_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("inputs", "options", "says"),
+    ("inputs", "options", "message"),
     [
         ([""], {}, "input[0]: must not be empty"),
-        ([[5, 10**6]], {}, "input[0]: has a token that the model does not know: 1000000"),
+        ([[5, 10**6]], {}, "input[0]: has the token id 1000000; the model's end at"),
         ([[5] * 600], {}, "input[0]: has 600 tokens"),
         (["a" * 10**6], {}, "input[0]: has 1000000 characters"),
         (["a", "b " * 600], {}, "input[1]: has"),
         (["a"], {"prompt": "q"}, "prompt_name: must be left out: this model has no prompts"),
-        ([[5]], {"prompt": "q"}, "prompt_name: goes with texts"),
+        ([[5]], {"prompt": "q"}, "prompt_name: is for texts"),
         (["a"], {"role": "nonsense"}, "input_type: must be one of query,"),
-        (["a b c"], {"truncation": Truncation(True, 2)}, "2 tokens leave no room"),
+        (["a b c"], {"truncation": Truncation(True, 2)}, "2 tokens leave no room for text"),
     ],
 )
-def test_what_does_not_fit_is_named(
-    tmp_path: Path, inputs: list[Any], options: dict[str, Any], says: str
+def test_an_unsuitable_input_is_refused_with_its_name(
+    tmp_path: Path, inputs: list[Any], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidInput) as raised:
         embed(load(checkpoint(tmp_path / "m")), inputs, **options)
-    assert says in str(raised.value)
+    assert message in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("layer", "says"), [("WordWeights", "WordWeights"), ("Dense", "os.system")]
+    ("layer", "message"), [("WordWeights", "WordWeights"), ("Dense", "os.system")]
 )
-def test_what_we_dont_know_is_refused_at_load_by_name(
-    tmp_path: Path, layer: str, says: str
+def test_unknown_modules_activations_and_poolings_are_refused_at_load(
+    tmp_path: Path, layer: str, message: str
 ) -> None:
     folder = checkpoint(tmp_path / "m", pooling={"pooling_mode": "mean"}, layers=(layer,))
     if layer == "Dense":
         dense(folder, "2_Dense", 4, "os.system")
-    with pytest.raises(LoadingFailed, match=says):
+    with pytest.raises(LoadingFailed, match=message):
         load(folder)
     with pytest.raises(LoadingFailed, match="median"):
         load(checkpoint(tmp_path / "p", pooling={"pooling_mode": "median"}))

@@ -1,9 +1,9 @@
 """Embeddings: texts → token ids → states → vectors → JSON.
 
-    read: tokens, and all that can be refused → a vector of each row → finish: shortened,
-    normalised, written
+    tokenize: token rows, all checks → one vector per row → finish: truncate to `dimensions`,
+    normalize, encode
 
-How rows are run is scorer.py's.
+The forward pass of token rows is in single_pass.py and chunked_prefill.py.
 """
 
 import base64
@@ -16,124 +16,133 @@ from torch import Tensor
 
 from batching.errors import InvalidInput, ItemFailed
 from batching.request_queue import WorkItem
-from worker.embedding.head import Head
-from worker.embedding.paged_rows import PagedRows
-from worker.embedding.rows import RowModel
-from worker.embedding.scorer import Scorer
+from worker.embedding.pooling import PoolingHead
+from worker.embedding.pooling_runner import PoolingRunner, RowModel
 from worker.embedding.sentence_transformers import SentenceTransformersConfig
-from worker.embedding.texts import Row, TextReader
+from worker.embedding.tokenization import TextTokenizer, TokenRow
 from worker.messages.protocol import ModelInfo
 from worker.messages.scoring import Embedded, EmbeddingInput
 
 Vectors = NDArray[np.float32]
 
-# What clients call a text, and the prompts' names that mean it.
+# Roles that clients give a text, each with the prompt names that stand for it.
 QUERY = ("query", "search_query")
 DOCUMENT = ("document", "passage", "corpus", "search_document")
 ROLES = {**dict.fromkeys(QUERY, QUERY), **dict.fromkeys(DOCUMENT, DOCUMENT)}
 
 
-class Embedder(Scorer):
-    """`sizes`: those that its vectors may be shortened to; None for any, empty for none."""
+class Embedder(PoolingRunner):
+    """`allowed_dimensions` are the sizes that vectors may be truncated to; None: any, empty:
+    none."""
 
-    smallest = EmbeddingInput(["a"], None)
+    warm_up_input = EmbeddingInput(["a"], None)
 
     def __init__(
         self,
-        rows: RowModel | PagedRows,
-        reader: TextReader,
-        files: SentenceTransformersConfig,
-        sizes: Sequence[int] | None,
+        model: RowModel,
+        tokenizer: TextTokenizer,
+        config: SentenceTransformersConfig,
+        allowed_dimensions: Sequence[int] | None,
         info: ModelInfo,
     ) -> None:
-        self.head = Head(files, rows.device)
-        super().__init__(rows, self.head.pool, reader, info)
-        self.files, self.sizes = files, sizes
-        [vector] = self.forward([[Row(reader.encode("a"))]])
-        self.size = files.truncate_dim or vector.shape[1]
+        self.head = PoolingHead(config, model.device)
+        super().__init__(model, self.head.pool, tokenizer, info)
+        self.config, self.allowed_dimensions = config, allowed_dimensions
+        [vector] = self.forward([[TokenRow(tokenizer.encode("a"))]])
+        self.dimensions = config.truncate_dim or vector.shape[1]
 
     # ── pool threads ──
 
-    def read(self, payload: EmbeddingInput) -> list[Row]:
-        self._check_size(payload.dimensions)
-        return self._ids(payload) if isinstance(payload.inputs[0], list) else self._texts(payload)
-
-    def _texts(self, payload: EmbeddingInput) -> list[Row]:
-        paths = [payload.path(n) for n in range(len(payload.inputs))]
+    def tokenize(self, payload: EmbeddingInput) -> list[TokenRow]:
+        self._check_dimensions(payload.dimensions)
+        if isinstance(payload.inputs[0], list):
+            return self._rows_of_ids(payload)
         texts = [text for text in payload.inputs if isinstance(text, str)]
-        return self.reader.rows(texts, paths, self._prompt(payload), payload.truncation)
+        params = [payload.path(n) for n in range(len(texts))]
+        prompt = self._prompt(payload)
+        return self.tokenizer.tokenize_rows(texts, params, prompt, payload.truncation)
 
-    def _ids(self, payload: EmbeddingInput) -> list[Row]:
-        """Token ids as they are."""
+    def _rows_of_ids(self, payload: EmbeddingInput) -> list[TokenRow]:
+        """Return the rows of inputs that are token ids already."""
         if payload.prompt is not None:
-            raise InvalidInput.at("prompt_name", "goes with texts, not with token ids")
+            raise InvalidInput.at("prompt_name", "is for texts, not for token ids")
         rows = []
         for n, ids in enumerate(payload.inputs):
             assert isinstance(ids, list)
-            path, truncation = payload.path(n), payload.truncation
-            if (most := self.reader.most(len(ids), path, truncation)) is not None:
-                ids = ids[-most:] if truncation.left else ids[:most]
-            rows.append(Row(self.reader.checked(ids, path)))
+            param, truncation = payload.path(n), payload.truncation
+            length = self.tokenizer.truncated_length(len(ids), param, truncation)
+            if length is not None:
+                ids = ids[-length:] if truncation.left else ids[:length]
+            rows.append(TokenRow(self.tokenizer.check_ids(ids, param)))
         return rows
 
     def _prompt(self, payload: EmbeddingInput) -> str:
-        """What stands before each text. A role that every model knows needs no prompt."""
-        prompts = self.files.prompts
+        """Return the prompt before each text. A known role without a prompt has an empty one."""
+        prompts = self.config.prompts
         for name, param in ((payload.prompt, "prompt_name"), (payload.role, "input_type")):
             if name is None:
                 continue
             if name in prompts:
                 return prompts[name]
             if param == "input_type" and name in ROLES:
-                return next((prompts[each] for each in ROLES[name] if each in prompts), "")
+                return next((prompts[alias] for alias in ROLES[name] if alias in prompts), "")
             known = [*prompts, *(ROLES if param == "input_type" else ())]
-            may = f"one of {', '.join(known)}" if known else "left out: this model has no prompts"
-            raise InvalidInput.at(param, f"must be {may}, not {name[:50]!r}")
-        return prompts[self.files.default_prompt] if self.files.default_prompt else ""
+            if not known:
+                raise InvalidInput.at(param, "must be left out: this model has no prompts")
+            raise InvalidInput.at(param, f"must be one of {', '.join(known)}, not {name[:50]!r}")
+        return prompts[self.config.default_prompt] if self.config.default_prompt else ""
 
-    def _check_size(self, wanted: int | None) -> None:
-        if wanted is None or wanted == self.size:
+    def _check_dimensions(self, dimensions: int | None) -> None:
+        if dimensions is None or dimensions == self.dimensions:
             return
-        if wanted > self.size:
-            raise InvalidInput.at("dimensions", f"is {wanted}; the model has {self.size}")
-        if self.sizes is not None and wanted not in self.sizes:
-            if self.sizes:
-                may = f"must be one of {', '.join(map(str, self.sizes))}"
-                raise InvalidInput.at("dimensions", f"{may}, not {wanted}")
-            only = f"must be {self.size}: this model was not trained for others (Matryoshka)"
-            raise InvalidInput.at("dimensions", only)
+        if dimensions > self.dimensions:
+            raise InvalidInput.at(
+                "dimensions",
+                f"must be at most {self.dimensions}, the model's own, not {dimensions}",
+            )
+        if self.allowed_dimensions is None or dimensions in self.allowed_dimensions:
+            return
+        if self.allowed_dimensions:
+            accepted = f"one of {', '.join(map(str, self.allowed_dimensions))}"
+            raise InvalidInput.at("dimensions", f"must be {accepted}, not {dimensions}")
+        raise InvalidInput.at(
+            "dimensions",
+            f"must be {self.dimensions}, not {dimensions}: "
+            "the model was not trained for others (Matryoshka)",
+        )
 
     def finish(self, item: WorkItem, raw: Tensor) -> Embedded:
+        """Return an item's vectors, encoded as its payload asks. Raises ItemFailed for NaN."""
         payload: EmbeddingInput = item.payload
         if not raw.isfinite().all():
-            raise ItemFailed("the model gave no finite numbers for this input")
-        size = payload.dimensions or self.size
-        unit = payload.normalize
-        if unit is None:
-            unit = self.head.normalizes or payload.dimensions is not None
-        vectors = np.ascontiguousarray(raw.numpy()[:, :size], dtype="<f4")
-        if unit:
-            lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-            vectors = vectors / np.maximum(lengths, np.float32(1e-12))
-        content = b"" if payload.form == "vectors" else written(vectors, payload)
+            raise ItemFailed("the model returned NaN or infinity for this input")
+        dimensions = payload.dimensions or self.dimensions
+        normalize = payload.normalize
+        if normalize is None:
+            normalize = self.head.normalizes or payload.dimensions is not None
+        vectors = np.ascontiguousarray(raw.numpy()[:, :dimensions], dtype="<f4")
+        if normalize:
+            norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+            vectors = vectors / np.maximum(norms, np.float32(1e-12))
+        content = b"" if payload.form == "vectors" else encode_vectors(vectors, payload)
         return Embedded(content, vectors, item.tokens)
 
-    # ── the worker thread ──
+    # ── worker thread ──
 
-    def head_of(self, kept: Tensor) -> Tensor:
-        """Vectors [texts, D]."""
-        made: Tensor = self.head.layers(kept)
-        return made
+    def apply_head(self, pooled: Tensor) -> Tensor:
+        """Return vectors [texts, D]."""
+        vectors: Tensor = self.head.layers(pooled)
+        return vectors
 
 
-def written(vectors: Vectors, payload: EmbeddingInput) -> bytes:
-    """Vectors as JSON, with commas between them and no brackets around."""
+def encode_vectors(vectors: Vectors, payload: EmbeddingInput) -> bytes:
+    """Encode vectors as JSON values, separated by commas, without brackets around them."""
     if payload.form == "base64":
-        each = [b'"%b"' % base64.b64encode(vector.tobytes()) for vector in vectors]
+        values = [b'"%b"' % base64.b64encode(vector.tobytes()) for vector in vectors]
     else:
-        each = [orjson.dumps(vector, option=orjson.OPT_SERIALIZE_NUMPY) for vector in vectors]
+        values = [orjson.dumps(vector, option=orjson.OPT_SERIALIZE_NUMPY) for vector in vectors]
     if payload.form == "bare":
-        return b",".join(each)
+        return b",".join(values)
     first = payload.first or 0
-    head = b'{"object":"embedding","index":%d,"embedding":%b}'
-    return b",".join(head % (first + n, vector) for n, vector in enumerate(each))
+    entry = b'{"object":"embedding","index":%d,"embedding":%b}'
+    return b",".join(entry % (first + n, value) for n, value in enumerate(values))

@@ -1,6 +1,6 @@
-"""From settings to an embedder or a reranker, on the worker thread: the checkpoint with what
-sentence-transformers wrote beside it, run, and checked to have the weights that its answers depend
-on.
+"""Load an embedder or a reranker, on the worker thread: a checkpoint with the files that
+sentence-transformers wrote beside it. Loading checks that the checkpoint has the weights that the
+outputs depend on, and which RowModel keeps the model's own output.
 """
 
 import logging
@@ -20,17 +20,18 @@ from transformers import (
 )
 
 from worker.device.self_check import TOLERANCE, CannotRun
+from worker.embedding.chunked_prefill import load_chunked_prefill
 from worker.embedding.embedder import Embedder
-from worker.embedding.paged_rows import PagedRows, paged_rows
-from worker.embedding.pairs import QuestionPairs, TextPairs
-from worker.embedding.reranker import Reranker, of_answer, of_label
-from worker.embedding.rows import LOGITS, STATES, RowModel
+from worker.embedding.pairs import CrossEncoderTokenizer, PromptTokenizer
+from worker.embedding.pooling_runner import RowModel
+from worker.embedding.reranker import Reranker, answer_logit, label_logit
 from worker.embedding.sentence_transformers import (
     SentenceTransformersConfig,
-    activation,
-    read_files,
+    make_activation,
+    read_config,
 )
-from worker.embedding.texts import Row, TextReader
+from worker.embedding.single_pass import LOGITS, STATES, SinglePassModel
+from worker.embedding.tokenization import TextTokenizer, TokenRow
 from worker.messages.protocol import ModelInfo
 from worker.model.language_model import LanguageModel, check_generates
 from worker.model.loading import (
@@ -63,122 +64,136 @@ class Checkpoint:
     options: ScoringOptions
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    files: SentenceTransformersConfig
-    lacking: dict[str, str]  # weights that it has not, by name
-    parameters: int  # how many there are
+    config: SentenceTransformersConfig
+    missing_weights: dict[str, str]
+    parameters: int
 
     @property
     def limit(self) -> int:
-        """Tokens of a text at most."""
-        return min(context_limit(self), self.files.max_length or context_limit(self))
+        """The most tokens of a text."""
+        limit = context_limit(self)
+        return min(limit, self.config.max_length or limit)
 
-    @property
-    def reader(self) -> TextReader:
-        return TextReader(self.tokenizer, self.limit, vocabulary_size(self), self.files.lower_case)
+    def text_tokenizer(self) -> TextTokenizer:
+        size = vocabulary_size(self)
+        return TextTokenizer(self.tokenizer, self.limit, size, self.config.lower_case)
 
-    def rows(self, model: PreTrainedModel, wanted: str) -> RowModel | PagedRows:
-        """Through this model or part of it, in the way that it can take."""
-        if wanted == STATES:
-            language = LanguageModel(self.options.model, model, self.tokenizer)
+    def row_model(self, model: PreTrainedModel, output_name: str) -> RowModel:
+        """Return the fastest RowModel that keeps the output of this model or a part of it."""
+        options = self.options
+        if output_name == STATES:
+            language = LanguageModel(options.model, model, self.tokenizer)
             try:
-                options = self.options
-                return paged_rows(language, self.limit, options.compile, options.max_running)
+                return load_chunked_prefill(
+                    language, self.limit, options.compile, options.max_running
+                )
             except CannotRun as error:
                 log.debug("not paged: %s", error)
-        rows = RowModel(model, self.tokenizer, self.limit, wanted)
-        start_native_kernels(rows.model, rows.packing, rows.warm_up, self.options.compile)
+        rows = SinglePassModel(model, self.tokenizer, self.limit, output_name)
+        start_native_kernels(rows.model, rows.packing, rows.warm_up, options.compile)
         return rows
 
-    def info(self, task: str, rows: RowModel | PagedRows) -> ModelInfo:
-        name, count = self.options.model, self.parameters
-        return model_info(task, name, self.model, count, rows.batching, rows.why)
+    def info(self, task: str, rows: RowModel) -> ModelInfo:
+        name, count, why = self.options.model, self.parameters, rows.batching_reason
+        return model_info(task, name, self.model, count, rows.batching, why)
 
 
 def load_embedder(options: ScoringOptions) -> Embedder:
-    """LoadingFailed if the model cannot be served."""
+    """Load an embedder. Raises LoadingFailed if the model cannot be served."""
     with load_errors(options.model, "embeddings"):
-        made = read_checkpoint(options, encoder_class)
-        check_weights(made)
-        rows = made.rows(made.model, STATES)
-        sizes = None if options.allow_dimensions else trained_sizes(made.model.config)
-        info = made.info("feature-extraction", rows)
-        return Embedder(rows, made.reader, made.files, sizes, info)
+        checkpoint = read_checkpoint(options, encoder_class)
+        check_weights(checkpoint)
+        rows = checkpoint.row_model(checkpoint.model, STATES)
+        dimensions = None
+        if not options.allow_dimensions:
+            dimensions = trained_dimensions(checkpoint.model.config)
+        info = checkpoint.info("feature-extraction", rows)
+        tokenizer = checkpoint.text_tokenizer()
+        return Embedder(rows, tokenizer, checkpoint.config, dimensions, info)
 
 
-def read_checkpoint(options: ScoringOptions, choose: Callable[[Any], Any]) -> Checkpoint:
-    """By one of transformers' auto classes, which `choose` knows from the configuration."""
+def load_reranker(options: ScoringOptions) -> Reranker:
+    """Load a reranker. Raises LoadingFailed if the model cannot be served."""
+    with load_errors(options.model, "reranking"):
+        checkpoint = read_checkpoint(options, reranker_class)
+        if is_causal_lm(checkpoint.model.config):
+            return make_yes_no_reranker(checkpoint)
+        return make_cross_encoder(checkpoint)
+
+
+def read_checkpoint(options: ScoringOptions, choose_class: Callable[[Any], Any]) -> Checkpoint:
+    """Load the model with the auto class that `choose_class` returns for its configuration."""
     path = local_path(options.model, "embedding")
-    files = read_files(path)
-    model, tokenizer, lacking = load_checkpoint(options, path, choose, files.subfolder)
-    return Checkpoint(options, model, tokenizer, files, lacking, model.num_parameters())
+    config = read_config(path)
+    model, tokenizer, missing = load_checkpoint(options, path, choose_class, config.subfolder)
+    return Checkpoint(options, model, tokenizer, config, missing, model.num_parameters())
 
 
 def encoder_class(config: Any) -> Any:
-    """Of a model with an encoder and a decoder, the encoder."""
+    """Return the auto class of an embedding model: of an encoder-decoder, only the encoder."""
     return AutoModelForTextEncoding if config.is_encoder_decoder else AutoModel
 
 
 def reranker_class(config: Any) -> Any:
-    return AutoModelForCausalLM if decides_by_tokens(config) else AutoModelForSequenceClassification
+    return AutoModelForCausalLM if is_causal_lm(config) else AutoModelForSequenceClassification
 
 
-def decides_by_tokens(config: Any) -> bool:
-    return any(each.endswith("ForCausalLM") for each in config.architectures or ())
+def is_causal_lm(config: Any) -> bool:
+    return any(name.endswith("ForCausalLM") for name in config.architectures or ())
 
 
-def check_weights(made: Checkpoint) -> None:
-    """LoadingFailed where states depend on weights that the checkpoint has not."""
+def check_weights(checkpoint: Checkpoint) -> None:
+    """Raise LoadingFailed where the states depend on weights that the checkpoint lacks."""
 
     @torch.inference_mode()
     def states() -> bytes:
-        ids = torch.arange(1, 8, device=made.model.device)[None]
-        hidden: torch.Tensor = made.model(input_ids=ids).last_hidden_state
+        ids = torch.arange(1, 8, device=checkpoint.model.device)[None]
+        hidden: torch.Tensor = checkpoint.model(input_ids=ids).last_hidden_state
         return hidden.float().cpu().numpy().tobytes()
 
-    if missing_weights_matter(made.model, made.lacking, states):
-        raise LoadingFailed(describe_missing_weights(made.lacking))
+    if missing_weights_matter(checkpoint.model, checkpoint.missing_weights, states):
+        raise LoadingFailed(describe_missing_weights(checkpoint.missing_weights))
 
 
-def trained_sizes(config: Any) -> Sequence[int] | None:
-    """What vectors may be shortened to by the checkpoint's own mark, as vLLM reads it too."""
+def trained_dimensions(config: Any) -> Sequence[int] | None:
+    """Return the sizes that vectors may be truncated to, from the configuration fields that vLLM
+    reads too; None: any."""
     if sizes := getattr(config, "matryoshka_dimensions", None):
         return [int(size) for size in sizes]
     return None if getattr(config, "is_matryoshka", False) else ()
 
 
-def load_reranker(options: ScoringOptions) -> Reranker:
-    """LoadingFailed if the model cannot be served."""
-    with load_errors(options.model, "reranking"):
-        made = read_checkpoint(options, reranker_class)
-        decides = decides_by_tokens(made.model.config)
-        return decider(made) if decides else cross_encoder(made)
-
-
-def cross_encoder(made: Checkpoint) -> Reranker:
-    if (labels := made.model.config.num_labels) != 1:
+def make_cross_encoder(checkpoint: Checkpoint) -> Reranker:
+    model, tokenizer = checkpoint.model, checkpoint.text_tokenizer()
+    if (labels := model.config.num_labels) != 1:
         raise LoadingFailed(f"it has {labels} labels; a reranker has one")
-    if made.lacking:
-        raise LoadingFailed(describe_missing_weights(made.lacking))
-    reader, rows = made.reader, made.rows(made.model, LOGITS)
-    chosen = made.files.activation or own_activation(made.model)
-    info = made.info("text-classification", rows)
-    return Reranker(rows, of_label, reader, TextPairs(reader), chosen, info)
+    if checkpoint.missing_weights:
+        raise LoadingFailed(describe_missing_weights(checkpoint.missing_weights))
+    rows = checkpoint.row_model(model, LOGITS)
+    activation = checkpoint.config.activation or model_activation(model)
+    info = checkpoint.info("text-classification", rows)
+    pairs = CrossEncoderTokenizer(tokenizer)
+    return Reranker(rows, label_logit, tokenizer, pairs, activation, info)
 
 
-def own_activation(model: PreTrainedModel) -> nn.Module | None:
-    """As sentence-transformers writes it into a cross-encoder's config.json."""
-    written = getattr(model.config, "sentence_transformers", None) or {}
+def model_activation(model: PreTrainedModel) -> nn.Module | None:
+    """Return the activation that sentence-transformers wrote into a cross-encoder's config.json."""
+    section = getattr(model.config, "sentence_transformers", None) or {}
     old = getattr(model.config, "sbert_ce_default_activation_function", None)
-    path = written.get("activation_fn") or old
-    return activation(path) if path else None
+    name = section.get("activation_fn") or old
+    return make_activation(name) if name else None
 
 
-def decider(made: Checkpoint) -> Reranker:
-    """A decoder that says yes or no."""
-    model, reader = made.model, made.reader
-    check_generates(model, made.lacking)
-    yes, no = made.files.answers or (token_of(reader, "yes"), token_of(reader, "no"))
-    probe = Row(reader.encode("yes or no", add_special_tokens=False))
+def make_yes_no_reranker(checkpoint: Checkpoint) -> Reranker:
+    """Make a reranker of a decoder that answers yes or no. Raises LoadingFailed unless the logits
+    are the product of its last state and its output weights."""
+    model, tokenizer = checkpoint.model, checkpoint.text_tokenizer()
+    check_generates(model, checkpoint.missing_weights)
+    yes, no = checkpoint.config.answer_ids or (
+        single_token(tokenizer, "yes"),
+        single_token(tokenizer, "no"),
+    )
+    probe = TokenRow(tokenizer.encode("yes or no", add_special_tokens=False))
     ids = torch.tensor([probe.ids], device=model.device)
     with torch.inference_mode():
         logits = model(input_ids=ids).logits[0, -1].float()
@@ -188,18 +203,19 @@ def decider(made: Checkpoint) -> Reranker:
     if no is not None:
         direction, expected = direction - weight[no], expected - logits[no]
     body: Any = model.base_model  # typed as any module
-    rows = made.rows(body, STATES)
-    info, activation = made.info("yes-no", rows), made.files.activation
-    reranker = Reranker(rows, of_answer(direction), reader, QuestionPairs(reader), activation, info)
+    rows = checkpoint.row_model(body, STATES)
+    info, activation = checkpoint.info("yes-no", rows), checkpoint.config.activation
+    pairs = PromptTokenizer(tokenizer)
+    reranker = Reranker(rows, answer_logit(direction), tokenizer, pairs, activation, info)
     [[score]] = reranker.forward([[probe]])
     if not (score - expected).abs() <= TOLERANCE[model.dtype] * logits.abs().max():
-        raise LoadingFailed("its answers are more than its last state times its output weights")
+        raise LoadingFailed("its logits are not its last state times its output weights")
     return reranker
 
 
-def token_of(reader: TextReader, word: str) -> int:
-    """LoadingFailed unless it is one token."""
-    ids = reader.encode(word, add_special_tokens=False)
+def single_token(tokenizer: TextTokenizer, word: str) -> int:
+    """Return the id of a word. Raises LoadingFailed unless it is one token."""
+    ids = tokenizer.encode(word, add_special_tokens=False)
     if len(ids) != 1:
         raise LoadingFailed(f"its tokenizer has no token for {word!r}")
     return ids[0]

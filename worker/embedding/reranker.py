@@ -1,60 +1,61 @@
-"""Relevance of documents to queries: pairs → token ids (pairs.py) → one number each.
+"""Relevance of documents to queries: pairs → token ids (pairs.py) → one score each.
 
     cross-encoder   both texts in one row, a head with one label
-    yes or no       a decoder is asked whether the document answers the query; the score is how much
-                    likelier it would say the one than the other
+    yes or no       a decoder is asked whether the document answers the query; the score is the
+                    difference of the two answers' logits
 
-Entries of the registry like a pipeline. Scores go through the checkpoint's activation, sigmoid if
-it names none.
+Scores pass the checkpoint's activation, by default a sigmoid.
 """
 
 from torch import Tensor, nn
 
 from batching.errors import ItemFailed
 from batching.request_queue import WorkItem
-from worker.embedding.paged_rows import PagedRows
-from worker.embedding.pairs import Pairs
-from worker.embedding.rows import Reduce, RowModel
-from worker.embedding.scorer import Scorer
-from worker.embedding.texts import Row, TextReader
+from worker.embedding.pairs import PairTokenizer
+from worker.embedding.pooling import PoolFunction
+from worker.embedding.pooling_runner import PoolingRunner, RowModel
+from worker.embedding.tokenization import TextTokenizer, TokenRow
 from worker.messages.protocol import ModelInfo
 from worker.messages.scoring import PairsInput, Scored
 
 
-class Reranker(Scorer):
-    """`pairs` makes a row of each pair; `reduce`, one number of that."""
+class Reranker(PoolingRunner):
+    """`pair_tokenizer` makes a row of each pair; `pool` makes one number of a row."""
 
-    smallest = PairsInput([("a", "a")], [("query", "documents")])
+    warm_up_input = PairsInput([("a", "a")], [("query", "documents")])
 
     def __init__(
         self,
-        rows: RowModel | PagedRows,
-        reduce: Reduce,
-        reader: TextReader,
-        pairs: Pairs,
+        model: RowModel,
+        pool: PoolFunction,
+        tokenizer: TextTokenizer,
+        pair_tokenizer: PairTokenizer,
         activation: nn.Module | None,
         info: ModelInfo,
     ) -> None:
-        super().__init__(rows, reduce, reader, info)
-        self.pairs = pairs
+        super().__init__(model, pool, tokenizer, info)
+        self.pair_tokenizer = pair_tokenizer
         self.activation = activation or nn.Sigmoid()
 
-    def read(self, payload: PairsInput) -> list[Row]:
-        return self.pairs(payload)
+    def tokenize(self, payload: PairsInput) -> list[TokenRow]:
+        return self.pair_tokenizer(payload)
 
     def finish(self, item: WorkItem, raw: Tensor) -> Scored:
+        """Return an item's scores, one per pair. Raises ItemFailed for NaN."""
         payload: PairsInput = item.payload
         if not raw.isfinite().all():
-            raise ItemFailed("the model gave no finite number for this input")
+            raise ItemFailed("the model returned NaN or infinity for this input")
         scores: Tensor = raw if payload.raw else self.activation(raw)
         return Scored(scores.tolist(), item.tokens)
 
 
-def of_label(logits: Tensor, row: Row) -> Tensor:
-    """A cross-encoder has one label: its logit."""
+def label_logit(logits: Tensor, row: TokenRow) -> Tensor:
+    """Return the logit of a cross-encoder's one label."""
     return logits[0].float()
 
 
-def of_answer(direction: Tensor) -> Reduce:
-    """`direction` [H]: the output weights of one answer less those of the other."""
+def answer_logit(direction: Tensor) -> PoolFunction:
+    """Return a function from states to the logit of one answer less that of the other.
+
+    `direction` [H] is the difference of the two answers' output weights."""
     return lambda states, row: states[-1].float() @ direction

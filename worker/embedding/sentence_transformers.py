@@ -1,10 +1,10 @@
-"""What sentence-transformers writes beside a checkpoint, read by us.
+"""Read the files that sentence-transformers writes beside a checkpoint.
 
     modules.json → the folder of each module → its config, its weights
 
-Modules are known by their class names, so that the paths of all its versions do; one that we don't
-know is refused by name, and so is an activation. Without such files a vector is the mean of the
-tokens' states, at unit length.
+Modules are matched by class name, so that the module paths of all its versions work. An unknown
+module or activation raises LoadingFailed. Without these files a vector is the normalized mean of
+the tokens' states.
 """
 
 import json
@@ -22,8 +22,8 @@ from transformers.utils.hub import cached_file
 from worker.model.loading import LoadingFailed
 
 PACKAGE = "sentence_transformers."
-# By the names of older configurations, in the order in which several are concatenated.
-POOLINGS = {
+# Pooling flags of older configurations, in the order in which several are concatenated.
+POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
     "pooling_mode_mean_tokens": "mean",
@@ -39,28 +39,30 @@ TRANSFORMER_CONFIGS = ("bert", "roberta", "distilbert", "camembert", "albert", "
 
 
 class Dense(nn.Module):
-    """A linear layer over vectors [texts, in] and its activation; to that what it was given is
-    added where it is a residual one, through weights of their own where the sizes differ."""
+    """A linear layer over vectors [texts, in] with an activation and an optional residual
+    connection, which has weights of its own where the sizes differ."""
 
     def __init__(self, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
-        """`config` and `state` as they are in its files."""
+        """`config` and `state` are the contents of the module's files."""
         super().__init__()
-        size, given = state["linear.weight"].shape
-        self.linear = nn.Linear(given, size, config.get("bias", True))
-        self.activation = activation(config.get("activation_function", "torch.nn.Tanh"))
+        out_size, in_size = state["linear.weight"].shape
+        self.linear = nn.Linear(in_size, out_size, config.get("bias", True))
+        self.activation = make_activation(config.get("activation_function", "torch.nn.Tanh"))
         self.residual: nn.Module | None = None
         if config.get("use_residual"):
-            differ = "residual.weight" in state
-            self.residual = nn.Linear(given, size, bias=False) if differ else nn.Identity()
+            has_weight = "residual.weight" in state
+            self.residual = (
+                nn.Linear(in_size, out_size, bias=False) if has_weight else nn.Identity()
+            )
         self.load_state_dict(dict(state))
 
     def forward(self, vectors: Tensor) -> Tensor:
-        made: Tensor = self.activation(self.linear(vectors))
-        return made if self.residual is None else made + self.residual(vectors)
+        output: Tensor = self.activation(self.linear(vectors))
+        return output if self.residual is None else output + self.residual(vectors)
 
 
 class Normalize(nn.Module):
-    """To unit length."""
+    """Scales vectors to unit length."""
 
     def forward(self, vectors: Tensor) -> Tensor:
         return normalize(vectors, dim=-1)
@@ -68,7 +70,7 @@ class Normalize(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class SentenceTransformersConfig:
-    subfolder: str = ""  # of the transformer itself
+    subfolder: str = ""  # of the transformer
     poolings: Sequence[str] = ("mean",)
     include_prompt: bool = True
     layers: Sequence[nn.Module] = (Normalize(),)  # after pooling, in order
@@ -78,23 +80,24 @@ class SentenceTransformersConfig:
     max_length: int | None = None  # tokens
     lower_case: bool = False
     activation: nn.Module | None = None  # of a cross-encoder's scores
-    answers: tuple[int, int | None] | None = None  # token ids: true and false, of a decoder's
+    answer_ids: tuple[int, int | None] | None = None  # of a decoder: the tokens of yes and no
 
 
 def find_file(model: str, name: str) -> Path | None:
-    """A file of a folder, or of a repository on a hub; None if there is no such file."""
+    """Return the path of a file in a folder or a hub repository; None if it is not there."""
     path = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
     return Path(path) if path else None
 
 
 def read_json(model: str, name: str) -> Any:
-    """None if there is no such file."""
+    """Return the contents of a JSON file; None if it is not there."""
     path = find_file(model, name)
     return None if path is None else json.loads(path.read_text())
 
 
-def read_files(model: str) -> SentenceTransformersConfig:
-    """Of a folder or a hub id; LoadingFailed names what we don't know."""
+def read_config(model: str) -> SentenceTransformersConfig:
+    """Read the configuration of a folder or a hub id. Raises LoadingFailed for modules, poolings
+    and activations that are not implemented."""
     general = read_json(model, "config_sentence_transformers.json") or {}
     read: dict[str, Any] = {
         "prompts": {k: v for k, v in (general.get("prompts") or {}).items() if v is not None},
@@ -102,9 +105,11 @@ def read_files(model: str) -> SentenceTransformersConfig:
         "truncate_dim": general.get("truncate_dim"),
     }
     if general.get("activation_fn"):
-        read["activation"] = activation(general["activation_fn"])
+        read["activation"] = make_activation(general["activation_fn"])
     if read["default_prompt"] not in (None, *read["prompts"]):
-        raise LoadingFailed(f"its default prompt {read['default_prompt']!r} is none of its prompts")
+        raise LoadingFailed(
+            f"its default prompt {read['default_prompt']!r} is not one of its prompts"
+        )
     if (modules := read_json(model, "modules.json")) is None:
         return SentenceTransformersConfig(**read, **_transformer(model, ""))
     layers: list[nn.Module] = []
@@ -121,9 +126,9 @@ def read_files(model: str) -> SentenceTransformersConfig:
             layers.append(Normalize())
         elif name == "LogitScore":
             config = read_json(model, f"{path}/config.json")
-            read["answers"] = config["true_token_id"], config.get("false_token_id")
+            read["answer_ids"] = config["true_token_id"], config.get("false_token_id")
         else:
-            raise LoadingFailed(f"its modules.json has a module that is not served: {kind[:200]}")
+            raise LoadingFailed(f"its modules.json has an unsupported module: {kind[:200]}")
     return SentenceTransformersConfig(**read, layers=layers)
 
 
@@ -137,13 +142,13 @@ def _transformer(model: str, path: str) -> dict[str, Any]:
 
 
 def _pooling(config: Mapping[str, Any]) -> dict[str, Any]:
-    given = config.get("pooling_mode")
-    poolings = [given] if isinstance(given, str) else list(given or ())
-    if given is None:
-        poolings = [name for key, name in POOLINGS.items() if config.get(key)] or ["mean"]
+    mode = config.get("pooling_mode")
+    poolings = [mode] if isinstance(mode, str) else list(mode or ())
+    if mode is None:
+        poolings = [name for key, name in POOLING_FLAGS.items() if config.get(key)] or ["mean"]
     for name in poolings:
-        if name not in POOLINGS.values():
-            raise LoadingFailed(f"its pooling is not served: {str(name)[:100]}")
+        if name not in POOLING_FLAGS.values():
+            raise LoadingFailed(f"its pooling is not supported: {str(name)[:100]}")
     return {"poolings": poolings, "include_prompt": bool(config.get("include_prompt", True))}
 
 
@@ -151,7 +156,9 @@ def _dense(model: str, path: str) -> Dense:
     config = read_json(model, f"{path}/config.json") or {}
     for key in ("module_input_name", "module_output_name"):
         if config.get(key) not in (None, "sentence_embedding"):
-            raise LoadingFailed(f"its module {path} is over {config[key]!r}, not over vectors")
+            raise LoadingFailed(
+                f"its module {path} has the {key} {config[key]!r}, not sentence_embedding"
+            )
     if (weights := find_file(model, f"{path}/model.safetensors")) is not None:
         state = load_file(weights)
     elif (weights := find_file(model, f"{path}/pytorch_model.bin")) is not None:
@@ -161,9 +168,10 @@ def _dense(model: str, path: str) -> Dense:
     return Dense(config, state)
 
 
-def activation(name: str) -> nn.Module:
-    """By its path in torch; LoadingFailed if it is none that we know."""
+def make_activation(name: str) -> nn.Module:
+    """Return the activation with a path such as torch.nn.Tanh. Raises LoadingFailed for others than
+    ACTIVATIONS."""
     kind = ACTIVATIONS.get(name.rpartition(".")[2]) if name.startswith("torch.nn.") else None
     if kind is None:
-        raise LoadingFailed(f"an activation of its modules is not served: {name[:200]}")
+        raise LoadingFailed(f"its activation is not supported: {name[:200]}")
     return kind()

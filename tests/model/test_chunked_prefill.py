@@ -1,4 +1,4 @@
-"""Decoders that embed or rerank: prefilled in chunks on paged memory, beginnings run once."""
+"""Decoders that embed or rerank run prefill in chunks on paged memory, with a prefix cache."""
 
 import importlib
 import shutil
@@ -19,9 +19,9 @@ from tests.http.test_rerank import load as load_reranker
 from tests.model.test_embedder import TEXTS, embed
 from tests.serving import serving
 from tests.tiny_embedders import checkpoint, load, write
-from worker.embedding import paged_rows
+from worker.embedding import chunked_prefill
+from worker.embedding.chunked_prefill import ChunkedPrefillModel
 from worker.embedding.embedder import Embedder
-from worker.embedding.paged_rows import PagedRows
 from worker.messages.protocol import UNFINISHED
 from worker.messages.scoring import EmbeddingInput
 from worker.model.attention.kv_cache import BLOCK
@@ -32,17 +32,17 @@ PROMPT = "the cat sat on the mat and a dog is in the city of light " * 3
 LONG = "a cow says moo " * 20
 
 
-def counted(rows: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens of each step, from here on."""
-    assert isinstance(rows, PagedRows)
+def record_steps(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that records the tokens of each step from now on."""
+    assert isinstance(model, ChunkedPrefillModel)
     counts: list[int] = []
-    forward = rows.runner.forward
+    forward = model.runner.forward
 
     def counting(batch: Any) -> Any:
         counts.append(len(batch.ids))
         return forward(batch)
 
-    monkeypatch.setattr(rows.runner, "forward", counting)
+    monkeypatch.setattr(model.runner, "forward", counting)
     return counts
 
 
@@ -54,7 +54,7 @@ def item_of(embedder: Embedder, *texts: str, **options: Any) -> WorkItem:
 
 @pytest.mark.parametrize("included", [True, False])
 @pytest.mark.parametrize("name", ["lasttoken", "mean", "weightedmean", "max"])
-def test_vectors_are_sentence_transformers_with_and_without_a_known_beginning(
+def test_vectors_equal_sentence_transformers_with_and_without_a_cached_prefix(
     tmp_path: Path, name: str, included: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module: Any = pytest.importorskip("sentence_transformers")
@@ -65,21 +65,21 @@ def test_vectors_are_sentence_transformers_with_and_without_a_known_beginning(
     )
     write(folder, "config_sentence_transformers.json", general)
     embedder = load(folder)
-    steps = counted(embedder.rows, monkeypatch)
+    steps = record_steps(embedder.model, monkeypatch)
     oracle = importlib.import_module(module.__name__).SentenceTransformer(str(folder), device="cpu")
     expected = oracle.encode(TEXTS, prompt_name="query")
     item = item_of(embedder, *TEXTS, prompt="query")
-    for known in (False, True):
+    for is_cached in (False, True):
         steps.clear()
-        got = embed(embedder, TEXTS, prompt="query").vectors
-        np.testing.assert_allclose(got, expected, atol=1e-4 * abs(expected).max())
-        prompt = len(embedder.reader.encode(PROMPT)) // BLOCK * BLOCK
-        saved = len(TEXTS) if known else len(TEXTS) - 1
+        vectors = embed(embedder, TEXTS, prompt="query").vectors
+        np.testing.assert_allclose(vectors, expected, atol=1e-4 * abs(expected).max())
+        prompt = len(embedder.tokenizer.encode(PROMPT)) // BLOCK * BLOCK
+        saved = len(TEXTS) if is_cached else len(TEXTS) - 1
         assert sum(steps) <= item.tokens - saved * prompt
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "mistral", "opt"])
-def test_other_decoders_give_their_own_states(tmp_path: Path, name: str) -> None:
+def test_decoders_give_the_states_of_their_own_forward(tmp_path: Path, name: str) -> None:
     folder = shutil.copytree(tiny_decoders.folder(name), tmp_path / name)
     embedder = load(folder)
     assert embedder.info.batching == "continuous"
@@ -88,67 +88,67 @@ def test_other_decoders_give_their_own_states(tmp_path: Path, name: str) -> None
     for _ in range(2):
         vectors = embed(embedder, texts, normalize=False).vectors
         for text, vector in zip(texts, vectors, strict=True):
-            ids = torch.tensor([embedder.reader.encode(text)])
+            ids = torch.tensor([embedder.tokenizer.encode(text)])
             expected = model(input_ids=ids).last_hidden_state[0].mean(0).detach().numpy()
             np.testing.assert_allclose(vector, expected, atol=1e-3 * abs(expected).max())
 
 
-def test_what_does_not_run_paged_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_model_that_does_not_run_paged_is_left_unchanged(tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_decoders.folder("bloom"), tmp_path / "m")
     embedder = load(folder)
     assert embedder.info.batching != "continuous"
     model = hf.AutoModel.from_pretrained(folder).eval()
     [vector] = embed(embedder, TEXTS[:1], normalize=False).vectors
-    ids = torch.tensor([embedder.reader.encode(TEXTS[0])])
+    ids = torch.tensor([embedder.tokenizer.encode(TEXTS[0])])
     expected = model(input_ids=ids).last_hidden_state[0].mean(0).detach().numpy()
     np.testing.assert_allclose(vector, expected, atol=1e-3 * abs(expected).max())
 
 
-def test_a_model_is_not_paged_without_room_for_its_longest_text(
+def test_a_model_without_memory_for_its_longest_text_is_not_paged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paged_rows, "cache_blocks", lambda *arguments: 2)
+    monkeypatch.setattr(chunked_prefill, "cache_blocks", lambda *arguments: 2)
     embedder = load(checkpoint(tmp_path / "m", "qwen3-base"))
     assert embedder.info.batching == "packed"
 
 
-def test_a_prefix_is_shared_within_a_cache_namespace_alone(
+def test_a_cached_prefix_is_shared_within_a_cache_namespace_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     embedder = load(checkpoint(tmp_path / "m", "qwen3-base"))
-    steps = counted(embedder.rows, monkeypatch)
+    steps = record_steps(embedder.model, monkeypatch)
     ran = []
     for namespace in (b"one", b"two", b"one"):
         steps.clear()
-        embedder.answer(EmbeddingInput([PROMPT], 0), namespace)
+        embedder.run(EmbeddingInput([PROMPT], 0), namespace)
         ran.append(sum(steps))
     assert ran[0] == ran[1] > ran[2]
 
 
-def test_a_query_is_run_once_for_all_its_documents(
+def test_a_query_runs_once_for_all_its_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reranker = load_reranker(decoder(tmp_path / "m"))
-    steps = counted(reranker.rows, monkeypatch)
+    steps = record_steps(reranker.model, monkeypatch)
     documents = [f"{word} is a city" for word in ("paris", "rome", "moo", "light", "a")]
     scores(reranker, documents)
     [one, *_] = steps
     assert sum(steps) < 2 * one
 
 
-def budget_of(embedder: Embedder, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows: Any = embedder.rows
+def limit_step(embedder: Embedder, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: Any = embedder.model
     monkeypatch.setattr(rows._budget, "prompt_tokens", lambda streaming: tokens)
 
 
-def test_a_long_text_comes_in_chunks_beside_short_ones(
+def test_a_long_text_runs_in_chunks_beside_short_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     embedder = load(checkpoint(tmp_path / "m", "qwen3-base", pooling={"pooling_mode": "mean"}))
     alone = embed(embedder, [LONG]).vectors
-    embedder.rows._clear()  # type: ignore[union-attr]
-    budget_of(embedder, 32, monkeypatch)
-    steps = counted(embedder.rows, monkeypatch)
+    embedder.model._reset()  # type: ignore[attr-defined]
+    limit_step(embedder, 32, monkeypatch)
+    steps = record_steps(embedder.model, monkeypatch)
     long, short = item_of(embedder, LONG), item_of(embedder, "hello")
     assert embedder.forward([long.prepared]) == [UNFINISHED]
     raw, done = embedder.forward([long.prepared, short.prepared])
@@ -161,19 +161,19 @@ def test_a_long_text_comes_in_chunks_beside_short_ones(
     assert sum(steps) == long.tokens + short.tokens
 
 
-def test_who_left_gives_its_blocks_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_row_frees_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     embedder = load(checkpoint(tmp_path / "m", "qwen3-base"))
-    budget_of(embedder, 32, monkeypatch)
-    rows: Any = embedder.rows
+    limit_step(embedder, 32, monkeypatch)
+    rows: Any = embedder.model
     embedder.forward([item_of(embedder, LONG).prepared])
     assert rows._scheduler.pool.used
     embed(embedder, ["hello"])
     assert not rows._scheduler.pool.used
 
 
-def test_what_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_leaves_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     embedder = load(checkpoint(tmp_path / "m", "qwen3-base"))
-    rows: Any = embedder.rows
+    rows: Any = embedder.model
     forward = rows.runner.forward
 
     def failing(batch: Any) -> Any:
@@ -187,11 +187,13 @@ def test_what_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mo
     embed(embedder, [LONG])
 
 
-def test_who_fails_late_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_fails_in_a_later_chunk_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     embedder = load(checkpoint(tmp_path / "m", "qwen3-base"))
-    budget_of(embedder, 32, monkeypatch)
-    rows: Any = embedder.rows
-    forward, poison = rows.runner.forward, embedder.reader.encode("paris")[-1]
+    limit_step(embedder, 32, monkeypatch)
+    rows: Any = embedder.model
+    forward, poison = rows.runner.forward, embedder.tokenizer.encode("paris")[-1]
 
     def failing(batch: Any) -> Any:
         if poison in batch.ids:
@@ -217,13 +219,13 @@ def test_who_fails_late_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 class Slow(FakeRunner):
-    """Each text takes as many batches as it has words."""
+    """Needs as many batches for a text as it has words."""
 
     def forward(self, prepared: list[Any]) -> list[Any]:
-        self.batches.append([each[0] for each in prepared])
-        for each in prepared:
-            each.pop()
-        return [UNFINISHED if each else "done" for each in prepared]
+        self.batches.append([words[0] for words in prepared])
+        for words in prepared:
+            words.pop()
+        return [UNFINISHED if words else "done" for words in prepared]
 
 
 def entry(runner: Any, batcher: DynamicBatcher | None = None) -> Any:
@@ -240,7 +242,7 @@ def arrived(model: PipelineModel, text: str) -> WorkItem:
     return item
 
 
-def test_who_is_unfinished_goes_on_and_others_join() -> None:
+def test_unfinished_items_continue_and_others_join_them() -> None:
     runner = Slow()
     model = entry(runner)
     long = arrived(model, "long long long")
@@ -259,7 +261,7 @@ def test_who_is_unfinished_goes_on_and_others_join() -> None:
     assert model.due_at(1.0) is None
 
 
-def test_the_time_of_one_that_goes_on_is_reported_when_it_ends() -> None:
+def test_the_time_of_an_unfinished_item_is_reported_at_its_end() -> None:
     model = entry(Slow())
     item = arrived(model, "long long long")
     told = []
@@ -272,7 +274,7 @@ def test_the_time_of_one_that_goes_on_is_reported_when_it_ends() -> None:
     assert told == [(0, 1.0), (0, 2.0), (1, 3.0)]
 
 
-def test_nobody_goes_on_whose_client_has_left() -> None:
+def test_an_unfinished_item_whose_client_has_left_is_dropped() -> None:
     model = entry(Slow())
     left = arrived(model, "long long long")
     model.take(1.0, 0.0)
@@ -283,7 +285,7 @@ def test_nobody_goes_on_whose_client_has_left() -> None:
     assert not model.busy
 
 
-def test_clearing_gives_back_who_is_unfinished() -> None:
+def test_clear_returns_unfinished_items() -> None:
     model = entry(Slow())
     item = arrived(model, "long long")
     model.take(1.0, 0.0)
@@ -296,7 +298,7 @@ def test_clearing_gives_back_who_is_unfinished() -> None:
 # ── over HTTP ──
 
 
-def test_two_keys_share_nothing_and_a_salt_is_a_room_of_its_own(
+def test_api_keys_and_cache_salts_share_no_prefixes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = str(checkpoint(tmp_path / "m", "qwen3-base"))
@@ -310,7 +312,7 @@ def test_two_keys_share_nothing_and_a_salt_is_a_room_of_its_own(
         for path, (name, body) in asked.items():
             model: Any = server.worker_client.models[name]
             with monkeypatch.context() as patch:
-                steps, ran = counted(model.loaded.rows, patch), []
+                steps, ran = record_steps(model.loaded.model, patch), []
                 for key, salt in (("one", {}), ("two", {}), ("one", {"cache_salt": "mine"})):
                     for _ in range(2):
                         steps.clear()
@@ -322,14 +324,14 @@ def test_two_keys_share_nothing_and_a_salt_is_a_room_of_its_own(
             assert ran[1] == ran[3] == ran[5] < ran[0]
 
 
-def test_long_texts_are_answered_in_the_end(tmp_path: Path) -> None:
+def test_long_texts_are_embedded_over_many_steps(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "m", "qwen3-base", pooling={"pooling_mode": "lasttoken"})
     texts = [LONG, "hello", LONG[2:]] * 12
     with serving(embedding_model=str(folder)) as server:
         whole = post(server, "/embed", {"inputs": texts}).json()
         model: Any = server.worker_client.models["embedding"]
-        rows = model.loaded.rows
-        rows._clear()
+        rows = model.loaded.model
+        rows._reset()
         rows._budget.prompt_tokens = lambda streaming: 40
         np.testing.assert_allclose(
             post(server, "/embed", {"inputs": texts}).json(), whole, atol=1e-5

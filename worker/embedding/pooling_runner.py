@@ -1,0 +1,101 @@
+"""The runner that embedders and rerankers share. The worker serves it like a pipeline's runner:
+batches, breaker and bisection are the same.
+
+    prepare (pool thread): tokenize and validate
+    → forward (worker thread): run the token rows in one pass or one step of chunks, pool the rows
+      that are complete, apply the head
+    → finish (pool thread): convert to the response's numbers
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from batching.request_queue import WorkItem
+from worker.embedding.pooling import PoolFunction
+from worker.embedding.tokenization import TextTokenizer, TokenRow
+from worker.messages.generation import TEXT_ALONE
+from worker.messages.protocol import UNFINISHED, Batching, ModelInfo
+
+
+class RowModel(Protocol):
+    """A model that runs token rows: SinglePassModel or ChunkedPrefillModel."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def batching(self) -> Batching: ...
+
+    @property
+    def batching_reason(self) -> str:
+        """The reason why rows are not packed; empty if they are."""
+
+    def run(self, rows: Sequence[TokenRow], pool: PoolFunction) -> None:
+        """Run the rows, or a part of them, and set `row.result` where a row is complete."""
+
+
+class PoolingRunner(ABC):
+    """Implements Runner and Tokenizing of worker.messages.protocol. `pool` is applied to the
+    states of a complete row."""
+
+    warm_up_input: Any  # the smallest valid payload
+
+    def __init__(
+        self, model: RowModel, pool: PoolFunction, tokenizer: TextTokenizer, info: ModelInfo
+    ) -> None:
+        self.model, self.pool = model, pool
+        self.tokenizer = tokenizer
+        self.info = info
+        self.max_model_len = tokenizer.limit
+        self.no_images = TEXT_ALONE
+        self.encode, self.decode, self.token = tokenizer.encode, tokenizer.decode, tokenizer.token
+
+    def prepare(self, item: WorkItem) -> None:
+        """Tokenize an item's payload and set its `prepared`, `rows`, `tokens` and `width`. Raises
+        InvalidInput."""
+        rows = self.tokenize(item.payload)
+        for row in rows:
+            row.cache_namespace = item.cache_namespace
+        counts = [len(row.ids) for row in rows]
+        item.prepared = rows
+        item.rows, item.tokens, item.width = len(rows), sum(counts), max(counts)
+
+    @abstractmethod
+    def tokenize(self, payload: Any) -> list[TokenRow]:
+        """Return the token rows of a payload. Raises InvalidInput."""
+
+    @torch.inference_mode()
+    def forward(self, prepared: list[Any]) -> list[Any]:
+        """Return a tensor [rows, …] per item, or UNFINISHED where rows need another step."""
+        self.model.run([row for rows in prepared for row in rows], self.pool)
+        is_done = [all(row.result is not None for row in rows) for rows in prepared]
+        done = [rows for rows, complete in zip(prepared, is_done, strict=True) if complete]
+        if not done:
+            return [UNFINISHED] * len(prepared)
+        pooled = torch.stack([row.result for rows in done for row in rows])
+        outputs = self.apply_head(pooled).cpu()
+        parts = iter(torch.split(outputs, [len(rows) for rows in done]))
+        return [next(parts) if complete else UNFINISHED for complete in is_done]
+
+    def apply_head(self, pooled: Tensor) -> Tensor:
+        """Run the layers after pooling on [rows, …]."""
+        return pooled
+
+    @abstractmethod
+    def finish(self, item: WorkItem, raw: Tensor) -> Any: ...
+
+    def warm_up(self) -> None:
+        """Run the smallest valid payload; raise if the model is broken."""
+        self.run(self.warm_up_input)
+
+    def run(self, payload: Any, cache_namespace: bytes = b"") -> Any:
+        """Return the result for one payload, from as many forward passes as it takes."""
+        item = WorkItem(payload, float("inf"), 0.0, cache_namespace=cache_namespace)
+        self.prepare(item)
+        while (raw := self.forward([item.prepared])[0]) is UNFINISHED:
+            pass
+        return self.finish(item, raw)
