@@ -48,13 +48,13 @@ class MultimodalInputs:
 
     ready: bool = False
     contents: abc.Sequence[Content] = ()
-    blocks: abc.Sequence[tuple[int, int]] = ()
+    bidirectional_spans: abc.Sequence[tuple[int, int]] = ()
     end: int = 0
     shift: int = 0
 
     def align_chunk(self, start: int, count: int) -> int:
         """How many tokens from `start` on can be run together, of `count` or a few more."""
-        for first, stop in self.blocks:
+        for first, stop in self.bidirectional_spans:
             if first < start + count < stop:
                 return (first if first > start else stop) - start
         return count

@@ -13,9 +13,9 @@ import httpx
 import openai
 import pytest
 
-from tests import sdk, tiny_seeing
+from tests import sdk, tiny_multimodal
+from tests.multimodal import png
 from tests.sdk import Place, Sdk
-from tests.seeing import png
 
 NODE = shutil.which("node")
 FOLDER = Path(__file__).parents[1] / "node"
@@ -40,7 +40,7 @@ def user(*parts: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def seeing() -> Iterator[Sdk]:
-    folder = str(tiny_seeing.folder("llava"))
+    folder = str(tiny_multimodal.folder("llava"))
     with sdk.of(chat_model=folder, dtype="float32", kv_cache_gb=0.05) as made:
         yield made
 

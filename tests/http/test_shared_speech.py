@@ -15,8 +15,8 @@ from transformers import pipeline
 from tests.event_streams import CLIENT, chunks
 from tests.http.test_pipeline_http import error_of
 from tests.serving import Server, serving
-from tests.speaking import CTC, RATE, WHISPER, noise, saved
 from tests.tiny import BUILDERS, folder
+from tests.transcribing import CTC, RATE, WHISPER, noise, saved
 from worker.speech.ctc import CHUNK_S
 
 ASR = "automatic-speech-recognition"

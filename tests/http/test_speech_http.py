@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tests.event_streams import CLIENT, chunks
 from tests.model.test_speech import generated, says
 from tests.serving import Server, serving
-from tests.speaking import WHISPER, noise, saved, speech
+from tests.transcribing import WHISPER, noise, saved, speech
 
 PATH = "/v1/audio/transcriptions"
 ALL = {"response_format": "verbose_json", "timestamp_granularities[]": ["word", "segment"]}

@@ -23,8 +23,8 @@ from tests.fake_transcriber import RATE, FakeTranscriber
 from tests.http.test_pipeline_http import error_of
 from tests.http.test_transcriptions import PATH, _all_is_removed, post, server, speaker, spool, wav
 from tests.serving import Server, read_answer, serving, wait_until
-from tests.speaking import WHISPER
 from tests.tiny import folder
+from tests.transcribing import WHISPER
 from tests.unit.test_media import tone, without_length
 
 __all__ = ["_all_is_removed", "server", "speaker", "spool"]  # fixtures

@@ -7,7 +7,7 @@ import pytest
 from transformers import pipeline
 
 from batching.errors import InvalidInput
-from tests.speaking import CTC, RATE, accepted, engine, noise, saved, speech, transcribed
+from tests.transcribing import CTC, RATE, accepted, engine, noise, saved, speech, transcribed
 from worker.messages.transcription import TranscriptionInput
 from worker.speech.ctc import CHUNK_S
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests import tiny, tiny_vision
+from tests import tiny, tiny_media
 from tests.tiny import hf
 from worker.model.language_model import GeneratorOptions, load_language_model
 from worker.model.loading import LoadingFailed, missing_weights_matter
 from worker.pipeline.loading import PipelineOptions, load_runner
 
-assert tiny_vision
+assert tiny_media
 
 
 def load(task: str, path: Path | str) -> Any:

@@ -12,7 +12,7 @@ import transformers
 from PIL import Image
 
 from batching.errors import InvalidInput
-from tests import tiny_vision as tiny_vision  # adds its models to the list
+from tests import tiny_media as tiny_media  # adds its models to the list
 from tests.model.test_pipelines_media import noise, png, wav
 from tests.parity import item, oracle, refusal, runner, same, serve, text
 from worker.media.inputs import to_json

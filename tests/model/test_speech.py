@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from batching.errors import InvalidInput
-from tests.speaking import (
+from tests.transcribing import (
     LENIENT,
     RATE,
     WHISPER,

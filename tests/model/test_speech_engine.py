@@ -10,7 +10,7 @@ import pytest
 
 from batching.errors import ItemFailed
 from batching.request_queue import WorkItem
-from tests.speaking import accepted, engine, noise, saved, tokens_of, transcribed
+from tests.transcribing import accepted, engine, noise, saved, tokens_of, transcribed
 from worker.messages.protocol import Pending
 from worker.messages.transcription import TranscriptDelta, TranscriptionInput
 from worker.speech.engine import SpeechEngine

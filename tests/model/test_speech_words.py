@@ -3,7 +3,7 @@
 import pytest
 from transformers.models.whisper import tokenization_whisper
 
-from tests.speaking import WHISPER, speech
+from tests.transcribing import WHISPER, speech
 from worker.speech.vocabulary import WhisperVocabulary
 
 TEXTS = {

@@ -16,7 +16,7 @@ import pytest
 import soundfile
 
 from batching.errors import InvalidInput, QueueFull
-from tests.speaking import CTC, WHISPER, accepted, engine
+from tests.transcribing import CTC, WHISPER, accepted, engine
 from tests.unit.test_media import tone, without_length
 from worker.media import audio, container
 from worker.media.audio import Recording

@@ -151,9 +151,9 @@ class GenerationEngine(Requests, InputProcessor):
         entrance, image_preprocessor = self.runner.decoder_hook, self.image_preprocessor
         if not entrance or not image_preprocessor:
             return None
-        image_preprocessor.album = EncoderCache()
+        image_preprocessor.cache = EncoderCache()
         return EncoderScheduler(
-            VisionEncoder(entrance, image_preprocessor.album), self.fail_multimodal
+            VisionEncoder(entrance, image_preprocessor.cache), self.fail_multimodal
         )
 
     @property
@@ -210,7 +210,7 @@ class GenerationEngine(Requests, InputProcessor):
         left = [sequence.left for sequence in self.scheduler.running]
         streaming, budget = min(left, default=2) <= 1, 0
         if self._encoder_scheduler:
-            self._encoder_scheduler.turn(self.scheduler, streaming)
+            self._encoder_scheduler.step(self.scheduler, streaming)
         if self.speculates:
             self._drafts.begin(len(self.scheduler.running))
         if self.scheduler.waiting or max(left, default=0) > 1:
@@ -324,7 +324,7 @@ class GenerationEngine(Requests, InputProcessor):
 
     def _outcome(self) -> StepOutcome:
         if self._encoder_scheduler:
-            self._encoder_scheduler.close_those_that_ran(self.scheduler)
+            self._encoder_scheduler.release_prefilled(self.scheduler)
         report = self._report()
         deltas = [(item, delta) for item, delta in self._deltas if item not in self.failed]
         ending = dict.fromkeys(item for item, delta in deltas if delta.finish_reason)

@@ -17,6 +17,7 @@ The tokenizer never truncates or pads, so threads may share it; lengths are chec
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -164,7 +165,7 @@ class InputProcessor:
         self.image_preprocessor = image_preprocessor
         self.max_model_len = max_model_len
         if image_preprocessor:
-            image_preprocessor.processor.limit = max_model_len
+            image_preprocessor.processor.max_tokens = max_model_len
         self.no_images = "" if image_preprocessor else language.no_images
         batching: Batching = "static" if why else "continuous"
         model = language.model
@@ -189,7 +190,7 @@ class InputProcessor:
 
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
         if isinstance(prompt, Chat) and prompt.images and self.image_preprocessor:
-            return self.image_preprocessor.ids(self.template.render(prompt), prompt.images)
+            return self.image_preprocessor.token_ids(self.template.render(prompt), prompt.images)
         return self._encoded(prompt, add_special_tokens, "messages")[1]
 
     def decode(self, ids: list[int]) -> str:
@@ -246,7 +247,7 @@ class InputProcessor:
         """The prompt's text, if it is one, its tokens, and what of them is pictures."""
         multimodal = None
         if isinstance(request.prompt, Chat) and request.prompt.images:
-            text, multimodal = self._pictured(request.prompt, cache_namespace)
+            text, multimodal = self._multimodal_prompt(request.prompt, cache_namespace)
             ids = [*multimodal.ids]
         elif isinstance(request.prompt, tuple):
             self._check_ids(request.prompt, request.param)
@@ -263,17 +264,20 @@ class InputProcessor:
             )
         return text, ids, multimodal
 
-    def _pictured(self, chat: Chat, cache_namespace: bytes) -> tuple[str, MultimodalPrompt]:
+    def _multimodal_prompt(
+        self, chat: Chat, cache_namespace: bytes
+    ) -> tuple[str, MultimodalPrompt]:
         """Its text, and its pictures with their tokens."""
         image_preprocessor = self.image_preprocessor
         if image_preprocessor is None:
             raise InvalidInput(self.no_images, chat.images[0].param)
         images = [replace(image, cache_namespace=cache_namespace) for image in chat.images]
-        with image_preprocessor.turn(images):
+        with image_preprocessor.admit(images):
             text = self.template.render(chat)
             self._check_length(text, "messages")
-            made = image_preprocessor.process(text, images)
-        return text, MultimodalPrompt.of(made, lambda: image_preprocessor.again(text, images))
+            output = image_preprocessor.process(text, images)
+        recompute = partial(image_preprocessor.recompute, text, images)
+        return text, MultimodalPrompt.from_output(output, recompute)
 
     def _encoded(self, prompt: Chat | str, special: bool, param: str) -> tuple[str, list[int]]:
         """Text and ids. `special`: the tokenizer adds its own; templates write them."""

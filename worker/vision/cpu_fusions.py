@@ -1,8 +1,9 @@
-"""A vision tower on a CPU, quicker by two things that change no more than rounding.
+"""Two optimizations of the vision encoder on a CPU, which change results by rounding only.
 
-Many towers hand on their patches as a convolution makes them, features first, and so do all their
-sums: each layer norm would copy them. And where oneDNN multiplies, it makes what is activated as it
-writes the product. At load, once the model's weights are laid out.
+Many encoders keep their patches features-first, as a convolution returns them, so that each layer
+norm copies its input: the first layer's input is made contiguous. And oneDNN can apply an
+activation while it writes a product: fc1 and its activation become one call. Applied at load, after
+the weights have been packed.
 """
 
 import logging
@@ -18,48 +19,48 @@ from worker.model.language_model import LanguageModel
 
 log = logging.getLogger("onequeue.vision")
 
-# Activations, and what oneDNN calls them.
-KNOWN = {
+# Activation modules, and oneDNN's names for them: algorithm, variant.
+FUSIBLE_ACTIVATIONS = {
     type(ACT2FN["gelu_pytorch_tanh"]): ("gelu", "tanh"),
     type(ACT2FN["gelu"]): ("gelu", "none"),
 }
-ROWS = 40  # that are compared
+PROBE_ROWS = 40  # of the input by which a fusion is checked
 
 
 @torch.inference_mode()
 def apply_cpu_fusions(language: LanguageModel) -> None:
-    """What is outside the decoder, in place."""
+    """Change the modules outside the decoder in place."""
     if language.device.type != "cpu":
         return
     decoder, model = set(language.decoder.modules()), language.model
     fused = 0
-    for module in [each for each in model.modules() if each not in decoder]:
+    for module in [module for module in model.modules() if module not in decoder]:
         if isinstance(module, nn.ModuleList) and len(module):
-            module[0].register_forward_pre_hook(_contiguous, with_kwargs=True)
+            module[0].register_forward_pre_hook(_make_contiguous, with_kwargs=True)
         fused += _fuse(module)
-    log.info("vision tower: activations made with their products=%d", fused)
+    log.info("vision encoder: activations fused into linear layers=%d", fused)
 
 
-def _contiguous(module: Any, given: Iterable[Any], named: dict[str, Any]) -> Any:
-    ordered = {name: _ordered(each) for name, each in named.items()}
-    return tuple(map(_ordered, given)), ordered
+def _make_contiguous(module: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
+    return tuple(map(_contiguous, args)), {name: _contiguous(arg) for name, arg in kwargs.items()}
 
 
-def _ordered(each: Any) -> Any:
-    return each.contiguous() if isinstance(each, Tensor) else each
+def _contiguous(arg: Any) -> Any:
+    return arg.contiguous() if isinstance(arg, Tensor) else arg
 
 
 def _fuse(module: Any) -> bool:
-    """Whether it is a product and its activation, and says the same in one."""
-    product, activation = getattr(module, "fc1", None), getattr(module, "activation_fn", None)
-    if type(product) is not PackedLinear or type(activation) not in KNOWN:
+    """Fuse a module's `fc1` and `activation_fn`, and return whether its output stays the same; the
+    module is left unchanged otherwise."""
+    linear, activation = getattr(module, "fc1", None), getattr(module, "activation_fn", None)
+    if type(linear) is not PackedLinear or type(activation) not in FUSIBLE_ACTIVATIONS:
         return False
-    x = torch.randn(ROWS, product.in_features, generator=torch.Generator().manual_seed(0))
-    x = x.to(product.dtype)
+    x = torch.randn(PROBE_ROWS, linear.in_features, generator=torch.Generator().manual_seed(0))
+    x = x.to(linear.dtype)
     expected = module(x).float()
-    product.activation, module.activation_fn = KNOWN[type(activation)], nn.Identity()
+    linear.activation, module.activation_fn = FUSIBLE_ACTIVATIONS[type(activation)], nn.Identity()
     difference = (module(x).float() - expected).abs().max()
-    if float(difference) <= ROUNDING[product.dtype] * float(expected.abs().max()):
+    if float(difference) <= ROUNDING[linear.dtype] * float(expected.abs().max()):
         return True
-    product.activation, module.activation_fn = None, activation
+    linear.activation, module.activation_fn = None, activation
     return False

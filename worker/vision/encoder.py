@@ -1,10 +1,11 @@
-"""Pictures through the model's vision tower, each once however often it comes; and what is kept of
-those that were looked at, by digests, within bounds of memory.
+"""The vision encoder, and a cache of its outputs.
 
-    pixels  --the model's own forward, up to its decoder-->  rows: what the decoder is given
+    tiles  --the model's forward, up to its decoder-->  rows: the decoder's inputs, one per token
 
-A prompt of nothing but a picture's places is run as far as the decoder, on the worker's thread;
-what is kept is for any thread.
+A prompt of nothing but an image's placeholders is run as far as the decoder (DecoderHook). A tile
+is encoded once however often it is sent. Which tile is encoded when is up to encoder_scheduler.py.
+
+`VisionEncoder` runs on the worker's thread; the caches are safe for any thread.
 """
 
 import threading
@@ -18,18 +19,18 @@ import torch
 from worker.model.decoder_hook import DecoderHook, Rows, rows_of
 from worker.vision.processor import ImageFeatures, MultimodalItem
 
-VIEW_BYTES = 16 << 20
-ENTRY_BYTES = 1 << 10  # that an entry takes beside its tensors
-ROWS_BYTES = 256 << 20
+MAX_FEATURES_BYTES = 16 << 20
+MAX_ROWS_BYTES = 256 << 20
+ENTRY_BYTES = 1 << 10  # of an entry beside its tensors
 
 V = TypeVar("V")
 
 
 class LRUCache(Generic[V]):
-    """The least recently used are given up first. For any thread."""
+    """Values by digest, at most `max_bytes` of them. Thread-safe."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self.most_bytes = most_bytes
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
         self._entries: OrderedDict[bytes, tuple[V, int]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
@@ -37,60 +38,63 @@ class LRUCache(Generic[V]):
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._entries
 
-    def find(self, digest: bytes) -> V | None:
+    def get(self, digest: bytes) -> V | None:
         with self._lock:
             if not (entry := self._entries.get(digest)):
                 return None
             self._entries.move_to_end(digest)
             return entry[0]
 
-    def keep(self, digest: bytes, value: V, nbytes: int) -> None:
+    def put(self, digest: bytes, value: V, nbytes: int) -> None:
+        """Add a value, unless its digest is there, and evict the least recently used ones."""
         with self._lock:
             if digest in self._entries:
                 return
             self._entries[digest] = value, nbytes + ENTRY_BYTES
             self._bytes += nbytes + ENTRY_BYTES
-            while self._bytes > self.most_bytes:
-                _, (_, dropped) = self._entries.popitem(last=False)
-                self._bytes -= dropped
+            while self._bytes > self.max_bytes:
+                _, (_, evicted) = self._entries.popitem(last=False)
+                self._bytes -= evicted
 
 
 @dataclass(eq=False)
 class EncoderCache:
-    """`views`: of whole pictures, without pixels. `rows`: of each frame, what the decoder gets."""
+    """`features`: of images, without pixels. `rows`: encoder outputs of tiles."""
 
-    views: LRUCache[ImageFeatures] = field(default_factory=lambda: LRUCache(VIEW_BYTES))
-    rows: LRUCache[Rows] = field(default_factory=lambda: LRUCache(ROWS_BYTES))
+    features: LRUCache[ImageFeatures] = field(default_factory=lambda: LRUCache(MAX_FEATURES_BYTES))
+    rows: LRUCache[Rows] = field(default_factory=lambda: LRUCache(MAX_ROWS_BYTES))
 
-    def view(self, digest: bytes) -> ImageFeatures | None:
-        """Of a picture that needs no more looking."""
-        view = self.views.find(digest)
-        return view if view and all(each.digest in self.rows for each in view.frames) else None
+    def get(self, digest: bytes) -> ImageFeatures | None:
+        """Return the features of an image whose tiles are all encoded."""
+        image = self.features.get(digest)
+        return image if image and all(tile.digest in self.rows for tile in image.tiles) else None
 
-    def keep_view(self, view: ImageFeatures) -> None:
-        blank = view.without_pixels()
-        self.views.keep(view.digest, blank, blank.nbytes)
+    def put_features(self, image: ImageFeatures) -> None:
+        stored = image.without_pixels()
+        self.features.put(image.digest, stored, stored.nbytes)
 
 
 class VisionEncoder:
-    def __init__(self, entrance: DecoderHook, album: EncoderCache) -> None:
-        self.entrance = entrance
-        self.album = album
-        self.runs = 0  # pictures that were looked at
+    """The part of a model before its decoder. `tiles_encoded` counts since construction."""
 
-    def look(self, pieces: Sequence[MultimodalItem]) -> Sequence[Rows]:
-        """Of the same shape, in one run; CannotRun where the decoder is given what cannot be told
-        apart by picture."""
-        device, width = self.entrance.model.device, len(pieces[0].ids)
-        given = self.entrance.capture(
-            input_ids=torch.tensor([each.ids for each in pieces], device=device),
+    def __init__(self, hook: DecoderHook, cache: EncoderCache) -> None:
+        self.hook = hook
+        self.cache = cache
+        self.tiles_encoded = 0
+
+    def encode(self, items: Sequence[MultimodalItem]) -> Sequence[Rows]:
+        """Encode items of equal shape in one run and cache their rows. Raises CannotRun if the
+        decoder's inputs cannot be attributed to single tiles."""
+        device, width = self.hook.model.device, len(items[0].ids)
+        decoder_inputs = self.hook.capture(
+            input_ids=torch.tensor([item.ids for item in items], device=device),
             **{
-                name: torch.cat([each.inputs[name] for each in pieces]).to(device)
-                for name in pieces[0].inputs.keys() & self.entrance.argument_names
+                name: torch.cat([item.inputs[name] for item in items]).to(device)
+                for name in items[0].inputs.keys() & self.hook.argument_names
             },
         )
-        made = rows_of(given, len(pieces), width)
-        self.runs += len(pieces)
-        for each, rows in zip(pieces, made, strict=True):
-            self.album.rows.keep(each.digest, rows, sum(part.nbytes for part in rows.values()))
-        return made
+        encoded = rows_of(decoder_inputs, len(items), width)
+        self.tiles_encoded += len(items)
+        for item, rows in zip(items, encoded, strict=True):
+            self.cache.rows.put(item.digest, rows, sum(tensor.nbytes for tensor in rows.values()))
+        return encoded

@@ -1,11 +1,12 @@
-"""The pictures' turn before a step: who waits for the tower, and one run of it.
+"""Which images the vision encoder runs before a step of the decoder.
 
-    waiting prompts in order → pictures not looked at yet → one run → prompts that are ready
+    waiting prompts in order → tiles not encoded yet → one encoder run → prompts that are ready
 
-A run has one picture while somebody streams, so that a step is not longer than that; else several
-of the same shape, of whatever prompts, but on a CPU only small ones: of large ones each takes
-longer together. Only the first few prompts in line are looked at ahead of their admission, and rows
-are dropped as soon as the prompt has run. On the worker's thread.
+A run encodes one tile while a sequence is running, which bounds the time between two tokens.
+Otherwise it encodes several tiles of the same shape, also of different prompts; on a CPU only small
+ones, because there large tiles take longer in a batch. Only the first few waiting prompts are
+encoded before their admission, and their rows are dropped once the prompt has been prefilled. Runs
+on the worker's thread.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,101 +15,102 @@ from typing import NamedTuple
 
 from batching.errors import OnequeueError
 from batching.scheduler import ContinuousScheduler
-from batching.sequence import Sequence as Continuation
+from batching.sequence import Sequence as GeneratedSequence
 from worker.error_classification import run_in_halves
 from worker.vision.encoder import VisionEncoder
 from worker.vision.multimodal_prompt import MultimodalPrompt
 from worker.vision.processor import MultimodalItem
 
-AHEAD = 4  # prompts in line that are looked at before there is room for them
-TOGETHER = 8  # pictures in a run while nobody streams
-CPU_NUMBERS = 3 * 512 * 512  # that a run has on a CPU, if not a picture alone has more
-AGAIN_S = 0.01  # how long nothing else is looked for while what was put back is made again
+MAX_PROMPTS_AHEAD = 4  # waiting prompts that are encoded before they are admitted
+MAX_BATCH = 8  # tiles of a run
+MAX_CPU_NUMEL = 3 * 512 * 512  # elements of a batch on a CPU; a single tile may have more
+RECOMPUTE_WAIT_S = 0.01  # how long an otherwise idle step waits for images to be processed again
 
-Failed = Callable[[MultimodalPrompt, BaseException], None]
+OnFailure = Callable[[MultimodalPrompt, BaseException], None]
 
 
 class EncoderJob(NamedTuple):
     prompt: MultimodalPrompt
-    piece: MultimodalItem
+    item: MultimodalItem
 
 
 class EncoderScheduler:
-    """`failed` is told whose picture could not be looked at."""
+    """`on_failure` is called with each prompt whose images could not be encoded."""
 
-    def __init__(self, tower: VisionEncoder, failed: Failed) -> None:
-        self.tower = tower
-        self._failed = failed
-        self._open: dict[MultimodalPrompt, None] = {}
+    def __init__(self, encoder: VisionEncoder, on_failure: OnFailure) -> None:
+        self.encoder = encoder
+        self._on_failure = on_failure
+        self._ready: dict[MultimodalPrompt, None] = {}
 
-    def turn(self, scheduler: ContinuousScheduler, streaming: bool) -> None:
-        """At most one run of the tower."""
+    def step(self, scheduler: ContinuousScheduler, streaming: bool) -> None:
+        """Run the encoder at most once, and mark prompts ready whose images are all encoded."""
         prompts = dict.fromkeys(_prompts(scheduler.waiting))
-        waiting = [each for each in list(prompts)[:AHEAD] if not each.ready]
-        lacking = [EncoderJob(each, piece) for each in waiting for piece in self._missing(each)]
-        if lacking:
-            self._look(_batch(lacking, 1 if streaming else self._together(lacking[0].piece)))
+        waiting = [prompt for prompt in list(prompts)[:MAX_PROMPTS_AHEAD] if not prompt.ready]
+        jobs = [EncoderJob(prompt, item) for prompt in waiting for item in self._missing(prompt)]
+        if jobs:
+            self._encode(_first_batch(jobs, 1 if streaming else self._max_batch(jobs[0].item)))
         for prompt in waiting:
-            self._open_if_seen(prompt)
-        coming = [each.coming for each in waiting if each.coming]
-        if coming and not lacking and not scheduler.running:
-            wait(coming, AGAIN_S, FIRST_COMPLETED)
+            self._mark_ready_if_encoded(prompt)
+        recomputing = [prompt.recomputing for prompt in waiting if prompt.recomputing]
+        if recomputing and not jobs and not scheduler.running:
+            wait(recomputing, RECOMPUTE_WAIT_S, FIRST_COMPLETED)
 
-    def close_those_that_ran(self, scheduler: ContinuousScheduler) -> None:
-        """And those whose sequences are no more: after a step."""
-        lines = (scheduler.running, scheduler.waiting)
+    def release_prefilled(self, scheduler: ContinuousScheduler) -> None:
+        """Drop the rows of prompts that no sequence has to prefill any more. Called after a
+        step."""
         needed = {
             sequence.multimodal
-            for line in lines
-            for sequence in line
+            for sequences in (scheduler.running, scheduler.waiting)
+            for sequence in sequences
             if sequence.multimodal and sequence.computed < sequence.multimodal.end
         }
-        for prompt in [each for each in self._open if each not in needed]:
-            del self._open[prompt]
-            prompt.close()
+        for prompt in [prompt for prompt in self._ready if prompt not in needed]:
+            del self._ready[prompt]
+            prompt.release()
 
-    def _together(self, piece: MultimodalItem) -> int:
-        if self.tower.entrance.model.device.type != "cpu":
-            return TOGETHER
-        return max(1, min(TOGETHER, CPU_NUMBERS // piece.numbers))
+    def _max_batch(self, item: MultimodalItem) -> int:
+        if self.encoder.hook.model.device.type != "cpu":
+            return MAX_BATCH
+        return max(1, min(MAX_BATCH, MAX_CPU_NUMEL // item.max_numel))
 
     def _missing(self, prompt: MultimodalPrompt) -> list[MultimodalItem]:
         try:
-            return prompt.missing(self.tower.album, TOGETHER)
+            return prompt.missing(self.encoder.cache, MAX_BATCH)
         except Exception as error:
-            self._failed(prompt, error)
+            self._on_failure(prompt, error)
             return []
 
-    def _look(self, batch: Sequence[EncoderJob]) -> None:
+    def _encode(self, batch: Sequence[EncoderJob]) -> None:
         failed: set[MultimodalPrompt] = set()
 
-        def run(part: Sequence[EncoderJob]) -> None:
-            made = self.tower.look([each.piece for each in part])
-            for each, rows in zip(part, made, strict=True):
-                each.prompt.found[each.piece.digest] = rows
+        def run(jobs: Sequence[EncoderJob]) -> None:
+            encoded = self.encoder.encode([job.item for job in jobs])
+            for job, rows in zip(jobs, encoded, strict=True):
+                job.prompt.encoded[job.item.digest] = rows
 
-        def told(part: Sequence[EncoderJob], failure: OnequeueError) -> None:
-            if len(part) == 1:
-                failed.add(part[0].prompt)
-                self._failed(part[0].prompt, failure)
+        def fail(jobs: Sequence[EncoderJob], failure: OnequeueError) -> None:
+            if len(jobs) == 1:
+                failed.add(jobs[0].prompt)
+                self._on_failure(jobs[0].prompt, failure)
 
-        run_in_halves(batch, run, told, lambda each: each.prompt not in failed)
+        run_in_halves(batch, run, fail, lambda job: job.prompt not in failed)
 
-    def _open_if_seen(self, prompt: MultimodalPrompt) -> None:
+    def _mark_ready_if_encoded(self, prompt: MultimodalPrompt) -> None:
         try:
-            if not prompt.unseen(self.tower.album):
-                prompt.open(self.tower)
-                self._open[prompt] = None
+            if not prompt.find_unencoded(self.encoder.cache):
+                prompt.mark_ready(self.encoder)
+                self._ready[prompt] = None
         except Exception as error:
-            self._failed(prompt, error)
+            self._on_failure(prompt, error)
 
 
-def _prompts(line: Iterable[Continuation]) -> Iterable[MultimodalPrompt]:
-    return (each.multimodal for each in line if isinstance(each.multimodal, MultimodalPrompt))
+def _prompts(waiting: Iterable[GeneratedSequence]) -> Iterable[MultimodalPrompt]:
+    inputs = (sequence.multimodal for sequence in waiting)
+    return (prompt for prompt in inputs if isinstance(prompt, MultimodalPrompt))
 
 
-def _batch(lacking: Sequence[EncoderJob], most: int) -> list[EncoderJob]:
-    """The first, and others of its shape; the same picture once."""
-    shape = lacking[0].piece.shape
-    alike = {each.piece.digest: each for each in reversed(lacking) if each.piece.shape == shape}
-    return list(alike.values())[::-1][:most]
+def _first_batch(jobs: Sequence[EncoderJob], limit: int) -> list[EncoderJob]:
+    """Return the first job and up to `limit - 1` others of its shape, each tile once."""
+    shape = jobs[0].item.shape
+    by_digest = {job.item.digest: job for job in reversed(jobs) if job.item.shape == shape}
+    return list(by_digest.values())[::-1][:limit]

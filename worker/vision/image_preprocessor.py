@@ -1,11 +1,11 @@
-"""Image files of a conversation as they are looked at: decoded within bounds, one after the other.
+"""Image files of a chat become a processed prompt, with bounds on pixels, tokens and memory.
 
-    headers of all → sizes and their sum → one: in the album, or decoded, upright, RGB, a View → the
-    next → the text with all views (processor.py)
+    headers → sizes of all images → each image: cached, or decoded, upright, RGB, processed → the
+    text with the features of all images (processor.py)
 
-In pool threads. Of requests with pictures that are new, one is read at a time, so that those of
-text have the other threads; what their tensors take until the model has looked at them is bounded:
-beyond that, requests wait without a thread.
+Runs in pool threads. The images of one request are decoded at a time, so that requests of text have
+the other threads. The bytes of tensors that wait for the encoder are limited; beyond the limit,
+requests wait without holding a thread.
 """
 
 import threading
@@ -24,154 +24,166 @@ from worker.messages.protocol import Pending
 from worker.vision.encoder import EncoderCache
 from worker.vision.processor import ImageFeatures, Processor, ProcessorOutput
 
-# Pixels of a request's images together: so many times those that one may have.
-TIMES_IN_ALL = 4
-ROUGH_SIDE = 512  # pixels, of what is looked at with `detail: low`
-HELD_BYTES = 1 << 30
+# The images of a request may have this many times the pixels of a single image.
+REQUEST_PIXELS_RATIO = 4
+LOW_DETAIL_SIDE = 512  # pixels of the longer side of an image with `detail: low`
+MAX_WAITING_BYTES = 1 << 30
 
 
 class ImagePreprocessor:
-    """How a model sees. `most_pixels`: of an image, and of all that are decoded at a time."""
+    """`max_pixels`: of one image, and of all that are decoded at the same time. `max_bytes`: of
+    tensors that wait for the encoder."""
 
     def __init__(
-        self, processor: Processor, most_pixels: int, held_bytes: int = HELD_BYTES
+        self, processor: Processor, max_pixels: int, max_bytes: int = MAX_WAITING_BYTES
     ) -> None:
         self.processor = processor
-        self.budget = DecodeLimiter(most_pixels)
-        self.held = MemoryLimiter(held_bytes)
-        self.album = EncoderCache()
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="pictures")  # for those put back
+        self.decode_limiter = DecodeLimiter(max_pixels)
+        self.memory_limiter = MemoryLimiter(max_bytes)
+        self.cache = EncoderCache()
+        self._recompute_thread = ThreadPoolExecutor(1, thread_name_prefix="images")
 
     @contextmanager
-    def turn(self, pictures: Sequence[ImageInput]) -> Iterator[None]:
-        """To `process` them. Pending while those of another request are read, or take all memory
-        there is for them, unless all of these are known."""
-        if all(self.album.view(each.digest) for each in pictures):
+    def admit(self, images: Sequence[ImageInput]) -> Iterator[None]:
+        """Call `process` inside. Raises Pending while another request decodes its images or the
+        memory limit is reached, unless all of these images are cached."""
+        if all(self.cache.get(image.digest) for image in images):
             yield
             return
-        if not self.held.enter():
-            raise Pending(self.held.then)
+        if not self.memory_limiter.start_decoding():
+            raise Pending(self.memory_limiter.call_when_free)
         try:
             yield
         finally:
-            self.held.leave()
+            self.memory_limiter.end_decoding()
 
     def process(
-        self, text: str, pictures: Sequence[ImageInput], anew: bool = False
+        self, text: str, images: Sequence[ImageInput], use_cache: bool = True
     ) -> ProcessorOutput:
-        """As processor.py's; InvalidInput for images that are broken or too large. `anew`: pixels
-        and all, also of those that are known."""
-        made = self._made(text, pictures, anew)
-        self.held.take(made)
-        return made
+        """Return the processed prompt. Without `use_cache` all images have their pixels. Raises
+        InvalidInput for images that are broken or too large."""
+        output = self._process(text, images, use_cache)
+        self.memory_limiter.reserve(output)
+        return output
 
-    def again(self, text: str, pictures: Sequence[ImageInput]) -> Future[ProcessorOutput]:
-        """The same, pixels and all, in a thread of its own, whatever memory others take: they may
-        wait for it."""
-        return self._threads.submit(self.process, text, pictures, anew=True)
+    def recompute(self, text: str, images: Sequence[ImageInput]) -> Future[ProcessorOutput]:
+        """Call `process` without the cache in a thread of its own. It does not wait for the memory
+        limit, since the requests that hold the memory may wait for this prompt."""
+        return self._recompute_thread.submit(self.process, text, images, use_cache=False)
 
-    def ids(self, text: str, pictures: Sequence[ImageInput]) -> list[int]:
-        """Those of `process`, in that thread: no request takes more than it does."""
-        return self._threads.submit(self._made, text, pictures).result().ids
+    def token_ids(self, text: str, images: Sequence[ImageInput]) -> list[int]:
+        """Return the token ids of a prompt. Runs in the thread of `recompute`, so that concurrent
+        calls take no more memory than one."""
+        return self._recompute_thread.submit(self._process, text, images).result().ids
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._recompute_thread.shutdown(wait=False, cancel_futures=True)
 
-    def _made(
-        self, text: str, pictures: Sequence[ImageInput], anew: bool = False
+    def _process(
+        self, text: str, images: Sequence[ImageInput], use_cache: bool = True
     ) -> ProcessorOutput:
-        ids = self.processor.words(text)
-        self._check_sizes(ids, pictures)
-        views: list[ImageFeatures] = []
-        for each in pictures:
-            known = None if anew else self.album.view(each.digest)
-            views.append(known or self._view(each))
-            ids += views[-1].count
-            self.processor.check_fits(ids, each.param)
-        return self.processor.process(text, views)
+        tokens = self.processor.count_text_tokens(text)
+        self._check_sizes(tokens, images)
+        processed: list[ImageFeatures] = []
+        for image in images:
+            cached = self.cache.get(image.digest) if use_cache else None
+            processed.append(cached or self._features(image))
+            tokens += processed[-1].token_count
+            self.processor.check_fits(tokens, image.param)
+        return self.processor.process_text(text, processed)
 
-    def _check_sizes(self, ids: int, pictures: Sequence[ImageInput]) -> None:
-        """InvalidInput for what is too much by the headers alone, beside so many ids of text."""
+    def _check_sizes(self, tokens: int, images: Sequence[ImageInput]) -> None:
+        """Raise InvalidInput if the headers of the images alone exceed the limits of pixels or,
+        with `tokens` of text, of the context."""
         pixels = 0
-        for each in pictures:
-            width, height = self._opened(each).size
+        max_pixels = REQUEST_PIXELS_RATIO * self.decode_limiter.size
+        for image in images:
+            width, height = self._open(image).size
             pixels += width * height
-            if pixels > TIMES_IN_ALL * self.budget.size:
-                most = f"at most {TIMES_IN_ALL * self.budget.size} are taken"
-                raise InvalidInput.at(each.param, f"the images have {pixels} pixels so far; {most}")
-            ids += 0 if each.is_low_detail else self.processor.filled(width, height)
-            self.processor.check_fits(ids, each.param)
+            if pixels > max_pixels:
+                raise InvalidInput.at(
+                    image.param,
+                    f"the images have {pixels} pixels so far; at most {max_pixels} are accepted",
+                )
+            if not image.is_low_detail:
+                tokens += self.processor.min_image_tokens(width, height)
+            self.processor.check_fits(tokens, image.param)
 
-    def _view(self, picture: ImageInput) -> ImageFeatures:
-        with self.budget.lease() as lease:
-            image = self._decoded(picture, lease)
-            return self.processor.look(image, picture.digest, picture.is_low_detail, picture.param)
+    def _features(self, image: ImageInput) -> ImageFeatures:
+        with self.decode_limiter.lease() as lease:
+            decoded = self._decode(image, lease)
+            return self.processor.process_image(
+                decoded, image.digest, image.is_low_detail, image.param
+            )
 
-    def _decoded(self, picture: ImageInput, lease: Lease) -> Image.Image:
-        """Upright, RGB; a rough one small."""
-        image = self._opened(picture)
-        if picture.is_low_detail:
-            image.draft("RGB", (ROUGH_SIDE, ROUGH_SIDE))  # of JPEG, fewer are decoded
-        lease.take(image.width * image.height)
-        decode_image(image, picture.param)
-        image = upright_rgb(image)
-        if picture.is_low_detail:
-            image.thumbnail((ROUGH_SIDE, ROUGH_SIDE))
-        return image
+    def _decode(self, image: ImageInput, lease: Lease) -> Image.Image:
+        """Return an upright RGB image, downscaled if it has low detail."""
+        opened = self._open(image)
+        if image.is_low_detail:
+            opened.draft("RGB", (LOW_DETAIL_SIDE, LOW_DETAIL_SIDE))  # JPEG decodes fewer pixels
+        lease.take(opened.width * opened.height)
+        decode_image(opened, image.param)
+        upright = upright_rgb(opened)
+        if image.is_low_detail:
+            upright.thumbnail((LOW_DETAIL_SIDE, LOW_DETAIL_SIDE))
+        return upright
 
-    def _opened(self, picture: ImageInput) -> Image.Image:
-        """Its header alone has been read."""
-        return open_image(picture.data, picture.param, self.budget.size)
+    def _open(self, image: ImageInput) -> Image.Image:
+        """Read the header alone."""
+        return open_image(image.data, image.param, self.decode_limiter.size)
 
 
 class MemoryLimiter:
-    """Bytes of tensors that wait for the model, of all requests; whether one's are being read; who
-    waits for room."""
+    """Limits the bytes of tensors that wait for the encoder, and lets one request decode at a time.
+    Thread-safe."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.taken = 0
-        self.reading = False
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.used_bytes = 0
+        self.is_decoding = False
         self._waiting: list[Callable[[], None]] = []
-        self._lock = threading.RLock()  # taking may collect garbage, and that give back
+        # reentrant: reserving may collect garbage, whose finalizers release
+        self._lock = threading.RLock()
 
     @property
-    def full(self) -> bool:
-        return self.reading or self.taken >= self.most
+    def is_full(self) -> bool:
+        return self.is_decoding or self.used_bytes >= self.max_bytes
 
-    def enter(self) -> bool:
-        """False if there is no room."""
+    def start_decoding(self) -> bool:
+        """Return False if the limiter is full."""
         with self._lock:
-            if self.full:
+            if self.is_full:
                 return False
-            self.reading = True
+            self.is_decoding = True
             return True
 
-    def leave(self) -> None:
+    def end_decoding(self) -> None:
         with self._lock:
-            self.reading = False
-        self._call_those_that_wait()
+            self.is_decoding = False
+        self._call_waiting()
 
-    def take(self, made: ProcessorOutput) -> None:
-        """Until nobody has it any more."""
-        size = made.nbytes
-        weakref.finalize(made, self._give_back, size)
+    def reserve(self, output: ProcessorOutput) -> None:
+        """Count the bytes of `output` until it is garbage."""
+        size = output.nbytes
+        weakref.finalize(output, self._release, size)
         with self._lock:
-            self.taken += size
+            self.used_bytes += size
 
-    def then(self, wanted: Callable[[], bool], again: Callable[[], None]) -> None:
-        """Call `again` once there is room."""
+    def call_when_free(self, wanted: Callable[[], bool], callback: Callable[[], None]) -> None:
+        """Call `callback` once the limiter is not full, if it is still `wanted` then."""
         with self._lock:
-            self._waiting.append(lambda: again() if wanted() else None)
-        self._call_those_that_wait()
+            self._waiting.append(lambda: callback() if wanted() else None)
+        self._call_waiting()
 
-    def _give_back(self, size: int) -> None:
+    def _release(self, size: int) -> None:
         with self._lock:
-            self.taken -= size
-        self._call_those_that_wait()
+            self.used_bytes -= size
+        self._call_waiting()
 
-    def _call_those_that_wait(self) -> None:
+    def _call_waiting(self) -> None:
         with self._lock:
-            ready, self._waiting = (self._waiting, []) if not self.full else ([], self._waiting)
-        for call in ready:
-            call()
+            if self.is_full:
+                return
+            callbacks, self._waiting = self._waiting, []
+        for callback in callbacks:
+            callback()

@@ -1,8 +1,8 @@
-"""The model runner for what is not paged, with pictures: a prompt that has some runs by itself,
-with the model's own forward and its cache.
+"""The runner of unpaged models with images: a prompt with images runs alone, with the model's own
+forward and transformers' cache.
 
-Whether what it keeps between steps is right is asked of the model at load, as for text; without
-that, such a prompt is run anew, pictures and all, for each token.
+As for text, a check at load decides whether the cache gives right results. Without it, the whole
+prompt, images included, is recomputed for each token.
 """
 
 from collections import abc
@@ -25,34 +25,37 @@ from worker.model.cached_runner import (
 )
 from worker.model.decoder_hook import DecoderHook
 from worker.model.language_model import LanguageModel
-from worker.vision.multimodal_prompt import MultimodalPrompt, taken
+from worker.vision.multimodal_prompt import MultimodalPrompt, select_tensors
 from worker.vision.processor import Processor
-from worker.vision.self_check import sample
+from worker.vision.self_check import sample_output
 
 
 class MultimodalCachedRunner(CachedRunner):
+    """`caches_images`: whether prompts with images use the cache."""
+
     def __init__(
         self, language: LanguageModel, max_model_len: int | None, processor: Processor
     ) -> None:
         super().__init__(language, max_model_len)
         self._processor = processor
-        self._keeps = self.caches
+        self.caches_images = self.caches
         try:
-            self._tells: DecoderHook | None = DecoderHook(self.model)
+            self._hook: DecoderHook | None = DecoderHook(self.model)
         except CannotRun:
-            self._tells = None
-        if self._keeps:
-            self._check_pictures()
+            self._hook = None
+        if self.caches_images:
+            self._check_cached_images()
 
     def _to_run(self, sequences: list[Sequence]) -> list[tuple[CacheGroup | None, list[Sequence]]]:
-        pictured: list[tuple[CacheGroup | None, list[Sequence]]] = []
+        with_images: list[tuple[CacheGroup | None, list[Sequence]]] = []
         for sequence in sequences:
-            place: CacheSlot | None = block_table(sequence).kept
-            missing = len(sequence.tokens) - place.tokens if place else -1
+            slot: CacheSlot | None = block_table(sequence).kept
+            missing = len(sequence.tokens) - slot.tokens if slot else -1
             if sequence.multimodal and missing:
-                goes_on = place and place.group.past and missing == 1
-                pictured.append((place.group if place and goes_on else None, [sequence]))
-        return [*super()._to_run([each for each in sequences if not each.multimodal]), *pictured]
+                group = slot.group if slot and slot.group.past and missing == 1 else None
+                with_images.append((group, [sequence]))
+        text = super()._to_run([sequence for sequence in sequences if not sequence.multimodal])
+        return [*text, *with_images]
 
     def _run(self, group: CacheGroup | None, members: list[Sequence]) -> None:
         sequence, prompt = members[0], members[0].multimodal
@@ -61,8 +64,8 @@ class MultimodalCachedRunner(CachedRunner):
             return
         past = None
         if group:
-            past, group.past = group.past, None  # in doubt until all went well
-        logits, past = self.run_pictured(prompt, sequence.tokens, past)
+            past, group.past = group.past, None  # invalid if the forward raises
+        logits, past = self.run_multimodal(prompt, sequence.tokens, past)
         size = len(sequence.tokens)
         block_table(sequence).kept = CacheSlot(CacheGroup(1, size, logits, past), 0, size)
 
@@ -71,65 +74,68 @@ class MultimodalCachedRunner(CachedRunner):
         if not isinstance(prompt, MultimodalPrompt):
             return super()._scored(chunk)
         rows = torch.arange(positions.start, positions.stop, device=self.device)
-        given = self._whole(prompt, chunk.sequence.tokens)
-        logits: Tensor = self._call(given, False, rows).logits[0]
+        inputs = self._whole_inputs(prompt, chunk.sequence.tokens)
+        logits: Tensor = self._call(inputs, False, rows).logits[0]
         return logits if len(logits) == len(positions) else logits[rows]
 
     @torch.inference_mode()
-    def run_pictured(
+    def run_multimodal(
         self, prompt: MultimodalPrompt, tokens: abc.Sequence[int], past: CacheState | None
     ) -> tuple[Tensor, CacheState | None]:
-        """As `run`, for a prompt with pictures and what has been said since."""
+        """Run a prompt with images and the tokens generated since, as `run` does for text."""
         if past is None:
-            given = self._whole(prompt, tokens)
-            return self.advance(given, given["attention_mask"], None, self._keeps)
+            inputs = self._whole_inputs(prompt, tokens)
+            return self.advance(inputs, inputs["attention_mask"], None, self.caches_images)
         mask = torch.cat([past.mask, past.mask.new_ones(1, 1)], 1)
         ids = fill_placeholders(torch.tensor([tokens[-1:]], device=self.device), self._drawn)
         positions = torch.tensor([[len(tokens) - 1 + prompt.shift]], device=self.device)
         last = {
-            name: each[:, -1:].to(self.device)
-            for name, each in taken(prompt.made().inputs, self.takes).items()
+            name: tensor[:, -1:].to(self.device)
+            for name, tensor in select_tensors(prompt.processed().inputs, self.takes).items()
         }
-        given = {**last, "input_ids": ids, "position_ids": positions}
-        return self.advance(given, mask, past, self._keeps)
+        inputs = {**last, "input_ids": ids, "position_ids": positions}
+        return self.advance(inputs, mask, past, self.caches_images)
 
-    def _whole(self, prompt: MultimodalPrompt, tokens: abc.Sequence[int]) -> dict[str, Tensor]:
-        """All that the forward takes. What it takes of each token goes on as it ended."""
-        if prompt.positions is None and self._tells:
+    def _whole_inputs(
+        self, prompt: MultimodalPrompt, tokens: abc.Sequence[int]
+    ) -> dict[str, Tensor]:
+        """Return all arguments of the forward. Arguments of each token repeat their last value for
+        generated tokens."""
+        if prompt.positions is None and self._hook:
             try:
-                prompt.lay_out(self._tells)
-            except Exception as error:  # as where its positions are counted from the first token
-                log_refusal("laid out", error)
-                self._tells = None
-        made, width = prompt.made(), len(tokens)
-        of_text = {
-            name: torch.cat([each, *[each[:, -1:]] * (width - each.shape[1])], 1)
-            for name, each in taken(made.inputs, self.takes).items()
+                prompt.compute_positions(self._hook)
+            except Exception as error:  # such as positions that are counted from the first token
+                log_refusal("computing positions", error)
+                self._hook = None
+        output, width = prompt.processed(), len(tokens)
+        of_tokens = {
+            name: torch.cat([tensor, *[tensor[:, -1:]] * (width - tensor.shape[1])], 1)
+            for name, tensor in select_tensors(output.inputs, self.takes).items()
         }
-        image = self._processor.image_id  # if the model says it, there is no picture for it
-        joined = self._processor.joined(made.images)
+        of_images = select_tensors(self._processor.concatenate(output.image_tensors), self.takes)
+        inputs = {**of_tokens, **of_images}
+        moved = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         ids = fill_placeholders(torch.tensor([tokens], device=self.device), self._drawn)
-        said = ids[:, len(prompt.ids) :]
-        said.masked_fill_(said == image, self.pad)
-        others = {**of_text, **taken(joined, self.takes)}
-        given = {name: each.to(self.device) for name, each in others.items()}
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **given}
+        # a generated image token stands for no image
+        generated = ids[:, len(prompt.ids) :]
+        generated.masked_fill_(generated == self._processor.image_token_id, self.pad)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **moved}
 
-    def _check_pictures(self) -> None:
-        """Whether what it keeps of pictures is right; texts have their turns between."""
-        made = sample(self._processor)
-        prompt = MultimodalPrompt.of(made)
-        [more] = random_prompts(self.model, self.language.tokenizer, [STEPS])
-        texts = [[*made.ids, *more[:count]] for count in range(STEPS)]
+    def _check_cached_images(self) -> None:
+        """Compare steps on the cache, with texts between them, with recomputed ones."""
+        output = sample_output(self._processor)
+        prompt = MultimodalPrompt.from_output(output)
+        [generated] = random_prompts(self.model, self.language.tokenizer, [STEPS])
+        texts = [[*output.ids, *generated[:count]] for count in range(STEPS)]
         try:
             past = None
             cached = []
             for text in texts:
-                logits, past = self.run_pictured(prompt, text, past)
+                logits, past = self.run_multimodal(prompt, text, past)
                 cached.append(logits)
-                self.run([more[:2]] * 3, None)
-            anew = [self.run_pictured(prompt, text, None)[0] for text in texts]
-            compare(torch.cat(cached), torch.cat(anew), CACHED)
+                self.run([generated[:2]] * 3, None)
+            recomputed = [self.run_multimodal(prompt, text, None)[0] for text in texts]
+            compare(torch.cat(cached), torch.cat(recomputed), CACHED)
         except Exception as error:
-            self._keeps = False
-            log_refusal("cached with pictures", error)
+            self.caches_images = False
+            log_refusal("cached with images", error)

@@ -1,9 +1,8 @@
-"""A prompt with pictures on its way: processed in the pool, looked at by the worker's thread unless
-that was done before, and forgotten but for its numbers once it has run. Shared by a request's
-choices.
+"""A prompt with images: processed in a pool thread, encoded on the worker's thread unless cached,
+and reduced to its numbers once it has been prefilled. The choices of a request share it.
 
-How it is laid out (positions, what sees what, what its blocks are found by) is read off the model's
-own forward as it comes to its decoder, without pixels.
+Positions, bidirectional attention and the contents by which cached blocks are found are read off
+the model's own forward as it calls its decoder, without pixels.
 """
 
 import hashlib
@@ -18,121 +17,129 @@ from batching.block_pool import Content
 from worker.model.decoder_hook import DecoderHook, Rows, attends_to_next
 from worker.model.multimodal_batch import MultimodalBatch
 from worker.vision.encoder import EncoderCache, VisionEncoder
-from worker.vision.processor import PIXELS, MultimodalItem, ProcessorOutput
+from worker.vision.processor import PIXEL_PREFIX, MultimodalItem, ProcessorOutput
 
-Again = Callable[[], Future[ProcessorOutput]]
-NEVER: Again = Future  # of what is looked at once: it does not come
+Recompute = Callable[[], Future[ProcessorOutput]]
+NEVER: Recompute = Future  # does not complete: for prompts that are encoded once
 
 
 @dataclass(eq=False, slots=True)
 class MultimodalPrompt(MultimodalBatch):
-    """`process` makes of the request what went in, in another thread, where pixels are needed that
-    are not here: of a prompt that was put back after it had run, or whose pictures were known and
-    then given up."""
+    """`recompute` processes the request again, pixels included, in another thread: for prompts that
+    were preempted after their prefill, or whose cached images have been evicted.
+    `processor_output` is dropped once all images are encoded. `encoded`: rows by the digest of
+    their tile."""
 
-    process: Again = field(kw_only=True)
-    processed: ProcessorOutput | None = field(kw_only=True)
+    recompute: Recompute = field(kw_only=True)
+    processor_output: ProcessorOutput | None = field(kw_only=True)
     ids: Sequence[int] = field(kw_only=True)
     digests: Sequence[bytes] = field(kw_only=True)
-    found: dict[bytes, Rows] = field(default_factory=dict)
-    coming: Future[ProcessorOutput] | None = None
+    encoded: dict[bytes, Rows] = field(default_factory=dict)
+    recomputing: Future[ProcessorOutput] | None = None
 
     @classmethod
-    def of(cls, made: ProcessorOutput, process: Again = NEVER) -> "MultimodalPrompt":
-        spans = [(each.start, each.stop) for each in made.pieces]
-        digests = [each.digest for each in made.pieces]
+    def from_output(
+        cls, output: ProcessorOutput, recompute: Recompute = NEVER
+    ) -> "MultimodalPrompt":
+        spans = [(item.start, item.stop) for item in output.items]
+        digests = [item.digest for item in output.items]
         return cls(
-            spans=spans, end=spans[-1][1], contents=made.ids, process=process,
-            ids=made.ids, digests=digests, processed=made,
+            spans=spans, end=spans[-1][1], contents=output.ids, recompute=recompute,
+            ids=output.ids, digests=digests, processor_output=output,
         )  # fmt: skip
 
-    def missing(self, album: EncoderCache, most: int) -> list[MultimodalItem]:
-        """The first `most` of its pictures that have not been looked at, each once; none while
-        they are made again, in `coming`."""
-        if not (unseen := self.unseen(album)):
+    def missing(self, cache: EncoderCache, limit: int) -> list[MultimodalItem]:
+        """Return the first `limit` tiles that are not encoded, each once; none while the prompt is
+        recomputed."""
+        if not (numbers := self.find_unencoded(cache)):
             return []
-        if not (self.processed and all(self.processed.pieces[n].whole for n in unseen)):
-            self.coming = self.coming or self.process()
-            if not self.coming.done():
+        output = self.processor_output
+        if output is None or not all(output.items[number].has_pixels for number in numbers):
+            self.recomputing = self.recomputing or self.recompute()
+            if not self.recomputing.done():
                 return []
-            coming, self.coming = self.coming, None
-            self.processed = coming.result()
-        return [self.processed.pieces[number] for number in unseen[:most]]
+            recomputed, self.recomputing = self.recomputing, None
+            self.processor_output = output = recomputed.result()
+        return [output.items[number] for number in numbers[:limit]]
 
-    def unseen(self, album: EncoderCache) -> list[int]:
-        """The numbers of those, as far as the album does not have them."""
+    def find_unencoded(self, cache: EncoderCache) -> list[int]:
+        """Take what the cache has, and return the numbers of the other tiles."""
         for digest in self.digests:
-            if digest not in self.found and (rows := album.rows.find(digest)) is not None:
-                self.found[digest] = rows
-        return [*{d: n for n, d in enumerate(self.digests) if d not in self.found}.values()]
+            if digest not in self.encoded and (rows := cache.rows.get(digest)) is not None:
+                self.encoded[digest] = rows
+        return [*{d: n for n, d in enumerate(self.digests) if d not in self.encoded}.values()]
 
-    def lay_out(self, entrance: DecoderHook) -> None:
-        """CannotRun where the forward does not tell."""
-        made, device = self.made(), entrance.model.device
-        images = [taken(each, entrance.argument_names) for each in made.images]
+    def compute_positions(self, hook: DecoderHook) -> None:
+        """Set `positions`, `shift`, `bidirectional_spans`, `end` and `contents`. Raises CannotRun
+        if they cannot be read off the decoder's inputs."""
+        output, device = self.processed(), hook.model.device
+        images = [select_tensors(tensors, hook.argument_names) for tensors in output.image_tensors]
         joined = {
-            name: torch.cat([each[name] for each in images])
+            name: torch.cat([tensors[name] for tensors in images])
             for name in images[0]
-            if not name.startswith(PIXELS)
+            if not name.startswith(PIXEL_PREFIX)
         }
-        inputs = {**taken(made.inputs, entrance.argument_names), **joined}
-        given = entrance.capture(
+        inputs = {**select_tensors(output.inputs, hook.argument_names), **joined}
+        decoder_inputs = hook.capture(
             input_ids=torch.tensor([self.ids], device=device),
-            **{name: each.to(device) for name, each in inputs.items()},
+            **{name: tensor.to(device) for name, tensor in inputs.items()},
         )
         count = len(self.ids)
-        self.positions = _positions(given.get("position_ids"), count)
+        self.positions = _positions(decoder_inputs.get("position_ids"), count)
         self.shift = int(self.positions.max()) + 1 - count
-        self.blocks = _blocks(attends_to_next(given))
-        self.end = max(stop for _, stop in (*self.spans, *self.blocks))
+        self.bidirectional_spans = _runs(attends_to_next(decoder_inputs))
+        self.end = max(stop for _, stop in (*self.spans, *self.bidirectional_spans))
         text = torch.arange(self.end, count) + self.shift
         if not bool((self.positions[:, self.end :] == text).all()):
             self.end = count
         self.contents = self._contents()
 
     def _contents(self) -> list[Content]:
-        """Token ids, but of pictures their digests; and since the tokens of a block depend on all
-        of it, of blocks theirs."""
+        """Return token ids, in images the digest of the tile instead. Tokens of a
+        bidirectional span depend on all of it: there the digest of the span."""
         contents: list[Content] = [*self.ids]
         for (start, stop), digest in zip(self.spans, self.digests, strict=True):
             contents[start:stop] = [digest] * (stop - start)
-        for start, stop in self.blocks:
+        for start, stop in self.bidirectional_spans:
             whole = hashlib.blake2b(repr(contents[start:stop]).encode(), digest_size=16).digest()
             contents[start:stop] = [whole] * (stop - start)
         return contents
 
-    def open(self, tower: VisionEncoder) -> None:
-        """All its pictures have been looked at: it may run. CannotRun as from `lay_out`."""
+    def mark_ready(self, encoder: VisionEncoder) -> None:
+        """Let the scheduler admit the prompt: all its images are encoded. Raises CannotRun as
+        `compute_positions` does."""
         if self.positions is None:
-            self.lay_out(tower.entrance)
-        for view in self.processed.views if self.processed else ():
-            tower.album.keep_view(view)
-        self.rows = [self.found[digest] for digest in self.digests]
-        self.processed, self.found, self.ready = None, {}, True
+            self.compute_positions(encoder.hook)
+        for image in self.processor_output.images if self.processor_output else ():
+            encoder.cache.put_features(image)
+        self.rows = [self.encoded[digest] for digest in self.digests]
+        self.processor_output, self.encoded, self.ready = None, {}, True
 
-    def close(self) -> None:
-        """It has run, or nobody waits for it."""
+    def release(self) -> None:
+        """Drop the rows: the prompt has been prefilled or cancelled."""
         self.rows, self.ready = (), False
 
-    def made(self) -> ProcessorOutput:
-        """What went in, until it has been looked at."""
-        assert self.processed
-        return self.processed
+    def processed(self) -> ProcessorOutput:
+        """Return the processor's output, which is there until all images are encoded."""
+        assert self.processor_output
+        return self.processor_output
 
 
-def taken(inputs: Mapping[str, object], takes: Container[str]) -> dict[str, Tensor]:
-    """The tensors that the model's forward takes."""
-    return {n: each for n, each in inputs.items() if isinstance(each, Tensor) and n in takes}
+def select_tensors(inputs: Mapping[str, object], names: Container[str]) -> dict[str, Tensor]:
+    """Return the tensors whose names are arguments of the model's forward."""
+    return {
+        name: value for name, value in inputs.items() if isinstance(value, Tensor) and name in names
+    }
 
 
-def _positions(given: Tensor | None, width: int) -> Tensor:
-    """[A, T] on the CPU, whatever axes a model has for them and for the batch."""
-    positions = torch.arange(width) if given is None else given.cpu()
+def _positions(position_ids: Tensor | None, width: int) -> Tensor:
+    """Return positions [A, T] on the CPU, whatever other axes the model's own have."""
+    positions = torch.arange(width) if position_ids is None else position_ids.cpu()
     return positions.reshape(-1, width)
 
 
-def _blocks(attends_to_next: Tensor) -> list[tuple[int, int]]:
-    """Runs of tokens that each see the next."""
+def _runs(attends_to_next: Tensor) -> list[tuple[int, int]]:
+    """Return the [start, stop) of runs of tokens that each see the next one."""
     none = torch.zeros(1, dtype=torch.int)
     edges = torch.diff(attends_to_next.cpu().int(), prepend=none, append=none)
     starts, ends = ((edges == step).nonzero().flatten().tolist() for step in (1, -1))

@@ -1,19 +1,14 @@
-"""What a processor makes of a prompt with pictures (processor.py), and what of it goes through the
-tower by itself: a picture, or each of the frames that the processor has cut it into.
+"""The checkpoint's own processor: images become tensors, text with images becomes token ids.
 
-Text and images as what a vision-language model takes: token ids, and tensors of each image.
+    image  --process_image-->  ImageFeatures  --process_text-->  ProcessorOutput: ids and items
 
-    image  --look-->  View: its tensors, how many ids it fills  --text-->  ids and spans
+Everything specific to a model family is left to the checkpoint's processor. It is called once for
+each image alone, so that the features can be cached, and once for the text with the features of all
+its images but without their pixels. Decoding image files is not done here (image_preprocessor.py),
+nor is running the vision encoder (encoder.py).
 
-The checkpoint's processor does all that is the family's own. It is asked twice: for each image by
-itself, whose view can be kept, and for the text, with all views and no pixels. In pool threads:
-nothing here changes after loading.
-
-A checkpoint's processor: what makes tensors of images, and token ids of text with their places.
-
-Several processors (Qwen2-VL's and its kin) come with one for videos, which wants torchvision.
-Where it is missing, image processor and tokenizer are loaded apart and joined: videos are not
-served. On the worker's thread, at load.
+`Processor` runs in pool threads and does not change after loading. `load_processor` runs on the
+worker's thread.
 """
 
 import copy
@@ -38,14 +33,24 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from batching.errors import InvalidInput
 
-# How tensors' names begin that only what looks at images needs. Of the text, their shape is enough.
-PIXELS = "pixel"
+# Tensors whose names start with this are read by the vision encoder alone. Processing the text
+# needs only their shapes.
+PIXEL_PREFIX = "pixel"
+# Outputs of the processor that are not passed on: ids are a field of their own, labels are for
+# training.
+NOT_INPUTS = ("input_ids", "attention_mask", "labels")
+# Options of an image processor that splits large images, for an image with `detail: low`.
+LOW_DETAIL = {"do_image_splitting": False}
+# Sizes in pixels of the images from which the patch count per token is inferred.
+PROBE_SIZES = (64, 64), (320, 192)
 
 Tensors = dict[str, Tensor]
+# From an image processor's options to its output.
+ImageFunction = Callable[[Mapping[str, Any]], Any]
 
 
 class ImageTile(NamedTuple):
-    """What of an image goes through the tower by itself."""
+    """A part of an image that the vision encoder runs by itself."""
 
     digest: bytes
     tensors: Tensors
@@ -53,285 +58,309 @@ class ImageTile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ImageFeatures:
-    """An image as a model takes it. `told`: what the text is made by, of pixels their shape alone.
-    `tensors`: for the model's forward. `count`: ids that it fills. `frames`: it is cut into; a
-    whole image is one. `whole`: its pixels are here."""
+    """An image's tensors.
+
+    `text_inputs`: what processing the text needs, pixels as tensors of their shape without memory.
+    `tensors`: inputs of the model's forward. `token_count`: placeholder tokens of the image.
+    `tiles`: its parts; an image that is not split is one tile. `has_pixels`: False once the pixels
+    have been dropped.
+    """
 
     digest: bytes
-    told: dict[str, Any]
+    text_inputs: dict[str, Any]
     tensors: Tensors
-    count: int
-    frames: Sequence[ImageTile]
-    whole: bool = True
+    token_count: int
+    tiles: Sequence[ImageTile]
+    has_pixels: bool = True
 
     def without_pixels(self) -> "ImageFeatures":
-        frames = [ImageTile(each.digest, {}) for each in self.frames]
-        tensors = {n: each for n, each in self.tensors.items() if not n.startswith(PIXELS)}
-        return replace(self, tensors=tensors, frames=frames, whole=False)
+        tiles = [ImageTile(tile.digest, {}) for tile in self.tiles]
+        tensors = {
+            name: tensor
+            for name, tensor in self.tensors.items()
+            if not name.startswith(PIXEL_PREFIX)
+        }
+        return replace(self, tensors=tensors, tiles=tiles, has_pixels=False)
 
     @property
     def nbytes(self) -> int:
-        parts = (*self.told.values(), *self.tensors.values())
-        return sum(each.untyped_storage().nbytes() for each in parts if isinstance(each, Tensor))
+        values = (*self.text_inputs.values(), *self.tensors.values())
+        tensors = (value for value in values if isinstance(value, Tensor))
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 class MultimodalItem(NamedTuple):
-    """A frame at its places in a prompt, from `start` to before `stop`; between those may stand ids
-    of text. `ids`: what stands there. `inputs`: what else the forward may take, of them [1, ids]
-    and of the picture; `whole`: its pixels are among them."""
+    """A tile at its position in a prompt: tokens [start, stop), which may include text tokens
+    between placeholders. `ids`: those tokens. `inputs`: other arguments of the forward, of the
+    tokens [1, ids] and of the tile."""
 
     start: int
     stop: int
     digest: bytes
     ids: tuple[int, ...]
     inputs: Mapping[str, Tensor]
-    whole: bool
+    has_pixels: bool
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Of those that may be looked at together."""
-        return self.ids, *((name, each.shape) for name, each in sorted(self.inputs.items()))
+        """Items of equal shape can be encoded in one batch."""
+        return self.ids, *((name, tensor.shape) for name, tensor in sorted(self.inputs.items()))
 
     @property
-    def numbers(self) -> int:
-        """How many the largest of its tensors has."""
-        return max(each.numel() for each in self.inputs.values())
+    def max_numel(self) -> int:
+        """The number of elements of the largest input."""
+        return max(tensor.numel() for tensor in self.inputs.values())
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class ProcessorOutput:
-    """`ids`: with as many places for each image as it fills. `inputs`: what else the forward takes
-    of the text, [1, ids]. `pieces`: those of all `views`, in the order of their places."""
+    """A processed prompt. `ids`: with `token_count` placeholders for each image. `inputs`: other
+    arguments of the forward for the text, [1, ids] each. `items`: the tiles of all `images`, in
+    the order of their positions."""
 
     ids: list[int]
     inputs: Tensors
-    views: Sequence[ImageFeatures]
-    pieces: Sequence[MultimodalItem]
+    images: Sequence[ImageFeatures]
+    items: Sequence[MultimodalItem]
 
     @property
-    def images(self) -> list[Tensors]:
-        """What the forward takes of each."""
-        return [each.tensors for each in self.views]
+    def image_tensors(self) -> list[Tensors]:
+        return [image.tensors for image in self.images]
 
     @property
     def nbytes(self) -> int:
-        own = sum(each.nbytes for each in self.inputs.values())
-        return own + sum(each.nbytes for each in self.views)
-
-
-# Left out of what a model takes: ids have a place of their own, labels are for training.
-NOT_INPUTS = ("input_ids", "attention_mask", "labels")
-# Where a processor cuts a large image into parts, one that is looked at roughly stays whole.
-ROUGH = {"do_image_splitting": False}
-SIZES = (64, 64), (320, 192)  # of images by which a processor is known
-
-# From an image processor's options to what it makes of the images that are looked at.
-Look = Callable[[Mapping[str, Any]], Any]
+        own = sum(tensor.nbytes for tensor in self.inputs.values())
+        return own + sum(image.nbytes for image in self.images)
 
 
 class Processor:
-    """`image_id`: the id of a place that an image fills. `limit`: ids that fit into the context."""
+    """`image_token_id`: the placeholder's id. `max_tokens`: the context length."""
 
-    def __init__(self, processor: Any, image_id: int, limit: int) -> None:
+    def __init__(self, processor: Any, image_token_id: int, max_tokens: int) -> None:
         self._processor = processor
-        self.image_id = image_id
-        self.limit = limit
+        self.image_token_id = image_token_id
+        self.max_tokens = max_tokens
         self.tokenizer = processor.tokenizer
-        self.mark: str = processor.image_token  # for an image, in a text
+        self.image_token: str = processor.image_token  # stands for an image in a text
         splits = hasattr(processor.image_processor, "do_image_splitting")
-        self._rough = {"images_kwargs": ROUGH} if splits else {}
-        self._axes = self._learned_axes()
-        self._filled = self._learned_filling()
+        self._low_detail = {"images_kwargs": LOW_DETAIL} if splits else {}
+        self._axes = self._infer_axes()
+        self._patches_per_tokens = self._infer_patches_per_tokens()
 
-    def check_fits(self, ids: int, param: str) -> None:
-        """InvalidInput unless so many leave room for an answer."""
-        if ids >= self.limit:
-            much = f"its images and text fill more than the {self.limit} tokens of the context"
-            raise InvalidInput(much, param)
+    def check_fits(self, tokens: int, param: str) -> None:
+        """Raise InvalidInput, naming `param`, unless a prompt of so many tokens leaves room for
+        output."""
+        if tokens >= self.max_tokens:
+            raise InvalidInput(
+                f"the images and text fill more than the {self.max_tokens} tokens of the context",
+                param,
+            )
 
-    def words(self, text: str) -> int:
-        """How many ids a text has beside its images' places."""
+    def count_text_tokens(self, text: str) -> int:
+        """Return the number of tokens of a text without its image tokens."""
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return len(ids) - text.count(self.mark)
+        return len(ids) - text.count(self.image_token)
 
-    def filled(self, width: int, height: int) -> int:
-        """How many ids an image of so many pixels fills at least, as far as that is known without
-        looking at it."""
-        patches, ids = self._filled
+    def min_image_tokens(self, width: int, height: int) -> int:
+        """Return a lower bound of the tokens of an image of this size in pixels, from its size
+        alone; 0 if the processor does not support that."""
+        patches, tokens = self._patches_per_tokens
         try:
-            return min(self._patches(width, height), self._patches(height, width)) * ids // patches
-        except Exception:  # whatever the library raises: looking at it says what is wrong
+            count = min(self._count_patches(width, height), self._count_patches(height, width))
+        except Exception:  # any error of the library: `process_image` reports it
             return 0
+        return count * tokens // patches
 
-    def process(self, text: str, views: Sequence[ImageFeatures]) -> ProcessorOutput:
-        """A text with a mark for each image, special tokens included. InvalidInput where the marks
-        and places in it are not those of the images."""
-        if text.count(self.mark) != len(views):
-            marked = f"the text has {self.mark!r} in it, which stands for an image here"
-            lost = "the model's chat template does not show the images"
-            raise InvalidInput(lost if self.mark not in text else marked, "messages")
-        told = [each.told for each in views]
-        made = self._call(text, len(views), lambda _: self.joined(told))
-        ids = _ids(made)
-        places = [n for n, each in enumerate(ids) if each == self.image_id]
-        if len(places) != sum(each.count for each in views):
-            raise InvalidInput("the text has tokens in it that stand for images", "messages")
-        names = made.keys() - told[0].keys() - set(NOT_INPUTS)
-        inputs = {name: torch.tensor(made[name]) for name in names}
-        pieces, first = list[MultimodalItem](), 0
-        for view in views:
-            for frame in view.frames:
-                last = first + view.count // len(view.frames) - 1
-                own = slice(places[first], places[last] + 1)
-                given = {name: each[:, own] for name, each in inputs.items()} | frame.tensors
-                there = own.start, own.stop, frame.digest, tuple(ids[own])
-                pieces.append(MultimodalItem(*there, given, view.whole))
+    def process_image(
+        self, image: Image.Image, digest: bytes, low_detail: bool = False, param: str = "messages"
+    ) -> ImageFeatures:
+        """Return the features of an upright RGB image. `low_detail`: do not split it. Raises
+        InvalidInput, naming `param`, if the checkpoint's processor rejects the image."""
+        outputs: list[dict[str, Any]] = []
+
+        def process(options: Mapping[str, Any]) -> dict[str, Any]:
+            outputs.append(self._image_features([image], options))
+            return dict(outputs[0])  # a copy: some processors remove entries
+
+        try:
+            options = self._low_detail if low_detail else {}
+            inputs = self._call(self.image_token, 1, process, **options)
+        except Exception as error:  # any error of the library
+            width, height = image.size
+            message = f"the model does not take an image of {width} × {height} pixels"
+            raise InvalidInput(message, param) from error
+        [features], count = outputs, _ids(inputs).count(self.image_token_id)
+        tensors = {
+            name: features[name]
+            for name in features.keys() & inputs.keys()
+            if isinstance(features[name], Tensor)
+        }
+        text_inputs = {name: _without_memory(name, value) for name, value in features.items()}
+        tiles = self._split(digest, tensors, count)
+        return ImageFeatures(digest, text_inputs, tensors, count, tiles)
+
+    def process_text(self, text: str, images: Sequence[ImageFeatures]) -> ProcessorOutput:
+        """Process a rendered prompt that has one image token for each image. Raises InvalidInput if
+        the number of image tokens or of placeholders differs from that of the images."""
+        if text.count(self.image_token) != len(images):
+            raise InvalidInput(
+                f"the text contains {self.image_token!r}, which stands for an image"
+                if self.image_token in text
+                else "the model's chat template does not show the images",
+                "messages",
+            )
+        text_inputs = [image.text_inputs for image in images]
+        outputs = self._call(text, len(images), lambda _: self.concatenate(text_inputs))
+        ids = _ids(outputs)
+        positions = [n for n, token in enumerate(ids) if token == self.image_token_id]
+        if len(positions) != sum(image.token_count for image in images):
+            raise InvalidInput("the text contains tokens that stand for images", "messages")
+        names = outputs.keys() - text_inputs[0].keys() - set(NOT_INPUTS)
+        inputs = {name: torch.tensor(outputs[name]) for name in names}
+        items, first = list[MultimodalItem](), 0
+        for image in images:
+            for tile in image.tiles:
+                last = first + image.token_count // len(image.tiles) - 1
+                own = slice(positions[first], positions[last] + 1)
+                own_inputs = {name: tensor[:, own] for name, tensor in inputs.items()}
+                items.append(
+                    MultimodalItem(
+                        own.start, own.stop, tile.digest, tuple(ids[own]),
+                        own_inputs | tile.tensors, image.has_pixels,
+                    )
+                )  # fmt: skip
                 first = last + 1
-        return ProcessorOutput(ids, inputs, views, pieces)
+        return ProcessorOutput(ids, inputs, images, items)
 
-    def joined(self, images: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What several images' tensors are together; the smaller are filled up with zeros."""
+    def concatenate(self, images: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Join the tensors of several images; smaller ones are padded with zeros."""
         if len(images) == 1:
             return dict(images[0])
         return {
-            name: _concatenated([each[name] for each in images], self._axes[name])
+            name: _concatenate([image[name] for image in images], self._axes[name])
             for name in images[0]
         }
 
-    # ── an image ──
-
-    def look(
-        self, image: Image.Image, digest: bytes, rough: bool = False, param: str = "messages"
-    ) -> ImageFeatures:
-        """At an upright RGB image; `rough`: a glance will do. InvalidInput, which names `param`,
-        for what the model's processor does not take."""
-        kept: list[dict[str, Any]] = []
-
-        def look(options: Mapping[str, Any]) -> dict[str, Any]:
-            kept.append(self._features([image], options))
-            return dict(kept[0])  # some take out what is theirs alone
-
-        try:
-            made = self._call(self.mark, 1, look, **(self._rough if rough else {}))
-        except Exception as error:  # whatever the library raises
-            width, height = image.size
-            odd = f"the model does not take an image of {width} × {height} pixels"
-            raise InvalidInput(odd, param) from error
-        [features], count = kept, _ids(made).count(self.image_id)
-        tensors = {
-            n: features[n] for n in features.keys() & made.keys() if isinstance(features[n], Tensor)
-        }
-        told = {name: _told(name, each) for name, each in features.items()}
-        return ImageFeatures(digest, told, tensors, count, self._frames(digest, tensors, count))
-
-    def _frames(self, digest: bytes, tensors: Tensors, count: int) -> Sequence[ImageTile]:
-        """Where all tensors have as many along the axis by which images are joined, and its ids
-        divide into as many, it is cut; so no run of the tower is longer than one takes."""
-        counts = {each.shape[self._axes[name]] for name, each in tensors.items()}
-        frames = counts.pop() if len(counts) == 1 else 1
-        if frames < 2 or count % frames:
+    def _split(self, digest: bytes, tensors: Tensors, count: int) -> Sequence[ImageTile]:
+        """Split an image into tiles, which bounds the time of one encoder run. It is split if all
+        its tensors are equally long along the axis that joins images, and that length divides its
+        `count` of tokens."""
+        lengths = {tensor.shape[self._axes[name]] for name, tensor in tensors.items()}
+        length = lengths.pop() if len(lengths) == 1 else 1
+        if length < 2 or count % length:
             return [ImageTile(digest, tensors)]
-        made = []
-        for number in range(frames):
-            named = hashlib.blake2b(digest + number.to_bytes(4), digest_size=32).digest()
-            cut = {n: each.narrow(self._axes[n], number, 1) for n, each in tensors.items()}
-            made.append(ImageTile(named, cut))
-        return made
+        tiles = []
+        for number in range(length):
+            own = hashlib.blake2b(digest + number.to_bytes(4), digest_size=32).digest()
+            part = {
+                name: tensor.narrow(self._axes[name], number, 1) for name, tensor in tensors.items()
+            }
+            tiles.append(ImageTile(own, part))
+        return tiles
 
-    def _features(self, images: list[Image.Image], options: Mapping[str, Any]) -> dict[str, Any]:
-        made = self._processor.image_processor(images, **{**options, "return_tensors": "pt"})
-        return dict(made)
+    def _image_features(
+        self, images: list[Image.Image], options: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        return dict(self._processor.image_processor(images, **{**options, "return_tensors": "pt"}))
 
-    def _call(self, text: str, count: int, look: Look, **options: Any) -> Any:
-        """The processor's own way, with `look` in the place of its image processor."""
+    def _call(self, text: str, count: int, process: ImageFunction, **options: Any) -> Any:
+        """Call the checkpoint's processor, with `process` in place of its image processor and blank
+        images."""
         processor = copy.copy(self._processor)
-        processor.image_processor = _StandIn(self._processor.image_processor, look)
-        dots = [Image.new("RGB", (1, 1))] * count
+        processor.image_processor = _ReplacedImageProcessor(
+            self._processor.image_processor, process
+        )
+        blank = [Image.new("RGB", (1, 1))] * count
         plain = dict.fromkeys(("add_special_tokens", "padding", "truncation", "verbose"), False)
-        return processor(images=dots, text=[text], text_kwargs=plain, **options)
+        return processor(images=blank, text=[text], text_kwargs=plain, **options)
 
-    def _patches(self, width: int, height: int) -> int:
-        """As many image processors tell. Some tell rows and columns, too."""
-        told = self._processor.image_processor.get_number_of_image_patches(height, width, {})
-        return int(told[0] if isinstance(told, tuple) else told)
+    def _count_patches(self, width: int, height: int) -> int:
+        count = self._processor.image_processor.get_number_of_image_patches(height, width, {})
+        return int(count[0] if isinstance(count, tuple) else count)  # some return rows, columns too
 
-    def _learned_filling(self) -> tuple[int, int]:
-        """Patches of an image, and the ids that it fills; no ids where these do not go together."""
+    def _infer_patches_per_tokens(self) -> tuple[int, int]:
+        """Return the ratio of patches to tokens of an image as two numbers; (1, 0) if the processor
+        does not count patches or the ratio is not constant."""
         try:
-            (patches, ids), (more, filled) = (
-                (self._patches(*size), self.look(Image.new("RGB", size), b"").count)
-                for size in SIZES
+            (patches, tokens), (more_patches, more_tokens) = (
+                (
+                    self._count_patches(*size),
+                    self.process_image(Image.new("RGB", size), b"").token_count,
+                )
+                for size in PROBE_SIZES
             )
-        except Exception:  # it does not tell
+        except Exception:  # the method is missing, or fails
             return 1, 0
-        return (patches, ids) if patches * filled == more * ids else (1, 0)
+        return (patches, tokens) if patches * more_tokens == more_patches * tokens else (1, 0)
 
-    def _learned_axes(self) -> dict[str, int]:
-        """Along which axis what is made of several images is joined: where that of two is as long
-        as both alone."""
+    def _infer_axes(self) -> dict[str, int]:
+        """Return the axis along which each feature of several images is joined: the one that is
+        twice as long for two images as for one."""
         image = Image.new("RGB", (64, 64))
-        options: list[Mapping[str, Any]] = []
+        calls: list[Mapping[str, Any]] = []
 
-        def look(given: Mapping[str, Any]) -> Tensors:
-            options.append(given)
-            return self._features([image], given)
+        def process(options: Mapping[str, Any]) -> Tensors:
+            calls.append(options)
+            return self._image_features([image], options)
 
-        self._call(self.mark, 1, look)
-        one = self._features([image], options[0])
-        two = self._features([image, image], options[0])
+        self._call(self.image_token, 1, process)
+        one = self._image_features([image], calls[0])
+        two = self._image_features([image, image], calls[0])
         return {
-            name: next(n for n, size in enumerate(alone) if both[n] == 2 * size)
+            name: next(n for n, size in enumerate(single) if double[n] == 2 * size)
             for name in one
-            for alone, both in [(np.shape(one[name]), np.shape(two[name]))]
+            for single, double in [(np.shape(one[name]), np.shape(two[name]))]
         }
 
 
-class _StandIn:
-    """An image processor to look at, called in its place."""
+class _ReplacedImageProcessor:
+    """An image processor whose attributes stay and whose call is replaced."""
 
-    def __init__(self, image_processor: Any, look: Look) -> None:
+    def __init__(self, image_processor: Any, process: ImageFunction) -> None:
         self._image_processor = image_processor
-        self._look = look
+        self._process = process
 
     def __call__(self, images: Any, **options: Any) -> Any:
-        return self._look(options)
+        return self._process(options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._image_processor, name)
 
 
-def _ids(made: Mapping[str, Any]) -> list[int]:
-    return [int(each) for each in made["input_ids"][0]]
+def _ids(outputs: Mapping[str, Any]) -> list[int]:
+    return [int(token) for token in outputs["input_ids"][0]]
 
 
-def _concatenated(parts: Sequence[Any], axis: int) -> Any:
-    if not isinstance(parts[0], Tensor):  # lists of numbers
+def _concatenate(parts: Sequence[Any], axis: int) -> Any:
+    if not isinstance(parts[0], Tensor):  # nested lists of numbers
         if axis:
-            return [_concatenated(rows, axis - 1) for rows in zip(*parts, strict=True)]
-        return [each for part in parts for each in part]
+            return [_concatenate(rows, axis - 1) for rows in zip(*parts, strict=True)]
+        return [value for part in parts for value in part]
     shape = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
     shape[axis] = sum(part.shape[axis] for part in parts)
-    if all(map(_is_told, parts)):
+    if all(map(_has_no_memory, parts)):
         return parts[0].new_zeros(()).expand(shape)
     joined, start = parts[0].new_zeros(shape), 0
     for part in parts:
-        place = [slice(size) for size in part.shape]
-        place[axis] = slice(start, start + part.shape[axis])
-        joined[tuple(place)] = part
+        region = [slice(size) for size in part.shape]
+        region[axis] = slice(start, start + part.shape[axis])
+        joined[tuple(region)] = part
         start += part.shape[axis]
     return joined
 
 
-def _told(name: str, feature: Any) -> Any:
-    """Of pixels a tensor of their shape that takes no memory."""
-    if not (name.startswith(PIXELS) and isinstance(feature, Tensor)):
+def _without_memory(name: str, feature: Any) -> Any:
+    """Replace pixels by a tensor of the same shape that takes no memory."""
+    if not (name.startswith(PIXEL_PREFIX) and isinstance(feature, Tensor)):
         return feature
     return feature.new_zeros(()).expand(feature.shape)
 
 
-def _is_told(part: Tensor) -> bool:
-    return part.untyped_storage().nbytes() < part.nbytes
+def _has_no_memory(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() < tensor.nbytes
 
+
+# ── loading ──
 
 PARTS: dict[str, Any] = {
     "image_processor": AutoImageProcessor,
@@ -341,22 +370,23 @@ PARTS: dict[str, Any] = {
 
 
 def load_processor(path: str) -> Any:
-    """A ProcessorMixin, its tokenizer with the checkpoint's chat template. ImportError names the
-    package that is missing; ValueError if the checkpoint has no processor of images."""
+    """Load a checkpoint's ProcessorMixin, its tokenizer with the chat template. Raises ImportError,
+    naming the missing package, or ValueError if the checkpoint has no image processor."""
     auto: Any = AutoProcessor
     try:
         processor = auto.from_pretrained(path, trust_remote_code=False)
     except ImportError as error:
-        processor = _joined(path, error)
+        processor = _load_without_videos(path, error)
     if not isinstance(processor, ProcessorMixin) or not hasattr(processor, "image_processor"):
-        raise ValueError("the checkpoint has no processor of images (processor_config.json)")
-    if not processor.tokenizer.chat_template:  # older checkpoints give it to the processor alone
+        raise ValueError("the checkpoint has no image processor (processor_config.json)")
+    if not processor.tokenizer.chat_template:  # older checkpoints have it in the processor alone
         processor.tokenizer.chat_template = processor.chat_template
     return processor
 
 
-def _joined(path: str, error: ImportError) -> Any:
-    """Of parts that load, without the one for videos; `error` if it was not that one's."""
+def _load_without_videos(path: str, error: ImportError) -> Any:
+    """Load a processor's parts without its video processor, which needs torchvision (Qwen2-VL and
+    others). Raises `error` if the processor has no video processor."""
     config = type(AutoConfig.from_pretrained(path, trust_remote_code=False))
     kind: Any = PROCESSOR_MAPPING.get(config, None)
     names = kind.get_attributes() if kind and not getattr(kind, "is_dummy", False) else []
@@ -367,11 +397,14 @@ def _joined(path: str, error: ImportError) -> Any:
         for name in names
         if name in PARTS
     }
-    written, _ = kind.get_processor_dict(path)
-    return _without_videos(kind).from_args_and_dict([parts.get(name) for name in names], written)
+    settings, _ = kind.get_processor_dict(path)
+    without_videos = _accept_missing_parts(kind)
+    return without_videos.from_args_and_dict([parts.get(name) for name in names], settings)
 
 
-def _without_videos(kind: Any) -> Any:
+def _accept_missing_parts(kind: Any) -> Any:
+    """Return a subclass whose constructor accepts None for a part."""
+
     def check(self: Any, name: str, part: Any) -> Any:
         return part if part is None else kind.check_argument_for_proper_class(self, name, part)
 

@@ -1,8 +1,9 @@
-"""Whether a model that sees runs its pictures paged, which is asked of the model itself at load.
+"""Checks at load whether a multimodal model's images are computed correctly.
 
-A prompt with two pictures, and one without, go through paged steps in chunks, and whole through the
-model's own forward; where logits differ, or the forward does not tell what it passes to its
-decoder, the model runs with the cache that it came with, if its own forward takes pictures at all.
+A prompt with two images and one without run through paged steps in chunks, and are compared with
+the model's own forward over the whole prompt. Where logits differ, or the forward does not pass its
+decoder the needed inputs, the model runs with transformers' cache, if its own forward takes images
+at all.
 """
 
 import inspect
@@ -23,78 +24,85 @@ from worker.model.attention.kv_cache import BLOCK
 from worker.model.language_model import LanguageModel
 from worker.model.paged_runner import PagedRunner
 from worker.vision.encoder import EncoderCache, VisionEncoder
-from worker.vision.multimodal_prompt import MultimodalPrompt, taken
+from worker.vision.multimodal_prompt import MultimodalPrompt, select_tensors
 from worker.vision.processor import Processor, ProcessorOutput
 
 log = logging.getLogger("onequeue.generation")
 
-WORDS = "A picture, {0} another one, {0} and what is to be seen in them."
-SIZES = (64, 48), (32, 64)  # pixels
+SAMPLE_TEXT = "A picture, {0} another one, {0} and what is to be seen in them."
+SAMPLE_SIZES = (64, 48), (32, 64)  # pixels
 
 
 def check_multimodal(language: LanguageModel, processor: Processor) -> None:
-    """CannotRun unless they do."""
-    made = sample(processor)
+    """Raise CannotRun unless paged steps with images give the model's own logits."""
+    output = sample_output(processor)
     with explicit_masks(language.decoder):
-        reference = own_logits(language, processor, made)
-        ids = [1 + 7 * n % (language.vocab_size - 1) for n in range(2 * BLOCK)]
-        text_reference = own_logits(language, processor, ProcessorOutput(ids, {}, [], []))
-    blocks = -(-len(made.ids) // BLOCK)
+        image_logits = reference_logits(language, processor, output)
+        text_ids = [1 + 7 * n % (language.vocab_size - 1) for n in range(2 * BLOCK)]
+        text_output = ProcessorOutput(text_ids, {}, [], [])
+        text_logits = reference_logits(language, processor, text_output)
+    blocks = -(-len(output.ids) // BLOCK)
     runner = PagedRunner(language, blocks + 2, language.context, 0)
     assert runner.decoder_hook is not None
-    tower, prompt = VisionEncoder(runner.decoder_hook, EncoderCache()), MultimodalPrompt.of(made)
-    for piece in prompt.missing(tower.album, len(prompt.spans)):
-        (prompt.found[piece.digest],) = tower.look([piece])
-    prompt.open(tower)
-    pictured = _sequence(made.ids, range(blocks))
-    pictured.multimodal = prompt
-    text = _sequence(ids, range(blocks, blocks + 2))
-    while pictured.left:
-        half = prompt.align_chunk(pictured.computed, min(pictured.left, -(-len(made.ids) // 2)))
-        chunks = [Chunk(text, text.computed, min(text.left, BLOCK))] if text.left else []
-        chunks.append(Chunk(pictured, pictured.computed, half))
+    encoder = VisionEncoder(runner.decoder_hook, EncoderCache())
+    prompt = MultimodalPrompt.from_output(output)
+    for item in prompt.missing(encoder.cache, len(prompt.spans)):
+        (prompt.encoded[item.digest],) = encoder.encode([item])
+    prompt.mark_ready(encoder)
+    with_images = _sequence(output.ids, range(blocks))
+    with_images.multimodal = prompt
+    text_only = _sequence(text_ids, range(blocks, blocks + 2))
+    while with_images.left:
+        half = -(-len(output.ids) // 2)
+        count = prompt.align_chunk(with_images.computed, min(with_images.left, half))
+        chunks = []
+        if text_only.left:
+            chunks.append(Chunk(text_only, text_only.computed, min(text_only.left, BLOCK)))
+        chunks.append(Chunk(with_images, with_images.computed, count))
         batch = Batch.of(chunks)
         batch.rows = range(len(batch.ids))
         logits = runner.forward(batch)
         for chunk, row in zip(chunks, batch.offsets, strict=True):
-            part = slice(chunk.start, chunk.start + chunk.count)
-            expected = reference if chunk.sequence is pictured else text_reference
-            language.compare(logits[row : row + chunk.count], expected[part])
+            reference = image_logits if chunk.sequence is with_images else text_logits
+            expected = reference[chunk.start : chunk.start + chunk.count]
+            language.compare(logits[row : row + chunk.count], expected)
             chunk.sequence.computed += chunk.count
 
 
 def check_multimodal_unpaged(language: LanguageModel, processor: Processor) -> bool:
-    """Whether its own forward takes pictures; else, with a line in the log, it serves text."""
+    """Return whether the model's own forward takes images. If not, set `language.no_images` and log
+    the reason: the model serves text."""
     try:
-        own_logits(language, processor, sample(processor))
+        reference_logits(language, processor, sample_output(processor))
     except Exception as error:
         if isinstance(failure_of(error), DeviceLost):
             raise
-        why = first_line(error)
-        log.warning("images are refused, the model does not run with them: %s", why)
-        language.no_images = "this model does not run with images here: the server's log says why"
+        log.warning("images are rejected: the model does not run with them: %s", first_line(error))
+        language.no_images = "this model does not run with images here; see the server's log"
         return False
     return True
 
 
-def sample(processor: Processor) -> ProcessorOutput:
-    """Two small pictures of noise."""
+def sample_output(processor: Processor) -> ProcessorOutput:
+    """Return a processed prompt with two small images of noise."""
     noise = np.random.default_rng(0)
-    views = []
-    for number, (width, height) in enumerate(SIZES):
+    images = []
+    for number, (width, height) in enumerate(SAMPLE_SIZES):
         image = Image.fromarray(noise.integers(0, 256, (height, width, 3), np.uint8))
-        views.append(processor.look(image, bytes([number]), rough=True))
-    return processor.process(WORDS.format(processor.mark), views)
+        images.append(processor.process_image(image, bytes([number]), low_detail=True))
+    return processor.process_text(SAMPLE_TEXT.format(processor.image_token), images)
 
 
 @torch.inference_mode()
-def own_logits(language: LanguageModel, processor: Processor, made: ProcessorOutput) -> Tensor:
-    """[T, V] by the model's own forward."""
-    takes = inspect.signature(language.model.forward).parameters
-    images = processor.joined(made.images) if made.images else {}
-    given = taken({**made.inputs, **images}, takes)
-    inputs = {name: each.to(language.device) for name, each in given.items()}
-    ids = torch.tensor([made.ids], device=language.device)
+def reference_logits(
+    language: LanguageModel, processor: Processor, output: ProcessorOutput
+) -> Tensor:
+    """Return logits [T, V] of the model's own forward."""
+    names = inspect.signature(language.model.forward).parameters
+    images = processor.concatenate(output.image_tensors) if output.images else {}
+    tensors = select_tensors({**output.inputs, **images}, names)
+    inputs = {name: tensor.to(language.device) for name, tensor in tensors.items()}
+    ids = torch.tensor([output.ids], device=language.device)
     logits: Tensor = language.model(input_ids=ids, **inputs, use_cache=False).logits[0]
     return logits
 

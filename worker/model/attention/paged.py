@@ -372,7 +372,7 @@ def _share_a_call(reach: Any, widths: Any) -> bool:
 
 def has_blocks(batch: Batch) -> bool:
     inputs = (batch.chunks[number].sequence.multimodal for number in batch.multimodal_spans)
-    return any(multimodal and multimodal.blocks for multimodal in inputs)
+    return any(multimodal and multimodal.bidirectional_spans for multimodal in inputs)
 
 
 class BidirectionalMetadata(AttentionMetadata):
@@ -387,7 +387,7 @@ class BidirectionalMetadata(AttentionMetadata):
             multimodal = batch.chunks[number].sequence.multimodal
             _, start, width = batch.spans[number]
             shift = batch.offsets[number] - start
-            for first, stop in multimodal.blocks if multimodal else ():
+            for first, stop in multimodal.bidirectional_spans if multimodal else ():
                 begin, end = max(first, start), min(stop, start + width)
                 if begin < end:
                     self.firsts[begin + shift : end + shift] = first

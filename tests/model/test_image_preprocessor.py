@@ -1,0 +1,328 @@
+"""Image files of a prompt: accepted formats, and limits on pixels, tokens and memory."""
+
+import io
+import struct
+import threading
+import tracemalloc
+import zlib
+from typing import Any
+
+import pytest
+from PIL import Image, ImageOps
+
+from batching.errors import InvalidInput
+from tests import tiny_multimodal
+from tests.generating import serve
+from tests.model.test_multimodal_processor import loaded
+from tests.multimodal import assert_generated, png, request
+from worker.generation import loading
+from worker.generation.loading import load_generator
+from worker.media.inputs import to_image
+from worker.messages.generation import ImageInput
+from worker.messages.protocol import Pending
+from worker.model.language_model import GeneratorOptions
+from worker.vision.image_preprocessor import REQUEST_PIXELS_RATIO, ImagePreprocessor
+from worker.vision.processor import ImageFeatures, Processor
+
+MEGAPIXEL = 1_000_000
+RED, WHITE = (255, 0, 0), (255, 255, 255)
+
+
+def file(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def plain(width: int = 40, height: int = 20, mode: str = "RGB", color: Any = RED) -> Image.Image:
+    return Image.new(mode, (width, height), color)
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG whose header gives this size and whose pixels are zero."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        checksum = struct.pack(">I", zlib.crc32(kind + data))
+        return struct.pack(">I", len(data)) + kind + data + checksum
+
+    sizes = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    rows = zlib.compress(bytes(min(4 * MEGAPIXEL, height * (3 * width + 1))), 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", sizes) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def image_preprocessor(megapixels: int = 1, **options: Any) -> ImagePreprocessor:
+    return ImagePreprocessor(loaded("llava"), megapixels * MEGAPIXEL, **options)
+
+
+def decoded(data: bytes, detail: str = "auto") -> Image.Image:
+    preprocessor = image_preprocessor()
+    with preprocessor.decode_limiter.lease() as lease:
+        return preprocessor._decode(ImageInput(data, detail, "here"), lease)
+
+
+def rejection(*files: bytes) -> str:
+    images = [ImageInput(data, "auto", f"image {n}") for n, data in enumerate(files)]
+    with pytest.raises(InvalidInput) as error:
+        image_preprocessor().process("<image>" * len(files), images)
+    assert error.value.param == f"image {len(files) - 1}"
+    return str(error.value)
+
+
+SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="4" height="4"><rect width="4"/></svg>'
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\nshowpage\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (file(Image.effect_noise((400, 300), 90))[:-4000], "not an image that can be read"),
+        (SVG, "not an image that can be read"),
+        (EPS, "not an image that can be read"),
+        (b"", "not an image that can be read"),
+        (b"GIF89a", "not an image that can be read"),
+        (png_header(20_000, 20_000), "20000 x 20000 pixels; at most 1000000 are taken"),
+        (png_header(1001, 1000), "1001 x 1000 pixels"),
+        (file(plain(1, 201)), "at most 200 times the other"),
+    ],
+)
+def test_broken_and_oversized_files_are_rejected(data: bytes, message: str) -> None:
+    assert message in rejection(data)
+    assert message in rejection(file(plain()), data)
+
+
+def test_decompression_bomb_takes_no_memory() -> None:
+    bomb = png_header(20_000, 20_000)
+    assert len(bomb) < 10_000
+    tracemalloc.start()
+    rejection(bomb)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5_000_000
+
+
+def test_total_pixels_are_checked_before_any_image_is_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker.vision.image_preprocessor.decode_image", None)
+    large = png_header(1000, 1000)
+    message = rejection(*[large] * (REQUEST_PIXELS_RATIO + 1))
+    assert f"at most {REQUEST_PIXELS_RATIO * MEGAPIXEL}" in message
+
+
+@pytest.mark.parametrize("model", ["qwen2-vl", "smolvlm"])
+def test_images_beyond_the_context_are_rejected_before_any_is_decoded(
+    monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    known = loaded(model)
+    processor = Processor(known._processor, known.image_token_id, 100)
+    preprocessor = ImagePreprocessor(processor, MEGAPIXEL)
+    monkeypatch.setattr("worker.vision.image_preprocessor.decode_image", None)
+    images = [ImageInput(file(plain(64, 64)), "auto", f"image {n}") for n in range(20)]
+    for words in ("", "word " * 100):
+        with pytest.raises(InvalidInput, match="fill more than the 100 tokens") as error:
+            preprocessor.process(words + known.image_token * 20, images)
+        assert (error.value.param == "image 0") == bool(words)
+
+
+def test_processing_stops_at_the_first_image_beyond_the_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    preprocessor, processed, original = image_preprocessor(), [], Processor.process_image
+    known = loaded("llava")
+    preprocessor.processor = Processor(known._processor, known.image_token_id, 20)
+
+    def process_image(
+        self: Processor, image: Image.Image, digest: bytes, low_detail: bool, param: str
+    ) -> ImageFeatures:
+        processed.append(param)
+        return original(self, image, digest, low_detail, param)
+
+    monkeypatch.setattr(Processor, "process_image", process_image)
+    images = [ImageInput(png(n), "auto", f"image {n}") for n in range(5)]
+    with pytest.raises(InvalidInput, match="fill more than the 20 tokens") as error:
+        preprocessor.process("<image>" * 5, images)
+    assert (processed, error.value.param) == (["image 0", "image 1"], "image 1")
+
+
+def test_requests_for_token_ids_process_images_one_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    preprocessor = image_preprocessor()
+    images = [ImageInput(file(plain()), "auto", "here")]
+    original, reading, start = Processor.process_image, threading.Semaphore(1), threading.Barrier(3)
+
+    def process_image(self: Processor, *args: Any) -> ImageFeatures:
+        assert reading.acquire(blocking=False)
+        try:
+            return original(self, *args)
+        finally:
+            reading.release()
+
+    def ask() -> None:
+        start.wait()
+        results.extend(preprocessor.token_ids("<image>", images) for _ in range(20))
+
+    monkeypatch.setattr(Processor, "process_image", process_image)
+    results: list[list[int]] = []
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    preprocessor.close()
+    assert len(results) == 60
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (file(plain(mode="CMYK", color=(0, 255, 255, 0)), "JPEG"), RED),
+        (file(plain().quantize(4)), RED),
+        (file(plain(mode="L", color=255)), WHITE),
+        (file(plain(mode="1", color=1)), WHITE),
+        (file(plain(mode="RGBA", color=(0, 0, 0, 0))), WHITE),
+        (file(plain(mode="RGBA", color=(*RED, 255))), RED),
+        (file(plain(mode="LA", color=(0, 0))), WHITE),
+        (file(plain(mode="P", color=0), transparency=0), WHITE),
+        (file(plain(mode="I;16", color=65535)), WHITE),
+        (file(plain(mode="I;16", color=32768)), (128, 128, 128)),
+        (
+            file(plain(), "GIF", save_all=True, append_images=[plain(color=WHITE)], duration=10),
+            RED,
+        ),
+    ],
+)
+def test_images_are_converted_to_rgb_on_white(data: bytes, expected: tuple[int, int, int]) -> None:
+    image = decoded(data)
+    assert (image.mode, image.size) == ("RGB", (40, 20))
+    assert image.getpixel((20, 10)) == pytest.approx(expected, abs=3)
+
+
+def test_photo_is_rotated_upright_by_its_exif() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # rotate clockwise
+    image = plain(40, 20)
+    image.paste(WHITE, (0, 0, 20, 20))  # the left side, which becomes the top
+    upright = decoded(file(image, exif=exif))
+    assert upright.size == (20, 40)
+    assert (upright.getpixel((10, 5)), upright.getpixel((10, 35))) == (WHITE, RED)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+@pytest.mark.parametrize("broken", [b"garbage!", b"Exif\0\0garbage!"])
+def test_photo_with_broken_exif_is_not_rotated(kind: str, broken: bytes) -> None:
+    data = file(plain(40, 20), kind, exif=broken)
+    assert decoded(data).size == (40, 20)
+    with image_preprocessor().decode_limiter.lease() as lease:  # pipelines rotate images themselves
+        assert ImageOps.exif_transpose(to_image(data, lease)).size == (40, 20)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_low_detail_image_is_downscaled(kind: str) -> None:
+    large = file(plain(1000, 500), kind)
+    assert decoded(large, "low").size == (512, 256)
+    for detail in ("auto", "high", "original"):
+        assert decoded(large, detail).size == (1000, 500)
+    assert decoded(file(plain()), "low").size == (40, 20)
+
+
+def test_decode_limit_is_released_after_a_failure() -> None:
+    preprocessor = image_preprocessor()
+    broken = file(Image.effect_noise((900, 900), 90))[:-4000]
+    kept = []
+    for _ in range(3):
+        with pytest.raises(InvalidInput) as error:
+            preprocessor.process("<image>", [ImageInput(broken, "auto", "here")])
+        kept.append(error)
+    assert preprocessor.decode_limiter.taken == 0
+
+
+def test_requests_wait_while_tensors_of_others_fill_the_memory_limit() -> None:
+    preprocessor = image_preprocessor(max_bytes=1)
+    images = [ImageInput(file(plain()), "auto", "here")]
+    first = preprocessor.process("<image>", images)
+    with pytest.raises(Pending) as pending, preprocessor.admit(images):
+        pass
+    called, unwanted = threading.Event(), threading.Event()
+    pending.value.then(lambda: True, called.set)
+    pending.value.then(lambda: False, unwanted.set)
+    assert not called.is_set()
+    assert preprocessor.recompute("<image>", images).result().ids == first.ids
+    preprocessor.close()
+    del first
+    assert called.is_set()
+    assert not unwanted.is_set()
+    assert preprocessor.memory_limiter.used_bytes == 0
+    with preprocessor.admit(images):
+        preprocessor.process("<image>", images)
+
+
+def test_images_of_one_request_are_decoded_at_a_time() -> None:
+    """Other requests with images wait without holding a thread."""
+    preprocessor = image_preprocessor()
+    images = [ImageInput(file(plain()), "auto", "here")]
+    with preprocessor.admit(images):
+        with pytest.raises(Pending) as pending, preprocessor.admit(images):
+            pass
+        called = threading.Event()
+        pending.value.then(lambda: True, called.set)
+        assert not called.is_set()
+    assert called.is_set()
+    broken = [ImageInput(b"", "auto", "here")]
+    with pytest.raises(InvalidInput), preprocessor.admit(broken):
+        preprocessor.process("<image>", broken)
+    with preprocessor.admit(images):
+        preprocessor.process("<image>", images)
+
+
+def import_error(cause: Exception) -> ImportError:
+    error = ImportError("Could not import module 'Processor'. Are its requirements there?")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ImportError("\nPackage `num2words` is required"), "num2words"),
+        (import_error(ImportError("No module named 'torchvision'")), "torchvision"),
+        (import_error(OSError("/a/path")), "Could not import"),
+        (OSError("/a/path"), "log"),
+    ],
+)
+def test_model_whose_processor_does_not_load_serves_text(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
+) -> None:
+    def fail(folder: str) -> None:
+        raise error
+
+    monkeypatch.setattr(loading, "load_processor", fail)
+    folder = str(tiny_multimodal.folder("llava"))
+    options = GeneratorOptions(folder, dtype="float32", device="cpu", kv_cache_gb=0.01)
+    generator = load_generator(options)
+    monkeypatch.undo()  # the reference model loads the processor
+    served, _ = serve(generator, [request("Only words.")])
+    assert_generated("llava", served)
+    with pytest.raises(InvalidInput, match=reason) as rejected:
+        generator.prepare(request("What is ", png(0), "here?"))
+    assert "/a/path" not in str(rejected.value)
+    assert reason in generator.no_images
+
+
+def test_model_that_does_not_run_with_images_serves_text(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise TypeError("the encoder requires more\nthan one argument")
+
+    monkeypatch.setattr(tiny_multimodal.hf.MllamaVisionModel, "forward", fail)
+    options = GeneratorOptions(str(tiny_multimodal.folder("mllama")), dtype="float32", device="cpu")
+    generator = load_generator(options)
+    monkeypatch.undo()
+    expected = "images are rejected: the model does not run with them: the encoder requires more"
+    messages = [record.message for record in caplog.records]
+    assert [message for message in messages if "images" in message] == [expected]
+    served, _ = serve(generator, [request("Only words.")])
+    assert_generated("mllama", served)
+    with pytest.raises(InvalidInput, match="does not run with images here"):
+        generator.prepare(request("What is ", png(0), "here?"))

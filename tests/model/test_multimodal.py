@@ -1,0 +1,401 @@
+"""Images in chat give the output of `generate` on tiny models of eight families: in chunks, beside
+other requests, with prefix caching and after preemption."""
+
+import shutil
+import threading
+from collections.abc import Sequence
+from itertools import takewhile
+from operator import eq
+from typing import Any
+
+import pytest
+from torch._dynamo.utils import counters
+
+from batching.block_pool import Content
+from batching.sequence import MultimodalInputs
+from tests import tiny_multimodal
+from tests.generating import Driver, Served, runner_of, serve
+from tests.model.test_compiling import compile_state
+from tests.multimodal import (
+    assert_generated,
+    engine,
+    in_small_chunks,
+    loaded,
+    png,
+    request,
+    scored,
+    unpaged,
+)
+from worker.device.self_check import CannotRun
+from worker.generation.engine import GenerationEngine
+from worker.model.attention.kv_cache import BLOCK
+from worker.model.cpu.linear import PackedLinear
+from worker.model.decoder_hook import DecoderHook, Rows
+from worker.vision import multimodal_prompt
+from worker.vision.encoder import ENTRY_BYTES, VisionEncoder
+from worker.vision.encoder_scheduler import EncoderScheduler
+from worker.vision.multimodal_cached_runner import MultimodalCachedRunner
+from worker.vision.multimodal_prompt import MultimodalPrompt
+from worker.vision.processor import ImageFeatures, MultimodalItem, Processor
+from worker.vision.self_check import check_multimodal
+
+FAMILIES = [name for name in tiny_multimodal.BUILDERS if name not in tiny_multimodal.UNPAGED]
+ONE, OTHER, TALL = png(0), png(1), png(2, 40, 72)
+LONG = "Tell me all that you see in these two, and then some more of it: "
+
+
+def encoder_scheduler(generator: GenerationEngine) -> EncoderScheduler:
+    assert generator._encoder_scheduler is not None
+    return generator._encoder_scheduler
+
+
+def prompt_of(served: Served) -> MultimodalPrompt:
+    prompt = served.item.prepared[0].prepared.multimodal
+    assert isinstance(prompt, MultimodalPrompt)
+    return prompt
+
+
+def shared_prefix(one: Sequence[Content], other: Sequence[Content]) -> int:
+    """The number of equal items at the start."""
+    return sum(takewhile(bool, map(eq, one, other)))
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_single_image_gives_the_output_of_generate(model: str) -> None:
+    served, _ = serve(engine(model), [request("What is ", ONE, "here?")])
+    assert_generated(model, served)
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+@pytest.mark.parametrize("tokens", [None, 5])
+def test_output_is_the_same_beside_other_requests_and_in_chunks(
+    model: str, tokens: int | None
+) -> None:
+    generator = engine(model)
+    if tokens:
+        in_small_chunks(generator, tokens)
+    items = [
+        request("No picture here, but a number of words."),
+        request("What is ", ONE, "here?"),
+        request(LONG, TALL, " and of ", ONE, "now", n=2),
+        request("Nor here."),
+        request(OTHER, "this?"),
+    ]
+    served, driver = serve(generator, items, seed=1)
+    assert_generated(model, served)
+    assert bool(driver.partial) == bool(tokens)
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_prefix_cache_is_shared_by_equal_images_only(model: str) -> None:
+    generator = engine(model)
+    question = "What are these, and what are they for? "
+    known: list[Sequence[Content]] = []
+    questions = ((ONE, ""), (OTHER, ""), (ONE, " And more?"), (OTHER, " And more?"), (ONE, ""))
+    for number, (image, more) in enumerate(questions):
+        item = request(question, image, " Tell me what you see here, please!" + more)
+        served, driver = serve(generator, [item])
+        assert_generated(model, served)
+        contents = prompt_of(served[0]).contents
+        shared = max((shared_prefix(contents, other) for other in known), default=0)
+        assert driver.total("cached_tokens") == min(shared, len(contents) - 1) // BLOCK * BLOCK
+        if number == 1:
+            assert shared <= prompt_of(served[0]).spans[0][0]
+        if number == 4:
+            assert shared == len(contents)
+        known.append(contents)
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_preempted_questionscontinue_with_the_same_output(model: str) -> None:
+    generator = engine(model, blocks=22)
+    items = [request("One ", png(seed), "or two", max_tokens=40 + seed) for seed in range(6)]
+    served, driver = serve(generator, items)
+    assert driver.total("preempted")
+    assert_generated(model, served)
+
+
+def test_equal_images_are_encoded_once() -> None:
+    generator = engine("qwen2-vl")
+    items = [request(f"Number {n} ", ONE, " and ", ONE) for n in range(3)]
+    serve(generator, items)
+    assert encoder_scheduler(generator).encoder.tiles_encoded == 1
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_cached_image_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    """It does not wait for images that are being decoded. Only new images beside it are decoded."""
+    generator = engine(model)
+    serve(generator, [request("What is ", TALL, "here?")])
+    encoder, processed, original = encoder_scheduler(generator).encoder, [], Processor.process_image
+    tiles_encoded = encoder.tiles_encoded
+
+    def process_image(self: Processor, image: Any, digest: bytes, *args: Any) -> ImageFeatures:
+        processed.append(digest)
+        return original(self, image, digest, *args)
+
+    monkeypatch.setattr(Processor, "process_image", process_image)
+    assert generator.image_preprocessor
+    assert generator.image_preprocessor.memory_limiter.start_decoding()
+    once_more, _ = serve(generator, [request("Once more: ", TALL, " what of ", TALL, "?")])
+    generator.image_preprocessor.memory_limiter.end_decoding()
+    assert (encoder.tiles_encoded, processed) == (tiles_encoded, [])
+    beside, _ = serve(generator, [request("And ", OTHER, " beside ", TALL)])
+    assert len(processed) == 1
+    monkeypatch.undo()
+    assert_generated(model, [*once_more, *beside])
+
+
+@pytest.mark.parametrize(
+    ("namespaces", "processes"), [((b"one", b"one"), 1), ((b"one", b"two"), 2)]
+)
+def test_cached_image_is_shared_within_a_cache_namespace_only(
+    monkeypatch: pytest.MonkeyPatch, namespaces: Sequence[bytes], processes: int
+) -> None:
+    """Response times do not reveal images of other clients."""
+    generator, processed, original = engine("smolvlm"), [], Processor.process_image
+
+    def process_image(self: Processor, image: Any, *args: Any) -> ImageFeatures:
+        processed.append(image)
+        return original(self, image, *args)
+
+    monkeypatch.setattr(Processor, "process_image", process_image)
+    encoded = []
+    for namespace in namespaces:
+        before = encoder_scheduler(generator).encoder.tiles_encoded
+        serve(generator, [request("What is ", ONE, cache_namespace=namespace)])
+        encoded.append(encoder_scheduler(generator).encoder.tiles_encoded - before)
+    assert len(processed) == processes
+    assert [bool(count) for count in encoded] == [True, processes > 1]
+
+
+def test_evicted_image_is_encoded_again() -> None:
+    generator = engine("smolvlm")
+    driver, rows = Driver(generator), encoder_scheduler(generator).encoder.cache.rows
+    driver.add(request("What is ", TALL, "here?"))
+    driver.finish()
+    later = driver.add(request("Once more: ", TALL))
+    assert not any(item.has_pixels for item in prompt_of(later).processed().items)
+    rows.max_bytes = 0
+    rows.put(b"last", {}, 0)
+    driver.finish()
+    assert_generated("smolvlm", [later])
+
+
+def test_tiles_of_an_image_are_encoded_one_per_step_while_a_sequence_runs() -> None:
+    generator = engine("smolvlm")
+    driver, encoder = Driver(generator), encoder_scheduler(generator).encoder
+    driver.add(request("Words.", max_tokens=40))
+    driver.step()
+    beside = driver.add(request("What is ", png(7, 64, 64), "?"))
+    tiles = len(prompt_of(beside).spans)
+    assert tiles == 5  # four quarters and the whole image
+    for count in range(1, tiles + 1):
+        driver.step()
+        assert encoder.tiles_encoded == count
+    driver.finish()
+    assert_generated("smolvlm", [beside])
+
+
+def test_images_are_encoded_one_per_step_while_a_sequence_runs() -> None:
+    generator = engine("llava")
+    driver, encoder = Driver(generator), encoder_scheduler(generator).encoder
+    driver.add(request("Words.", max_tokens=40))
+    driver.step()
+    beside = driver.add(request(*(png(seed) for seed in range(4)), "?"))
+    for count in (1, 2, 3, 4):
+        driver.step()
+        assert encoder.tiles_encoded == count
+        assert driver.deltas  # of the running sequence
+    driver.finish()
+    assert_generated("llava", [beside])
+
+
+def test_images_of_several_requests_are_encoded_in_one_batch() -> None:
+    generator = engine("qwen3-vl")
+    driver, encoder = Driver(generator), encoder_scheduler(generator).encoder
+    served = [driver.add(request(png(seed), "?")) for seed in range(4)]
+    driver.step()
+    assert encoder.tiles_encoded == 4
+    driver.finish()
+    assert_generated("qwen3-vl", served)
+
+
+def test_rows_are_dropped_after_prefill() -> None:
+    generator = engine("qwen3-vl")
+    driver = Driver(generator)
+    served = driver.add(request(ONE, "?", max_tokens=6))
+    assert prompt_of(served).processor_output is not None
+    generator._encoder_scheduler, encoders = None, encoder_scheduler(generator)
+    encoders.step(generator.scheduler, streaming=False)
+    assert prompt_of(served).processor_output is None
+    assert prompt_of(served).rows
+    generator._encoder_scheduler = encoders
+    driver.step()
+    assert prompt_of(served).rows == ()
+    driver.finish()
+
+
+def test_cache_of_encoder_rows_is_limited() -> None:
+    generator = engine("llava")
+    rows = encoder_scheduler(generator).encoder.cache.rows
+    rows.max_bytes = 3 * (16 * 32 * 4 + ENTRY_BYTES)  # of three images
+    served, _ = serve(generator, [request(*(png(seed) for seed in range(5)), "?")])
+    assert_generated("llava", served)
+    assert [digest in rows for digest in prompt_of(served[0]).digests] == [
+        False, False, True, True, True,
+    ]  # fmt: skip
+
+
+def test_preempted_prompt_is_encoded_again_after_eviction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator = engine("qwen2-vl", blocks=22)
+    encoder_scheduler(generator).encoder.cache.rows.max_bytes = 0
+    items = [request("One ", png(n), "or two", max_tokens=40 + n) for n in range(6)]
+    driver, original, threads = Driver(generator), Processor.process_image, set()
+    served = [driver.add(item) for item in items]
+
+    def process_image(self: Processor, *args: Any) -> ImageFeatures:
+        threads.add(threading.current_thread().name.partition("_")[0])
+        return original(self, *args)
+
+    monkeypatch.setattr(Processor, "process_image", process_image)
+    driver.finish()
+    assert driver.total("preempted")
+    assert threads == {"images"}  # never the thread that steps
+    assert_generated("qwen2-vl", served)
+
+
+def test_image_that_fails_fails_its_own_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = engine("llava")
+    driver, original = Driver(generator), VisionEncoder.encode
+    served = [driver.add(request(png(seed), "?")) for seed in range(4)]
+    guilty = prompt_of(served[2]).digests[0]
+
+    def encode(self: VisionEncoder, items: Sequence[MultimodalItem]) -> Sequence[Rows]:
+        if any(item.digest == guilty for item in items):
+            raise RuntimeError("cannot encode this image")
+        return original(self, items)
+
+    monkeypatch.setattr(VisionEncoder, "encode", encode)
+    driver.finish()
+    assert served[2].error is not None
+    assert_generated("llava", [served[0], served[1], served[3]])
+
+
+def test_request_cancelled_during_prefill_releases_its_rows() -> None:
+    generator = in_small_chunks(engine("gemma3"), 5)
+    driver = Driver(generator)
+    cancelled = driver.add(request(LONG, ONE, LONG, OTHER, "?"))
+    unencoded = driver.add(request(png(5), "?"))
+    kept = driver.add(request("What is ", ONE, "here?"))
+    driver.step()
+    driver.step()
+    cancelled.item.open = unencoded.item.open = False
+    driver.finish()
+    assert_generated("gemma3", [kept])
+    assert prompt_of(cancelled).rows == ()
+
+
+def test_usage_counts_image_tokens() -> None:
+    served, _ = serve(engine("llava"), [request("What is ", ONE, "here?")])
+    [delta] = served[0].choices
+    assert delta.prompt_tokens == len(served[0].prompt) > 16
+
+
+@pytest.mark.parametrize("model", [*tiny_multimodal.BUILDERS])
+def test_prompt_logprobs_with_images_equal_the_models_own(model: str) -> None:
+    generator = unpaged(model) if model in tiny_multimodal.UNPAGED else engine(model)
+    requests = [request("What is ", ONE, " here?", prompt_logprobs=1), request("Nor here.")]
+    (with_image, beside), _ = serve(generator, requests)
+    first, *logprobs = [token.logprob for token in with_image.choices[0].prompt_logprobs]
+    assert first is None
+    assert logprobs == pytest.approx(scored(model, with_image), abs=1e-3)
+    assert_generated(model, [with_image, beside])
+
+
+# Without a cache LLaVA generates "<image>" here, which stands for no image.
+CACHED = [
+    (model, True) for model in ("llava", "qwen2-vl", "gemma3", "smolvlm", *tiny_multimodal.UNPAGED)
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "caches_images"),
+    [*CACHED, ("qwen2-vl", False), ("gemma3", False), ("smolvlm", False), ("mllama", False)],
+)
+def test_unpaged_model_runs_images_on_transformers_cache(model: str, caches_images: bool) -> None:
+    if model == "mllama" and tiny_multimodal.hf.__version__.startswith("5.17."):
+        pytest.skip("its cache does not work with images in this version of transformers")
+    generator = unpaged(model)
+    runner = generator.runner
+    assert isinstance(runner, MultimodalCachedRunner)
+    assert runner.caches_images
+    runner.caches_images = caches_images
+    items = [
+        request("No picture here, but a number of words."),
+        request("What is ", ONE, "here?"),
+        request(LONG, TALL, " and of ", ONE, "now", n=2),
+        request(OTHER, "this?"),
+    ]
+    served, _ = serve(generator, items, seed=2)
+    runner.caches_images = True
+    assert_generated(model, served)
+
+
+def test_bidirectional_span_is_not_split_between_chunks() -> None:
+    inputs = MultimodalInputs(bidirectional_spans=[(4, 10), (12, 14)])
+    assert [inputs.align_chunk(0, count) for count in (3, 4, 7, 10, 13)] == [3, 4, 4, 10, 12]
+    assert [inputs.align_chunk(4, count) for count in (1, 6, 9)] == [6, 6, 8]
+    assert inputs.align_chunk(6, 1) == 4
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
+@pytest.mark.parametrize(
+    "model", ["smolvlm", "qwen3-vl", pytest.param("gemma3", marks=pytest.mark.slow)]
+)
+def test_images_are_injected_into_the_compiled_decoder(
+    monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """A model whose images need other inputs than at compilation uses the eager decoder. Nothing is
+    compiled while serving."""
+    generator = engine(model)
+    runner = runner_of(generator)
+    assert compile_state(runner) == "done"
+    injected, original = [], DecoderHook.inject
+
+    def inject(self: DecoderHook, *args: Any) -> Any:
+        if self is runner._quick:
+            injected.append(args)
+        return original(self, *args)
+
+    monkeypatch.setattr(DecoderHook, "inject", inject)
+    compiled = {**counters["stats"]}
+    items = [request("What is ", ONE, "here?"), request(LONG, TALL, " and of ", ONE, "now")]
+    served, _ = serve(generator, [*items, request("No picture here.")], seed=3)
+    assert_generated(model, served)
+    assert {**counters["stats"]} == compiled
+    assert bool(injected) == (model != "qwen3-vl")
+
+
+def test_all_families_run_paged() -> None:
+    assert all(loaded(model).info.batching == "continuous" for model in FAMILIES)
+
+
+def test_encoder_that_reads_the_dtype_of_a_weight_is_packed_too() -> None:
+    encoder = loaded("gemma4-small").language.model.model.vision_tower
+    assert isinstance(encoder.patch_embedder.input_proj, PackedLinear)
+
+
+def test_check_at_load_fails_for_wrong_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    language, image_preprocessor = (
+        loaded("qwen2-vl").language,
+        loaded("qwen2-vl").image_preprocessor,
+    )
+    assert image_preprocessor
+    original = multimodal_prompt._positions
+    text_positions = lambda position_ids, width: original(None, width)  # noqa: E731
+    monkeypatch.setattr(multimodal_prompt, "_positions", text_positions)
+    with pytest.raises(CannotRun, match="logits differ"):
+        check_multimodal(language, image_preprocessor.processor)
