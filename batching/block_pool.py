@@ -1,93 +1,95 @@
 """Paged key-value memory: which block holds which tokens, who uses it, what may be reused.
 
-Memory is cut into blocks of `size` token positions; a sequence's table lists its blocks in order.
-A full block is registered under its tokens and the block before it, so that the chain of blocks
-identifies the whole prefix, exactly and without any hash. A later sequence that begins
-with the same tokens takes those blocks instead of computing them, if its chain has the same root:
-who may not know what the other asked begins at another. Blocks that nobody uses stay registered
-until the room is needed, least recently used first, tails before heads.
+Memory is divided into blocks of `block_size` token positions; a sequence's table lists its blocks
+in order. A full block is registered under its tokens and the prefix before it, so that a chain of
+blocks identifies the whole prefix exactly, without hashes. A later sequence with the same prefix
+and the same cache namespace takes those blocks instead of computing them. Blocks that no sequence
+uses stay registered until their memory is needed, least recently used first, tails before heads.
 
-A block costs memory from its first use on. So what is given out is, in this order: blocks that were
-used and hold nothing now; fresh ones, until a share of all has been used; the least recently used
-of the registered; more fresh ones, when all others are in use.
+A block costs memory from its first use on. So blocks are allocated in this order: those that were
+used and hold nothing now; fresh ones, up to a fraction of all; the least recently used of the
+registered ones; the other fresh ones.
 
-Only numbers live here; the tensors are in worker/model/attention/paged.py.
+This module does the bookkeeping only. The tensors are in worker/model/attention/kv_cache.py.
 """
 
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-# A token's id. In the place of what is no text, as of a picture, a digest of it: its tokens are
-# the same for all.
+# A token's id. At a position of an image, a digest of the image: its tokens are the same for all.
 Content = int | bytes
-ROOT = b""  # of chains that are everybody's
-Node = int | bytes  # a block that has been named; before the first, the chain's root
-Key = tuple[Node, tuple[Content, ...]]  # the node before, and what the block holds
+# Identifies a prefix: the number of the registered block that ends it, or the cache namespace in
+# which it is empty.
+Prefix = int | bytes
+SHARED_NAMESPACE = b""
+BlockKey = tuple[Prefix, tuple[Content, ...]]  # the prefix before a block, and the block's contents
 
 
 @dataclass(eq=False, slots=True)
 class BlockTable:
-    """One sequence's blocks, and how far they have been registered."""
+    """One sequence's blocks, and how far they are registered."""
 
-    blocks: "array[int]"  # copied as a whole: a step has as many as its sequences are long
-    registered: int  # leading blocks whose tokens are computed and registered
-    node: Node  # of the last of them
-    kept: Any = None  # of the sequence, by a model runner that has no use for blocks
+    blocks: "array[int]"  # an array, since each step copies it as a whole
+    registered: int  # leading blocks that are computed and registered
+    prefix: Prefix  # at the end of those
+    # of a model runner that has its own cache instead of blocks; opaque to all others
+    runner_state: object = None
 
 
 class BlockPool:
-    """`share`: the part of all blocks that is used before registered ones are given out."""
+    """`fresh_fraction`: of all blocks, those that are used before registered ones are reused."""
 
-    def __init__(self, count: int, size: int, share: float = 1.0) -> None:
-        self.count = count
-        self.size = size
+    def __init__(self, num_blocks: int, block_size: int, fresh_fraction: float = 1.0) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
         self.used = 0
-        self._refs = [0] * count
-        # what may be given out: used ones with nothing in them, the last one first; registered
-        # ones in this order; and all from `_touched` on, which have never been used
-        self._idle: list[int] = []
+        self._ref_counts = [0] * num_blocks
+        # Free blocks: used ones that hold nothing, the last one first; registered ones, in this
+        # order; and all from `_fresh` on, which have never been used.
+        self._empty: list[int] = []
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._touched = 0
-        self._enough = int(share * count)
-        self._block_of: dict[Key, int] = {}  # computed, in use or not
-        self.computing: dict[Key, int] = {}  # promised by a sequence that is being computed
-        self._key_of: list[Key | None] = [None] * count
-        self._node_of: list[Node] = [0] * count
-        self._last_node = 0
+        self._fresh = 0
+        self._fresh_limit = int(fresh_fraction * num_blocks)
+        self._computed: dict[BlockKey, int] = {}  # registered blocks, in use or not
+        self.computing: dict[BlockKey, int] = {}  # blocks that a running sequence will register
+        self._key_of: list[BlockKey | None] = [None] * num_blocks
+        self._prefix_of: list[Prefix] = [0] * num_blocks  # the prefix that each ends
+        self._last_prefix = 0
 
     @property
     def free(self) -> int:
-        return self.count - self.used
+        return self.num_blocks - self.used
 
     def blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.size)
+        return -(-tokens // self.block_size)
 
-    # ── reuse ──
+    # ── the prefix cache ──
 
-    def match(self, tokens: Sequence[Content], root: bytes = ROOT) -> tuple[list[int], Key | None]:
-        """Computed blocks that hold the longest prefix of `tokens`; and if somebody is just
-        computing the next one, the key of the last that will be there then. The last token is
-        never matched: its output is wanted."""
+    def match(
+        self, tokens: Sequence[Content], cache_namespace: bytes = SHARED_NAMESPACE
+    ) -> tuple[list[int], BlockKey | None]:
+        """Return the computed blocks of the longest prefix of `tokens`; and if a running sequence
+        is computing more of it, the key of the last of those blocks. The last token is never
+        matched: its output is needed."""
         blocks: list[int] = []
-        node: Node = root
-        awaited = None
-        for end in range(self.size, len(tokens), self.size):
-            key = (node, tuple(tokens[end - self.size : end]))
-            if awaited is None and (block := self._block_of.get(key)) is not None:
+        prefix: Prefix = cache_namespace
+        pending = None
+        for end in range(self.block_size, len(tokens), self.block_size):
+            key = (prefix, tuple(tokens[end - self.block_size : end]))
+            if pending is None and (block := self._computed.get(key)) is not None:
                 blocks.append(block)
             elif (block := self.computing.get(key)) is not None:
-                awaited = key
+                pending = key
             else:
                 break
-            node = self._node_of[block]
-        return blocks, awaited
+            prefix = self._prefix_of[block]
+        return blocks, pending
 
-    def unused(self, blocks: Sequence[int]) -> int:
-        """How many of these nobody uses: taking them makes the free ones fewer."""
-        return sum(self._refs[block] == 0 for block in blocks)
+    def count_unused(self, blocks: Sequence[int]) -> int:
+        """Return how many of these no sequence uses: taking them leaves fewer free."""
+        return sum(self._ref_counts[block] == 0 for block in blocks)
 
     # ── a sequence's table ──
 
@@ -96,96 +98,102 @@ class BlockPool:
         tokens: Sequence[Content],
         matched: Sequence[int],
         reserve: int = 0,
-        root: bytes = ROOT,
+        cache_namespace: bytes = SHARED_NAMESPACE,
     ) -> BlockTable | None:
-        """A table with room for all `tokens`, beginning with the `matched` blocks; None if that
-        leaves less than `reserve`. The prompt's other full blocks are promised to whoever comes
-        next."""
-        wanted = self.blocks_for(len(tokens)) - len(matched) + self.unused(matched)
-        if wanted + reserve > self.free:
+        """Return a table with room for all `tokens`, which begins with the `matched` blocks; None
+        if that would leave fewer than `reserve` free. Later sequences wait for the prompt's other
+        full blocks instead of computing them as well."""
+        needed = self.blocks_for(len(tokens)) - len(matched) + self.count_unused(matched)
+        if needed + reserve > self.free:
             return None
         for block in matched:
-            self.used += not self._refs[block]
-            self._refs[block] += 1
+            self.used += not self._ref_counts[block]
+            self._ref_counts[block] += 1
             self._cached.pop(block, None)
-        node = self._node_of[matched[-1]] if matched else root
-        table = BlockTable(array("i", matched), len(matched), node)
+        prefix = self._prefix_of[matched[-1]] if matched else cache_namespace
+        table = BlockTable(array("i", matched), len(matched), prefix)
         self.grow(table, len(tokens))
-        self._promise(table, tokens)
+        self._announce(table, tokens)
         return table
 
-    def _promise(self, table: BlockTable, tokens: Sequence[Content]) -> None:
-        node = table.node
-        for i in range(table.registered, len(tokens) // self.size):
-            key = (node, tuple(tokens[i * self.size : (i + 1) * self.size]))
-            if key in self._block_of or key in self.computing:
-                return  # a sequence that takes no prefix: what follows hangs on another's block
+    def _announce(self, table: BlockTable, tokens: Sequence[Content]) -> None:
+        """Mark the full blocks that the table's sequence is about to compute."""
+        prefix, size = table.prefix, self.block_size
+        for i in range(table.registered, len(tokens) // size):
+            key = (prefix, tuple(tokens[i * size : (i + 1) * size]))
+            if key in self._computed or key in self.computing:
+                return  # the sequence reuses no prefix: the rest of the chain is another's
             block = table.blocks[i]
             self.computing[key] = block
-            node = self._name(block, key)
+            prefix = self._new_prefix(block, key)
 
     def grow(self, table: BlockTable, tokens: int) -> bool:
-        """Make room for `tokens` in all; False, and nothing taken, if there are too few blocks."""
-        wanted = self.blocks_for(tokens) - len(table.blocks)
-        if wanted > self.free:
+        """Make room for `tokens` in all. Return False, and take nothing, if there are too few
+        blocks."""
+        needed = self.blocks_for(tokens) - len(table.blocks)
+        if needed > self.free:
             return False
-        for _ in range(wanted):
-            block = self._take()
+        for _ in range(needed):
+            block = self._allocate()
             self.used += 1
-            self._refs[block] = 1
+            self._ref_counts[block] = 1
             table.blocks.append(block)
         return True
 
-    def _take(self) -> int:
-        if self._idle:
-            return self._idle.pop()
-        if self._touched < (self._enough if self._cached else self.count):
-            self._touched += 1
-            return self._touched - 1
+    def _allocate(self) -> int:
+        if self._empty:
+            return self._empty.pop()
+        if self._fresh < (self._fresh_limit if self._cached else self.num_blocks):
+            self._fresh += 1
+            return self._fresh - 1
         block, _ = self._cached.popitem(last=False)
         key = self._key_of[block]
         assert key is not None
-        del self._block_of[key]
+        del self._computed[key]
         self._key_of[block] = None
         return block
 
     def register(self, table: BlockTable, tokens: Sequence[Content], computed: int) -> None:
-        """The keys and values of the first `computed` tokens are there: let others find them."""
-        while (end := (table.registered + 1) * self.size) <= computed:
+        """Let other sequences find the full blocks among the first `computed` tokens."""
+        while (end := (table.registered + 1) * self.block_size) <= computed:
             block = table.blocks[table.registered]
-            key = (table.node, tuple(tokens[end - self.size : end]))
+            key = (table.prefix, tuple(tokens[end - self.block_size : end]))
             if self.computing.get(key) == block:
                 del self.computing[key]
-                self._block_of[key] = block
-            elif (other := self._block_of.get(key, self.computing.get(key))) is not None:
-                block = other  # it has the same tokens: go on from that one
+                self._computed[key] = block
+            elif (other := self._computed.get(key, self.computing.get(key))) is not None:
+                block = other  # holds the same: the chain goes on from it
             else:
-                self._name(block, key)
-                self._block_of[key] = block
-            table.node = self._node_of[block]
+                self._new_prefix(block, key)
+                self._computed[key] = block
+            table.prefix = self._prefix_of[block]
             table.registered += 1
 
     def trim(self, table: BlockTable, tokens: int) -> None:
-        """Give back what `grow` took beyond `tokens`: the next to be given out again."""
+        """Free what `grow` took beyond `tokens`; those blocks are allocated next."""
         while len(table.blocks) > self.blocks_for(tokens):
             block = table.blocks.pop()
             self.used -= 1
-            self._refs[block] = 0
-            self._idle.append(block)
+            self._ref_counts[block] = 0
+            self._empty.append(block)
 
-    def forget(self, table: BlockTable) -> None:
-        """What is in blocks that this sequence alone uses is not to be found by others."""
+    def unregister(self, table: BlockTable) -> None:
+        """Remove the blocks that this sequence alone uses from the prefix cache."""
         for block in table.blocks:
             key = self._key_of[block]
-            if self._refs[block] == 1 and key is not None and self._block_of.get(key) == block:
-                del self._block_of[key]
+            if (
+                self._ref_counts[block] == 1
+                and key is not None
+                and self._computed.get(key) == block
+            ):
+                del self._computed[key]
                 self._key_of[block] = None
 
     def close(self, table: BlockTable) -> None:
-        """Give all blocks back; what is registered can be found until its room is needed."""
+        """Free all blocks; registered ones can be found until their memory is needed."""
         for block in reversed(table.blocks):
-            self._refs[block] -= 1
-            if self._refs[block]:
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block]:
                 continue
             self.used -= 1
             key = self._key_of[block]
@@ -193,14 +201,15 @@ class BlockPool:
                 del self.computing[key]
                 self._key_of[block] = key = None
             if key is None:
-                self._idle.append(block)
+                self._empty.append(block)
             else:
                 self._cached[block] = None
-        # chunks of a step that failed may still hold it
-        table.blocks, table.kept = array("i"), None
+        # chunks of a failed step may keep the table alive, but not what it refers to
+        table.blocks, table.runner_state = array("i"), None
 
-    def _name(self, block: int, key: Key) -> int:
-        self._last_node += 1
+    def _new_prefix(self, block: int, key: BlockKey) -> int:
+        """Number the prefix that ends with a block."""
+        self._last_prefix += 1
         self._key_of[block] = key
-        self._node_of[block] = self._last_node
-        return self._last_node
+        self._prefix_of[block] = self._last_prefix
+        return self._last_prefix

@@ -1,20 +1,36 @@
 """What is scheduled and run, as numbers: a sequence, its chunk of a step, and the step's batch.
 
-The scheduler (scheduler.py) cuts sequences into chunks; a batch lays the chunks out once, for the
-model runner and the sampler. No tensors here.
+The scheduler (scheduler.py) cuts sequences into chunks. A batch lays the chunks out once, for the
+model runner and the sampler. No tensors, and no text: the caller knows whose a sequence is.
 """
 
 from array import array
 from collections import abc
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple, overload
 
-from batching.block_pool import ROOT, BlockTable, Content, Key
+from batching.block_pool import SHARED_NAMESPACE, BlockKey, BlockTable, Content
+
+# A token that the step in flight is to sample has a placeholder in its sequence, by which the next
+# step is scheduled already: a negative number for the row of that step's samples. A model runner
+# puts the sampled tokens in their place on the device.
+
+
+def placeholder(row: int) -> int:
+    return -1 - row
+
+
+def is_placeholder(token: int) -> bool:
+    return token < 0
+
+
+def row_of(placeholder: int) -> int:
+    return -1 - placeholder
 
 
 class PrefixedTokens(abc.Sequence[int]):
-    """A prompt whose beginning is many prompts': to be run, and never added to."""
+    """Immutable prompt: a prefix shared with other prompts, plus its own suffix."""
 
     __slots__ = ("own", "shared")
 
@@ -27,24 +43,31 @@ class PrefixedTokens(abc.Sequence[int]):
     def __len__(self) -> int:
         return len(self.shared) + len(self.own)
 
-    def __getitem__(self, at: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:
         before = len(self.shared)
-        if not isinstance(at, slice):
-            at = range(len(self))[at]
-            return self.shared[at] if at < before else self.own[at - before]
-        start, stop, _ = at.indices(len(self))
+        if not isinstance(index, slice):
+            index = range(len(self))[index]
+            return self.shared[index] if index < before else self.own[index - before]
+        start, stop, _ = index.indices(len(self))
         own = self.own[max(0, start - before) : max(0, stop - before)]
         return [*self.shared[start:stop], *own]
 
 
 @dataclass(eq=False, slots=True)
 class MultimodalInputs:
-    """What a prompt with pictures has beside its ids, shared by a request's choices. Known once its
-    pictures have been encoded (worker/vision/encoder_scheduler.py); until then others pass.
+    """What a prompt with images has besides its token ids, shared by a request's choices. It is
+    complete once its images are encoded (worker/vision/encoder_scheduler.py).
 
-    `contents`: of the prompt, what its blocks are found by. `blocks`: places [start, stop) whose
-    tokens see each other in both directions, and so are run together. All pictures and blocks lie
-    before `end`. `shift`: by how much positions exceed places behind it."""
+    `ready`: the prompt may run. `contents`: of the prompt, one for each position.
+    `bidirectional_spans`: ranges [start, stop) of positions that attend to each other, and so must
+    run in one step. All images and such spans lie before `end`. `shift`: position id minus index,
+    from `end` on."""
 
     ready: bool = False
     contents: abc.Sequence[Content] = ()
@@ -53,7 +76,8 @@ class MultimodalInputs:
     shift: int = 0
 
     def align_chunk(self, start: int, count: int) -> int:
-        """How many tokens from `start` on can be run together, of `count` or a few more."""
+        """Return how many tokens from `start` on may run together: `count`, fewer or a few more,
+        so that no such span is divided."""
         for first, stop in self.bidirectional_spans:
             if first < start + count < stop:
                 return (first if first > start else stop) - start
@@ -62,56 +86,64 @@ class MultimodalInputs:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A continuation of a prompt: its tokens so far, and what of them is in the cache. `output` is
-    its text side (worker/generation/output.py) and `drafter` proposes its next tokens: neither is
-    looked at here."""
+    """A prompt and its continuation: the tokens so far, and how many of them are computed."""
 
-    # the prompt's, shared by a request's choices until each is admitted; of one that generates
-    # nothing it may be Joined. The last may be promised: -1 - r stands for the token that row r of
-    # the last step's draws gives, which nobody has read yet.
-    tokens: Any
-    output: Any = None
+    # The prompt's, shared by a request's choices until each is admitted; PrefixedTokens only where
+    # nothing is generated. The last may be a placeholder.
+    tokens: list[int] | PrefixedTokens
     _: KW_ONLY
     max_tokens: int = 1  # of the output; 0: only the prompt is run
-    # log-probabilities of the prompt are wanted: all of it is computed, nothing is reused
-    scores_prompt: bool = False
-    # how likely tokens are to follow it is wanted: its last row is scored, nothing is sampled
-    scores_end: bool = False
-    background: bool = False  # comes after all that are not
-    root: bytes = ROOT  # it shares its prefix with those of the same root alone
-    drafter: Any = None
-    multimodal: MultimodalInputs | None = None  # None: its prompt is nothing but text
+    scores_prompt: bool = False  # log-probabilities of the prompt: no cached prefix is reused
+    scores_end: bool = False  # the logits after the prompt's last token are scored, not sampled
+    background: bool = False  # low priority: after all that are not
+    cache_namespace: bytes = SHARED_NAMESPACE  # prefixes are shared within it
+    multimodal: MultimodalInputs | None = None  # None: the prompt is text
     prompt_len: int = field(init=False)
     scored: int = 0  # leading tokens whose successor has been scored
     number: int = -1  # order of arrival; -1: not scheduled
     table: BlockTable | None = None  # None: waiting
     computed: int = 0  # leading tokens whose keys and values are in the cache
-    cached: int | None = None  # prompt tokens found in the cache at first admission
-    awaited: Key | None = None  # the block of its prefix that somebody is computing
+    cached: int | None = None  # prompt tokens found in the prefix cache at first admission
+    pending_prefix: BlockKey | None = None  # the last block of its prefix that is being computed
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
 
     @property
-    def left(self) -> int:
-        """Tokens that have not been given to the model; none are while its last step runs."""
+    def uncomputed(self) -> int:
+        """Tokens that the model has yet to run; 0 while the last step of the sequence runs."""
         return len(self.tokens) - self.computed
 
     @property
-    def promised(self) -> bool:
-        return bool(self.tokens[-1] < 0)
+    def has_placeholder(self) -> bool:
+        return is_placeholder(self.tokens[-1])
+
+    def append_placeholder(self, row: int) -> None:
+        self._generated.append(placeholder(row))
+
+    def drop_placeholder(self) -> None:
+        if self.has_placeholder:
+            self._generated.pop()
+
+    def extend(self, sampled: abc.Sequence[int]) -> None:
+        """Append sampled tokens, the first of them in the placeholder's stead."""
+        self.drop_placeholder()
+        self._generated.extend(sampled)
+
+    @property
+    def _generated(self) -> list[int]:
+        assert isinstance(self.tokens, list)
+        return self.tokens
 
     @property
     def contents(self) -> abc.Sequence[Content]:
-        """What its blocks are found by."""
-        multimodal = self.multimodal
-        if multimodal is None:
-            tokens: abc.Sequence[Content] = self.tokens
-            return tokens
-        return [*multimodal.contents, *self.tokens[self.prompt_len :]]
+        """What its blocks hold, by which others find them."""
+        if self.multimodal is None:
+            return self.tokens
+        return [*self.multimodal.contents, *self.tokens[self.prompt_len :]]
 
     def __lt__(self, other: "Sequence") -> bool:
-        """Whether it comes first, in the line and in a step."""
+        """Whether it comes first, in a queue and in a step."""
         return (self.background, self.number) < (other.background, other.number)
 
 
@@ -119,16 +151,17 @@ class Sequence:
 class Chunk:
     """A sequence's share of a step: `count` of its tokens from `start` on, then drafted ones.
 
-    If the chunk reaches the sequence's end, its last token and each draft are to be sampled. What
-    it says of that holds as the chunk is made, before `advance`, which moves the end.
+    If the chunk reaches the sequence's end, its last token and each draft are to be sampled.
+    `width`, `reaches_end` and `to_sample` are fixed when the chunk is made: `advance` moves the
+    sequence's end.
     """
 
     sequence: Sequence
     start: int
     count: int
     drafts: tuple[int, ...] = ()
-    table: BlockTable | None = field(init=False)  # the sequence's, until it is put back or ends
-    width: int = field(init=False)
+    table: BlockTable | None = field(init=False)  # the sequence's as the chunk was made
+    width: int = field(init=False)  # tokens, drafts included
     reaches_end: bool = field(init=False)
     to_sample: int = field(init=False)  # how many of its last rows decide a token
 
@@ -142,7 +175,7 @@ class Chunk:
 
     @property
     def runs(self) -> bool:
-        """Whether its sequence still has what it had when it was cut."""
+        """Whether its sequence has been neither preempted nor removed since the chunk was made."""
         return self.table is not None and self.table is self.sequence.table
 
     @property
@@ -151,7 +184,7 @@ class Chunk:
 
     @property
     def to_score(self) -> range:
-        """Positions whose output says how likely the prompt's next token was, or is."""
+        """Positions whose logits score the prompt's next token, or what may follow the prompt."""
         sequence = self.sequence
         if sequence.scores_end:
             end = self.start + self.count
@@ -163,7 +196,7 @@ class Chunk:
 
 
 class Span(NamedTuple):
-    """Where `width` tokens of a sequence lie: from position `start` on, in its table of blocks."""
+    """Where `width` tokens of a sequence lie: from position `start` on, in its block table."""
 
     blocks: abc.Sequence[int]
     start: int
@@ -172,18 +205,17 @@ class Span(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Batch:
-    """What a step runs: T tokens in one row, span after span. Built once, for whoever reads it. A
-    model runner is asked for `forward(batch, drawn)`: logits [R, vocabulary] of the R `rows`."""
+    """What a step runs: T tokens in one row, span after span. Built once and read by every layer.
+    A model runner's `forward(batch, sampled)` returns the logits [R, vocabulary] of `rows`."""
 
     spans: abc.Sequence[Span]
-    ids: abc.Sequence[int]  # [T], drafted ones behind their chunk's; promised ones as -1 - row
-    rows: abc.Sequence[int]  # [R] places in `ids` whose logits are wanted
+    ids: abc.Sequence[int]  # [T], drafted ones behind their chunk's; some may be placeholders
+    rows: abc.Sequence[int]  # [R] indices into `ids` whose logits are wanted
     scored: int = 0  # so many of `rows` score prompts; the rest, behind them, are sampled
     chunks: abc.Sequence[Chunk] = ()  # one for each span; none in a batch that no scheduler made
-    # numbers of the spans that overlap the multimodal part of their prompt
-    multimodal_spans: abc.Sequence[int] = ()
-    shifts: Mapping[int, int] = field(default_factory=dict)  # of spans, how far positions are off
-    offsets: list[int] = field(init=False)  # [spans] places in `ids` where each begins
+    multimodal_spans: abc.Sequence[int] = ()  # those that overlap the part before `end`
+    shifts: Mapping[int, int] = field(default_factory=dict)  # of other spans: position id - index
+    offsets: list[int] = field(init=False)  # [spans] index into `ids` at which each begins
     positions: list[int] = field(init=False)  # [T] of each token in its sequence
 
     def __post_init__(self) -> None:
@@ -192,18 +224,8 @@ class Batch:
             self.offsets.append(len(self.positions))
             self.positions += range(start, start + width)
 
-    @property
-    def shifted(self) -> list[int]:
-        """[T] positions as the model is told them, behind pictures."""
-        positions = [*self.positions]
-        for number, shift in self.shifts.items():
-            begin, width = self.offsets[number], self.spans[number].width
-            positions[begin : begin + width] = (p + shift for p in positions[begin : begin + width])
-        return positions
-
     @classmethod
-    def of(cls, chunks: abc.Sequence[Chunk]) -> "Batch":
-        """What the scheduler wants run."""
+    def from_chunks(cls, chunks: abc.Sequence[Chunk]) -> "Batch":
         spans: list[Span] = []
         ids: list[int] = []
         scored: list[int] = []
@@ -220,9 +242,18 @@ class Batch:
             blocks = sequence.table.blocks if sequence.table else ()
             spans.append(Span(blocks, start, chunk.width))
             if sequence.scores_prompt or sequence.scores_end:
-                shift = len(ids) - start
-                scored += [position + shift for position in chunk.to_score]
+                offset = len(ids) - start
+                scored += [position + offset for position in chunk.to_score]
             ids += sequence.tokens[start : start + chunk.count]
             ids += chunk.drafts
             sampled += range(len(ids) - chunk.to_sample, len(ids))
         return cls(spans, ids, scored + sampled, len(scored), chunks, multimodal_spans, shifts)
+
+    @property
+    def position_ids(self) -> list[int]:
+        """[T] as the model counts them: behind images they differ from the indices."""
+        ids = [*self.positions]
+        for number, shift in self.shifts.items():
+            begin, width = self.offsets[number], self.spans[number].width
+            ids[begin : begin + width] = (p + shift for p in ids[begin : begin + width])
+        return ids

@@ -51,7 +51,7 @@ def engine(
     metadata: Callable[[KVCache, Batch], AttentionBackend] = AttentionMetadata,
 ) -> GenerationEngine:  # fmt: skip
     """A fresh one, of a model that is loaded once. Its memory is full of what are no numbers."""
-    language = loaded(model).language
+    language = loaded(model).runner.language
     options = GeneratorOptions("", speculation=speculation, max_running=max_running)
     room = min(language.context, blocks * BLOCK)
     runner = PagedRunner(language, blocks, room, max_running)

@@ -69,12 +69,12 @@ def engine(model: str, blocks: int = 400, max_running: int = 256) -> GenerationE
     """A new engine of a model that is loaded once. Its KV cache is filled with NaN."""
     known = loaded(model)
     assert known.info.batching == "continuous", known.info.why
-    language = known.language
+    language = known.runner.language
     runner = PagedRunner(language, blocks, min(language.context, blocks * BLOCK), 0)
     for stored in (*runner.cache.keys, *runner.cache.values):
         stored.fill_(float("nan"))
     options = GeneratorOptions("", max_running=max_running)
-    return paged_engine(runner, options, known.image_preprocessor)
+    return paged_engine(runner, options, known.input_processor.image_preprocessor)
 
 
 @cache
@@ -109,7 +109,7 @@ def reference_model(model: str) -> Any:
 def forward_inputs(model: str, served: Served) -> dict[str, torch.Tensor]:
     """The arguments of the model's forward for the same prompt and images."""
     prompt = served.item.prepared[0].prepared.multimodal
-    preprocessor = loaded(model).image_preprocessor
+    preprocessor = loaded(model).input_processor.image_preprocessor
     ids = torch.tensor([list(served.prompt)])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if isinstance(prompt, MultimodalPrompt) and preprocessor:

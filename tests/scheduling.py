@@ -8,8 +8,8 @@ from itertools import takewhile
 
 from batching import scheduler
 from batching.block_pool import BlockPool, BlockTable
-from batching.scheduler import RESERVE, ContinuousScheduler
-from batching.sequence import Chunk, Sequence
+from batching.scheduler import RESERVE_DIVISOR, ContinuousScheduler
+from batching.sequence import Chunk, Sequence, is_placeholder, row_of
 
 WORDS = 3  # so few that prefixes are often equal by chance
 NOTHING = 0
@@ -18,20 +18,20 @@ BROKEN = -1
 
 def assert_sound(pool: BlockPool, tables: Collection[BlockTable]) -> None:
     """The books agree with each other and with the tables that are open."""
-    users = [0] * pool.count
+    users = [0] * pool.num_blocks
     for table in tables:
         assert len(set(table.blocks)) == len(table.blocks)
         for block in table.blocks:
             users[block] += 1
-    assert pool._refs == users
-    fresh = range(pool._touched, pool.count)
-    idle = [block for block in (*pool._idle, *pool._cached, *fresh) if not users[block]]
+    assert pool._ref_counts == users
+    fresh = range(pool._fresh, pool.num_blocks)
+    idle = [block for block in (*pool._empty, *pool._cached, *fresh) if not users[block]]
     assert sorted(idle) == [block for block, count in enumerate(users) if not count]
     assert len(idle) == pool.free
-    assert pool.used + pool.free == pool.count
+    assert pool.used + pool.free == pool.num_blocks
     named = {block: key for block, key in enumerate(pool._key_of) if key is not None}
-    assert {**pool._block_of, **pool.computing} == {key: block for block, key in named.items()}
-    assert not pool._block_of.keys() & pool.computing.keys()
+    assert {**pool._computed, **pool.computing} == {key: block for block, key in named.items()}
+    assert not pool._computed.keys() & pool.computing.keys()
     assert all(users[block] for block in pool.computing.values())  # whoever promises is there
 
 
@@ -43,8 +43,8 @@ class FakeModel:
     """Holds for every place in memory the exact prefix whose keys and values lie there."""
 
     def __init__(self, pool: BlockPool) -> None:
-        self.size = pool.size
-        self.memory = [NOTHING] * (pool.count * pool.size)
+        self.size = pool.block_size
+        self.memory = [NOTHING] * (pool.num_blocks * pool.block_size)
         self._numbers: dict[tuple[int, int], int] = {}
 
     def prefixes(self, tokens: Iterable[int]) -> list[int]:
@@ -68,7 +68,7 @@ class FakeModel:
             assert sequence.table is not None
             end = chunk.start + chunk.width
             tokens = sequence.tokens[: chunk.start + chunk.count]
-            known = [drawn[-1 - token] if token < 0 else token for token in tokens]
+            known = [drawn[row_of(token)] if is_placeholder(token) else token for token in tokens]
             prefixes = self.prefixes([*known, *chunk.drafts])
             places = [
                 block * self.size + i for block in sequence.table.blocks for i in range(self.size)
@@ -91,7 +91,7 @@ class Job:
     def __init__(self, prompt: list[int], most: int, reuse: bool, background: bool) -> None:
         # the step after its last token ends it
         self.sequence = Sequence(
-            prompt, self, max_tokens=most + 1, scores_prompt=not reuse, background=background
+            prompt, max_tokens=most + 1, scores_prompt=not reuse, background=background
         )
         self.most = most
         self.expected = list(prompt)
@@ -123,7 +123,7 @@ class Simulation:
         size = chance.choice((1, 2, 4, 16))
         fitting = -(-self.longest // size)
         count = int(fitting * chance.choice((1, 1.3, 2, 3, 8)))
-        self.pool = BlockPool(count, size, share=(0, 0.3, 1)[seed % 3])
+        self.pool = BlockPool(count, size, fresh_fraction=(0, 0.3, 1)[seed % 3])
         self.scheduler = ContinuousScheduler(self.pool, chance.choice((1, 3, 8, 16)))
         self.model = FakeModel(self.pool)
         self.budget = chance.choice((2, 8, 30, 200))
@@ -133,6 +133,7 @@ class Simulation:
         self.unrest = chance.choice((0, 0, 0.02, 0.1))  # how often somebody goes
         self.patience = chance.choice((0, 0, 0.5, 0.9))  # how often work is for the background
         self.live: list[Job] = []
+        self.jobs: dict[Sequence, Job] = {}  # also those that are over
         self.past: list[list[int]] = [[0]]
         self.seen: Counter[str] = Counter()
         self.ahead = bool(seed % 2)  # steps are scheduled before the last has landed
@@ -150,10 +151,10 @@ class Simulation:
             assert steps < 1000 + 2 * work
         assert self.pool.used == 0
         assert_sound(self.pool, [])
-        whole = self.pool.open([-1] * self.pool.count * self.pool.size, [])
+        whole = self.pool.open([-1] * self.pool.num_blocks * self.pool.block_size, [])
         assert whole is not None  # nothing stays registered when the room is needed
         self.pool.close(whole)
-        assert not self.pool._block_of
+        assert not self.pool._computed
 
     def _words(self, most: int) -> list[int]:
         return [self.chance.randrange(WORDS) for _ in range(self.chance.randint(1, most))]
@@ -175,6 +176,7 @@ class Simulation:
             job = Job(prompt, most, reuse, self.chance.random() < self.patience)
             self.scheduler.add(job.sequence)
             self.live.append(job)
+            self.jobs[job.sequence] = job
         self.to_come -= 1
 
     def _end(self, job: Job, event: str) -> None:
@@ -188,8 +190,8 @@ class Simulation:
         return [job for job in self.live if self.chance.random() < self.unrest]
 
     def _draft(self, sequence: Sequence) -> tuple[int, ...]:
-        job: Job = sequence.output
-        if sequence.promised:
+        job = self.jobs[sequence]
+        if sequence.has_placeholder:
             return ()
         most = min(job.left - 1, self.chance.choice((0, 0, 1, 2, 5)))
         right = job.expected[len(sequence.tokens) :][: max(0, most)]
@@ -215,15 +217,15 @@ class Simulation:
         for job in broken:
             if job in self.live:
                 if job.sequence.table:
-                    self.pool.forget(job.sequence.table)
+                    self.pool.unregister(job.sequence.table)
                 self._end(job, "broken while")
         self.flight = [
-            (chunk, chunk.sequence.output.sample(chunk.drafts) if chunk.reaches_end else [])
+            (chunk, self.jobs[chunk.sequence].sample(chunk.drafts) if chunk.reaches_end else [])
             for chunk in chunks
         ]
         if self.ahead and not any(chunk.drafts for chunk in chunks):
-            self.scheduler.promise(chunks)
-            self.seen["promised"] += sum(chunk.sequence.promised for chunk in chunks)
+            self.scheduler.append_placeholders(chunks)
+            self.seen["promised"] += sum(chunk.sequence.has_placeholder for chunk in chunks)
         else:
             self._land()
 
@@ -236,7 +238,7 @@ class Simulation:
             self.seen["drafts right"] += max(0, len(sampled) - 1)
             self.scheduler.advance(chunk, sampled)
             if chunk.reaches_end and not sampled:  # a step after its last token
-                self._end(chunk.sequence.output, "finished while")
+                self._end(self.jobs[chunk.sequence], "finished while")
 
     def _count(self, chunks: abc.Sequence[Chunk]) -> None:
         self.seen["preempted"] += self.scheduler.preempted
@@ -266,9 +268,9 @@ class Before:
         self.pool = pool = scheduler.pool
         self.running = list(scheduler.running)
         self.tables = {sequence: sequence.table for sequence in self.running}
-        self.decoding = [s for s in self.running[: self.most] if s.left == 1]
+        self.decoding = [s for s in self.running[: self.most] if s.uncomputed == 1]
         self.resting = self.running[self.most :]
-        self.landing = [s for s in self.running if not s.left]
+        self.landing = [s for s in self.running if not s.uncomputed]
         self.new = [s for s in scheduler.waiting if s.cached is None]
         self.free = pool.free
         self.wanted = 0
@@ -311,7 +313,9 @@ class Before:
         at_work = [chunk.sequence for chunk in chunks]
         assert len(set(at_work)) == len(at_work)
         assert all(c.start == c.sequence.computed and c.count > 0 for c in chunks)
-        assert all(not c.sequence.scores_prompt or c.count <= scheduler.PROJECTED for c in chunks)
+        assert all(
+            not c.sequence.scores_prompt or c.count <= scheduler.MAX_SCORED_TOKENS for c in chunks
+        )
         assert all(s in at_work for s in self.decoding if self._stayed(s))
         running = self.scheduler.running  # whatever happens, the oldest gets on
         oldest = {running[0], min(running, key=lambda s: s.number)}
@@ -331,13 +335,16 @@ class Before:
             return
         assert all(s.background for s in self.resting)
         assert not any(s in shares for s in self.resting if self._stayed(s))
-        most = {s: min(s.left, scheduler.PROJECTED) if s.scores_prompt else s.left for s in wanting}
+        most = {
+            s: min(s.uncomputed, scheduler.MAX_SCORED_TOKENS) if s.scores_prompt else s.uncomputed
+            for s in wanting
+        }
         unmet = [s for s in wanting if shares.get(s, 0) < most[s]]
         assert not (left and unmet)
         assert shares[wanting[0]] >= min(most[wanting[0]], budget / 2)
         for s in unmet:
             served = [t for t in wanting[1:] if t in shares]
-            assert all((t.background, t.left) <= (s.background, s.left) for t in served)
+            assert all((t.background, t.uncomputed) <= (s.background, s.uncomputed) for t in served)
 
     def _check_who_is_put_back(self) -> None:
         """The youngest, and only for tokens that have no room, or for one that is not in the
@@ -371,11 +378,11 @@ class Before:
             assert all(s < first for s in admitted)
         places = scheduler.max_running - len(scheduler.running) - passed
         matched = [] if first.scores_prompt else pool.match(first.tokens)[0]
-        wanted = pool.blocks_for(len(first.tokens)) - len(matched) + pool.unused(matched)
+        wanted = pool.blocks_for(len(first.tokens)) - len(matched) + pool.count_unused(matched)
         for_drafts = sum(
             len(c.sequence.table.blocks) - pool.blocks_for(len(c.sequence.tokens))
             for c in chunks
             if c.sequence.table
         )
-        reserve = min(len(scheduler.running), pool.count // RESERVE)
+        reserve = min(len(scheduler.running), pool.num_blocks // RESERVE_DIVISOR)
         assert places <= 0 or wanted + reserve > pool.free + for_drafts

@@ -96,10 +96,12 @@ def _loaded() -> GenerationEngine:
 def engine(speculation: str = "auto", blocks: int = 400) -> GenerationEngine:
     """A fresh one, of a model that is loaded once."""
     chosen = GeneratorOptions("", speculation=speculation)
-    runner = PagedRunner(_loaded().language, blocks, CONTEXT, chosen.max_running)
+    runner = PagedRunner(_loaded().runner.language, blocks, CONTEXT, chosen.max_running)
     made = paged_engine(runner, chosen)
     # One process tries the grammars of all.
-    made.plans.grammars = _loaded().plans.grammars
+    made.input_processor.constraint_builder.grammars = (
+        _loaded().input_processor.constraint_builder.grammars
+    )
     return made
 
 

@@ -61,7 +61,7 @@ def engine(blocks: int = 400, max_running: int = 256) -> GenerationEngine:
 def _made(blocks: int, max_running: int) -> GenerationEngine:
     options = GeneratorOptions("", max_running=max_running)
     room = min(tiny_chat.CONTEXT, blocks * BLOCK)
-    return paged_engine(PagedRunner(_loaded().language, blocks, room, max_running), options)
+    return paged_engine(PagedRunner(_loaded().runner.language, blocks, room, max_running), options)
 
 
 def cached() -> GenerationEngine:

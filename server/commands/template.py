@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from batching.errors import InvalidInput
 from worker.error_classification import first_line
 from worker.generation.answer_reader import AnswerReader
-from worker.generation.input_processor import end_ids
+from worker.generation.input_processor import eos_token_ids
 from worker.messages.generation import Calls
 from worker.model.loading import local_path
 from worker.text.chat_template.byte_tokenizer import byte_tokenizer
@@ -97,7 +97,7 @@ def load(name: str, tokenizer_folder: str | None) -> tuple[AnswerReader, tuple[s
             tokenizer = of_file(tokenizer.chat_template, tokenizer_folder)
     if not tokenizer.chat_template:
         raise InvalidInput("it has no chat template", None)
-    ends = end_ids(defaults, tokenizer)
+    ends = eos_token_ids(defaults, tokenizer)
     texts = tuple(str(tokenizer.convert_ids_to_tokens(id)) for id in ends)
     return AnswerReader(tokenizer, ends), texts
 
@@ -162,7 +162,7 @@ def report(template: ChatTemplate, end_tokens: tuple[str, ...]) -> dict[str, Any
 
 def _calls(template: ChatTemplate) -> dict[str, Any]:
     """How they are written where they must be made, and whether that was learned."""
-    _, form = template.forms(Calls((), required=True))
+    form = template.output_format_for(Calls((), required=True)).tool_calls
     assert form is not None
     one, two = (shown_calls(template.examples, count) for count in (1, 2))
     made = {"learned": bool(template.examples), "arguments": form.arguments.style, "one": one}

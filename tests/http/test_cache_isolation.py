@@ -23,8 +23,8 @@ ASKED: dict[str, dict[str, Any]] = {
 PATHS = pytest.mark.parametrize("path", ASKED)
 
 
-def opened(pool: BlockPool, contents: list[Content], root: bytes) -> BlockTable:
-    table = pool.open(contents, pool.match(contents, root)[0], root=root)
+def opened(pool: BlockPool, contents: list[Content], namespace: bytes) -> BlockTable:
+    table = pool.open(contents, pool.match(contents, namespace)[0], cache_namespace=namespace)
     assert table is not None
     return table
 
@@ -60,7 +60,9 @@ def test_what_is_no_text_is_told_apart_by_its_digest() -> None:
 def test_the_same_prompt_of_another_root_is_computed_beside_it() -> None:
     scheduler = ContinuousScheduler(BlockPool(64, 4), 8)
     prompt = list(range(20))
-    one, two, same = [Sequence(prompt, root=root) for root in (b"one", b"two", b"one")]
+    one, two, same = [
+        Sequence(prompt, cache_namespace=namespace) for namespace in (b"one", b"two", b"one")
+    ]
     for sequence in (one, two, same):
         scheduler.add(sequence)
     chunks = scheduler.schedule(100)

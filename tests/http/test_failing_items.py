@@ -27,23 +27,23 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 
 
 # Places that belong to a request's choices, and how to get to the object whose method it is.
 OF_A_CHOICE: dict[str, Callable[[Any], Any]] = {
-    "begin": lambda choice: choice,
+    "start": lambda choice: choice,
     "push": lambda choice: choice,
-    "take": lambda choice: choice,
+    "take_delta": lambda choice: choice,
     "_detokenizer.push": lambda choice: choice._detokenizer,
     "_parser.feed": lambda choice: choice._parser,
-    "_stops.push": lambda choice: choice._stops,
-    "_stops.flush": lambda choice: choice._stops,
+    "_stop_strings.push": lambda choice: choice._stop_strings,
+    "_stop_strings.flush": lambda choice: choice._stop_strings,
     "sampling.accept": lambda choice: choice.sampling,
-    "guide.draft": lambda choice: choice.guide,
-    "guide.mask": lambda choice: choice.guide,
-    "guide.accept": lambda choice: choice.guide,
-    "guide.follow": lambda choice: choice.guide,
+    "constraints.draft": lambda choice: choice.constraints,
+    "constraints.mask": lambda choice: choice.constraints,
+    "constraints.accept": lambda choice: choice.constraints,
+    "constraints.follow": lambda choice: choice.constraints,
 }
 # Places that belong to nobody in particular.
 OF_THE_GENERATOR = [
     "scheduler.schedule", "scheduler.remove", "scheduler.add", "scheduler.pool.close", "step",
-    "_outcome",
+    "_collect",
 ]  # fmt: skip
 OF_THE_BATCHER = ["add", "take", "due_at", "succeeded"]
 
@@ -194,7 +194,7 @@ def test_an_error_in_the_sampler_or_the_masks_leaves_the_generator_working(
 def test_who_failed_in_a_step_that_raises_is_answered_too(stage: Stage) -> None:
     """Its own failure was not told yet."""
     stage.poison("push", RecursionError)
-    stage.raise_in(stage.generator, "_outcome", ValueError)
+    stage.raise_in(stage.generator, "_collect", ValueError)
     assert stage.chat(POISON).status_code == 500
 
 

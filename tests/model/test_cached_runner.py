@@ -22,7 +22,7 @@ from tests.tiny_decoders import decoder
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import cached_engine, load_generator
 from worker.messages.generation import Sampling
-from worker.model.cached_runner import CachedRunner, CacheGroup
+from worker.model.cached_runner import CachedRunner, CacheGroup, CacheSlot
 from worker.model.language_model import GeneratorOptions, LanguageModel
 
 LINEAR = {
@@ -340,7 +340,8 @@ def test_what_a_group_kept_goes_with_the_last_of_it() -> None:
 
 def groups(driver: Driver) -> list[CacheGroup]:
     tables = [sequence.table for sequence in driver.generator.scheduler.running]
-    return [table.kept.group for table in tables if table and table.kept]
+    slots = [table.runner_state for table in tables if table]
+    return [slot.group for slot in slots if isinstance(slot, CacheSlot)]
 
 
 def test_no_more_rows_run_than_allowed() -> None:
@@ -351,7 +352,7 @@ def test_no_more_rows_run_than_allowed() -> None:
 
 
 def test_a_step_takes_no_more_than_one_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "MOST_WHOLE", {"cpu": 60})
+    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS_WHOLE", {"cpu": 60})
     driver = Driver(fresh())
     for length in (20, 20, 100, 20):
         driver.add(request(prompts(10, [length])[0], max_tokens=2))
@@ -527,6 +528,7 @@ def test_a_model_that_cannot_be_paged_is_served_static(caplog: pytest.LogCapture
     (served,), _ = serve(generator, request("The capital of France", max_tokens=3))
     assert served.deltas[0].tokens == 3
     assert (
-        generator.encode("The capital") == generator.language.tokenizer("The capital")["input_ids"]
+        generator.encode("The capital")
+        == generator.runner.language.tokenizer("The capital")["input_ids"]
     )
     assert generator.token(ORDINARY[0]) == generator.decode([ORDINARY[0]])

@@ -137,7 +137,7 @@ def called(made: Any) -> list[tuple[str, Any]]:
 def opening(made: GenerationEngine, name: str, seed: int) -> Sampling:
     """The marks that begin a call are sure to come."""
     marks = ["<call>"] if name == "section" else FORMS[name][1][:1]
-    tokens: Any = made.language.tokenizer.convert_tokens_to_ids(marks)
+    tokens: Any = made.runner.language.tokenizer.convert_tokens_to_ids(marks)
     return Sampling(temperature=1.0, seed=seed, logit_bias=dict.fromkeys(tokens, 20.0))
 
 
@@ -145,7 +145,7 @@ def opening(made: GenerationEngine, name: str, seed: int) -> Sampling:
 @pytest.mark.parametrize("name", FORMS)
 def test_what_must_be_called_is_called_in_the_models_form(name: str, special: bool) -> None:
     made = engine(name, special)
-    assert made.template.notes == []
+    assert made.input_processor.template.notes == []
     calls = Calls(("weather", "travel"), required=True)
     asked = [
         asking(sampling=Sampling(temperature=1.0, seed=seed), tools=TOOLS, calls=calls)

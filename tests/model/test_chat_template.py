@@ -25,7 +25,9 @@ HI: tuple[dict[str, Any], ...] = ({"role": "user", "content": "hi"},)
 
 
 def rendered(**variables: Any) -> str:
-    return tiny_chat.engine().template.render(Chat(HI, template_kwargs=variables))
+    return (
+        tiny_chat.engine().input_processor.template.render(Chat(HI, template_kwargs=variables)).text
+    )
 
 
 def own_to_transformers() -> set[str]:
@@ -76,7 +78,7 @@ def test_a_variable_that_the_template_does_not_know_is_fine() -> None:
 
 
 def test_what_a_template_cannot_take_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = tiny_chat.engine().language.tokenizer
+    tokenizer = tiny_chat.engine().runner.language.tokenizer
     deep: Any = []
     for _ in range(5_000):
         deep = [deep]
@@ -101,12 +103,14 @@ THOUGHTS = CALLS + "{# </think> #}"
 
 def prepared(source: str, **fields: Any) -> PreparedPrompt:
     tokenizer = llama_tokenizer(source)
-    frontend = InputProcessor(LanguageModel("", tiny_chat.engine().language.model, tokenizer), 1000)
+    processor = InputProcessor(
+        LanguageModel("", tiny_chat.engine().runner.language.model, tokenizer), 1000
+    )
     try:
         request = tiny_chat.asking(tools=({"function": {"name": "clock"}},), **fields).payload
-        return when_ready(lambda: frontend.prepared(request))
+        return when_ready(lambda: processor.prepare_prompt(request))
     finally:
-        frontend.close()
+        processor.close()
 
 
 def test_a_plain_chat_needs_no_plan_and_is_read_only_where_there_may_be_marks() -> None:
@@ -119,7 +123,7 @@ def test_a_plain_chat_needs_no_plan_and_is_read_only_where_there_may_be_marks() 
         (THOUGHTS, {"thinking_tokens": 3}, True, True),
     ):
         made = prepared(source, **fields)
-        assert (made.parser is not None, made.plan is not None) == (reads, plans)
+        assert (made.parser is not None, made.constraints is not None) == (reads, plans)
 
 
 @pytest.mark.parametrize(
@@ -157,12 +161,12 @@ PARTS_ALONE = (
 def test_template_that_shows_parts_alone_is_given_them() -> None:
     template = ChatTemplate(llama_tokenizer(PARTS_ALONE))
     messages = {"role": "system", "content": "brief"}, *HI
-    assert template.render(Chat(messages)) == "<|system|>brief</s><|user|>hi</s><|assistant|>"
+    assert template.render(Chat(messages)).text == "<|system|>brief</s><|user|>hi</s><|assistant|>"
     pictured = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]}
-    assert template.render(Chat((pictured,))) == "<|user|>hi</s><|assistant|>"
+    assert template.render(Chat((pictured,))).text == "<|user|>hi</s><|assistant|>"
     begun = Chat(
         (*HI, {"role": "assistant", "content": "I"}),
         add_generation_prompt=False,
         continue_final_message=True,
     )
-    assert template.render(begun) == "<|user|>hi</s><|assistant|>I"
+    assert template.render(begun).text == "<|user|>hi</s><|assistant|>I"

@@ -20,6 +20,7 @@ from tests import tiny_decisions
 from tests.tiny_decisions import STATE, about, predicates, prompts_of, read
 from worker.generation import decisions
 from worker.messages.decisions import DecisionInput, Question
+from worker.text.chat_template.template import RenderedPrompt
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ from worker.messages.decisions import DecisionInput, Question
 )
 def test_the_tokens_are_those_of_each_prompt_as_a_whole(text: str) -> None:
     asked = about(text, predicates(3))
-    tokenizer = tiny_decisions.engine().language.tokenizer
+    tokenizer = tiny_decisions.engine().runner.language.tokenizer
     for question, ids in zip(asked.questions, prompts_of(asked), strict=True):
         content = f"{text}\n\n{question.asked(['Yes', 'No'])}"
         whole: Any = tokenizer.apply_chat_template(
@@ -119,7 +120,9 @@ def test_a_template_that_does_not_show_the_input_is_no_basis(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     generator = tiny_decisions.engine()
-    monkeypatch.setattr(generator.template, "render", lambda chat: "always the same")
+    template = generator.input_processor.template
+    same = RenderedPrompt("always the same", template.answers)
+    monkeypatch.setattr(template, "render", lambda chat: same)
     with pytest.raises(InvalidInput, match="does not show"):
         generator.prepare(WorkItem(about(STATE, predicates(1)), float("inf"), 0.0))
 
@@ -143,7 +146,7 @@ def test_a_template_that_does_not_show_the_input_is_no_basis(
     ],
 )
 def test_a_clients_control_tokens_are_text_as_for_the_library(text: str) -> None:
-    tokenizer = tiny_decisions.engine().language.tokenizer
+    tokenizer = tiny_decisions.engine().runner.language.tokenizer
     questions = (
         *predicates(1, text),
         Question("choice", "Which?", (text, f"{text} and more"), "questions[1]"),

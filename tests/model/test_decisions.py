@@ -108,7 +108,7 @@ def test_more_options_than_letters_get_pairs_of_them() -> None:
     generator = tiny_decisions.engine()
     [found] = probabilities(generator, named.decision_input())
     assert len(found) == 30
-    tokenizer = generator.language.tokenizer
+    tokenizer = generator.runner.language.tokenizer
     item = WorkItem(named.decision_input(), float("inf"), 0.0)
     generator.prepare(item)
     text = tokenizer.decode(item.prepared[0].prepared.ids)
@@ -143,9 +143,9 @@ def test_where_yes_and_no_are_no_tokens_the_letters_answer() -> None:
     generator = tiny_chat.engine()
     generator.prepare(item)
     [verdict] = item.prepared
-    text = generator.language.tokenizer.decode(verdict.prepared.ids)
+    text = generator.runner.language.tokenizer.decode(verdict.prepared.ids)
     assert "\nA: true\nB: false\nAnswer A or B only.</s>" in text
-    labels = generator.language.tokenizer.convert_ids_to_tokens(verdict.prepared.labels)
+    labels = generator.runner.language.tokenizer.convert_ids_to_tokens(verdict.prepared.labels)
     assert labels == ["A", "B"]
 
 
@@ -168,7 +168,7 @@ def to_run(prompts: list[list[int]], known: Sequence[list[int]] = ()) -> list[in
 def test_the_input_is_run_once_and_each_question_behind_it(
     budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "MOST", {"cpu": budget})
+    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": budget})
     asked = about(STATE, predicates(100))
     prompts = prompts_of(asked)
     whole, *others = to_run(prompts)
@@ -207,7 +207,7 @@ def test_the_input_counts_once() -> None:
 
 
 def test_a_chat_does_not_wait_for_many_questions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "MOST", {"cpu": 128})
+    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": 128})
     driver = Driver(tiny_decisions.engine(blocks=1200, max_running=16))
     many = driver.add(WorkItem(about(STATE, predicates(200)), float("inf"), 0.0))
     for _ in range(8):
@@ -223,7 +223,7 @@ def test_a_chat_does_not_wait_for_many_questions(monkeypatch: pytest.MonkeyPatch
 
 
 def test_they_are_right_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "MOST", {"cpu": 48})
+    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": 48})
     asked = [about(STATE, predicates(20)), about(STATE[::-1], predicates(20))]
     wanted = [probabilities(tiny_decisions.engine(), each) for each in asked]
     served, _ = serve(tiny_decisions.engine(blocks=40), *asked)
@@ -236,7 +236,7 @@ def test_numbers_that_are_none_fail_the_item() -> None:
     assert label_logprobs(torch.tensor([0.0, float("nan"), 1.0]), [0, 1])[0].token == -1
     assert label_logprobs(torch.tensor([0.0, float("inf"), 1.0]), [0, 1])[0].token == -1
     generator = tiny_decisions.engine()
-    embedding: Any = generator.language.model.get_input_embeddings()
+    embedding: Any = generator.runner.language.model.get_input_embeddings()
     was = embedding.weight.data.clone()
     embedding.weight.data.fill_(float("nan"))
     try:

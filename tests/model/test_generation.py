@@ -52,12 +52,14 @@ def check_parity(
     """32 prompts at random times; what is switched on must have happened, what is off not."""
     given = prompts(seed, LENGTHS)
     most = MOST if "chunked prefill" in features else 512
-    monkeypatch.setattr(scheduler, "MOST", {"cpu": most})
-    monkeypatch.setattr(scheduler, "LEAST", most)  # whatever it has learned of the time
+    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": most})
+    monkeypatch.setattr(
+        scheduler, "MIN_PREFILL_TOKENS", most
+    )  # whatever it has learned of the time
     if "prefix cache" not in features:
-        monkeypatch.setattr(BlockPool, "match", lambda pool, tokens, root: ([], None))
+        monkeypatch.setattr(BlockPool, "match", lambda *arguments: ([], None))
     if "speculation" in features:
-        monkeypatch.setattr(Speculation, "worth", lambda budget, acceptance, most: most)
+        monkeypatch.setattr(Speculation, "worthwhile", lambda budget, acceptance, limit: limit)
         monkeypatch.setattr(NgramDrafter, "draft", foreseeing(given, greedy(model, given, NEW)))
     generator = engine(
         model,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from batching import scheduler
-from batching.scheduler import PROJECTED
+from batching.scheduler import MAX_SCORED_TOKENS
 from tests.generating import (
     GREEDY,
     ORDINARY,
@@ -89,7 +89,9 @@ def test_logprobs_beside_a_draft_are_the_same() -> None:
     assert 0 < driver.total("accepted") < driver.total("drafted")
 
 
-@pytest.mark.parametrize("length", [1, 2, PROJECTED, PROJECTED + 1, PROJECTED + 72])
+@pytest.mark.parametrize(
+    "length", [1, 2, MAX_SCORED_TOKENS, MAX_SCORED_TOKENS + 1, MAX_SCORED_TOKENS + 72]
+)
 def test_an_echoed_prompt_is_scored_whole_and_takes_nothing_from_the_cache(length: int) -> None:
     generator = engine("llama")
     prompt = prompt_of(length)
@@ -99,15 +101,15 @@ def test_an_echoed_prompt_is_scored_whole_and_takes_nothing_from_the_cache(lengt
         assert_scored(choice.logprobs, [*prompt, *served.ids[0]], 0, 4)
         assert choice.cached_tokens == driver.total("cached_tokens") == 0
         assert driver.total("prefill_tokens") == length
-        assert driver.partial == (length - 1) // PROJECTED
+        assert driver.partial == (length - 1) // MAX_SCORED_TOKENS
         assert "".join(entry.text for entry in choice.logprobs) == choice.text
 
 
 def test_an_echoed_prompt_is_scored_once_though_it_is_put_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scheduler, "MOST", {"cpu": 24})
-    monkeypatch.setattr(scheduler, "LEAST", 24)
+    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": 24})
+    monkeypatch.setattr(scheduler, "MIN_PREFILL_TOKENS", 24)
     older, younger = request(prompt_of(14), BUSY, 20), request(prompt_of(110, 1), BUSY, echo=True)
     # the older needs its second block while the younger is in its prompt
     served, driver = serve(engine("llama", blocks=8), [older, younger])
@@ -122,7 +124,7 @@ def test_an_echoed_prompt_is_scored_once_though_it_is_put_back(
 
 
 def test_a_prompt_can_be_scored_without_an_output() -> None:
-    prompt = prompt_of(PROJECTED + 30)
+    prompt = prompt_of(MAX_SCORED_TOKENS + 30)
     scoring = replace(GREEDY, logprobs=1)
     [served, plain], driver = serve(
         engine("llama"),
@@ -133,7 +135,7 @@ def test_a_prompt_can_be_scored_without_an_output() -> None:
     )
     assert_scored(served.choices[0].logprobs, prompt, 0, 1)
     for choice in (served.choices[0], plain.choices[0]):
-        assert choice.text == engine("llama").vocabulary.decode(prompt)
+        assert choice.text == engine("llama").input_processor.vocabulary.decode(prompt)
         assert choice.finish_reason == "length"
         assert (choice.prompt_tokens, choice.tokens) == (len(prompt), 0)
     assert plain.choices[0].logprobs == []

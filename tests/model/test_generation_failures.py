@@ -19,6 +19,7 @@ from tests.generating import (
     serve,
 )
 from worker.generation.engine import GenerationEngine
+from worker.generation.speculation import Speculation
 from worker.messages.generation import Sampling
 
 pytestmark = pytest.mark.usefixtures("steps")
@@ -30,14 +31,14 @@ NEW = 8
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "MOST", {"cpu": 40})
-    monkeypatch.setattr(scheduler, "LEAST", 40)
+    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": 40})
+    monkeypatch.setattr(scheduler, "MIN_PREFILL_TOKENS", 40)
 
 
 @contextmanager
 def poisoned(generator: GenerationEngine) -> Iterator[None]:
     """POISON's embedding is no number, nor are the keys and values of whoever sees it."""
-    embedding: Any = generator.language.model.get_input_embeddings()
+    embedding: Any = generator.runner.language.model.get_input_embeddings()
     was = embedding.weight.data[POISON].clone()
     embedding.weight.data[POISON] = float("nan")
     try:
@@ -116,8 +117,8 @@ def test_a_choice_that_breaks_late_takes_its_item_along() -> None:
     generator = engine("llama", blocks=40)
     prompt, mate = prompts(10, (20,), each=2)
     sampling = Sampling(temperature=1.0, seed=3, logit_bias={POISON: 6.0})
-    for speculation in (True, False):
-        generator.speculates = speculation
+    for speculation in (Speculation("cpu"), None):
+        generator._speculation = speculation
         with poisoned(generator):
             items = [request(prompt, sampling, 30, n=4), request(mate, max_tokens=NEW)]
             (broken, well), _ = serve(generator, items)
@@ -230,7 +231,7 @@ def test_a_warm_up_beside_running_sequences_changes_nothing() -> None:
 
 def test_a_warm_up_tells_that_the_model_is_broken() -> None:
     generator = engine("llama")
-    weights: Any = generator.language.model.get_input_embeddings()
+    weights: Any = generator.runner.language.model.get_input_embeddings()
     was = weights.weight.data[0].clone()
     weights.weight.data[0] = float("nan")
     try:
@@ -265,7 +266,7 @@ def test_what_does_not_fit_is_refused_before_it_runs(
 
 def test_least_tokens_are_refused_where_every_token_ends_the_answer() -> None:
     generator = engine("llama")
-    every = tuple(range(generator.language.vocab_size))
+    every = tuple(range(generator.runner.language.vocab_size))
     with pytest.raises(InvalidInput, match=r"^min_tokens: every token"):
         generator.prepare(request([7], stop_token_ids=every, min_tokens=1))
     generator.prepare(request([7], stop_token_ids=every))

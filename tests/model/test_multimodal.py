@@ -135,10 +135,10 @@ def test_cached_image_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch, mode
         return original(self, image, digest, *args)
 
     monkeypatch.setattr(Processor, "process_image", process_image)
-    assert generator.image_preprocessor
-    assert generator.image_preprocessor.memory_limiter.start_decoding()
+    assert generator.input_processor.image_preprocessor
+    assert generator.input_processor.image_preprocessor.memory_limiter.start_decoding()
     once_more, _ = serve(generator, [request("Once more: ", TALL, " what of ", TALL, "?")])
-    generator.image_preprocessor.memory_limiter.end_decoding()
+    generator.input_processor.image_preprocessor.memory_limiter.end_decoding()
     assert (encoder.tiles_encoded, processed) == (tiles_encoded, [])
     beside, _ = serve(generator, [request("And ", OTHER, " beside ", TALL)])
     assert len(processed) == 1
@@ -384,14 +384,14 @@ def test_all_families_run_paged() -> None:
 
 
 def test_encoder_that_reads_the_dtype_of_a_weight_is_packed_too() -> None:
-    encoder = loaded("gemma4-small").language.model.model.vision_tower
+    encoder = loaded("gemma4-small").runner.language.model.model.vision_tower
     assert isinstance(encoder.patch_embedder.input_proj, PackedLinear)
 
 
 def test_check_at_load_fails_for_wrong_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     language, image_preprocessor = (
-        loaded("qwen2-vl").language,
-        loaded("qwen2-vl").image_preprocessor,
+        loaded("qwen2-vl").runner.language,
+        loaded("qwen2-vl").input_processor.image_preprocessor,
     )
     assert image_preprocessor
     original = multimodal_prompt._positions

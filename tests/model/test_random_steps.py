@@ -88,7 +88,7 @@ def play(seed: int, leaving: bool) -> list[Served]:
     generator = engine(
         "llama", BLOCKS, chance.choice(("auto", "off")), max_running=chance.choice((2, 5, 16))
     )
-    generator.runner = Remembering(generator.language.vocab_size)  # type: ignore[assignment]
+    generator.runner = Remembering(generator.runner.language.vocab_size)  # type: ignore[assignment]
     driver, served = Driver(generator), list[Served]()
     to_come = items_of(seed)
     while to_come or generator.busy:
@@ -107,11 +107,13 @@ def check(generator: GenerationEngine) -> None:
     scheduler = generator.scheduler
     pool, running = scheduler.pool, scheduler.running
     assert_sound(pool, [each.table for each in running if each.table])
-    keys = pool._block_of | pool.computing
+    keys = pool._computed | pool.computing
     assert not any(isinstance(each, int) and each < 0 for _, held in keys for each in held)
     for sequence in (*running, *scheduler.waiting):
         assert min([0, *sequence.tokens[:-1]]) == 0
-        assert sequence.promised <= (generator._flight is not None and sequence in running)
+        assert sequence.has_placeholder <= (
+            generator._in_flight is not None and sequence in running
+        )
 
 
 def told(served: Served) -> list[Any]:
@@ -122,8 +124,8 @@ def told(served: Served) -> list[Any]:
 def test_ahead_or_at_once_everybody_gets_the_same(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "MOST", {"cpu": 20})
-    monkeypatch.setattr(scheduler, "LEAST", 20)
+    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", {"cpu": 20})
+    monkeypatch.setattr(scheduler, "MIN_PREFILL_TOKENS", 20)
     at_once = play(seed, False)
     monkeypatch.setitem(module.AHEAD, "cpu", True)
     monkeypatch.setattr(sampler, "CANDIDATES", 2)  # steps are run again for rows that need more

@@ -354,7 +354,7 @@ def test_any_text_can_be_asked_for(text: str) -> None:
 
 
 def test_a_grammar_that_was_used_often_is_made_anew() -> None:
-    grammars = engine().plans.grammars
+    grammars = engine().input_processor.constraint_builder.grammars
     constraint = Constraint("regex", "(a|b)*a(a|b){9}c", "f")
     made = {id(when_ready(lambda: grammars.matcher(constraint))) for _ in range(450)}
     assert 2 <= len(made) <= 3
@@ -617,13 +617,13 @@ def test_a_budget_ends_the_thoughts(budget: int) -> None:
 
 
 def test_effort_sets_the_templates_switch() -> None:
-    template = engine().template
+    template = engine().input_processor.template
     chats = [asking(effort=effort).payload.prompt for effort in ("none", "high")]
-    texts = [template.render(chat) for chat in chats]
+    texts = [template.render(chat).text for chat in chats]
     assert texts[0].endswith("<think>\n\n</think>\n\n")
     assert texts[1].endswith("<|assistant|>")
     explicit = asking(effort="none", variables={"enable_thinking": True}).payload.prompt
-    assert template.render(explicit) == texts[1]
+    assert template.render(explicit).text == texts[1]
 
 
 def test_a_model_that_does_not_think_is_not_asked_to() -> None:

@@ -328,7 +328,7 @@ def test_a_mask_that_is_late_fails_its_own_grammar_only(
 ) -> None:
     monkeypatch.setattr(bitmask, "PATIENCE_S", 0.3)
     monkeypatch.setattr(bitmask, "cpu_s", lambda thread: time.monotonic())
-    grammars = engine().plans.grammars
+    grammars = engine().input_processor.constraint_builder.grammars
     mate = when_ready(lambda: grammars.matcher(regex("[a-c]+")))
     expected = np.frombuffer(mate.matcher.deep_copy().compute_bitmask(), np.uint8)
     expected = np.unpackbits(expected, count=WIDTH, bitorder="little").astype(bool)

@@ -126,9 +126,9 @@ def test_what_was_generated_is_found_too() -> None:
 def test_a_matched_block_is_not_given_out_while_in_use() -> None:
     pool = pool_of(3)
     blocks = cached(pool, A)
-    assert pool.unused(blocks) == 1
+    assert pool.count_unused(blocks) == 1
     first, second = opened(pool, [*A, 0]), opened(pool, [*A, 0])
-    assert pool.unused(blocks) == 0
+    assert pool.count_unused(blocks) == 0
     assert first.blocks[0] == second.blocks[0] == blocks[0]
     assert pool.free == 0
     assert not pool.grow(first, 9)
@@ -264,7 +264,7 @@ def test_a_promise_survives_another_who_computes_the_same() -> None:
 def test_what_is_forgotten_is_not_found() -> None:
     pool = pool_of(8)
     table = computed(pool, A + B)
-    pool.forget(table)
+    pool.unregister(table)
     assert found(pool, A + B) == []
     assert pool.used == 2
     pool.close(table)
@@ -278,7 +278,7 @@ def test_what_others_use_is_not_forgotten() -> None:
     head = cached(pool, A)
     broken = computed(pool, A + B)
     other = opened(pool, [*A, 0])
-    pool.forget(broken)
+    pool.unregister(broken)
     pool.close(broken)
     assert found(pool, A + B) == head
     assert_sound(pool, [other])
@@ -288,7 +288,7 @@ def test_choices_that_are_forgotten_one_after_another_leave_nothing() -> None:
     pool = pool_of(8)
     tables = [computed(pool, [*A, *B, choice]) for choice in range(3)]
     for table in tables:
-        pool.forget(table)
+        pool.unregister(table)
         pool.close(table)
     assert found(pool, A + B) == []
     assert_sound(pool, [])
@@ -297,7 +297,7 @@ def test_choices_that_are_forgotten_one_after_another_leave_nothing() -> None:
 def test_what_a_runner_kept_with_a_table_goes_when_it_is_closed_though_a_step_holds_it() -> None:
     pool = pool_of(2)
     held = opened(pool, A)
-    held.kept = group = pool_of(1)  # anything that can be watched
+    held.runner_state = group = pool_of(1)  # anything that can be watched
     watched = weakref.ref(group)
     del group
     pool.close(held)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from worker.generation.speculation import DRAFT, EXPECTED, INDEXED, NgramDrafter
+from worker.generation.speculation import INITIAL_ACCEPTANCE, MAX_DRAFT, MAX_INDEXED, NgramDrafter
 
 
 def test_what_followed_the_last_tokens_is_drafted() -> None:
@@ -22,7 +22,7 @@ def test_text_that_goes_round_is_drafted_on_beyond_its_end() -> None:
 
 def test_a_draft_is_never_longer_than_asked_for() -> None:
     tokens = [1, 2, 3, *range(10, 40), 1, 2, 3]
-    assert NgramDrafter().draft(tokens, 100) == tuple(range(10, 10 + DRAFT))
+    assert NgramDrafter().draft(tokens, 100) == tuple(range(10, 10 + MAX_DRAFT))
     assert NgramDrafter().draft(tokens, 0) == ()
 
 
@@ -57,7 +57,7 @@ def test_acceptance_that_stops_drafts_is_forgotten_in_a_while() -> None:
         lookup.verified(1, 0)
     assert lookup.acceptance < 0.1
     steps = 0
-    while lookup.acceptance < EXPECTED / 2:
+    while lookup.acceptance < INITIAL_ACCEPTANCE / 2:
         assert lookup.draft([1, 2, 3, 4, 1, 2, 3], 0) == ()
         steps += 1
     assert 40 < steps < 120
@@ -66,14 +66,14 @@ def test_acceptance_that_stops_drafts_is_forgotten_in_a_while() -> None:
 def test_one_draft_looks_at_so_many_tokens_only() -> None:
     lookup, tokens = (
         NgramDrafter(),
-        [*range(3 * INDEXED), 2 * INDEXED, 2 * INDEXED + 1, 2 * INDEXED + 2],
+        [*range(3 * MAX_INDEXED), 2 * MAX_INDEXED, 2 * MAX_INDEXED + 1, 2 * MAX_INDEXED + 2],
     )
-    assert [lookup.draft(tokens, 1) for _ in range(3)] == [(), (), (2 * INDEXED + 3,)]
+    assert [lookup.draft(tokens, 1) for _ in range(3)] == [(), (), (2 * MAX_INDEXED + 3,)]
 
 
 def test_where_nothing_may_be_drafted_nothing_is_looked_at() -> None:
-    lookup, late = NgramDrafter(), INDEXED + 100
-    tokens = [*range(2 * INDEXED), late, late + 1, late + 2]
+    lookup, late = NgramDrafter(), MAX_INDEXED + 100
+    tokens = [*range(2 * MAX_INDEXED), late, late + 1, late + 2]
     for _ in range(3):
         assert lookup.draft(tokens, 0) == ()
     assert [lookup.draft(tokens, 1) for _ in range(2)] == [(), (late + 3,)]

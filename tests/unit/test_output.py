@@ -10,7 +10,7 @@ import pytest
 
 from tests import tiny_chat
 from tests.generating import GREEDY, request
-from worker.generation.output import PreparedPrompt, SequenceOutput, make_choices
+from worker.generation.output import PreparedPrompt, SequenceOutput, create_outputs
 from worker.messages.deltas import Delta, TokenLogprob
 from worker.messages.generation import Calls
 from worker.model.sampler import SampledToken, SamplingParams
@@ -44,8 +44,8 @@ def output(
     parser = None if form is None else OutputParser(form, begun, calls)
     params = SamplingParams(logprobs=logprobs)
     prepared = PreparedPrompt([5], params, max_tokens, {END: None}, parser=parser)
-    [made] = make_choices(item, prepared, VOCABULARY)
-    made.begin(0)
+    [made] = create_outputs(item, prepared, VOCABULARY)
+    made.start(0)
     return made
 
 
@@ -64,11 +64,11 @@ def said(made: SequenceOutput, tokens: list[int], logprobs: bool = True) -> Delt
     whole = Delta(0)
     for number, token in enumerate(tokens):
         made.push(SampledToken(token, float(number) if logprobs else None, ()))
-        if delta := made.take():
+        if delta := made.take_delta():
             whole.merge(delta)
-        if made.ended:
+        if made.finished:
             break
-    assert made.ended
+    assert made.finished
     return whole
 
 
@@ -126,7 +126,7 @@ def test_log_probabilities_of_content_come_before_what_interrupts_it() -> None:
     made, whole = output(10**6), Delta(0)
     for token in (OK, *tokens_of("<think>", random.Random(0)), OK):
         made.push(SampledToken(token, -1.0, ()))
-        whole.merge(made.take() or Delta(0))
+        whole.merge(made.take_delta() or Delta(0))
     assert [part.kind for part in whole.parts] == ["content", "reasoning"]
     assert [(entry.token_id, entry.text, entry.raw) for entry in whole.logprobs] == [
         (OK, "ok", b"ok")
@@ -199,10 +199,10 @@ def test_where_one_call_may_be_made_one_is_told(parallel: bool) -> None:
         {END: None},
         parser=OutputParser(DEFAULT_OUTPUT_FORMAT, "", True),
     )
-    [made] = make_choices(item, prepared, VOCABULARY)
-    made.begin(0)
+    [made] = create_outputs(item, prepared, VOCABULARY)
+    made.start(0)
     text = '<tool_call>[{"name": "a", "arguments": {"n": 1}}, {"name": "b"}]</tool_call>'
     for token in [*tokens_of(text, random.Random(0)), END]:
         made.push(SampledToken(token, None, ()))
-    calls = [(part.name, part.text) for part in made.take().parts if part.kind == "call"]
+    calls = [(part.name, part.text) for part in made.take_delta().parts if part.kind == "call"]
     assert calls == [("a", '{"n": 1}'), ("b", "{}")][: 1 + parallel]

@@ -5,7 +5,7 @@ import pytest
 
 from batching import scheduler
 from batching.block_pool import BlockPool
-from batching.scheduler import PROJECTED, RESERVE, SMALL_STEP, ContinuousScheduler
+from batching.scheduler import MAX_SCORED_TOKENS, RESERVE_DIVISOR, SMALL_STEP, ContinuousScheduler
 from batching.sequence import Batch, Chunk, Sequence
 from tests.scheduling import Simulation, assert_sound
 
@@ -14,7 +14,7 @@ from tests.scheduling import Simulation, assert_sound
 def test_whatever_happens_each_sequence_ends_as_if_it_were_alone(
     group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "PROJECTED", 7)
+    monkeypatch.setattr(scheduler, "MAX_SCORED_TOKENS", 7)
     monkeypatch.setattr(scheduler, "SMALL_STEP", 2)
     seen: Counter[str] = Counter()
     for seed in range(210 * group, 210 * (group + 1)):
@@ -164,8 +164,8 @@ def test_who_takes_no_prefix_computes_all_and_leaves_the_cache_as_it_is() -> Non
 
 def test_prompts_whose_log_probabilities_are_wanted_come_in_small_chunks() -> None:
     s = scheduler_of(1000)
-    (sequence,) = arriving(s, fresh(PROJECTED + 1), reuse=False)
-    assert step(s)[sequence].count == PROJECTED
+    (sequence,) = arriving(s, fresh(MAX_SCORED_TOKENS + 1), reuse=False)
+    assert step(s)[sequence].count == MAX_SCORED_TOKENS
     assert step(s)[sequence].count == 1
 
 
@@ -357,10 +357,10 @@ def test_nobody_overtakes_for_being_smaller() -> None:
 
 
 def test_a_newcomer_leaves_room_for_those_who_run_to_grow() -> None:
-    s = scheduler_of(RESERVE)
+    s = scheduler_of(RESERVE_DIVISOR)
     (first,) = arriving(s, fresh(4))
     step(s)
-    (second,) = arriving(s, fresh(4 * (RESERVE - 2), since=0))
+    (second,) = arriving(s, fresh(4 * (RESERVE_DIVISOR - 2), since=0))
     step(s)
     assert not second.table  # the last block is for the first's next tokens
     s.remove(first)
@@ -468,7 +468,7 @@ def test_a_batch_lays_its_chunks_out_one_after_another() -> None:
     scoring = Sequence([10, 11, 12, 13, 14], scores_prompt=True)
     s.add(scoring)
     chunks = s.schedule(11, lambda each: (8, 9) if each is drafted else ())
-    batch = Batch.of(chunks)
+    batch = Batch.from_chunks(chunks)
     assert [chunk.sequence for chunk in batch.chunks] == [decoding, drafted, prompt, scoring]
     assert batch.ids == [7, 7, 8, 9, 20, 21, 22, 23, 24, 25, 10, 11, 12, 13, 14]
     assert batch.offsets == [0, 1, 4, 10]
@@ -511,4 +511,4 @@ def test_a_sequence_that_may_have_no_tokens_samples_none() -> None:
     s.add(Sequence(fresh(3), max_tokens=0))
     (chunk,) = s.schedule(1000)
     assert chunk.reaches_end
-    assert Batch.of([chunk]).rows == []
+    assert Batch.from_chunks([chunk]).rows == []

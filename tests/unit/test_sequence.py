@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from batching.block_pool import BlockPool, Key
+from batching.block_pool import BlockKey, BlockPool
 from batching.scheduler import ContinuousScheduler
 from batching.sequence import PrefixedTokens, Sequence
 
@@ -32,9 +32,9 @@ def test_while_a_prefix_is_computed_it_is_looked_up_once_by_each_who_waits_for_i
     looked_up: Counter[int] = Counter()
     match = pool.match
 
-    def counting(tokens: Any, root: bytes = b"") -> tuple[list[int], Key | None]:
+    def counting(tokens: Any, cache_namespace: bytes = b"") -> tuple[list[int], BlockKey | None]:
         looked_up[tokens[-1]] += 1
-        return match(tokens, root)
+        return match(tokens, cache_namespace)
 
     pool.match = counting  # type: ignore[method-assign]  # to count its calls
     running = 0
@@ -51,4 +51,4 @@ def test_while_a_prefix_is_computed_it_is_looked_up_once_by_each_who_waits_for_i
 def test_a_joined_prompt_ends_with_its_own_token(shared: list[int]) -> None:
     sequence = Sequence(PrefixedTokens(shared, [5]), max_tokens=0)
     assert sequence.tokens[-1] == 5
-    assert not sequence.promised
+    assert not sequence.has_placeholder

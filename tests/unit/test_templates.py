@@ -18,10 +18,11 @@ from server.commands.template import end_of_turn
 from tests.unit.test_parser import garbled
 from tests.unit.test_turns import answered, chat, results
 from worker.generation.answer_reader import AnswerReader, ReadAnswer, asking, told
-from worker.generation.input_processor import answer_parser, begun_answer
+from worker.generation.input_processor import response_parser, response_prefix
 from worker.messages.deltas import Delta, DeltaPart
 from worker.messages.generation import Chat
 from worker.text.chat_template.byte_tokenizer import byte_tokenizer
+from worker.text.chat_template.template import RenderedPrompt
 from worker.text.detokenizer import TextSpan
 from worker.text.parser import OutputParser
 
@@ -71,8 +72,9 @@ def read_in_pieces(case: dict[str, Any], cuts: list[int]) -> ReadAnswer:
     template = reader(case["template"]).template
     request = asking(tools_of(case), case["thinking"])
     assert isinstance(request.prompt, Chat)
-    begun = begun_answer(template, request, template.render(request.prompt))
-    parser = answer_parser(template, request, begun)
+    prompt = template.render(request.prompt, request.calls)
+    prefix = response_prefix(request.prompt, prompt)
+    parser = response_parser(request, prompt.output_format, prefix)
     text = case["output"]
     if parser is None:
         return ReadAnswer(text, "", [])
@@ -244,7 +246,7 @@ LOSSY = {
 
 def prompted(name: str, messages: list[Any], **fields: Any) -> str:
     _, prompt = chat(messages, tools=[LOOKUP], **fields)
-    return reader(name).template.render(prompt)
+    return reader(name).template.render(prompt).text
 
 
 def written(name: str, message: dict[str, Any]) -> tuple[str, str]:
@@ -254,7 +256,7 @@ def written(name: str, message: dict[str, Any]) -> tuple[str, str]:
     tokenizer: Any = reader(name).tokenizer
     _, prompt = chat([ASKED, message], tools=[LOOKUP])
     over = Chat(prompt.messages, prompt.tools, add_generation_prompt=False)
-    after = tokenizer.tokenize(reader(name).template.render(over))
+    after = tokenizer.tokenize(reader(name).template.render(over).text)
     before = tokenizer.tokenize(prompted(name, [ASKED]))
     same = 0
     while same < min(len(before), len(after)) and before[same] == after[same]:
@@ -289,7 +291,7 @@ def test_a_tool_that_does_not_describe_itself_is_shown(name: str) -> None:
     template, bare = reader(name).template, {"type": "function", "function": {"name": "clock"}}
     if not template.takes_tools:
         pytest.skip("the template shows no tools")
-    assert "clock" in template.render(Chat((ASKED,), (bare,)))
+    assert "clock" in template.render(Chat((ASKED,), (bare,))).text
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
@@ -308,7 +310,10 @@ def test_what_a_model_calls_is_read_and_goes_back(name: str, answer: str) -> Non
     calls = [part for part in parts if part.kind == "call"]
 
     request = asking([LOOKUP], None)
-    parser = answer_parser(template, request, begun_answer(template, request, begun))
+    assert isinstance(request.prompt, Chat)
+    rendered = RenderedPrompt(begun, template.output_format_for(request.calls))
+    prefix = response_prefix(request.prompt, rendered)
+    parser = response_parser(request, rendered.output_format, prefix)
     assert parser is not None
     delta = parse(parser, text)
     made = told(delta)

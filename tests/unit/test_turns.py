@@ -76,7 +76,7 @@ def in_form(chat_template: ChatTemplate, messages: list[Any]) -> list[dict[str, 
 
 def second_turn(chat_template: ChatTemplate, parts: list[DeltaPart], *texts: str) -> str:
     message = answered(chat_template, [ASKED], *parts)
-    return chat_template.render(chat([ASKED, message, *results(message, *texts)])[1])
+    return chat_template.render(chat([ASKED, message, *results(message, *texts)])[1]).text
 
 
 def shown(text: str, arguments: dict[str, Any]) -> int:
@@ -185,7 +185,7 @@ def test_results_come_in_the_order_of_their_calls() -> None:
     message = answered(chat_template, [ASKED], calling(), calling({}, "clock"))
     told = results(message, "sunny", "noon")
     in_order, turned = (
-        chat_template.render(chat([ASKED, message, *each])[1]) for each in (told, told[::-1])
+        chat_template.render(chat([ASKED, message, *each])[1]).text for each in (told, told[::-1])
     )
     assert in_order == turned
     [_, *shown] = in_form(
@@ -216,14 +216,14 @@ def test_ids_of_another_server_fit_and_are_the_same_in_a_call_and_its_result(
             for n, id in enumerate(ids)
         ]
         messages += [{k: v for k, v in each.items() if v is not None} for each in told]
-    text = chat_template.render(chat(messages)[1])
+    text = chat_template.render(chat(messages)[1]).text
     shown_ids = re.findall("%(.*?)%", text)
     assert all(re.fullmatch("[A-Za-z0-9]{9}", id) for id in shown_ids)
     assert shown_ids[0:2] == shown_ids[2:4]
     assert shown_ids[4:6] == shown_ids[6:8]
     assert len(set(shown_ids)) == 4
     assert ("abcdefgh1" in shown_ids) == ("abcdefgh1" in ids)
-    assert chat_template.render(chat(messages)[1]) == text  # what was cached is found again
+    assert chat_template.render(chat(messages)[1]).text == text  # what was cached is found again
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_ids_that_name_functions_count_through_the_conversation() -> None:
     so_far = [ASKED, first, *results(first, "sunny", "noon")]
     second = answered(chat_template, so_far, calling())
     assert second["tool_calls"][0]["id"] == "functions.get_weather:2"
-    text = chat_template.render(chat([*so_far, second, *results(second, "rain")])[1])
+    text = chat_template.render(chat([*so_far, second, *results(second, "rain")])[1]).text
     assert text.count("functions.get_weather:0") == 4  # as this template counts
     assert text.endswith("[tool]rainfunctions.get_weather:0[assistant]")
 
@@ -254,7 +254,7 @@ def test_ids_that_name_functions_count_through_the_conversation() -> None:
 def test_a_late_result_finds_its_call() -> None:
     chat_template = template_of(HEAD + "{{ m.name }}{{ m.tool_call_id }}" + SAYS + NAMED + END)
     message = answered(chat_template, [ASKED], calling())
-    text = chat_template.render(chat([ASKED, message, ASKED, *results(message, "sunny")])[1])
+    text = chat_template.render(chat([ASKED, message, ASKED, *results(message, "sunny")])[1]).text
     assert "[tool]get_weatherfunctions.get_weather:0" in text
 
 
@@ -263,7 +263,7 @@ def test_results_of_earlier_calls_or_of_none_stay() -> None:
     first, second = (answered(chat_template, [ASKED], calling(name=name)) for name in ("a", "b"))
     unknown = {"role": "tool", "tool_call_id": "call_unknown", "content": "lost"}
     told = [*results(second, "sunny"), *results(first, "noon"), unknown]
-    text = chat_template.render(chat([ASKED, first, second, *told])[1])
+    text = chat_template.render(chat([ASKED, first, second, *told])[1]).text
     assert re.search(r"\[tool\]bsunny\w{9}\[tool\]anoon\w{9}\[tool\]lost\w{9}\[", text)
     assert "call_unknown" not in text
 
@@ -287,7 +287,7 @@ def test_integers_of_any_size_are_shown_as_they_are() -> None:
 def test_calls_that_cannot_be_shown_are_refused() -> None:
     only = "{{ raise_exception('one') if messages | length > 2 }}{{ m.content }}"
     chat_template = template_of(HEAD + only + END)
-    assert chat_template.render(chat([ASKED])[1])
+    assert chat_template.render(chat([ASKED])[1]).text
     with pytest.raises(InvalidInput, match="cannot show calls and their results"):
         second_turn(chat_template, [calling()], "sunny")
 
@@ -334,7 +334,7 @@ def real(name: str) -> ChatTemplate:
 def test_a_real_template_shows_a_call_and_its_result(name: str, arguments: Any) -> None:
     text = second_turn(real(name), [calling(arguments)], "18° sunny")
     assert text.count("18° sunny") == 1
-    before = real(name).render(chat([ASKED])[1])  # the tools are told there as well
+    before = real(name).render(chat([ASKED])[1]).text  # the tools are told there as well
     assert text.count("get_weather") > before.count("get_weather")
     if name in OWN_FORM:
         assert text.count("Zürich") == 1
@@ -391,7 +391,7 @@ def test_a_real_template_takes_ids_of_other_servers(name: str) -> None:
             call["id"] = id
         told = results(message, f"α{turn}", f"β{turn}")
         messages += [message, *told, {"role": "assistant", "content": "Ah."}, ASKED]
-    text = chat_template.render(chat(messages)[1])
+    text = chat_template.render(chat(messages)[1]).text
     for word in ("α0", "β0", "α1", "β1"):
         assert text.count(word) == 1, word
     if chat_template.turns and chat_template.turns.ids == "nine":

@@ -51,6 +51,7 @@ class ChunkedPrefillModel:
         pool = BlockPool(self.runner.blocks, BLOCK, PREFIX_CACHE_SHARE)
         self._scheduler = ContinuousScheduler(pool, self.max_running)
         self._sequences: dict[TokenRow, Sequence] = {}  # of the incomplete rows
+        self._rows: dict[Sequence, TokenRow] = {}
 
     @property
     def device(self) -> torch.device:
@@ -87,15 +88,15 @@ class ChunkedPrefillModel:
         """Remove the sequences of rows that are not in `rows`; add those of new rows."""
         wanted = dict.fromkeys(rows)
         for row in [row for row in self._sequences if row not in wanted]:
-            self._scheduler.remove(self._sequences.pop(row))
+            self._remove(row)
         for row in rows:
             if row.result is None and row not in self._sequences:
-                sequence = Sequence(row.ids, row, max_tokens=0, root=row.cache_namespace)
-                self._sequences[row] = sequence
+                sequence = Sequence(row.ids, max_tokens=0, cache_namespace=row.cache_namespace)
+                self._sequences[row], self._rows[sequence] = sequence, row
                 self._scheduler.add(sequence)
 
     def _forward(self, chunks: abc.Sequence[Chunk]) -> Batch:
-        batch = Batch.of(chunks)
+        batch = Batch.from_chunks(chunks)
         batch.rows = range(len(batch.ids))  # states of all tokens, not only of the last
         states = self.runner.forward(batch)
         slots = torch.cat([slots_of(blocks, start, start + n) for blocks, start, n in batch.spans])
@@ -106,11 +107,16 @@ class ChunkedPrefillModel:
         self._scheduler.advance(chunk)
         if not chunk.reaches_end:
             return
-        row, table = chunk.sequence.output, chunk.sequence.table
+        row, table = self._rows[chunk.sequence], chunk.sequence.table
         assert table is not None
         slots = slots_of(table.blocks, 0, len(row.ids)).to(self.device)
         row.result = pool(self._states[slots], row)
-        self._scheduler.remove(self._sequences.pop(row))
+        self._remove(row)
+
+    def _remove(self, row: TokenRow) -> None:
+        sequence = self._sequences.pop(row)
+        del self._rows[sequence]
+        self._scheduler.remove(sequence)
 
 
 def slots_of(blocks: abc.Sequence[int], start: int, end: int) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from batching.block_pool import ROOT
+from batching.block_pool import SHARED_NAMESPACE
 from batching.errors import InvalidInput
 from worker.messages.generation import Chat
 from worker.messages.scoring import Truncation
@@ -27,7 +27,7 @@ class TokenRow:
     ids: list[int]
     token_type_ids: list[int] | None = None  # for models that tell the texts of a pair apart
     prompt_tokens: int = 0  # at the start, which pooling may leave out
-    cache_namespace: bytes = ROOT  # prefixes are shared within a namespace only
+    cache_namespace: bytes = SHARED_NAMESPACE  # prefixes are shared within a namespace only
     in_failed_step: bool = False
     result: Any = None
 

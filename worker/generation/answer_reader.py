@@ -12,8 +12,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from batching.request_queue import WorkItem
-from worker.generation.input_processor import answer_parser, begun_answer, proved
-from worker.generation.output import PreparedPrompt, make_choices
+from worker.generation.input_processor import (
+    response_parser,
+    response_prefix,
+    verify_tool_call_format,
+)
+from worker.generation.output import PreparedPrompt, create_outputs
 from worker.messages.deltas import Delta
 from worker.messages.generation import Calls, Chat, GenerationInput
 from worker.model.sampler import SampledToken, SamplingParams
@@ -34,7 +38,7 @@ class AnswerReader:
     """`end_ids`: tokens that end an answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int]) -> None:
-        self.template = proved(ChatTemplate(tokenizer))
+        self.template = verify_tool_call_format(ChatTemplate(tokenizer))
         self.tokenizer = tokenizer
         self._ends = dict.fromkeys((*end_ids, END))
         self._vocabulary = Vocabulary(tokenizer, self.template.answers.keeps_special)
@@ -46,22 +50,23 @@ class AnswerReader:
         offered, as in the API. `thinking`: `enable_thinking`, unless None."""
         request = asking(tools, thinking)
         assert isinstance(request.prompt, Chat)
-        prompt = self.template.render(request.prompt)
+        prompt = self.template.render(request.prompt, request.calls)
         ids = self._encoded(output)
-        begun = begun_answer(self.template, request, prompt)
         prepared = PreparedPrompt(
-            self._encoded(prompt),
+            self._encoded(prompt.text),
             SamplingParams(),
             len(ids) + 1,
             self._ends,
-            parser=answer_parser(self.template, request, begun),
+            parser=response_parser(
+                request, prompt.output_format, response_prefix(request.prompt, prompt)
+            ),
         )
         item = WorkItem(request, float("inf"), 0.0)
-        [answer] = make_choices(item, prepared, self._vocabulary)
+        [answer] = create_outputs(item, prepared, self._vocabulary)
         for id in (*ids, END):
-            if not answer.ended:
+            if not answer.finished:
                 answer.push(SampledToken(id, None, ()))
-        return told(answer.take())
+        return told(answer.take_delta())
 
     def _encoded(self, text: str) -> list[int]:
         encode: Any = self.tokenizer

@@ -64,9 +64,8 @@ class LabelScores:
         self.item = item
         self.background = item.payload.background or number >= FIRST
         self.prepared = PreparedPrompt(ids, SamplingParams(), 0, {}, labels=labels)
-        self.count = 0  # output tokens
-        self.begun = False
-        self.ended = False
+        self.started = False
+        self.finished = False
         self._shared = shared  # tokens of the input
         self._delta = Delta(number)
 
@@ -74,19 +73,19 @@ class LabelScores:
         """How likely the labels are after the last token."""
         return label_logprobs(logits[0], self.prepared.labels)
 
-    def score_prompt(self, scores: Sequence[SampledToken]) -> None:
+    def add_prompt_scores(self, scores: Sequence[SampledToken]) -> None:
         self._delta.probabilities = [exp(each.logprob or 0.0) for each in scores]
 
-    def begin(self, cached: int) -> None:
+    def start(self, cached_tokens: int) -> None:
         """The prompt has been run, `cached` of its tokens were known. The input counts with the
         first question."""
         counted = self._shared if self._delta.choice else 0
         self._delta.prompt_tokens = len(self.prepared.ids) - counted
-        self._delta.cached_tokens = max(0, cached - counted)
+        self._delta.cached_tokens = max(0, cached_tokens - counted)
         self._delta.finish_reason = "stop"
-        self.begun = self.ended = True
+        self.started = self.finished = True
 
-    def take(self) -> Delta:
+    def take_delta(self) -> Delta:
         return self._delta
 
 
@@ -138,7 +137,7 @@ class Decisions:
         messages = self._control.hidden(request.messages, key)
         chat = Chat(with_question(messages, place), (), {"enable_thinking": False})
         try:
-            text, found, after = self._template.render(chat).partition(place)
+            text, found, after = self._template.render(chat).text.partition(place)
         except InvalidInput as error:
             error.param = request.param
             raise

@@ -1,21 +1,16 @@
-"""The requests that a generation engine has in hand, and how they go unfinished.
+"""The generation engine: continuous batching, one step ahead where the device runs by itself.
 
-Each is a work item with its sequences, which the scheduler has as long as they are not over. What
-runs them, step by step, is engine.py. On the worker's thread.
+    drop cancelled requests → schedule → launch step N → sample step N's tokens
+                                            └▶ process the results of step N - 1 while N runs
 
-The generation engine: continuous batching, one step ahead where the device runs by itself.
+On a GPU a step's tokens are not read before the next one is launched, which takes them on the
+device: the sequences have placeholders for them. Sequences that finished in step N - 1 are dropped
+from step N's results. A step that the next one's drafts need is read at once, as all are on a CPU.
 
-    drop who left → schedule → launch step N ──────▶ draw N
-                                    └─ land N - 1: text, stops, ends, while N runs
-
-A step's tokens are not read before the next one is launched, which takes them on the device: the
-sequences were promised them. Who turns out to have ended with step N - 1 has no part in what N
-gives. One that the next one's drafts wait for lands at once, as all do on a CPU.
-
-Implements Generator of worker.messages.protocol. batching/scheduler.py decides which sequences run,
-and a model runner how: on paged memory (model/paged_runner.py) or, where that does not fit, with
-the model's cache (model/cached_runner.py). Requests are read in input_processor.py, text is made
-in output.py.
+Implements Generator of worker/messages/protocol.py. batching/scheduler.py decides which sequences
+run, and a model runner how: on paged memory (model/paged_runner.py) or, where that does not fit,
+with the model's own cache (model/cached_runner.py). Requests are read in input_processor.py, text
+is produced in output.py.
 """
 
 import logging
@@ -33,313 +28,358 @@ from batching.request_queue import WorkItem
 from batching.scheduler import ContinuousScheduler, PrefillBudget
 from batching.sequence import Batch, Chunk, Sequence
 from worker.error_classification import failure_of, run_halves
+from worker.generation.decisions import LabelScores
 from worker.generation.input_processor import InputProcessor
-from worker.generation.output import SequenceOutput, sequence_of
-from worker.generation.speculation import NgramDrafter, Speculation
+from worker.generation.output import SequenceOutput
+from worker.generation.speculation import Speculation
 from worker.grammar.bitmask import BitmaskComputer, MaskRequest, PendingMask
 from worker.messages.deltas import Delta
+from worker.messages.generation import Chat, SamplingDefaults
 from worker.messages.protocol import StepOutcome, StepReport
 from worker.model.cached_runner import CachedRunner
 from worker.model.paged_runner import PagedRunner
 from worker.model.sampler import SampledToken, SamplerOutput, SamplingRow, sample
 from worker.vision.encoder import EncoderCache, VisionEncoder
 from worker.vision.encoder_scheduler import EncoderScheduler
-from worker.vision.image_preprocessor import ImagePreprocessor
 from worker.vision.multimodal_prompt import MultimodalPrompt
 
 log = logging.getLogger("onequeue.generation")
 
+AHEAD = {"cpu": False, "cuda": True}  # whether a step is launched before the last one is read
 
-class Requests:
-    """A part of the GenerationEngine. `new_scheduler` makes one with nothing in it."""
-
-    def __init__(self, new_scheduler: Callable[[], ContinuousScheduler]) -> None:
-        self.live: dict[WorkItem, list[Sequence]] = {}  # until their end is reported
-        self.failed: dict[WorkItem, Exception] = {}  # of them
-        self.scheduler = new_scheduler()
-        self._new_scheduler = new_scheduler
-
-    def drop(self, item: WorkItem) -> None:
-        """Nobody waits for it any more."""
-        self._unschedule(item)
-        del self.live[item]
-
-    def drop_all(self) -> list[WorkItem]:
-        """What was scheduled, and how, may be what is wrong: nothing of it is kept."""
-        items = list(self.live)
-        for sequence in chain(*self.live.values()):
-            sequence.table = None
-        self.live.clear()
-        self.failed.clear()
-        self.scheduler = self._new_scheduler()
-        return items
-
-    def fail(self, item: WorkItem, error: BaseException) -> None:
-        """It raised while working on this item alone, which is dropped."""
-        if isinstance(failure := failure_of(error), DeviceLost):
-            raise error
-        log.warning("generation failed error=%r", failure.__cause__ or failure)
-        error.with_traceback(None)
-        self.failed[item] = failure
-        self._unschedule(item, broken=True)
-
-    def fail_chunks(self, chunks: abc.Sequence[Chunk], failure: OnequeueError) -> None:
-        """They raised together: one alone is guilty, unless there is memory to be had."""
-        if isinstance(failure, OutOfMemory) and self.scheduler.give_way():
-            return
-        if len(chunks) == 1 and chunks[0].runs:
-            self.fail(chunks[0].sequence.output.item, failure)
-
-    def fail_multimodal(self, prompt: MultimodalPrompt, error: BaseException) -> None:
-        """A picture of the prompt failed, and what it belongs to."""
-        for item, sequences in list(self.live.items()):
-            if item not in self.failed and any(each.multimodal is prompt for each in sequences):
-                self.fail(item, error)
-
-    def _unschedule(self, item: WorkItem, broken: bool = False) -> None:
-        """`broken`: nobody shall take its prefix from the cache."""
-        for sequence in self.live[item]:
-            if broken and sequence.table:
-                self.scheduler.pool.forget(sequence.table)
-            if sequence.number >= 0:
-                self.scheduler.remove(sequence)
-
-
-AHEAD = {"cpu": False, "cuda": True}  # whether a step is launched before the last has landed
+Output = SequenceOutput | LabelScores
 
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A step that is launched: its draws are made, none of them is read. `sampled` is to be told to
-    whoever still runs then."""
+    """A launched step: its tokens are sampled, none is read. They go to the sequences that still
+    run when they are."""
 
     batch: Batch
-    scores: dict[Sequence, list[SampledToken]]  # of prompts
+    prompt_scores: dict[Sequence, list[SampledToken]]
     sampled: SamplerOutput
     launched_at: float
 
 
-class GenerationEngine(Requests, InputProcessor):
-    """`prepare`, `encode`, `decode` and `token` run in pool threads, the rest on the worker's.
-    `why`: why the model is not paged."""
+class GenerationEngine:
+    """`new_scheduler` creates an empty one. `prepare`, `encode`, `decode` and `token` run in pool
+    threads, the rest on the worker's thread."""
 
     def __init__(
         self,
         runner: PagedRunner | CachedRunner,
+        input_processor: InputProcessor,
         new_scheduler: Callable[[], ContinuousScheduler],
         speculates: bool = False,
-        why: str = "",
-        image_preprocessor: ImagePreprocessor | None = None,
     ) -> None:
-        language, device = runner.language, runner.language.device.type
-        Requests.__init__(self, new_scheduler)
-        InputProcessor.__init__(self, language, runner.max_model_len, why, image_preprocessor)
+        device = runner.language.device.type
         self.runner = runner
-        self.speculates = speculates
+        self.input_processor = input_processor
+        self.info = input_processor.info
+        self.max_model_len = input_processor.max_model_len
+        self.no_images = input_processor.no_images
+        self.scheduler = new_scheduler()
+        self.live: dict[WorkItem, list[Sequence]] = {}  # until their end is reported
+        self._outputs: dict[Sequence, Output] = {}  # of their sequences
+        self._failed: dict[WorkItem, Exception] = {}  # of them, until the step ends
+        self._new_scheduler = new_scheduler
         self._ahead = AHEAD[device]
         self._budget = PrefillBudget(device, self.scheduler.whole_prompts)
-        self._drafts = Speculation(device)
+        self._speculation = Speculation(device) if speculates else None
         self._encoder_scheduler = self._new_encoder_scheduler()
-        self._masks = BitmaskComputer(language.vocab_size, self.eos_ids)
-        self._flight: InFlightStep | None = None
-        self._started = self._landed_at = 0.0
-        # of the call of `step` that is under way
-        self._counts: Counter[str] = Counter()  # what StepReport counts
+        self._masks = BitmaskComputer(runner.language.vocab_size, input_processor.eos_token_ids)
+        self._in_flight: InFlightStep | None = None
+        self._results_at = 0.0  # when the last step's results were processed
+        # of the current call of `step`
+        self._step_started = 0.0
+        self._counts: Counter[str] = Counter()  # fields of StepReport
         self._deltas: list[tuple[WorkItem, Delta]] = []
 
     def _new_encoder_scheduler(self) -> EncoderScheduler | None:
-        entrance, image_preprocessor = self.runner.decoder_hook, self.image_preprocessor
-        if not entrance or not image_preprocessor:
+        hook, preprocessor = self.runner.decoder_hook, self.input_processor.image_preprocessor
+        if not hook or not preprocessor:
             return None
-        image_preprocessor.cache = EncoderCache()
-        return EncoderScheduler(
-            VisionEncoder(entrance, image_preprocessor.cache), self.fail_multimodal
-        )
+        preprocessor.cache = EncoderCache()
+        return EncoderScheduler(VisionEncoder(hook, preprocessor.cache), self._fail_multimodal)
+
+    @property
+    def defaults(self) -> SamplingDefaults:
+        return self.input_processor.defaults
 
     @property
     def compile_state(self) -> Literal["running", "done", "off"]:
         return self.runner.compile_state
 
+    # ── in pool threads ──
+
+    def prepare(self, item: WorkItem) -> None:
+        self.input_processor.prepare(item)
+
+    def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
+        return self.input_processor.encode(prompt, add_special_tokens)
+
+    def decode(self, ids: list[int]) -> str:
+        return self.input_processor.decode(ids)
+
+    def token(self, token_id: int) -> str:
+        return self.input_processor.token(token_id)
+
+    def call_id(self, name: str, index: int) -> str:
+        return self.input_processor.call_id(name, index)
+
+    def close(self) -> None:
+        self.input_processor.close()
+
+    # ── requests ──
+
+    def add(self, item: WorkItem) -> None:
+        self.live[item] = [self._new_sequence(output) for output in item.prepared]
+        for sequence in self.live[item]:
+            self.scheduler.add(sequence)
+
+    def _new_sequence(self, output: Output) -> Sequence:
+        prepared = output.prepared
+        sequence = Sequence(
+            prepared.ids,
+            max_tokens=prepared.max_tokens,
+            scores_prompt=prepared.prompt_logprobs is not None,
+            scores_end=bool(prepared.labels),
+            background=output.background,
+            cache_namespace=output.item.cache_namespace,
+            multimodal=prepared.multimodal,
+        )
+        self._outputs[sequence] = output
+        if self._speculation and sequence.max_tokens:
+            self._speculation.add(sequence)
+        if sequence.multimodal and not self._encoder_scheduler:
+            sequence.multimodal.ready = True  # its images are encoded in its first step
+        return sequence
+
     @property
     def busy(self) -> bool:
         return bool(self.live)
 
-    def add(self, item: WorkItem) -> None:
-        self.live[item] = [sequence_of(output) for output in item.prepared]
-        for sequence in self.live[item]:
-            if self.speculates and sequence.max_tokens:
-                sequence.drafter = NgramDrafter()
-            if sequence.multimodal and not self._encoder_scheduler:
-                sequence.multimodal.ready = True  # its pictures run with it
-            self.scheduler.add(sequence)
-
     def clear(self) -> list[WorkItem]:
-        self._flight = None
+        """Drop all requests and the scheduler's state, which may be what is wrong."""
+        items = list(self.live)
+        for sequence in chain(*self.live.values()):
+            sequence.table = None
+        for item in items:
+            self._forget(item)
+        self._failed.clear()
+        self._in_flight = None
+        self.scheduler = self._new_scheduler()
         self._encoder_scheduler = self._new_encoder_scheduler()
-        return self.drop_all()
+        return items
 
     def warm_up(self) -> None:
-        """Two steps of a sequence, in a free block if there is one."""
-        sequence, pool = Sequence([0, 0]), self.scheduler.pool
-        sequence.table = pool.open(sequence.tokens, [])
+        """Run two steps of a sequence, in a free block if there is one."""
+        tokens, pool = [0, 0], self.scheduler.pool
+        sequence = Sequence(tokens)
+        sequence.table = pool.open(tokens, [])
         if sequence.table is None:
-            return  # everything is taken by sequences that are running well
+            return  # sequences that run well use all of them
         try:
             for start, count in ((0, 2), (2, 1)):
-                logits = self.runner.forward(Batch.of([Chunk(sequence, start, count)]))
+                logits = self.runner.forward(Batch.from_chunks([Chunk(sequence, start, count)]))
                 if not bool(logits.isfinite().all()):
                     raise ItemFailed("the model's output is no number")
-                sequence.tokens.append(0)
+                tokens.append(0)
         finally:
             pool.close(sequence.table)
 
     # ── a step ──
 
     def step(self) -> StepOutcome:
-        self._started = time.monotonic()
+        self._step_started = time.monotonic()
         self._counts, self._deltas = Counter(), []
-        for item in [item for item in self.live if not item.open]:
-            self.drop(item)
+        self._drop_cancelled()
         if chunks := self._schedule():
             self._launch(chunks)
         else:
-            self._land()
-        return self._outcome()
+            self._process_results()
+        return self._collect()
+
+    def _drop_cancelled(self) -> None:
+        for item in [item for item in self.live if not item.open]:
+            self._unschedule(item)
+            self._forget(item)
 
     def _schedule(self) -> list[Chunk]:
-        left = [sequence.left for sequence in self.scheduler.running]
-        streaming, budget = min(left, default=2) <= 1, 0
+        uncomputed = [sequence.uncomputed for sequence in self.scheduler.running]
+        streaming, budget = min(uncomputed, default=2) <= 1, 0
         if self._encoder_scheduler:
             self._encoder_scheduler.step(self.scheduler, streaming)
-        if self.speculates:
-            self._drafts.begin(len(self.scheduler.running))
-        if self.scheduler.waiting or max(left, default=0) > 1:
-            budget = self._budget.prompt_tokens(streaming, time.monotonic() - self._started)
-        chunks = self.scheduler.schedule(budget, self._draft if self.speculates else None)
+        if self._speculation:
+            self._speculation.begin_step(len(self.scheduler.running))
+        if self.scheduler.waiting or max(uncomputed, default=0) > 1:
+            budget = self._budget.prompt_tokens(streaming, time.monotonic() - self._step_started)
+        chunks = self.scheduler.schedule(budget, self._draft if self._speculation else None)
         return [chunk for chunk in chunks if chunk.runs]
+
+    def _draft(self, sequence: Sequence) -> tuple[int, ...]:
+        output = self._outputs[sequence]
+        if not (self._speculation and isinstance(output, SequenceOutput)):
+            return ()
+        try:
+            return self._speculation.draft(sequence, output)
+        except BaseException as error:
+            self._fail(output.item, error)
+            return ()
 
     def _launch(self, chunks: abc.Sequence[Chunk]) -> None:
         try:
             self._run(chunks)
         except BaseException as error:
-            self._land()  # or this raises: what was promised never comes, which is all that runs
-            run_halves(error, chunks, self._run, self.fail_chunks, lambda chunk: chunk.runs)
-
-    def _draft(self, sequence: Sequence) -> tuple[int, ...]:
-        try:
-            return self._drafts.draft(sequence)
-        except BaseException as error:
-            self.fail(sequence.output.item, error)
-            return ()
+            # The tokens of the step in flight are lost if this raises: that fails all requests.
+            self._process_results()
+            run_halves(error, chunks, self._run, self._fail_chunks, lambda chunk: chunk.runs)
 
     def _run(self, chunks: abc.Sequence[Chunk]) -> None:
-        """Through the model; raises before anything of theirs has changed. Draws may depend on what
-        the step before gave: it lands first, while the model runs."""
-        batch, last, launched_at = Batch.of(chunks), self._flight, time.monotonic()
-        draws, masks = ([], None) if last else self._draws_of(chunks)
-        if last and not self.runner.idempotent:
-            last.sampled.resample()
-        logits = self.runner.forward(batch, last.sampled.tokens if last else None)
-        if last:
-            if last.sampled.resample():  # other tokens than it was launched with
-                logits = self.runner.forward(batch, last.sampled.tokens)
-            self._land()
-            draws, masks = self._draws_of(chunks)
-        scores = scores_of(batch, logits) if batch.scored else {}
-        sampled = sample(logits[batch.scored :], draws, masks.result() if masks else None)
-        flies = self._ahead and not (self.speculates and any(map(self._drafts.waits_for, chunks)))
-        self._flight = InFlightStep(batch, scores, sampled, launched_at)
-        if flies:
-            self.scheduler.promise(chunks)
+        """Run the model and sample. Raise before any state of the chunks' sequences changes."""
+        batch, launched_at = Batch.from_chunks(chunks), time.monotonic()
+        if self._in_flight:
+            logits = self._forward_ahead(batch, self._in_flight.sampled)
+            self._process_results()  # sampling may depend on them
+            rows, masks = self._sampling_rows(chunks)
         else:
-            self._land()
+            rows, masks = self._sampling_rows(chunks)
+            logits = self.runner.forward(batch)
+        prompt_scores = self._prompt_scores(batch, logits) if batch.scored else {}
+        sampled = sample(logits[batch.scored :], rows, masks.result() if masks else None)
+        self._in_flight = InFlightStep(batch, prompt_scores, sampled, launched_at)
+        if self._ahead and not any(map(self._next_draft_waits, chunks)):
+            self.scheduler.append_placeholders(chunks)
+        else:
+            self._process_results()
 
-    def _draws_of(
+    def _forward_ahead(self, batch: Batch, sampled: SamplerOutput) -> Tensor:
+        """Launch the model on tokens that are not read yet; once more if some are resampled."""
+        if not self.runner.idempotent:
+            sampled.resample()
+        logits = self.runner.forward(batch, sampled.tokens)
+        if sampled.resample():
+            logits = self.runner.forward(batch, sampled.tokens)
+        return logits
+
+    def _sampling_rows(
         self, chunks: abc.Sequence[Chunk]
     ) -> tuple[list[SamplingRow], PendingMask | None]:
-        """What decides the tokens of the chunks' rows, by all that came before; masks are computed
-        from here on. What a row that nobody waits for gives does not count."""
-        draws: list[SamplingRow] = []
-        requests: list[tuple[int, MaskRequest]] = []  # with the first row that each is for
+        """Return what decides the token of each sampled row, and the token masks, whose
+        computation starts here. Rows of chunks that no longer run count for nothing."""
+        rows: list[SamplingRow] = []
+        requests: list[tuple[int, MaskRequest]] = []  # each with the first row that it is for
         for chunk in chunks:
-            if count := chunk.to_sample:
-                output, drafts = chunk.sequence.output, chunk.drafts
-                if output.guide and chunk.runs and (request := output.guide.mask(drafts)):
-                    requests.append((len(draws), request))
-                draws += [
-                    SamplingRow(output.sampling, output.count + n, drafts[:n]) for n in range(count)
-                ]
-        return draws, self._masks.begin(requests) if requests else None
+            if not chunk.to_sample:
+                continue
+            output, drafts = self._outputs[chunk.sequence], chunk.drafts
+            assert isinstance(output, SequenceOutput)
+            constraints = output.constraints
+            if constraints and chunk.runs and (request := constraints.mask(drafts)):
+                requests.append((len(rows), request))
+            rows += [
+                SamplingRow(output.sampling, output.tokens + n, drafts[:n])
+                for n in range(chunk.to_sample)
+            ]
+        return rows, self._masks.begin(requests) if requests else None
 
-    def _land(self) -> None:
-        """The last step's tokens are read, and become text."""
-        if (flight := self._flight) is None:
+    def _prompt_scores(self, batch: Batch, logits: Tensor) -> dict[Sequence, list[SampledToken]]:
+        """Return the scores of prompts' tokens, or of labels that may follow one: read at once."""
+        scores, row = {}, 0
+        for chunk in batch.chunks:
+            if positions := chunk.to_score:
+                end = row + len(positions)
+                output = self._outputs[chunk.sequence]
+                scores[chunk.sequence] = output.score(logits[row:end], positions)
+                row = end
+        return scores
+
+    def _next_draft_waits(self, chunk: Chunk) -> bool:
+        output = self._outputs[chunk.sequence]
+        if not (self._speculation and isinstance(output, SequenceOutput)):
+            return False
+        return self._speculation.waits_for(chunk, output)
+
+    # ── results ──
+
+    def _process_results(self) -> None:
+        """Read the tokens of the step in flight, if there is one, and turn them into text."""
+        if (step := self._in_flight) is None:
             return
-        remaining = iter(flight.sampled.read())
-        self._flight = None
-        counted, self._counts = self._counts, Counter()
-        for chunk in flight.batch.chunks:
-            drawn = list(islice(remaining, chunk.to_sample))
-            if chunk.runs:  # it is not over, and no other sequence of its request has failed
+        sampled = iter(step.sampled.read())
+        self._in_flight = None
+        earlier_counts, self._counts = self._counts, Counter()
+        for chunk in step.batch.chunks:
+            tokens = list(islice(sampled, chunk.to_sample))
+            if chunk.runs:  # else it has finished, or another choice of its request has failed
                 try:
-                    self._advance(chunk, flight.scores.get(chunk.sequence, []), drawn)
+                    self._process_chunk(chunk, step.prompt_scores.get(chunk.sequence, []), tokens)
                 except BaseException as error:
-                    self.fail(chunk.sequence.output.item, error)
-        began, self._landed_at = max(flight.launched_at, self._landed_at), time.monotonic()
-        seconds = self._landed_at - began
-        rows = len(flight.batch.ids)
-        prefill = sum(chunk.count for chunk in flight.batch.chunks if chunk.prefills)
-        if prefill:
-            self._budget.learn(prefill, rows - prefill, seconds)
-        else:
-            self._budget.decode_s = seconds
-            if self.speculates:
-                self._drafts.learn(rows, self._counts["decode_tokens"], seconds)
-        self._counts += counted
+                    self._fail(self._outputs[chunk.sequence].item, error)
+        self._learn_times(step)
+        self._counts += earlier_counts
 
-    def _advance(self, chunk: Chunk, scores: list[SampledToken], drawn: list[SampledToken]) -> None:
-        sequence, counts = chunk.sequence, self._counts
-        output: SequenceOutput = sequence.output
-        if (drawn and drawn[0].token < 0) or any(score.token < 0 for score in scores):
+    def _process_chunk(
+        self, chunk: Chunk, scores: list[SampledToken], sampled: list[SampledToken]
+    ) -> None:
+        sequence, output = chunk.sequence, self._outputs[chunk.sequence]
+        if (sampled and sampled[0].token < 0) or any(score.token < 0 for score in scores):
             raise ItemFailed("the model's output for this input is no number")
         if chunk.prefills:
-            counts["prefill_tokens"] += chunk.count
+            self._counts["prefill_tokens"] += chunk.count
         if scores:
-            output.score_prompt(scores)
+            output.add_prompt_scores(scores)
         if not chunk.reaches_end:
             self.scheduler.advance(chunk)
             return
-        if not output.begun:
-            output.begin(sequence.cached or 0)
-        tokens = output.extend(chunk.drafts, drawn) if drawn else []
-        counts["decode_tokens"] += len(tokens)
-        if chunk.drafts:
-            counts.update(self._drafts.verified(chunk, len(tokens)))
+        if not output.started:
+            output.start(sequence.cached or 0)
+        tokens: list[int] = []
+        if sampled:
+            assert isinstance(output, SequenceOutput)
+            tokens = output.extend(chunk.drafts, sampled)
+        self._counts["decode_tokens"] += len(tokens)
+        if chunk.drafts and self._speculation:
+            self._counts.update(self._speculation.verified(chunk, len(tokens)))
         self.scheduler.advance(chunk, tokens)
-        if output.ended:
+        if output.finished:
             self.scheduler.remove(sequence)
-        self._deltas.append((output.item, output.take()))
+        self._deltas.append((output.item, output.take_delta()))
 
-    # ── what comes of it ──
+    def _learn_times(self, step: InFlightStep) -> None:
+        """Teach the budgets the step's time, from when the device could start it."""
+        started = max(step.launched_at, self._results_at)
+        self._results_at = time.monotonic()
+        seconds, rows = self._results_at - started, len(step.batch.ids)
+        prefill = sum(chunk.count for chunk in step.batch.chunks if chunk.prefills)
+        if prefill:
+            self._budget.learn(prefill, rows - prefill, seconds)
+            return
+        self._budget.decode_s = seconds
+        if self._speculation:
+            self._speculation.learn(rows, self._counts["decode_tokens"], seconds)
 
-    def _outcome(self) -> StepOutcome:
+    def _collect(self) -> StepOutcome:
         if self._encoder_scheduler:
             self._encoder_scheduler.release_prefilled(self.scheduler)
         report = self._report()
-        deltas = [(item, delta) for item, delta in self._deltas if item not in self.failed]
+        deltas = [(item, delta) for item, delta in self._deltas if item not in self._failed]
         ending = dict.fromkeys(item for item, delta in deltas if delta.finish_reason)
-        ended = ((i, None) for i in ending if all(each.output.ended for each in self.live[i]))
-        done = [*self.failed.items(), *ended]
+        finished = [
+            item for item in ending if all(self._outputs[s].finished for s in self.live[item])
+        ]
+        done = [*self._failed.items(), *((item, None) for item in finished)]
         for item, _ in done:
-            del self.live[item]
-        self.failed.clear()
+            self._forget(item)
+        self._failed.clear()
         if not self.live:
-            self._flight = None  # nobody waits for what it gives
+            self._in_flight = None  # it gives nothing that a request waits for
         return StepOutcome(report, deltas, done)
 
     def _report(self) -> StepReport:
         scheduler, admitted = self.scheduler, self.scheduler.admitted
         paged = not scheduler.whole_prompts
+        accepted = (self._outputs[sequence].item.accepted_at for sequence in admitted)
         return StepReport(
             **self._counts,
             cached_tokens=sum(sequence.cached or 0 for sequence in admitted),
@@ -349,18 +389,47 @@ class GenerationEngine(Requests, InputProcessor):
             waiting=len(scheduler.waiting),
             starved=scheduler.starved,
             blocks_used=scheduler.pool.used if paged else 0,
-            blocks_total=scheduler.pool.count if paged else 0,
-            total_s=time.monotonic() - self._started,
-            waits_s=tuple(self._started - s.output.item.accepted_at for s in admitted),
+            blocks_total=scheduler.pool.num_blocks if paged else 0,
+            total_s=time.monotonic() - self._step_started,
+            waits_s=tuple(self._step_started - accepted_at for accepted_at in accepted),
         )
 
+    # ── failures ──
 
-def scores_of(batch: Batch, logits: Tensor) -> dict[Sequence, list[SampledToken]]:
-    """How likely prompts' tokens are, or what may follow one, where that is asked: read at once."""
-    scores, row = {}, 0
-    for chunk in batch.chunks:
-        if positions := chunk.to_score:
-            end = row + len(positions)
-            scores[chunk.sequence] = chunk.sequence.output.score(logits[row:end], positions)
-            row = end
-    return scores
+    def _fail(self, item: WorkItem, error: BaseException) -> None:
+        """Fail a request: `error` was raised by work on it alone. A lost device is raised."""
+        if isinstance(failure := failure_of(error), DeviceLost):
+            raise error
+        log.warning("generation failed error=%r", failure.__cause__ or failure)
+        error.with_traceback(None)
+        self._failed[item] = failure
+        self._unschedule(item, failed=True)
+
+    def _fail_chunks(self, chunks: abc.Sequence[Chunk], failure: OnequeueError) -> None:
+        """Fail the request of a single chunk, unless there is memory to gain. Several chunks that
+        failed together run again in halves."""
+        if isinstance(failure, OutOfMemory) and self.scheduler.shrink_running():
+            return
+        if len(chunks) == 1 and chunks[0].runs:
+            self._fail(self._outputs[chunks[0].sequence].item, failure)
+
+    def _fail_multimodal(self, prompt: MultimodalPrompt, error: BaseException) -> None:
+        """Fail the requests of a prompt, one of whose images could not be encoded."""
+        for item, sequences in list(self.live.items()):
+            if item not in self._failed and any(s.multimodal is prompt for s in sequences):
+                self._fail(item, error)
+
+    def _unschedule(self, item: WorkItem, failed: bool = False) -> None:
+        """Remove a request's sequences. What a failed one computed is not left in the prefix
+        cache."""
+        for sequence in self.live[item]:
+            if failed and sequence.table:
+                self.scheduler.pool.unregister(sequence.table)
+            if sequence.number >= 0:
+                self.scheduler.remove(sequence)
+
+    def _forget(self, item: WorkItem) -> None:
+        for sequence in self.live.pop(item):
+            del self._outputs[sequence]
+            if self._speculation:
+                self._speculation.remove(sequence)

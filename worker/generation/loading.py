@@ -1,9 +1,8 @@
-"""From settings to a generation engine with its model: on paged memory, or with the cache
-that transformers gives it where that does not fit. On the worker's thread.
+"""Loads a language model and creates its generation engine: on paged memory or, where that does
+not fit the model, with the cache that transformers gives it. On the worker's thread.
 """
 
 import logging
-from functools import partial
 from typing import Any
 
 from batching.block_pool import BlockPool
@@ -11,6 +10,7 @@ from batching.scheduler import ContinuousScheduler
 from worker.device.self_check import CannotRun
 from worker.error_classification import first_line
 from worker.generation.engine import GenerationEngine
+from worker.generation.input_processor import InputProcessor
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.cached_runner import CachedRunner
 from worker.model.language_model import GeneratorOptions, LanguageModel, load_language_model
@@ -25,25 +25,25 @@ from worker.vision.self_check import check_multimodal, check_multimodal_unpaged
 
 log = logging.getLogger("onequeue.generation")
 
-# Sequences that run at most where each has a cache of the model's, for which no room is reserved.
-MOST_CACHED = 64
-# How much of the cache is touched for the sake of prefixes, unless it was given, or is set aside
-# anyway, as on a GPU. Running sequences may fill all of it.
-PREFIX_SHARE = 0.25
+# Sequences that run together where each has a cache of the model's: no memory is reserved for it.
+MAX_CACHED = 64
+# The fraction of the KV cache that is used to keep prefixes, unless its size was set or its memory
+# is allocated anyway, as on a GPU. Running sequences may fill all of it.
+PREFIX_FRACTION = 0.25
 
 
 def load_generator(options: GeneratorOptions) -> GenerationEngine:
-    """LoadingFailed if the model cannot be served."""
+    """Raise LoadingFailed if the model cannot be served."""
     language = load_language_model(options)
     preprocessor = load_image_preprocessor(language, int(options.max_image_mp * 1e6))
+
+    def check_images() -> None:
+        if preprocessor:
+            check_multimodal(language, preprocessor.processor)
+
     runner: PagedRunner | CachedRunner
     try:
-        also = (
-            partial(check_multimodal, language, preprocessor.processor)
-            if preprocessor
-            else lambda: None
-        )
-        runner = load_paged_runner(language, options, also)
+        runner = load_paged_runner(language, options, check_images)
     except CannotRun as error:
         log.warning("static batches: %s", error)
         language.pack_weights(options.quantization)
@@ -62,24 +62,26 @@ def load_generator(options: GeneratorOptions) -> GenerationEngine:
     return paged_engine(runner, options, preprocessor)
 
 
-def load_image_preprocessor(language: LanguageModel, most_pixels: int) -> ImagePreprocessor | None:
-    """None, with a line in the log, where the checkpoint's does not load: it serves text."""
+def load_image_preprocessor(language: LanguageModel, max_pixels: int) -> ImagePreprocessor | None:
+    """Return None, with a warning in the log, if the checkpoint's processor does not load: the
+    model then serves text only."""
     if not language.is_multimodal:
         return None
     config: Any = language.model.config
     try:
-        made = load_processor(language.folder)
-        processor = Processor(made, config.image_token_id, language.context)
+        pretrained = load_processor(language.folder)
+        processor = Processor(pretrained, config.image_token_id, language.context)
     except Exception as error:
         while isinstance(error.__cause__, ImportError):
-            error = error.__cause__  # of a module that wants a package, that package
-        why = first_line(error)
-        log.warning("images are refused, its processor does not load: %s", why)
-        told = why if isinstance(error, ImportError) else "the server's log says why"
-        language.no_images = f"this model's processor of images does not load here: {told}"
+            error = error.__cause__  # the missing package, not the module that imports it
+        reason = first_line(error)
+        log.warning("images are refused, the image processor does not load: %s", reason)
+        if not isinstance(error, ImportError):
+            reason = "see the server's log"
+        language.no_images = f"this model's image processor does not load: {reason}"
         return None
     language.tokenizer = processor.tokenizer
-    return ImagePreprocessor(processor, most_pixels)
+    return ImagePreprocessor(processor, max_pixels)
 
 
 def paged_engine(
@@ -88,28 +90,37 @@ def paged_engine(
     preprocessor: ImagePreprocessor | None = None,
 ) -> GenerationEngine:
     set_aside = options.kv_cache_gb is not None or runner.language.device.type == "cuda"
-    share = 1.0 if set_aside else PREFIX_SHARE
+    fresh_fraction = 1.0 if set_aside else PREFIX_FRACTION
+
+    def new_scheduler() -> ContinuousScheduler:
+        pool = BlockPool(runner.blocks, BLOCK, fresh_fraction)
+        return ContinuousScheduler(pool, options.max_running)
+
     return GenerationEngine(
         runner,
-        lambda: ContinuousScheduler(BlockPool(runner.blocks, BLOCK, share), options.max_running),
+        InputProcessor(runner.language, runner.max_model_len, image_preprocessor=preprocessor),
+        new_scheduler,
         speculates=options.speculation == "auto",
-        image_preprocessor=preprocessor,
     )
 
 
 def cached_engine(
     runner: CachedRunner,
     options: GeneratorOptions,
-    why: str,
+    unpaged_reason: str,
     preprocessor: ImagePreprocessor | None = None,
 ) -> GenerationEngine:
-    """`why`: why the model is not paged."""
-    most = min(options.max_running, MOST_CACHED)
-    # any sequence fits into a block, no block is ever full, and there are more than can run
-    blocks, size = 2 * most + 1, runner.max_model_len + 1
+    """`unpaged_reason`: why the model does not run on paged memory."""
+    max_running = min(options.max_running, MAX_CACHED)
+    # A block holds any sequence, none is ever full, and there are more than can run.
+    num_blocks, block_size = 2 * max_running + 1, runner.max_model_len + 1
+
+    def new_scheduler() -> ContinuousScheduler:
+        pool = BlockPool(num_blocks, block_size)
+        return ContinuousScheduler(pool, max_running, whole_prompts=True)
+
     return GenerationEngine(
         runner,
-        lambda: ContinuousScheduler(BlockPool(blocks, size), most, whole_prompts=True),
-        why=why,
-        image_preprocessor=preprocessor,
+        InputProcessor(runner.language, runner.max_model_len, unpaged_reason, preprocessor),
+        new_scheduler,
     )

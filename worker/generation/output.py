@@ -1,26 +1,23 @@
-"""Stop strings: where the content of an answer ends.
+"""The text side of a sequence: from sampled tokens to text, log-probabilities and an end.
 
-The log-probabilities of a sequence's tokens, as they are told with its text.
+    push(token) → detokenizer → parser (reasoning, tool calls, content) → stop strings → Delta
+                   └▶ constraints: the tokens that may come next
 
-The text side of a sequence: from sampled tokens to text, log-probabilities and its end.
-
-    push(token) → detokenizer → parser (thoughts, calls, content) → stop strings → Delta
-                   └▶ guide: what the next token may be
-
-A request's outputs are made in a pool thread, whatever its prompt takes to be read; from then on
-they belong to the worker's thread, where each token costs as much as it adds.
+The outputs of a request are created in a pool thread, which reads the whole prompt. From then on
+they belong to the worker's thread, where a token's cost depends on its own length alone. Sampling
+is in worker/model/sampler.py; which sequences run, in batching/scheduler.py.
 """
 
 from collections import abc
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from batching.request_queue import WorkItem
-from batching.sequence import Sequence
+from batching.sequence import PrefixedTokens
 from worker.grammar.constraints import ConstraintState, OutputConstraints
 from worker.messages.deltas import Delta, FinishReason, TokenLogprob
 from worker.model.sampler import SampledToken, SamplingParams, SamplingState, prompt_logprobs
@@ -29,167 +26,52 @@ from worker.text.parser import OutputEvent, OutputParser
 from worker.vision.multimodal_prompt import MultimodalPrompt
 
 
-class StopStrings:
-    """Looks for stop strings in a text that comes in pieces; how it is cut makes no difference.
-
-    The stop that is complete first wins, as if the text came character by character; of several
-    complete at the same character, the one that begins first (the longest).
-    """
-
-    def __init__(self, stops: Collection[str]) -> None:
-        """`stops`: none of them empty."""
-        self.matched: str | None = None  # all that precedes it is shown; it and the rest are not
-        self._stops = tuple(stops)
-        self._first_chars = frozenset(stop[0] for stop in stops)
-        self._longest = max(map(len, stops), default=0)
-        self._pending = TextSpan("")
-
-    def push(self, piece: TextSpan) -> TextSpan:
-        """What may be shown now: what could become a stop is pending."""
-        if self.matched is not None:
-            return TextSpan("")
-        if not self._pending.text and self._first_chars.isdisjoint(piece.text):
-            return piece
-        self._pending.append(piece)
-        text = self._pending.text
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            _, at, self.matched = min(found)
-            shown, self._pending = self._pending.take(at), TextSpan("")
-            return shown
-        at = max(0, len(text) - self._longest + 1)
-        while not any(stop.startswith(text[at:]) for stop in self._stops):
-            at += 1
-        return self._pending.take(at)
-
-    def ends_with(self, text: str) -> bool:
-        """Whether a stop string is complete once this text comes."""
-        return any(stop in self._pending.text + text for stop in self._stops)
-
-    def flush(self) -> TextSpan:
-        """What was pending, when the content ends otherwise."""
-        return self._pending.take(len(self._pending.text))
-
-
-class ContentLogprobs:
-    """The log-probabilities of the tokens whose text is shown as content, as far as it is."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
-        self._silent: list[TokenLogprob] = []  # without text: part of a character that is to come
-        self._last: Tokens | None = None  # those of the last text
-        self._shown: Tokens | None = None  # the last whose text is shown to its end
-        self._open: Tokens | None = None  # shown in part
-        self._text = ""  # as much of it
-
-    def piece(self, text: str, sampled: SampledToken) -> TextSpan:
-        """The text that a token has made certain."""
-        self._silent.append(token_logprob(self._vocabulary, sampled, text))
-        if not text:
-            return TextSpan("")
-        tokens, self._silent = tuple(self._silent), []
-        self._last = tokens
-        return TextSpan(text, [TokenSpan(text, tokens)])
-
-    def rest(self, text: str, sampled: SampledToken) -> TextSpan:
-        """Half a character in the end: of the last token without text; if none, of `sampled`."""
-        if not self._silent:
-            return self.piece(text, sampled)
-        *silent, last = self._silent
-        self._silent, self._last = [], (*silent, replace(last, text=text))
-        return TextSpan(text, [TokenSpan(text, self._last)])
-
-    def show(self, piece: TextSpan) -> Iterator[TokenLogprob]:
-        """The tokens whose text is shown with this piece."""
-        for span in piece.token_spans:
-            if span.tokens is not self._open:
-                yield from self.close()
-                self._open, self._text = span.tokens, ""
-            self._text += span.text
-            if span.ends_token:
-                self._shown = span.tokens
-                yield from self.close()
-
-    def finish(self) -> Iterator[TokenLogprob]:
-        """Tokens that never got a text go with the content before them."""
-        if self._last is self._shown:
-            yield from self._silent
-
-    def close(self) -> Iterator[TokenLogprob]:
-        """The token of which a part is shown, if there is one: no more of it will be."""
-        if self._open is not None:
-            *silent, token = self._open
-            yield from silent
-            part = self._text != token.text
-            yield replace(token, text=self._text, raw=self._text.encode()) if part else token
-            self._open = None
-
-
-def token_logprob(vocabulary: Vocabulary, sampled: SampledToken, text: str) -> TokenLogprob:
-    raw = vocabulary.token(sampled.token)[1]
-    top = (TokenLogprob(id_, *vocabulary.token(id_), logprob) for id_, logprob in sampled.top)
-    return TokenLogprob(sampled.token, text, raw, sampled.logprob, tuple(top), sampled.rank)
-
-
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """A prompt ready to run, `n` choices of it."""
+    """A prompt ready to run. Its choices, or the prompt of one question, share it."""
 
-    ids: list[int]
+    ids: list[int] | PrefixedTokens
     params: SamplingParams
-    max_tokens: int
-    ends: dict[int, int | None]  # ids that end a choice, and what is told as its stop reason
-    # Log-probabilities of its tokens are wanted, with so many of the likeliest others.
+    max_tokens: int  # of the output
+    stop_token_ids: dict[int, int | None]  # each with the stop reason that the client gets
+    # None: log-probabilities of the prompt's tokens are not wanted; else with the top k of each
     prompt_logprobs: int | None = None
     parser: OutputParser | None = (
-        None  # at the answer's beginning; None: an answer is nothing but text
+        None  # at the start of a response; None: all of its text is content
     )
-    plan: OutputConstraints | None = None  # None: it may be anything
-    labels: tuple[int, ...] = ()  # not to be generated: how likely each is to come is wanted
-    multimodal: MultimodalPrompt | None = None  # None: there are no pictures in it
+    constraints: OutputConstraints | None = None
+    labels: tuple[int, ...] = ()  # tokens to score at the end of the prompt; none is generated
+    multimodal: MultimodalPrompt | None = None  # None: the prompt has no images
 
 
 class Echo(NamedTuple):
-    """The prompt's text, and that of its tokens one by one, where these are asked for."""
+    """A prompt's text to return with the output."""
 
     text: str
-    texts: list[str]
+    token_texts: list[str]  # one for each token, where their log-probabilities are wanted
 
 
-def make_choices(
+def create_outputs(
     item: WorkItem, prepared: PreparedPrompt, vocabulary: Vocabulary
 ) -> list["SequenceOutput"]:
-    """All of a request's; what they share is made once."""
+    """Return the outputs of a request's choices; they share what is derived from the prompt."""
     sampling = SamplingState(prepared.params, 0, prepared.ids)
     echo: Echo | None = None
     if item.payload.echo or prepared.prompt_logprobs is not None:
         echo = Echo(vocabulary.decode(prepared.ids) if item.payload.echo else "", [])
     if echo and prepared.prompt_logprobs is not None:
         stream = vocabulary.stream([])
-        echo.texts.extend(stream.push(token) for token in prepared.ids)
-        echo.texts[-1] += stream.flush()
+        echo.token_texts.extend(stream.push(token) for token in prepared.ids)
+        echo.token_texts[-1] += stream.flush()
     return [
         SequenceOutput(item, prepared, vocabulary, sampling.sibling(choice), echo)
         for choice in range(item.payload.n)
     ]
 
 
-def sequence_of(output: Any) -> Sequence:
-    """What is scheduled and run for an output, or for a verdict (decisions.py)."""
-    prepared: PreparedPrompt = output.prepared
-    return Sequence(
-        prepared.ids,
-        output,
-        max_tokens=prepared.max_tokens,
-        scores_prompt=prepared.prompt_logprobs is not None,
-        scores_end=bool(prepared.labels),
-        background=output.background,
-        root=output.item.cache_namespace,
-        multimodal=prepared.multimodal,
-    )
-
-
 class SequenceOutput:
+    """The output of one choice. `started`: its prompt has run. `finished`: its end is known."""
+
     def __init__(
         self,
         item: WorkItem,
@@ -198,191 +80,302 @@ class SequenceOutput:
         sampling: SamplingState,
         echo: Echo | None,
     ) -> None:
+        payload = item.payload
         parser = prepared.parser and prepared.parser.fork()
         self.item = item
-        self.background: bool = item.payload.background
+        self.background: bool = payload.background
         self.prepared = prepared
-        self.vocabulary = vocabulary
         self.sampling = sampling
-        self.number = item.payload.first_choice + sampling.choice  # within the request
-        self.count = 0  # output tokens so far
-        self.begun = False
-        self.ended = False
-        self.guide = ConstraintState(prepared.plan, parser) if prepared.plan else None
+        self.choice = payload.first_choice + sampling.choice  # within the request
+        self.tokens = 0  # of the output so far
+        self.started = False
+        self.finished = False
+        self.constraints: ConstraintState | None = None
+        if prepared.constraints:
+            self.constraints = ConstraintState(prepared.constraints, parser)
+        self._vocabulary = vocabulary
         self._detokenizer = vocabulary.stream(prepared.ids[-CONTEXT:])
-        self._parser = parser  # None: the text is nothing but content
-        self._stopping = item.payload.stopping
-        self._stops = StopStrings(self._stopping.stop) if self._stopping.stop else None
-        asked = prepared.params.logprobs is not None
-        self._logprobs = ContentLogprobs(vocabulary) if asked else None
+        self._parser = parser  # None: all of the text is content
+        self._stopping = payload.stopping
+        self._stop_strings = StopStrings(self._stopping.stop) if self._stopping.stop else None
+        self._logprobs: ContentLogprobs | None = None
+        if prepared.params.logprobs is not None:
+            self._logprobs = ContentLogprobs(vocabulary)
         self._echo = echo
-        self._prompt: list[TokenLogprob] = []  # what is known of its tokens, if that is asked for
-        if echo and echo.texts:
+        self._prompt_logprobs: list[TokenLogprob] = []  # of its leading tokens, those scored
+        if echo and echo.token_texts:
             first = SampledToken(prepared.ids[0], None, ())
-            self._prompt.append(token_logprob(vocabulary, first, echo.texts[0]))
-        calls = item.payload.calls
-        self._single_call = calls is not None and not calls.parallel
-        self._calls = 0  # that have begun
-        self._tells_ids = item.payload.token_ids
-        self._delta = Delta(self.number)
+            self._prompt_logprobs.append(token_logprob(vocabulary, first, echo.token_texts[0]))
+        self._single_call = payload.calls is not None and not payload.calls.parallel
+        self._calls = 0  # tool calls that have started
+        self._delta = Delta(self.choice)
 
     # ── the prompt ──
 
     def score(self, logits: Tensor, positions: range) -> list[SampledToken]:
-        """How likely the prompt's tokens after these positions are."""
+        """Score the prompt's tokens that follow these positions, by their logits [P, V]."""
         targets = self.prepared.ids[positions.start + 1 : positions.stop + 1]
         return prompt_logprobs(logits, targets, self.prepared.prompt_logprobs or 0)
 
-    def score_prompt(self, scores: abc.Sequence[SampledToken]) -> None:
-        """How likely the prompt's next tokens are."""
+    def add_prompt_scores(self, scores: abc.Sequence[SampledToken]) -> None:
+        """Take the scores of the prompt's next tokens."""
         assert self._echo is not None
-        texts = self._echo.texts[len(self._prompt) : len(self._prompt) + len(scores)]
+        scored = len(self._prompt_logprobs)
+        texts = self._echo.token_texts[scored : scored + len(scores)]
         for score, text in zip(scores, texts, strict=True):
-            self._prompt.append(token_logprob(self.vocabulary, score, text))
+            self._prompt_logprobs.append(token_logprob(self._vocabulary, score, text))
 
-    def begin(self, cached: int) -> None:
-        """The prompt has been run, `cached` of its tokens were known."""
-        self.begun = True
+    def start(self, cached_tokens: int) -> None:
+        """The prompt has run; `cached_tokens` of it were in the prefix cache."""
+        self.started = True
         if self.sampling.choice == 0:
             self._delta.prompt_tokens = len(self.prepared.ids)
-            self._delta.cached_tokens = cached
+            self._delta.cached_tokens = cached_tokens
         payload = self.item.payload
         if payload.token_ids:
             self._delta.prompt_ids = self.prepared.ids
         if payload.prompt_logprobs is not None:
-            self._delta.prompt_logprobs = self._prompt
+            self._delta.prompt_logprobs = self._prompt_logprobs
         if payload.echo and self._echo is not None:
             self._delta.add("content", self._echo.text)
             if payload.sampling.logprobs is not None:
-                self._delta.logprobs = list(self._prompt)
-        self._prompt = []
+                self._delta.logprobs = list(self._prompt_logprobs)
+        self._prompt_logprobs = []
         if self.prepared.max_tokens == 0:
-            self._end("length", None)
+            self._set_finished("length", None)
 
     # ── the output ──
 
-    def extend(self, drafts: abc.Sequence[int], drawn: abc.Sequence[SampledToken]) -> list[int]:
-        """Drafts that the model agrees with, and one token after them, join the output."""
+    def extend(self, drafts: abc.Sequence[int], sampled: abc.Sequence[SampledToken]) -> list[int]:
+        """Append the drafts that the model agrees with and the token after them; return those that
+        were appended. `sampled`: the token of each draft's position, and of the one behind."""
         tokens: list[int] = []
-        for draft, sampled in zip_longest(drafts, drawn):
-            if self.ended or sampled.token < 0:
+        for draft, sample in zip_longest(drafts, sampled):
+            if self.finished or sample.token < 0:
                 break
-            self.push(sampled)
-            tokens.append(sampled.token)
-            if sampled.token != draft or (self.guide and self.guide.turned):
+            self.push(sample)
+            tokens.append(sample.token)
+            if sample.token != draft or (self.constraints and self.constraints.turned):
                 break
         return tokens
 
     def push(self, sampled: SampledToken) -> None:
-        """The next token of the output."""
-        token, parser, guide = sampled.token, self._parser, self.guide
-        self.count += 1
+        """Append the next token."""
+        token, parser, constraints = sampled.token, self._parser, self.constraints
+        self.tokens += 1
         self._delta.tokens += 1
-        if self._tells_ids:
+        if self.item.payload.token_ids:
             self._delta.token_ids.append(token)
-        thinking = parser is not None and parser.phase == "reasoning"
-        if guide:
-            guide.accept(token)
+        reasoning = parser is not None and parser.phase == "reasoning"
+        if constraints:
+            constraints.accept(token)
         if self.sampling.processes_logits:
             self.sampling.accept(token)
-        if token in self.prepared.ends and self.count > self._stopping.min_tokens:
-            self._finish("stop", self.prepared.ends[token], sampled)
+        if token in self.prepared.stop_token_ids and self.tokens > self._stopping.min_tokens:
+            self._finish("stop", self.prepared.stop_token_ids[token], sampled)
             return
         text = self._detokenizer.push(token)
-        last = self.count >= self.prepared.max_tokens
+        last = self.tokens >= self.prepared.max_tokens
         if last:
             text += self._detokenizer.flush()
-        self._parse(self._logprobs.piece(text, sampled) if self._logprobs else TextSpan(text))
+        self._parse(self._logprobs.span(text, sampled) if self._logprobs else TextSpan(text))
         if parser:
-            self._delta.reasoning_tokens += thinking or parser.phase == "reasoning"
-        if guide:
-            guide.follow()
-        if self._stopped:
+            self._delta.reasoning_tokens += reasoning or parser.phase == "reasoning"
+        if constraints:
+            constraints.follow()
+        if self._stop_string_complete:
             self._finish("stop", self._matched, sampled)
-        elif guide and guide.finished:
+        elif constraints and constraints.finished:
             self._finish("stop", None, sampled)
         elif last:
             self._finish("length", None, sampled)
 
-    def take(self) -> Delta:
-        """What has come since the last take."""
-        delta, self._delta = self._delta, Delta(self.number)
+    def take_delta(self) -> Delta:
+        """Return what was added since the last call."""
+        delta, self._delta = self._delta, Delta(self.choice)
         return delta
 
     @property
     def _matched(self) -> str | None:
-        """The stop string that has come."""
-        return self._stops.matched if self._stops else None
+        """The stop string in the content, if one is complete."""
+        return self._stop_strings.matched if self._stop_strings else None
 
     @property
-    def _stopped(self) -> bool:
-        """Whether a stop string has come. White space that ends the content counts at once, unless
-        a call may follow: then, like what may become a mark, when it is certain to be content."""
-        if self._stops is None:
+    def _stop_string_complete(self) -> bool:
+        """Whether a stop string is in the content, or is once the parser releases the white space
+        that it holds back. Where a tool call may follow, it holds back none until that is certain
+        to be content."""
+        if self._stop_strings is None:
             return False
         held = self._parser.trailing_space if self._parser else ""
-        counts = self.count > self._stopping.min_tokens
-        return self._matched is not None or (counts and self._stops.ends_with(held))
+        counts = self.tokens > self._stopping.min_tokens
+        return self._matched is not None or (counts and self._stop_strings.ends_with(held))
 
-    def _parse(self, piece: TextSpan) -> None:
+    def _parse(self, span: TextSpan) -> None:
         if self._parser is None:
-            self._content(piece)
+            self._add_content(span)
         else:
-            constrained = self.guide is not None and self.guide.constrains
-            self._emit(self._parser.feed(piece, constrained))
+            constrained = self.constraints is not None and self.constraints.constrains
+            self._handle(self._parser.feed(span, constrained))
 
-    def _emit(self, events: abc.Iterable[OutputEvent]) -> None:
-        for kind, piece, name in events:
+    def _handle(self, events: abc.Iterable[OutputEvent]) -> None:
+        for kind, span, name in events:
             self._calls += kind == "call" and name is not None
             if kind == "call" and self._single_call and self._calls > 1:
-                continue  # a mark may hold several, where no grammar bounds them
+                continue  # without a grammar, a model may write several within its delimiters
             if kind == "content":
-                self._content(piece)
+                self._add_content(span)
             elif self._matched is None:
                 self._end_content()
                 if kind == "reasoning_end":
                     self._delta.end_thoughts()
                 else:
-                    self._delta.add(kind, piece.text, name)
+                    self._delta.add(kind, span.text, name)
 
-    def _content(self, piece: TextSpan) -> None:
-        """Goes out as far as no stop string can come of it."""
-        if self._stops and self.count > self._stopping.min_tokens:
-            piece = self._stops.push(piece)
-        self._show(piece)
+    def _add_content(self, span: TextSpan) -> None:
+        """Show the content, but for an end that may become a stop string."""
+        if self._stop_strings and self.tokens > self._stopping.min_tokens:
+            span = self._stop_strings.push(span)
+        self._show(span)
 
     def _end_content(self) -> None:
-        """For now, or for good: no stop string comes of what was pending."""
-        if self._stops:
-            self._show(self._stops.flush())
+        """Show what was held back: the content ends here, or something else comes between."""
+        if self._stop_strings:
+            self._show(self._stop_strings.flush())
         if self._logprobs:
             self._delta.logprobs += self._logprobs.close()
 
-    def _show(self, piece: TextSpan) -> None:
-        self._delta.add("content", piece.text)
+    def _show(self, span: TextSpan) -> None:
+        self._delta.add("content", span.text)
         if self._logprobs:
-            self._delta.logprobs += self._logprobs.show(piece)
+            self._delta.logprobs += self._logprobs.show(span)
 
     def _finish(self, reason: FinishReason, stop: str | int | None, sampled: SampledToken) -> None:
-        """The text ends with `sampled`: unless by a stop string, what was pending for one, for
-        a mark or as half a character comes, and may have one in it."""
+        """End the text with `sampled`. Unless a stop string ended it, text that was held back (for
+        a stop string, a delimiter or half a character) is released, and may complete one."""
         if self._matched is None:
             if rest := self._detokenizer.flush():
                 self._parse(
                     self._logprobs.rest(rest, sampled) if self._logprobs else TextSpan(rest)
                 )
             if self._parser:
-                self._emit(self._parser.finish())
+                self._handle(self._parser.finish())
         if self._matched is not None:
             reason, stop = "stop", self._matched
         self._end_content()
         if self._logprobs:
             self._delta.logprobs += self._logprobs.finish()
-        self._end(reason, stop)
+        self._set_finished(reason, stop)
 
-    def _end(self, reason: FinishReason, stop: str | int | None) -> None:
-        delta = self._delta
+    def _set_finished(self, reason: FinishReason, stop: str | int | None) -> None:
         called = reason == "stop" and self._parser is not None and self._parser.calls_started
-        delta.finish_reason = "tool_calls" if called else reason
-        delta.stop_reason = stop
-        self.ended = True
+        self._delta.finish_reason = "tool_calls" if called else reason
+        self._delta.stop_reason = stop
+        self.finished = True
+
+
+class StopStrings:
+    """Finds stop strings in a text that comes in spans, wherever it is cut.
+
+    The stop that is complete first wins, as if the text came character by character; of several
+    complete at the same character, the one that begins first (the longest).
+    """
+
+    def __init__(self, stops: Collection[str]) -> None:
+        """`stops`: none of them empty."""
+        self.matched: str | None = None  # the text before it is shown; it and the rest are not
+        self._stops = tuple(stops)
+        self._first_chars = frozenset(stop[0] for stop in stops)
+        self._max_length = max(map(len, stops), default=0)
+        self._pending = TextSpan("")
+
+    def push(self, span: TextSpan) -> TextSpan:
+        """Return what may be shown now, without an end that may become a stop string."""
+        if self.matched is not None:
+            return TextSpan("")
+        if not self._pending.text and self._first_chars.isdisjoint(span.text):
+            return span
+        self._pending.append(span)
+        text = self._pending.text
+        matches = [
+            (start + len(stop), start, stop)
+            for stop in self._stops
+            if (start := text.find(stop)) >= 0
+        ]
+        if matches:
+            _, start, self.matched = min(matches)
+            shown, self._pending = self._pending.take(start), TextSpan("")
+            return shown
+        start = max(0, len(text) - self._max_length + 1)
+        while not any(stop.startswith(text[start:]) for stop in self._stops):
+            start += 1
+        return self._pending.take(start)
+
+    def ends_with(self, text: str) -> bool:
+        """Return whether a stop string is complete once this text follows."""
+        return any(stop in self._pending.text + text for stop in self._stops)
+
+    def flush(self) -> TextSpan:
+        """Return what is pending, when the content ends without a stop string."""
+        return self._pending.take(len(self._pending.text))
+
+
+class ContentLogprobs:
+    """The log-probabilities of tokens whose text is shown as content, as far as it is shown."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._without_text: list[TokenLogprob] = []  # parts of a character that is not complete
+        self._last: Tokens | None = None  # those of the last text
+        self._shown: Tokens | None = None  # the last whose text is shown to its end
+        self._open: Tokens | None = None  # those whose text is shown in part
+        self._open_text = ""  # that part
+
+    def span(self, text: str, sampled: SampledToken) -> TextSpan:
+        """Return the text that a token completes, with its tokens."""
+        self._without_text.append(token_logprob(self._vocabulary, sampled, text))
+        if not text:
+            return TextSpan("")
+        tokens, self._without_text = tuple(self._without_text), []
+        self._last = tokens
+        return TextSpan(text, [TokenSpan(text, tokens)])
+
+    def rest(self, text: str, sampled: SampledToken) -> TextSpan:
+        """Return half a character at the end of the text. It belongs to the last token without
+        text, or else to `sampled`."""
+        if not self._without_text:
+            return self.span(text, sampled)
+        *others, last = self._without_text
+        self._without_text, self._last = [], (*others, replace(last, text=text))
+        return TextSpan(text, [TokenSpan(text, self._last)])
+
+    def show(self, span: TextSpan) -> Iterator[TokenLogprob]:
+        """Yield the tokens whose text is complete with this span."""
+        for part in span.token_spans:
+            if part.tokens is not self._open:
+                yield from self.close()
+                self._open, self._open_text = part.tokens, ""
+            self._open_text += part.text
+            if part.ends_token:
+                self._shown = part.tokens
+                yield from self.close()
+
+    def finish(self) -> Iterator[TokenLogprob]:
+        """Yield tokens that never got a text; they go with the content before them."""
+        if self._last is self._shown:
+            yield from self._without_text
+
+    def close(self) -> Iterator[TokenLogprob]:
+        """Yield the token that is shown in part, if there is one: the rest of it never will be."""
+        if self._open is not None:
+            *others, token = self._open
+            text = self._open_text
+            yield from others
+            yield token if text == token.text else replace(token, text=text, raw=text.encode())
+            self._open = None
+
+
+def token_logprob(vocabulary: Vocabulary, sampled: SampledToken, text: str) -> TokenLogprob:
+    raw = vocabulary.token(sampled.token)[1]
+    top = (TokenLogprob(id_, *vocabulary.token(id_), logprob) for id_, logprob in sampled.top)
+    return TokenLogprob(sampled.token, text, raw, sampled.logprob, tuple(top), sampled.rank)

@@ -115,7 +115,7 @@ class CachedRunner:
         ongoing: dict[CacheGroup, list[Sequence]] = {}
         fresh: list[Sequence] = []
         for sequence in sequences:
-            place: CacheSlot | None = block_table(sequence).kept
+            place = find_cache_slot(sequence)
             missing = len(sequence.tokens) - place.tokens if place else -1
             if place and place.group.past and missing == 1:
                 ongoing.setdefault(place.group, []).append(sequence)
@@ -143,18 +143,18 @@ class CachedRunner:
         past = None
         if group:
             past, group.past = group.past, None  # in doubt until all went well
-            rows = [block_table(each).kept.row for each in members]
+            rows = [cache_slot(each).row for each in members]
             if past and rows != list(range(group.rows)):
                 past = self.keep(past, rows)
         texts = [each.tokens for each in members]
         logits, past = self.run(texts, past)
         made = CacheGroup(len(texts), len(texts) * max(map(len, texts)), logits, past)
         for row, each in enumerate(members):
-            block_table(each).kept = CacheSlot(made, row, len(each.tokens))
+            block_table(each).runner_state = CacheSlot(made, row, len(each.tokens))
 
     def _logits(self, sequence: Sequence) -> Tensor:
         """[1, V] after its last token."""
-        place: CacheSlot = block_table(sequence).kept
+        place = cache_slot(sequence)
         return place.group.logits[place.row : place.row + 1]
 
     def _scored(self, chunk: Chunk) -> Tensor:
@@ -261,6 +261,18 @@ class CachedRunner:
             if step == STEPS // 2 and len(rows) > 1:
                 rows, past = rows[1:], past and self.keep(past, [1])
         return gave
+
+
+def find_cache_slot(sequence: Sequence) -> CacheSlot | None:
+    slot = block_table(sequence).runner_state
+    assert slot is None or isinstance(slot, CacheSlot)
+    return slot
+
+
+def cache_slot(sequence: Sequence) -> CacheSlot:
+    slot = find_cache_slot(sequence)
+    assert slot is not None
+    return slot
 
 
 def block_table(sequence: Sequence) -> BlockTable:

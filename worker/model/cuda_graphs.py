@@ -80,7 +80,7 @@ class RowsMetadata(AttentionBackend):
         filled[:] = 0
         filled[0, :count] = batch.ids
         filled[1, :count] = positions
-        filled[4, :count] = batch.shifted if batch.shifts else positions
+        filled[4, :count] = batch.position_ids if batch.shifts else positions
         filled[2] = spare * BLOCK
         filled[2, :count] = blocks[span, positions // BLOCK] * BLOCK + positions % BLOCK
         begun = lasts % BLOCK < widths

@@ -225,7 +225,7 @@ def run_model(
     told them, where that is not [1, T]."""
     device = metadata.cache.device
     if positions is None:
-        told = to_device(batch.shifted, device) if batch.shifts else metadata.positions
+        told = to_device(batch.position_ids, device) if batch.shifts else metadata.positions
         positions = told[None]
     rows = to_device(batch.rows, device)
     with forward_context(metadata):

@@ -21,6 +21,7 @@ from worker.model.cached_runner import (
     CacheSlot,
     CacheState,
     block_table,
+    find_cache_slot,
     log_refusal,
 )
 from worker.model.decoder_hook import DecoderHook
@@ -49,7 +50,7 @@ class MultimodalCachedRunner(CachedRunner):
     def _to_run(self, sequences: list[Sequence]) -> list[tuple[CacheGroup | None, list[Sequence]]]:
         with_images: list[tuple[CacheGroup | None, list[Sequence]]] = []
         for sequence in sequences:
-            slot: CacheSlot | None = block_table(sequence).kept
+            slot = find_cache_slot(sequence)
             missing = len(sequence.tokens) - slot.tokens if slot else -1
             if sequence.multimodal and missing:
                 group = slot.group if slot and slot.group.past and missing == 1 else None
@@ -67,7 +68,7 @@ class MultimodalCachedRunner(CachedRunner):
             past, group.past = group.past, None  # invalid if the forward raises
         logits, past = self.run_multimodal(prompt, sequence.tokens, past)
         size = len(sequence.tokens)
-        block_table(sequence).kept = CacheSlot(CacheGroup(1, size, logits, past), 0, size)
+        block_table(sequence).runner_state = CacheSlot(CacheGroup(1, size, logits, past), 0, size)
 
     def _scored(self, chunk: Chunk) -> Tensor:
         prompt, positions = chunk.sequence.multimodal, chunk.to_score

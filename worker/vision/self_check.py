@@ -52,14 +52,14 @@ def check_multimodal(language: LanguageModel, processor: Processor) -> None:
     with_images = _sequence(output.ids, range(blocks))
     with_images.multimodal = prompt
     text_only = _sequence(text_ids, range(blocks, blocks + 2))
-    while with_images.left:
+    while with_images.uncomputed:
         half = -(-len(output.ids) // 2)
-        count = prompt.align_chunk(with_images.computed, min(with_images.left, half))
+        count = prompt.align_chunk(with_images.computed, min(with_images.uncomputed, half))
         chunks = []
-        if text_only.left:
-            chunks.append(Chunk(text_only, text_only.computed, min(text_only.left, BLOCK)))
+        if text_only.uncomputed:
+            chunks.append(Chunk(text_only, text_only.computed, min(text_only.uncomputed, BLOCK)))
         chunks.append(Chunk(with_images, with_images.computed, count))
-        batch = Batch.of(chunks)
+        batch = Batch.from_chunks(chunks)
         batch.rows = range(len(batch.ids))
         logits = runner.forward(batch)
         for chunk, row in zip(chunks, batch.offsets, strict=True):

@@ -13,7 +13,7 @@ import inspect
 import json
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Template, TemplateError
 from jinja2.filters import FILTERS
@@ -42,7 +42,7 @@ from worker.text.chat_template.inference import (
     shown_calls,
 )
 from worker.text.output_format import DEFAULT_OUTPUT_FORMAT, OutputFormat
-from worker.text.tool_call_format import DEFAULT_TOOL_CALL_FORMAT, ToolCallFormat
+from worker.text.tool_call_format import DEFAULT_TOOL_CALL_FORMAT
 
 EFFORT = "reasoning_effort"
 INSTRUCTIONS = """# Tools
@@ -55,6 +55,13 @@ To call one, write its name and a value for each of its parameters just so:
 {example}"""
 log = logging.getLogger("onequeue.template")
 utils: Any = chat_template_utils
+
+
+class RenderedPrompt(NamedTuple):
+    """The text of a chat's prompt, and how the model writes the response to it."""
+
+    text: str
+    output_format: OutputFormat
 
 
 class ChatTemplate:
@@ -109,13 +116,13 @@ class ChatTemplate:
 
     # ── what is known of it ──
 
-    def forms(self, calls: Calls | None) -> tuple[OutputFormat, ToolCallFormat | None]:
-        """How answers and their calls are written: plainly, where calls must be made and the
-        model's form is not known."""
-        form = self.answers
-        if calls and (not form.call_delimiters or (calls.required and form.tool_calls is None)):
-            return DEFAULT_OUTPUT_FORMAT, DEFAULT_TOOL_CALL_FORMAT
-        return form, form.tool_calls
+    def output_format_for(self, calls: Calls | None) -> OutputFormat:
+        """Return the format of responses: the default one, where tool calls are requested and the
+        format in which this model writes them is unknown."""
+        known = self.answers
+        if calls and (not known.call_delimiters or (calls.required and known.tool_calls is None)):
+            return DEFAULT_OUTPUT_FORMAT
+        return known
 
     def call_id(self, name: str, index: int) -> str:
         """For a call that the model makes, its conversation's `index`-th."""
@@ -140,8 +147,13 @@ class ChatTemplate:
 
     # ── requests ──
 
-    def render(self, chat: Chat) -> str:
-        """The prompt's text; InvalidInput with the template's own reason, if it gives one."""
+    def render(self, chat: Chat, calls: Calls | None = None) -> RenderedPrompt:
+        """Render a chat's prompt. `calls`: the tool calls that the response may contain.
+
+        Raise InvalidInput, with the template's own reason if it gives one."""
+        return RenderedPrompt(self._rendered(chat), self.output_format_for(calls))
+
+    def _rendered(self, chat: Chat) -> str:
         if not self._tokenizer.chat_template:
             raise InvalidInput("this model has no chat template: use /v1/completions", "messages")
         for name in chat.template_kwargs:
