@@ -1,7 +1,8 @@
-"""How a serving process lives: its log, its worker, what it says when it is ready, and its end.
+"""The life of a serving process: startup, the line that it is ready, and the drain.
 
-It ends drained on a signal, or because a model could not be loaded. Whoever embeds the app off
-the main thread has signals and the process to itself.
+    lifespan: start the worker → serve → drain on a signal, or on a failed load → stop
+
+In a server that runs off the main thread, signals and the process stay with the embedding program.
 """
 
 import asyncio
@@ -22,37 +23,37 @@ import uvicorn
 
 from server.core.log import configure_log
 from server.core.worker_client import WorkerClient
-from server.http.connections import APP, limit_connections
+from server.http.connections import APP_STATE, limit_connections
 from server.http.request import Application
 from server.openai.responses.endpoint import Responses
 
 log = logging.getLogger("onequeue.lifespan")
 
-# How long a thread keeps the interpreter while another waits for it. Python's own 5 ms is as long
-# as a small forward pass, and each pass changes hands several times on its way.
-SWITCH_S = 0.001
+# How long a thread keeps the interpreter while another waits for it. Python's default of 5 ms is
+# as long as a small forward pass, and each pass changes threads several times.
+SWITCH_INTERVAL_S = 0.001
+READY_POLL_S = 0.05
 
 
 @contextlib.asynccontextmanager
 async def lifespan(
     app: Application, responses: Responses | None
 ) -> AsyncIterator[dict[str, Application]]:
-    """Responses are closed once everything accepted has its answer."""
+    """Start the worker, drain it at the end, and close `responses` after all accepted work."""
     worker_client, grace_s = app.worker_client, app.settings.shutdown_grace_s
     configure_log()
-    limit_connections()
-    sys.setswitchinterval(SWITCH_S)
-    # uvicorn's server, by its signal handler; None where somebody embeds us
-    handler = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
-    server = handler if isinstance(handler, uvicorn.Server) else None
+    server = running_server()
+    if server:
+        limit_connections(server.config)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     worker_client.start()
-    worker_client.loaded.add_done_callback(partial(settle, app, server, time.monotonic()))
+    worker_client.loaded.add_done_callback(partial(on_loaded, app, server, time.monotonic()))
     restore_signals = drain_on_signal(worker_client, grace_s)
     try:
-        yield {APP: app}
+        yield {APP_STATE: app}
     finally:
         restore_signals()
-        gc.unfreeze()  # so that libraries find all of theirs at the end
+        gc.unfreeze()  # so that libraries can collect their objects at exit
         if not worker_client.draining:
             await drain(worker_client, grace_s)
         worker_client.stop()
@@ -60,36 +61,42 @@ async def lifespan(
             await responses.close()
         log.info("stopped")
         if server and load_failure(worker_client.loaded):
-            server.started = False  # so that uvicorn ends with its status for a failed start, 3
+            server.started = False  # uvicorn then exits with the status of a failed start, 3
+
+
+def running_server() -> uvicorn.Server | None:
+    """Return uvicorn's server, by its signal handler; None if uvicorn does not handle signals."""
+    handler = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    return handler if isinstance(handler, uvicorn.Server) else None
 
 
 def load_failure(loaded: "asyncio.Future[None]") -> BaseException | None:
     return loaded.exception() if loaded.done() and not loaded.cancelled() else None
 
 
-def settle(
-    app: Application, server: uvicorn.Server | None, began: float, loaded: "asyncio.Future[None]"
+def on_loaded(
+    app: Application, server: uvicorn.Server | None, started: float, loaded: "asyncio.Future[None]"
 ) -> None:
-    """The models are there, or one could not be loaded."""
+    """Log that the models are ready, or end the server because one could not be loaded."""
     if error := load_failure(loaded):
         end_unloaded(error, app.settings.debug, server)
     elif server and not loaded.cancelled():
-        gc.freeze()  # what is there stays: later collections leave it out
-        welcome(app, server, time.monotonic() - began)
+        gc.freeze()  # the loaded objects stay: later collections skip them
+        log_ready(app, server, time.monotonic() - started)
 
 
-def welcome(app: Application, server: uvicorn.Server, seconds: float) -> None:
-    """Say where lines to try and the page are, as soon as it listens: the models may have been
-    there before. `seconds` since the process began to serve."""
+def log_ready(app: Application, server: uvicorn.Server, seconds: float) -> None:
+    """Log the address as soon as the server listens; the models may be ready before that.
+
+    `seconds`: from the start of the lifespan until the models were ready."""
     if server.started:
-        log.info("ready seconds=%.1f: try %s, or a browser", seconds, curl(server))
+        log.info("ready seconds=%.1f: try %s, or a browser", seconds, curl_command(server))
     elif not server.should_exit:
-        app.worker_client.loop.call_later(0.05, welcome, app, server, seconds)
+        app.worker_client.loop.call_later(READY_POLL_S, log_ready, app, server, seconds)
 
 
-def curl(server: uvicorn.Server) -> str:
-    """A command that asks for `GET /`, of this machine where all of its addresses are listened
-    on."""
+def curl_command(server: uvicorn.Server) -> str:
+    """Return a command for `GET /`; a wildcard address becomes localhost."""
     config, scheme = server.config, "https" if server.config.is_ssl else "http"
     if config.uds:
         return shlex.join(["curl", "--unix-socket", config.uds, "http://localhost/"])
@@ -99,7 +106,7 @@ def curl(server: uvicorn.Server) -> str:
 
 
 def end_unloaded(error: BaseException, debug: bool, server: uvicorn.Server | None) -> None:
-    """Says why there is no model; the server ends as soon as everybody has an answer."""
+    """Print why a model could not be loaded; the server exits after it has sent its responses."""
     print(f"onequeue: {with_cause(error)}", file=sys.stderr)
     if debug:
         traceback.print_exception(error)
@@ -108,15 +115,15 @@ def end_unloaded(error: BaseException, debug: bool, server: uvicorn.Server | Non
 
 
 def with_cause(error: BaseException) -> str:
-    """On one line: what happened, and why if that does not say it."""
+    """Return the message on one line, with the first line of its cause if it adds something."""
     cause = error.__cause__
     reason = str(cause).strip().partition("\n")[0] or repr(cause)
-    known = cause is None or reason in str(error)
-    return str(error) if known else f"{error}: {reason}"
+    is_known = cause is None or reason in str(error)
+    return str(error) if is_known else f"{error}: {reason}"
 
 
 async def drain(worker_client: WorkerClient, grace_s: float) -> None:
-    """Refuse what is new, wait for what was accepted, answer 503 to what is left."""
+    """Refuse new requests, wait for accepted ones, answer the rest with 503 after `grace_s`."""
     worker_client.draining = True
     try:
         async with asyncio.timeout(grace_s):
@@ -127,20 +134,20 @@ async def drain(worker_client: WorkerClient, grace_s: float) -> None:
 
 
 def drain_on_signal(worker_client: WorkerClient, grace_s: float) -> Callable[[], None]:
-    """On SIGTERM or SIGINT drain first, then hand on to the handler that was there.
+    """On SIGTERM or SIGINT drain first, then call the previous handler.
 
-    uvicorn would close its listeners and wait, while clients already inside still wait for a
-    model. A second signal ends the wait at once. Returns a function that undoes it.
+    uvicorn would close its listeners and wait, while accepted requests still wait for a model.
+    A second signal ends the wait at once. Returns a function that restores the handlers.
     """
-    before: dict[int, Any] = {}
+    previous: dict[int, Any] = {}
 
     def restore() -> None:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
+    def call_previous(number: int, frame: FrameType | None) -> None:
         restore()  # from here on uvicorn handles signals
-        before[number](number, frame)
+        previous[number](number, frame)
 
     async def drain_first(number: int, frame: FrameType | None) -> None:
         log.info(
@@ -150,20 +157,20 @@ def drain_on_signal(worker_client: WorkerClient, grace_s: float) -> Callable[[],
         )
         await drain(worker_client, grace_s)
         if signal.getsignal(number) is on_signal:
-            hand_on(number, frame)
+            call_previous(number, frame)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if worker_client.draining:
             worker_client.loop.call_soon_threadsafe(worker_client.give_up)
-            hand_on(number, frame)
+            call_previous(number, frame)
         else:
             worker_client.draining = True
             asyncio.run_coroutine_threadsafe(drain_first(number, frame), worker_client.loop)
 
-    with contextlib.suppress(ValueError):  # off the main thread, whoever embeds us has signals
+    with contextlib.suppress(ValueError):  # off the main thread there are no signal handlers
         for number in (signal.SIGTERM, signal.SIGINT):
             handler = signal.getsignal(number)
             if callable(handler):
                 signal.signal(number, on_signal)
-                before[number] = handler
+                previous[number] = handler
     return restore

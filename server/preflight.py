@@ -1,12 +1,11 @@
-"""What can be known to be wrong before torch is imported and a model is loaded.
+"""Checks before torch is imported and a model is loaded, and the setting that a MODEL is for.
 
-Each check raises a SettingsError, one sentence that names what to mend; `refuse` says it and ends
-the process. Values by themselves are checked in settings.py.
+    command line → assign_model → settings → check_models → the app
 
-Which setting a MODEL on the command line is for, by the files of its checkpoint.
-
-modules.json, or else the architecture in config.json → a setting; what else is served by default
-gives way. Nothing is loaded; of a hub's models the two files are fetched, or come from the cache.
+Each check raises a SettingsError: one sentence that names the setting and what it accepts; `refuse`
+prints it and ends the process. settings.py checks single values. MODEL on the command line is
+assigned to a setting by its modules.json or by the architecture in its config.json; nothing else is
+fetched from the hub.
 """
 
 import contextlib
@@ -42,11 +41,11 @@ from worker.tasks import TASKS, UnservedTask
 
 log = logging.getLogger("onequeue.preflight")
 
-MISUSE = 2  # what a shell's commands end with for words that make no sense
-STARTUP_FAILURE = 3  # uvicorn's own; at this exit status its supervisor does not start another
+MISUSE = 2  # exit status of shell commands for invalid arguments
+STARTUP_FAILURE = 3  # uvicorn's; its supervisor restarts no process with this exit status
 _HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
-# Settings that name a model, and what it is called in the registry.
+# Settings that name a model, with its name in the registry.
 MODELS = {
     "pipeline_model": "pipeline",
     "chat_model": "generation",
@@ -55,46 +54,55 @@ MODELS = {
     "transcription_model": "transcription",
 }
 _CONFIGS = ("config.json", "modules.json")
-SPINS = 20_000  # some 0.3 ms to 1 ms, by how long the processor's pause is
-CODE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
-_OPENMP_THREADS = re.compile(r"\s*(\d{1,4})\s*(,.*)?")  # the first is for what is not nested
+SPIN_COUNT = 20_000  # 0.3 to 1 ms, depending on the CPU's pause instruction
+CACHE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+_OPENMP_THREADS = re.compile(r"\s*(\d{1,4})\s*(,.*)?")  # the first number is the outer level's
+# The setting for a checkpoint by its task; other tasks are for POST /.
+SETTING_BY_TASK = {
+    "text-generation": "chat_model",
+    "image-text-to-text": "chat_model",
+    "automatic-speech-recognition": "transcription_model",
+}
 
 
-class SeveralWorkers(SettingsError):
+class MultipleWorkers(SettingsError):
     pass
 
 
 def refuse(error: Exception | str, status: int = STARTUP_FAILURE) -> NoReturn:
-    """Say it in one line and end. uvicorn's supervisor imports the app in several processes: the
-    first one speaks. It would end with status 0 itself, as if all had been well."""
+    """Print the error in one line and exit.
+
+    Where uvicorn's command starts several processes, each of them imports the app: the first one
+    prints. The supervisor would then exit with status 0, and uvicorn has no hook for its exit
+    status: it is killed."""
     name = multiprocessing.current_process().name
     if not name.startswith("SpawnProcess-") or name == "SpawnProcess-1":
         print(f"onequeue: {error}", file=sys.stderr, flush=True)
     supervisor = multiprocessing.parent_process()
-    uvicorns = name.startswith("SpawnProcess-") and "uvicorn" in Path(sys.argv[0]).parts[-2:]
-    if supervisor and supervisor.pid and uvicorns and isinstance(error, SeveralWorkers):
+    is_uvicorns = name.startswith("SpawnProcess-") and "uvicorn" in Path(sys.argv[0]).parts[-2:]
+    if supervisor and supervisor.pid and is_uvicorns and isinstance(error, MultipleWorkers):
         with contextlib.suppress(ProcessLookupError):
             os.kill(supervisor.pid, signal.SIGKILL)
     raise SystemExit(status)
 
 
-def check_models(settings: Settings, given: Container[str] = ()) -> Settings:
-    """The settings with the task that is to run; the models of `given` settings are not loaded from
-    them."""
+def check_models(settings: Settings, with_loader: Container[str] = ()) -> Settings:
+    """Return the settings with the resolved pipeline task. Models of the settings `with_loader`
+    are not checked: a function loads them."""
     if not _DEVICE.fullmatch(settings.device):
         raise SettingsError(f"DEVICE={settings.device!r}: must be auto, cpu, cuda or cuda:N")
-    named = {name: getattr(settings, name) for name in MODELS if name not in given}
+    named = {name: getattr(settings, name) for name in MODELS if name not in with_loader}
     for name, model in named.items():
         check_model(name.upper(), model)
     task = settings.pipeline_task
     if named.get("pipeline_model") == "demo" and task in TASKS and task != "fill-mask":
         raise SettingsError(f"PIPELINE_MODEL=demo serves fill-mask only: name a model for {task}")
     if named.get("rerank_model") == "demo":
-        raise SettingsError("RERANK_MODEL=demo: no reranker is embedded, name a model")
+        raise SettingsError("RERANK_MODEL=demo: there is no demo reranker, name a model")
     int8 = "chat_model" in named and settings.quantization == "int8"
     if int8 and settings.device.startswith("cuda"):
-        both = f"QUANTIZATION=int8 and DEVICE={settings.device}: int8 is for models on a CPU"
-        raise SettingsError(both)
+        conflict = f"QUANTIZATION=int8 and DEVICE={settings.device}: int8 is for models on a CPU"
+        raise SettingsError(conflict)
     try:
         task = settle_task(task, settings.pipeline_model)
     except UnservedTask as error:
@@ -108,147 +116,137 @@ def check_models(settings: Settings, given: Container[str] = ()) -> Settings:
 
 
 def check_model(name: str, model: str) -> None:
-    """Whether there may be such a model, which a setting, or a word of the command, names."""
-    if wrong := _wrong_with(model):
-        raise SettingsError(f"{name}={model!r}: {wrong}")
+    """Raise SettingsError unless `model` is a checkpoint's folder or has the form of a hub id."""
+    if problem := _model_problem(model):
+        raise SettingsError(f"{name}={model!r}: {problem}")
 
 
-def _wrong_with(model: str) -> str:
-    """Empty where it may be a hub id, or a checkpoint's folder."""
+def _model_problem(model: str) -> str:
+    """Return why there can be no such model; empty if there can."""
     folder = Path(os.path.expanduser(model))
     if folder.is_file():
-        return "is a file, not a checkpoint's folder" + _gguf(folder)
+        return "is a file, not a checkpoint's folder" + _gguf_hint(folder)
     if folder.is_dir():
         if any((folder / config).is_file() for config in _CONFIGS):
             return ""
         if (folder / "adapter_config.json").is_file():
             return "is an adapter (LoRA), which is not served: merge it into its model first"
-        held = next(folder.glob("*.gguf"), folder)
-        return "there is no config.json in this folder" + _gguf(held)
+        gguf = next(folder.glob("*.gguf"), folder)
+        return "there is no config.json in this folder" + _gguf_hint(gguf)
     if model.startswith(("/", ".", "~")):
         return "there is no such folder"
     return "" if _HUB_ID.fullmatch(model) else "is neither a folder nor a hub id (owner/name)"
 
 
-def _gguf(path: Path) -> str:
-    """For those who come from llama.cpp."""
-    return "; GGUF is not served, give the model's safetensors" if path.suffix == ".gguf" else ""
+def _gguf_hint(path: Path) -> str:
+    return "; GGUF is not served, use the model's safetensors" if path.suffix == ".gguf" else ""
 
 
 def check_workers(flag: str | None = None) -> None:
-    """Each process would load its own model and keep its own queue, batcher and metrics.
+    """Raise MultipleWorkers for more than one process: each would load its own model and keep its
+    own queue, batcher and metrics.
 
-    `flag` is what `--workers` was given; by default it is looked for among the words of uvicorn's
-    command, which its processes have too."""
-    for word, following in pairwise([*sys.argv[1:], ""]):
-        name, equals, value = word.partition("=")
+    `flag` is the value of `--workers`; by default it is read from the command line, which uvicorn's
+    child processes share."""
+    for argument, following in pairwise([*sys.argv[1:], ""]):
+        name, equals, value = argument.partition("=")
         if name == "--workers" and not flag:
             flag = value if equals else following
-    asked = flag or os.environ.get("WEB_CONCURRENCY", "1")
-    if asked.isdigit() and int(asked) > 1:
-        where = f"--workers {asked}" if flag else f"WEB_CONCURRENCY={asked}"
-        raise SeveralWorkers(
+    workers = flag or os.environ.get("WEB_CONCURRENCY", "1")
+    if workers.isdigit() and int(workers) > 1:
+        where = f"--workers {workers}" if flag else f"WEB_CONCURRENCY={workers}"
+        raise MultipleWorkers(
             f"{where}: one process serves the model, with one queue and one worker thread; "
-            "run more of them on ports of their own behind a load balancer"
+            "run several servers on different ports behind a load balancer"
         )
 
 
-def asked_threads() -> int | None:
-    """How many threads the operator wants to compute."""
-    found = _OPENMP_THREADS.fullmatch(os.environ.get("OMP_NUM_THREADS", ""))
-    return int(found[1]) or None if found else None
+def openmp_threads() -> int | None:
+    """Return the operator's number of compute threads, from OMP_NUM_THREADS."""
+    match = _OPENMP_THREADS.fullmatch(os.environ.get("OMP_NUM_THREADS", ""))
+    return int(match[1]) or None if match else None
 
 
 def put_openmp(cores: Cores) -> None:
-    """Into the environment, for an OpenMP library that torch is about to load, unless the operator
-    has said otherwise.
+    """Set the environment of the OpenMP library that torch is about to load; the operator's own
+    variables stay.
 
-    Threads that wait for each other spin, libgomp's for 300,000 rounds. Where a quota pays for the
-    time that is bounded: it would be missing later. Elsewhere a tenth more tokens/s come of it on a
-    quiet machine; on a crowded one steps take four times as long."""
-    if asked_threads() is None:  # what is no number OpenMP would take for all cores
+    Threads that wait for each other spin, 300,000 rounds in libgomp. Under a CPU quota spinning is
+    bounded, since it uses up the quota. Without one, spinning brings a tenth more tokens/s on an
+    idle machine; on a busy one, steps take four times as long."""
+    if openmp_threads() is None:  # OpenMP would use all cores for an invalid number
         os.environ["OMP_NUM_THREADS"] = str(cores.threads)
     if cores.metered and "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
+        os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
         os.environ.setdefault("KMP_BLOCKTIME", "1")  # milliseconds; LLVM's and Intel's library
 
 
 @cache
-def has_code_folder() -> bool:
-    """Whether there is a place for compiled code. If not, torch is told of some folder that is
-    there, as to import it makes one, and nothing is to be compiled."""
-    given = os.environ.get(CODE_FOLDER)
-    folder = Path(given or "/")
+def has_cache_folder() -> bool:
+    """Return whether compiled code can be cached.
+
+    If not, nothing is to be compiled, and TORCHINDUCTOR_CACHE_DIR becomes an existing folder: the
+    import of torch creates the folder that it names."""
+    setting = os.environ.get(CACHE_FOLDER)
+    folder = Path(setting or "/")
     try:
-        folder = Path(given or tempfile.gettempdir()).absolute()
+        folder = Path(setting or tempfile.gettempdir()).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK | os.X_OK):
             return True
-        failed = "it may not be written to"
+        problem = "it is not writable"
     except OSError as error:
-        failed = str(error)
-    log.warning("no compiled and no native code, %s=%s: %s", CODE_FOLDER, folder, failed)
-    os.environ[CODE_FOLDER] = str(next(each for each in (folder, *folder.parents) if each.is_dir()))
+        problem = str(error)
+    log.warning("no compiled and no native code, %s=%s: %s", CACHE_FOLDER, folder, problem)
+    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+    os.environ[CACHE_FOLDER] = str(existing)
     return False
 
 
 def check_socket(path: str) -> None:
     if not os.access(Path(path).absolute().parent, os.W_OK):
-        raise SettingsError(f"--uds {path}: its folder is not there, or cannot be written to")
+        raise SettingsError(f"--uds {path}: its folder does not exist or is not writable")
 
 
 def check_address(host: str, port: int) -> None:
-    """uvicorn binds when the model is loading already."""
+    """Raise SettingsError unless the server can listen there: uvicorn binds while the model is
+    loading already."""
     if not 0 <= port < 65536:
         raise SettingsError(f"--port {port}: must be 0 to 65535")
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no host's name"
+        reason = error.strerror if isinstance(error, OSError) else "it is not a host name"
         raise SettingsError(f"--host {host}: {reason}") from None
-    for family, _, _, _, address in found:
+    for family, _, _, _, address in infos:
         try:
             with socket.create_server(address, family=family):
                 pass
         except OSError as error:
-            if error.errno != errno.EAFNOSUPPORT:  # a name may have addresses of a kind we lack
+            if error.errno != errno.EAFNOSUPPORT:  # the host may lack IPv6
                 reason = os.strerror(error.errno or 0)
                 raise SettingsError(f"--host {host} --port {port}: {reason}") from None
 
 
-# By what an architecture is made for; everything else is for POST /.
-PLACES = {
-    "text-generation": "chat_model",
-    "image-text-to-text": "chat_model",
-    "automatic-speech-recognition": "transcription_model",
-}
+def assign_model(model: str, flags: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Return the flags with MODEL under its setting, and `none` for models without a flag.
 
-
-def place(model: str, flags: Mapping[str, str | None]) -> dict[str, str | None]:
-    """The flags with the model among them, and `none` for the models that nobody named.
-
-    SettingsError if there is no such model, or a flag names another in its place."""
+    Raises SettingsError if there is no such model, or if a flag names another one for its
+    setting."""
     check_model("MODEL", model)
-    placed = dict(flags)
     if model == "demo":
-        return placed
+        return dict(flags)
     setting = "pipeline_model" if flags["pipeline_task"] else setting_for(model)
     if flags[setting]:
         flag = "--" + setting.replace("_", "-")
         raise SettingsError(f"MODEL={model!r} and {flag} {flags[setting]!r}: give one of them")
-    for name in MODELS:
-        placed[name] = flags[name] or "none"
-    return placed | {setting: model}
-
-
-def listens(architecture: str) -> bool:
-    """Whether /v1/audio is for it."""
-    return architecture.startswith("Whisper") or architecture.endswith("ForCTC")
+    return {**flags, **{name: flags[name] or "none" for name in MODELS}, setting: model}
 
 
 def setting_for(model: str) -> str:
-    config = _read(model, "config.json")
-    if modules := _read(model, "modules.json"):  # sentence-transformers'
+    """Return the setting that a checkpoint is for."""
+    config = _read_json(model, "config.json")
+    if modules := _read_json(model, "modules.json"):  # of sentence-transformers
         kinds = [str(module.get("type")) for module in modules]
         if any(kind.endswith("LogitScore") for kind in kinds):
             return "rerank_model"
@@ -257,25 +255,30 @@ def setting_for(model: str) -> str:
     if config is None:
         raise SettingsError(f"MODEL={model!r}: it has no config.json")
     [task] = made_for(config)[:1] or [""]
-    setting = PLACES.get(task, "pipeline_model")
-    if setting == "transcription_model" and not any(map(listens, architectures(config))):
+    setting = SETTING_BY_TASK.get(task, "pipeline_model")
+    if setting == "transcription_model" and not any(map(is_transcriber, architectures(config))):
         return "pipeline_model"
     return setting
 
 
-def _read(model: str, name: str) -> Any:
-    """A file's JSON; None if the checkpoint has none of that name."""
+def is_transcriber(architecture: str) -> bool:
+    """Return whether /v1/audio serves the architecture."""
+    return architecture.startswith("Whisper") or architecture.endswith("ForCTC")
+
+
+def _read_json(model: str, name: str) -> Any:
+    """Return a file's JSON; None if the checkpoint has no such file."""
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
         path = Path(model).expanduser() / name if is_path(model) else fetched(model, name)
         return json.loads(path.read_text())
-    except LocalEntryNotFoundError as error:  # nor is it known whether there is one
+    except LocalEntryNotFoundError as error:  # offline: the file may or may not exist
         if name != "config.json":
             return None
-        why = f"there is no such folder; {reason(error)}"
+        problem = f"there is no such folder; {reason(error)}"
     except (EntryNotFoundError, FileNotFoundError):
         return None
     except Exception as error:  # of the hub, the file or its content
-        why = f"its {name} cannot be read: {reason(error)}"
-    raise SettingsError(f"MODEL={model!r}: {why}")
+        problem = f"its {name} cannot be read: {reason(error)}"
+    raise SettingsError(f"MODEL={model!r}: {problem}")

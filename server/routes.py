@@ -1,4 +1,4 @@
-"""What is mounted: the paths of whatever is served, each with its endpoint."""
+"""The routes: a path for each endpoint whose model is served."""
 
 import sqlite3
 from collections.abc import Iterator, Mapping
@@ -35,7 +35,7 @@ from server.openai.tokenize import tokenizer_routes
 from server.openapi.document import openapi_route
 from server.pipeline import DecisionPipelineEndpoint, PipelineEndpoint
 from server.preflight import MODELS
-from server.web.page import PATH as ASSETS
+from server.web.page import PATH as ASSETS_PATH
 from server.web.page import Assets, IndexPage
 
 PROBES = [
@@ -50,24 +50,24 @@ PROBES = [
 def make_routes(
     settings: Settings, worker_client: WorkerClient, decides_in_steps: bool
 ) -> tuple[list[Route], Responses | None]:
-    """`decides_in_steps`: a language model answers `POST /`. Responses are to be closed at last."""
+    """Return the routes, and the endpoint of responses, which is closed at shutdown.
+
+    `decides_in_steps`: `POST /` serves decisions by a language model."""
     routes, named = [*PROBES], named_models(settings, worker_client)
     responses: Responses | None = None
     assets = Assets()
-    front = IndexPage(settings, worker_client, assets.files["index.html"])
-    pipeline = (
-        PipelineEndpoint(settings, worker_client, front)
-        if settings.pipeline_model != "none"
-        else None
-    )
+    index_page = IndexPage(settings, worker_client, assets.files["index.html"])
+    root: PipelineEndpoint | IndexPage = index_page
     if decides_in_steps:
         serves = "pipeline" if "pipeline" in worker_client.models else "generation"
         names = ModelNames(settings.pipeline_model, worker_client, serves)
-        asked = DecisionEndpoint(worker_client, names, SystemOneRequest)
-        pipeline = DecisionPipelineEndpoint(settings, worker_client, front, asked)
+        decisions = DecisionEndpoint(worker_client, names, SystemOneRequest)
+        root = DecisionPipelineEndpoint(settings, worker_client, index_page, decisions)
+    elif settings.pipeline_model != "none":
+        root = PipelineEndpoint(settings, worker_client, index_page)
     if chat := named.get("generation"):
-        most_bytes = int(settings.max_body_mb * 1_000_000)
-        fetcher = Fetcher(settings.image_fetch, most_bytes, worker_client.metrics)
+        max_bytes = int(settings.max_body_mb * 1_000_000)
+        fetcher = Fetcher(settings.image_fetch, max_bytes, worker_client.metrics)
         shared = settings, worker_client, chat, ImageLoader(worker_client, fetcher)
         responses = Responses(*shared, open_store(settings))
         routes += [
@@ -81,17 +81,17 @@ def make_routes(
     routes += other_routes(settings, worker_client, named)
     if named:
         routes += ModelListing([*named.values()]).routes()
-    if texts := [each for serves, each in named.items() if serves != "transcription"]:
+    if texts := [names for serves, names in named.items() if serves != "transcription"]:
         routes += tokenizer_routes(texts)
-    methods = ["GET", "POST"] if pipeline else ["GET"]
-    routes.insert(0, Route("/", pipeline or front, methods=methods))  # they are tried in order
-    routes += [Route(path, assets, methods=["GET"]) for path in (ASSETS, "/favicon.ico")]
+    methods = ["GET"] if root is index_page else ["GET", "POST"]
+    routes.insert(0, Route("/", root, methods=methods))  # routes are tried in order
+    routes += [Route(path, assets, methods=["GET"]) for path in (ASSETS_PATH, "/favicon.ico")]
     routes.append(openapi_route(settings, routes))
     return routes, responses
 
 
 def named_models(settings: Settings, worker_client: WorkerClient) -> dict[str, ModelNames]:
-    """Models that requests may name, by their names in the registry."""
+    """Return the models that a request may name, by their names in the registry."""
     named: dict[str, ModelNames] = {}
     for setting, serves in MODELS.items():
         if serves != "pipeline" and (model := getattr(settings, setting)) != "none":
@@ -102,7 +102,7 @@ def named_models(settings: Settings, worker_client: WorkerClient) -> dict[str, M
 def other_routes(
     settings: Settings, worker_client: WorkerClient, named: Mapping[str, ModelNames]
 ) -> Iterator[Route]:
-    """Of models that generate no text."""
+    """Yield the routes of embedding, reranking and speech models."""
     if names := named.get("embedding"):
         embeddings = ScoringEndpoint(settings, worker_client, [names], EmbeddingRequest)
         yield from (post(path, embeddings) for path in EMBEDDING_PATHS)

@@ -16,9 +16,12 @@ import uvicorn
 
 from server.app import create_app
 from server.core.settings import Settings
+from server.http.connections import LimitedH11, LimitedHttpTools
 from worker.messages.protocol import Generator, Runner, Stepped
 
-Parser = Literal["auto", "httptools", "h11"]
+Parser = Literal["httptools", "h11"]
+# off the main thread the lifespan does not find uvicorn's server to set these
+PROTOCOLS = {"httptools": LimitedHttpTools, "h11": LimitedH11}
 
 
 async def moment(delay_s: float) -> None:
@@ -49,7 +52,7 @@ class Server:
             log_level="error",
             access_log=False,
             timeout_keep_alive=3600,
-            http=http,
+            http=PROTOCOLS[http],
         )
         self.uvicorn = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.uvicorn.run, daemon=True)
@@ -78,7 +81,7 @@ def serving(
     load: Callable[[], Runner] | None = None,
     ready: bool = True,
     load_chat: Callable[[], Generator] | None = None,
-    http: Parser = "auto",
+    http: Parser = "httptools",
     load_embedder: Callable[[], Runner] | None = None,
     load_reranker: Callable[[], Runner] | None = None,
     load_transcriber: Callable[[], Stepped] | None = None,

@@ -20,7 +20,14 @@ from uvicorn.main import main as uvicorn_command
 from server import __version__
 from server.core.log import uvicorn_config
 from server.core.settings import Settings, SettingsError, load_settings, put_flags
-from server.preflight import MISUSE, check_address, check_socket, check_workers, place, refuse
+from server.preflight import (
+    MISUSE,
+    assign_model,
+    check_address,
+    check_socket,
+    check_workers,
+    refuse,
+)
 
 PROGRAM = "python -m server"
 APP = {"app": "server.app:app", "app_dir": "", "factory": False}
@@ -75,7 +82,7 @@ def put_settings(model: str | None, flags: dict[str, Any]) -> None:
         if file:
             load_dotenv(file)
     settings = {spec.name: flags.pop(spec.name) for spec in fields(Settings)}
-    put_flags(place(model, settings) if model else settings)
+    put_flags(assign_model(model, settings) if model else settings)
 
 
 class SettingsCommand(click.Command):

@@ -1,14 +1,14 @@
-"""Connections, below ASGI: what they may cost before there is a request to answer.
+"""Limits of a connection below ASGI: sizes and times that hold before there is a request.
 
-uvicorn's parsers wait for the end of a header as long as it takes, and httptools keeps all of it.
-Here a header, and what stands between the chunks of a body, is bounded in bytes and a header in
-time too, and whatever is refused gets the envelope. uvicorn may have chosen its protocol classes
-before it imports the app, so those classes are made to give ours. Bodies are read in request.py.
+uvicorn's parsers wait for the end of a header without a limit, and httptools keeps all of it. These
+subclasses limit a header, and the bytes between the chunks of a body, in size; a header and the
+reading of a response in time. Refusals have the error envelope. request.py limits bodies.
 """
 
 import asyncio
 from typing import Any
 
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -17,43 +17,44 @@ from server.http.errors import HttpError
 from server.http.json import to_json
 from server.http.request import LINGER_S, Application, content_headers
 
-MAX_HEAD = 64_000  # bytes of a header with its request line, or between two pieces of a body
-# So many bytes of an answer that waits to be read a client takes within so long, or is given up.
-LEAST_READ = 64_000
+MAX_HEADER_BYTES = 64_000  # with the request line; also between two chunks of a body
+# A client that reads less than this of a waiting response within STALLED_S is disconnected.
+MIN_READ_BYTES = 64_000
 STALLED_S = 60.0
-MOST_AHEAD = 100  # requests of a connection that wait behind another
-APP = "onequeue"  # where the lifespan's state has the app
+MAX_PIPELINED = 100  # requests of a connection that wait behind another
+APP_STATE = "onequeue"  # key of the app in the lifespan's state
 
 
 class LimitedProtocol(asyncio.Protocol):
-    """Mixed into a protocol of uvicorn's: a time limit for headers and for reading an answer, and
-    refusals that are no request's answer. What has been refused is read no further."""
+    """Mix-in for a uvicorn protocol: time limits, and refusals of malformed requests.
+
+    After a refusal further input is dropped."""
 
     app_state: dict[str, Any]
-    cycle: Any  # the latest request and its answer
+    cycle: Any  # uvicorn's latest request and response
     loop: asyncio.AbstractEventLoop
     server_state: ServerState
     transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.middleware: Application = self.app_state[APP]
-        self.limit_s = self.middleware.settings.body_timeout_s
-        self.begun = False  # something of the next request is there
+        self.app: Application = self.app_state[APP_STATE]
+        self.header_limit_s = self.app.settings.body_timeout_s
+        self.started = False  # a part of the next request has arrived
         self.refused = False
-        self.timer: asyncio.TimerHandle | None = None
-        self.reading: asyncio.TimerHandle | None = None  # while an answer waits to be read
+        self.header_timer: asyncio.TimerHandle | None = None
+        self.read_timer: asyncio.TimerHandle | None = None  # while a response waits to be read
         self._time_header()
 
     def data_received(self, data: bytes) -> None:
         if self.refused:
             return
-        self.begun = True
+        self.started = True
         super().data_received(data)
         self._time_header()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self.timer, self.reading):
+        for timer in (self.header_timer, self.read_timer):
             if timer:
                 timer.cancel()
         super().connection_lost(exc)
@@ -63,19 +64,19 @@ class LimitedProtocol(asyncio.Protocol):
         self._time_reading()
 
     def resume_writing(self) -> None:
-        if self.reading:
-            self.reading.cancel()
+        if self.read_timer:
+            self.read_timer.cancel()
         super().resume_writing()
 
     def _time_reading(self) -> None:
-        left = self.transport.get_write_buffer_size()
-        self.reading = self.loop.call_later(STALLED_S, self._check_reading, left)
+        unread = self.transport.get_write_buffer_size()
+        self.read_timer = self.loop.call_later(STALLED_S, self._check_reading, unread)
 
-    def _check_reading(self, before: int) -> None:
+    def _check_reading(self, unread_before: int) -> None:
         if self.transport.get_protocol() is not self:
-            return  # it has become a websocket
-        if self.transport.get_write_buffer_size() > before - LEAST_READ:
-            self.transport.abort()  # close() would wait until all is read
+            return  # upgraded to a websocket
+        if self.transport.get_write_buffer_size() > unread_before - MIN_READ_BYTES:
+            self.transport.abort()  # close() would wait until the client reads all
         else:
             self._time_reading()
 
@@ -83,111 +84,115 @@ class LimitedProtocol(asyncio.Protocol):
         self.refuse(HttpError(400, "this is not valid HTTP"))
 
     @property
-    def unanswered(self) -> bool:
-        """There is a request without its whole answer."""
+    def has_open_request(self) -> bool:
+        """Whether a request has no complete response yet."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
-    def answering(self) -> bool:
-        """An answer is under way, into which nothing may be written."""
-        return self.unanswered and self.cycle.response_started
+    def is_responding(self) -> bool:
+        """Whether a response is being written, so that no refusal may be written into it."""
+        return self.has_open_request and self.cycle.response_started
 
     def refuse(self, error: HttpError) -> None:
-        """Answer and close; what still comes is dropped for a while, so that it is read."""
+        """Send the error and close. For a while input is read and dropped, since closing with
+        unread input would reset the connection before the client has the response."""
         self.refused = True
-        self._stop_timer()
-        if self.answering:
+        self._stop_header_timer()
+        if self.is_responding:
             self.transport.close()
             return
         content = to_json(error.document)
         headers = [*self.server_state.default_headers, *content_headers(len(content))]
         lines = [b"%b: %b\r\n" % header for header in [*headers, (b"connection", b"close")]]
         self.transport.write(STATUS_LINE[error.status] + b"".join(lines) + b"\r\n" + content)
-        if self.unanswered:
-            self.cycle.disconnected = True  # nobody reads what the app may still say
+        if self.has_open_request:
+            self.cycle.disconnected = True  # the app's response is dropped
             self.cycle.waiting_for_100_continue = False
             self.cycle.message_event.set()
         else:
-            self.middleware.metrics.requests.labels("other", error.status).inc()
+            self.app.metrics.requests.labels("other", error.status).inc()
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self.timer = self.loop.call_later(LINGER_S, self.transport.close)
+        self.header_timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     def _time_header(self) -> None:
-        """While no request is there to be answered, time runs for the next one's header."""
+        """Run the header timer while no request is being served."""
         if self.refused:
             return
-        if self.unanswered:
-            self.begun = False
-            self._stop_timer()
-        elif self.timer is None:
-            self.timer = self.loop.call_later(self.limit_s, self._header_is_late)
+        if self.has_open_request:
+            self.started = False
+            self._stop_header_timer()
+        elif self.header_timer is None:
+            self.header_timer = self.loop.call_later(self.header_limit_s, self._on_late_header)
 
-    def _header_is_late(self) -> None:
+    def _on_late_header(self) -> None:
         if self.transport.get_protocol() is not self:
-            return  # it has become a websocket
-        if self.begun:
-            late = f"the header did not arrive within {self.limit_s:g} s"
+            return  # upgraded to a websocket
+        if self.started:
+            late = f"the header did not arrive within {self.header_limit_s:g} s"
             self.refuse(HttpError(408, late, code="header_timeout"))
         else:
             self.transport.close()
 
-    def _stop_timer(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
+    def _stop_header_timer(self) -> None:
+        if self.header_timer is not None:
+            self.header_timer.cancel()
+            self.header_timer = None
 
 
 class LimitedHttpTools(LimitedProtocol, HttpToolsProtocol):
-    """httptools bounds nothing. It is fed no more at once than may be unended."""
+    """httptools has no limits: it is fed no more at once than may be left unparsed."""
 
-    unended = 0  # bytes since the last whole header, piece of a body or end of one
-    in_head = True
+    unparsed = 0  # bytes since the last complete header, chunk of a body, or end of a body
+    in_header = True
 
     def data_received(self, data: bytes) -> None:
-        at = 0
-        while at < len(data) and not self.refused:
-            piece = data[at : at + MAX_HEAD - self.unended]
-            at += len(piece)
-            self.unended += len(piece)
-            super().data_received(piece)
-            if self.unended >= MAX_HEAD:
-                large = f"the header is larger than {MAX_HEAD // 1000} kB"
+        start = 0
+        while start < len(data) and not self.refused:
+            chunk = data[start : start + MAX_HEADER_BYTES - self.unparsed]
+            start += len(chunk)
+            self.unparsed += len(chunk)
+            super().data_received(chunk)
+            if self.unparsed >= MAX_HEADER_BYTES:
+                large = f"the header is larger than {MAX_HEADER_BYTES // 1000} kB"
                 self.refuse(HttpError(431, large))
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        self.unended, self.in_head = 0, False
-        if len(self.pipeline) > MOST_AHEAD:
+        self.unparsed, self.in_header = 0, False
+        if len(self.pipeline) > MAX_PIPELINED:
             self.refused = True
             self.transport.close()
 
     def on_body(self, body: bytes) -> None:
-        self.unended = 0
+        self.unparsed = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self.unended, self.in_head = 0, True
+        self.unparsed, self.in_header = 0, True
 
     @property
-    def answering(self) -> bool:
-        """Requests are parsed ahead: what is wrong may lie behind one that waits or runs."""
-        return bool(self.pipeline or (self.in_head and self.unanswered) or super().answering)
+    def is_responding(self) -> bool:
+        """Requests are parsed ahead: the error may be behind one that waits or runs."""
+        pending = self.pipeline or (self.in_header and self.has_open_request)
+        return bool(pending or super().is_responding)
 
 
 class LimitedH11(LimitedProtocol, H11Protocol):
-    """h11 takes no more than 16 kB of a header."""
+    """h11 itself limits a header to 16 kB."""
 
 
-OURS: dict[Any, Any] = {HttpToolsProtocol: LimitedHttpTools, H11Protocol: LimitedH11}
+LIMITED: dict[type[asyncio.Protocol], type[asyncio.Protocol]] = {
+    HttpToolsProtocol: LimitedHttpTools,
+    H11Protocol: LimitedH11,
+}
 
 
-def limit_connections() -> None:
-    """From now on uvicorn's protocol classes give ours, for apps that say so in their state."""
+def limit_connections(config: uvicorn.Config) -> None:
+    """Replace uvicorn's protocol class by its limited subclass, before the server listens.
 
-    def make(cls: Any, *_: Any, app_state: Any = (), **__: Any) -> Any:
-        return object.__new__(OURS.get(cls, cls) if APP in app_state else cls)
-
-    for theirs in OURS:
-        theirs.__new__ = make
+    uvicorn's own command takes no protocol class, so the lifespan does this. A program that runs
+    uvicorn off the main thread passes `http=LimitedHttpTools` to its `uvicorn.Config`."""
+    protocol = config.http_protocol_class
+    config.http_protocol_class = LIMITED.get(protocol, protocol)

@@ -1,4 +1,4 @@
-"""Headers are bounded in bytes and in time, on real sockets; what is no HTTP gets the envelope."""
+"""Limits of headers, in bytes and time, and error envelopes for malformed HTTP, on real sockets."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from server.http import connections
-from server.http.connections import MAX_HEAD
+from server.http.connections import MAX_HEADER_BYTES
 from tests.fakes import FakeRunner
 from tests.serving import Parser, Server, metric, read_answer, serving, wait_until
 
@@ -40,24 +40,24 @@ def connect(server: Server) -> socket.socket:
 
 
 def send_on(client: socket.socket, first: bytes, again: bytes) -> None:
-    """Send `again` without end, until the server says something."""
-    answered = threading.Event()
+    """Send `again` without end, until the server responds."""
+    responded = threading.Event()
 
     def send() -> None:
         with contextlib.suppress(OSError):  # closed while we were sending
             client.sendall(first)
-            while not answered.is_set():
+            while not responded.is_set():
                 client.sendall(again)
 
     thread = threading.Thread(target=send)
     thread.start()
     assert client.recv(1, socket.MSG_PEEK)
-    answered.set()
+    responded.set()
     thread.join(20)
 
 
 def assert_refused(client: socket.socket, status: int, code: str) -> None:
-    """One envelope, and then the end of the connection."""
+    """Read one error envelope, then the end of the connection."""
     client.settimeout(20)
     response = http.client.HTTPResponse(client)
     response.begin()
@@ -89,26 +89,26 @@ def test_a_header_without_end_gets_431(server: Server, shape: str) -> None:
         assert_refused(client, 431, "headers_too_large")
 
 
-def test_a_header_may_have_just_so_many_bytes(server: Server) -> None:
-    fits = b"a" * (MAX_HEAD - len(START) - len(END))
+def test_a_header_of_the_maximum_size_is_accepted(server: Server) -> None:
+    fits = b"a" * (MAX_HEADER_BYTES - len(START) - len(END))
     with connect(server) as client:
-        for _ in range(2):  # each request's header counts by itself
+        for _ in range(2):  # the limit is per request
             client.sendall(START + fits + END)
             assert read_answer(client)[0] == 200
         client.sendall(START + fits + b"a" + END)
         assert_refused(client, 431, "headers_too_large")
 
 
-def test_a_header_of_just_so_many_bytes_may_come_before_its_body(server: Server) -> None:
+def test_a_header_of_the_maximum_size_may_precede_a_body(server: Server) -> None:
     head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\nX-Long: "
     with connect(server) as client:
-        client.sendall(head + b"a" * (MAX_HEAD - len(head) - len(END)) + END)
+        client.sendall(head + b"a" * (MAX_HEADER_BYTES - len(head) - len(END)) + END)
         client.sendall(b"text")
         assert read_answer(client)[0] == 200
 
 
-def test_a_header_is_counted_apart_from_the_body_it_came_with(server: Server) -> None:
-    body = b"a " * MAX_HEAD
+def test_a_body_does_not_count_as_its_header(server: Server) -> None:
+    body = b"a " * MAX_HEADER_BYTES
     head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\nX-Long: " % len(body)
     with connect(server) as client:
         for _ in range(2):
@@ -116,7 +116,7 @@ def test_a_header_is_counted_apart_from_the_body_it_came_with(server: Server) ->
             assert read_answer(client)[0] == 200
 
 
-def test_a_later_request_of_a_connection_is_bounded_too(server: Server) -> None:
+def test_a_later_request_of_a_connection_is_limited_too(server: Server) -> None:
     with connect(server) as client:
         client.sendall(POST)
         assert read_answer(client)[0] == 200
@@ -129,13 +129,13 @@ def test_a_later_request_of_a_connection_is_bounded_too(server: Server) -> None:
     [b"4;extension=" + b"a" * 4096, b"0" * 4096, b"0\r\nTrailer: " + b"a" * 4096],
     ids=["chunk extension", "chunk size", "trailer"],
 )
-def test_what_stands_between_chunks_is_bounded(server: Server, endless: bytes) -> None:
+def test_bytes_between_chunks_are_limited(server: Server, endless: bytes) -> None:
     with connect(server) as client:
         send_on(client, CHUNKED + endless, endless[-4096:])
         assert client.recv(13) in (b"HTTP/1.1 431 ", b"HTTP/1.1 400 ")
 
 
-def test_health_answers_while_a_connection_sends_header_without_end(server: Server) -> None:
+def test_health_responds_while_connections_send_endless_headers(server: Server) -> None:
     stop = threading.Event()
 
     def flood() -> None:
@@ -155,13 +155,13 @@ def test_health_answers_while_a_connection_sends_header_without_end(server: Serv
             thread.join(20)
 
 
-def test_an_answer_under_way_is_not_written_into() -> None:
+def test_no_refusal_is_written_into_a_response() -> None:
     runner = FakeRunner()
     with serving(lambda: runner) as server, connect(server) as client:
         runner.gate.clear()
         client.sendall(POST)
         assert runner.entered.acquire(timeout=10)
-        client.sendall(START + b"a" * MAX_HEAD)
+        client.sendall(START + b"a" * MAX_HEADER_BYTES)
         assert client.recv(1) == b""
         runner.gate.set()
 
@@ -176,13 +176,13 @@ def test_a_header_that_does_not_arrive_in_time_gets_408(http: Parser) -> None:
         later.sendall(b"G")
         assert_refused(first, 408, "header_timeout")
         assert_refused(later, 408, "header_timeout")
-        with idle:  # where nothing was asked, there is no answer
+        with idle:  # without a request there is no response
             assert idle.recv(1) == b""
         assert metric(server, 'onequeue_requests_total{endpoint="other",status="408"}') == 2
 
 
 @pytest.mark.parametrize("http", ["httptools", "h11"])
-def test_a_byte_now_and_then_does_not_keep_a_connection(http: Parser) -> None:
+def test_a_slow_header_does_not_keep_a_connection(http: Parser) -> None:
     with serving(FakeRunner, body_timeout_s=1, http=http) as server, connect(server) as client:
         client.sendall(START)
         client.settimeout(0.01)
@@ -191,10 +191,10 @@ def test_a_byte_now_and_then_does_not_keep_a_connection(http: Parser) -> None:
             with contextlib.suppress(TimeoutError):
                 assert client.recv(13) == b"HTTP/1.1 408 "
                 return
-        raise AssertionError("it was kept")
+        raise AssertionError("the connection was kept")
 
 
-def test_a_body_that_nobody_reads_any_more_does_not_keep_a_connection() -> None:
+def test_an_unread_body_does_not_keep_a_connection() -> None:
     late = serving(FakeRunner, body_timeout_s=1, api_keys=("key",))
     with late as server, connect(server) as client:
         client.sendall(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4000\r\n\r\n")
@@ -203,20 +203,20 @@ def test_a_body_that_nobody_reads_any_more_does_not_keep_a_connection() -> None:
         assert client.recv(13) in (b"", b"HTTP/1.1 408 ")
 
 
-def test_a_request_that_takes_long_is_not_late() -> None:
+def test_a_slow_response_is_not_a_late_header() -> None:
     runner = FakeRunner()
     with serving(lambda: runner, body_timeout_s=1) as server, connect(server) as client:
         runner.gate.clear()
         client.sendall(POST)
         assert runner.entered.acquire(timeout=10)
-        with connect(server) as other:  # closed after as long as the first would be
+        with connect(server) as other:  # closed when the limit has passed
             assert other.recv(1) == b""
         runner.gate.set()
         assert read_answer(client)[0] == 200
 
 
 @pytest.mark.parametrize("http", ["httptools", "h11"])
-def test_what_is_no_http_gets_the_envelope(http: Parser) -> None:
+def test_malformed_http_gets_the_envelope(http: Parser) -> None:
     with serving(FakeRunner, http=http) as server:
         for malformed in (b"\x16\x03\x01\r\n\r\n", b"GET / HTTP/1.1\r\nHost : a\r\n\r\n"):
             with connect(server) as client:
@@ -228,7 +228,7 @@ def test_what_is_no_http_gets_the_envelope(http: Parser) -> None:
 
 
 @pytest.mark.parametrize("http", ["httptools", "h11"])
-def test_a_refused_connection_is_closed_though_the_client_is_not(
+def test_a_refused_connection_is_closed_even_if_the_client_keeps_it_open(
     http: Parser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "LINGER_S", 0.01)
@@ -240,8 +240,8 @@ def test_a_refused_connection_is_closed_though_the_client_is_not(
                 wait_until(lambda: not server.uvicorn.server_state.connections)
 
 
-def test_requests_behind_one_that_is_answered_are_bounded(server: Server) -> None:
-    """Each answer makes room for what has come; what nobody waits for ends with the connection."""
+def test_pipelined_requests_are_limited(server: Server) -> None:
+    """Each response makes room for a waiting request; the rest ends with the connection."""
     with connect(server) as client, contextlib.suppress(OSError):
         for _ in range(20):
             client.sendall(SHORT * 500)
@@ -249,12 +249,12 @@ def test_requests_behind_one_that_is_answered_are_bounded(server: Server) -> Non
             pass
     with connect(server) as client:
         client.sendall(SHORT * 50)
-        answers = b""
-        while answers.count(b"HTTP/1.1 200 OK") < 50:
-            answers += client.recv(1 << 16)
+        responses = b""
+        while responses.count(b"HTTP/1.1 200 OK") < 50:
+            responses += client.recv(1 << 16)
 
 
-def test_who_waits_to_be_told_to_go_on_and_sends_nonsense_is_no_bug(server: Server) -> None:
+def test_a_malformed_body_after_expect_100_is_not_an_internal_error(server: Server) -> None:
     before = metric(server, 'onequeue_errors_total{kind="internal"}')
     expecting = CHUNKED.replace(b"Host: a", b"Host: a\r\nExpect: 100-continue")
     with connect(server) as client:
@@ -264,14 +264,14 @@ def test_who_waits_to_be_told_to_go_on_and_sends_nonsense_is_no_bug(server: Serv
     assert metric(server, 'onequeue_errors_total{kind="internal"}') == before
 
 
-def test_a_client_that_is_still_sending_gets_to_its_answer(server: Server) -> None:
-    """Closed with unread bytes, a connection is reset, and the answer with it."""
+def test_a_client_that_is_still_sending_receives_the_refusal(server: Server) -> None:
+    """Closing a connection with unread bytes would reset it and lose the response."""
     with connect(server) as client:
         client.sendall(START + b"a" * 20_000_000)
         assert_refused(client, 431, "headers_too_large")
 
 
-def test_apps_of_others_keep_uvicorns_protocol(server: Server) -> None:
+def test_other_apps_keep_uvicorns_protocol(server: Server) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         raise AssertionError("it is not called")
 
@@ -284,9 +284,7 @@ def test_apps_of_others_keep_uvicorns_protocol(server: Server) -> None:
 
 
 @pytest.mark.parametrize("http", ["httptools", "h11"])
-def test_an_answer_that_nobody_reads_is_dropped(
-    http: Parser, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unread_response_is_dropped(http: Parser, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "STALLED_S", 0.5)
     runner = FakeRunner()
     runner.finish = lambda item, raw: b"[" + b"1," * 20_000_000 + b"1]"  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What a start says: one form of line, an address, a request that works; and what it leaves out."""
+"""The log of a start: its format, the address, a command that works, and what is filtered out."""
 
 import logging
 import shlex
@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 
 from server.core.log import configure_log, is_no_probe, uvicorn_config
-from server.lifespan import curl
+from server.lifespan import curl_command
 from tests.fakes import FakeRunner
 from tests.process.test_start import pipe, process, program, started
 from tests.serving import serving, wait_until
@@ -29,7 +29,7 @@ FAKE = """
 """
 
 
-def test_a_process_says_where_it_is_what_to_try_and_what_it_waits_for() -> None:
+def test_a_start_logs_the_address_a_command_and_the_drain() -> None:
     with started(program(FAKE)) as (child, port):
         url = f"http://127.0.0.1:{port}"
         lines = []
@@ -40,22 +40,22 @@ def test_a_process_says_where_it_is_what_to_try_and_what_it_waits_for() -> None:
         httpx.get(url + "/health")
         httpx.get(url + "/metrics?name=a")
         assert lines[-1].endswith(f": try curl {url}/, or a browser\n")
-        [line] = [each for each in httpx.get(url).text.splitlines() if each.startswith("curl")]
+        [line] = [line for line in httpx.get(url).text.splitlines() if line.startswith("curl")]
         command = shlex.split(line)
         assert command[:3] == ["curl", url + "/", "-d"]
         assert httpx.post(command[1], content=command[3]).status_code == 200
         child.send_signal(signal.SIGINT)
-        said = pipe(child.stderr).read()
-    assert '"POST / HTTP/1.1" 200' in said
-    assert "/health" not in said
-    assert "/metrics" not in said
-    assert "a second signal, or Ctrl-C, ends the wait" in said
-    for line in (*lines, *said.splitlines()):
-        assert line.split()[2] in ("INFO", "WARNING"), line  # behind a date and a time
+        rest = pipe(child.stderr).read()
+    assert '"POST / HTTP/1.1" 200' in rest
+    assert "/health" not in rest
+    assert "/metrics" not in rest
+    assert "a second signal, or Ctrl-C, ends the wait" in rest
+    for line in (*lines, *rest.splitlines()):
+        assert line.split()[2] in ("INFO", "WARNING"), line  # after the date and the time
         assert "startup" not in line
 
 
-def test_a_socket_is_named_with_a_line_that_finds_it(tmp_path: Path) -> None:
+def test_a_unix_socket_is_logged_with_a_curl_command(tmp_path: Path) -> None:
     uds = str(tmp_path / "s")
     with process(program(FAKE.replace("port=0", f"uds={uds!r}"))) as child:
         lines = []
@@ -78,13 +78,13 @@ def test_a_socket_is_named_with_a_line_that_finds_it(tmp_path: Path) -> None:
         ({"uds": "/run/q"}, "curl --unix-socket /run/q http://localhost/"),
     ],
 )
-def test_the_address_is_one_that_can_be_called(config: dict[str, Any], wanted: str) -> None:
-    made = uvicorn.Config("a:b", log_config=uvicorn_config(), **config)
-    assert curl(uvicorn.Server(made)) == wanted
+def test_the_logged_address_can_be_called(config: dict[str, Any], wanted: str) -> None:
+    server_config = uvicorn.Config("a:b", log_config=uvicorn_config(), **config)
+    assert curl_command(uvicorn.Server(server_config)) == wanted
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics?name=a", "/a/prefix/ready"])
-def test_probes_are_in_no_access_log(path: str) -> None:
+def test_probes_are_left_out_of_the_access_log(path: str) -> None:
     def logged(path: str) -> bool:
         args = ("127.0.0.1:9", "GET", path, "1.1", 200)
         return is_no_probe(logging.LogRecord("uvicorn.access", 20, "", 0, "%s", args, None))
@@ -93,13 +93,13 @@ def test_probes_are_in_no_access_log(path: str) -> None:
     assert logged(path.replace("?", "s?") + "/of/what")
 
 
-@pytest.mark.parametrize(("asked", "level"), [([], logging.INFO), (["warning"], logging.WARNING)])
-def test_our_log_has_the_level_that_uvicorn_was_given(
-    asked: list[str], level: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("names", "level"), [([], logging.INFO), (["warning"], logging.WARNING)])
+def test_our_log_has_uvicorns_level(
+    names: list[str], level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = logging.Logger("ours")
     theirs = logging.Logger("uvicorn.error")
-    for name in asked:
+    for name in names:
         theirs.setLevel(name.upper())
     empty = logging.Logger("others")
     loggers = {"onequeue": ours, "uvicorn.error": theirs}
@@ -108,7 +108,7 @@ def test_our_log_has_the_level_that_uvicorn_was_given(
     assert ours.level == level
 
 
-def test_an_icon_a_version_and_a_ping_need_no_key() -> None:
+def test_the_icon_version_and_ping_need_no_key() -> None:
     with serving(FakeRunner, api_keys=("k",)) as server:
         assert httpx.get(server.url + "/version").json().keys() == {"version"}
         wait_until(lambda: httpx.get(server.url + "/ping").status_code == 200)

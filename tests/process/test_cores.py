@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from server.preflight import SPINS, asked_threads, put_openmp
+from server.preflight import SPIN_COUNT, openmp_threads, put_openmp
 from worker.cores import Cores, choose_cores, find_cores, lines_of, one_each, pin, quota, release
 
 ROOT = Path(__file__).parents[2]
@@ -49,10 +49,10 @@ def test_what_the_operator_asks_for_wins() -> None:
 
 def test_the_operators_number_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert asked_threads() is None
+    assert openmp_threads() is None
     for text, number in (("3", 3), ("4,2", 4), ("many", None), ("0", None), ("", None)):
         monkeypatch.setenv("OMP_NUM_THREADS", text)
-        assert asked_threads() == number
+        assert openmp_threads() == number
 
 
 # ── the control group's quota ──
@@ -230,7 +230,7 @@ def test_openmp_reads_what_it_is_told_before_torch_is_loaded(
     done = run(TOLD, OMP_DISPLAY_ENV="verbose")
     assert done.stdout == "1\n", done.stderr
     if "GOMP_SPINCOUNT" in done.stderr:  # a build with another library has its own words
-        assert f"GOMP_SPINCOUNT = '{SPINS}'" in done.stderr
+        assert f"GOMP_SPINCOUNT = '{SPIN_COUNT}'" in done.stderr
 
 
 SERVED = """
@@ -246,7 +246,7 @@ def test_the_app_tells_it() -> None:
     assert done.stdout == "True\n", done.stderr
 
 
-@pytest.mark.parametrize(("metered", "told"), [(True, str(SPINS)), (False, None)])
+@pytest.mark.parametrize(("metered", "told"), [(True, str(SPIN_COUNT)), (False, None)])
 def test_waiting_is_bounded_where_a_quota_pays_for_it(
     monkeypatch: pytest.MonkeyPatch, metered: bool, told: str | None
 ) -> None:

@@ -1,4 +1,4 @@
-"""SIGTERM: what was accepted is answered, what is new gets 503, within the grace."""
+"""SIGTERM: accepted requests finish within the grace, new ones get 503."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ PROGRAM = """
 
 @contextmanager
 def process(grace_s: float, held: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server process; the text `hold` keeps its worker busy until `held`, a pipe, is opened."""
+    """A server process; the text `hold` keeps its worker busy until the pipe `held` is opened."""
     os.mkfifo(held)
     code = textwrap.dedent(PROGRAM).format(grace_s=grace_s, held=str(held))
     child = subprocess.Popen(
@@ -85,11 +85,11 @@ def test_accepted_work_is_finished_and_new_work_refused(tmp_path: Path) -> None:
         assert refused.json()["error"]["code"] == "draining"
         assert httpx.get(url + "/health").status_code == 200
         (tmp_path / "held").open("w").close()
-        assert [answer.result().status_code for answer in accepted] == [200] * 3
+        assert [response.result().status_code for response in accepted] == [200] * 3
         assert child.wait(60) in (0, -signal.SIGTERM)
 
 
-def test_the_grace_is_a_bound_and_what_is_left_gets_503(tmp_path: Path) -> None:
+def test_requests_that_outlast_the_grace_get_503(tmp_path: Path) -> None:
     with (
         process(grace_s=0.5, held=tmp_path / "held") as (child, url),
         ThreadPoolExecutor(1) as pool,
@@ -103,7 +103,7 @@ def test_the_grace_is_a_bound_and_what_is_left_gets_503(tmp_path: Path) -> None:
         assert child.wait(60) in (0, -signal.SIGTERM)  # a busy worker thread does not block exit
 
 
-def test_a_second_signal_goes_through_at_once(tmp_path: Path) -> None:
+def test_a_second_signal_ends_the_drain_at_once(tmp_path: Path) -> None:
     with (
         process(grace_s=3600, held=tmp_path / "held") as (child, url),
         ThreadPoolExecutor(1) as pool,

@@ -1,5 +1,7 @@
-"""Starting: what is wrong is said in one sentence, early, and ends the process: with status 2 where
-our command can tell, with uvicorn's 3 for a start that failed, and from uvicorn's own command.
+"""Startup errors: one sentence, before a model is loaded, and an exit status.
+
+The status is 2 for errors that `python -m server` detects; 3, uvicorn's, for a failed start and for
+uvicorn's own command.
 """
 
 import os
@@ -51,10 +53,11 @@ LATER = """
     from server.core.settings import Settings
     from tests.fakes import FakeRunner
 
-    def lost(texts):
+    def device_lost(texts):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    app = create_app(Settings(chat_model="none", embedding_model="none"), lambda: FakeRunner(lost))
+    settings = Settings(chat_model="none", embedding_model="none")
+    app = create_app(settings, lambda: FakeRunner(device_lost))
     uvicorn.run(app, port=0)
 """
 
@@ -71,11 +74,11 @@ def run(command: Sequence[str], **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def assert_refused(
-    done: subprocess.CompletedProcess[str], *says: str, status: int = MISUSE
+    done: subprocess.CompletedProcess[str], *parts: str, status: int = MISUSE
 ) -> None:
     assert done.returncode == status
     (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("onequeue: ")]
-    assert all(part in sentence for part in says)
+    assert all(part in sentence for part in parts)
     assert "Traceback" not in done.stderr
 
 
@@ -98,7 +101,7 @@ def process(command: Sequence[str], **env: str) -> Iterator[subprocess.Popen[str
 
 @contextmanager
 def started(command: Sequence[str], **env: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A process that listens, and its port; its model may still be loading."""
+    """Yield a process that listens, and its port; its model may still be loading."""
     with process(command, **env) as child:
         running = next(line for line in pipe(child.stderr) if "Uvicorn running on" in line)
         yield child, int(running.split(" (")[0].rpartition(":")[2])
@@ -115,7 +118,7 @@ def program(code: str, **values: object) -> list[str]:
 
 @pytest.fixture
 def script(tmp_path: Path) -> list[str]:
-    """scripts/serve of a checkout where everything is installed."""
+    """Return scripts/serve of a checkout where everything is installed."""
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "serve", tmp_path / "scripts")
     (tmp_path / "scripts" / "install").write_text("#!/bin/sh\n")
@@ -130,7 +133,7 @@ NOTHING = dict.fromkeys(("pipeline_model", "chat_model", "embedding_model"), "no
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({"pipeline_model": "/nowhere"}, "PIPELINE_MODEL='/nowhere': there is no such folder"),
         ({"chat_model": "~/nowhere"}, "CHAT_MODEL='~/nowhere': there is no such folder"),
@@ -145,17 +148,17 @@ NOTHING = dict.fromkeys(("pipeline_model", "chat_model", "embedding_model"), "no
         ({"device": "cuda", "quantization": "int8"}, "QUANTIZATION=int8 and DEVICE=cuda"),
         (NOTHING, "there is nothing to serve"),
         ({"embedding_model": "/nowhere"}, "EMBEDDING_MODEL='/nowhere': there is no such folder"),
-        ({"rerank_model": "demo"}, "RERANK_MODEL=demo: no reranker is embedded"),
+        ({"rerank_model": "demo"}, "RERANK_MODEL=demo: there is no demo reranker"),
         ({"responses_db": "/nowhere/responses.db"}, "RESPONSES_DB='/nowhere/responses.db'"),
         ({"responses_db": __file__}, "file is not a database"),
     ],
 )
-def test_what_the_settings_tell_is_refused_before_anything_is_loaded(
-    settings: dict[str, str], says: str
+def test_invalid_settings_are_refused_before_a_model_is_loaded(
+    settings: dict[str, str], message: str
 ) -> None:
     with pytest.raises(SettingsError) as refused:
         create_app(Settings(**settings))  # type: ignore[arg-type]  # these are strings
-    assert says in str(refused.value)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -165,19 +168,19 @@ def test_a_model_may_be_a_folder_or_a_hub_id(model: str) -> None:
     create_app(Settings(chat_model=model))
 
 
-def test_every_way_of_starting_refuses_in_one_sentence(script: list[str]) -> None:
+def test_every_start_command_refuses_in_one_sentence(script: list[str]) -> None:
     for command, status in ((UVICORN, STARTUP_FAILURE), (SERVER, MISUSE), (script, MISUSE)):
         done = run(command, PIPELINE_MODEL="/nowhere")
         assert_refused(done, "PIPELINE_MODEL='/nowhere'", status=status)
 
 
-def test_flags_win_over_the_environment() -> None:
+def test_flags_override_the_environment() -> None:
     done = run([*SERVER, "--max-batch-size", "none"], MAX_BATCH_SIZE="8")
     assert_refused(done, "MAX_BATCH_SIZE='none': must be a whole number")
 
 
-def test_an_env_file_is_read_before_anything_is_made_of_it(tmp_path: Path) -> None:
-    """What is set already, and flags, win over it."""
+def test_an_env_file_is_read_before_the_settings_are_checked(tmp_path: Path) -> None:
+    """The environment and flags override it."""
     file = tmp_path / "settings"
     file.write_text("PIPELINE_MODEL=/nowhere\nDTYPE=none\nMAX_BATCH_SIZE=none\n")
     flags = ["--env-file", str(file), "--max-batch-size", "8"]
@@ -185,22 +188,22 @@ def test_an_env_file_is_read_before_anything_is_made_of_it(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         (["--host", "no host"], "--host no host"),
-        (["--host", "192.0.2.1"], "Cannot assign requested address"),  # kept for documentation
+        (["--host", "192.0.2.1"], "Cannot assign requested address"),  # reserved for documentation
         (["--port", "70000"], "--port 70000: must be 0 to 65535"),
-        (["--uds", "/nowhere/socket"], "--uds /nowhere/socket: its folder is not there"),
+        (["--uds", "/nowhere/socket"], "--uds /nowhere/socket: its folder does not exist"),
     ],
 )
-def test_an_address_that_cannot_be_had_is_said_before_the_model_loads(
-    flags: list[str], says: str
+def test_an_unusable_address_is_refused_before_the_model_loads(
+    flags: list[str], message: str
 ) -> None:
-    assert_refused(run([*SERVER, *flags], PIPELINE_MODEL="/nowhere"), says)
+    assert_refused(run([*SERVER, *flags], PIPELINE_MODEL="/nowhere"), message)
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("args", "message"),
     [
         (["/nowhere"], "MODEL='/nowhere': there is no such folder"),
         (["a b"], "MODEL='a b': is neither a folder nor a hub id"),
@@ -210,9 +213,9 @@ def test_an_address_that_cannot_be_had_is_said_before_the_model_loads(
         ([str(ROOT / "worker/demo/chat"), "--chat-model", "demo"], "give one of them"),
     ],
 )
-def test_words_that_make_no_sense_are_said_in_one_line(words: list[str], says: str) -> None:
-    done = run([*SERVER, *words])
-    assert_refused(done, says)
+def test_invalid_arguments_are_refused_in_one_line(args: list[str], message: str) -> None:
+    done = run([*SERVER, *args])
+    assert_refused(done, message)
     assert done.stderr.count("\n") == 1
 
 
@@ -223,10 +226,10 @@ def test_the_command_needs_no_torch() -> None:
     assert not {"torch", "transformers"} & set(done.stdout.splitlines()[-1].split())
 
 
-def test_ctrl_c_while_python_still_imports_says_nothing() -> None:
+def test_ctrl_c_during_the_imports_prints_nothing() -> None:
     code = """
         import builtins, os, runpy, signal
-        # where tests run it may be ignored
+        # the tests' environment may ignore it
         signal.signal(signal.SIGINT, signal.default_int_handler)
         find = builtins.__import__
 
@@ -242,17 +245,17 @@ def test_ctrl_c_while_python_still_imports_says_nothing() -> None:
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
-def test_a_reloaded_process_is_not_told_of_threads_that_nobody_asked_for() -> None:
+def test_a_reloading_server_leaves_omp_num_threads_unset() -> None:
     code = """
         import os, server.__main__ as command, server.commands.serve as serve
-        serve.uvicorn_command.callback = lambda **given: print(os.environ["OMP_NUM_THREADS"])
+        serve.uvicorn_command.callback = lambda **flags: print(os.environ["OMP_NUM_THREADS"])
         command.main(["--port", "0", "--reload"])
     """
     done = run(program(code), OMP_NUM_THREADS="")
     assert done.stdout == "\n", done.stderr
 
 
-def test_a_taken_port_is_said_before_the_model_loads() -> None:
+def test_a_port_in_use_is_refused_before_the_model_loads() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         done = run([*SERVER, "--port", port], PIPELINE_MODEL="/nowhere")
@@ -268,13 +271,15 @@ def test_several_workers_are_refused_with_the_reason(script: list[str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "env"), [(["--workers=2"], {}), ([], {"WEB_CONCURRENCY": "2"})], ids=str
 )
-def test_uvicorns_own_processes_say_so_once(flags: list[str], env: dict[str, str]) -> None:
+def test_uvicorns_worker_processes_print_the_refusal_once(
+    flags: list[str], env: dict[str, str]
+) -> None:
     done = run([*UVICORN, "--port", "0", *flags], **env)
     assert done.stderr.count("one process serves the model") == 1
     assert done.returncode
 
 
-def test_every_way_of_starting_bounds_headers(script: list[str]) -> None:
+def test_every_start_command_limits_headers(script: list[str]) -> None:
     for command in (UVICORN, SERVER, script):
         with (
             started([*command, "--port", "0"], CHAT_MODEL="none") as (_, port),
@@ -284,7 +289,7 @@ def test_every_way_of_starting_bounds_headers(script: list[str]) -> None:
             assert read_answer(client)[0] == 431
 
 
-def test_a_server_without_its_model_answers_who_waits_says_why_and_ends() -> None:
+def test_a_server_whose_model_fails_to_load_answers_waiting_requests_and_exits() -> None:
     command = program(PROGRAM, debug=False, error='ItemFailed("the model has failed")')
     with started(command) as (child, port):
         with socket.create_connection(("127.0.0.1", port)) as client:
@@ -292,31 +297,31 @@ def test_a_server_without_its_model_answers_who_waits_says_why_and_ends() -> Non
             assert client.recv(100).startswith(b"HTTP/1.1 100 ")
             pipe(child.stdin).write("\n")
             pipe(child.stdin).flush()
-            said = next(line for line in pipe(child.stderr) if line.startswith("onequeue: "))
+            error = next(line for line in pipe(child.stderr) if line.startswith("onequeue: "))
             client.sendall(b"text")
             status, body = read_answer(client)
             assert (status, b"worker_down" in body) == (503, True)
         assert child.wait(20) == 3
-        assert said == "onequeue: the model has failed: the weights are missing\n"
+        assert error == "onequeue: the model has failed: the weights are missing\n"
         assert "Traceback" not in pipe(child.stderr).read()
 
 
-def test_debug_shows_where_loading_failed() -> None:
+def test_debug_shows_the_traceback_of_a_failed_load() -> None:
     with started(program(PROGRAM, debug=True, error="KeyError")) as (child, _):
-        _, said = child.communicate("\n", timeout=20)
+        _, stderr = child.communicate("\n", timeout=20)
         assert child.returncode == 3
-        assert "onequeue: the models could not be loaded: KeyError()" in said
-        assert "ValueError: the weights are missing" in said
+        assert "onequeue: the models could not be loaded: KeyError()" in stderr
+        assert "ValueError: the weights are missing" in stderr
 
 
-def test_a_checkpoint_that_cannot_be_loaded_ends_the_server(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_loaded_stops_the_server(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     model = {"PIPELINE_MODEL": str(tmp_path), "PIPELINE_TASK": "fill-mask", "CHAT_MODEL": "none"}
     done = run([*SERVER, "--port", "0"], **model)
     assert_refused(done, str(tmp_path), "could not be loaded", status=STARTUP_FAILURE)
 
 
-def test_a_worker_that_dies_later_leaves_the_server_to_say_so() -> None:
+def test_a_server_whose_worker_dies_later_keeps_reporting_it() -> None:
     with started(program(LATER)) as (child, port):
         url = f"http://127.0.0.1:{port}"
         wait_until(lambda: httpx.get(url + "/ready").status_code == 200)

@@ -1,4 +1,4 @@
-"""`python -m server MODEL`: which setting a checkpoint is for, by its files."""
+"""`python -m server MODEL`: the setting that a checkpoint is for, by its files."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from server import preflight
 from server.core.settings import Settings, SettingsError
-from server.preflight import MODELS, place
+from server.preflight import MODELS, assign_model
 
 DEMO = Path(__file__).parents[2] / "worker" / "demo"
 NO_FLAGS = dict.fromkeys((spec.name for spec in fields(Settings)), None)
@@ -36,14 +36,14 @@ def served(flags: dict[str, str | None]) -> dict[str, str | None]:
         ("SomethingNew", "pipeline_model"),
     ],
 )
-def test_a_model_is_placed_by_its_architecture(
+def test_a_model_is_assigned_by_its_architecture(
     tmp_path: Path, architecture: str, setting: str
 ) -> None:
     config = {"architectures": [architecture]}
     if "VL" in architecture:
         config["vision_config"] = {}  # type: ignore[assignment]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert served(place(str(tmp_path), NO_FLAGS)) == {setting: str(tmp_path)}
+    assert served(assign_model(str(tmp_path), NO_FLAGS)) == {setting: str(tmp_path)}
 
 
 @pytest.mark.parametrize(
@@ -53,35 +53,35 @@ def test_a_model_is_placed_by_its_architecture(
         (["sentence_transformers.models.Transformer", LOGIT_SCORE], "rerank_model"),
     ],
 )
-def test_sentence_transformers_folders_are_known_by_their_modules(
+def test_a_sentence_transformers_folder_is_assigned_by_its_modules(
     tmp_path: Path, kinds: list[str], setting: str
 ) -> None:
     (tmp_path / "modules.json").write_text(json.dumps([{"type": kind} for kind in kinds]))
-    assert served(place(str(tmp_path), NO_FLAGS)) == {setting: str(tmp_path)}
+    assert served(assign_model(str(tmp_path), NO_FLAGS)) == {setting: str(tmp_path)}
 
 
-def test_what_other_flags_name_is_served_too() -> None:
+def test_models_named_by_other_flags_are_served_too() -> None:
     flags = NO_FLAGS | {"embedding_model": "demo"}
     chat = str(DEMO / "chat")
-    assert served(place(chat, flags)) == {"chat_model": chat, "embedding_model": "demo"}
+    assert served(assign_model(chat, flags)) == {"chat_model": chat, "embedding_model": "demo"}
 
 
-def test_a_task_says_that_it_is_for_the_pipeline() -> None:
+def test_a_task_assigns_the_model_to_the_pipeline() -> None:
     chat = str(DEMO / "chat")
-    placed = place(chat, NO_FLAGS | {"pipeline_task": "text-generation"})
-    assert served(placed) == {"pipeline_model": chat}
+    assigned = assign_model(chat, NO_FLAGS | {"pipeline_task": "text-generation"})
+    assert served(assigned) == {"pipeline_model": chat}
 
 
-def test_demo_is_all_that_is_served_by_default() -> None:
-    assert place("demo", NO_FLAGS) == NO_FLAGS
+def test_demo_serves_all_demo_models() -> None:
+    assert assign_model("demo", NO_FLAGS) == NO_FLAGS
 
 
 def hub(files: dict[str, Any]) -> Callable[[str, str], Path]:
     def fetched(model: str, name: str) -> Path:
-        found = files.get(name)
-        if isinstance(found, Path):
-            return found
-        raise found or EntryNotFoundError(f"404: {name}")
+        file = files.get(name)
+        if isinstance(file, Path):
+            return file
+        raise file or EntryNotFoundError(f"404: {name}")
 
     return fetched
 
@@ -92,27 +92,27 @@ def test_files_of_a_hub_id_come_from_the_cache_or_the_hub(monkeypatch: pytest.Mo
         "modules.json": LocalEntryNotFoundError("offline"),
     }
     monkeypatch.setattr(preflight, "fetched", hub(files))
-    assert served(place("owner/name", NO_FLAGS)) == {"chat_model": "owner/name"}
+    assert served(assign_model("owner/name", NO_FLAGS)) == {"chat_model": "owner/name"}
 
 
 @pytest.mark.parametrize(
-    ("found", "says"),
+    ("error", "message"),
     [
         (LocalEntryNotFoundError("offline"), "it is not in the cache"),
         (EntryNotFoundError("404"), "it has no config.json"),
         (OSError("no such repository"), "config.json cannot be read: no such repository"),
     ],
 )
-def test_a_hub_id_that_cannot_be_had_is_refused(
-    monkeypatch: pytest.MonkeyPatch, found: Exception, says: str
+def test_a_hub_id_without_a_readable_config_is_refused(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
 ) -> None:
-    monkeypatch.setattr(preflight, "fetched", hub({"config.json": found}))
-    with pytest.raises(SettingsError, match=says):
-        place("owner/name", NO_FLAGS)
+    monkeypatch.setattr(preflight, "fetched", hub({"config.json": error}))
+    with pytest.raises(SettingsError, match=message):
+        assign_model("owner/name", NO_FLAGS)
 
 
 @pytest.mark.parametrize(
-    ("files", "model", "says"),
+    ("files", "model", "message"),
     [
         (["model.gguf"], "model.gguf", "is a file, not a checkpoint's folder; GGUF is not served"),
         (["model.gguf"], "", "no config.json in this folder; GGUF is not served"),
@@ -120,10 +120,10 @@ def test_a_hub_id_that_cannot_be_had_is_refused(
         (["adapter_config.json"], "", r"is an adapter \(LoRA\), which is not served"),
     ],
 )
-def test_what_is_no_checkpoint_is_told_for_what_it_is(
-    tmp_path: Path, files: list[str], model: str, says: str
+def test_a_path_that_is_no_checkpoint_is_refused_with_the_reason(
+    tmp_path: Path, files: list[str], model: str, message: str
 ) -> None:
     for name in files:
         (tmp_path / name).touch()
-    with pytest.raises(SettingsError, match=says):
-        place(str(tmp_path / model), NO_FLAGS)
+    with pytest.raises(SettingsError, match=message):
+        assign_model(str(tmp_path / model), NO_FLAGS)
