@@ -3,6 +3,7 @@
 Limits in tests are for what never happens: on a busy machine a second is nothing.
 """
 
+import collections
 import functools
 import gc
 import os
@@ -17,6 +18,7 @@ import hypothesis
 import pytest
 
 from tests.browser import Watched, launched
+from tests.matrix import matrix
 
 # Without a GPU, Triton's kernels are run by its interpreter: read when they, and triton's own, are
 # defined, and torch or transformers may be what imports triton.
@@ -50,7 +52,33 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
         gc.enable()
 
 
-@pytest.fixture(params=[False, True], ids=["at once", "ahead"])
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts processes by its folder, and what drives a browser by its fixture."""
+    for item in items:
+        if item.path.parent.name == "process":
+            item.add_marker(pytest.mark.process)
+        if "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.browser)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]:
+    """Print, behind pytest's own summary, how many tests were skipped and why."""
+    yield
+    reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None:  # a worker of pytest-xdist
+        return
+    reasons: collections.Counter[str] = collections.Counter()
+    for report in reporter.stats.get("skipped", ()):
+        reasons[report.longrepr[2].removeprefix("Skipped: ")] += 1
+    listed = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+    left_out = len(reporter.stats.get("deselected", ()))
+    reporter.write_line(
+        f"skipped {reasons.total()}{f' ({listed})' if listed else ''}, left out {left_out}"
+    )
+
+
+@pytest.fixture(params=matrix([False, True], False), ids=["at once", "ahead"])
 def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """A generation engine on the CPU, whose steps land at once as they do there, or fly as they do
     on a GPU: whether they fly."""

@@ -107,6 +107,7 @@ def test_settings_are_printed() -> None:
     assert load_settings(pasted).max_batch_size == best.limits.cap
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("short")
 def test_a_chat_model_is_measured_by_whole_responses() -> None:
     settings = Settings(pipeline_model="none", embedding_model="none", max_running=8)
@@ -116,6 +117,7 @@ def test_a_chat_model_is_measured_by_whole_responses() -> None:
     assert settings_lines == ["MAX_QUEUE_SIZE=" + lines[-1][15:]]
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("short")
 def test_a_speech_model_is_measured_by_recordings() -> None:
     nothing = {"pipeline_model": "none", "embedding_model": "none", "chat_model": "none"}

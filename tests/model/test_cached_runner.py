@@ -18,6 +18,7 @@ from batching.errors import ItemFailed, OutOfMemory
 from batching.request_queue import WorkItem
 from tests import generating, tiny_decoders
 from tests.generating import GREEDY, ORDINARY, Driver, Served, request
+from tests.matrix import matrix
 from tests.tiny_decoders import decoder
 from worker.generation.engine import GenerationEngine
 from worker.generation.loading import cached_engine, load_generator
@@ -145,7 +146,9 @@ def stumbling(name: str, over: Callable[[torch.Tensor, torch.Tensor], Any]) -> I
 # ── what comes out ──
 
 
-@pytest.mark.parametrize("name", [name for name in BUILDERS if name != "llama"])
+@pytest.mark.parametrize(
+    "name", matrix([name for name in BUILDERS if name != "llama"], "mamba", "bloom")
+)
 def test_a_mixed_batch_goes_on_as_generate_does(name: str, steps: bool) -> None:
     generator = fresh(name)
     assert (checked(name).batching, checked(name).caches) == WAYS[name]

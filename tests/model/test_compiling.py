@@ -134,6 +134,7 @@ class Scaled(nn.Module):
         return made
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
 @torch.inference_mode()
 def test_graphs_of_two_models_are_kept_apart_though_a_call_checks_its_inputs_alone() -> None:

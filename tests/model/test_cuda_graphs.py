@@ -13,8 +13,9 @@ from torch import Tensor
 
 from batching.sequence import Batch, Span
 from tests.generating import assert_greedy, engine, loaded, prompts, request, runner_of, serve
-from worker import model as model_package
+from tests.matrix import matrix
 from worker.device.self_check import CannotRun
+from worker.model import attention as attention_package
 from worker.model import cuda_graphs
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.cuda_graphs import WIDEST, CudaGraphs, RowsMetadata, Run
@@ -59,7 +60,7 @@ def attend(
 @pytest.fixture(autouse=True)
 def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = SimpleNamespace(write=write, attend=attend)
-    monkeypatch.setattr(model_package, "triton_decode", kernels, raising=False)
+    monkeypatch.setattr(attention_package, "triton_decode", kernels, raising=False)
 
 
 class Recorder:
@@ -85,7 +86,9 @@ def captured(runner: PagedRunner, recorder: Any, rows: int = 32) -> CudaGraphs:
 
 
 @pytest.mark.usefixtures("steps")
-@pytest.mark.parametrize("model", ["llama", "gemma2", "gemma3", "gpt-oss", "llama4", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "model", matrix(["llama", "gemma2", "gemma3", "gpt-oss", "llama4", "deepseek-v3"], "llama")
+)
 def test_output_is_the_same_with_them(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = engine(model, blocks=BLOCKS)
     recorder = Recorder()
@@ -150,6 +153,7 @@ def test_where_capturing_fails_steps_are_launched_one_by_one_and_the_log_says_so
     ]
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
 def test_what_was_compiled_in_its_thread_is_captured_without_compiling_more() -> None:
     """It would be on the worker's thread, while streams wait."""

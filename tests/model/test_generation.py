@@ -11,6 +11,7 @@ from batching import scheduler
 from batching.block_pool import BlockPool
 from batching.sequence import Batch
 from tests.generating import assert_greedy, engine, greedy, prompts, request, serve
+from tests.matrix import matrix
 from tests.tiny_decoders import ARCHITECTURES
 from worker.generation.speculation import NgramDrafter, Speculation
 from worker.model.attention.kv_cache import KVCache
@@ -80,13 +81,13 @@ def check_parity(
     assert driver.total("admitted") == len(given)
 
 
-@pytest.mark.parametrize("model", ARCHITECTURES)
+@pytest.mark.parametrize("model", matrix(ARCHITECTURES, "llama", "gemma3", "deepseek-v3"))
 def test_greedy_output_equals_generate(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_parity(model, FEATURES, 1, monkeypatch)
 
 
 @pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("model", ARCHITECTURES)
+@pytest.mark.parametrize("model", matrix(ARCHITECTURES, "llama", "gpt-oss"))
 def test_greedy_output_with_native_attention_equals_generate(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,7 +95,7 @@ def test_greedy_output_with_native_attention_equals_generate(
 
 
 @pytest.mark.parametrize("feature", [*sorted(FEATURES), None])
-@pytest.mark.parametrize("model", ["llama", "gemma3", "qwen3-moe"])
+@pytest.mark.parametrize("model", matrix(["llama", "gemma3", "qwen3-moe"], "llama"))
 def test_each_feature_alone_leaves_the_output_as_it_is(
     model: str, feature: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 from transformers import AttentionInterface
 
 from tests import tiny_decoders
+from tests.matrix import matrix
 from tests.tiny_decoders import ARCHITECTURES, LONG_ROPES, UNPAGED, WINDOW, WINDOWED
 from worker.device.self_check import CannotRun
 from worker.generation.loading import load_generator
@@ -30,7 +31,7 @@ def language(model: str) -> LanguageModel:
     return load_language_model(GeneratorOptions(path, dtype="float32", device="cpu"))
 
 
-@pytest.mark.parametrize("model", ARCHITECTURES)
+@pytest.mark.parametrize("model", matrix(ARCHITECTURES, "llama", "gpt2", "qwen3-moe"))
 def test_an_architecture_runs_on_paged_memory(model: str) -> None:
     made = language(model)
     PagingCheck(made).page()

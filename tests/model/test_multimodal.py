@@ -15,6 +15,7 @@ from batching.block_pool import Content
 from batching.sequence import MultimodalInputs
 from tests import tiny_multimodal
 from tests.generating import Driver, Served, runner_of, serve
+from tests.matrix import matrix
 from tests.model.test_compiling import compile_state
 from tests.multimodal import (
     assert_generated,
@@ -60,13 +61,13 @@ def shared_prefix(one: Sequence[Content], other: Sequence[Content]) -> int:
     return sum(takewhile(bool, map(eq, one, other)))
 
 
-@pytest.mark.parametrize("model", FAMILIES)
+@pytest.mark.parametrize("model", matrix(FAMILIES, "qwen2.5-vl"))
 def test_single_image_gives_the_output_of_generate(model: str) -> None:
     served, _ = serve(engine(model), [request("What is ", ONE, "here?")])
     assert_generated(model, served)
 
 
-@pytest.mark.parametrize("model", FAMILIES)
+@pytest.mark.parametrize("model", matrix(FAMILIES, "qwen2.5-vl"))
 @pytest.mark.parametrize("tokens", [None, 5])
 def test_output_is_the_same_beside_other_requests_and_in_chunks(
     model: str, tokens: int | None
@@ -86,7 +87,7 @@ def test_output_is_the_same_beside_other_requests_and_in_chunks(
     assert bool(driver.partial) == bool(tokens)
 
 
-@pytest.mark.parametrize("model", FAMILIES)
+@pytest.mark.parametrize("model", matrix(FAMILIES, "qwen2.5-vl"))
 def test_prefix_cache_is_shared_by_equal_images_only(model: str) -> None:
     generator = engine(model)
     question = "What are these, and what are they for? "
@@ -106,7 +107,7 @@ def test_prefix_cache_is_shared_by_equal_images_only(model: str) -> None:
         known.append(contents)
 
 
-@pytest.mark.parametrize("model", FAMILIES)
+@pytest.mark.parametrize("model", matrix(FAMILIES, "qwen2.5-vl"))
 def test_preempted_questionscontinue_with_the_same_output(model: str) -> None:
     generator = engine(model, blocks=22)
     items = [request("One ", png(seed), "or two", max_tokens=40 + seed) for seed in range(6)]
@@ -122,7 +123,7 @@ def test_equal_images_are_encoded_once() -> None:
     assert encoder_scheduler(generator).encoder.tiles_encoded == 1
 
 
-@pytest.mark.parametrize("model", FAMILIES)
+@pytest.mark.parametrize("model", matrix(FAMILIES, "qwen2.5-vl"))
 def test_cached_image_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     """It does not wait for images that are being decoded. Only new images beside it are decoded."""
     generator = engine(model)
@@ -304,7 +305,7 @@ def test_usage_counts_image_tokens() -> None:
     assert delta.prompt_tokens == len(served[0].prompt) > 16
 
 
-@pytest.mark.parametrize("model", [*tiny_multimodal.BUILDERS])
+@pytest.mark.parametrize("model", matrix(tiny_multimodal.BUILDERS, "gemma3"))
 def test_prompt_logprobs_with_images_equal_the_models_own(model: str) -> None:
     generator = unpaged(model) if model in tiny_multimodal.UNPAGED else engine(model)
     requests = [request("What is ", ONE, " here?", prompt_logprobs=1), request("Nor here.")]
@@ -323,7 +324,10 @@ CACHED = [
 
 @pytest.mark.parametrize(
     ("model", "caches_images"),
-    [*CACHED, ("qwen2-vl", False), ("gemma3", False), ("smolvlm", False), ("mllama", False)],
+    matrix(
+        [*CACHED, ("qwen2-vl", False), ("gemma3", False), ("smolvlm", False), ("mllama", False)],
+        ("gemma3", True),
+    ),
 )
 def test_unpaged_model_runs_images_on_transformers_cache(model: str, caches_images: bool) -> None:
     if model == "mllama" and tiny_multimodal.hf.__version__.startswith("5.17."):
@@ -351,6 +355,7 @@ def test_bidirectional_span_is_not_split_between_chunks() -> None:
     assert inputs.align_chunk(6, 1) == 4
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler")
 @pytest.mark.parametrize(
     "model", ["smolvlm", "qwen3-vl", pytest.param("gemma3", marks=pytest.mark.slow)]

@@ -14,6 +14,7 @@ from transformers.utils.import_utils import is_torchvision_available
 
 from batching.errors import InvalidInput
 from tests import tiny_multimodal
+from tests.matrix import matrix
 from tests.tiny import SMALL, hf
 from tests.tiny_multimodal import SEES
 from tests.tiny_tokenizers import llama_tokenizer
@@ -51,7 +52,7 @@ def process(
     return processor.process_text(prompt, features)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", matrix(FAMILIES, "qwen2.5-vl", "gemma3"))
 def test_output_equals_that_of_the_checkpoints_processor(family: str) -> None:
     processor = loaded(family)
     prompt = text(processor, "<|user|>What is", " and", " together?</s>")
@@ -67,7 +68,7 @@ def test_output_equals_that_of_the_checkpoints_processor(family: str) -> None:
         assert torch.equal(inputs[name], whole[name]), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", matrix(FAMILIES, "qwen2.5-vl", "gemma3"))
 def test_spans_cover_all_image_tokens(family: str) -> None:
     processor = loaded(family)
     first, second = gradient(40), gradient(200, 48, 96)
@@ -110,7 +111,7 @@ def test_placeholders_in_user_text_are_rejected() -> None:
         process(processor, prompt, gradient(1))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", matrix(FAMILIES, "qwen2.5-vl", "gemma3"))
 def test_image_tokens_follow_from_the_size_where_patches_are_counted(
     family: str,
 ) -> None:

@@ -12,6 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 from batching.errors import InvalidInput
 from tests import tiny_chat
 from tests.generating import prepare
+from tests.matrix import matrix
 from tests.model.test_structured_answers import CLOCK, alone
 from tests.serving import serving
 from tests.tiny_chat import asking, engine
@@ -209,7 +210,7 @@ def made_up(chance: random.Random, depth: int) -> Schema:
     return made if chance.random() < 0.6 else chance.choice(others)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", matrix(range(4), 0))
 def test_no_document_of_a_made_up_schema_fits_two_branches(seed: int) -> None:
     chance, documents = random.Random(seed), 0
     for _ in range(250):

@@ -15,6 +15,7 @@ from batching import scheduler
 from batching.errors import ItemFailed
 from batching.sequence import Batch
 from tests.generating import ORDINARY, Driver, Served, engine, request
+from tests.matrix import matrix
 from tests.scheduling import assert_sound
 from worker.device.async_copy import fill_placeholders
 from worker.generation import engine as module
@@ -120,7 +121,7 @@ def told(served: Served) -> list[Any]:
     return [served.deltas[number] for number in sorted(served.deltas)]
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", matrix(range(16), *range(4)))
 def test_ahead_or_at_once_everybody_gets_the_same(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,7 @@ def test_they_compile_and_keep_what_they_sum_in_registers(tmp_path: Path) -> Non
         assert each["spilled"] == 0, each
 
 
+@pytest.mark.matrix
 def test_wide_heads_in_full_precision_fit(tmp_path: Path) -> None:
     assert kernels(tmp_path, "90", "float32", "256", "1", EVERYTHING)
 

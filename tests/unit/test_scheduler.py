@@ -7,10 +7,11 @@ from batching import scheduler
 from batching.block_pool import BlockPool
 from batching.scheduler import MAX_SCORED_TOKENS, RESERVE_DIVISOR, SMALL_STEP, ContinuousScheduler
 from batching.sequence import Batch, Chunk, Sequence
+from tests.matrix import matrix
 from tests.scheduling import Simulation, assert_sound
 
 
-@pytest.mark.parametrize("group", range(10))
+@pytest.mark.parametrize("group", matrix(range(10), 0, 1))
 def test_whatever_happens_each_sequence_ends_as_if_it_were_alone(
     group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
