@@ -1,5 +1,7 @@
-"""Linear layers by matrix tiles: as accurate as float32, a row whatever the rows beside it; used
-where they give the packed layer's product."""
+"""AMX linear layers are as accurate as float32, and independent of the other rows of a batch.
+
+They replace a packed layer only where they give its product.
+"""
 
 from typing import Any
 
@@ -13,17 +15,17 @@ from worker.model.cpu.amx_linear import AmxLinear, use_amx_linear
 from worker.model.cpu.linear import PackedLinear
 from worker.pipeline.packed_attention import Packing, start_native_kernels
 
-# in, out: what tiles and blocks divide, and what they don't; one that is summed in several chains
+# in, out: multiples of tiles and blocks, others, and a depth that is summed in several chains
 SIZES = [(64, 128), (96, 40), (40, 24), (33, 101), (1, 1), (1700, 70)]
 ROWS = [1, 2, 15, 16, 17, 31, 32, 33, 100]
 
 
 @pytest.fixture(autouse=True)
-def _tiles(native: None) -> None:
+def _needs_amx(native: None) -> None:
     try:
         torch.ops.onequeue.amx_pack(torch.zeros(1, 1))
     except RuntimeError:
-        pytest.skip("this CPU has no matrix tiles")
+        pytest.skip("this CPU has no AMX")
 
 
 def packed(inputs: int, outputs: int, bias: bool = True, dtype: Any = None) -> PackedLinear:
@@ -33,72 +35,72 @@ def packed(inputs: int, outputs: int, bias: bool = True, dtype: Any = None) -> P
 
 
 def exact(layer: PackedLinear, x: Tensor) -> Tensor:
-    """In float64."""
-    made = x.double() @ layer.packed.to_dense().double().T
-    return made if layer.bias is None else made + layer.bias.double()
+    """Return the product in float64."""
+    product = x.double() @ layer.packed.to_dense().double().T
+    return product if layer.bias is None else product + layer.bias.double()
 
 
 @pytest.mark.parametrize("size", [(384, 1536), (768, 768), (3072, 768)], ids=str)
-@pytest.mark.parametrize("spread", [0, 8], ids=["normal", "of all sizes"])
+@pytest.mark.parametrize("spread", [0, 8], ids=["one magnitude", "many magnitudes"])
 def test_float32_is_as_accurate_as_onednns(size: tuple[int, int], spread: int) -> None:
     layer = packed(*size)
     x = torch.randn(128, size[0]) * 10 ** (spread * (torch.rand(128, size[0]) - 0.5))
     right = exact(layer, x)
-    scale = x.abs().double() @ layer.packed.to_dense().abs().double().T  # of what is summed
-    got, ours = (
-        (made.double() - right) / scale for made in (layer.packed_product(x), AmxLinear(layer)(x))
+    scale = x.abs().double() @ layer.packed.to_dense().abs().double().T  # of the summands
+    theirs, ours = (
+        (out.double() - right) / scale for out in (layer.onednn_product(x), AmxLinear(layer)(x))
     )
-    assert ours.abs().max() < 2 * got.abs().max()
-    assert ours.square().mean() < 2 * got.square().mean()
+    assert ours.abs().max() < 2 * theirs.abs().max()
+    assert ours.square().mean() < 2 * theirs.square().mean()
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_any_numbers_of_rows_and_columns(size: tuple[int, int], bias: bool) -> None:
+def test_any_number_of_rows_and_columns_is_multiplied(size: tuple[int, int], bias: bool) -> None:
     layer = packed(*size, bias)
-    tiles = AmxLinear(layer)
+    amx = AmxLinear(layer)
     for rows in ROWS:
         x = torch.randn(rows, size[0])
         right = exact(layer, x)
         within = 1e-6 * float(right.abs().max())
-        torch.testing.assert_close(tiles(x).double(), right, rtol=0, atol=within)
+        torch.testing.assert_close(amx(x).double(), right, rtol=0, atol=within)
 
 
 @pytest.mark.parametrize("count", [1, 3, 16])
-def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(count: int) -> None:
-    tiles = AmxLinear(packed(800, 200))
+def test_a_row_is_independent_of_other_rows_and_of_the_thread_count(count: int) -> None:
+    amx = AmxLinear(packed(800, 200))
     x = torch.randn(150, 800)
     x[20] = torch.nan
-    together = tiles(x)
+    together = amx(x)
     assert together[20].isnan().all()
     assert together[:20].isfinite().all()
     with threads(count):
         for first, last in ((0, 1), (1, 9), (9, 19), (21, 150), (60, 93)):
-            assert torch.equal(tiles(x[first:last]), together[first:last])
+            assert torch.equal(amx(x[first:last]), together[first:last])
 
 
-def test_any_shape_and_strides_are_taken() -> None:
+def test_any_shape_and_strides_are_accepted() -> None:
     layer = packed(48, 80)
-    tiles = AmxLinear(layer)
+    amx = AmxLinear(layer)
     for x in of_any_shape(48):
-        made = tiles(x)
-        assert made.shape == (*x.shape[:-1], 80)
-        assert made.is_contiguous()
-        torch.testing.assert_close(made, layer.packed_product(x), rtol=1e-5, atol=1e-4)
+        out = amx(x)
+        assert out.shape == (*x.shape[:-1], 80)
+        assert out.is_contiguous()
+        torch.testing.assert_close(out, layer.onednn_product(x), rtol=1e-5, atol=1e-4)
 
 
-def test_numbers_that_have_no_parts_give_what_float32_gives() -> None:
+def test_infinite_nan_and_largest_values_give_float32s_result() -> None:
     layer = packed(70, 50)
-    tiles, largest = AmxLinear(layer), torch.finfo(torch.float32).max
+    amx, largest = AmxLinear(layer), torch.finfo(torch.float32).max
     for number in (torch.inf, -torch.inf, torch.nan, largest, -largest):
         x = torch.randn(40, 70)
         x[3, 69] = number
         right = torch.nn.functional.linear(x, layer.packed.to_dense(), layer.bias)
-        torch.testing.assert_close(tiles(x), right, rtol=1e-5, atol=1e-4, equal_nan=True)
+        torch.testing.assert_close(amx(x), right, rtol=1e-5, atol=1e-4, equal_nan=True)
 
 
-def test_tiny_numbers_are_less_exact() -> None:
-    """Parts below 2**-126 are zeros."""
+def test_tiny_values_are_less_exact() -> None:
+    """A bfloat16 part below 2**-126 becomes zero."""
     layer = packed(64, 32, bias=False)
     x = torch.randn(5, 64)
     right = exact(layer, x)
@@ -107,7 +109,7 @@ def test_tiny_numbers_are_less_exact() -> None:
     assert AmxLinear(layer)(x * 2.0**-140).abs().max() < 2.0**-126
 
 
-def test_what_does_not_fit_raises() -> None:
+def test_mismatched_operands_raise() -> None:
     layer = packed(64, 128)
     tiles, product = AmxLinear(layer).tiles, torch.ops.onequeue.amx_linear
     x = torch.randn(2, 64)
@@ -118,46 +120,46 @@ def test_what_does_not_fit_raises() -> None:
         (x, tiles, torch.zeros(127), 128),
         (x, tiles, torch.zeros(128).bfloat16(), 128),
     ):
-        with pytest.raises(RuntimeError, match="a product of"):
+        with pytest.raises(RuntimeError, match="amx_linear of"):
             product(*arguments)
 
 
-# ── in place of packed layers ──
+# ── replacing packed layers ──
 
 
-def a_model() -> nn.Sequential:
+def two_layers() -> nn.Sequential:
     return nn.Sequential(packed(64, 32), nn.ReLU(), packed(32, 8))
 
 
-def test_packed_layers_give_way() -> None:
-    model, x = a_model(), torch.randn(3, 64)
+def test_packed_layers_are_replaced() -> None:
+    model, x = two_layers(), torch.randn(3, 64)
     before = model(x)
     use_amx_linear(model, 10**9)
-    assert [type(each) for each in model] == [AmxLinear, nn.ReLU, AmxLinear]
+    assert [type(module) for module in model] == [AmxLinear, nn.ReLU, AmxLinear]
     torch.testing.assert_close(model(x), before, rtol=1e-5, atol=1e-4)
 
 
-def test_weights_that_are_not_finite_or_too_large_stay() -> None:
+def test_layers_with_infinite_weights_or_without_memory_stay() -> None:
     weight = torch.randn(8, 32)
     weight[2, 3] = torch.inf
-    model = nn.Sequential(*a_model(), PackedLinear(weight, None))
+    model = nn.Sequential(*two_layers(), PackedLinear(weight, None))
     use_amx_linear(model, 10**9)
     assert [type(model[at]) for at in (2, 3)] == [AmxLinear, PackedLinear]
-    model = a_model()
+    model = two_layers()
     use_amx_linear(model, free_bytes=2 * (64 * 32 + 32 * 8))
     assert [type(model[at]) for at in (0, 2)] == [PackedLinear, PackedLinear]
 
 
-def test_another_product_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_with_a_different_product_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = AmxLinear.forward
     monkeypatch.setattr(AmxLinear, "forward", lambda self, x: forward(self, x) * 1.001)
-    model = a_model()
+    model = two_layers()
     use_amx_linear(model, 10**9)
     assert type(model[0]) is PackedLinear
 
 
 @pytest.mark.parametrize("emulated", [False, True])
-def test_bfloat16_stays(emulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_layers_stay(emulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.model.cpu.linear.has_bfloat16", lambda: not emulated)
     model = nn.Sequential(packed(64, 32, dtype=torch.bfloat16))
     use_amx_linear(model, 10**9)
@@ -165,8 +167,8 @@ def test_bfloat16_stays(emulated: bool, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("name", ["bert-mlm", "modernbert-mlm"])
-def test_an_encoder_takes_them_and_its_head_stays(name: str) -> None:
-    """Its logits are as near to those of float64 as before."""
+def test_an_encoders_layers_are_replaced_and_its_head_stays(name: str) -> None:
+    """The logits stay as close to float64's as before."""
     model, right = fresh_model(name), logits(fresh_model(name, torch.float64))
     before, packing = logits(model), Packing(model)
     start_native_kernels(model, packing, lambda: logits(model), "off")
@@ -179,10 +181,10 @@ def test_an_encoder_takes_them_and_its_head_stays(name: str) -> None:
 
 @torch.inference_mode()
 def logits(model: nn.Module) -> Tensor:
-    made: Tensor = model(input_ids=torch.arange(5, 25)[None]).logits
-    return made
+    output: Tensor = model(input_ids=torch.arange(5, 25)[None]).logits
+    return output
 
 
 def linears(model: nn.Module) -> set[type]:
     kinds = (nn.Linear, PackedLinear, AmxLinear)
-    return {type(each) for each in model.modules() if isinstance(each, kinds)}
+    return {type(module) for module in model.modules() if isinstance(module, kinds)}

@@ -1,5 +1,7 @@
-"""Weights of bfloat16 that are made float32 as they are multiplied: the exact product, rounded
-once, a row whatever the rows beside it; used where a CPU would emulate bfloat16."""
+"""Bf16WeightLinear gives the exact product, rounded once, for each row on its own.
+
+It replaces packed layers where a CPU emulates bfloat16; the fixture pretends that this one does.
+"""
 
 import copy
 import logging
@@ -28,7 +30,7 @@ from worker.model.language_model import GeneratorOptions, load_language_model
 
 pytestmark = pytest.mark.usefixtures("native")
 
-# in, out: what groups of columns and pairs of rows divide, and what they don't; summed in chunks
+# in, out: multiples of panels and pairs, others, and depths that are summed in chunks
 SIZES = [(64, 128), (96, 40), (40, 24), (33, 101), (1, 1), (1025, 70), (2600, 64)]
 ROWS = [1, 2, 3, 11, 12, 13, 25, 100, 300]
 
@@ -43,8 +45,8 @@ def plain(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=bias).bfloat16().requires_grad_(False)
 
 
-def widening(given: nn.Linear) -> Bf16WeightLinear:
-    return Bf16WeightLinear(given.weight, given.bias)
+def converted(layer: nn.Linear) -> Bf16WeightLinear:
+    return Bf16WeightLinear(layer.weight, layer.bias)
 
 
 def exact(layer: nn.Linear, x: Tensor) -> Tensor:
@@ -56,72 +58,74 @@ def exact(layer: nn.Linear, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_products_are_exact_but_for_one_rounding(size: tuple[int, int], bias: bool) -> None:
     layer = plain(*size, bias)
-    made = widening(layer)
+    ours = converted(layer)
     for rows in ROWS:
         x = torch.randn(rows, size[0]).bfloat16()
         right = exact(layer, x)
-        torch.testing.assert_close(made(x).double(), right, atol=1e-6, rtol=2**-8)
+        torch.testing.assert_close(ours(x).double(), right, atol=1e-6, rtol=2**-8)
 
 
 @pytest.mark.parametrize("count", [1, 3, 16])
-def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(count: int) -> None:
-    made = widening(plain(1100, 200))
+def test_a_row_is_independent_of_other_rows_and_of_the_thread_count(count: int) -> None:
+    ours = converted(plain(1100, 200))
     x = torch.randn(400, 1100).bfloat16()
     x[20] = torch.nan
-    together = made(x)
+    together = ours(x)
     assert together[20].isnan().all()
     assert together.isfinite().all(1).sum() == 399
     with threads(count):
         for first, last in ((0, 1), (1, 9), (9, 19), (21, 32), (130, 400), (399, 400)):
-            assert torch.equal(made(x[first:last]), together[first:last])
+            assert torch.equal(ours(x[first:last]), together[first:last])
 
 
-def test_numbers_that_are_not_finite_stay_in_their_columns() -> None:
+def test_infinite_and_nan_weights_affect_only_their_columns() -> None:
     layer = plain(64, 70)
     layer.weight[3, 5], layer.weight[69, 0] = torch.inf, torch.nan
-    got = widening(layer)(torch.ones(2, 64).bfloat16())
+    got = converted(layer)(torch.ones(2, 64).bfloat16())
     assert got[:, 3].isinf().all()
     assert got[:, 69].isnan().all()
     assert got.isfinite().sum() == 2 * 68
 
 
-def test_any_shape_and_strides_are_taken() -> None:
+def test_any_shape_and_strides_are_accepted() -> None:
     layer = plain(48, 80)
-    made = widening(layer)
+    ours = converted(layer)
     for x in of_any_shape(48):
-        got = made(x.bfloat16())
+        got = ours(x.bfloat16())
         assert got.shape == (*x.shape[:-1], 80)
         assert got.is_contiguous()
         right = exact(layer, x.bfloat16())
         torch.testing.assert_close(got.double(), right, atol=1e-6, rtol=2**-8)
 
 
-def test_what_does_not_fit_raises() -> None:
-    made = widening(plain(64, 70))
+def test_mismatched_operands_raise() -> None:
+    ours = converted(plain(64, 70))
     product = torch.ops.onequeue.bf16_weight_linear
     x = torch.randn(2, 64).bfloat16()
     for arguments in (
-        (x[:, :62], made.panels, made.bias, 70),
-        (x.float(), made.panels, made.bias, 70),
-        (x, made.panels.float(), made.bias, 70),
-        (x, made.panels, torch.zeros(70).bfloat16(), 70),
-        (x, made.panels, torch.zeros(69), 70),
-        (x, made.panels, None, 97),
-        (x, made.panels.transpose(0, 1), None, 70),
+        (x[:, :62], ours.panels, ours.bias, 70),
+        (x.float(), ours.panels, ours.bias, 70),
+        (x, ours.panels.float(), ours.bias, 70),
+        (x, ours.panels, torch.zeros(70).bfloat16(), 70),
+        (x, ours.panels, torch.zeros(69), 70),
+        (x, ours.panels, None, 97),
+        (x, ours.panels.transpose(0, 1), None, 70),
     ):
-        with pytest.raises(RuntimeError, match="a product of"):
+        with pytest.raises(RuntimeError, match="bf16_weight_linear of"):
             product(*arguments)
 
 
-# ── in place of layers ──
+# ── replacing layers ──
 
 
 def kinds(model: nn.Module) -> list[type]:
-    known = (nn.Linear, PackedLinear, Bf16WeightLinear)
-    return [type(each) for each in model.modules() if isinstance(each, known)]
+    linear = (nn.Linear, PackedLinear, Bf16WeightLinear)
+    return [type(module) for module in model.modules() if isinstance(module, linear)]
 
 
-def test_packed_layers_of_a_cpu_that_emulates_give_way(caplog: pytest.LogCaptureFixture) -> None:
+def test_packed_layers_are_replaced_on_an_emulating_cpu(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO, "onequeue.linear")
     model = Fan().bfloat16()
     before = copy.deepcopy(model)
@@ -138,29 +142,28 @@ def test_packed_layers_of_a_cpu_that_emulates_give_way(caplog: pytest.LogCapture
         assert torch.equal(weight, before.state_dict()[name])
 
 
-def test_they_are_used_at_once_where_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then no room is needed for float32 weights."""
+def test_loaded_operations_are_used_without_packing_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No memory is needed for float32 weights."""
     model = Fan().bfloat16()
     x = torch.randn(1, 5, 48).bfloat16()
-    pack_weights(model, 0, lambda: model(x), widens=True)
+    pack_weights(model, 0, lambda: model(x), bf16_weights=True)
     assert set(kinds(model)) == {Bf16WeightLinear}
     assert parts(model) == ["one", "two"]
     monkeypatch.setattr("worker.model.cpu.linear.has_bfloat16", lambda: True)
     model = Fan().bfloat16()
-    pack_weights(model, 0, lambda: model(x), widens=True)
-    assert set(kinds(model)) == {PackedLinear}, "where bfloat16 is multiplied, oneDNN does"
+    pack_weights(model, 0, lambda: model(x), bf16_weights=True)
+    assert set(kinds(model)) == {PackedLinear}, "native bfloat16 stays with oneDNN"
 
 
-def test_layers_that_were_put_back_stay() -> None:
-    """Their model uses their weights without calling them."""
+def test_layers_of_a_model_that_reads_their_weights_stay() -> None:
     model = nn.Sequential(plain(48, 80), plain(80, 3))
 
-    def looks() -> None:
+    def reads_weight() -> None:
         weight: Any = model[1].weight
         weight.sum()
 
-    for widens in (False, True):
-        pack_weights(model, 10**9, looks, widens=widens)
+    for bf16_weights in (False, True):
+        pack_weights(model, 10**9, reads_weight, bf16_weights=bf16_weights)
         assert kinds(model) == [nn.Linear] * 2
         use_bf16_weights(model)
         assert kinds(model) == [nn.Linear] * 2
@@ -173,15 +176,15 @@ def test_layers_of_another_dtype_are_packed_beside_them(float_first: bool) -> No
 
     def run() -> None:
         layers: Any = model
-        for each in layers:
-            each(torch.ones(2, 48, dtype=each.weight.dtype))
+        for layer in layers:
+            layer(torch.ones(2, 48, dtype=layer.weight.dtype))
 
-    pack_weights(model, 10**9, run, widens=True)
+    pack_weights(model, 10**9, run, bf16_weights=True)
     expected: list[type] = [PackedLinear, Bf16WeightLinear]
     assert kinds(model) == (expected if float_first else expected[::-1])
 
 
-def test_what_makes_its_activation_stays() -> None:
+def test_a_layer_with_a_fused_activation_stays() -> None:
     layer = PackedLinear(plain(48, 80).weight, None)
     layer.activation = "gelu", "tanh"
     model = nn.Sequential(layer)
@@ -189,30 +192,30 @@ def test_what_makes_its_activation_stays() -> None:
     assert kinds(model) == [PackedLinear]
 
 
-@pytest.mark.parametrize("room", ["no room", "room"])
-def test_where_there_is_no_room_for_float32_the_operation_is_built_at_once(
-    room: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("memory", ["none", "enough"])
+def test_the_operation_is_built_at_once_without_memory_for_float32(
+    memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = GeneratorOptions(str(tiny.folder("llama-lm")), device="cpu", dtype="bfloat16")
     language = load_language_model(options)
-    asked: list[bool] = []
+    builds: list[bool] = []
 
     def loaded(build: bool) -> bool:
-        asked.append(build)
+        builds.append(build)
         return build
 
     monkeypatch.setattr("worker.model.language_model.native_ops_loaded", loaded)
-    free = 0 if room == "no room" else 10**9
+    free = 0 if memory == "none" else 10**9
     monkeypatch.setattr(language_model, "free_bytes", lambda device: free)
     language.pack_weights("none", lambda: None)
-    assert not asked, "native operations are not wanted"
+    assert not builds, "native operations were not requested"
     language = load_language_model(options)
     language.pack_weights("none", lambda: None, native=True)
-    assert asked == [room == "no room"]
-    assert set(kinds(language.model)) == {Bf16WeightLinear if asked[0] else PackedLinear}
+    assert builds == [memory == "none"]
+    assert set(kinds(language.model)) == {Bf16WeightLinear if builds[0] else PackedLinear}
 
 
-def test_a_library_that_does_not_load_is_told_and_not_used(
+def test_a_library_that_does_not_load_is_logged_and_unused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -225,19 +228,19 @@ def test_a_library_that_does_not_load_is_told_and_not_used(
     assert native_ops_loaded(build=False)
 
 
-def test_the_copy_beside_int8_weights_gives_way_too() -> None:
+def test_the_copy_of_int8_weights_is_replaced_too() -> None:
     model = nn.Sequential(plain(48, 80))
     quantize_weights(model, 10**9)
     x = torch.randn(20, 48).bfloat16()
     before = model(x)
     use_bf16_weights(model)
-    made: Any = model[0]
-    assert isinstance(made, Int8Linear)
-    assert isinstance(made.copy, Bf16WeightLinear)
+    layer: Any = model[0]
+    assert isinstance(layer, Int8Linear)
+    assert isinstance(layer.dequantized, Bf16WeightLinear)
     torch.testing.assert_close(model(x), before)
 
 
-def test_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_layers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(plain(8, 8).float(), PackedLinear(torch.randn(8, 8), None))
     use_bf16_weights(model)
     assert kinds(model) == [nn.Linear, PackedLinear]
@@ -247,9 +250,9 @@ def test_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kinds(model) == [PackedLinear]
 
 
-def test_what_says_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    ordinary: Any = Bf16WeightLinear.forward
-    monkeypatch.setattr(Bf16WeightLinear, "forward", lambda self, x: ordinary(self, x) * 1.1)
+def test_a_layer_with_a_different_product_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    original: Any = Bf16WeightLinear.forward
+    monkeypatch.setattr(Bf16WeightLinear, "forward", lambda self, x: original(self, x) * 1.1)
     model = nn.Sequential(PackedLinear(plain(48, 80).weight, None))
     use_bf16_weights(model)
     assert kinds(model) == [PackedLinear]

@@ -31,7 +31,7 @@ from worker.device.self_check import CannotRun
 from worker.generation.engine import GenerationEngine
 from worker.model.attention.kv_cache import BLOCK
 from worker.model.cpu.linear import PackedLinear
-from worker.model.decoder_hook import DecoderHook, Rows
+from worker.model.decoder_hook import DecoderHook, DecoderRows
 from worker.vision import multimodal_prompt
 from worker.vision.encoder import ENTRY_BYTES, VisionEncoder
 from worker.vision.encoder_scheduler import EncoderScheduler
@@ -274,7 +274,7 @@ def test_image_that_fails_fails_its_own_request_only(monkeypatch: pytest.MonkeyP
     served = [driver.add(request(png(seed), "?")) for seed in range(4)]
     guilty = prompt_of(served[2]).digests[0]
 
-    def encode(self: VisionEncoder, items: Sequence[MultimodalItem]) -> Sequence[Rows]:
+    def encode(self: VisionEncoder, items: Sequence[MultimodalItem]) -> Sequence[DecoderRows]:
         if any(item.digest == guilty for item in items):
             raise RuntimeError("cannot encode this image")
         return original(self, items)

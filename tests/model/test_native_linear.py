@@ -1,4 +1,4 @@
-"""The native linear layer gives oneDNN's products from the same packed weights, or is not used."""
+"""The native linear operation gives oneDNN's products from the same weights, or is unused."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from worker.model.cpu.linear import (
-    MADE_ROWS,
+    GROUP_WIDTHS,
     ROUNDING,
-    WIDTHS,
+    WARM_UP_MAX_ROWS,
     PackedLinear,
     native_product_matches,
     use_native_linear,
@@ -20,28 +20,28 @@ from worker.model.cpu.linear import (
 
 pytestmark = pytest.mark.usefixtures("native")
 
-# in, out: what groups of columns and pairs of rows divide, and what they don't
+# in, out: multiples of column groups and row pairs, and others
 SIZES = [(64, 128), (96, 40), (40, 24), (33, 101), (512, 768)]
-# alone, around a tile of rows, as many as are few, more, with and without rows filled up
+# one, around an AMX tile, up to FEW_ROWS, more, with and without padding rows
 ROWS = [1, 2, 8, 15, 16, 17, 31, 32, 33, 48, 100, 257, 600]
 
 
 def packed(
     inputs: int, outputs: int, dtype: torch.dtype, bias: bool = True, native: bool = True
 ) -> PackedLinear:
-    """Skips where this CPU has no kernel for the type."""
+    """Return a packed layer; skip the test if this CPU has no kernel for the dtype."""
     torch.manual_seed(inputs + outputs)
     weight = torch.randn(outputs, inputs, dtype=dtype)
-    made = PackedLinear(weight, torch.randn(outputs, dtype=dtype) if bias else None)
+    layer = PackedLinear(weight, torch.randn(outputs, dtype=dtype) if bias else None)
     if native:
-        use_native_linear(nn.Sequential(made))
-        if not made.native_width or made.packed.dtype != dtype:
+        use_native_linear(nn.Sequential(layer))
+        if not layer.native_width or layer.packed.dtype != dtype:
             pytest.skip(f"no kernel for {dtype}")
-    return made
+    return layer
 
 
 def of_any_shape(size: int, dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
-    """[..., size], few rows and many, of all strides."""
+    """Yield inputs [..., size] with few and many rows and with various strides."""
     for shape in ((1, 3, size), (size,), (0, size), (2, 0, size), (2, 35, size)):
         yield torch.randn(shape, dtype=dtype)
     yield torch.randn(size, 5, dtype=dtype).T
@@ -59,26 +59,24 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def close(got: Tensor, right: Tensor) -> None:
+def assert_close(actual: Tensor, right: Tensor) -> None:
     largest = float(right.abs().max()) if right.numel() else 0.0
-    torch.testing.assert_close(got, right, rtol=0, atol=ROUNDING[right.dtype] * largest)
+    torch.testing.assert_close(actual, right, rtol=0, atol=ROUNDING[right.dtype] * largest)
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_products_are_those_of_the_packed_weights(
-    size: tuple[int, int], bias: bool, dtype: torch.dtype
-) -> None:
+def test_products_are_onednns(size: tuple[int, int], bias: bool, dtype: torch.dtype) -> None:
     layer = packed(*size, dtype, bias)
     for rows in ROWS:
         x = torch.randn(rows, size[0], dtype=dtype)
-        close(layer(x), layer.packed_product(x))
+        assert_close(layer(x), layer.onednn_product(x))
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("count", [1, 3, 16])
-def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(
+def test_a_row_is_independent_of_other_rows_and_of_the_thread_count(
     dtype: torch.dtype, count: int
 ) -> None:
     layer = packed(96, 200, dtype)
@@ -92,39 +90,39 @@ def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-def test_any_shape_and_strides_are_taken(dtype: torch.dtype) -> None:
+def test_any_shape_and_strides_are_accepted(dtype: torch.dtype) -> None:
     layer = packed(48, 80, dtype)
     for x in of_any_shape(48, dtype):
-        close(layer(x), layer.packed_product(x.contiguous()))
+        assert_close(layer(x), layer.onednn_product(x.contiguous()))
         assert layer(x).shape == (*x.shape[:-1], 80)
         assert layer(x).is_contiguous()
 
 
-def rows_given_to_onednn(run: Callable[[], object]) -> set[int]:
+def onednn_row_counts(run: Callable[[], object]) -> set[int]:
     with torch.profiler.profile(record_shapes=True) as profile:
         run()
-    found = [e.input_shapes for e in profile.events() if e.name == "mkldnn::_linear_pointwise"]
-    return {shapes[0][0] for shapes in found}
+    calls = [e for e in profile.events() if e.name == "mkldnn::_linear_pointwise"]
+    return {call.input_shapes[0][0] for call in calls}
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-def test_onednn_sees_few_numbers_of_rows_and_those_of_usual_prompts_beforehand(
+def test_onednn_gets_few_row_counts_and_the_warm_up_covers_usual_prompts(
     dtype: torch.dtype,
 ) -> None:
     layer = packed(64, 128, dtype)
-    given = dict[int, int]()
+    padded = dict[int, int]()
     for rows in range(33, 600):
-        [given[rows]] = rows_given_to_onednn(partial(layer, torch.randn(rows, 64, dtype=dtype)))
-    assert all(rows <= seen < rows * 9 / 8 + 16 for rows, seen in given.items())
-    assert len(set(given.values())) < 32
-    made = rows_given_to_onednn(partial(warm_up_onednn, nn.Sequential(layer)))
-    assert {given[rows] for rows in range(33, MADE_ROWS + 1)} <= made
+        [padded[rows]] = onednn_row_counts(partial(layer, torch.randn(rows, 64, dtype=dtype)))
+    assert all(rows <= count < rows * 9 / 8 + 16 for rows, count in padded.items())
+    assert len(set(padded.values())) < 32
+    warmed_up = onednn_row_counts(partial(warm_up_onednn, nn.Sequential(layer)))
+    assert {padded[rows] for rows in range(33, WARM_UP_MAX_ROWS + 1)} <= warmed_up
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-def test_weights_that_lie_otherwise_are_left_to_onednn(dtype: torch.dtype) -> None:
+def test_weights_in_another_layout_are_left_to_onednn(dtype: torch.dtype) -> None:
     layer = packed(64, 128, dtype)
-    [other] = set(WIDTHS) - {layer.native_width}
+    [other] = set(GROUP_WIDTHS) - {layer.native_width}
     assert native_product_matches(layer, layer.native_width)
     assert not native_product_matches(layer, other)
     assert not native_product_matches(layer, 16)
@@ -133,9 +131,9 @@ def test_weights_that_lie_otherwise_are_left_to_onednn(dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-def test_what_does_not_fit_raises(dtype: torch.dtype) -> None:
+def test_mismatched_operands_raise(dtype: torch.dtype) -> None:
     layer = packed(64, 128, dtype)
-    product = torch.ops.onequeue.linear
+    product = torch.ops.onequeue.packed_linear
     x, width = torch.randn(2, 64, dtype=dtype), layer.native_width
     other = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
     for arguments in (
@@ -145,11 +143,11 @@ def test_what_does_not_fit_raises(dtype: torch.dtype) -> None:
         (x, layer.packed, torch.zeros(128, dtype=other), width),
         (x, layer.packed, None, 48),
     ):
-        with pytest.raises(RuntimeError, match=r"a product of|no such kernel"):
+        with pytest.raises(RuntimeError, match=r"packed_linear of|no kernel"):
             product(*arguments)
 
 
-def test_layers_of_other_weights_are_left_alone() -> None:
+def test_plain_layers_stay() -> None:
     model = nn.Sequential(nn.Linear(8, 8), packed(64, 64, torch.float32))
     use_native_linear(model)
-    assert [getattr(each, "native_width", None) is None for each in model] == [True, False]
+    assert [getattr(module, "native_width", None) is None for module in model] == [True, False]

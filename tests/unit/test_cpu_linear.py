@@ -1,4 +1,4 @@
-"""Packed and int8 linear layers: the same products from weights laid out anew."""
+"""Packed and int8 linear layers give the products of the plain layers."""
 
 import logging
 import weakref
@@ -36,7 +36,7 @@ def test_packed_weights_give_the_same_products(bias: bool, shape: tuple[int, ...
 
 
 @pytest.mark.parametrize("change", [pack_weights, quantize_weights])
-def test_each_original_is_gone_before_the_next_is_converted(
+def test_each_original_is_freed_before_the_next_is_converted(
     change: Callable[[nn.Module, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.Sequential(*(layer() for _ in range(5)))
@@ -44,9 +44,9 @@ def test_each_original_is_gone_before_the_next_is_converted(
     alive: list[int] = []
     for kind in (PackedLinear, Int8Linear):
 
-        def init(made: Any, *arguments: Any, ordinary: Any = kind.__init__) -> None:
+        def init(layer: Any, *arguments: Any, original: Any = kind.__init__) -> None:
             alive.append(sum(ref() is not None for ref in originals))
-            ordinary(made, *arguments)
+            original(layer, *arguments)
 
         monkeypatch.setattr(kind, "__init__", init)
     change(model, 0)
@@ -55,33 +55,33 @@ def test_each_original_is_gone_before_the_next_is_converted(
 
 def test_packing_can_be_undone() -> None:
     model = nn.Sequential(layer(), nn.ReLU(), nn.ModuleDict({"in": nn.Linear(80, 3)}))
-    weights = [each.weight.clone() for each in model.modules() if type(each) is nn.Linear]
+    weights = [module.weight.clone() for module in model.modules() if type(module) is nn.Linear]
     pack_weights(model, free_bytes=10**9)
-    assert sum(isinstance(each, PackedLinear) for each in model.modules()) == 2
+    assert sum(isinstance(module, PackedLinear) for module in model.modules()) == 2
     unpack_weights(model)
-    back = [each.weight for each in model.modules() if type(each) is nn.Linear]
+    back = [module.weight for module in model.modules() if type(module) is nn.Linear]
     for ours, theirs in zip(back, weights, strict=True):
         assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_where_bfloat16_is_emulated_products_are_its_own(
+def test_emulated_bfloat16_gives_bfloat16_products(
     bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The exact product, rounded once: no further from it than bfloat16's own."""
+    """The exact product, rounded once."""
     monkeypatch.setattr("worker.model.cpu.linear.has_bfloat16", lambda: False)
     plain = layer(bias).bfloat16()
     model = nn.Sequential(plain)
     pack_weights(model, free_bytes=10**9)
-    made = model[0]
-    assert isinstance(made, PackedLinear)
-    assert made.packed.dtype == torch.float32
+    packed = model[0]
+    assert isinstance(packed, PackedLinear)
+    assert packed.packed.dtype == torch.float32
     x = torch.randn(30, 48).bfloat16()
     exact = nn.functional.linear(
         x.double(), plain.weight.double(), plain.bias.double() if bias else None
     )
-    assert made(x).dtype == torch.bfloat16
-    torch.testing.assert_close(made(x), exact.bfloat16(), atol=1e-6, rtol=2**-7)
+    assert packed(x).dtype == torch.bfloat16
+    torch.testing.assert_close(packed(x), exact.bfloat16(), atol=1e-6, rtol=2**-7)
     unpack_weights(model)
     back = model[0]
     assert isinstance(back, nn.Linear)
@@ -90,7 +90,7 @@ def test_where_bfloat16_is_emulated_products_are_its_own(
     assert not bias or torch.equal(back.bias, plain.bias)
 
 
-def test_weights_are_not_doubled_where_there_is_no_room(
+def test_weights_are_not_widened_without_enough_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("worker.model.cpu.linear.has_bfloat16", lambda: False)
@@ -102,12 +102,12 @@ def test_weights_are_not_doubled_where_there_is_no_room(
     assert isinstance(model[0], PackedLinear), "float32 takes no more than it did"
 
 
-def test_where_there_is_bfloat16_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_bfloat16_weights_stay_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.model.cpu.linear.has_bfloat16", lambda: True)
     assert packed_dtype(torch.bfloat16) == torch.bfloat16
 
 
-def test_subclasses_of_linear_are_left_alone() -> None:
+def test_subclasses_of_linear_stay() -> None:
     class Own(nn.Linear):
         pass
 
@@ -117,29 +117,29 @@ def test_subclasses_of_linear_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("copy", [True, False])
-def test_int8_is_near_and_one_set_of_weights(dtype: torch.dtype, copy: bool) -> None:
+@pytest.mark.parametrize("keep_copy", [True, False])
+def test_int8_products_are_close_for_few_and_many_rows(dtype: torch.dtype, keep_copy: bool) -> None:
     plain = layer().to(dtype)
-    quantised = Int8Linear(plain.weight, plain.bias, copy)
+    quantized = Int8Linear(plain.weight, plain.bias, keep_copy)
     x = torch.randn(1, 2 * INT8_ROWS, 48).to(dtype)
-    exact, ours = plain(x).float(), quantised(x).float()
+    exact, ours = plain(x).float(), quantized(x).float()
     assert ours.dtype == torch.float32
-    assert quantised(x).dtype == dtype
+    assert quantized(x).dtype == dtype
     assert float((ours - exact).norm() / exact.norm()) < 0.02
-    few = torch.cat([quantised(x[:, n : n + 1]) for n in range(x.shape[1])], 1).float()
-    assert float((few - ours).norm() / ours.norm()) < 5e-3  # the same weights, rounded elsewhere
+    few = torch.cat([quantized(x[:, n : n + 1]) for n in range(x.shape[1])], 1).float()
+    assert float((few - ours).norm() / ours.norm()) < 5e-3  # the same weights, other roundings
 
 
 def test_int8_weights_are_within_half_a_step_of_the_originals() -> None:
     plain = layer()
-    made = Int8Linear(plain.weight, None, copy=False)
+    made = Int8Linear(plain.weight, None, keep_copy=False)
     back = made.weight.float() * made.scale.float()[:, None]
     step = made.scale.float()[:, None]
     assert float(((back - plain.weight).abs() / step).max()) <= 0.51 + 127 * 2**-8
     assert made.weight.dtype == torch.int8
 
 
-def test_a_copy_is_kept_only_where_there_is_room_and_the_log_says_so(
+def test_a_copy_is_kept_only_with_enough_memory_and_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "onequeue.linear")
@@ -148,11 +148,11 @@ def test_a_copy_is_kept_only_where_there_is_room_and_the_log_says_so(
         quantize_weights(model, free)
         made = model[0]
         assert isinstance(made, Int8Linear)
-        assert (made.copy is not None) is kept
-        assert ("the copy of the dequantised values" in caplog.records[-1].message) is kept
+        assert (made.dequantized is not None) is kept
+        assert ("the dequantized copy serves" in caplog.records[-1].message) is kept
     assert "weights_gb=0.000" in caplog.records[0].message
 
 
-def test_a_row_of_zeros_is_quantised_to_zeros() -> None:
+def test_a_row_of_zeros_is_quantized_to_zeros() -> None:
     weight = torch.zeros(16, 32)
-    assert not Int8Linear(weight, None, copy=False)(torch.randn(3, 32)).any()
+    assert not Int8Linear(weight, None, keep_copy=False)(torch.randn(3, 32)).any()

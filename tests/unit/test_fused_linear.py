@@ -1,4 +1,4 @@
-"""Linear layers that are called on one input: found by what they are called on, and one product."""
+"""Linear layers that are called on one input are found in a forward and become one product."""
 
 import copy
 import weakref
@@ -29,7 +29,7 @@ SHARED_EXPERT = ["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"]
 
 
 class Fan(nn.Module):
-    """Two layers on one input, a third on what is made of it."""
+    """Two layers on one input, a third on the output of the second."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,20 +39,20 @@ class Fan(nn.Module):
         self.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.one(x).sum(-1, keepdim=True) + self.last(self.two(x))
-        return made
+        out: Tensor = self.one(x).sum(-1, keepdim=True) + self.last(self.two(x))
+        return out
 
 
 class ChangedBetween(Fan):
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone()
         one = self.one(x).sum(-1, keepdim=True)
-        made: Tensor = one + self.last(self.two(x.mul_(2)))
-        return made
+        out: Tensor = one + self.last(self.two(x.mul_(2)))
+        return out
 
 
 class OtherDtype(Fan):
-    """Which takes the input as it is, and makes nothing of it."""
+    """The second layer has another dtype and fails on the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,16 +66,16 @@ class OtherDtype(Fan):
         return x
 
 
-class NowAndThen(Fan):
-    """Its second layer is called on another tensor, every other time."""
+class AlternatingInput(Fan):
+    """The second layer is called on another tensor every other time."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.even = not getattr(self, "even", False)
-        made: Tensor = self.one(x).sum() + self.last(self.two(x if self.even else x + 1))
-        return made
+        out: Tensor = self.one(x).sum() + self.last(self.two(x if self.even else x + 1))
+        return out
 
 
-class LooksAtWeights(Fan):
+class ReadsWeights(Fan):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.two.weight.dtype))
 
@@ -103,7 +103,7 @@ def parts(model: nn.Module) -> list[str]:
     ],
 )
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_an_architectures_layers_are_found_and_say_the_same(
+def test_an_architectures_layers_are_found_and_give_the_same_logits(
     architecture: str, expected: list[list[str]], quantization: str
 ) -> None:
     options = GeneratorOptions(
@@ -112,11 +112,11 @@ def test_an_architectures_layers_are_found_and_say_the_same(
     language = load_language_model(options)
     check = PagingCheck(language)
     check.page()
-    found = find_shared_inputs(language.model, check.compare)
+    groups = find_shared_inputs(language.model, check.compare)
     layers = [f"model.layers.{number}." for number in range(2)]
-    assert found == [[at + name for name in names] for at in layers for names in expected]
+    assert groups == [[at + name for name in names] for at in layers for names in expected]
     language.pack_weights(quantization, check.compare)
-    assert sorted(parts(language.model)) == sorted(name for names in found for name in names)
+    assert sorted(parts(language.model)) == sorted(name for names in groups for name in names)
     if quantization == "none":
         check.compare()
     else:
@@ -138,16 +138,18 @@ def _compare_with_separate_int8(language: LanguageModel, options: GeneratorOptio
             language.compare(ours, theirs)
 
 
-@pytest.mark.parametrize("kind", [ChangedBetween, NowAndThen, OtherDtype])
-def test_what_is_not_always_called_on_one_input_stays_apart(kind: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("kind", [ChangedBetween, AlternatingInput, OtherDtype])
+def test_layers_that_do_not_always_share_an_input_stay_separate(
+    kind: Callable[[], nn.Module],
+) -> None:
     model = kind()
     x = torch.randn(3, 48)
     assert find_shared_inputs(model, lambda: (model(x), model(x))) == []
     assert find_shared_inputs(Fan(), lambda: None) == []
 
 
-def test_a_model_that_uses_weights_without_calling_their_layer_stays_as_it_is() -> None:
-    model = LooksAtWeights()
+def test_a_model_that_reads_weights_without_calling_their_layer_stays_unchanged() -> None:
+    model = ReadsWeights()
     before = copy.deepcopy(model.state_dict())
     packed(model)
     assert type(model.one) is type(model.two) is nn.Linear
@@ -161,7 +163,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, dtype: str) -> torch.dtype:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "emulated"])
-def test_parts_give_the_products_of_the_layers_and_can_be_undone(
+def test_slices_give_the_products_of_the_layers_and_can_be_undone(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Fan().to(emulated(monkeypatch, dtype))
@@ -170,9 +172,9 @@ def test_parts_give_the_products_of_the_layers_and_can_be_undone(
     pack_weights(model, 10**9, lambda: model(x))
     assert parts(model) == ["one", "two"]
     for ours, theirs in ((model.one, plain.one), (model.two, plain.two)):
-        made, exact = ours(x), theirs(x)
-        assert made.dtype == exact.dtype
-        torch.testing.assert_close(made, exact, atol=1e-5, rtol=2**-6)
+        actual, exact = ours(x), theirs(x)
+        assert actual.dtype == exact.dtype
+        torch.testing.assert_close(actual, exact, atol=1e-5, rtol=2**-6)
     unpack_weights(model)
     assert type(model.one) is type(model.two) is nn.Linear
     assert model.two.bias is None
@@ -180,37 +182,39 @@ def test_parts_give_the_products_of_the_layers_and_can_be_undone(
         assert torch.equal(weight, plain.state_dict()[name])
 
 
-def test_originals_go_before_their_product_is_laid_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_originals_are_freed_before_packing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = Fan()
     originals = [weakref.ref(each.weight) for each in (model.one, model.two, model.last)]
     alive: list[int] = []
-    ordinary: Any = PackedLinear.__init__
+    original: Any = PackedLinear.__init__
 
-    def init(made: Any, *arguments: Any) -> None:
+    def init(layer: Any, *arguments: Any) -> None:
         alive.append(sum(ref() is not None for ref in originals))
-        ordinary(made, *arguments)
+        original(layer, *arguments)
 
     monkeypatch.setattr(PackedLinear, "__init__", init)
     packed(model)
     assert alive == [1, 1]
 
 
-# ── the product between the calls of its parts ──
+# ── the product between the calls of its slices ──
 
 
 class Counted(nn.Module):
-    """As a layer of 6 outputs; counts how often it is called."""
+    """A layer of 6 outputs that counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
-        self.made: weakref.ref[Tensor] | None = None
+        self.out: weakref.ref[Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        made = x.repeat_interleave(6, -1)
-        self.made = weakref.ref(made)
-        return made
+        out = x.repeat_interleave(6, -1)
+        self.out = weakref.ref(out)
+        return out
 
 
 @pytest.fixture
@@ -220,8 +224,8 @@ def counted() -> Counted:
 
 @pytest.fixture
 def three(counted: Counted) -> list[FusedSlice]:
-    shared = FusedLinear(counted, [1, 2, 3])
-    return [FusedSlice(shared, place, biased=False) for place in range(3)]
+    fused = FusedLinear(counted, [1, 2, 3])
+    return [FusedSlice(fused, index, has_bias=False) for index in range(3)]
 
 
 def called(three: list[FusedSlice], x: Tensor) -> list[float]:
@@ -229,18 +233,18 @@ def called(three: list[FusedSlice], x: Tensor) -> list[float]:
 
 
 @pytest.mark.parametrize("inference", [True, False])
-def test_parts_of_one_input_are_computed_once_and_the_product_goes_with_the_last(
+def test_slices_of_one_input_share_a_product_that_is_freed_with_the_last(
     counted: Counted, three: list[FusedSlice], inference: bool
 ) -> None:
     with torch.inference_mode(inference):
         for times in (1, 2):
             assert called(three, torch.ones(1, 1)) == [1, 2, 3]
             assert counted.calls == times
-            assert counted.made is not None
-            assert counted.made() is None
+            assert counted.out is not None
+            assert counted.out() is None
 
 
-def test_another_input_of_the_same_shape_is_computed_anew(
+def test_another_input_of_the_same_shape_is_computed_again(
     counted: Counted, three: list[FusedSlice]
 ) -> None:
     one, other = torch.ones(1, 1), torch.full((1, 1), 10.0)
@@ -251,21 +255,21 @@ def test_another_input_of_the_same_shape_is_computed_anew(
 
 
 @pytest.mark.parametrize("inference", [True, False])
-def test_an_input_that_is_changed_in_place_is_computed_anew(
+def test_an_input_changed_in_place_is_computed_again(
     counted: Counted, three: list[FusedSlice], inference: bool
 ) -> None:
     with torch.inference_mode(inference):
         x = torch.ones(1, 1)
         assert called(three, x) == [1, 2, 3]
         assert called(three, x.mul_(10)) == [10, 20, 30]
-        if not inference:  # there torch counts no changes; layers of such a model stay apart
+        if not inference:  # inference tensors have no version; layers of such a model stay separate
             three[0](x)
             assert float(three[1](x.mul_(10)).sum()) == 200
 
 
-def test_parts_out_of_turn_are_right_too(counted: Counted, three: list[FusedSlice]) -> None:
+def test_slices_called_out_of_order_are_right(counted: Counted, three: list[FusedSlice]) -> None:
     x = torch.ones(1, 1)
-    assert [float(three[place](x).sum()) for place in (2, 1, 0, 0, 1, 1, 2)] == [
+    assert [float(three[index](x).sum()) for index in (2, 1, 0, 0, 1, 1, 2)] == [
         3,
         2,
         1,
@@ -276,11 +280,11 @@ def test_parts_out_of_turn_are_right_too(counted: Counted, three: list[FusedSlic
     ]
 
 
-def test_int8_parts_are_one_product_too() -> None:
+def test_int8_layers_are_fused_too() -> None:
     model: Any = Fan()
     x = torch.randn(3, 48)
     exact = model(x)
     quantize_weights(model, 10**9, lambda: model(x))
     assert parts(model) == ["one", "two"]
-    assert isinstance(model.one.shared.layer, Int8Linear)
+    assert isinstance(model.one.fused.layer, Int8Linear)
     assert float((model(x) - exact).norm() / exact.norm()) < 0.05

@@ -1,4 +1,4 @@
-"""Packed weights lie in large pages where the system gives them, and are what they were."""
+"""Packed weights lie in large pages where the system provides them, with their values unchanged."""
 
 import mmap
 import sys
@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker.model.cpu.linear import COLLAPSE, PAGE, PackedLinear, use_large_pages
+from worker.model.cpu.linear import LARGE_PAGE_BYTES, MADV_COLLAPSE, PackedLinear, use_large_pages
 
 
 def in_large_pages(address: int) -> int:
-    """Bytes in large pages of the mapping that has this address."""
+    """Return the bytes in large pages of the mapping that contains this address."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *words = line.split()
@@ -23,31 +23,31 @@ def in_large_pages(address: int) -> int:
     return 0
 
 
-def are_given() -> bool:
-    """Whether the system makes some of a plain mapping of ours."""
+def has_large_pages() -> bool:
+    """Return whether the system backs an anonymous mapping by large pages."""
     if sys.platform != "linux":
         return False
-    with mmap.mmap(-1, 4 * PAGE, flags=mmap.MAP_PRIVATE) as memory:
+    with mmap.mmap(-1, 4 * LARGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE) as memory:
         memory.write(b"\1" * len(memory))
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)
-            memory.madvise(COLLAPSE)
+            memory.madvise(MADV_COLLAPSE)
         except OSError:
             return False
         return True
 
 
 def test_a_packed_weight_lies_in_large_pages() -> None:
-    if not are_given():
-        pytest.skip("the system gives none")
+    if not has_large_pages():
+        pytest.skip("the system provides no large pages")
     weight = torch.randn(2048, 2048)
     layer = PackedLinear(weight, None)
     address = torch.ops.mkldnn.data_ptr(layer.packed)
-    assert in_large_pages(address + PAGE) >= weight.nbytes - 2 * PAGE
-    assert torch.equal(layer.plain()[0], weight)
+    assert in_large_pages(address + LARGE_PAGE_BYTES) >= weight.nbytes - 2 * LARGE_PAGE_BYTES
+    assert torch.equal(layer.unpacked()[0], weight)
 
 
-def test_one_that_is_smaller_than_a_page_stays_as_it_is() -> None:
+def test_a_weight_smaller_than_a_page_stays_unchanged() -> None:
     layer = PackedLinear(torch.randn(64, 64), None)
     packed = layer.packed
     use_large_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))

@@ -1,7 +1,7 @@
-"""Numbers on their way between the host and the device, for which the host does not wait.
+"""Copies between host and device that do not block the host.
 
-On a GPU steps are launched ahead of those that run: a copy from memory that is not pinned, or a
-value that is read, would wait for all that was launched.
+On a GPU the host launches steps ahead of the device. A copy from unpinned memory, or reading a
+value at once, would wait for every launched step.
 """
 
 from typing import Any
@@ -12,36 +12,43 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 
-def to_device(numbers: ArrayLike, device: torch.device) -> Tensor:
-    """A tensor of the numbers: of an array's type, or int64."""
-    made = np.ascontiguousarray(numbers)
-    tensor = torch.from_numpy(made if isinstance(numbers, np.ndarray) else made.astype(np.int64))
+def to_device(values: ArrayLike, device: torch.device) -> Tensor:
+    """Return `values` as a tensor on `device`, without waiting for the copy.
+
+    An ndarray keeps its dtype; other sequences become int64.
+    """
+    array = np.ascontiguousarray(values)
+    tensor = torch.from_numpy(array if isinstance(values, np.ndarray) else array.astype(np.int64))
     if device.type != "cuda":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class AsyncCopy:
-    """A tensor's values, which are copied once what was launched before has run."""
+    """Copy a tensor to the host, after all work launched before it on the same stream."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._copy = tensor.to("cpu", non_blocking=True)  # on a GPU that is into pinned memory
+        self._copy = tensor.to("cpu", non_blocking=True)  # from a GPU, into pinned memory
         self._copied: torch.cuda.Event | None = None
         if tensor.is_cuda:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # as torch leaves it
             self._copied.record()
 
     def read(self) -> list[Any]:
-        """Waits for the copy, not for what was launched since."""
+        """Wait for the copy, not for later work, and return the values as nested lists."""
         if self._copied:
             self._copied.synchronize()
         values: list[Any] = self._copy.tolist()
         return values
 
 
-def fill_placeholders(ids: Tensor, drawn: Tensor | None) -> Tensor:
-    """Ids of any shape, with the tokens in place of the promised ones (-1 - row of `drawn` [R]). A
-    row without usable numbers (-1) has any token: nobody gets what comes of it."""
-    if drawn is None or not len(drawn):
+def fill_placeholders(ids: Tensor, sampled: Tensor | None) -> Tensor:
+    """Replace placeholder ids by the tokens that the previous step sampled.
+
+    `ids`: int64 of any shape; -1 - r is the placeholder of row r. `sampled`: int64 [R], or None if
+    there are no placeholders. A row that sampled no token (-1) yields token 0: its sequence has
+    failed and the step's output for it is dropped.
+    """
+    if sampled is None or not len(sampled):
         return ids
-    return torch.where(ids < 0, drawn[(-1 - ids).clamp(min=0)].clamp(min=0), ids)
+    return torch.where(ids < 0, sampled[(-1 - ids).clamp(min=0)].clamp(min=0), ids)

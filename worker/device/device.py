@@ -1,4 +1,4 @@
-"""Properties of the device that models run on: which one, its number types, its free memory."""
+"""The device that models run on: its choice, its native number types and its free memory."""
 
 import sys
 from pathlib import Path
@@ -7,38 +7,47 @@ import torch
 
 
 def choose_device(name: str) -> torch.device:
+    """Return the named device; `auto` is the GPU if there is one, else the CPU."""
     if name != "auto":
         return torch.device(name)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def has_bfloat16() -> bool:
+    """Return whether the CPU has bfloat16 instructions (AVX512-BF16 or AMX)."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def free_bytes(device: torch.device) -> int:
-    """What may still be allocated: on a GPU its memory, else the container's or the machine's."""
+    """Return how many bytes can still be allocated on `device`.
+
+    On a CPU this is the smaller of the machine's available memory and the container's rest; where
+    the system reports neither, it is `sys.maxsize`.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    known = [line.split() for line in _lines("/proc/meminfo")]
-    machine = [int(words[1]) * 1024 for words in known if words[0] == "MemAvailable:"]
-    return min([*machine, _cgroup_free()])
+    fields = [line.split() for line in _lines("/proc/meminfo")]
+    available = [int(field[1]) * 1024 for field in fields if field[0] == "MemAvailable:"]
+    return min([*available, _cgroup_free_bytes()])
 
 
-def _cgroup_free() -> int:
-    """The limit less what is used and could not be dropped, by cgroup version 2 or 1; if there is
-    none, more than any machine has."""
-    one = "memory/memory."
-    for limit, used, stat, idle in (
+def _cgroup_free_bytes() -> int:
+    """Return the cgroup's limit less its used bytes that cannot be reclaimed.
+
+    Reads cgroup version 2, then version 1; without a limit, returns `sys.maxsize`.
+    """
+    v1 = "memory/memory."
+    for limit_file, usage_file, stat_file, inactive in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-        (one + "limit_in_bytes", one + "usage_in_bytes", one + "stat", "total_inactive_file"),
+        (v1 + "limit_in_bytes", v1 + "usage_in_bytes", v1 + "stat", "total_inactive_file"),
     ):
         root = "/sys/fs/cgroup/"
-        most, now = _lines(root + limit), _lines(root + used)
-        if most and now and most[0].isdigit():
-            droppable = [x.split()[1] for x in _lines(root + stat) if x.startswith(idle + " ")]
-            return int(most[0]) - int(now[0]) + int(droppable[0] if droppable else 0)
+        limit, usage = _lines(root + limit_file), _lines(root + usage_file)
+        if limit and usage and limit[0].isdigit():
+            stat = _lines(root + stat_file)
+            reclaimable = [line.split()[1] for line in stat if line.startswith(inactive + " ")]
+            return int(limit[0]) - int(usage[0]) + int(reclaimable[0] if reclaimable else 0)
     return sys.maxsize
 
 

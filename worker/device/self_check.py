@@ -1,7 +1,7 @@
-"""The check at load: random prompts, run in two ways, must give the same but for rounding.
+"""Helpers for the checks at load: two ways of running random prompts must agree up to rounding.
 
-What is run is the caller's: paging.py, paged_runner.py and cuda_graphs.py, cached_runner.py, and
-pipeline/load.py.
+The checks themselves are in model/paging.py, model/paged_runner.py, model/cuda_graphs.py,
+model/cached_runner.py and pipeline/loading.py.
 """
 
 import itertools
@@ -13,33 +13,38 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Of the largest number, for rounding.
+# Largest accepted difference, relative to the largest absolute value of the reference.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-# Prompts are not made longer than this to exceed a window: it would take longer than loading.
+# A longer prompt would make the check take longer than loading the model.
 MAX_PROMPT_TOKENS = 600
 MIN_PROMPT_TOKENS = 20
-WINDOWS = ("sliding_window", "local_attention", "attention_chunk_size", "window_size")
+WINDOW_SETTINGS = ("sliding_window", "local_attention", "attention_chunk_size", "window_size")
 
 
 class CannotRun(Exception):
-    """A model does not run in the way that was tried, or gives something else; the message says
-    why."""
+    """A model fails in an execution mode or differs from its reference; the message is the
+    reason."""
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
-    """Have the layers call a registered attention function; CannotRun if they don't."""
+    """Make the layers call the registered attention function `name`.
+
+    Raise CannotRun if the model class does not support it.
+    """
     try:
         model.set_attn_implementation(name)
-    except Exception as error:  # model classes refuse in different ways
+    except Exception as error:  # model classes raise different types
         raise CannotRun(f"it takes no attention function: {error}") from error
-    if model.config._attn_implementation != name:  # some only log that
+    if model.config._attn_implementation != name:  # some classes only log the refusal
         raise CannotRun("it takes no attention function")
 
 
 @contextmanager
 def explicit_masks(part: PreTrainedModel) -> Iterator[None]:
-    """Its layers attend by the masks that the model makes, inside: without one, those of some
-    models that see would look ahead."""
+    """Make `part` build its attention masks while the context is open.
+
+    Without explicit masks some multimodal decoders attend to later tokens.
+    """
     before = part.config._attn_implementation
     part.set_attn_implementation("eager")
     try:
@@ -48,28 +53,34 @@ def explicit_masks(part: PreTrainedModel) -> Iterator[None]:
         part.set_attn_implementation(before)
 
 
-def compare(got: Tensor, reference: Tensor, tolerance: float, words: str = "logits differ") -> None:
-    """CannotRun unless each number is off by at most `tolerance` of the reference's largest."""
+def compare(
+    actual: Tensor, reference: Tensor, tolerance: float, message: str = "logits differ"
+) -> None:
+    """Raise CannotRun if any value is off by more than `tolerance`, relative to the reference's
+    largest absolute value."""
     largest = reference.float().abs().max().clamp(min=1e-6)
-    off = (got.float() - reference.float()).abs().max() / largest
-    if not off <= tolerance:  # also when NaN
-        raise CannotRun(f"{words} by {float(off):.1e} of the largest")
+    error = (actual.float() - reference.float()).abs().max() / largest
+    if not error <= tolerance:  # also when NaN
+        raise CannotRun(f"{message} by {float(error):.1e} of the largest")
 
 
-def length_beyond_windows(config: Any, limit: int, otherwise: int = MIN_PROMPT_TOKENS) -> int:
-    """Of a prompt that exceeds the attention's windows, as far as `limit` and time allow."""
-    windows = [getattr(config, name, None) for name in WINDOWS]
-    beyond = 2 * max(window if isinstance(window, int) else 0 for window in windows) + 8
-    return min(limit, beyond if MIN_PROMPT_TOKENS < beyond <= MAX_PROMPT_TOKENS else otherwise)
+def length_beyond_windows(config: Any, limit: int, default: int = MIN_PROMPT_TOKENS) -> int:
+    """Return a prompt length, in tokens, that exceeds every attention window of the model.
+
+    Return `default` if there is no window or it is too long to check; never more than `limit`.
+    """
+    windows = [getattr(config, name, None) for name in WINDOW_SETTINGS]
+    length = 2 * max(window if isinstance(window, int) else 0 for window in windows) + 8
+    return min(limit, length if MIN_PROMPT_TOKENS < length <= MAX_PROMPT_TOKENS else default)
 
 
 def random_prompts(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, widths: Sequence[int]
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int]
 ) -> list[list[int]]:
-    """The same each time, of tokens that are no special ones."""
+    """Return one prompt per length, of random ordinary tokens; the same on every call."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = range(model.config.get_text_config().vocab_size)
     ordinary = sorted(set(vocabulary) - set(tokenizer.all_special_ids))
-    picks = torch.randint(len(ordinary), (sum(widths),), generator=generator).tolist()
-    tokens = (ordinary[pick] for pick in picks)
-    return [list(itertools.islice(tokens, width)) for width in widths]
+    indices = torch.randint(len(ordinary), (sum(lengths),), generator=generator).tolist()
+    tokens = (ordinary[index] for index in indices)
+    return [list(itertools.islice(tokens, length)) for length in lengths]

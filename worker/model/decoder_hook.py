@@ -1,10 +1,8 @@
-"""The way into a model's decoder: what its forward passes there is seen, and pictures join in.
+"""Hook into the inputs of a multimodal model's decoder: capture them, or inject rows into them.
 
-By a copy of the model down to there (decoder_hook.py), which itself knows nothing of it. Which
-tokens see each other is read off the rule that its masks are made by, at one place a token.
-
-A copy of a model down to one part: the modules on the way there are copies, all others and the
-weights are shared. So that part can be called in another way, and the model itself knows nothing.
+The hook runs a copy of the model in which only the modules on the path to the decoder are copied;
+weights and all other modules are shared, and the model itself stays unchanged. Which tokens attend
+to later ones is read from the model's mask function, one flag per token.
 """
 
 import copy
@@ -19,128 +17,121 @@ from transformers import AttentionMaskInterface
 
 from worker.device.self_check import CannotRun
 
-READ = "onequeue_masks_read"
-# Tensors that a decoder is given and no picture changes, or that are told in other ways.
-ORDINARY = ("input_ids", "attention_mask", "position_ids", "cache_position")
+MASK_READER = "onequeue_masks_read"
+# Decoder inputs that images do not change, or that a batch passes separately.
+TEXT_INPUTS = ("input_ids", "attention_mask", "position_ids", "cache_position")
 
-# What is passed to a decoder in pictures' places, by its arguments' names: [N, …] a row a token. Of
-# a list of tensors each has its number after a point; a tensor of booleans says of which rows they
-# are, and the others are zeros.
-Rows = Mapping[str, Tensor]
+# Decoder inputs of N image tokens, by argument name: each [N, …], one row per token. The tensors of
+# a list argument are named `<argument>.<number>`. A boolean tensor marks the tokens that a list's
+# rows belong to; the list's rows of other tokens are zeros.
+DecoderRows = Mapping[str, Tensor]
 
 
 class StopForward(Exception):
-    """At the decoder, with what it was to be given: by its arguments' names."""
+    """Raised at the decoder, with the decoder's arguments by name."""
 
 
 class DecoderHook:
-    """On the worker's thread. `model`: the copy; run inside `inject`, or by `capture`.
-    `argument_names`: of its forward."""
+    """A copy of a model whose decoder call is intercepted; used on the worker's thread only.
+
+    `model`: the copy, to be called inside `inject`. `argument_names`: of the model's forward.
+    """
 
     def __init__(self, model: Any) -> None:
-        self.model, decoder = _reading(model)
+        self.model, decoder = _copy_with_mask_reader(model)
         self.argument_names = frozenset(inspect.signature(model.forward).parameters)
         self._decode: Callable[..., Any] = decoder.forward
-        decoder.forward = self._enter
-        self._brought: tuple[Tensor, Rows] | None = None
+        decoder.forward = self._intercept
+        self._injected: tuple[Tensor, DecoderRows] | None = None
 
     @torch.inference_mode()
     def capture(self, **inputs: Any) -> dict[str, Any]:
-        """What the decoder would be given; CannotRun if it is not called by names."""
+        """Run the model up to its decoder and return the decoder's arguments.
+
+        Raise CannotRun if the decoder is not called, or not by argument names.
+        """
         try:
             self.model(**inputs, use_cache=False)
-        except StopForward as arrived:
-            given: dict[str, Any] = arrived.args[0]
-            return given
+        except StopForward as stopped:
+            arguments: dict[str, Any] = stopped.args[0]
+            return arguments
         raise CannotRun("its decoder is not run")
 
     @contextmanager
-    def inject(self, places: Tensor, rows: Rows) -> Iterator[None]:
-        """A forward inside has these rows at these places [N] of its tokens."""
-        self._brought = places, rows
+    def inject(self, indices: Tensor, rows: DecoderRows) -> Iterator[None]:
+        """In the context, a forward of `model` takes `rows` for the tokens at `indices` [N]."""
+        self._injected = indices, rows
         try:
             yield
         finally:
-            self._brought = None
+            self._injected = None
 
-    def _enter(self, *unnamed: Any, **given: Any) -> Any:
-        if unnamed or given.get("inputs_embeds") is None:
+    def _intercept(self, *positional: Any, **arguments: Any) -> Any:
+        if positional or arguments.get("inputs_embeds") is None:
             raise CannotRun("its decoder is not given embeddings by name")
-        if self._brought is None:
-            raise StopForward(given)
-        places, rows = self._brought
-        shape = given["inputs_embeds"].shape[:2]
+        if self._injected is None:
+            raise StopForward(arguments)
+        indices, rows = self._injected
+        shape = arguments["inputs_embeds"].shape[:2]
         lists: dict[str, list[Tensor]] = {}
-        for name, each in rows.items():
+        for name, values in rows.items():
             name, in_list, _ = name.partition(".")
             if in_list:
-                [mask] = _masks(rows)
-                lists.setdefault(name, []).append(each[mask])
+                [mask] = _boolean_tensors(rows)
+                lists.setdefault(name, []).append(values[mask])
                 continue
-            before = given.get(name)
-            joined = each.new_zeros(shape) if before is None else before.clone()
-            joined[0, places] = each.to(joined.dtype)
-            given[name] = joined
-        return self._decode(**{**given, **lists, "attention_mask": None})
+            before = arguments.get(name)
+            merged = values.new_zeros(shape) if before is None else before.clone()
+            merged[0, indices] = values.to(merged.dtype)
+            arguments[name] = merged
+        return self._decode(**{**arguments, **lists, "attention_mask": None})
 
 
-def rows_of(given: Mapping[str, Any], count: int, width: int) -> Sequence[Rows]:
-    """Of `count` prompts of `width` tokens each, all of them a picture's; CannotRun where the
-    decoder is given what cannot be told apart by token."""
-    found = {n: each for n, each in given.items() if n not in ORDINARY and _holds_tensors(each)}
-    masks = _masks(found)
+# ── captured arguments ──
+
+
+def split_by_item(arguments: Mapping[str, Any], count: int, width: int) -> Sequence[DecoderRows]:
+    """Return the rows of each of `count` prompts of `width` image tokens from one captured call.
+
+    Raise CannotRun if an argument cannot be divided by token.
+    """
+    inputs = {
+        name: value
+        for name, value in arguments.items()
+        if name not in TEXT_INPUTS and _holds_tensors(value)
+    }
+    masks = _boolean_tensors(inputs)
     by_token: dict[str, Tensor] = {}
-    for name, each in found.items():
-        if isinstance(each, Tensor):
-            by_token[name] = each
+    for name, value in inputs.items():
+        if isinstance(value, Tensor):
+            by_token[name] = value
         elif len(masks) == 1:
-            by_token |= {f"{name}.{n}": _spread(layer, masks[0]) for n, layer in enumerate(each)}
+            by_token |= {f"{name}.{n}": _scatter(layer, masks[0]) for n, layer in enumerate(value)}
         else:
-            raise CannotRun(f"its decoder is given {name}, of which tokens is not told")
-    for name, each in by_token.items():
-        if each.shape[:2] != (count, width):
-            raise CannotRun(f"its decoder is given {name}, which is not of tokens")
-    return [{name: each[n].clone() for name, each in by_token.items()} for n in range(count)]
+            raise CannotRun(f"its decoder is given {name} without a mask of its tokens")
+    for name, value in by_token.items():
+        if value.shape[:2] != (count, width):
+            raise CannotRun(f"its decoder is given {name}, which has no row for each token")
+    return [{name: value[n].clone() for name, value in by_token.items()} for n in range(count)]
 
 
-def attends_to_next(given: Mapping[str, Any]) -> Tensor:
-    """[T] of the prompt that was captured: whether a token sees the one that follows it."""
-    masks = given.get("attention_mask")
-    made = [*masks.values()] if isinstance(masks, Mapping) else [masks]
-    known = [each for each in made if isinstance(each, Tensor)]
-    width = given["inputs_embeds"].shape[1]
-    if any(each.shape != (width,) for each in known):
-        raise CannotRun("its masks are made in a way of its own")
-    if any(not torch.equal(each, known[0]) for each in known):
-        raise CannotRun("its layers see in different directions")
-    return known[0] if known else torch.zeros(width, dtype=torch.bool)
+def attends_to_next(arguments: Mapping[str, Any]) -> Tensor:
+    """Return bool [T]: whether each token of the captured prompt attends to its successor.
+
+    Raise CannotRun if the masks were not made by transformers' mask functions, or differ by layer.
+    """
+    masks = arguments.get("attention_mask")
+    by_layer_type = [*masks.values()] if isinstance(masks, Mapping) else [masks]
+    flags = [mask for mask in by_layer_type if isinstance(mask, Tensor)]
+    width = arguments["inputs_embeds"].shape[1]
+    if any(mask.shape != (width,) for mask in flags):
+        raise CannotRun("it makes its attention masks itself")
+    if any(not torch.equal(mask, flags[0]) for mask in flags):
+        raise CannotRun("its layers attend in different directions")
+    return flags[0] if flags else torch.zeros(width, dtype=torch.bool)
 
 
-def _read_mask(
-    q_length: int, mask_function: Callable[..., Any], device: Any = None, **others: Any
-) -> Tensor:
-    """In place of a mask [T, T]: whether each of T tokens sees the next."""
-    tokens = torch.arange(q_length - 1, device=device)
-    none = torch.zeros((), dtype=torch.long, device=device)
-    seen = torch.zeros(q_length, dtype=torch.bool, device=device)
-    seen[:-1] = mask_function(none, none, tokens, tokens + 1)
-    return seen
-
-
-AttentionMaskInterface.register(READ, _read_mask)
-
-
-def _reading(model: Any) -> tuple[Any, Any]:
-    """A copy of the model that reads masks, and its decoder."""
-    *parts, decoder = copied_down_to(model, path_to_decoder(model))
-    for part in parts:
-        if hasattr(part, "config"):
-            part.config = config = copy.deepcopy(part.config)
-            config.get_text_config()._attn_implementation_internal = READ
-    return parts[0], decoder
-
-
-def _masks(values: Mapping[str, Any]) -> list[Tensor]:
+def _boolean_tensors(values: Mapping[str, Any]) -> list[Tensor]:
     return [v for v in values.values() if isinstance(v, Tensor) and v.dtype == torch.bool]
 
 
@@ -149,34 +140,64 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(first, Tensor)
 
 
-def _spread(rows: Tensor, mask: Tensor) -> Tensor:
-    """[B, T, …] with the rows in the places of the mask [B, T], zeros elsewhere."""
+def _scatter(rows: Tensor, mask: Tensor) -> Tensor:
+    """Return [B, T, …] with `rows` where `mask` [B, T] is true and zeros elsewhere."""
     if len(rows) != int(mask.sum()):
-        raise CannotRun("its decoder is given more rows than its mask says")
-    spread = rows.new_zeros(*mask.shape, *rows.shape[1:])
-    spread[mask] = rows
-    return spread
+        raise CannotRun("its decoder is given rows that do not match its mask")
+    scattered = rows.new_zeros(*mask.shape, *rows.shape[1:])
+    scattered[mask] = rows
+    return scattered
+
+
+# ── the copy ──
+
+
+def _copy_with_mask_reader(model: Any) -> tuple[Any, Any]:
+    """Return a copy of the model that makes flags in place of masks, and the copy's decoder."""
+    *parts, decoder = copy_path(model, path_to_decoder(model))
+    for part in parts:
+        if hasattr(part, "config"):
+            part.config = config = copy.deepcopy(part.config)
+            config.get_text_config()._attn_implementation_internal = MASK_READER
+    return parts[0], decoder
+
+
+def _read_mask(
+    q_length: int, mask_function: Callable[..., Any], device: Any = None, **others: Any
+) -> Tensor:
+    """Return bool [T] in place of a mask [T, T]: whether each token attends to its successor."""
+    tokens = torch.arange(q_length - 1, device=device)
+    zero = torch.zeros((), dtype=torch.long, device=device)
+    flags = torch.zeros(q_length, dtype=torch.bool, device=device)
+    flags[:-1] = mask_function(zero, zero, tokens, tokens + 1)
+    return flags
+
+
+AttentionMaskInterface.register(MASK_READER, _read_mask)
 
 
 def path_to_decoder(model: Any) -> str:
-    """Its name; CannotRun if the model does not tell."""
+    """Return the decoder's module name; raise CannotRun if it is no submodule."""
     decoder = model.get_decoder()
     for name, module in model.named_modules():
         if module is decoder and name:
             return str(name)
-    raise CannotRun("which part is its decoder is not known")
+    raise CannotRun("its decoder is not one of its submodules")
 
 
-def copied_down_to(model: Any, path: str) -> list[Any]:
-    """The model's copy first, that of the part which has this name in it last."""
-    parts = [_copied(model)]
+def copy_path(model: Any, path: str) -> list[Any]:
+    """Copy the model and the modules on the dotted `path`, sharing weights and other modules.
+
+    Return the copies, the model's first.
+    """
+    parts = [_shallow_copy(model)]
     for name in path.split("."):
-        inner = parts[-1]._modules[name] = _copied(parts[-1]._modules[name])
-        parts.append(inner)
+        child = parts[-1]._modules[name] = _shallow_copy(parts[-1]._modules[name])
+        parts.append(child)
     return parts
 
 
-def _copied(module: Any) -> Any:
-    made = copy.copy(module)
-    made._modules = {**module._modules}
-    return made
+def _shallow_copy(module: Any) -> Any:
+    duplicate = copy.copy(module)
+    duplicate._modules = {**module._modules}
+    return duplicate

@@ -1,7 +1,7 @@
-"""A causal language model: loading it, and what is known of it once it is there.
+"""A causal language model: its loading, its limits and the layout of its weights.
 
-How it is run is not here: paged_runner.py where paging.py finds that it can be, else
-cached_runner.py.
+Running it is not here: paged_runner.py runs it where the check in paging.py passes, else
+cached_runner.py does.
 """
 
 import logging
@@ -41,15 +41,17 @@ from worker.task_detection import advice
 
 log = logging.getLogger("onequeue.language_model")
 
-# The context of a model that knows no limit, and where its configuration says the limit.
-UNLIMITED = 32768
-CONTEXT_NAMES = (
+# Tokens of context where a configuration has no limit, and the settings that hold one.
+DEFAULT_CONTEXT = 32768
+CONTEXT_SETTINGS = (
     "max_position_embeddings", "n_positions", "seq_length", "max_seq_len", "context_length",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratorOptions(ModelOptions):
+    """Settings of a model that generates text; `kv_cache_gb` in GB of 10^9 bytes."""
+
     quantization: str = "none"
     compile: str = "auto"
     speculation: str = "auto"
@@ -60,7 +62,10 @@ class GeneratorOptions(ModelOptions):
 
 
 class LanguageModel:
-    """`folder`: the checkpoint's, or its name on a hub. `is_multimodal`: it takes pictures."""
+    """A loaded model and its tokenizer.
+
+    `folder`: the checkpoint's path, or its name on a hub. `is_multimodal`: it takes images.
+    """
 
     def __init__(
         self,
@@ -73,7 +78,7 @@ class LanguageModel:
         self.name = name
         self.folder = folder
         self.is_multimodal = is_multimodal
-        self.no_images = TEXT_ALONE  # why they are refused, if nothing reads them
+        self.no_images = TEXT_ALONE  # reason for refusing images, if they are refused
         self.model = model
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
@@ -81,10 +86,10 @@ class LanguageModel:
         self.dtype = model.dtype
         self.parameters = model.num_parameters()
         self.tolerance = TOLERANCE[model.dtype]
-        # filled in by paging.py, a place a layer; a window of 0 is none
+        # one entry per layer, set by paging.py; a window of 0 means none
         self.layers: list[LayerShape] = []
         self.windows: list[int] = []
-        # how many rows the output has: a model may have more than the tokenizer has tokens
+        # width of the logits, which may exceed the tokenizer's number of tokens
         self.vocab_size = int(self.config.vocab_size)
 
     @property
@@ -94,81 +99,85 @@ class LanguageModel:
 
     @property
     def decoder(self) -> Any:
-        """The part that runs paged: of a multimodal model, what its pictures' rows go into."""
+        """The part that attends over the paged cache: a multimodal model's text decoder."""
         model: Any = self.model  # not annotated
         return model.get_decoder() if self.is_multimodal else model
 
     @property
     def context(self) -> int:
-        """Tokens the model was made for."""
-        known = [getattr(self.config, name, None) for name in CONTEXT_NAMES]
-        limit = next((n for n in known if isinstance(n, int) and n > 0), UNLIMITED)
+        """Return the model's maximum number of tokens in a sequence."""
+        limits = [getattr(self.config, name, None) for name in CONTEXT_SETTINGS]
+        limit = next((n for n in limits if isinstance(n, int) and n > 0), DEFAULT_CONTEXT)
         ropes = getattr(self.config, "rope_parameters", None) or {}
-        for rope in (ropes, *ropes.values()):  # some have one for each kind of layer
+        for rope in (ropes, *ropes.values()):  # some have one per layer type
             if isinstance(rope, dict) and rope.get("rope_type") in ("longrope", "dynamic"):
-                # tables that depend on the longest sequence of a row: within this they are the same
+                # beyond this length, the tables depend on the longest sequence of a batch
                 limit = min(limit, rope.get("original_max_position_embeddings") or limit)
         return int(limit)
 
-    def compare(self, got: Tensor, reference: Tensor) -> None:
-        compare(got, reference, self.tolerance)
+    def compare(self, logits: Tensor, reference: Tensor) -> None:
+        """Raise CannotRun if the logits differ by more than this dtype's rounding."""
+        compare(logits, reference, self.tolerance)
 
     def pack_weights(
         self, quantization: str, recheck: Callable[[], None] | None = None, native: bool = False
     ) -> None:
-        """Weights as this device's kernels want them. Without `recheck`, which runs the model and
-        raises if that says something else then, only if `quantization` asks for it. `native`:
-        native operations are used if they are built, and built at once where there is no room for
-        what serves until then."""
+        """Pack or quantize the weights for the CPU's kernels; a GPU's stay as they are.
+
+        `recheck` runs the model and raises if its output is wrong; without it only `quantization`
+        has an effect. `native`: native operations are used if they are built already, and built
+        now if there is no memory for the float32 weights that serve until then. Raise LoadingFailed
+        if the device cannot run the quantization.
+        """
         on_cpu = self.device.type == "cpu"
         if quantization == "int8":
             if not on_cpu:
-                raise LoadingFailed("QUANTIZATION=int8 is for models on a CPU")
+                raise LoadingFailed(f"QUANTIZATION=int8 needs DEVICE=cpu, not {self.device}")
             quantize_weights(self.model, free_bytes(self.device), recheck or (lambda: None))
-            self.tolerance = TOLERANCE[torch.bfloat16]  # what int8 weights are multiplied by
+            self.tolerance = TOLERANCE[torch.bfloat16]  # inputs of int8 layers
         elif recheck and on_cpu and packs_dtype(self.dtype):
             free = free_bytes(self.device)
-            widens = native and emulates_dtype(self.dtype)
-            if widens:
-                widens = native_ops_loaded(build=not linear.has_memory(self.model, free))
-            pack_weights(self.model, free, recheck, widens=widens)
+            bf16_weights = native and emulates_dtype(self.dtype)
+            if bf16_weights:
+                bf16_weights = native_ops_loaded(build=not linear.has_memory(self.model, free))
+            pack_weights(self.model, free, recheck, bf16_weights=bf16_weights)
         elif on_cpu and emulates_dtype(self.dtype):
             log.warning("this CPU emulates bfloat16: DTYPE=float32 is faster here")
 
 
 def load_language_model(options: GeneratorOptions) -> LanguageModel:
-    """LoadingFailed names the model and says why."""
+    """Load the model of the options; raise LoadingFailed, with its name and the reason."""
     name = options.model
     with load_errors(name, "chat"):
         path = local_path(name, "chat")
-        model, tokenizer, lacking = load_checkpoint(options, path, auto_class)
+        model, tokenizer, missing = load_checkpoint(options, path, auto_class)
         if model.device.type == "cuda":
-            torch.cuda.set_device(model.device)  # where this thread's kernels and graphs go
+            torch.cuda.set_device(model.device)  # this thread's kernels and graphs run there
         is_multimodal = auto_class(model.config) is AutoModelForImageTextToText
         with explicit_masks(model.get_decoder()) if is_multimodal else nullcontext():
-            check_generates(model, lacking)
+            check_generates(model, missing)
     return LanguageModel(name, model, tokenizer, path, is_multimodal)
 
 
 def auto_class(config: Any) -> Any:
-    """The auto class for a configuration: that of models which take pictures, or of others."""
+    """Return transformers' auto class for a configuration with or without images."""
     is_multimodal = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
 
 
-def check_generates(model: PreTrainedModel, lacking: dict[str, str]) -> None:
-    """LoadingFailed unless the checkpoint has weights for what follows a text, and a token's
-    logits depend on those before it alone."""
+def check_generates(model: PreTrainedModel, missing: dict[str, str]) -> None:
+    """Raise LoadingFailed unless the model is causal and its checkpoint has the weights of its
+    language modeling head. `missing`: weights that the checkpoint lacks."""
 
     @torch.inference_mode()
     def logits(last: int) -> Tensor:
         ids = torch.tensor([[*range(1, 8), last]], device=model.device)
-        made: Tensor = model(input_ids=ids, use_cache=False).logits[0]
-        return made.float()
+        output: Tensor = model(input_ids=ids, use_cache=False).logits[0]
+        return output.float()
 
     one, other = logits(0)[:-1], logits(8)[:-1]
-    if missing_weights_matter(model, lacking, lambda: logits(0).cpu().numpy().tobytes()):
-        why = describe_missing_weights(lacking)
+    if missing_weights_matter(model, missing, lambda: logits(0).cpu().numpy().tobytes()):
+        why = describe_missing_weights(missing)
     elif (one - other).abs().max() > TOLERANCE[model.dtype] * one.abs().max():
         why = "its tokens depend on those that follow"
     else:

@@ -1,15 +1,7 @@
-"""From settings to a model with its weights in place, on the worker thread: what all kinds of
-models have in common.
+"""Loading any kind of model, on the worker thread: from settings to weights in memory.
 
-Weights on their way into memory: a line of the log every few seconds.
-
-transformers draws bars and prints tables of weights; what a checkpoint lacks is looked at in
-loading.py and said there.
-
-Weights that a checkpoint lacks: transformers draws them at random and goes on.
-
-That is fine for a pooler that nobody asks for, and nonsense for the head of a task. Which it is
-shows when the warm-up input is run again with other values in them: no list of names is kept.
+Covers the path and dtype of a checkpoint, the check that it fits into memory, its progress in the
+log, and the weights that it lacks. How a model runs is decided by the package of its task.
 """
 
 import json
@@ -37,37 +29,43 @@ log = logging.getLogger("onequeue.loading")
 
 DEMO_FOLDER = Path(__file__).parent.parent / "demo"
 GB = 1e9
-# Bytes of a checkpoint's numbers that DTYPE changes.
-STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-# COMPILE=auto leaves models with fewer parameters alone: a minute's work for little.
+# COMPILE=auto skips smaller models: compiling takes a minute and gains little.
 MIN_COMPILED_PARAMETERS = 10_000_000
-# A transformers.Pipeline. Its annotations call everything optional, whatever the task.
+# Bytes of an element, for the safetensors dtypes that DTYPE converts.
+FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+PROGRESS_INTERVAL_S = 3.0
+MAX_NAMED_WEIGHTS = 3
+# A transformers.Pipeline. Its attributes are annotated as optional, whatever the task.
 Pipe: TypeAlias = Any
 
 
 class LoadingFailed(OnequeueError):
-    """The model cannot be served; the message names it and says why."""
+    """The model cannot be served; the message names the model and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """What loading any model goes by."""
+    """Settings that every kind of model has."""
 
     model: str
     device: str = "auto"  # auto, cpu, cuda, cuda:1, …
     dtype: str = "auto"  # auto, float32, bfloat16, float16
-    attention: str = "auto"  # auto, or a name transformers knows
+    attention: str = "auto"  # auto, or a name that transformers accepts
 
 
 def load_checkpoint(
-    options: ModelOptions, path: str, choose: Callable[[Any], Any], subfolder: str = ""
+    options: ModelOptions, path: str, auto_class: Callable[[Any], Any], subfolder: str = ""
 ) -> tuple[Any, Any, dict[str, str]]:
-    """A model on its device, by one of transformers' auto classes, which `choose` knows from the
-    configuration; its tokenizer; and the names of the weights that its checkpoint lacks."""
+    """Load a model onto its device.
+
+    `auto_class` returns transformers' auto class for a configuration. Return the model, its
+    tokenizer and the descriptions of the weights that the checkpoint lacks, by name. Raise
+    LoadingFailed if the weights do not fit into memory.
+    """
     device = choose_device(options.device)
     check_fits(str(Path(path) / subfolder), options.dtype, device)
     files: Any = {"subfolder": subfolder, "trust_remote_code": False}
-    auto = choose(AutoConfig.from_pretrained(path, **files))
+    auto = auto_class(AutoConfig.from_pretrained(path, **files))
     model, info = auto.from_pretrained(
         path,
         dtype=choose_dtype(options.dtype, path, device, subfolder),
@@ -83,7 +81,10 @@ def load_checkpoint(
 def model_info(
     task: str, name: str, model: Any, parameters: int, batching: Batching, why: str = ""
 ) -> ModelInfo:
-    """`model`: a PreTrainedModel. `parameters`: how many it had before they were laid out anew."""
+    """Describe a loaded PreTrainedModel for /v1/models and the log.
+
+    `parameters`: their number before weights were packed. `why`: the reason for `batching`.
+    """
     return ModelInfo(
         task=task,
         model=name,
@@ -96,14 +97,13 @@ def model_info(
 
 
 def is_worth_compiling(setting: str, parameters: int) -> bool:
-    """Whether to build what takes a minute, for a model of so many parameters."""
+    """Return whether COMPILE=`setting` compiles a model with so many parameters."""
     return setting == "on" or (setting == "auto" and parameters >= MIN_COMPILED_PARAMETERS)
 
 
 @contextmanager
 def load_errors(name: str, use: str) -> Iterator[None]:
-    """LoadingFailed, with the model's name and what it is for, for whatever is raised inside; else
-    the log has the time."""
+    """Turn any error into LoadingFailed with the model's name and use; log the loading time."""
     log.info("loading for=%s model=%s", use, name)
     started = time.monotonic()
     try:
@@ -115,8 +115,11 @@ def load_errors(name: str, use: str) -> Iterator[None]:
 
 
 def local_path(model: str, demo: str) -> str:
-    """FileNotFoundError if what is named as a folder is none; what names a model on a hub is left
-    as it is. `demo`: which of the embedded models is meant by that name."""
+    """Return the checkpoint's folder, or the name of a model on a hub unchanged.
+
+    `demo`: the folder of the embedded model that `demo` stands for. Raise FileNotFoundError if
+    `model` is a path without a folder.
+    """
     if model == "demo":
         return str(DEMO_FOLDER / demo)
     if not is_path(model):
@@ -128,13 +131,17 @@ def local_path(model: str, demo: str) -> str:
 
 
 def attention_keywords(attention: str) -> dict[str, str]:
+    """Return the arguments of `from_pretrained` for the ATTENTION setting."""
     return {} if attention == "auto" else {"attn_implementation": attention}
 
 
 def choose_dtype(
     name: str, model: str, device: torch.device, subfolder: str = ""
 ) -> torch.dtype | str:
-    """The checkpoint's dtype for `auto`, but bfloat16 where a CPU would run float16."""
+    """Return the dtype to load with: the named one, or for `auto` the checkpoint's.
+
+    A float16 checkpoint becomes bfloat16 on a CPU.
+    """
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]  # checked by the settings
     files: Any = {"subfolder": subfolder, "trust_remote_code": False}
@@ -142,159 +149,168 @@ def choose_dtype(
     return torch.bfloat16 if stored == torch.float16 and device.type == "cpu" else "auto"
 
 
-# ── memory: how much there is, and whether a model fits into it ──
+# ── memory ──
 
 
 def check_fits(path: str, dtype: str, device: torch.device) -> None:
-    """LoadingFailed if a local checkpoint needs more than what is free. On a CPU its largest tensor
-    counts twice: while a layer's weight is laid out it is there in both forms, and an output head
-    that is the embedding too stays so."""
-    sizes = list(_sizes(Path(path), dtype))
+    """Raise LoadingFailed if a local checkpoint needs more bytes than are free.
+
+    On a CPU the largest tensor counts twice: a weight exists in both layouts while it is packed,
+    and an output head that is tied to the embedding keeps both.
+    """
+    sizes = list(_tensor_bytes(Path(path), dtype))
     largest = max(sizes, default=0) if device.type == "cpu" else 0
     needed, free = sum(sizes) + largest, free_bytes(device)
     if needed > free:
         raise LoadingFailed(
-            f"its weights need {needed / GB:.1f} GB and {free / GB:.1f} GB are free on {device}"
+            f"its weights need {needed / GB:.1f} GB but {free / GB:.1f} GB are free on {device}"
         )
 
 
-def _sizes(folder: Path, dtype: str) -> Iterator[int]:
-    """Bytes of each tensor as it will be loaded; of files without a header, as they are."""
-    for file in _weights(folder):
+def _tensor_bytes(folder: Path, dtype: str) -> Iterator[int]:
+    """Yield the bytes of each tensor after loading; of files without a header, the file size."""
+    for file in _weight_files(folder):
         if file.suffix != ".safetensors":
             yield file.stat().st_size
             continue
         with safe_open(file, framework="pt") as checkpoint:
             for name in checkpoint.keys():  # noqa: SIM118
                 tensor = checkpoint.get_slice(name)
-                size = STORED.get(tensor.get_dtype(), 1)
-                if size > 1 and dtype != "auto":
-                    size = getattr(torch, dtype).itemsize
-                yield math.prod(tensor.get_shape()) * size
+                itemsize = FLOAT_BYTES.get(tensor.get_dtype(), 1)
+                if itemsize > 1 and dtype != "auto":
+                    itemsize = getattr(torch, dtype).itemsize
+                yield math.prod(tensor.get_shape()) * itemsize
 
 
-def _weights(folder: Path) -> list[Path]:
-    """The files that are loaded, of all that may lie there."""
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files that transformers loads, in its order of preference."""
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (folder / name).is_file():
             return [folder / name]
         if (index := folder / f"{name}.index.json").is_file():
-            parts = json.loads(index.read_text())["weight_map"].values()
-            return [folder / part for part in set(parts)]
+            shards = json.loads(index.read_text())["weight_map"].values()
+            return [folder / shard for shard in set(shards)]
     return []
 
 
-log = logging.getLogger("onequeue.loading")
-
-EVERY_S = 3.0
-
-
-def log_progress(over: Iterable[Any] = (), *_: Any, **bar: Any) -> Iterator[Any]:
-    """What a tqdm bar iterates over; the log has how far it is."""
-    what = str(bar.get("desc") or "loading").lower()
-    total: int | None = bar.get("total") or getattr(over, "__len__", lambda: None)()
-    began = said = time.monotonic()
-    for done, each in enumerate(over):
-        if total and (now := time.monotonic()) - said >= EVERY_S:
-            said, share = now, 100 * done / total
-            log.info("%s percent=%.0f seconds=%.0f", what, share, now - began)
-        yield each
-
-
-def is_no_report(record: logging.LogRecord) -> bool:
-    return "LOAD REPORT" not in str(record.msg)
+# ── progress in the log ──
 
 
 def install_progress_log() -> None:
-    """For what transformers says from now on."""
+    """Replace transformers' progress bars by log lines, and drop its table of missing weights."""
     no_bar: Any = transformers_log.EmptyTqdm  # not annotated
     transformers_log.set_tqdm_hook(lambda _, args, bar: no_bar(log_progress(*args, **bar)))
-    logging.getLogger("transformers.modeling_utils").addFilter(is_no_report)
-    if ours := logging.getLogger("onequeue").handlers:
+    logging.getLogger("transformers.modeling_utils").addFilter(_is_no_load_report)
+    if handlers := logging.getLogger("onequeue").handlers:
         transformers_log.disable_default_handler()
-        for handler in ours:
+        for handler in handlers:
             transformers_log.add_handler(handler)
 
 
-SHOWN = 3
+def _is_no_load_report(record: logging.LogRecord) -> bool:
+    return "LOAD REPORT" not in str(record.msg)
+
+
+def log_progress(items: Iterable[Any] = (), *_: Any, **bar: Any) -> Iterator[Any]:
+    """Yield the items of a tqdm bar and log the progress every few seconds."""
+    description = str(bar.get("desc") or "loading").lower()
+    total: int | None = bar.get("total") or getattr(items, "__len__", lambda: None)()
+    started = logged = time.monotonic()
+    for done, item in enumerate(items):
+        if total and (now := time.monotonic()) - logged >= PROGRESS_INTERVAL_S:
+            logged, percent = now, 100 * done / total
+            log.info("%s percent=%.0f seconds=%.0f", description, percent, now - started)
+        yield item
+
+
+# ── weights that a checkpoint lacks ──
+
+# transformers initializes them at random and goes on. That is harmless for a pooler that no output
+# uses, and wrong for the head of a task: missing_weights_matter runs the model to tell them apart.
+
+_patching = threading.Lock()
 
 
 @contextmanager
 def record_missing_weights() -> Iterator[dict[int, dict[str, str]]]:
-    """While inside, every `from_pretrained` notes what it did not find, by the model's id.
-    `pipeline` chooses classes and loads them, but does not hand on what they report."""
-    found: dict[int, dict[str, str]] = {}
-    with _recording:
+    """Record the missing weights of every model loaded in the context, by the model's id.
+
+    Patches `from_pretrained`, for lack of a hook: `transformers.pipeline` loads the model itself,
+    fails on `output_loading_info=True` in `model_kwargs`, and reports only a formatted table to the
+    log; given a loaded model it would not load the processors.
+    """
+    recorded: dict[int, dict[str, str]] = {}
+    with _patching:
         original = vars(PreTrainedModel)["from_pretrained"]
 
         def from_pretrained(cls: Any, *args: Any, **keywords: Any) -> Any:
-            asked = keywords.pop("output_loading_info", False)
+            wants_info = keywords.pop("output_loading_info", False)
             options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
             model, info = original.__get__(None, cls)(*args, **{**keywords, **options})
-            found[id(model)] = missing_weight_names(info)
-            return (model, info) if asked else model
+            recorded[id(model)] = missing_weight_names(info)
+            return (model, info) if wants_info else model
 
         setattr(PreTrainedModel, "from_pretrained", classmethod(from_pretrained))  # noqa: B010
         try:
-            yield found
+            yield recorded
         finally:
             setattr(PreTrainedModel, "from_pretrained", original)  # noqa: B010
 
 
-_recording = threading.Lock()
-
-
 def missing_weight_names(info: dict[str, Any]) -> dict[str, str]:
-    """What was not found in a checkpoint, each as a message names it."""
+    """Return the missing or mismatched weights of a loading info, with their descriptions."""
     names = {name: name for name in info["missing_keys"]}
-    for name, there, wanted in info["mismatched_keys"]:
-        names[name] = f"{name} (it has {tuple(there)} where config.json says {tuple(wanted)})"
+    for name, stored, expected in info["mismatched_keys"]:
+        names[name] = f"{name} (it has {tuple(stored)} where config.json says {tuple(expected)})"
     return dict(sorted(names.items()))
 
 
 @torch.no_grad()
 def missing_weights_matter(
-    model: PreTrainedModel, names: dict[str, str], answer: Callable[[], bytes]
+    model: PreTrainedModel, names: dict[str, str], run: Callable[[], bytes]
 ) -> bool:
-    """Whether what the model answers depends on these weights."""
+    """Return whether the bytes that `run` makes of the model's output depend on these weights.
+
+    Runs the model with other random values in them, and restores the values afterwards.
+    """
     state = model.state_dict()
-    found = {value.data_ptr() for name, value in state.items() if name not in names}
-    drawn = [
+    loaded = {value.data_ptr() for name, value in state.items() if name not in names}
+    initialized = [
         state[name]
         for name in names
         if name in state
         and state[name].is_floating_point()
-        and state[name].data_ptr() not in found  # tied to one that was found
+        and state[name].data_ptr() not in loaded  # tied to a weight of the checkpoint
     ]
-    if not drawn:
+    if not initialized:
         return False
-    before = [value.clone() for value in drawn]
+    before = [value.clone() for value in initialized]
     try:
-        first = _seeded(answer)
+        reference = _run_seeded(run)
         for seed in range(3):
             generator = torch.Generator().manual_seed(seed)
-            for value in drawn:
+            for value in initialized:
                 value.copy_(torch.randn(value.shape, generator=generator))
-            if _seeded(answer) != first:
+            if _run_seeded(run) != reference:
                 return True
     finally:
-        for value, loaded in zip(drawn, before, strict=True):
-            value.copy_(loaded)
+        for value, original in zip(initialized, before, strict=True):
+            value.copy_(original)
     return False
 
 
-def _seeded(answer: Callable[[], bytes]) -> bytes:
-    """Some models draw noise. One that raises answers too: other than it did before."""
+def _run_seeded(run: Callable[[], bytes]) -> bytes:
+    """Run with fixed noise; an exception counts as an output."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         try:
-            return answer()
-        except Exception as error:  # of any model, of any value
+            return run()
+        except Exception as error:  # any type, from any model with any weights
             return repr(error).encode()
 
 
 def describe_missing_weights(names: dict[str, str]) -> str:
-    """What a message says of them."""
-    first = list(names.values())[:SHOWN]
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    """Return the clause of an error text that names the missing weights."""
+    first = list(names.values())[:MAX_NAMED_WEIGHTS]
+    more = f" and {len(names) - len(first)} more" if len(names) > len(first) else ""
     return f"its checkpoint has no weights for {', '.join(first)}{more}"

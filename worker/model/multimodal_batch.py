@@ -1,63 +1,66 @@
-"""What a paged step needs of the prompts with pictures that have a part in it: rows in the places
-of pictures, and positions as the model counts them there.
+"""The multimodal part of a paged step: positions of its tokens and inputs of its image tokens.
 
-Found by looking at the pictures first (worker/vision); used by paged_runner.py.
+The encoder has run before (worker/vision); paged_runner.py passes both to the decoder.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from batching.sequence import Batch, MultimodalInputs
-from worker.model.decoder_hook import Rows
+from worker.model.decoder_hook import DecoderRows
 
 
 @dataclass(eq=False, slots=True)
-class MultimodalBatch(MultimodalInputs):
-    """`spans`: places [start, stop) of each picture's tokens in the prompt. `positions`: [A, T] of
-    the whole prompt, for each of the A axes that the model counts on. `rows`: of each picture, from
-    when it has been looked at until the prompt has run."""
+class EncodedInputs(MultimodalInputs):
+    """A prompt's multimodal inputs as its decoder takes them.
+
+    `spans`: token ranges [start, stop) of the images in the prompt. `positions`: int64 [A, T], the
+    whole prompt's position ids on each of the model's A axes (3 for Qwen-VL), None until computed.
+    `rows`: one DecoderRows per span, kept from encoding until the prompt has run.
+    """
 
     spans: Sequence[tuple[int, int]] = ()
-    positions: Any = None
-    rows: Sequence[Rows] = ()
+    positions: Tensor | None = None
+    rows: Sequence[DecoderRows] = ()
 
 
 def position_ids(batch: Batch) -> Tensor:
-    """[A, 1, T], or [1, T] where the model counts on one axis."""
-    told: list[Tensor] = []
+    """Return the position ids of the batch's T tokens: int64 [A, 1, T], or [1, T] if A is 1."""
+    parts: list[Tensor] = []
     for number, (_, start, width) in enumerate(batch.spans):
         multimodal = batch.chunks[number].sequence.multimodal
         positions = torch.arange(start, start + width)[None]
-        if isinstance(multimodal, MultimodalBatch):
+        if isinstance(multimodal, EncodedInputs):
+            assert multimodal.positions is not None
             positions = positions + multimodal.shift
-            known = multimodal.positions[:, start : start + width]
-            rest = positions[:, known.shape[1] :].expand(len(known), -1)
-            positions = torch.cat([known, rest], 1)
-        told.append(positions)
-    axes = max(map(len, told))
-    made = torch.cat([each.expand(axes, -1) for each in told], 1)
-    return made if axes == 1 else made[:, None]
+            prompt = multimodal.positions[:, start : start + width]
+            output = positions[:, prompt.shape[1] :].expand(len(prompt), -1)
+            positions = torch.cat([prompt, output], 1)
+        parts.append(positions)
+    axes = max(map(len, parts))
+    positions = torch.cat([part.expand(axes, -1) for part in parts], 1)
+    return positions if axes == 1 else positions[:, None]
 
 
-def rows_of(batch: Batch) -> tuple[Tensor, Rows]:
-    """Places [N] in the step that are pictures', and what the decoder is given there."""
-    places: list[Tensor] = []
-    parts: list[Rows] = []
+def injected_rows(batch: Batch) -> tuple[Tensor, DecoderRows]:
+    """Return the indices [N] of the batch's image tokens, and the decoder's inputs for them."""
+    indices: list[Tensor] = []
+    parts: list[DecoderRows] = []
     for number in batch.multimodal_spans:
         multimodal = batch.chunks[number].sequence.multimodal
         _, start, width = batch.spans[number]
-        assert isinstance(multimodal, MultimodalBatch)
+        assert isinstance(multimodal, EncodedInputs)
         shift = batch.offsets[number] - start
         for (first, stop), rows in zip(multimodal.spans, multimodal.rows, strict=True):
             begin, end = max(first, start), min(stop, start + width)
             if begin < end:
-                places.append(torch.arange(begin + shift, end + shift))
-                own = slice(begin - first, end - first)
-                parts.append({name: each[own] for name, each in rows.items()})
+                indices.append(torch.arange(begin + shift, end + shift))
+                in_span = slice(begin - first, end - first)
+                parts.append({name: values[in_span] for name, values in rows.items()})
     if not parts:
         return torch.empty(0, dtype=torch.long), {}
-    return torch.cat(places), {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    rows = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return torch.cat(indices), rows

@@ -38,9 +38,9 @@ from worker.model.attention.paged import (
 )
 from worker.model.cpu.linear import use_bf16_weights, use_native_linear, warm_up_onednn
 from worker.model.cuda_graphs import SIZES, SPARE, CudaGraphs, RowsMetadata, capture_graphs
-from worker.model.decoder_hook import DecoderHook, copied_down_to, path_to_decoder
+from worker.model.decoder_hook import DecoderHook, copy_path, path_to_decoder
 from worker.model.language_model import LanguageModel
-from worker.model.multimodal_batch import position_ids, rows_of
+from worker.model.multimodal_batch import injected_rows, position_ids
 
 log = logging.getLogger("onequeue.paged_runner")
 
@@ -99,7 +99,7 @@ class PagedRunner:
             self.cache, batch
         )
         positions = to_device(position_ids(batch).numpy(), self.cache.device)
-        places, rows = rows_of(batch)
+        places, rows = injected_rows(batch)
         usual = positions.dim() == 2 and rows.keys() <= {"inputs_embeds"}
         decoder_hook = self._quick if self._quick and usual else self.decoder_hook
         assert decoder_hook is not None
@@ -269,7 +269,7 @@ def _compile_model(
     from torch._inductor import config as inductor  # seconds to import
 
     with inductor.patch(settings):
-        made, *_, body = copied_down_to(model, path)
+        made, *_, body = copy_path(model, path)
         body.forward = torch.compile(
             _forward_of(model.get_submodule(path)),
             dynamic=True,

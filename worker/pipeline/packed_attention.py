@@ -347,7 +347,7 @@ def start_native_kernels(
         return
     parameters = model.num_parameters()
     if packs_dtype(model.dtype):
-        pack_weights(model.base_model, free_bytes(model.device), run, shares=False)
+        pack_weights(model.base_model, free_bytes(model.device), run, fuse=False)
     if packing and is_worth_compiling(compile, parameters):
         run()  # records the attention configurations of the layers
         threading.Thread(

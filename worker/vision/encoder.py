@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from worker.model.decoder_hook import DecoderHook, Rows, rows_of
+from worker.model.decoder_hook import DecoderHook, DecoderRows, split_by_item
 from worker.vision.processor import ImageFeatures, MultimodalItem
 
 MAX_FEATURES_BYTES = 16 << 20
@@ -62,7 +62,7 @@ class EncoderCache:
     """`features`: of images, without pixels. `rows`: encoder outputs of tiles."""
 
     features: LRUCache[ImageFeatures] = field(default_factory=lambda: LRUCache(MAX_FEATURES_BYTES))
-    rows: LRUCache[Rows] = field(default_factory=lambda: LRUCache(MAX_ROWS_BYTES))
+    rows: LRUCache[DecoderRows] = field(default_factory=lambda: LRUCache(MAX_ROWS_BYTES))
 
     def get(self, digest: bytes) -> ImageFeatures | None:
         """Return the features of an image whose tiles are all encoded."""
@@ -82,7 +82,7 @@ class VisionEncoder:
         self.cache = cache
         self.tiles_encoded = 0
 
-    def encode(self, items: Sequence[MultimodalItem]) -> Sequence[Rows]:
+    def encode(self, items: Sequence[MultimodalItem]) -> Sequence[DecoderRows]:
         """Encode items of equal shape in one run and cache their rows. Raises CannotRun if the
         decoder's inputs cannot be attributed to single tiles."""
         device, width = self.hook.model.device, len(items[0].ids)
@@ -93,7 +93,7 @@ class VisionEncoder:
                 for name in items[0].inputs.keys() & self.hook.argument_names
             },
         )
-        encoded = rows_of(decoder_inputs, len(items), width)
+        encoded = split_by_item(decoder_inputs, len(items), width)
         self.tiles_encoded += len(items)
         for item, rows in zip(items, encoded, strict=True):
             self.cache.rows.put(item.digest, rows, sum(tensor.nbytes for tensor in rows.values()))

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from batching.block_pool import Content
-from worker.model.decoder_hook import DecoderHook, Rows, attends_to_next
-from worker.model.multimodal_batch import MultimodalBatch
+from worker.model.decoder_hook import DecoderHook, DecoderRows, attends_to_next
+from worker.model.multimodal_batch import EncodedInputs
 from worker.vision.encoder import EncoderCache, VisionEncoder
 from worker.vision.processor import PIXEL_PREFIX, MultimodalItem, ProcessorOutput
 
@@ -24,7 +24,7 @@ NEVER: Recompute = Future  # does not complete: for prompts that are encoded onc
 
 
 @dataclass(eq=False, slots=True)
-class MultimodalPrompt(MultimodalBatch):
+class MultimodalPrompt(EncodedInputs):
     """`recompute` processes the request again, pixels included, in another thread: for prompts that
     were preempted after their prefill, or whose cached images have been evicted.
     `processor_output` is dropped once all images are encoded. `encoded`: rows by the digest of
@@ -34,7 +34,7 @@ class MultimodalPrompt(MultimodalBatch):
     processor_output: ProcessorOutput | None = field(kw_only=True)
     ids: Sequence[int] = field(kw_only=True)
     digests: Sequence[bytes] = field(kw_only=True)
-    encoded: dict[bytes, Rows] = field(default_factory=dict)
+    encoded: dict[bytes, DecoderRows] = field(default_factory=dict)
     recomputing: Future[ProcessorOutput] | None = None
 
     @classmethod

@@ -1,10 +1,9 @@
-"""Linear layers of float32 encoders on a CPU with matrix tiles: a native operation
-(native/amx_linear.cpp). Tiles multiply bfloat16; a float32 number is split in three parts of that,
-which is more accurate than products of float32, and faster.
+"""Linear layers of float32 encoders on a CPU with AMX, by a native operation (amx_linear.cpp).
 
-A layer's weights are laid out for it in place of oneDNN's layout (cpu/linear.py) where it gives the
-same product, six bytes each in place of four. A row's result does not depend on how many others
-come with it. For bfloat16 weights oneDNN's own products are quicker, from some hundred rows on.
+AMX tiles multiply bfloat16. A float32 number is split into three bfloat16 numbers, which gives
+products that are more accurate than float32's own, and faster. A weight takes six bytes in place of
+four. A row's result does not depend on the other rows. bfloat16 models are not converted: from some
+hundred rows on, oneDNN's products are faster.
 """
 
 import logging
@@ -12,16 +11,18 @@ import logging
 import torch
 from torch import Tensor, nn
 
-from worker.model.cpu.linear import COPY_SHARE, PackedLinear, products_match
+from worker.model.cpu.linear import MAX_COPY_SHARE, PackedLinear, products_match
 
 log = logging.getLogger("onequeue.amx_linear")
 
-ROUNDING = 2e-6  # of the largest number
+ROUNDING = 2e-6  # largest difference of two products, relative to the largest value
 
 
 class AmxLinear(nn.Module):
-    """x [..., in] → [..., out], as the packed layer. RuntimeError if this CPU has no tiles, or a
-    weight is not finite."""
+    """x [..., in] → [..., out], float32, with the weights of a packed layer.
+
+    Raise RuntimeError if the CPU has no AMX or a weight is not finite.
+    """
 
     tiles: Tensor
     bias: Tensor | None
@@ -34,37 +35,39 @@ class AmxLinear(nn.Module):
         self.register_buffer("bias", layer.bias, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = torch.ops.onequeue.amx_linear(x, self.tiles, self.bias, self.out_features)
-        return made
+        out: Tensor = torch.ops.onequeue.amx_linear(x, self.tiles, self.bias, self.out_features)
+        return out
 
 
 @torch.inference_mode()
 def use_amx_linear(model: nn.Module, free_bytes: int) -> None:
-    """In place of each packed layer for which it gives the same product, one after another, while
-    the model may be running. The operations must have been loaded (attention/native.py)."""
+    """Replace each packed float32 layer for which AMX gives the same product.
+
+    The model may be running meanwhile. The operations must be loaded (attention/native.py).
+    """
     packed = {
-        name: each
-        for name, each in model.named_modules()
-        if isinstance(each, PackedLinear) and each.dtype == torch.float32
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, PackedLinear) and module.dtype == torch.float32
     }
-    more = sum(2 * each.in_features * each.out_features for each in packed.values())
-    if more > COPY_SHARE * free_bytes:
-        log.warning("no matrix tiles: weights would take %.1f GB more", more / 1e9)
+    extra = sum(2 * layer.in_features * layer.out_features for layer in packed.values())
+    if extra > MAX_COPY_SHARE * free_bytes:
+        log.warning("no AMX: weights would take %.1f GB more", extra / 1e9)
         return
-    using = 0
+    replaced = 0
     for name in list(packed):
-        if made := tiled(packed.pop(name)):
-            model.set_submodule(name, made)
-            using += 1
-    if using:
-        log.info("matrix tiles layers=%d gb_more=%.3f", using, more / 1e9)
+        if layer := converted(packed.pop(name)):
+            model.set_submodule(name, layer)
+            replaced += 1
+    if replaced:
+        log.info("AMX layers=%d gb_more=%.3f", replaced, extra / 1e9)
 
 
-def tiled(layer: PackedLinear) -> AmxLinear | None:
-    """None unless it gives the layer's product, but for rounding."""
+def converted(layer: PackedLinear) -> AmxLinear | None:
+    """Return the layer's AMX version; None unless it gives the same product."""
     try:
-        made = AmxLinear(layer)
+        candidate = AmxLinear(layer)
     except RuntimeError:
         return None
-    same = products_match(made, layer.packed_product, layer.in_features, layer.dtype, ROUNDING)
-    return made if same else None
+    same = products_match(candidate, layer.onednn_product, layer.in_features, layer.dtype, ROUNDING)
+    return candidate if same else None

@@ -1,9 +1,9 @@
-"""Linear layers that are called on one input (queries, keys and values; gate and up) become one
-product: seen in a forward, not told by names.
+"""Fuse linear layers that are called on one input (query, key and value; gate and up) into one.
 
-A wide product costs less than several narrow ones, each of which is started, and waits for its
-threads, anew. The first layer that is called computes all, the others take their columns. In a
-compiled graph each asks for the whole, and the compiler merges what is the same.
+One wide product costs less than several narrow ones, each of which starts and joins all threads.
+Which layers share an input is observed in a forward, not derived from names. The first slice that
+is called computes the whole product, the others take their columns of it. In a compiled graph each
+slice calls the whole product, and the compiler merges equal calls.
 """
 
 import functools
@@ -16,45 +16,50 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+# ── finding the groups ──
+
 
 def find_shared_inputs(model: nn.Module, run: Callable[[], object]) -> list[list[str]]:
-    """Names of linear layers that `run`, which runs the model, calls one after another on one
-    tensor, each time that it calls any of them."""
-    calls = _Calls()
-    with _hooked(model, calls):
+    """Return groups of names of linear layers that can be fused.
+
+    `run` runs the model. A group's layers are called one after another on one tensor, every time
+    that any of them is called.
+    """
+    recorder = _CallRecorder()
+    with _hooks(model, recorder):
         run()
-    runs = {tuple(run) for run in calls.runs}
-    seen = [name for run in runs for name in run]
-    groups = [run for run in runs if len(run) > 1 and all(seen.count(name) == 1 for name in run)]
-    return [list(run) for run in sorted(groups) if _alike(model, run)]
+    runs = {tuple(run) for run in recorder.runs}
+    names = [name for run in runs for name in run]
+    groups = [run for run in runs if len(run) > 1 and all(names.count(name) == 1 for name in run)]
+    return [list(run) for run in sorted(groups) if _have_same_inputs(model, run)]
 
 
-class _Calls:
-    """`runs`: names of the layers that were called on one tensor, one after another."""
+class _CallRecorder:
+    """`runs`: names of the layers that were called one after another on one tensor."""
 
     def __init__(self) -> None:
         self.runs: list[list[str]] = []
         self.x: Tensor | None = None
-        self.values: Tensor | None = None  # of x, which might be changed in place
+        self.values: Tensor | None = None  # copy of x, which may be changed in place
 
-    def note(self, name: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def record(self, name: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         x = arguments[0] if arguments else None
-        if self._is_last(x) and name not in self.runs[-1]:
+        if self._is_last_input(x) and name not in self.runs[-1]:
             self.runs[-1].append(name)
         else:
             self.runs.append([name])
             self.x, self.values = x, None if x is None else x.clone()
 
-    def _is_last(self, x: Tensor | None) -> bool:
+    def _is_last_input(self, x: Tensor | None) -> bool:
         if x is None or x is not self.x or self.values is None:
             return False
         return torch.equal(x, self.values)
 
 
 @contextmanager
-def _hooked(model: nn.Module, calls: _Calls) -> Iterator[None]:
+def _hooks(model: nn.Module, recorder: _CallRecorder) -> Iterator[None]:
     hooks = [
-        module.register_forward_pre_hook(functools.partial(calls.note, name))
+        module.register_forward_pre_hook(functools.partial(recorder.record, name))
         for name, module in model.named_modules()
         if type(module) is nn.Linear
     ]
@@ -65,92 +70,94 @@ def _hooked(model: nn.Module, calls: _Calls) -> Iterator[None]:
             hook.remove()
 
 
-def _alike(model: nn.Module, names: Sequence[str]) -> bool:
+def _have_same_inputs(model: nn.Module, names: Sequence[str]) -> bool:
     layers: list[Any] = [model.get_submodule(name) for name in names]
-    return len({(each.weight.dtype, each.weight.device, each.in_features) for each in layers}) == 1
+    return len({(x.weight.dtype, x.weight.device, x.in_features) for x in layers}) == 1
 
 
-# ── one product in their place ──
+# ── the fused product ──
 
 
-def share(
-    model: nn.Module, groups: Sequence[Sequence[str]], make: Callable[..., nn.Module]
+def fuse_linears(
+    model: nn.Module,
+    groups: Sequence[Sequence[str]],
+    make_layer: Callable[[Tensor, Tensor | None], nn.Module],
 ) -> None:
-    """The layers of each group become parts of what is made of their weights and biases."""
+    """Replace the layers of each group by slices of `make_layer(weight, bias)` of all of them."""
     for names in groups:
         layers: list[Any] = [model.get_submodule(name) for name in names]
-        sizes = [each.out_features for each in layers]
-        biased = [each.bias is not None for each in layers]
-        weight, bias = _joined(layers)
+        sizes = [layer.out_features for layer in layers]
+        has_bias = [layer.bias is not None for layer in layers]
+        weight, bias = _concatenated(layers)
         layers.clear()
         for name in names:
-            model.set_submodule(name, nn.Identity())  # the original goes before it is there thrice
-        shared = FusedLinear(make(weight, bias), sizes)
-        for place, name in enumerate(names):
-            model.set_submodule(name, FusedSlice(shared, place, biased[place]))
+            model.set_submodule(name, nn.Identity())  # free the originals before packing
+        fused = FusedLinear(make_layer(weight, bias), sizes)
+        for index, name in enumerate(names):
+            model.set_submodule(name, FusedSlice(fused, index, has_bias[index]))
 
 
-def _joined(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Weight [sum of out, in] and bias of all; a missing one is zeros beside those of others."""
-    weight = torch.cat([each.weight.detach() for each in layers])
-    if all(each.bias is None for each in layers):
+def _concatenated(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Return the weight [sum of out, in] and bias of all layers; a missing bias becomes zeros."""
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    if all(layer.bias is None for layer in layers):
         return weight, None
-    biases = [weight.new_zeros(e.out_features) if e.bias is None else e.bias for e in layers]
-    return weight, torch.cat([each.detach() for each in biases])
+    biases = [weight.new_zeros(x.out_features) if x.bias is None else x.bias for x in layers]
+    return weight, torch.cat([bias.detach() for bias in biases])
 
 
 class FusedOutput(NamedTuple):
-    """A product between the calls of its parts."""
+    """A product that was computed for one slice and awaits the calls of the next ones."""
 
     x: weakref.ref[Tensor]
     version: int
-    place: int  # of the part that is to be called next
-    made: Tensor
+    next_index: int  # of the slice to be called next
+    out: Tensor
 
 
 class FusedLinear(nn.Module):
-    """`layer` makes the columns of all parts, x [..., in] → [..., sum of `sizes`]."""
+    """One layer for several: `layer` maps x [..., in] to [..., sum of `sizes`]."""
 
     def __init__(self, layer: nn.Module, sizes: Sequence[int]) -> None:
         super().__init__()
         self.layer: Any = layer
         self.columns = list(pairwise(accumulate(sizes, initial=0)))
-        self.kept: FusedOutput | None = None
+        self.output: FusedOutput | None = None
 
-    def part(self, x: Tensor, place: int) -> Tensor:
-        """[..., its size]. Parts that are called in turn on one tensor share what the first made,
-        which is kept no longer than that. Other threads may do the same."""
-        if torch.compiler.is_compiling():
-            made: Tensor = self.layer(x)
-        else:
-            made = self._made(x, place)
-        start, end = self.columns[place]
-        return made[..., start:end].contiguous()  # as the layer's own
+    def slice(self, x: Tensor, index: int) -> Tensor:
+        """Return slice `index` of the product, [..., its size].
 
-    def _made(self, x: Tensor, place: int) -> Tensor:
-        kept, version = self.kept, _version(x)
-        if kept and kept.x() is x and kept[1:3] == (version, place):
-            made = kept.made
+        Slices called in order on one tensor share one product, which is dropped with the last.
+        Calls from several threads are safe: each reads `output` once.
+        """
+        out: Tensor = self.layer(x) if torch.compiler.is_compiling() else self._product(x, index)
+        start, end = self.columns[index]
+        return out[..., start:end].contiguous()  # contiguous, as the original layer's output
+
+    def _product(self, x: Tensor, index: int) -> Tensor:
+        output, version = self.output, _version(x)
+        if output and output.x() is x and (output.version, output.next_index) == (version, index):
+            out = output.out
         else:
-            made = self.layer(x)
-        more = place + 1 < len(self.columns)
-        self.kept = FusedOutput(weakref.ref(x), version, place + 1, made) if more else None
-        return made
+            out = self.layer(x)
+        is_last = index + 1 == len(self.columns)
+        self.output = None if is_last else FusedOutput(weakref.ref(x), version, index + 1, out)
+        return out
 
 
 class FusedSlice(nn.Module):
-    """x [..., in] → [..., out], as the linear layer in whose place it is."""
+    """x [..., in] → [..., out]: stands in for one of the fused linear layers."""
 
-    def __init__(self, shared: FusedLinear, place: int, biased: bool) -> None:
+    def __init__(self, fused: FusedLinear, index: int, has_bias: bool) -> None:
         super().__init__()
-        self.shared = shared
-        self.place = place
-        self.biased = biased
+        self.fused = fused
+        self.index = index
+        self.has_bias = has_bias
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.shared.part(x, self.place)
+        return self.fused.slice(x, self.index)
 
 
 def _version(x: Tensor) -> int:
-    """Changes when its values are changed in place, where that is known."""
+    """Return a number that changes when x is changed in place; 0 where torch does not count."""
     return 0 if x.is_inference() else x._version

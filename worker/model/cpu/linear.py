@@ -1,36 +1,9 @@
-"""Linear layers for a CPU: weights laid out as its matrix kernels want them, or as int8.
+"""Linear layers for a CPU, with weights in a layout that its matrix kernels read fast.
 
-oneDNN's layout makes products with few rows, which is what decoding is, several times faster
-than the plain one, and a compiled graph uses the same weights. A CPU that has no bfloat16 would
-emulate it at a sixth of the speed: there the weights of a bfloat16 model are multiplied by an
-operation of our own (cpu/linear.py), and until it is built laid out as float32, if there is
-memory for that. Products are then as bfloat16 kernels make them: of the same numbers, summed in
-float32, rounded to bfloat16. int8 weights carry one scale an output and are multiplied by
-bfloat16 inputs; more rows than those kernels are good at go through a copy of the dequantised
-values, if there is memory for one, so that both say the same. Layers are converted one by one, and
-each original goes as it is replaced, unless an embedding shares it. Those that are called on one
-input become one product (fused_linear.py).
-
-Weights in pages of 2 MB in place of 4 kB, where Linux gives them: a step reads all weights, and
-where each page lies has to be looked up, which takes long in a virtual machine above all.
-
-Linear layers of bfloat16 weights on a CPU that does not multiply bfloat16: a native operation
-(native/bf16_weight_linear.cpp).
-
-Weights stay as they are, two bytes each, and become float32 in registers: a step reads half of what
-float32 weights are, and memory holds half. Products are as bfloat16 kernels make them: of the same
-numbers, summed in float32, rounded to bfloat16. A row's does not depend on how many come with it.
-
-Linear layers with few rows, as decoding has them, by a native operation (native/linear.cpp).
-
-It reads a weight once, as fast as memory gives it, from where oneDNN has packed it for its own
-products (cpu/linear.py): there is no other copy. A row's result does not depend on how many others
-come with it, up to as many as the operation takes. How oneDNN packs is its own affair: a layer uses
-the operation where both give the same product.
-
-More rows go on to oneDNN, filled up to one of a few dozen numbers: for each that it has not seen it
-makes kernels first, which took a small model's prompts half as long again. Those of usual prompts
-are made beforehand.
+PackedLinear holds weights in oneDNN's layout, several times faster than the plain one for the few
+rows of a decode step; the native operation (native/packed_linear.cpp) and compiled graphs read the
+same copy. Bf16WeightLinear serves bfloat16 on CPUs without bfloat16 instructions, Int8Linear holds
+int8 weights. Layers are replaced one by one, so the model exists once in memory, plus one layer.
 """
 
 import ctypes
@@ -39,32 +12,76 @@ import mmap
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from worker.device.device import has_bfloat16
 from worker.device.self_check import CannotRun, compare
-from worker.model.cpu.fused_linear import FusedSlice, find_shared_inputs, share
+from worker.model.cpu.fused_linear import FusedSlice, find_shared_inputs, fuse_linears
 
 log = logging.getLogger("onequeue.linear")
 
-# The int8 kernels read the weights once a row: faster up to so many rows.
-INT8_ROWS = 8
-# Rows that are made int8 at once: in float32 a vocabulary's would be gigabytes.
-QUANTISED_ROWS = 4096
-# Of what is free, how much the copy may take.
-COPY_SHARE = 0.5
-# Rows of products that are compared: one, some, more than a matrix tile has, more than are few.
-COMPARED_ROWS = (1, 7, 18, 45)
-# Of a product's largest number.
+Layer = TypeVar("Layer", bound=nn.Module)
+
+# Share of the free memory that a second copy of the weights may take.
+MAX_COPY_SHARE = 0.5
+# Largest difference of two products, relative to the largest value.
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+# Row counts to compare products with: one, some, more than an AMX tile, more than FEW_ROWS in C++.
+COMPARED_ROWS = (1, 7, 18, 45)
+# The int8 kernels read the weights once per row, which pays up to so many rows.
+INT8_ROWS = 8
+# Output rows quantized at a time: the float32 copy of a vocabulary's head would take gigabytes.
+QUANTIZED_ROWS = 4096
+# Columns per group in which oneDNN may have packed the weights.
+GROUP_WIDTHS = (32, 64)
+# Columns of a panel of Bf16WeightLinear, SPREAD in native/bf16_weight_linear.cpp.
+PANEL_COLUMNS = 32
+# Prompt lengths, in rows, that oneDNN's kernels are created for ahead of the first prompt.
+WARM_UP_MAX_ROWS, WARM_UP_ROW_STEP = 512, 16
+LARGE_PAGE_BYTES = 2 << 20
+MADV_COLLAPSE = 25  # madvise(2), Linux 6.1: make large pages now
+
+
+# ── the native operations, implemented in native/*.cpp ──
+
+torch.library.define(
+    "onequeue::packed_linear", "(Tensor x, Tensor packed, Tensor? bias, int width) -> Tensor",
+    tags=torch.Tag.flexible_layout,
+)  # fmt: skip
+torch.library.define(
+    "onequeue::bf16_weight_linear",
+    "(Tensor x, Tensor panels, Tensor? bias, int columns) -> Tensor",
+    tags=torch.Tag.flexible_layout,
+)  # fmt: skip
+
+
+@torch.library.register_fake("onequeue::packed_linear")  # type: ignore[untyped-decorator]  # torch's
+def _(x: Any, packed: Any, bias: Any, width: int) -> Tensor:
+    out: Tensor = x.new_empty(*x.shape[:-1], packed.shape[0])
+    return out
+
+
+@torch.library.register_fake("onequeue::bf16_weight_linear")  # type: ignore[untyped-decorator]  # torch's
+def _(x: Any, panels: Any, bias: Any, columns: int) -> Tensor:
+    out: Tensor = x.new_empty(*x.shape[:-1], columns)
+    return out
+
+
+# ── layers ──
 
 
 class PackedLinear(nn.Module):
-    """x [..., in] → [..., out], as nn.Linear. `native_width`: how many columns of its weights lie
-    side by side for the native operation (cpu/linear.py), 0: it is not used."""
+    """nn.Linear, x [..., in] → [..., out], with weights in oneDNN's layout.
+
+    Where bfloat16 would be emulated, weights are float32 and so are sums; inputs and outputs stay
+    bfloat16, which gives what bfloat16 kernels give. The native operation replaces oneDNN's product
+    once `native_width`, the columns per group of the layout, is not 0. It reads weights at the
+    memory's speed for few rows. For more rows it pads the rows to one of a few dozen counts and
+    calls oneDNN, which would create a kernel for each new count.
+    """
 
     packed: Tensor
     bias: Tensor | None
@@ -73,173 +90,313 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
-        self.inside = packed_dtype(weight.dtype)
+        self.compute_dtype = packed_dtype(weight.dtype)
         self.native_width = 0
-        self.activation: tuple[str, str] | None = None  # of what it makes, as oneDNN calls it
-        self.weight = SimpleNamespace(dtype=weight.dtype, device=weight.device)  # some ask for it
-        weight = weight.detach().to(self.inside)
+        # name and algorithm of an activation that oneDNN applies to the output (vision/cpu_fusions)
+        self.activation: tuple[str, str] | None = None
+        self.weight = _weight_stand_in(weight)
+        weight = weight.detach().to(self.compute_dtype)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, INT8_ROWS)
         use_large_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
-        bias = None if bias is None else bias.detach().to(self.inside)
+        bias = None if bias is None else bias.detach().to(self.compute_dtype)
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        given = x if x.dtype == self.inside else x.to(self.inside)
+        rows = x if x.dtype == self.compute_dtype else x.to(self.compute_dtype)
         if self.native_width:
             width = self.native_width
-            made: Tensor = torch.ops.onequeue.linear(given, self.packed, self.bias, width)
+            out: Tensor = torch.ops.onequeue.packed_linear(rows, self.packed, self.bias, width)
         else:
-            made = self.packed_product(given)
-        return made if given is x else made.to(x.dtype)
+            out = self.onednn_product(rows)
+        return out if rows is x else out.to(x.dtype)
 
-    def packed_product(self, x: Tensor) -> Tensor:
-        """oneDNN's, of x in the dtype of the packed weights."""
+    def onednn_product(self, x: Tensor) -> Tensor:
+        """Return oneDNN's product of x, which has the dtype of the packed weights."""
         name, kind = self.activation or ("none", "")
-        made: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, name, [], kind)
-        return made
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, name, [], kind)
+        return out
 
-    def plain(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias as they were given."""
+    def unpacked(self) -> tuple[Tensor, Tensor | None]:
+        """Return the weight [out, in] and bias of the original layer."""
         bias = None if self.bias is None else self.bias.to(self.dtype)
         return self.packed.to_dense().to(self.dtype), bias
 
 
+class Bf16WeightLinear(nn.Module):
+    """nn.Linear of bfloat16, x [..., in] → [..., out], for a CPU that does not multiply bfloat16.
+
+    The native operation, which must be loaded (attention/native.py), widens weights to float32 in
+    registers: a step reads half the bytes of float32 weights, and memory holds half. Sums are
+    float32, rounded to bfloat16 at the end, and do not depend on the other rows of a batch.
+
+    `panels` [out / PANEL_COLUMNS, in / 2, PANEL_COLUMNS, 2], padded with zeros: weights of two
+    inputs side by side, for PANEL_COLUMNS outputs.
+    """
+
+    panels: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        self.weight = _weight_stand_in(weight)
+        padded = weight.detach()
+        columns, rows = self.in_features % 2, -self.out_features % PANEL_COLUMNS
+        if columns or rows:
+            padded = nn.functional.pad(padded, (0, columns, 0, rows))
+        pairs = padded.reshape(-1, PANEL_COLUMNS, padded.shape[1] // 2, 2)
+        panels = pairs.transpose(1, 2).contiguous()
+        use_large_pages(panels.data_ptr(), panels.nbytes)
+        self.register_buffer("panels", panels, persistent=False)
+        bias = None if bias is None else bias.detach().float()
+        self.register_buffer("bias", bias, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.onequeue.bf16_weight_linear(
+            x, self.panels, self.bias, self.out_features
+        )
+        return out
+
+    def unpacked(self) -> tuple[Tensor, Tensor | None]:
+        """Return the weight [out, in] and bias of the original layer."""
+        padded = self.panels.transpose(1, 2).reshape(-1, self.panels.shape[1] * 2)
+        weight = padded[: self.out_features, : self.in_features]
+        return weight, None if self.bias is None else self.bias.to(self.dtype)
+
+
 class Int8Linear(nn.Module):
-    """x [..., in] → [..., out]; weight int8 [out, in], scale bfloat16 [out]."""
+    """x [..., in] → [..., out] with int8 weights [out, in] and one bfloat16 scale per output.
+
+    Symmetric quantization: scale = max |w| / 127 of a row, w ≈ int8 · scale. Inputs are rounded to
+    bfloat16. More than INT8_ROWS rows go through `dequantized`, a packed copy of the same values,
+    where there is memory for one.
+    """
 
     weight: Tensor
     scale: Tensor
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, copy: bool) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, keep_copy: bool) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        starts = range(0, self.out_features, QUANTISED_ROWS)
-        parts = [_quantised(weight.detach()[at : at + QUANTISED_ROWS]) for at in starts]
-        quantised, scales = zip(*parts, strict=True)
-        self.register_buffer("weight", torch.cat(quantised), persistent=False)
+        starts = range(0, self.out_features, QUANTIZED_ROWS)
+        parts = [_quantize(weight.detach()[at : at + QUANTIZED_ROWS]) for at in starts]
+        quantized, scales = zip(*parts, strict=True)
+        self.register_buffer("weight", torch.cat(quantized), persistent=False)
         self.register_buffer("scale", torch.cat(scales), persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
         self.dtype = weight.dtype
-        self.copy: nn.Module | None = None
-        if copy:
-            plain = self.weight.float().mul_(self.scale.float()[:, None]).to(self.dtype)
-            self.copy = (
-                PackedLinear(plain, None) if packs_dtype(self.dtype) else _linear(plain, None)
+        self.dequantized: nn.Module | None = None
+        if keep_copy:
+            values = self.weight.float().mul_(self.scale.float()[:, None]).to(self.dtype)
+            self.dequantized = (
+                PackedLinear(values, None)
+                if packs_dtype(self.dtype)
+                else _plain_linear(values, None)
             )
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features).bfloat16()
-        if self.copy is not None and len(rows) > INT8_ROWS:
-            out = self.copy(rows.to(self.dtype))
+        if self.dequantized is not None and len(rows) > INT8_ROWS:
+            out = self.dequantized(rows.to(self.dtype))
         else:
             out = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scale)
         out = out.to(self.dtype).view(*x.shape[:-1], self.out_features)
-        made: Tensor = out if self.bias is None else out + self.bias
-        return made
+        biased: Tensor = out if self.bias is None else out + self.bias
+        return biased
 
 
-def _quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 [rows, in] and the rows' scales."""
+def _weight_stand_in(weight: Tensor) -> SimpleNamespace:
+    """Return an object with the attributes of `layer.weight` that some models read."""
+    return SimpleNamespace(dtype=weight.dtype, device=weight.device)
+
+
+def _quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int8 [rows, in] and the bfloat16 scales [rows]."""
     weight = weight.float()
     scale = (weight.abs().amax(1) / 127).clamp(min=1e-12).bfloat16()
-    made = (weight / scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
-    return made, scale
+    quantized = (weight / scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    return quantized, scale
 
 
-def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+def _plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     out, inputs = weight.shape
-    made = nn.Linear(inputs, out, bias=bias is not None, device="meta")
-    made.weight = nn.Parameter(weight, requires_grad=False)
+    layer = nn.Linear(inputs, out, bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
-        made.bias = nn.Parameter(bias, requires_grad=False)
-    return made
+        layer.bias = nn.Parameter(bias, requires_grad=False)
+    return layer
 
 
 def packs_dtype(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies packed weights of a model of this dtype."""
-    known: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch's
-    return known and dtype in (torch.float32, torch.bfloat16)
+    """Return whether this CPU multiplies packed weights for a model of this dtype."""
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch's
+    return available and dtype in (torch.float32, torch.bfloat16)
 
 
 def emulates_dtype(dtype: torch.dtype) -> bool:
-    """Whether this CPU has to emulate it, which packing spares."""
+    """Return whether this CPU emulates products of this dtype, at a sixth of float32's speed."""
     return dtype == torch.bfloat16 and not has_bfloat16()
 
 
 def packed_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What packed weights of a model of this dtype are."""
+    """Return the dtype of PackedLinear's weights for a model of this dtype."""
     return torch.float32 if emulates_dtype(dtype) else dtype
 
 
-def _weights(model: nn.Module) -> tuple[int, torch.dtype]:
-    """Of all linear layers: how many, and of what type."""
-    found = [each.weight for each in model.modules() if type(each) is nn.Linear]
-    return sum(weight.numel() for weight in found), found[0].dtype if found else torch.float32
-
-
-def _replace(model: nn.Module, kind: type[nn.Module], make: Callable[[Any], nn.Module]) -> None:
-    """Each module of this kind gives way to what is made of it, one after another."""
-    places = [  # not the modules: whoever lists them keeps them
-        (parent, name)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if type(child) is kind
-    ]
-    for parent, name in places:
-        setattr(parent, name, make(parent.get_submodule(name)))
+# ── replacing a model's layers ──
 
 
 def pack_weights(
     model: nn.Module,
     free_bytes: int,
     check: Callable[[], object] = lambda: None,
-    shares: bool = True,
-    widens: bool = False,
+    fuse: bool = True,
+    bf16_weights: bool = False,
 ) -> None:
-    """Lay out all linear layers' weights anew, unless that takes too much memory, or `check`, which
-    runs the model, raises then; what was shared with an embedding is copied. `shares`: those that
-    are called on one input become one product, which pays where rows are few. `widens`: bfloat16
-    that would be emulated is left to the native operation, which must be loaded."""
+    """Replace all linear layers by packed ones; a weight tied to an embedding is copied.
 
-    def laid_out(weight: Tensor, bias: Tensor | None) -> nn.Module:
-        kind = Bf16WeightLinear if widens and emulates_dtype(weight.dtype) else PackedLinear
+    Layers stay as they are if that takes too much memory, or if `check`, which runs the model,
+    raises afterwards; both are logged. `fuse`: layers called on one input become one product, which
+    pays where rows are few. `bf16_weights`: bfloat16 that would be emulated goes to
+    Bf16WeightLinear; its operation must be loaded.
+    """
+
+    def packed(weight: Tensor, bias: Tensor | None) -> nn.Module:
+        kind = Bf16WeightLinear if bf16_weights and emulates_dtype(weight.dtype) else PackedLinear
         return kind(weight, bias)
 
-    more = 0 if widens else extra_bytes(model)
-    if not widens and not has_memory(model, free_bytes):
-        log.warning("bfloat16 is emulated: float32 weights would take %.1f GB more", more / 1e9)
+    extra = 0 if bf16_weights else extra_bytes(model)
+    if not bf16_weights and not has_memory(model, free_bytes):
+        log.warning("bfloat16 is emulated: float32 weights would take %.1f GB more", extra / 1e9)
         return
-    if more:
-        log.info("bfloat16 weights multiplied in float32, which takes %.3f GB more", more / 1e9)
+    if extra:
+        log.info("bfloat16 weights are kept as float32, which takes %.3f GB more", extra / 1e9)
     try:
-        share(model, find_shared_inputs(model, check) if shares else (), laid_out)
-        _replace(model, nn.Linear, lambda plain: laid_out(plain.weight, plain.bias))
+        fuse_linears(model, find_shared_inputs(model, check) if fuse else (), packed)
+        _replace(model, nn.Linear, lambda plain: packed(plain.weight, plain.bias))
         check()
-    except Exception as error:  # a model that uses weights without calling their layer
+    except Exception as error:  # a model that reads weights without calling their layer
         unpack_weights(model)
-        emulated = emulates_dtype(_weights(model)[1])
+        emulated = emulates_dtype(_linear_weights(model)[1])
         slow = "this CPU emulates bfloat16: DTYPE=float32 is faster here; " if emulated else ""
         log.warning("%sweights stay as they are: %r", slow, error)
 
 
 def extra_bytes(model: nn.Module) -> int:
-    """That packed weights take than plain ones."""
-    numbers, dtype = _weights(model)
+    """Return how many bytes more the packed weights take than the plain ones."""
+    numbers, dtype = _linear_weights(model)
     return numbers * (packed_dtype(dtype).itemsize - dtype.itemsize)
 
 
 def has_memory(model: nn.Module, free_bytes: int) -> bool:
-    """Whether packed weights may take what they take more."""
-    return extra_bytes(model) <= COPY_SHARE * free_bytes
+    """Return whether there is enough memory to pack the weights."""
+    return extra_bytes(model) <= MAX_COPY_SHARE * free_bytes
+
+
+def unpack_weights(model: nn.Module) -> None:
+    """Put plain linear layers back in place of fused and packed ones."""
+    _replace(model, FusedSlice, _unpacked_slice)
+    _replace(model, PackedLinear, lambda layer: _plain_linear(*layer.unpacked()))
+    _replace(model, Bf16WeightLinear, lambda layer: _plain_linear(*layer.unpacked()))
+
+
+def _unpacked_slice(part: FusedSlice) -> nn.Linear:
+    weight, bias = part.fused.layer.unpacked()
+    rows = slice(*part.fused.columns[part.index])
+    return _plain_linear(weight[rows].clone(), bias[rows].clone() if part.has_bias else None)
+
+
+@torch.inference_mode()
+def use_bf16_weights(model: nn.Module) -> None:
+    """Replace packed layers whose bfloat16 this CPU emulates by Bf16WeightLinear, where both give
+    the same product; the model may be running meanwhile. The operation must be loaded."""
+    replaced = 0
+
+    def with_bf16_weights(layer: PackedLinear) -> nn.Module:
+        nonlocal replaced
+        if not emulates_dtype(layer.dtype) or layer.activation:
+            return layer
+        candidate = Bf16WeightLinear(*layer.unpacked())
+        dtype = layer.dtype
+        if not products_match(candidate, layer, layer.in_features, dtype, ROUNDING[dtype]):
+            return layer
+        replaced += 1
+        return candidate
+
+    _replace(model, PackedLinear, with_bf16_weights)
+    if replaced:
+        log.info("bfloat16 weights are widened in registers layers=%d", replaced)
+
+
+def quantize_weights(
+    model: nn.Module, free_bytes: int, check: Callable[[], object] = lambda: None
+) -> None:
+    """Replace all linear layers by Int8Linear, with a copy for large batches if it fits.
+
+    `check` runs the model, which shows the layers that share an input.
+    """
+    numbers, dtype = _linear_weights(model)
+    copy_bytes = numbers * packed_dtype(dtype).itemsize
+    keep_copy = copy_bytes <= MAX_COPY_SHARE * free_bytes
+    groups = find_shared_inputs(model, check)
+    fuse_linears(model, groups, lambda weight, bias: Int8Linear(weight, bias, keep_copy))
+    _replace(model, nn.Linear, lambda plain: Int8Linear(plain.weight, plain.bias, keep_copy))
+    log.info(
+        "int8 weights_gb=%.3f copy_gb=%.3f%s",
+        numbers / 1e9,
+        copy_bytes / 1e9 if keep_copy else 0.0,
+        " the dequantized copy serves larger batches" if keep_copy else "",
+    )
+
+
+@torch.inference_mode()
+def use_native_linear(model: nn.Module) -> None:
+    """Use the native operation in each packed layer for which it gives oneDNN's product; the model
+    may be running meanwhile. The operation must be loaded (attention/native.py)."""
+    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    for layer in layers:
+        layer.native_width = next((w for w in GROUP_WIDTHS if native_product_matches(layer, w)), 0)
+    using = sum(layer.native_width > 0 for layer in layers)
+    if layers:
+        log.info("native products layers=%d of %d", using, len(layers))
+
+
+@torch.inference_mode()
+def warm_up_onednn(body: nn.Module) -> None:
+    """Create oneDNN's kernels for prompts of up to WARM_UP_MAX_ROWS tokens, for the calling
+    thread's number of threads."""
+    layers = [module for module in body.modules() if isinstance(module, PackedLinear)]
+    shapes = {(x.in_features, x.out_features, x.bias is not None): x for x in layers}
+    for layer in shapes.values():
+        for rows in range(WARM_UP_ROW_STEP, WARM_UP_MAX_ROWS + 1, WARM_UP_ROW_STEP):
+            layer(torch.zeros(rows, layer.in_features, dtype=layer.packed.dtype))
+
+
+def native_product_matches(layer: PackedLinear, width: int) -> bool:
+    """Return whether the native product agrees with oneDNN's if `width` columns form a group.
+
+    oneDNN does not document its layout, so the width is found by trying.
+    """
+
+    def native_product(x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.onequeue.packed_linear(x, layer.packed, layer.bias, width)
+        return out
+
+    inputs, dtype = layer.in_features, layer.packed.dtype
+    try:
+        return products_match(native_product, layer.onednn_product, inputs, dtype, ROUNDING[dtype])
+    except RuntimeError:  # no kernel for this CPU, or another layout
+        return False
 
 
 def products_match(
     one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor], inputs: int,
     dtype: torch.dtype, rounding: float,
 ) -> bool:  # fmt: skip
-    """Whether both make the same of random rows [R, inputs] of this dtype."""
+    """Return whether both functions agree on random rows [R, inputs], up to `rounding`."""
     generator = torch.Generator().manual_seed(0)
     for rows in COMPARED_ROWS:
         x = torch.randn(rows, inputs, generator=generator).to(dtype)
@@ -250,179 +407,39 @@ def products_match(
     return True
 
 
-def unpack_weights(model: nn.Module) -> None:
-    _replace(model, FusedSlice, _unpacked_part)
-    for kind in (PackedLinear, Bf16WeightLinear):
-        _replace(model, kind, lambda layer: _linear(*layer.plain()))
+def _linear_weights(model: nn.Module) -> tuple[int, torch.dtype]:
+    """Return the number of weights in all linear layers, and their dtype."""
+    weights = [module.weight for module in model.modules() if type(module) is nn.Linear]
+    dtype = weights[0].dtype if weights else torch.float32
+    return sum(weight.numel() for weight in weights), dtype
 
 
-def _unpacked_part(part: FusedSlice) -> nn.Linear:
-    weight, bias = part.shared.layer.plain()
-    rows = slice(*part.shared.columns[part.place])
-    return _linear(weight[rows].clone(), bias[rows].clone() if part.biased else None)
-
-
-@torch.inference_mode()
-def use_bf16_weights(model: nn.Module) -> None:
-    """Each packed layer of bfloat16 that this CPU would emulate gives way to the native operation,
-    which must be loaded, where that gives the same product: one after another, while the model may
-    be running."""
-    using = 0
-
-    def widened(layer: Any) -> nn.Module:
-        nonlocal using
-        if not emulates_dtype(layer.dtype) or layer.activation:
-            return layer  # type: ignore[no-any-return]
-        made = Bf16WeightLinear(*layer.plain())
-        dtype = layer.dtype
-        if not products_match(made, layer, layer.in_features, dtype, ROUNDING[dtype]):
-            return layer  # type: ignore[no-any-return]
-        using += 1
-        return made
-
-    _replace(model, PackedLinear, widened)
-    if using:
-        log.info("bfloat16 weights made float32 as they are multiplied layers=%d", using)
-
-
-def quantize_weights(
-    model: nn.Module, free_bytes: int, check: Callable[[], object] = lambda: None
+def _replace(
+    model: nn.Module, kind: type[Layer], replacement: Callable[[Layer], nn.Module]
 ) -> None:
-    """int8 in place of all linear layers' weights, with a copy for large batches if it fits.
-    `check` runs the model."""
-    numbers, dtype = _weights(model)
-    copy_bytes = numbers * packed_dtype(dtype).itemsize
-    copy = copy_bytes <= COPY_SHARE * free_bytes
-    share(
-        model, find_shared_inputs(model, check), lambda weight, bias: Int8Linear(weight, bias, copy)
-    )
-    _replace(model, nn.Linear, lambda plain: Int8Linear(plain.weight, plain.bias, copy))
-    log.info(
-        "int8 weights_gb=%.3f copy_gb=%.3f%s",
-        numbers / 1e9,
-        copy_bytes / 1e9 if copy else 0.0,
-        " the copy of the dequantised values serves larger batches" if copy else "",
-    )
-
-
-PAGE = 2 << 20
-COLLAPSE = 25  # MADV_COLLAPSE of madvise(2), Linux 6.1: at once
+    """Replace each module of exactly this class, one after another."""
+    names = [  # a list of the modules would keep all of them in memory
+        (parent, name)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child) is kind
+    ]
+    for parent, name in names:
+        layer: Any = parent.get_submodule(name)
+        setattr(parent, name, replacement(layer))
 
 
 def use_large_pages(start: int, size: int) -> None:
-    """For what lies in whole pages of so many bytes there; what the system refuses stays as it
-    is."""
+    """Ask Linux to back the whole 2 MB pages of [start, start + size) by large pages.
+
+    A step reads all weights; with 4 kB pages the address translation takes long, above all in a
+    virtual machine. A refusal is ignored.
+    """
     if sys.platform != "linux":
         return
-    first, last = -(-start // PAGE) * PAGE, (start + size) // PAGE * PAGE
+    first = -(-start // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES
+    last = (start + size) // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES
     if first < last:
-        advise = ctypes.CDLL(None).madvise
-        for advice in (mmap.MADV_HUGEPAGE, COLLAPSE):
-            advise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), advice)
-
-
-SPREAD = 32  # columns that lie side by side
-
-# The C++ implements it.
-torch.library.define(
-    "onequeue::bf16_weight_linear",
-    "(Tensor x, Tensor panels, Tensor? bias, int columns) -> Tensor",
-    tags=torch.Tag.flexible_layout,
-)
-
-
-@torch.library.register_fake("onequeue::bf16_weight_linear")  # type: ignore[untyped-decorator]  # torch's
-def _(x: Any, panels: Any, bias: Any, columns: int) -> Tensor:
-    made: Tensor = x.new_empty(*x.shape[:-1], columns)
-    return made
-
-
-class Bf16WeightLinear(nn.Module):
-    """x [..., in] → [..., out], as nn.Linear of bfloat16; the operation must be loaded
-    (attention/native.py). `panels` [out / SPREAD, in / 2, SPREAD, 2]: rows of the matrix in pairs,
-    filled up with zeros."""
-
-    panels: Tensor
-    bias: Tensor | None
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
-        self.weight = SimpleNamespace(dtype=weight.dtype, device=weight.device)  # some ask for it
-        filled = weight.detach()
-        columns, rows = self.in_features % 2, -self.out_features % SPREAD
-        if columns or rows:
-            filled = nn.functional.pad(filled, (0, columns, 0, rows))
-        pairs = filled.reshape(-1, SPREAD, filled.shape[1] // 2, 2)
-        panels = pairs.transpose(1, 2).contiguous()
-        use_large_pages(panels.data_ptr(), panels.nbytes)
-        self.register_buffer("panels", panels, persistent=False)
-        bias = None if bias is None else bias.detach().float()
-        self.register_buffer("bias", bias, persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = torch.ops.onequeue.bf16_weight_linear(
-            x, self.panels, self.bias, self.out_features
-        )
-        return made
-
-    def plain(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias as they were given."""
-        filled = self.panels.transpose(1, 2).reshape(-1, self.panels.shape[1] * 2)
-        weight = filled[: self.out_features, : self.in_features]
-        return weight, None if self.bias is None else self.bias.to(self.dtype)
-
-
-# How many columns may lie side by side.
-WIDTHS = (32, 64)
-MADE_ROWS, MADE_STEP = 512, 16
-
-# The C++ implements it.
-torch.library.define(
-    "onequeue::linear", "(Tensor x, Tensor packed, Tensor? bias, int width) -> Tensor",
-    tags=torch.Tag.flexible_layout,
-)  # fmt: skip
-
-
-@torch.library.register_fake("onequeue::linear")  # type: ignore[untyped-decorator]  # torch's
-def _(x: Any, packed: Any, bias: Any, width: int) -> Tensor:
-    made: Tensor = x.new_empty(*x.shape[:-1], packed.shape[0])
-    return made
-
-
-@torch.inference_mode()
-def use_native_linear(model: nn.Module) -> None:
-    """From the next call on, in each packed layer for which it gives the same product. It must
-    have been loaded (attention/native.py)."""
-    layers = [each for each in model.modules() if isinstance(each, PackedLinear)]
-    for layer in layers:
-        layer.native_width = next((w for w in WIDTHS if native_product_matches(layer, w)), 0)
-    using = sum(layer.native_width > 0 for layer in layers)
-    if layers:
-        log.info("native products layers=%d of %d", using, len(layers))
-
-
-@torch.inference_mode()
-def warm_up_onednn(body: nn.Module) -> None:
-    """Those of oneDNN that prompts of up to MADE_ROWS tokens need, before the first such prompt
-    does; for as many threads as the calling one has."""
-    layers = [each for each in body.modules() if isinstance(each, PackedLinear)]
-    alike = {(each.in_features, each.out_features, each.bias is None): each for each in layers}
-    for layer in alike.values():
-        for rows in range(MADE_STEP, MADE_ROWS + 1, MADE_STEP):
-            layer(torch.zeros(rows, layer.in_features, dtype=layer.packed.dtype))
-
-
-def native_product_matches(layer: PackedLinear, width: int) -> bool:
-    """Whether it does, but for rounding, if the weights' columns lie so many side by side."""
-
-    def product(x: Tensor) -> Tensor:
-        made: Tensor = torch.ops.onequeue.linear(x, layer.packed, layer.bias, width)
-        return made
-
-    inputs, dtype = layer.in_features, layer.packed.dtype
-    try:
-        return products_match(product, layer.packed_product, inputs, dtype, ROUNDING[dtype])
-    except RuntimeError:  # this CPU has no kernel, or they are packed in another way
-        return False
+        madvise = ctypes.CDLL(None).madvise
+        for advice in (mmap.MADV_HUGEPAGE, MADV_COLLAPSE):
+            madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), advice)

@@ -1,5 +1,6 @@
-// Attention of all spans of a step, in tiles that threads take one after another. Where there are
-// fewer tiles than threads, each is split along its keys and put together at the end.
+// Attention of all spans of a step. Threads take tiles one after another. Where there are fewer tiles
+// than threads, tiles are split along their keys and merged at the end, as in Dao et al.,
+// "Flash-Decoding", 2023.
 
 #include <ATen/Parallel.h>
 
@@ -7,58 +8,60 @@
 
 namespace {
 
-// What was kept of the parts of some tokens and a head becomes their output.
+// Merges the sums of `count` parts of the same tokens and head into their output.
 template <typename T>
-void put_together(const Attention<T>& of, const Part* parts, int64_t count) {
-  const int64_t each = 2 + rounded_up(of.values.size, LANES);
-  const int64_t rows = (parts->end - parts->begin) * of.group;
-  std::vector<float> summed(of.values.size);
+void merge(const Attention<T>& attention, const Part* parts, int64_t count) {
+  const int64_t stride = 2 + rounded_up(attention.values.size, LANES);
+  const int64_t rows = (parts->end - parts->begin) * attention.group;
+  std::vector<float> values(attention.values.size);
   for (int64_t row = 0; row < rows; ++row) {
     float peak = -INFINITE, total = 0;
-    for (int64_t n = 0; n < count; ++n) peak = std::max(peak, parts[n].sums[row * each]);
-    std::fill(summed.begin(), summed.end(), 0.0f);
+    for (int64_t n = 0; n < count; ++n) peak = std::max(peak, parts[n].sums[row * stride]);
+    std::fill(values.begin(), values.end(), 0.0f);
     for (int64_t n = 0; n < count; ++n) {
-      const float* sums = parts[n].sums + row * each;
+      const float* sums = parts[n].sums + row * stride;
       const float weight = std::exp2(sums[0] - peak);
       total += weight * sums[1];
-      for (int64_t d = 0; d < of.values.size; ++d) summed[d] += weight * sums[2 + d];
+      for (int64_t d = 0; d < attention.values.size; ++d) values[d] += weight * sums[2 + d];
     }
-    T* to = of.out.at(
-        parts->span->row + parts->begin + row / of.group, parts->head * of.group + row % of.group);
-    for (int64_t d = 0; d < of.values.size; ++d) to[d] = summed[d] / total;
+    T* to = attention.out.at(
+        parts->span->row + parts->begin + row / attention.group,
+        parts->head * attention.group + row % attention.group);
+    for (int64_t d = 0; d < attention.values.size; ++d) to[d] = values[d] / total;
   }
 }
 
-// The work of a step's layer, the longest first, as far as that is known.
+// The parts of a layer's attention, roughly the longest first.
 template <typename T>
-std::vector<Part> parts_of(const Attention<T>& of) {
-  std::vector<Part> made;
-  const int64_t tokens = std::max<int64_t>(1, TILE_ROWS / of.group);
-  for (const Span& span : of.spans)
+std::vector<Part> parts_of(const Attention<T>& attention) {
+  std::vector<Part> parts;
+  const int64_t tokens = std::max<int64_t>(1, TILE_ROWS / attention.group);
+  for (const Span& span : attention.spans)
     for (int64_t end = span.width; end > 0; end -= tokens)
-      for (int64_t head = 0; head < of.key_heads; ++head) {
+      for (int64_t head = 0; head < attention.key_heads; ++head) {
         const int64_t begin = std::max<int64_t>(0, end - tokens);
-        const int64_t first = of.look.first(span.start + begin) / BLOCK * BLOCK;
-        const int64_t last = of.look.last(span.start + end - 1, span.length());
-        made.push_back({&span, head, begin, end, first, last});
+        const int64_t first = attention.mask.first(span.start + begin) / BLOCK * BLOCK;
+        const int64_t last = attention.mask.last(span.start + end - 1, span.length());
+        parts.push_back({&span, head, begin, end, first, last});
       }
-  return made;
+  return parts;
 }
 
-// As many parts as there are threads, where keys suffice: all of some tokens one after another.
+// Splits parts along their keys into as many as there are threads, if there are enough keys. Parts of
+// the same tokens stay adjacent.
 std::vector<Part> split(const std::vector<Part>& whole, int64_t threads) {
-  std::vector<Part> made;
-  const int64_t wanted = threads / int64_t(whole.size());
+  std::vector<Part> parts;
+  const int64_t max_count = threads / int64_t(whole.size());
   for (Part part : whole) {
     const int64_t last = part.last;
-    const int64_t count = std::clamp<int64_t>((last - part.first) / LEAST_KEYS, 1, wanted);
-    const int64_t each = rounded_up((last - part.first + count - 1) / count, BLOCK);
-    for (; part.first < last; part.first += each) {
-      part.last = std::min(last, part.first + each);
-      made.push_back(part);
+    const int64_t count = std::clamp<int64_t>((last - part.first) / MIN_SPLIT_KEYS, 1, max_count);
+    const int64_t keys = rounded_up((last - part.first + count - 1) / count, BLOCK);
+    for (; part.first < last; part.first += keys) {
+      part.last = std::min(last, part.first + keys);
+      parts.push_back(part);
     }
   }
-  return made;
+  return parts;
 }
 
 template <typename Run>
@@ -70,32 +73,32 @@ void in_parallel(int64_t count, const Run& run) {
 }
 
 template <typename T>
-void attend(const Attention<T>& of) {
-  const std::vector<Part> whole = parts_of(of);
+void attend(const Attention<T>& attention) {
+  const std::vector<Part> whole = parts_of(attention);
   const int64_t threads = at::get_num_threads(), count = whole.size();
   if (!count) return;
   if (count * 2 > threads) {
-    in_parallel(count, [&](int64_t n) { Tile<T>(of, whole[n]).attend(); });
+    in_parallel(count, [&](int64_t n) { Tile<T>(attention, whole[n]).attend(); });
     return;
   }
   std::vector<Part> parts = split(whole, threads);
-  const int64_t each = 2 + rounded_up(of.values.size, LANES);
-  int64_t room = 0;
-  for (const Part& part : parts) room += (part.end - part.begin) * of.group * each;
-  std::vector<float> sums(room);
+  const int64_t stride = 2 + rounded_up(attention.values.size, LANES);
+  int64_t size = 0;
+  for (const Part& part : parts) size += (part.end - part.begin) * attention.group * stride;
+  std::vector<float> sums(size);
   float* free = sums.data();
   for (Part& part : parts) {
     part.sums = free;
-    free += (part.end - part.begin) * of.group * each;
+    free += (part.end - part.begin) * attention.group * stride;
   }
-  in_parallel(parts.size(), [&](int64_t n) { Tile<T>(of, parts[n]).attend(); });
+  in_parallel(parts.size(), [&](int64_t n) { Tile<T>(attention, parts[n]).attend(); });
   for (size_t n = 0, end; n < parts.size(); n = end) {
     const Part& part = parts[n];
     for (end = n + 1; end < parts.size(); ++end)
       if (parts[end].span != part.span || parts[end].head != part.head ||
           parts[end].begin != part.begin)
         break;
-    put_together(of, &part, end - n);
+    merge(attention, &part, end - n);
   }
 }
 

@@ -1,16 +1,16 @@
-// Linear layers of bfloat16 weights on a CPU that does not multiply them: they are read as they are,
-// two bytes each, and become float32 in registers; so do rows, once. Sums are of float32, in the order
-// of the depth: a row's product does not depend on the rows beside it.
+// Linear layers of bfloat16 weights on a CPU without bfloat16 instructions. Weights are read as two
+// bytes each and widened to float32 in registers; inputs are widened once. Sums are float32, in the
+// order of the depth: a row's product does not depend on the other rows.
 
 namespace {
 
-constexpr int64_t SPREAD = 2 * LANES;    // columns that lie side by side, two rows of the matrix in pairs
-constexpr int64_t CHUNK = 1024;          // depth that is summed at a time
-constexpr int64_t KEPT_BYTES = 1 << 19;  // of rows that stay in a level 2 cache while weights pass
-constexpr int64_t PREFETCHED = 2048;     // numbers ahead
-constexpr int64_t GRAIN = 1 << 16;         // numbers that a thread makes float32, at least
+constexpr int64_t SPREAD = 2 * LANES;    // columns of a panel, PANEL_COLUMNS in cpu/linear.py
+constexpr int64_t CHUNK = 1024;          // depth of a pass over the rows
+constexpr int64_t ROWS_BYTES = 1 << 19;  // of inputs that stay in the level 2 cache
+constexpr int64_t PREFETCH = 2048;       // numbers ahead
+constexpr int64_t GRAIN = 1 << 16;       // numbers that a thread widens, at least
 
-// What a register holds, and how many of them hold sums.
+// Floats of a register, and the number of registers that hold sums.
 #if defined(__AVX512F__)
 constexpr int REGISTER = 16, ACCUMULATORS = 24;
 #elif defined(__AVX2__)
@@ -27,7 +27,7 @@ inline Numbers even(Pairs pairs) { return (Numbers)(pairs << 16); }
 inline Numbers odd(Pairs pairs) { return (Numbers)(pairs & 0xffff0000u); }
 
 // x [rows, depth], panels [columns / SPREAD, depth / 2, SPREAD, 2], out [rows, columns]
-struct WideningLinear {
+struct Bf16WeightLinear {
   const float* x;
   const Half* panels;
   const float* bias;
@@ -36,7 +36,7 @@ struct WideningLinear {
 
   void multiply() const {
     const int64_t groups = (columns + SPREAD - 1) / SPREAD;
-    const int64_t fitting = std::max<int64_t>(KEPT_BYTES / 4 / depth / ROW_BLOCK, 1) * ROW_BLOCK;
+    const int64_t fitting = std::max<int64_t>(ROWS_BYTES / 4 / depth / ROW_BLOCK, 1) * ROW_BLOCK;
     const int64_t shares = (rows + fitting - 1) / fitting;
     at::parallel_for(0, shares * groups, 1, [&](int64_t begin, int64_t end) {
       std::vector<float> sums(std::min(fitting, rows) * SPREAD);
@@ -57,14 +57,14 @@ struct WideningLinear {
             std::make_integer_sequence<int, ROW_BLOCK>());
     for (int64_t row = first; row < last; ++row, sums += SPREAD)
       for (int64_t lane = 0; lane < SPREAD; lane += LANES)
-        put(load<Floats>(sums + lane), row, group * SPREAD + lane);
+        write(load<Floats>(sums + lane), row, group * SPREAD + lane);
   }
 
   template <int... N>
   void rows_block(
-      int64_t some, const float* a, const Half* lines, int64_t deep, float* sums, bool add,
+      int64_t count, const float* a, const Half* lines, int64_t deep, float* sums, bool add,
       std::integer_sequence<int, N...>) const {
-    ((some == N + 1 ? columns_block<N + 1>(a, lines, deep, sums, add) : void()), ...);
+    ((count == N + 1 ? columns_block<N + 1>(a, lines, deep, sums, add) : void()), ...);
   }
 
   template <int ROWS>
@@ -92,7 +92,7 @@ struct WideningLinear {
       for (int p = 0; p < P; ++p) {
         const Pairs pairs = load<Pairs>(lines + 2 * p * REGISTER);
         evens[p] = even(pairs), odds[p] = odd(pairs);
-        __builtin_prefetch(lines + PREFETCHED + 2 * p * REGISTER);
+        __builtin_prefetch(lines + PREFETCH + 2 * p * REGISTER);
       }
       add_products(a + k, evens);
       add_products(a + k + 1, odds);
@@ -101,30 +101,31 @@ struct WideningLinear {
       for (int p = 0; p < P; ++p) store(to + r * SPREAD + p * REGISTER, sums[r][p]);
   }
 
-  void put(Floats made, int64_t row, int64_t column) const {
-    const int64_t left = columns - column;
-    if (bias) made += load_floats(bias + column, left);
-    store_floats(out + row * columns + column, made, left);
+  void write(Floats sums, int64_t row, int64_t column) const {
+    const int64_t count = columns - column;
+    if (bias) sums += load_floats(bias + column, count);
+    store_floats(out + row * columns + column, sums, count);
   }
 };
 
-// x [..., depth] as float32 [rows, rounded up to pairs]
+// x [..., depth] as float32 [rows, depth rounded up to pairs]
 Tensor widened(const Tensor& x, int64_t rows, int64_t depth) {
-  const int64_t filled = rounded_up(depth, 2);
-  const Tensor given = x.contiguous(), made = at::empty({rows, filled}, x.options().dtype(at::kFloat));
-  const Half* from = given.const_data_ptr<Half>();
-  float* to = made.mutable_data_ptr<float>();
+  const int64_t padded = rounded_up(depth, 2);
+  const Tensor source = x.contiguous();
+  const Tensor wide = at::empty({rows, padded}, x.options().dtype(at::kFloat));
+  const Half* from = source.const_data_ptr<Half>();
+  float* to = wide.mutable_data_ptr<float>();
   at::parallel_for(0, rows, GRAIN / depth + 1, [=](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row)
-      for (int64_t n = 0; n < filled; n += LANES)
+      for (int64_t n = 0; n < padded; n += LANES)
         store_floats(
-            to + row * filled + n, load_floats(from + row * depth + n, depth - n), filled - n);
+            to + row * padded + n, load_floats(from + row * depth + n, depth - n), padded - n);
   });
-  return made;
+  return wide;
 }
 
-// x [..., in], panels [columns / SPREAD, in / 2, SPREAD, 2], the last pair filled up with zeros,
-// → [..., columns]; all of bfloat16 but the bias
+// x [..., in], panels [columns / SPREAD, in / 2, SPREAD, 2] padded with zeros → [..., columns]; all
+// bfloat16 except the bias, which is float32
 Tensor bf16_weight_linear(
     const Tensor& x, const Tensor& panels, const std::optional<Tensor>& bias, int64_t columns) {
   const int64_t depth = x.size(-1), pairs = (depth + 1) / 2;
@@ -133,16 +134,16 @@ Tensor bf16_weight_linear(
       panels.sizes() == at::IntArrayRef({groups, pairs, SPREAD, 2}) && panels.is_contiguous() &&
           x.scalar_type() == at::kBFloat16 && panels.scalar_type() == at::kBFloat16 &&
           (!bias || (bias->numel() == columns && bias->scalar_type() == at::kFloat)),
-      "a product of ", x.sizes(), " ", x.scalar_type(), " with panels ", panels.sizes());
+      "bf16_weight_linear of ", x.sizes(), " ", x.scalar_type(), " and panels ", panels.sizes());
   auto sizes = x.sizes().vec();
   sizes.back() = columns;
   const Tensor out = at::empty(sizes, x.options());
   const int64_t rows = x.numel() / std::max<int64_t>(depth, 1);
   if (!rows) return out.zero_();
-  const Tensor wide = widened(x, rows, depth), added = bias ? bias->contiguous() : Tensor();
-  WideningLinear{
+  const Tensor wide = widened(x, rows, depth), bias_row = bias ? bias->contiguous() : Tensor();
+  Bf16WeightLinear{
       wide.const_data_ptr<float>(), panels.const_data_ptr<Half>(),
-      bias ? added.const_data_ptr<float>() : nullptr, out.mutable_data_ptr<Half>(), rows, 2 * pairs,
+      bias ? bias_row.const_data_ptr<float>() : nullptr, out.mutable_data_ptr<Half>(), rows, 2 * pairs,
       columns}
       .multiply();
   return out;

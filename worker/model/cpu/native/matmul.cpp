@@ -1,29 +1,29 @@
-// Products of rows with panels: by vectors, or by the matrix tiles that some CPUs have.
+// Products of rows with panels (panels.cpp): by vector instructions, or by AMX tiles.
 
 #include <ATen/cpu/Utils.h>
 
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int SUMS = 16, PANELS = 2;  // vectors that are summed at once
+constexpr int SUMS = 16, PANELS = 2;  // accumulator registers, and the panels that share them
 #else
 constexpr int SUMS = 6, PANELS = 1;
 #endif
 
-inline Floats add_product(Floats to, const float* a, const float* line) {
-  return to + *a * load<Floats>(line);
+inline Floats add_product(Floats sum, const float* a, const float* line) {
+  return sum + *a * load<Floats>(line);
 }
 #if defined(__AVX512BF16__)
-inline Floats add_product(Floats to, const Half* a, const Half* line) {
+inline Floats add_product(Floats sum, const Half* a, const Half* line) {
   const __m512i pair = _mm512_set1_epi32(load<int32_t>(a));
-  return (Floats)_mm512_dpbf16_ps((__m512)to, (__m512bh)pair, (__m512bh)load<__m512i>(line));
+  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pair, (__m512bh)load<__m512i>(line));
 }
 #endif
 
-// A product's operands: c [rows, 16 · panels] = a [rows, depth] · panels, or added to what is there.
-// Lines of a panel are LINE words apart, where several panels share them; what lies FETCHED bytes
-// ahead is fetched.
-template <typename T, int64_t LINE = LANES, int64_t FETCHED = 0>
+// A product's operands: c [rows, 16 · panels] = a [rows, depth] · panels, plus c if `add`. Lines of a
+// panel are LINE words apart, more than LANES where panels are interleaved. With
+// PREFETCH_AHEAD, the bytes so far ahead are prefetched.
+template <typename T, int64_t LINE = LANES, int64_t PREFETCH_AHEAD = 0>
 struct Product {
   static constexpr int P = LINE == LANES ? PANELS : LINE / LANES;
   static constexpr int R = SUMS / P;
@@ -31,15 +31,15 @@ struct Product {
   const T* a;
   int64_t a_row;
   const T* panels;
-  int64_t panel;  // from one to the next
+  int64_t panel;  // stride
   float* c;
   int64_t c_row;
   int64_t depth;
   bool add;
 
-  static void fetch(const T* lines, int64_t bytes) {
-    const char* ahead = reinterpret_cast<const char*>(lines) + FETCHED;
-    for (int64_t n = 0; FETCHED && n < bytes; n += 64) __builtin_prefetch(ahead + n);
+  static void prefetch(const T* lines, int64_t bytes) {
+    const char* ahead = reinterpret_cast<const char*>(lines) + PREFETCH_AHEAD;
+    for (int64_t n = 0; PREFETCH_AHEAD && n < bytes; n += 64) __builtin_prefetch(ahead + n);
   }
 
   template <int ROWS, int COUNT>
@@ -52,7 +52,7 @@ struct Product {
       for (int p = 0; p < COUNT; ++p)
         sums[r][p] = add ? load<Floats>(to + r * c_row + p * LANES) : Floats{};
     for (int64_t k = 0; k < depth; k += PER_WORD<T>) {
-      fetch(lines + k * LINE, COUNT * LANES * 4);
+      prefetch(lines + k * LINE, COUNT * LANES * 4);
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
@@ -68,58 +68,58 @@ struct Product {
     ((rows == N + 1 ? block<N + 1, COUNT>(row, at) : void()), ...);
   }
 
-  void multiply(int64_t rows, int64_t count) const {
+  void multiply(int64_t rows, int64_t panel_count) const {
     constexpr auto up_to = std::make_integer_sequence<int, R>();
-    for (int64_t at = 0; at < count; at += P)
+    for (int64_t at = 0; at < panel_count; at += P)
       for (int64_t row = 0; row < rows; row += R) {
-        const int64_t some = std::min<int64_t>(R, rows - row);
-        if (at + P <= count)
-          rows_block<P>(some, row, at, up_to);
+        const int64_t count = std::min<int64_t>(R, rows - row);
+        if (at + P <= panel_count)
+          rows_block<P>(count, row, at, up_to);
         else
-          rows_block<1>(some, row, at, up_to);
+          rows_block<1>(count, row, at, up_to);
       }
   }
 };
 
-// What multiplies up to so many rows at once, or any number of them, while it exists.
+// Holds the CPU's configuration for products of up to so many rows while it exists.
 template <typename T>
 struct Multiplier {
   explicit Multiplier(int64_t = 2 * LANES) {}
 
-  template <typename Given = Product<T>>
-  void multiply(const Given& product, int64_t rows, int64_t panels) const {
+  template <typename P = Product<T>>
+  void multiply(const P& product, int64_t rows, int64_t panels) const {
     product.multiply(rows, panels);
   }
 };
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
-// Instructions of tiles read more than GCC knows of: what was written there is there from here on.
-inline void written(const void* from) { asm volatile("" : : "r"(from) : "memory"); }
+// GCC does not know that tile instructions read memory: this keeps earlier stores to it in place.
+inline void keep_stores(const void* from) { asm volatile("" : : "r"(from) : "memory"); }
 
-// The CPU's matrix tiles, 16 lines of 64 bytes each, if it lets us, for products of up to so many rows
-// while this exists; others' configuration of them is put back.
-class Tiles {
+// Configures the AMX tiles, 16 lines of 64 bytes each, for products of up to so many rows; the
+// destructor restores the previous configuration. Does nothing where AMX is not available.
+class TileConfig {
  public:
-  explicit Tiles(int64_t rows = 2 * LANES) {
-    if (!there()) return;
+  explicit TileConfig(int64_t rows = 2 * LANES) {
+    if (!available()) return;
     alignas(64) Config ours{};
     ours.palette = 1;
     for (int tile = 0; tile < 8; ++tile) ours.bytes[tile] = 64, ours.lines[tile] = LANES;
     for (int tile : {0, 1, 4}) ours.lines[tile] = std::min(rows, LANES);
     for (int tile : {2, 3, 5}) ours.lines[tile] = std::clamp(rows - LANES, int64_t(1), LANES);
     _tile_storeconfig(&before);
-    written(&ours);
+    keep_stores(&ours);
     _tile_loadconfig(&ours);
   }
-  ~Tiles() {
-    if (!there()) return;
+  ~TileConfig() {
+    if (!available()) return;
     if (before.palette)
       _tile_loadconfig(&before);
     else
       _tile_release();
   }
 
-  static bool there() {
+  static bool available() {
     static const bool has = at::cpu::init_amx();
     return has;
   }
@@ -138,48 +138,48 @@ class Multiplier<Half> {
  public:
   explicit Multiplier(int64_t rows = 2 * LANES) : configured(rows) {}
 
-  // More rows than it was made for are made up to 16: so many must lie in `a` and `c`.
-  template <typename Given = Product<Half>>
-  void multiply(const Given& of, int64_t rows, int64_t count) const {
-    if (!Tiles::there()) return of.multiply(rows, count);
+  // Rows beyond the configured count are rounded up to 16: `a` and `c` must have room for them.
+  template <typename P = Product<Half>>
+  void multiply(const P& product, int64_t rows, int64_t count) const {
+    if (!TileConfig::available()) return product.multiply(rows, count);
     for (int64_t at = 0; at < count; at += 2)
       for (int64_t row = 0; row < rows; row += 32)
-        block(of, row, at, row + 16 < rows, at + 1 < count);
+        block(product, row, at, row + 16 < rows, at + 1 < count);
   }
 
  private:
-  const Tiles configured;
+  const TileConfig configured;
 
-  // Two by two tiles, or fewer.
-  template <int64_t LINE, int64_t FETCHED>
+  // A block of two by two tiles, or fewer.
+  template <int64_t LINE, int64_t AHEAD>
   static void block(
-      const Product<Half, LINE, FETCHED>& of, int64_t row, int64_t at, bool lower, bool right) {
-    const Half* a = of.a + row * of.a_row;
-    const Half* b = of.panels + at * of.panel;
-    float* c = of.c + row * of.c_row + at * LANES;
-    float* under = c + LANES * of.c_row;
-    const int64_t a_bytes = of.a_row * 2, c_bytes = of.c_row * 4;
+      const Product<Half, LINE, AHEAD>& product, int64_t row, int64_t at, bool lower, bool right) {
+    const Half* a = product.a + row * product.a_row;
+    const Half* b = product.panels + at * product.panel;
+    float* c = product.c + row * product.c_row + at * LANES;
+    float* under = c + LANES * product.c_row;
+    const int64_t a_bytes = product.a_row * 2, c_bytes = product.c_row * 4;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    if (of.add) {
+    if (product.add) {
       _tile_loadd(0, c, c_bytes);
       if (right) _tile_loadd(1, c + LANES, c_bytes);
       if (lower) _tile_loadd(2, under, c_bytes);
       if (lower && right) _tile_loadd(3, under + LANES, c_bytes);
     }
-    for (int64_t k = 0; k < of.depth; k += 32) {
-      of.fetch(b + k * LINE, 64 * LINE);
+    for (int64_t k = 0; k < product.depth; k += 32) {
+      product.prefetch(b + k * LINE, 64 * LINE);
       _tile_loadd(4, a + k, a_bytes);
       _tile_loadd(6, b + k * LINE, 4 * LINE);
       _tile_dpbf16ps(0, 4, 6);
       if (right) {
-        _tile_loadd(7, b + of.panel + k * LINE, 4 * LINE);
+        _tile_loadd(7, b + product.panel + k * LINE, 4 * LINE);
         _tile_dpbf16ps(1, 4, 7);
       }
       if (lower) {
-        _tile_loadd(5, a + LANES * of.a_row + k, a_bytes);
+        _tile_loadd(5, a + LANES * product.a_row + k, a_bytes);
         _tile_dpbf16ps(2, 5, 6);
         if (right) _tile_dpbf16ps(3, 5, 7);
       }

@@ -1,7 +1,7 @@
-// Keys and values as panels, in which products take them: 16 columns of a matrix side by side, row
-// after row. Keys are columns and values rows, read from where they lie 16 tokens at a time. Where
-// the CPU multiplies bfloat16, two rows share a line, their numbers in pairs; elsewhere numbers
-// become float32.
+// Packs keys and values into panels, the right operand of a product (matmul.cpp): 16 columns of a
+// matrix side by side, row after row. Keys become columns and values rows, 16 tokens at a time. On a
+// CPU that multiplies bfloat16, a line holds two rows with their numbers in pairs; elsewhere bfloat16
+// becomes float32.
 
 namespace {
 
@@ -21,7 +21,7 @@ inline void exchange(Line& a, Line& b, std::integer_sequence<int, J...>) {
   a = low;
 }
 
-// WIDTH lines become columns: blocks of S change places, for S = 1, 2, 4, …
+// Transposes WIDTH lines by exchanging blocks of S numbers, for S = 1, 2, 4, …
 template <int S = 1>
 inline void transpose(Line* lines) {
   if constexpr (S < WIDTH) {
@@ -32,12 +32,12 @@ inline void transpose(Line* lines) {
   }
 }
 
-// 16 tokens' keys from there on, `stride` apart, as the columns of a panel; those beyond `count`
-// are zeros, whatever lies there. A panel is `size` deep, rounded up to STEP.
+// Packs the keys of 16 tokens, `stride` apart, as the columns of a panel; columns from `count` on
+// become zeros. A panel is `size` deep, rounded up to STEP.
 template <typename T>
 void pack_keys(const T* keys, int64_t stride, int64_t count, int64_t size, Operand<T>* panel) {
-  constexpr int64_t each = WIDTH * PER_WORD<T>;
-  for (int64_t d = 0; d < rounded_up(size, STEP<T>); d += each)
+  constexpr int64_t step = WIDTH * PER_WORD<T>;
+  for (int64_t d = 0; d < rounded_up(size, STEP<T>); d += step)
     for (int64_t begin = 0; begin < LANES; begin += WIDTH) {
       Line lines[WIDTH];
       for (int64_t k = 0; k < WIDTH; ++k)
@@ -57,21 +57,21 @@ void pack_keys(const T* keys, int64_t stride, int64_t count, int64_t size, Opera
     }
 }
 
-// 16 tokens' values as rows of panels, one for each 16 of `size`, which lie `apart`.
+// Packs the values of 16 tokens as rows of panels, one panel for each 16 of `size`, `distance` apart.
 template <typename T>
 void pack_values(
     const T* values, int64_t stride, int64_t count, int64_t size, Operand<T>* panels,
-    int64_t apart) {
-  for (int64_t d = 0; d < size; d += LANES, panels += apart)
+    int64_t distance) {
+  for (int64_t d = 0; d < size; d += LANES, panels += distance)
     for (int64_t k = 0; k < LANES; k += 2) {
       const T* row = values + k * stride + d;
-      const int64_t left = size - d;
+      const int64_t rest = size - d;
       if constexpr (std::is_same_v<Operand<T>, float>) {
         for (int64_t i = 0; i < 2; ++i)
-          store(panels + (k + i) * LANES, load_floats(row + i * stride, k + i < count ? left : 0));
+          store(panels + (k + i) * LANES, load_floats(row + i * stride, k + i < count ? rest : 0));
       } else {
-        const Words low = words(load_part<Halves>(row, k < count ? left : 0));
-        const Words high = words(load_part<Halves>(row + stride, k + 1 < count ? left : 0));
+        const Words low = words(load_part<Halves>(row, k < count ? rest : 0));
+        const Words high = words(load_part<Halves>(row + stride, k + 1 < count ? rest : 0));
         store(panels + k * LANES, low | high << 16);
       }
     }

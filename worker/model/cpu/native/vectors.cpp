@@ -1,5 +1,5 @@
-// Vectors of 16 numbers, and the functions of them that attention needs. They are the compiler's own
-// (GCC, Clang), which makes of them what the CPU has.
+// Vectors of 16 numbers, and the functions of them that attention needs. They are the compilers' own
+// vector types (GCC, Clang), compiled to the registers that the CPU has.
 
 #include <c10/util/BFloat16.h>
 
@@ -27,7 +27,7 @@ constexpr Ints LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 constexpr float LOG2_E = 1.44269504f;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
-// What a cache stores, and what products take of it.
+// The 16-bit type of a cache, and the type that products take a T as.
 using Half = c10::BFloat16;
 #if defined(__AVX512BF16__)
 template <typename T>
@@ -48,23 +48,23 @@ inline int64_t rounded_up(int64_t number, int64_t multiple) {
 
 template <typename V>
 inline V load(const void* from) {
-  V made;
-  std::memcpy(&made, from, sizeof made);
-  return made;
+  V vector;
+  std::memcpy(&vector, from, sizeof vector);
+  return vector;
 }
 
 template <typename V>
-inline void store(void* to, V given) {
-  std::memcpy(to, &given, sizeof given);
+inline void store(void* to, V vector) {
+  std::memcpy(to, &vector, sizeof vector);
 }
 
-// The first `count` numbers from there, then zeros.
+// Loads `count` numbers, padded with zeros.
 template <typename V, typename T>
 inline V load_part(const T* from, int64_t count) {
   if (count >= int64_t(sizeof(V) / sizeof(T))) return load<V>(from);
-  V made{};
-  if (count > 0) std::memcpy(&made, from, count * sizeof(T));
-  return made;
+  V vector{};
+  if (count > 0) std::memcpy(&vector, from, count * sizeof(T));
+  return vector;
 }
 
 inline Floats floats(Words bits) { return load<Floats>(&bits); }
@@ -77,46 +77,49 @@ inline Floats load_floats(const Half* from, int64_t count) {
   return floats(words(load_part<Halves>(from, count)) << 16);
 }
 
-inline void store_floats(float* to, Floats given) { store(to, given); }
-inline void store_floats(Half* to, Floats given) {
+inline void store_floats(float* to, Floats x) { store(to, x); }
+inline void store_floats(Half* to, Floats x) {
 #if defined(__AVX512BF16__)
-  store(to, _mm512_cvtneps_pbh((__m512)given));
+  store(to, _mm512_cvtneps_pbh((__m512)x));
 #else
-  for (int64_t lane = 0; lane < LANES; ++lane) to[lane] = given[lane];
+  for (int64_t lane = 0; lane < LANES; ++lane) to[lane] = x[lane];
 #endif
 }
 
-// The first `count` of them.
+// Stores the first `count` numbers.
 template <typename T>
-inline void store_floats(T* to, Floats given, int64_t count) {
-  if (count >= LANES) return store_floats(to, given);
-  T made[LANES];
-  store_floats(made, given);
-  if (count > 0) std::copy_n(made, count, to);
+inline void store_floats(T* to, Floats x, int64_t count) {
+  if (count >= LANES) return store_floats(to, x);
+  T converted[LANES];
+  store_floats(converted, x);
+  if (count > 0) std::copy_n(converted, count, to);
 }
 
 template <int S, int... J>
-inline Floats turned(Floats given, std::integer_sequence<int, J...>) {
-  return __builtin_shufflevector(given, given, ((J + S) % LANES)...);
+inline Floats rotated(Floats x, std::integer_sequence<int, J...>) {
+  return __builtin_shufflevector(x, x, ((J + S) % LANES)...);
 }
 
-// The lanes joined with those half of them away, until all are the same.
+// Reduces all lanes by `join`: each with the lane S away, for S = 8, 4, 2, 1.
 template <int S = LANES / 2, typename Join>
-inline float reduced(Floats given, const Join& join) {
-  const Floats made = join(given, turned<S>(given, std::make_integer_sequence<int, LANES>()));
+inline float reduced(Floats x, const Join& join) {
+  const Floats joined = join(x, rotated<S>(x, std::make_integer_sequence<int, LANES>()));
   if constexpr (S == 1)
-    return made[0];
+    return joined[0];
   else
-    return reduced<S / 2>(made, join);
+    return reduced<S / 2>(joined, join);
 }
 
-inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
-inline float largest(Floats given) { return reduced(given, larger); }
-inline float sum(Floats given) {
-  return reduced(given, [](Floats a, Floats b) { return a + b; });
+inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
+inline float maximum(Floats x) {
+  return reduced(x, [](Floats a, Floats b) { return maximum(a, b); });
+}
+inline float sum(Floats x) {
+  return reduced(x, [](Floats a, Floats b) { return a + b; });
 }
 
-// 2 to the x, of numbers up to 0: a power that is whole times a polynomial, within 2e-7 of it.
+// 2 to the power of x, for x up to 0, within a relative error of 2e-7: an integer power of 2 times
+// the Taylor polynomial of 2^r for the rest r.
 inline Floats power_of_2(Floats x) {
   const Ints whole = __builtin_convertvector(x - 0.5f, Ints);
   const Floats r = x - __builtin_convertvector(whole, Floats);
@@ -126,16 +129,16 @@ inline Floats power_of_2(Floats x) {
   p = p * r + 2.4022651e-1f;
   p = p * r + 6.9314718e-1f;
   p = p * r + 1.0f;
-  const Floats made = p * floats(((Words)whole + 127u) << 23);
-  return x < -126.0f ? Floats{} : made;
+  const Floats power = p * floats(((Words)whole + 127u) << 23);
+  return x < -126.0f ? Floats{} : power;
 }
 
 // cap · tanh(x / cap)
 inline Floats capped(Floats x, float cap) {
   const Floats size = x < 0.0f ? -x : x;
   const Floats t = power_of_2(size * (-2.0f * LOG2_E / cap));
-  const Floats made = cap * (1.0f - t) / (1.0f + t);
-  return x < 0.0f ? -made : made;
+  const Floats y = cap * (1.0f - t) / (1.0f + t);
+  return x < 0.0f ? -y : y;
 }
 
 }  // namespace
