@@ -1,7 +1,7 @@
-"""The log: one line an event on stderr, `key=value` behind the message.
+"""The log: one line per event on stderr, `key=value` pairs after the message.
 
-uvicorn's lines come in the same form where `python -m server` starts it. Probes, which come every
-few seconds, are in no access log. Whoever embeds the app keeps a log that is set up already.
+`python -m server` gives uvicorn's lines the same format. Probes are left out of the access log. An
+embedding program that has configured logging keeps its own configuration.
 """
 
 import logging
@@ -10,8 +10,8 @@ from typing import Any
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 PROBES = ("/health", "/ready", "/ping", "/metrics")
-# What uvicorn tells of its stages; what they mean here is said by ours.
-STAGES = {
+# uvicorn's messages about its lifecycle; lifespan.py logs the lines that matter.
+LIFECYCLE = {
     "Started server process [%d]",
     "Waiting for application startup.",
     "Application startup complete.",
@@ -22,50 +22,50 @@ STAGES = {
 }
 
 
-class OneLine(logging.Formatter):
-    """Line breaks in a message or a traceback would make two events of one."""
+def configure_log() -> None:
+    """Write onequeue's log to stderr at uvicorn's level, unless logging is configured already."""
+    logging.getLogger("uvicorn.access").addFilter(is_not_probe)
+    logger = logging.getLogger("onequeue")
+    if logger.handlers or logging.getLogger().handlers:
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(OneLineFormatter(FORMAT))
+    logger.addHandler(handler)
+    logger.setLevel(logging.getLogger("uvicorn.error").level or logging.INFO)
+    logger.propagate = False
+
+
+def uvicorn_config() -> dict[str, Any]:
+    """Return uvicorn's `log_config` for lines in our format."""
+    logger = {"handlers": ["stderr"], "level": "INFO", "propagate": False}
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"line": {"()": "server.core.log.OneLineFormatter", "fmt": FORMAT}},
+        "filters": {"lifecycle": {"()": lambda: is_not_lifecycle}},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+        "loggers": {
+            "uvicorn": logger,
+            "uvicorn.error": {"level": "INFO", "filters": ["lifecycle"]},
+            "uvicorn.access": logger,
+        },
+    }
+
+
+class OneLineFormatter(logging.Formatter):
+    """Escape line breaks, so that a traceback stays one event."""
 
     def format(self, record: logging.LogRecord) -> str:
-        record.name = record.name.removesuffix(".error")  # uvicorn's general log is called that
+        record.name = record.name.removesuffix(".error")  # uvicorn.error is its general log
         return super().format(record).replace("\n", "\\n")
 
 
-def is_no_probe(record: logging.LogRecord) -> bool:
-    """Of uvicorn's access log: a client, a method, a path (behind the prefix that `--root-path`
-    says), a version, a status."""
+def is_not_probe(record: logging.LogRecord) -> bool:
+    """Filter uvicorn's access log, whose arguments are client, method, path, version, status. The
+    path includes the prefix of `--root-path`."""
     path = record.args[2] if isinstance(record.args, tuple) and len(record.args) > 2 else ""
     return not str(path).partition("?")[0].endswith(PROBES)
 
 
-def is_no_stage(record: logging.LogRecord) -> bool:
-    return record.levelno > logging.INFO or record.msg not in STAGES
-
-
-def configure_log() -> None:
-    """Show our log beside uvicorn's lines, from the level that `--log-level` gave them."""
-    logging.getLogger("uvicorn.access").addFilter(is_no_probe)
-    ours = logging.getLogger("onequeue")
-    if ours.handlers or logging.getLogger().handlers:
-        return
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(OneLine(FORMAT))
-    ours.addHandler(handler)
-    ours.setLevel(logging.getLogger("uvicorn.error").level or logging.INFO)
-    ours.propagate = False
-
-
-def uvicorn_config() -> dict[str, Any]:
-    """uvicorn's lines in our form: what its `log_config` takes."""
-    quiet = {"handlers": ["stderr"], "level": "INFO", "propagate": False}
-    return {
-        "version": 1,
-        "disable_existing_loggers": False,
-        "formatters": {"line": {"()": "server.core.log.OneLine", "fmt": FORMAT}},
-        "filters": {"stages": {"()": lambda: is_no_stage}},
-        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
-        "loggers": {
-            "uvicorn": quiet,
-            "uvicorn.error": {"level": "INFO", "filters": ["stages"]},
-            "uvicorn.access": quiet,
-        },
-    }
+def is_not_lifecycle(record: logging.LogRecord) -> bool:
+    return record.levelno > logging.INFO or record.msg not in LIFECYCLE

@@ -1,7 +1,7 @@
-"""Settings: the only place that reads environment variables (and `.env`).
+"""Settings: the only module that reads environment variables and `.env`, with preflight.py.
 
-Each field is an environment variable in capitals and a flag of `python -m server`. A value
-that cannot be used is refused at start-up by name. Nothing is looked up again later.
+Each field is an environment variable in capitals and a flag of `python -m server`. An invalid value
+is refused at startup by name. Settings do not change later.
 """
 
 import difflib
@@ -10,17 +10,18 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, get_args
 
 from dotenv import dotenv_values, load_dotenv
 
-NEARLY = 0.82  # of difflib's 1: two letters swapped, a part left out
-SHORT = 7  # letters: a name that is a setting and a letter more may well be somebody else's
+MIN_SIMILARITY = 0.82  # of difflib's 1: two letters swapped, or a part left out
+# A longer variable that differs from a name this short is likely another program's.
+SHORT_NAME = 7
 
 
 class SettingsError(ValueError):
-    """Says which setting is wrong and what it may be."""
+    """The message names the setting and what it accepts."""
 
 
 def setting(
@@ -28,110 +29,120 @@ def setting(
     text: str,
     choices: tuple[str, ...] = (),
     minimum: float | None = None,
-    each: tuple[str, str] = ("", ""),
+    part: tuple[str, str] = ("", ""),
 ) -> Any:
-    """A number whose default is None is written `auto`. `each`: a pattern for each part of what is
-    comma-separated, and what that is in words."""
-    about = {"help": text, "choices": choices, "minimum": minimum, "each": each}
-    return field(default=default, metadata=about)
+    """Define a field. A number whose default is None is written `auto`.
+
+    `part`: for a comma-separated list, the pattern of a part and its description."""
+    metadata = {"help": text, "choices": choices, "minimum": minimum, "part": part}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     pipeline_task: str = setting(
-        "auto", "what POST / runs: a transformers pipeline task; auto: what the model was made for"
+        "auto", "transformers pipeline task of POST /; auto: inferred from the checkpoint"
     )
-    pipeline_model: str = setting("demo", "a hub id, a local path, demo, or none")
-    chat_model: str = setting("demo", "what the chat and completions endpoints run, named likewise")
-    embedding_model: str = setting("demo", "what /v1/embeddings runs, named likewise")
-    rerank_model: str = setting("none", "what /rerank and /v1/score run, named likewise")
-    transcription_model: str = setting("none", "what /v1/audio/transcriptions runs, named likewise")
+    pipeline_model: str = setting("demo", "model of POST /: a hub id, a local path, demo, or none")
+    chat_model: str = setting("demo", "model of the text endpoints under /v1, likewise")
+    embedding_model: str = setting("demo", "model of /v1/embeddings, likewise")
+    rerank_model: str = setting("none", "model of /rerank and /v1/score, likewise")
+    transcription_model: str = setting("none", "model of /v1/audio/transcriptions, likewise")
     allow_dimensions: bool = setting(
-        False, "embeddings may be shortened that were not trained for it (Matryoshka)"
+        False, "shorten embeddings also of models not trained for it (Matryoshka)"
     )
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
     dtype: str = setting(
         "auto",
-        "precision of the weights; auto is the checkpoint's own",
+        "precision of the weights; auto: the checkpoint's",
         ("auto", "float32", "bfloat16", "float16"),
     )
-    attn_implementation: str = setting("auto", "attention backend, as transformers names them")
-    quantization: str = setting("none", "int8 weights on a CPU", ("none", "int8"))
+    attn_implementation: str = setting("auto", "attention backend, by transformers' names")
+    quantization: str = setting("none", "int8 weights, on CPUs", ("none", "int8"))
     compile: str = setting(
-        "auto", "compile in the background: the chat model, attention", ("auto", "on", "off")
+        "auto", "compile the chat model and attention in the background", ("auto", "on", "off")
     )
     speculation: str = setting("auto", "draft tokens from the request's own text", ("auto", "off"))
     pin_worker: str = setting(
         "auto",
-        "the worker thread keeps as many cores as compute; auto: where others are left over",
+        "pin the worker to its compute cores; auto: if other cores remain",
         ("auto", "on", "off"),
     )
-    max_model_len: int | None = setting(None, "tokens of prompt and answer together", minimum=2)
+    max_model_len: int | None = setting(
+        None, "maximum tokens of prompt and output together", minimum=2
+    )
     kv_cache_gb: float | None = setting(
-        None, "memory for keys and values of running sequences", minimum=0.000001
+        None, "memory of the key-value cache, in GB", minimum=0.000001
     )
-    max_running: int = setting(256, "sequences generated at the same time", minimum=1)
-    max_batch_size: int = setting(32, "rows in one forward pass at most", minimum=1)
-    max_batch_tokens: int = setting(16384, "tokens in one forward pass at most", minimum=1)
+    max_running: int = setting(256, "maximum sequences generated at the same time", minimum=1)
+    max_batch_size: int = setting(32, "maximum rows in one forward pass", minimum=1)
+    max_batch_tokens: int = setting(16384, "maximum tokens in one forward pass", minimum=1)
     max_batch_wait_ms: float = setting(
-        1.0, "how long the first item of a batch waits for others, in milliseconds", minimum=0
+        1.0, "longest wait of a batch's first item for others, in milliseconds", minimum=0
     )
-    max_queue_size: int = setting(1024, "accepted and unanswered inputs; beyond it 503", minimum=1)
+    max_queue_size: int = setting(
+        1024, "maximum inputs accepted and not answered; beyond it 503", minimum=1
+    )
     request_timeout_s: float = setting(
-        60.0, "a request whose answer, or its first token, takes longer gets 504", minimum=0.001
+        60.0, "limit for a response, or its first token, in seconds; beyond it 504", minimum=0.001
     )
     body_timeout_s: float = setting(
         10.0,
-        "a body without progress, or a header that is not whole, for so long gets 408",
+        "limit for a body without progress or a header, in seconds; beyond it 408",
         minimum=0.001,
     )
-    max_body_mb: float = setting(32.0, "larger bodies get 413", minimum=0.000001)
+    max_body_mb: float = setting(
+        32.0, "maximum size of a body, in MB; beyond it 413", minimum=0.000001
+    )
     max_image_mp: float = setting(
-        64.0, "megapixels of one image, and of all that are decoded at a time", minimum=1
+        64.0, "maximum megapixels of one image, and of all images decoded at a time", minimum=1
     )
     image_fetch: tuple[str, ...] = setting(
         (),
-        "comma-separated hosts from which images of chats may be fetched, or any",
-        each=(r"[\w.-]+|[\da-fA-F:]+", "hosts without scheme, port or *, or any"),
+        "comma-separated hosts from which chat images may be fetched, or any",
+        part=(r"[\w.-]+|[\da-fA-F:]+", "hosts without scheme, port or *, or any"),
     )
-    max_audio_mb: float = setting(200.0, "larger uploads of sound get 413", minimum=0.000001)
-    max_audio_s: float = setting(7200.0, "seconds that a recording may last", minimum=0.03)
+    max_audio_mb: float = setting(
+        200.0, "maximum size of an audio upload, in MB; beyond it 413", minimum=0.000001
+    )
+    max_audio_s: float = setting(7200.0, "maximum length of a recording, in seconds", minimum=0.03)
     shutdown_grace_s: float = setting(
-        30.0, "how long accepted work may take after SIGTERM", minimum=0
+        30.0, "time for accepted requests after SIGTERM, in seconds", minimum=0
     )
     stuck_after_s: float = setting(
-        120.0, "a forward longer than this turns /health red", minimum=0.001
+        120.0, "a forward pass longer than this, in seconds, turns /health to 503", minimum=0.001
     )
     responses_db: str = setting(
-        ":memory:", "sqlite file that keeps stored responses; :memory: loses them at the end"
+        ":memory:", "sqlite file of stored responses; :memory: keeps them until the end"
     )
     api_keys: tuple[str, ...] = setting(
         (),
-        "comma-separated; empty: everybody may call",
-        each=("[!-~]+", "keys of ASCII characters without spaces, as a header can carry"),
+        "comma-separated keys; empty: no key is needed",
+        part=("[!-~]+", "keys of ASCII characters without spaces, as a header can carry"),
     )
     cors_origins: tuple[str, ...] = setting(
         (),
         "comma-separated origins of web pages, or *",
-        each=(
+        part=(
             r"\*|null|[\w+.-]+://[^\s/*]+",
             "origins like https://their.site, or *",
         ),
     )
-    debug: bool = setting(False, "show internals in error messages")
+    debug: bool = setting(False, "show internal errors in error messages")
 
 
 def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
-    """From the environment, where it says nothing from `.env`, which is put into it."""
+    """Return the settings of the environment. By default `.env` is loaded into it first; variables
+    that are set already stay. Raises SettingsError."""
     if environ is None:
-        for name, guess in misspelt(dotenv_values(".env")):
+        for name, guess in misspelled(dotenv_values(".env")):
             raise SettingsError(f"{name} in .env is not a setting; did you mean {guess}?")
-        for name, guess in misspelt(os.environ):  # which is not ours alone
+        for name, guess in misspelled(os.environ):  # other programs' variables: a warning only
             print(f"onequeue: {name} is not a setting; did you mean {guess}?", file=sys.stderr)
-        load_dotenv(".env")  # with what is for the hub's library, and others
+        load_dotenv(".env")  # with variables of other libraries, such as HF_TOKEN
         environ = os.environ
     values = {
-        spec.name: _parse(spec, raw)
+        spec.name: parse(spec, raw)
         for spec in fields(Settings)
         if (raw := environ.get(spec.name.upper())) is not None
     }
@@ -139,47 +150,50 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
 
 
 def put_flags(flags: Mapping[str, str | None]) -> None:
-    """Flags that were given, by field name, into the environment."""
+    """Put flags, by field name, into the environment; None is a flag that was not given."""
     os.environ.update({name.upper(): raw for name, raw in flags.items() if raw is not None})
 
 
-def misspelt(given: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Names that are none of ours but nearly, each with the one that is meant."""
+def misspelled(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield names that are nearly a setting's, each with that setting."""
     known = [spec.name.upper() for spec in fields(Settings)]
-    for name in given:
+    for name in names:
         if name not in known:
-            for guess in difflib.get_close_matches(name.upper(), known, 1, NEARLY):
-                if len(guess) > SHORT or len(guess) == len(name):
+            for guess in difflib.get_close_matches(name.upper(), known, 1, MIN_SIMILARITY):
+                if len(guess) > SHORT_NAME or len(guess) == len(name):
                     yield name, guess
 
 
-def _parse(spec: Any, raw: str) -> Any:
+def parse(spec: Field[Any], raw: str) -> Any:
+    """Return a setting's value. msgspec's lax conversion would cover the numbers alone: neither
+    `on` and `off`, nor `auto`, nor lists by commas."""
     raw, choices, minimum = raw.strip(), spec.metadata["choices"], spec.metadata["minimum"]
     if isinstance(spec.default, tuple):
         parts = tuple(part.strip() for part in raw.split(",") if part.strip())
-        pattern, wanted = spec.metadata["each"]
+        pattern, accepted = spec.metadata["part"]
         if all(re.fullmatch(pattern, part) for part in parts):
             return parts
-        shown = "" if spec.name == "api_keys" else f"={raw!r}"  # which are secret
-        raise SettingsError(f"{spec.name.upper()}{shown}: must be {wanted}")
-    [kind, *optional] = get_args(spec.type) or [spec.type]
+        value_text = "" if spec.name == "api_keys" else f"={raw!r}"  # keys are secret
+        raise SettingsError(f"{spec.name.upper()}{value_text}: must be {accepted}")
+    types: Any = get_args(spec.type) or [spec.type]
+    kind, *optional = types
     if kind is str:
         if raw and (raw in choices or not choices):
             return raw
-        wanted = "one of " + ", ".join(choices) if choices else "a name"
+        accepted = "one of " + ", ".join(choices) if choices else "a name"
     elif kind is bool:
         if raw.lower() in ("", "0", "1", "true", "false", "on", "off", "yes", "no"):
             return raw.lower() in ("1", "true", "on", "yes")
-        wanted = "1 or 0"
+        accepted = "1 or 0"
     elif optional and raw.lower() == "auto":
         return None
     else:
         try:
             value = kind(raw)
         except ValueError:
-            wanted = "a whole number" if kind is int else "a number"
+            accepted = "a whole number" if kind is int else "a number"
         else:
             if minimum <= value < math.inf:
                 return value
-            wanted = f"at least {minimum:g}"
-    raise SettingsError(f"{spec.name.upper()}={raw!r}: must be {wanted}")
+            accepted = f"at least {minimum:g}"
+    raise SettingsError(f"{spec.name.upper()}={raw!r}: must be {accepted}")

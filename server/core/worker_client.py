@@ -34,7 +34,7 @@ from starlette.types import Receive
 from batching import errors
 from batching.errors import Draining, OnequeueError, WorkerDown
 from batching.request_queue import RequestQueue, Stream, WorkItem
-from server.core.metrics import MOST_REPORTS, Metrics
+from server.core.metrics import MAX_REPORTS, Metrics
 from worker.cores import compute_alone
 from worker.messages.protocol import BatchReport, Generator, Pending, State, StepOutcome, StepReport
 from worker.registry import GenerationModel, Outcome, PipelineModel, SteppedModel
@@ -103,7 +103,7 @@ class Supervisor:
     def on_state(self, state: State, error: Exception | None) -> None:
         if state == "warming":
             for model in self.models.values():
-                self.metrics.loaded(model.name, model.loaded.info)
+                self.metrics.on_loaded(model.name, model.loaded.info)
             for thread in self.threads:  # torch is there: each makes do with a core
                 thread.start()
         elif state == "ready":
@@ -312,7 +312,7 @@ class WorkerClient(Supervisor):
     def _record(self, serves: str, report: BatchReport | StepReport) -> None:
         reports = self.metrics.reports
         reports.append((serves, report))
-        if len(reports) >= MOST_REPORTS:
+        if len(reports) >= MAX_REPORTS:
             self.metrics.collect()
 
     def on_rejected(self, items: list[WorkItem]) -> None:

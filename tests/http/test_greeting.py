@@ -11,7 +11,7 @@ import httpx
 import pytest
 import uvicorn
 
-from server.core.log import configure_log, is_no_probe, uvicorn_config
+from server.core.log import configure_log, is_not_probe, uvicorn_config
 from server.lifespan import curl_command
 from tests.fakes import FakeRunner
 from tests.process.test_start import pipe, process, program, started
@@ -87,7 +87,7 @@ def test_the_logged_address_can_be_called(config: dict[str, Any], wanted: str) -
 def test_probes_are_left_out_of_the_access_log(path: str) -> None:
     def logged(path: str) -> bool:
         args = ("127.0.0.1:9", "GET", path, "1.1", 200)
-        return is_no_probe(logging.LogRecord("uvicorn.access", 20, "", 0, "%s", args, None))
+        return is_not_probe(logging.LogRecord("uvicorn.access", 20, "", 0, "%s", args, None))
 
     assert not logged(path)
     assert logged(path.replace("?", "s?") + "/of/what")

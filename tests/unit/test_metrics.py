@@ -1,9 +1,9 @@
-"""What the worker reports, as Prometheus reads it."""
+"""The worker's reports as Prometheus metrics."""
 
 import httpx
 from prometheus_client.exposition import generate_latest
 
-from server.core.metrics import MOST_REPORTS, Metrics
+from server.core.metrics import MAX_REPORTS, Metrics
 from tests.fake_generator import FakeGenerator
 from tests.serving import metric, serving
 from worker.messages.protocol import BatchReport, StepReport
@@ -15,52 +15,51 @@ def read(metrics: Metrics) -> dict[str, float]:
     return {name: float(value) for name, value in pairs}
 
 
-def test_counters_add_up_steps_and_gauges_say_what_the_last_one_said() -> None:
+def test_counters_add_up_steps_and_gauges_show_the_last_one() -> None:
     metrics = Metrics(lambda: 0.0)
     report = StepReport(prefill_tokens=7, decode_tokens=2, running=3, blocks_used=5)
     metrics.reports.append(("generation", report))
     metrics.reports.append(("generation", StepReport(decode_tokens=3, waits_s=(0.5,))))
-    told = read(metrics)
-    assert told['onequeue_tokens_total{kind="prompt"}'] == 7
-    assert told['onequeue_tokens_total{kind="output"}'] == 5
-    assert told["onequeue_step_tokens_count"] == 2
-    assert told["onequeue_queue_wait_seconds_count"] == 1
-    assert told["onequeue_running_sequences"] == told["onequeue_kv_blocks_used"] == 0
+    values = read(metrics)
+    assert values['onequeue_tokens_total{kind="prompt"}'] == 7
+    assert values['onequeue_tokens_total{kind="output"}'] == 5
+    assert values["onequeue_step_tokens_count"] == 2
+    assert values["onequeue_queue_wait_seconds_count"] == 1
+    assert values["onequeue_running_sequences"] == values["onequeue_kv_blocks_used"] == 0
     metrics.reports.append(("generation", StepReport(running=4, waiting=1)))
-    told = read(metrics)
-    assert told["onequeue_running_sequences"] == 4
-    assert told["onequeue_waiting_sequences"] == 1
-    assert told["onequeue_step_tokens_count"] == 2, "nothing was run"
+    values = read(metrics)
+    assert values["onequeue_running_sequences"] == 4
+    assert values["onequeue_waiting_sequences"] == 1
+    assert values["onequeue_step_tokens_count"] == 2, "no tokens were run"
 
 
-def test_each_models_last_batch_is_told_apart() -> None:
+def test_gauges_of_batches_are_kept_per_model() -> None:
     metrics = Metrics(lambda: 0.0)
     for serves, cap in (("pipeline", 32), ("embedding", 8)):
         report = BatchReport(1, 5, 0.25, 0.1, 0.2, (0.0,), 0, cap, saturated=False)
         metrics.reports.append((serves, report))
-    told = read(metrics)
-    assert told['onequeue_batch_cap{serves="pipeline"}'] == 32
-    assert told['onequeue_batch_cap{serves="embedding"}'] == 8
-    assert told['onequeue_padding_share{serves="embedding"}'] == 0.25
-    assert told["onequeue_batch_size_count"] == 2
+    values = read(metrics)
+    assert values['onequeue_batch_cap{serves="pipeline"}'] == 32
+    assert values['onequeue_batch_cap{serves="embedding"}'] == 8
+    assert values['onequeue_padding_share{serves="embedding"}'] == 0.25
+    assert values["onequeue_batch_size_count"] == 2
 
 
-def test_a_step_after_which_all_go_on_is_no_batch_of_nothing() -> None:
+def test_a_step_that_finishes_no_item_is_not_counted_as_a_batch() -> None:
     metrics = Metrics(lambda: 0.0)
     metrics.reports.append(
         ("embedding", BatchReport(0, 0, 0.0, 0.1, 0.1, (), 1, 8, saturated=True))
     )
-    told = read(metrics)
-    assert told["onequeue_batch_size_count"] == told["onequeue_batch_tokens_count"] == 0
-    assert told["onequeue_forward_seconds_count"] == told["onequeue_out_of_memory_total"] == 1
+    values = read(metrics)
+    assert values["onequeue_batch_size_count"] == values["onequeue_batch_tokens_count"] == 0
+    assert values["onequeue_forward_seconds_count"] == values["onequeue_out_of_memory_total"] == 1
 
 
-def test_reports_are_recorded_before_there_are_many() -> None:
-    """Whether or not somebody asks for the metrics."""
-    steps = 2 * MOST_REPORTS
+def test_many_reports_are_recorded_even_if_metrics_are_not_read() -> None:
+    steps = 2 * MAX_REPORTS
     with serving(load_chat=FakeGenerator) as server:
         body = {"prompt": "long", "max_tokens": steps}
         assert httpx.post(server.url + "/v1/completions", json=body).status_code == 200
-        assert len(server.app.worker_client.metrics.reports) < MOST_REPORTS
+        assert len(server.app.worker_client.metrics.reports) < MAX_REPORTS
         assert metric(server, 'onequeue_tokens_total{kind="output"}') >= steps
         assert not server.app.worker_client.metrics.reports

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from server.commands.serve import put_settings
-from server.core.settings import Settings, SettingsError, load_settings, misspelt
+from server.core.settings import Settings, SettingsError, load_settings, misspelled
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_defaults_need_nothing() -> None:
+def test_defaults_need_no_variables() -> None:
     assert load_settings({}) == Settings()
 
 
@@ -42,18 +42,18 @@ def test_env_file_is_read_and_the_environment_wins(
     monkeypatch.setattr(os, "environ", {"MAX_QUEUE_SIZE": "7"})
     settings = load_settings()
     assert (settings.max_batch_size, settings.max_queue_size) == (5, 7)
-    assert os.environ["HF_TOKEN"] == "a", "others read it too"
+    assert os.environ["HF_TOKEN"] == "a", "other libraries read it"
 
 
-def test_files_are_there_before_a_model_is_looked_for(
+def test_env_files_are_loaded_before_the_model_is_looked_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / ".env").write_text("MAX_BATCH_SIZE=5\nHF_TOKEN=a\n")
-    (tmp_path / "given").write_text("MAX_BATCH_SIZE=6\nMAX_QUEUE_SIZE=7\n")
+    (tmp_path / "other.env").write_text("MAX_BATCH_SIZE=6\nMAX_QUEUE_SIZE=7\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "environ", {})
     flags: dict[str, Any] = {spec.name: None for spec in fields(Settings)}
-    put_settings(None, {**flags, "max_queue_size": "8", "env_file": "given"})
+    put_settings(None, {**flags, "max_queue_size": "8", "env_file": "other.env"})
     assert os.environ == {"MAX_BATCH_SIZE": "6", "MAX_QUEUE_SIZE": "8", "HF_TOKEN": "a"}
 
 
@@ -80,7 +80,7 @@ def test_files_are_there_before_a_model_is_looked_for(
         ("API_KEYS", "one two"),
     ],
 )
-def test_an_unusable_value_is_refused_by_name(name: str, value: str) -> None:
+def test_an_invalid_value_is_refused_by_name(name: str, value: str) -> None:
     with pytest.raises(SettingsError, match=name):
         load_settings({name: value})
 
@@ -95,12 +95,12 @@ def test_an_unusable_value_is_refused_by_name(name: str, value: str) -> None:
         ("API_KEYS", "sk-1_2=,$%"),
     ],
 )
-def test_lists_are_taken_as_they_are(name: str, value: str) -> None:
-    made = getattr(load_settings({name: value}), name.lower())
-    assert made == tuple(part.strip() for part in value.split(","))
+def test_lists_are_split_at_commas(name: str, value: str) -> None:
+    parts = getattr(load_settings({name: value}), name.lower())
+    assert parts == tuple(part.strip() for part in value.split(","))
 
 
-def test_a_key_that_cannot_be_used_is_not_shown() -> None:
+def test_an_invalid_key_is_not_shown() -> None:
     with pytest.raises(SettingsError) as raised:
         load_settings({"API_KEYS": "very secret"})
     assert "secret" not in str(raised.value)
@@ -115,7 +115,7 @@ def test_help_lists_every_setting() -> None:
         assert "--" + spec.name.replace("_", "-") in done.stdout
 
 
-def test_a_name_in_the_env_file_that_is_nearly_a_settings_is_refused_with_a_guess(
+def test_a_misspelled_setting_in_the_env_file_is_refused_with_a_guess(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / ".env").write_text("OPENAI_API_KEY=x\nPIPELINE_MODLE=x\n")
@@ -124,26 +124,26 @@ def test_a_name_in_the_env_file_that_is_nearly_a_settings_is_refused_with_a_gues
         load_settings()
 
 
-def test_such_a_name_in_the_environment_gets_a_word(
+def test_a_misspelled_setting_in_the_environment_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("API_KEY", "max_batch_size", "MODEL_NAME", "LOG_LEVEL", "OPENAI_API_KEY"):
         monkeypatch.setenv(name, "x")
     assert load_settings() == Settings()
-    said = [line for line in capsys.readouterr().err.splitlines() if "did you mean" in line]
-    assert sorted(said) == [
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "did you mean" in line]
+    assert sorted(warnings) == [
         "onequeue: API_KEY is not a setting; did you mean API_KEYS?",
         "onequeue: max_batch_size is not a setting; did you mean MAX_BATCH_SIZE?",
     ]
 
 
-def test_a_setting_is_never_taken_for_another() -> None:
-    assert list(misspelt(spec.name.upper() for spec in fields(Settings))) == []
+def test_no_setting_is_a_misspelling_of_another() -> None:
+    assert list(misspelled(spec.name.upper() for spec in fields(Settings))) == []
 
 
-def test_short_names_that_others_may_have_are_left_alone() -> None:
-    assert dict(misspelt(["COMPILER", "DEVICES", "XDEBUG", "DEVCIE", "API_KEY"])) == {
+def test_short_names_of_other_programs_are_no_misspellings() -> None:
+    assert dict(misspelled(["COMPILER", "DEVICES", "XDEBUG", "DEVCIE", "API_KEY"])) == {
         "DEVCIE": "DEVICE",
         "API_KEY": "API_KEYS",
     }
