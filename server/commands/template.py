@@ -1,6 +1,6 @@
 """What `scripts/template` runs: says what was learned from a chat template, and reads answers.
 
-    MODEL or FILE.jinja → tokenizer → AnswerReader → report, or a line for each that is read
+    MODEL or FILE.jinja → tokenizer → ResponseReader → report, or a line for each that is read
 
 It is what to run before a bug in the reading of calls or thoughts is filed.
 """
@@ -20,8 +20,8 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from batching.errors import InvalidInput
 from worker.error_classification import first_line
-from worker.generation.answer_reader import AnswerReader
 from worker.generation.input_processor import eos_token_ids
+from worker.generation.response_reader import ResponseReader
 from worker.messages.generation import Calls
 from worker.model.loading import local_path
 from worker.text.chat_template.byte_tokenizer import byte_tokenizer
@@ -82,7 +82,7 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def load(name: str, tokenizer_folder: str | None) -> tuple[AnswerReader, tuple[str, ...]]:
+def load(name: str, tokenizer_folder: str | None) -> tuple[ResponseReader, tuple[str, ...]]:
     """And the tokens that end an answer."""
     defaults: Any = None
     if name.endswith(".jinja"):
@@ -99,7 +99,7 @@ def load(name: str, tokenizer_folder: str | None) -> tuple[AnswerReader, tuple[s
         raise InvalidInput("it has no chat template", None)
     ends = eos_token_ids(defaults, tokenizer)
     texts = tuple(str(tokenizer.convert_ids_to_tokens(id)) for id in ends)
-    return AnswerReader(tokenizer, ends), texts
+    return ResponseReader(tokenizer, ends), texts
 
 
 def of_file(source: str, folder: str | None) -> PreTrainedTokenizerBase:
@@ -117,7 +117,7 @@ def of_file(source: str, folder: str | None) -> PreTrainedTokenizerBase:
 # ── answers ──
 
 
-def read(reader: AnswerReader, lines: Iterable[bytes]) -> None:
+def read(reader: ResponseReader, lines: Iterable[bytes]) -> None:
     """A line for each. Stops at one that is bad."""
     decoder = msgspec.json.Decoder(HistoryLine)
     for number, text in enumerate(lines, 1):

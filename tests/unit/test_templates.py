@@ -17,8 +17,13 @@ import pytest
 from server.commands.template import end_of_turn
 from tests.unit.test_parser import garbled
 from tests.unit.test_turns import answered, chat, results
-from worker.generation.answer_reader import AnswerReader, ReadAnswer, asking, told
 from worker.generation.input_processor import response_parser, response_prefix
+from worker.generation.response_reader import (
+    ParsedResponse,
+    ResponseReader,
+    parsed_response,
+    sample_request,
+)
 from worker.messages.deltas import Delta, DeltaPart
 from worker.messages.generation import Chat
 from worker.text.chat_template.byte_tokenizer import byte_tokenizer
@@ -59,27 +64,27 @@ NUMBERED = [(name, number) for name, own in cases().items() for number in range(
 
 
 @cache
-def reader(name: str, special: bool = False) -> AnswerReader:
+def reader(name: str, special: bool = False) -> ResponseReader:
     """`special`: the template's marks are special tokens, else plain added ones."""
-    return AnswerReader(byte_tokenizer((REAL / f"{name}.jinja").read_text(), special), ())
+    return ResponseReader(byte_tokenizer((REAL / f"{name}.jinja").read_text(), special), ())
 
 
 def tools_of(case: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"type": "function", "function": tool} for tool in case["tools"]]
 
 
-def read_in_pieces(case: dict[str, Any], cuts: list[int]) -> ReadAnswer:
+def read_in_pieces(case: dict[str, Any], cuts: list[int]) -> ParsedResponse:
     template = reader(case["template"]).template
-    request = asking(tools_of(case), case["thinking"])
+    request = sample_request(tools_of(case), case["thinking"])
     assert isinstance(request.prompt, Chat)
     prompt = template.render(request.prompt, request.calls)
     prefix = response_prefix(request.prompt, prompt)
     parser = response_parser(request, prompt.output_format, prefix)
     text = case["output"]
     if parser is None:
-        return ReadAnswer(text, "", [])
+        return ParsedResponse(text, "", [])
     pieces = [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
-    return told(parse(parser, pieces))
+    return parsed_response(parse(parser, pieces))
 
 
 def parse(parser: OutputParser, pieces: Iterable[str]) -> Delta:
@@ -100,7 +105,7 @@ def parsed(arguments: str) -> Any:
         return arguments
 
 
-def compared(made: ReadAnswer, case: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def compared(made: ParsedResponse, case: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """What was read and what is meant. Space around texts does not count, nor do arguments that
     the case does not tell."""
     untold = [arguments is None for _, arguments in case["calls"]]
@@ -116,7 +121,7 @@ def compared(made: ReadAnswer, case: dict[str, Any]) -> tuple[dict[str, Any], di
     )
 
 
-def all_ways(case: dict[str, Any]) -> dict[str, ReadAnswer]:
+def all_ways(case: dict[str, Any]) -> dict[str, ParsedResponse]:
     """Whole, cut at random, and byte by byte with marks of both kinds."""
     output, tools, thinking = case["output"], tools_of(case), case["thinking"]
     made = {"whole": read_in_pieces(case, [])}
@@ -166,7 +171,7 @@ def test_what_is_garbled_is_read_the_same_however_it_comes(name: str) -> None:
             written = garbled(text, template.answers.visible_texts, chance)
             cuts = sorted(chance.choices(range(len(written) + 1), k=6))
             whole, *others = (
-                told(parse(OutputParser(template.answers, "", True, tools), pieces))
+                parsed_response(parse(OutputParser(template.answers, "", True, tools), pieces))
                 for pieces in (
                     [written],
                     written,
@@ -309,14 +314,14 @@ def test_what_a_model_calls_is_read_and_goes_back(name: str, answer: str) -> Non
         pytest.skip("the template shows it in several turns")
     calls = [part for part in parts if part.kind == "call"]
 
-    request = asking([LOOKUP], None)
+    request = sample_request([LOOKUP], None)
     assert isinstance(request.prompt, Chat)
     rendered = RenderedPrompt(begun, template.output_format_for(request.calls))
     prefix = response_prefix(request.prompt, rendered)
     parser = response_parser(request, rendered.output_format, prefix)
     assert parser is not None
     delta = parse(parser, text)
-    made = told(delta)
+    made = parsed_response(delta)
     for kind, was in (("content", made.content), ("reasoning", made.reasoning)):
         meant = "".join(part.text for part in parts if part.kind == kind)
         assert was.strip() == (meant if meant in text else ""), text

@@ -1,12 +1,12 @@
-"""What the generation engine makes of questions about one input: a prompt each, and their answers.
+"""Questions about one input, without generation: a prompt for each, and its labels' probabilities.
 
-    messages → text (chat_template/template.py), cut where the question goes → ids of the input,
-    once
+    messages → text (chat_template/template.py), divided where the question goes → token ids of the
+    input, once
     question → ids behind those → a sequence that is only run, and shares the input's blocks
 
-The text is cut behind the input's last word: there, tokens end whatever follows, so that the ids
-are those of each prompt as a whole, and its prefix is the same whatever else is asked. Control
-tokens are the template's alone (special_token_escaping.py).
+The text is divided behind the input's last word, where tokens end whatever follows. The ids are
+then those of each whole prompt, and all prompts of an input have the same prefix. Control tokens in
+a client's text remain text (special_token_escaping.py).
 """
 
 import re
@@ -31,55 +31,60 @@ from worker.model.sampler import SampledToken, SamplingParams
 from worker.text.chat_template.special_token_escaping import SpecialTokenEscaper
 from worker.text.chat_template.template import ChatTemplate
 
-# Of one request: tokens that its questions have beside the input, which are what is kept of them,
-# and tokens of all prompts, each with the input, which are looked up and attended to.
-MOST_OWN = 1 << 17
-MOST_SEEN = 1 << 22
+# Tokens of one request: of its questions alone, which are held in memory; and of all its prompts,
+# each with the input, which are looked up and attended to.
+MAX_QUESTION_TOKENS = 1 << 17
+MAX_PROMPT_TOKENS = 1 << 22
+# Questions of a request that have normal priority; the others do not delay other requests.
+MAX_FOREGROUND_QUESTIONS = 8
 WORD_END = re.compile(r"(?<=\w)(?=[\s.,;:!?。、，！？])")
-NEAR = 100  # characters in which the last words are looked for
-# So many questions of a request come in their turn; more are not to keep others waiting.
-FIRST = 8
+WORD_END_CHARS = 100  # at the end of the input, in which the last words are looked for
 
 Messages = Sequence[Mapping[str, Any]]
 
 
 class SharedPrompt(NamedTuple):
-    """What all prompts of a request begin with, and what is around their questions."""
+    """What all prompts of a request have in common."""
 
-    ids: list[int]
-    word: str  # the last in `ids`: some tokenizers begin a text otherwise than they go on
-    skip: int  # tokens of that
-    before: str
-    after: str
-    key: str  # stands for control tokens
+    ids: list[int]  # the prefix
+    last_word: str  # in `ids`; encoded with a question, since some tokenizers begin texts otherwise
+    last_word_tokens: int
+    before: str  # text between the prefix and the question
+    after: str  # text behind the question
+    key: str  # of the escaped control tokens
 
 
 class LabelScores:
-    """The answer to a question: of a SequenceOutput, what the engine asks where nothing is
-    generated."""
+    """The response to a question: the probabilities of its labels. To the engine it is a
+    SequenceOutput that generates nothing."""
 
     def __init__(
-        self, item: WorkItem, number: int, ids: Any, labels: tuple[int, ...], shared: int
+        self,
+        item: WorkItem,
+        number: int,
+        ids: PrefixedTokens,
+        labels: tuple[int, ...],
+        input_tokens: int,
     ) -> None:
         self.item = item
-        self.background = item.payload.background or number >= FIRST
+        self.background = item.payload.background or number >= MAX_FOREGROUND_QUESTIONS
         self.prepared = PreparedPrompt(ids, SamplingParams(), 0, {}, labels=labels)
         self.started = False
         self.finished = False
-        self._shared = shared  # tokens of the input
+        self._input_tokens = input_tokens
         self._delta = Delta(number)
 
     def score(self, logits: Tensor, positions: range) -> list[SampledToken]:
-        """How likely the labels are after the last token."""
+        """Score the labels behind the prompt, by its last token's logits [1, V]."""
         return label_logprobs(logits[0], self.prepared.labels)
 
     def add_prompt_scores(self, scores: Sequence[SampledToken]) -> None:
-        self._delta.probabilities = [exp(each.logprob or 0.0) for each in scores]
+        self._delta.probabilities = [exp(score.logprob or 0.0) for score in scores]
 
     def start(self, cached_tokens: int) -> None:
-        """The prompt has been run, `cached` of its tokens were known. The input counts with the
-        first question."""
-        counted = self._shared if self._delta.choice else 0
+        """The prompt has run; `cached_tokens` of it were in the prefix cache. The tokens of the
+        input are counted with the first question."""
+        counted = self._input_tokens if self._delta.choice else 0
         self._delta.prompt_tokens = len(self.prepared.ids) - counted
         self._delta.cached_tokens = max(0, cached_tokens - counted)
         self._delta.finish_reason = "stop"
@@ -90,110 +95,116 @@ class LabelScores:
 
 
 class Decisions:
-    """From requests to verdicts, in pool threads. `longest_token`: in characters."""
+    """Prepares the questions of requests, in pool threads. `max_token_chars`: of the longest token
+    in the vocabulary."""
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         template: ChatTemplate,
         max_model_len: int,
-        longest_token: int,
+        max_token_chars: int,
     ) -> None:
-        self._tokenizer: Any = tokenizer
-        self._control = SpecialTokenEscaper(tokenizer, self._encode)
+        self._tokenizer: Any = tokenizer  # calls of it are not annotated
+        self._escaper = SpecialTokenEscaper(tokenizer, self._encode)
         self._template = template
         self._max_model_len = max_model_len
-        self._longest_token = longest_token
+        self._max_token_chars = max_token_chars
         self._letters = self._single_tokens([*LETTERS, *map("".join, product(LETTERS, repeat=2))])
         yes_no = self._single_tokens(YES_NO)
         self._yes_no = yes_no if len(yes_no) == 2 else self._letters
 
     def prepare(self, item: WorkItem) -> None:
-        """InvalidInput says what cannot be asked."""
+        """Fill in `item.prepared`, a LabelScores for each question, and `item.tokens`.
+
+        Raise InvalidInput where the input or a question cannot be served."""
         request: DecisionInput = item.payload
-        shared = self._shared(request)
-        item.prepared, own, characters = [], 0, 0
+        shared = self._shared_prompt(request)
+        item.prepared, question_tokens, characters = [], 0, 0
         for number, question in enumerate(request.questions):
             labels = self._labels(question)
-            asked = self._control.hidden(question.asked([*labels]), shared.key)
+            asked = self._escaper.hidden(question.asked([*labels]), shared.key)
             text = f"{shared.before}{asked}{shared.after}"
             characters += len(text)
-            self._check(characters <= MOST_OWN * self._longest_token, question)
-            behind = self._control.ids(shared.word + text, shared.key)[shared.skip :]
-            ids = PrefixedTokens(shared.ids, behind)
-            own += len(behind)
-            seen = own + (number + 1) * len(shared.ids)
-            self._check(own <= MOST_OWN and seen <= MOST_SEEN, question)
-            if len(ids) > self._max_model_len:
-                raise self._too_long(f"{len(ids)}, with the question,", question.param)
-            verdict = LabelScores(item, number, ids, tuple(labels.values()), len(shared.ids))
-            item.prepared.append(verdict)
-        item.tokens = len(shared.ids) + own
+            self._check(characters <= MAX_QUESTION_TOKENS * self._max_token_chars, question)
+            ids = self._escaper.ids(shared.last_word + text, shared.key)
+            prompt = PrefixedTokens(shared.ids, ids[shared.last_word_tokens :])
+            question_tokens += len(prompt.own)
+            prompt_tokens = question_tokens + (number + 1) * len(shared.ids)
+            fits = question_tokens <= MAX_QUESTION_TOKENS and prompt_tokens <= MAX_PROMPT_TOKENS
+            self._check(fits, question)
+            if len(prompt) > self._max_model_len:
+                raise self._too_long(f"{len(prompt)}, with the question,", question.param)
+            label_ids = tuple(labels.values())
+            item.prepared.append(LabelScores(item, number, prompt, label_ids, len(shared.ids)))
+        item.tokens = len(shared.ids) + question_tokens
 
     # ── the input ──
 
-    def _shared(self, request: DecisionInput) -> SharedPrompt:
-        place, key = secrets.token_hex(16), self._control.new_key()  # where the question goes
-        messages = self._control.hidden(request.messages, key)
-        chat = Chat(with_question(messages, place), (), {"enable_thinking": False})
+    def _shared_prompt(self, request: DecisionInput) -> SharedPrompt:
+        marker, key = secrets.token_hex(16), self._escaper.new_key()  # where the question goes
+        messages = self._escaper.hidden(request.messages, key)
+        chat = Chat(with_question(messages, marker), (), {"enable_thinking": False})
         try:
-            text, found, after = self._template.render(chat).text.partition(place)
+            text, separator, after = self._template.render(chat).text.partition(marker)
         except InvalidInput as error:
             error.param = request.param
             raise
-        if not found or place in after:
-            cannot = "the model's chat template does not show a message as it is"
-            raise InvalidInput(cannot, request.param)
-        if len(text) > self._max_model_len * self._longest_token:
-            raise self._too_long(f"more than {len(text) // self._longest_token}", request.param)
-        ends = [match.start() for match in WORD_END.finditer(text, max(0, len(text) - NEAR))]
-        cut = ends[-1] if ends else len(text)
-        word = text[ends[-2] : cut] if len(ends) > 1 else ""
-        ids = self._control.ids(text[:cut], key)
+        if not separator or marker in after:
+            reason = "the model's chat template does not show a message as it is"
+            raise InvalidInput(reason, request.param)
+        if len(text) > self._max_model_len * self._max_token_chars:
+            raise self._too_long(f"more than {len(text) // self._max_token_chars}", request.param)
+        matches = WORD_END.finditer(text, max(0, len(text) - WORD_END_CHARS))
+        ends = [match.start() for match in matches]
+        end = ends[-1] if ends else len(text)
+        last_word = text[ends[-2] : end] if len(ends) > 1 else ""
+        ids = self._escaper.ids(text[:end], key)
         if len(ids) >= self._max_model_len:
             raise self._too_long(str(len(ids)), request.param)
-        skip = len(self._control.ids(word, key)) if word else 0
-        return SharedPrompt(ids, word, skip, text[cut:], after, key)
+        last_word_tokens = len(self._escaper.ids(last_word, key)) if last_word else 0
+        return SharedPrompt(ids, last_word, last_word_tokens, text[end:], after, key)
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
-        made: Any = self._tokenizer(texts, add_special_tokens=False, verbose=False)
-        ids: list[list[int]] = made["input_ids"]
+        encoding: Any = self._tokenizer(texts, add_special_tokens=False, verbose=False)
+        ids: list[list[int]] = encoding["input_ids"]
         return ids
 
     def _too_long(self, tokens: str, param: str) -> InvalidInput:
-        holds = f"this model's context holds {self._max_model_len}"
-        return InvalidInput(f"{param}: the input has {tokens} tokens; {holds}", param)
+        limit = f"this model's context holds {self._max_model_len}"
+        return InvalidInput(f"{param}: the input has {tokens} tokens; {limit}", param)
 
     # ── a question ──
 
     def _labels(self, question: Question) -> dict[str, int]:
-        """Of its options, in order; their token ids."""
+        """Return the labels of its options, in order, with their token ids."""
         labels, count = self._letters, len(question.options)
         if question.kind == "predicate":
             labels = self._yes_no
         if count > len(labels):
-            most = f"has {count} options; this model can tell {len(labels)} apart"
-            raise InvalidInput.at(question.param, most)
+            reason = f"has {count} options; this model can tell {len(labels)} apart"
+            raise InvalidInput.at(question.param, reason)
         return dict(list(labels.items())[:count])
 
     def _single_tokens(self, texts: Sequence[str]) -> dict[str, int]:
-        """Those of the texts that are a token each, and another than those before."""
-        found: dict[int, str] = {}
+        """Return those of the texts that are one token each, all different, with its id."""
+        text_of: dict[int, str] = {}
         encoded = self._encode([*texts])
         for text, ids in zip(texts, encoded, strict=True):
             if len(ids) == 1 and ids[0] != self._tokenizer.unk_token_id:
-                found.setdefault(ids[0], text)
-        return {text: id_ for id_, text in found.items()}
+                text_of.setdefault(ids[0], text)
+        return {text: id_ for id_, text in text_of.items()}
 
     def _check(self, fits: bool, question: Question) -> None:
         if not fits:
-            many = f"up to here, the questions have more than {MOST_OWN} tokens"
-            several = f"or with the input before each more than {MOST_SEEN}"
-            raise InvalidInput.at(question.param, f"{many}, {several}")
+            own = f"the questions up to this one have more than {MAX_QUESTION_TOKENS} tokens"
+            total = f"or, each with the input, more than {MAX_PROMPT_TOKENS}"
+            raise InvalidInput.at(question.param, f"{own}, {total}")
 
 
 def with_question(messages: Messages, text: str) -> tuple[Mapping[str, Any], ...]:
-    """The user's last words go on with it: many templates take no two messages of theirs."""
+    """Append a question to the last message if that is the user's, else as a message of its own:
+    many templates refuse two user messages in a row."""
     *before, last = messages
     if last["role"] != "user":
         return (*messages, {"role": "user", "content": text})
@@ -202,8 +213,8 @@ def with_question(messages: Messages, text: str) -> tuple[Mapping[str, Any], ...
 
 @torch.inference_mode()
 def label_logprobs(logits: Tensor, labels: Sequence[int]) -> list[SampledToken]:
-    """The tokens `labels`, as likely as each is to come if one of them does, by a row of logits
-    [V]; a single -1 where that holds no usable numbers."""
+    """Return the tokens `labels` with their log-probabilities, given that one of them comes, by a
+    row of logits [V]; a single token -1 if the logits of some are not finite numbers."""
     chosen = logits[torch.tensor(labels, device=logits.device)].float()
     logprobs = chosen.double().log_softmax(0).tolist()
     if any(map(isnan, logprobs)):

@@ -392,11 +392,8 @@ def response_parser(
     request: GenerationInput, output_format: OutputFormat, prefix: str, document: bool = False
 ) -> OutputParser | None:
     """Return the parser of a chat's responses; None if all of their text is content."""
-    if (
-        output_format.initial_phase == CONTENT
-        and not output_format.delimiters
-        and not request.calls
-    ):
+    delimited = output_format.initial_phase != CONTENT or output_format.delimiters
+    if not delimited and not request.calls:
         return None
     tools = request.called_tools if request.calls else ()
     return OutputParser(output_format, prefix, bool(request.calls), tools, document)

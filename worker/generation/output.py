@@ -36,9 +36,8 @@ class PreparedPrompt:
     stop_token_ids: dict[int, int | None]  # each with the stop reason that the client gets
     # None: log-probabilities of the prompt's tokens are not wanted; else with the top k of each
     prompt_logprobs: int | None = None
-    parser: OutputParser | None = (
-        None  # at the start of a response; None: all of its text is content
-    )
+    # at the start of a response; None: all of its text is content
+    parser: OutputParser | None = None
     constraints: OutputConstraints | None = None
     labels: tuple[int, ...] = ()  # tokens to score at the end of the prompt; none is generated
     multimodal: MultimodalPrompt | None = None  # None: the prompt has no images
