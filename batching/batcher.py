@@ -1,10 +1,9 @@
-"""The dynamic batcher: which waiting items form the next batch, and when it leaves.
+"""The dynamic batcher: which waiting items form the next batch, and when it is due.
 
-A single deadline counts from the acceptance of the batch's first item, its preparation included;
-a full batch, or one that waited while the worker was busy, leaves at once. The oldest item is
-always in the next batch; the others have the same key. Packed models take them in order of
-arrival, padding ones those nearest in length out of a bounded window. Owned by the worker thread;
-no clock inside.
+One deadline counts from the acceptance of the oldest item, its preparation included. A full batch,
+or one that waited while the worker was busy, is due at once. The oldest item is always in the next
+batch; the others have the same key. Packed models take items in order of arrival; padded models
+take those nearest in length out of a bounded window. Owned by the worker's thread; it has no clock.
 """
 
 from collections import OrderedDict
@@ -13,7 +12,7 @@ from itertools import islice
 
 from batching.request_queue import WorkItem
 
-# How many batches' worth of waiting items are looked at for some of similar length.
+# The window in which padded models look for items of similar length, in full batches.
 WINDOW_BATCHES = 4
 # Batches near the cap that must succeed before a cap halved by out-of-memory is doubled again.
 GROW_AFTER = 8
@@ -24,10 +23,10 @@ class DynamicBatcher:
         self.max_size = max_size  # rows
         self.max_tokens = max_tokens
         self.max_wait_s = max_wait_s
-        self.packs = True  # tokens add up; otherwise every row costs as much as the longest
-        self.cap = max_size  # rows allowed now: max_size unless memory ran out
+        self.packs = True  # tokens add up; otherwise each row costs as much as the longest
+        self.cap = max_size  # rows allowed now: below max_size after out-of-memory
         self._successes = 0
-        # ordered dicts: a plain one takes ever longer to find its first key after deletions
+        # ordered dicts: finding a plain dict's first key gets slower with each deletion
         self._groups: dict[Hashable, OrderedDict[WorkItem, None]] = {}
         self.waiting: OrderedDict[WorkItem, None] = OrderedDict()
 
@@ -35,13 +34,13 @@ class DynamicBatcher:
         self.waiting[item] = None
         self._groups.setdefault(item.key, OrderedDict())[item] = None
 
-    def due_at(self, free_since: float) -> float | None:
-        """When the next batch should leave; None if nothing waits. The worker was busy until
-        `free_since`: what was accepted before has waited enough."""
+    def due_at(self, idle_since: float) -> float | None:
+        """Return when the next batch is due; None if nothing waits. The worker was busy until
+        `idle_since`: items accepted before have waited long enough."""
         oldest = next(iter(self.waiting), None)
         if oldest is None:
             return None
-        if oldest.accepted_at <= free_since or self._is_full(oldest.key):
+        if oldest.accepted_at <= idle_since or self._is_full(oldest.key):
             return oldest.accepted_at
         return oldest.accepted_at + self.max_wait_s
 
@@ -54,22 +53,22 @@ class DynamicBatcher:
                 return True
         return False
 
-    def take(self, now: float, free_since: float) -> list[WorkItem]:
-        """The next batch, if one is due. Items nobody waits for are dropped on the way."""
-        while (due := self.due_at(free_since)) is not None and due <= now:
+    def take(self, now: float, idle_since: float) -> list[WorkItem]:
+        """Remove and return the next batch, if one is due. Cancelled and late items are dropped."""
+        while (due_at := self.due_at(idle_since)) is not None and due_at <= now:
             oldest = next(iter(self.waiting))
-            if not _alive(oldest, now):
-                self._drop(oldest)
+            if not oldest.is_alive(now):
+                self._remove(oldest)
                 continue
             batch = self._choose(oldest, now)
             for item in batch:
-                self._drop(item)
+                self._remove(item)
             return batch
         return []
 
     def _choose(self, oldest: WorkItem, now: float) -> list[WorkItem]:
         candidates = islice(self._groups[oldest.key], WINDOW_BATCHES * self.max_size)
-        window = [item for item in candidates if _alive(item, now)]
+        window = [item for item in candidates if item.is_alive(now)]
         if not self.packs:
             window.sort(key=lambda item: abs(item.width - oldest.width))
         batch, rows, total = [oldest], oldest.rows, oldest.tokens
@@ -83,13 +82,13 @@ class DynamicBatcher:
             cost = new_total if self.packs else new_rows * new_widest
             if new_rows > self.cap or cost > self.max_tokens:
                 if self.packs:
-                    break  # first come, first served: nobody overtakes
+                    break  # first come, first served
                 continue
             batch.append(item)
             rows, widest, total = new_rows, new_widest, new_total
         return batch
 
-    def _drop(self, item: WorkItem) -> None:
+    def _remove(self, item: WorkItem) -> None:
         del self.waiting[item]
         group = self._groups[item.key]
         del group[item]
@@ -97,27 +96,24 @@ class DynamicBatcher:
             del self._groups[item.key]
 
     def clear(self) -> list[WorkItem]:
-        """Take out everything, in order of arrival."""
+        """Remove all items and return them in order of arrival."""
         items = list(self.waiting)
         self.waiting.clear()
         self._groups.clear()
         return items
 
-    def out_of_memory(self, fitted: int) -> None:
-        """A batch did not fit, parts of up to `fitted` rows did; 0: only single items failed."""
-        if fitted:
-            self.cap = min(self.cap, fitted)
+    def out_of_memory(self, largest_rows: int) -> None:
+        """Lower the cap after a batch that did not fit. `largest_rows`: rows of its largest part
+        that did; 0 if none did, and the items themselves are too large."""
+        if largest_rows:
+            self.cap = min(self.cap, largest_rows)
             self._successes = 0
 
     def succeeded(self, rows: int) -> None:
-        """Enough batches near a lowered cap went through: let it grow back."""
+        """Count a batch that fitted; enough of them near a lowered cap raise it again."""
         if self.cap == self.max_size or rows * 2 <= self.cap:
             return
         self._successes += 1
         if self._successes >= GROW_AFTER:
             self.cap = min(self.max_size, self.cap * 2)
             self._successes = 0
-
-
-def _alive(item: WorkItem, now: float) -> bool:
-    return item.open and item.deadline > now

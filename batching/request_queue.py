@@ -1,14 +1,11 @@
-"""The one queue: admission, places, and the work items on their way to the worker.
+"""The request queue: admission, slots, and the work items on their way to the worker.
 
-A handler has its payloads accepted and awaits their futures; feeders take items off the other
-end. The bound counts what is accepted and unanswered, wherever it is by then, so no second,
-unbounded queue can form. A lane is what is accepted for one model, and says how long a newcomer
-would wait for it; the kinds of them are in request_queue.py. All runs on the event loop, but for
-`Lane.prepared`. Batches are not made here.
+    accept → take (drain task) → prepared, run, resolved elsewhere → release
 
-How long a newcomer would wait: of work that is served in batches, and of work side by side.
-
-On the event loop, but for `prepared`.
+An accepted item occupies a slot until it is released, wherever it is by then, so no second,
+unbounded queue can form. A lane is one kind of work of one model: its share of the slots, and an
+estimate of how long a new item would wait. Batches are formed in batcher.py and scheduler.py.
+Everything runs on the event loop, except `Lane.add_prepared`.
 """
 
 import asyncio
@@ -21,62 +18,61 @@ from typing import Any, Protocol
 from batching.errors import ClientGone, DeadlineHopeless, QueueFull
 from batching.round_robin import RoundRobin
 
-# Where requests of several items take turns, and some are there, more of them leave one in so many
-# places to requests of one item.
+# While the items of list requests are served in round robin, list requests leave this fraction
+# (1 / RESERVE) of the slots to requests of one item.
 RESERVE = 4
+# The weight of a measurement after the next one: about the latest ten count.
+KEEP = 0.9
 
 
 class Stream(Protocol):
-    """Where an answer goes that comes in parts: on the event loop, after each step."""
+    """Receives a response in parts: on the event loop, after each step."""
 
     def push(self, delta: Any) -> None: ...
 
 
-class ServingModel(Protocol):
-    """The entry of the registry (worker/registry.py) that an item is for."""
-
-    name: str
-    loaded: Any  # a Runner or a Generator
-    line: Any
-    busy: bool
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class WorkItem:
-    """A payload, where its answer goes, and what becomes of it. Times are monotonic seconds.
+    """One unit of work: a payload, the future of its result, and its state. Times are monotonic
+    seconds.
 
-    The answer, or the error, goes to `future`. A generation's text goes to `stream` on its way, and
-    the future resolves to None at its end.
+    `future` gets the result or the error. Generated text goes to `stream` on the way, and the
+    future then resolves to None at the end.
     """
 
-    payload: Any
+    payload: Any  # the input type of its model's engine
     deadline: float
     accepted_at: float
-    future: "asyncio.Future[Any]" = field(init=False)  # warm-ups have none, nor a model or a lane
-    model: ServingModel = field(init=False)
+    future: "asyncio.Future[Any]" = field(init=False)  # unset in warm-ups, as the next two
+    model: str = field(init=False)  # its name in the registry
     lane: "Lane" = field(init=False)
-    stream: Stream | None = None  # pipelines have none
+    stream: Stream | None = None  # None: the result comes as a whole
     cache_namespace: bytes = b""  # cached prefixes and images are shared within it alone
-    begun: bool = False  # its answer has begun, or never will: no longer ahead of others
-    counted: bool = False  # its lane knows its tokens
-    open: bool = True  # somebody still waits; other threads only read it
-    prepared: Any = None
-    ran: bool = False  # its output is there: only postprocessing is left
-    rows: int = 1  # model rows the item needs
+    started: bool = False  # the response has started: later items no longer wait for this one
+    counted: bool = False  # the lane has counted its tokens
+    open: bool = True  # unresolved; written by the event loop, read by all threads
+    prepared: Any = None  # set by the engine's `prepare`
+    has_output: bool = False  # computed: only postprocessing is left
+    rows: int = 1  # model rows
     tokens: int = 1  # tokens of all rows together
     width: int = 1  # tokens of the longest row
     key: Hashable = None  # items with equal keys may share a batch
-    arrived_at: float = 0.0  # prepared, and at the worker
+    arrived_at: float = 0.0  # at the worker, prepared
     started_at: float = 0.0
     finished_at: float = 0.0
     batch_size: int = 0
 
+    def is_alive(self, now: float) -> bool:
+        """Return whether the result is still wanted: the item is open and not late."""
+        return self.open and self.deadline > now
+
     def resolve(self, outcome: Any) -> bool:
-        """Answer the item, once: True if this was the answer, False if it had one. Loop only."""
+        """Set the future's result or exception. Return False if the item was resolved before. On
+        the event loop only."""
         if not self.open:
             return False
         self.open = False
-        if self.future.cancelled():  # its handler was, with the whole server
+        if self.future.cancelled():  # with its handler, when the server stops
             return False
         if isinstance(outcome, BaseException):
             self.future.set_exception(outcome)
@@ -85,41 +81,63 @@ class WorkItem:
         return True
 
 
+class LoadReport(Protocol):
+    """The part of a step's report that lanes measure their rate by."""
+
+    @property
+    def size(self) -> int: ...  # items
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def total_s(self) -> float: ...
+
+    @property
+    def saturated(self) -> bool: ...  # other items had to wait
+
+
 class Lane:
-    """One model's work of one kind. Lanes share the queue's places; of them it may take `places`.
-    `name` is what a client reads when those are taken."""
+    """One kind of work of one model. All lanes share the queue's slots; this one may use `slots` of
+    them. The error text of a full lane contains `name`."""
 
-    def __init__(self, name: str, places: int) -> None:
+    def __init__(self, name: str, slots: int) -> None:
         self.name = name
-        self.places = places
-        self.taken = 0  # accepted and unanswered
-        self.ahead = 0  # of them, those whose answer has not begun
+        self.slots = slots
+        self.used = 0  # items accepted and not released
+        self.not_started = 0  # of them, those whose response has not started
 
-    def leave(self, item: WorkItem) -> None:
-        """It is answered, or nobody waits for it any more."""
-        self.taken -= 1
-        if not item.begun:
-            Lane.begin(self, item)
+    def release(self, item: WorkItem) -> None:
+        """Free the slot of an item that is answered or cancelled."""
+        self.used -= 1
+        if not item.started:
+            self._start(item)
 
-    def begin(self, item: WorkItem) -> None:
-        """Its answer begins: from here on it takes its time, but nobody waits for it."""
-        item.begun = True
-        self.ahead -= 1
+    def start(self, item: WorkItem) -> None:
+        """Record that an item's response has started."""
 
-    def prepared(self, item: WorkItem) -> None:
-        """Its tokens are known. From any thread."""
+    def _start(self, item: WorkItem) -> None:
+        item.started = True
+        self.not_started -= 1
 
-    def leaves_free(self, count: int) -> bool:
-        """Whether a request of so many items may not take the last places."""
+    def add_prepared(self, item: WorkItem) -> None:
+        """Record that an item's tokens are known. From any thread."""
+
+    def keeps_reserve(self, count: int) -> bool:
+        """Return whether a request of `count` items must leave the reserved slots free."""
         return False
 
-    def hand_on(self, items: Sequence[WorkItem], to: Callable[[WorkItem], None]) -> None:
-        """A request's items, now or when it is their turn."""
+    def enqueue(self, items: Sequence[WorkItem], put: Callable[[WorkItem], None]) -> None:
+        """Pass a request's items to `put`, at once or over time."""
         for item in items:
-            to(item)
+            put(item)
 
-    def expected_s(self, now: float) -> float:
-        """How long a new item would wait for those ahead of it."""
+    def expected_wait_s(self, now: float) -> float:
+        """Return how long a new item would wait for those before it."""
+        raise NotImplementedError
+
+    def update(self, now: float, report: LoadReport, inbox_waiting: bool) -> None:
+        """Measure the rate by a step's report. `inbox_waiting`: items arrived during the step."""
         raise NotImplementedError
 
 
@@ -127,40 +145,28 @@ class RequestQueue:
     def __init__(self, capacity: int, clock: Callable[[], float]) -> None:
         self.capacity = capacity
         self.clock = clock
-        self.waiting: set[WorkItem] = set()  # accepted and unanswered, one place each
+        self.items: set[WorkItem] = set()  # accepted and not released, one slot each
         self._accepted: asyncio.Queue[WorkItem] = asyncio.Queue()
-        self.settled = asyncio.Event()  # nothing accepted is unanswered
-        self.settled.set()
+        self.drained = asyncio.Event()  # set while there are no items
+        self.drained.set()
 
-    def _admit(self, count: int, deadline: float, lane: Lane) -> None:
-        now = self.clock()
-        expected_s = lane.expected_s(now)
-        retry_after_s = float(max(1, math.ceil(expected_s)))  # whole seconds, for a header
-        whole = "queue", self.pending, self.capacity
-        for name, taken, places in (whole, (lane.name, lane.taken, lane.places)):
-            kept = places // RESERVE if lane.leaves_free(count) else 0
-            if taken + count > places - kept:
-                full = f"the {name} is full: {taken} of {places} places are taken"
-                raise QueueFull(full, retry_after_s)
-        if lane.ahead and now + expected_s > deadline:
-            raise DeadlineHopeless(
-                f"the {lane.ahead} requests ahead need about {expected_s:.1f} s, "
-                "longer than this request may take",
-                retry_after_s,
-            )
+    @property
+    def pending(self) -> int:
+        """The number of items accepted and not released."""
+        return len(self.items)
 
     def accept(
         self,
         payloads: Sequence[Any],
         deadline: float,
         lane: Lane,
-        model: ServingModel,
+        model: str,
         stream: Stream | None = None,
         cache_namespace: bytes = b"",
     ) -> list[WorkItem]:
-        """Take a place for each payload and queue them, or raise a Refused (503) at once.
+        """Reserve a slot for each payload and queue all of them, or raise a Refused (503).
 
-        Each answer arrives at its `item.future`; the caller must `forget` the items in the end.
+        The results arrive at each `item.future`. The caller must `release` the items in the end.
         """
         self._admit(len(payloads), deadline, lane)
         loop, now = asyncio.get_running_loop(), self.clock()
@@ -170,148 +176,177 @@ class RequestQueue:
         ]
         for item in items:
             item.future, item.model, item.lane = loop.create_future(), model, lane
-        self.waiting.update(items)
-        lane.taken += len(items)
-        lane.ahead += len(items)
-        self.settled.clear()
-        lane.hand_on(items, self._accepted.put_nowait)
+        self.items.update(items)
+        lane.used += len(items)
+        lane.not_started += len(items)
+        self.drained.clear()
+        lane.enqueue(items, self._accepted.put_nowait)
         return items
 
-    def forget(self, items: Sequence[WorkItem]) -> None:
-        """The handler is done with the items, answered or not: their places are free again."""
-        for item in items:
-            if item.open:
-                item.resolve(ClientGone("the client has gone"))
-            if not item.future.cancelled():
-                item.future.exception()  # seen: a list's second failure is nobody's news
-            if item in self.waiting:
-                item.lane.leave(item)
-        self.waiting.difference_update(items)
-        if not self.waiting:
-            self.settled.set()
-
-    @property
-    def pending(self) -> int:
-        """Accepted and unanswered."""
-        return len(self.waiting)
+    def _admit(self, count: int, deadline: float, lane: Lane) -> None:
+        now = self.clock()
+        expected_s = lane.expected_wait_s(now)
+        retry_after_s = float(max(1, math.ceil(expected_s)))  # whole seconds, for a header
+        whole = "queue", self.pending, self.capacity
+        for name, used, slots in (whole, (lane.name, lane.used, lane.slots)):
+            reserved = slots // RESERVE if lane.keeps_reserve(count) else 0
+            if used + count > slots - reserved:
+                full = f"the {name} is full: {used} of {slots} slots are in use"
+                raise QueueFull(full, retry_after_s)
+        if lane.not_started and now + expected_s > deadline:
+            raise DeadlineHopeless(
+                f"the {lane.not_started} requests before this one need about {expected_s:.1f} s, "
+                "more than this request's time limit",
+                retry_after_s,
+            )
 
     async def take(self) -> list[WorkItem]:
-        """Wait for an item, then take all that are there."""
+        """Wait for an item, then take all that are queued."""
         items = [await self._accepted.get()]
         while not self._accepted.empty():
             items.append(self._accepted.get_nowait())
         return items
 
-
-# What is left of a measurement after the next one: about the latest ten count.
-KEEP = 0.9
+    def release(self, items: Sequence[WorkItem]) -> None:
+        """Free the slots of items, answered or not. Items without a result are cancelled."""
+        for item in items:
+            if item.open:
+                item.resolve(ClientGone("the client has gone"))
+            if not item.future.cancelled():
+                item.future.exception()  # retrieved: a list's handler reads its first error only
+            if item in self.items:
+                item.lane.release(item)
+        self.items.difference_update(items)
+        if not self.items:
+            self.drained.set()
 
 
 class BatchLane(Lane):
-    """Served in batches, which take a time for each token. Those of an item are known once it is
-    prepared; before, it counts like the mean. With `turns`, requests of several items take
-    turns."""
+    """The lane of a model that is served in batches, whose time is proportional to their tokens.
 
-    def __init__(self, name: str, places: int, turns: RoundRobin[WorkItem] | None = None) -> None:
-        super().__init__(name, places)
-        self.turns = turns
-        self._prepared: deque[WorkItem] = deque()  # not counted yet; all threads may add
-        self._known = 0  # items ahead that are counted
-        self._tokens = 0  # theirs
+    An item's tokens are known once it is prepared; before, it counts as the mean. With
+    `round_robin`, list requests start a few of their items at a time, each in turn.
+    """
+
+    def __init__(
+        self, name: str, slots: int, round_robin: RoundRobin[WorkItem] | None = None
+    ) -> None:
+        super().__init__(name, slots)
+        self.round_robin = round_robin
+        self._prepared: deque[WorkItem] = deque()  # not counted yet; all threads may append
+        self._counted = 0  # items that are prepared and not released
+        self._tokens = 0  # of the counted items
         self._recent = (0.0, 0.0, 0.0)  # items, tokens and seconds of recent batches
 
-    def prepared(self, item: WorkItem) -> None:
-        self._prepared.append(item)
-
-    def leaves_free(self, count: int) -> bool:
-        return count > 1 and self.turns is not None and self.turns.busy
-
-    def hand_on(self, items: Sequence[WorkItem], to: Callable[[WorkItem], None]) -> None:
-        if (turns := self.turns) is None or len(items) == 1:
-            return super().hand_on(items, to)
-
-        def begin(item: WorkItem) -> None:
-            item.future.add_done_callback(lambda _: turns.ended())
-            to(item)
-
-        turns.add(items, begin)
-
-    def record(self, items: int, tokens: int, seconds: float) -> None:
-        """Of a batch that was full or kept others waiting."""
-        old_items, old_tokens, old_s = self._recent
-        self._recent = old_items * KEEP + items, old_tokens * KEEP + tokens, old_s * KEEP + seconds
-
-    def leave(self, item: WorkItem) -> None:
+    def release(self, item: WorkItem) -> None:
         self._count_prepared()
         if item.counted:
-            self._known -= 1
+            self._counted -= 1
             self._tokens -= item.tokens
-        super().leave(item)
+        super().release(item)
 
-    def expected_s(self, now: float) -> float:
-        self._count_prepared()
-        items, tokens, seconds = self._recent
-        if not tokens:
-            return 0.0
-        unknown = (self.ahead - self._known) * tokens / items
-        return (self._tokens + unknown) * seconds / tokens
+    def add_prepared(self, item: WorkItem) -> None:
+        self._prepared.append(item)
 
     def _count_prepared(self) -> None:
         while self._prepared:
             item = self._prepared.popleft()
-            if not item.begun:
+            if not item.started:
                 item.counted = True
-                self._known += 1
+                self._counted += 1
                 self._tokens += item.tokens
+
+    def keeps_reserve(self, count: int) -> bool:
+        return count > 1 and self.round_robin is not None and self.round_robin.busy
+
+    def enqueue(self, items: Sequence[WorkItem], put: Callable[[WorkItem], None]) -> None:
+        if (round_robin := self.round_robin) is None or len(items) == 1:
+            return super().enqueue(items, put)
+
+        def start(item: WorkItem) -> None:
+            item.future.add_done_callback(lambda _: round_robin.finish())
+            put(item)
+
+        round_robin.add(items, start)
+
+    def expected_wait_s(self, now: float) -> float:
+        self._count_prepared()
+        items, tokens, seconds = self._recent
+        if not tokens:
+            return 0.0
+        uncounted_tokens = (self.not_started - self._counted) * tokens / items
+        return (self._tokens + uncounted_tokens) * seconds / tokens
+
+    def update(self, now: float, report: LoadReport, inbox_waiting: bool) -> None:
+        """Ignore batches that kept no other item waiting: they were not as large as they can be."""
+        if report.size and (report.saturated or inbox_waiting):
+            self.record(report.size, report.tokens, report.total_s)
+
+    def record(self, items: int, tokens: int, seconds: float) -> None:
+        old_items, old_tokens, old_s = self._recent
+        self._recent = old_items * KEEP + items, old_tokens * KEEP + tokens, old_s * KEEP + seconds
 
 
 class StepLane(Lane):
-    """Served side by side: a newcomer waits until all before it have had their turn to begin. How
-    often somebody begins is measured while others go without."""
+    """The lane of a model that runs requests side by side: a new one waits until all before it have
+    started. How often one starts is measured while others have no room."""
 
-    def __init__(self, name: str, places: int) -> None:
-        super().__init__(name, places)
-        self.begun = 0  # since the last step
-        self.starved_since: float | None = None  # or since the last who began meanwhile
-        self._turns = 0.0  # recent ones
-        self._seconds = 0.0  # that they took together
-        self._full = 0  # how many run when others have no room, as seen lately
-
-    def begin(self, item: WorkItem) -> None:
-        super().begin(item)
-        self.begun += 1
-
-    def leave(self, item: WorkItem) -> None:
-        super().leave(item)
-        if not self.ahead:
-            self.starved_since = None
-
-    def stepped(self, now: float, starved: bool) -> None:
-        """A step has ended; who began in it is known. `starved`: others had no room in it."""
-        begun, self.begun = self.begun, 0
-        if begun and self.starved_since is not None:
-            # those who run may end all at once: what counts is how long a round of them takes
-            keep = max(KEEP, 1 - 1 / max(1, self._running)) ** begun
-            self._turns = self._turns * keep + begun
-            self._seconds = self._seconds * keep + now - self.starved_since
-            self.starved_since = now
-        if not starved:
-            self.starved_since = None
-            return
-        if self.starved_since is None:
-            self.starved_since = now
-        # fewer do if each needs more room, or if those who have it are slow to begin
-        self._full = max(self._running, self._full - begun)
+    def __init__(self, name: str, slots: int) -> None:
+        super().__init__(name, slots)
+        self._started = 0  # items since the last step
+        self._starved_since: float | None = None  # or since the last start during starvation
+        self._starts = 0.0  # recent ones during starvation
+        self._starts_s = 0.0  # their total time
+        self._room = 0  # running items when others have no room, as measured lately
 
     @property
     def _running(self) -> int:
-        return self.taken - self.ahead
+        return self.used - self.not_started
 
-    def expected_s(self, now: float) -> float:
-        """Since when nobody has begun counts too: each of those who run has taken so long. Whoever
-        finds a free place waits for nobody."""
-        turn_s = self._seconds / self._turns if self._turns else 0.0
-        if self.starved_since is not None:
-            turn_s = max(turn_s, (now - self.starved_since) / max(1, self._running))
-        free = max(0, self._full - self._running)
-        return max(0, self.ahead - free) * turn_s
+    def release(self, item: WorkItem) -> None:
+        super().release(item)
+        if not self.not_started:
+            self._starved_since = None
+
+    def start(self, item: WorkItem) -> None:
+        self._start(item)
+        self._started += 1
+
+    def expected_wait_s(self, now: float) -> float:
+        """The time since the last start counts too: each running item has taken at least as long.
+        An item that finds free room does not wait."""
+        start_s = self._starts_s / self._starts if self._starts else 0.0
+        if self._starved_since is not None:
+            start_s = max(start_s, (now - self._starved_since) / max(1, self._running))
+        free = max(0, self._room - self._running)
+        return max(0, self.not_started - free) * start_s
+
+    def update(self, now: float, report: LoadReport, inbox_waiting: bool) -> None:
+        if self._started or report.saturated != (self._starved_since is not None):
+            self.record(now, report.saturated)
+
+    def record(self, now: float, starved: bool) -> None:
+        """Measure a step that has ended. `starved`: it had no room for other items."""
+        started, self._started = self._started, 0
+        if started and self._starved_since is not None:
+            # the running items may end all at once: average over a round of them
+            keep = max(KEEP, 1 - 1 / max(1, self._running)) ** started
+            self._starts = self._starts * keep + started
+            self._starts_s = self._starts_s * keep + now - self._starved_since
+            self._starved_since = now
+        if not starved:
+            self._starved_since = None
+            return
+        if self._starved_since is None:
+            self._starved_since = now
+        # the room shrinks if items need more of it, or if those that have it are slow to start
+        self._room = max(self._running, self._room - started)
+
+
+class BackgroundLane(StepLane):
+    """The lane of low-priority requests: those that wait always count as starved."""
+
+    def update(self, now: float, report: LoadReport, inbox_waiting: bool) -> None:
+        starved = self.not_started > 0
+        if self._started or starved != (self._starved_since is not None):
+            self.record(now, starved)

@@ -1,8 +1,8 @@
-"""Requests of many items take turns, so that a short one beside them need not wait for them all.
+"""Round robin between list requests, so that a short request does not wait for a whole list.
 
-Of all the long requests' items only so many are under way at a time: about what runs and what runs
-next. As one ends, the next begins, of each request in turn. What comes beside them queues behind
-those few. On the event loop, like the queue that begins them.
+Of all list requests' items, at most `max_running` are queued or running at a time: about the batch
+that runs and the next one. As one finishes, the next starts, from each request in turn. Runs on the
+event loop.
 """
 
 from collections import deque
@@ -10,39 +10,39 @@ from collections.abc import Callable, Iterable
 from typing import Generic, Protocol, TypeVar
 
 
-class Waited(Protocol):
-    open: bool  # somebody still waits for it
+class Cancellable(Protocol):
+    open: bool  # False: cancelled
 
 
-T = TypeVar("T", bound=Waited)
+T = TypeVar("T", bound=Cancellable)
 
 
 class RoundRobin(Generic[T]):
-    def __init__(self, most: int) -> None:
-        self.most = most  # items under way
-        self.under_way = 0
+    def __init__(self, max_running: int) -> None:
+        self.max_running = max_running
+        self.running = 0  # items started and not finished
         self._requests: deque[tuple[deque[T], Callable[[T], None]]] = deque()
 
     @property
     def busy(self) -> bool:
-        return self.under_way > 0
+        return self.running > 0
 
-    def add(self, items: Iterable[T], begin: Callable[[T], None]) -> None:
-        """Items of one request, each to be begun when its turn has come."""
-        self._requests.append((deque(items), begin))
-        self._begin_more()
+    def add(self, items: Iterable[T], start: Callable[[T], None]) -> None:
+        """Queue the items of one request; `start` is called with each when its turn comes."""
+        self._requests.append((deque(items), start))
+        self._start_next()
 
-    def ended(self) -> None:
-        """One that was begun is under way no longer."""
-        self.under_way -= 1
-        self._begin_more()
+    def finish(self) -> None:
+        """Record that a started item has finished."""
+        self.running -= 1
+        self._start_next()
 
-    def _begin_more(self) -> None:
-        while self.under_way < self.most and self._requests:
-            items, begin = self._requests.popleft()
+    def _start_next(self) -> None:
+        while self.running < self.max_running and self._requests:
+            items, start = self._requests.popleft()
             while items and not items[0].open:
                 items.popleft()
             if items:
-                self.under_way += 1
-                begin(items.popleft())
-                self._requests.append((items, begin))
+                self.running += 1
+                start(items.popleft())
+                self._requests.append((items, start))

@@ -90,6 +90,8 @@ def serve_bare(port: int) -> None:
 class InstantRunner:
     """Answers with the text itself: what is left is what the server costs."""
 
+    text_model = None
+
     def __init__(self) -> None:
         from worker.messages.protocol import ModelInfo
 

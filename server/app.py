@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from starlette.routing import Router
 
 from batching.batcher import DynamicBatcher
-from batching.request_queue import RequestQueue, WorkItem
+from batching.request_queue import BatchLane, RequestQueue, StepLane, WorkItem
 from batching.round_robin import RoundRobin
 from server.core.metrics import Metrics
 from server.core.settings import Settings, SettingsError, load_settings
@@ -34,11 +34,11 @@ from server.preflight import (
 )
 from server.routes import make_routes
 from worker.cores import find_cores
-from worker.messages.protocol import Generator, Runner, Stepped
+from worker.messages.protocol import Engine, Generator, Runner
 from worker.messages.scoring import PIECE
-from worker.registry import GenerationModel, PipelineModel, SteppedModel
+from worker.registry import ServedModel, language_model
 from worker.tasks import resolve_task
-from worker.worker import Model, Worker
+from worker.worker import Worker
 
 Options = TypeVar("Options")
 
@@ -69,7 +69,7 @@ def create_app(
     load_chat: Callable[[], Generator] | None = None,
     load_embedder: Callable[[], Runner] | None = None,
     load_reranker: Callable[[], Runner] | None = None,
-    load_transcriber: Callable[[], Stepped] | None = None,
+    load_transcriber: Callable[[], Engine] | None = None,
 ) -> Application:
     """Return the app. Raises SettingsError for settings that cannot be served.
 
@@ -92,12 +92,12 @@ def create_app(
 
 def served_models(
     settings: Settings, loaders: Mapping[str, Callable[[], Any] | None], decides: bool
-) -> list[Model]:
+) -> list[ServedModel]:
     """Return the models that the settings name; the worker thread loads them.
 
     `decides`: the task of `POST /` is decision, which a language model serves: the chat model if
     both settings name the same one."""
-    models: list[Model] = []
+    models: list[ServedModel] = []
     queue_size, wait_s = settings.max_queue_size, settings.max_batch_wait_ms / 1000
     for setting, serves in MODELS.items():
         if getattr(settings, setting) == "none":
@@ -107,17 +107,19 @@ def served_models(
             if settings.pipeline_model != settings.chat_model:
                 chat_settings = replace(settings, chat_model=settings.pipeline_model)
                 load = partial(load_model, "chat_model", chat_settings)
-                models.append(GenerationModel(serves, load, queue_size))
+                models.append(language_model(serves, load, queue_size))
         elif serves == "generation":
-            models.append(GenerationModel(serves, load, queue_size))
+            models.append(language_model(serves, load, queue_size))
         elif serves == "transcription":
             if not any(loaders.values()) and shares_speech_model(settings):
                 load = partial(load_model, setting, settings, models[0])
-            models.append(SteppedModel(serves, load, queue_size))
+            models.append(ServedModel(serves, load, StepLane(serves, queue_size)))
         else:
-            batcher = DynamicBatcher(settings.max_batch_size, settings.max_batch_tokens, wait_s)
-            turns = None if serves == "pipeline" else make_round_robin(settings.max_batch_size)
-            models.append(PipelineModel(serves, load, queue_size, batcher, turns))
+            rows = settings.max_batch_size
+            batcher = DynamicBatcher(rows, settings.max_batch_tokens, wait_s)
+            round_robin = None if serves == "pipeline" else make_round_robin(rows)
+            lane = BatchLane(serves, queue_size, round_robin)
+            models.append(ServedModel(serves, partial(load_engine, load, batcher), lane))
     return models
 
 
@@ -129,11 +131,18 @@ def shares_speech_model(settings: Settings) -> bool:
 
 
 def make_round_robin(batch_rows: int) -> RoundRobin[WorkItem]:
-    """Return turns for requests with long lists: the parts of two batches, one of which runs."""
+    """Return a round robin between lists, which runs the pieces of two batches at a time."""
     return RoundRobin(max(2, 2 * batch_rows // min(PIECE, batch_rows)))
 
 
-def load_model(setting: str, settings: Settings, recognizer: Model | None = None) -> Any:
+def load_engine(load: Callable[[], Runner], batcher: DynamicBatcher) -> Engine:
+    """Load a runner and return its engine, on the worker thread."""
+    from worker.pipeline.engine import PipelineEngine
+
+    return PipelineEngine(load(), batcher)
+
+
+def load_model(setting: str, settings: Settings, recognizer: ServedModel | None = None) -> Any:
     """Load the model that a setting names.
 
     `recognizer`: the model of `POST /` whose loaded pipeline the transcription model shares."""
@@ -154,9 +163,9 @@ def load_model(setting: str, settings: Settings, recognizer: Model | None = None
         case "transcription_model":
             from worker.speech.loading import SpeechOptions, load_speech
 
-            runner: Any = recognizer and recognizer.loaded
+            engine: Any = recognizer and recognizer.engine
             speech_options = loader_options(SpeechOptions, setting, settings)
-            return load_speech(speech_options, runner and runner.pipe)
+            return load_speech(speech_options, engine and engine.runner.pipe)
         case _:
             from worker.embedding.loading import ScoringOptions, load_embedder, load_reranker
 

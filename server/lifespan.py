@@ -127,10 +127,10 @@ async def drain(worker_client: WorkerClient, grace_s: float) -> None:
     worker_client.draining = True
     try:
         async with asyncio.timeout(grace_s):
-            await worker_client.queue.settled.wait()
+            await worker_client.queue.drained.wait()
     except TimeoutError:
         log.warning("drain incomplete unanswered=%d", worker_client.queue.pending)
-    worker_client.give_up()
+    worker_client.cancel_all()
 
 
 def drain_on_signal(worker_client: WorkerClient, grace_s: float) -> Callable[[], None]:
@@ -161,7 +161,7 @@ def drain_on_signal(worker_client: WorkerClient, grace_s: float) -> Callable[[],
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if worker_client.draining:
-            worker_client.loop.call_soon_threadsafe(worker_client.give_up)
+            worker_client.loop.call_soon_threadsafe(worker_client.cancel_all)
             call_previous(number, frame)
         else:
             worker_client.draining = True

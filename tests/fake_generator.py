@@ -24,7 +24,7 @@ from batching.request_queue import WorkItem
 from worker.messages.decisions import DecisionInput
 from worker.messages.deltas import Delta, DeltaPart, FinishReason, Kind, TokenLogprob
 from worker.messages.generation import TEXT_ALONE, Chat, GenerationInput
-from worker.messages.protocol import ModelInfo, StepOutcome, StepReport
+from worker.messages.protocol import ModelInfo, StepOutcome, StepReport, TextModel
 
 INFO = ModelInfo("text-generation", "fake", "cpu", "float32", 0, "continuous")
 
@@ -74,6 +74,10 @@ class FakeGenerator:
         self.dropped: list[str] = []  # prompts whose clients had left
         self.lost: Exception | None = None  # what a step raises
         self.healthy = True
+
+    @property
+    def text_model(self) -> TextModel:
+        return self
 
     def release(self) -> None:
         """Let all steps pass from here on."""
@@ -126,14 +130,20 @@ class FakeGenerator:
     def busy(self) -> bool:
         return bool(self.running)
 
-    def step(self) -> StepOutcome:
+    def due_at(self, idle_since: float) -> float | None:
+        return idle_since if self.running else None
+
+    def finish(self, item: WorkItem, raw: Any) -> Any:
+        raise NotImplementedError
+
+    def step(self, idle_since: float = 0.0) -> StepOutcome:
         self.stepped.release()
         assert self.gate.wait(60)
         if self.one_by_one:
             assert self.single.acquire(timeout=60)
         if self.lost:
             raise self.lost
-        outcome = StepOutcome(StepReport(admitted=1, decode_tokens=1, total_s=0.001), [], [])
+        outcome = StepOutcome(StepReport(admitted=1, decode_tokens=1, total_s=0.001))
         for each in list(self.running):
             if not each.item.open:
                 self.running.remove(each)

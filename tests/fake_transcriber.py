@@ -14,6 +14,7 @@ Steps wait for `gate`.
 import math
 import threading
 from dataclasses import dataclass, field
+from typing import Any
 
 from batching.errors import ClientGone, InvalidInput, ItemFailed
 from batching.request_queue import WorkItem
@@ -43,6 +44,7 @@ class FakeTranscriber:
     payloads: list[TranscriptionInput] = field(default_factory=list)
     dropped: int = 0  # whose clients had left
     max_s: float = 7200.0
+    text_model: None = None
 
     def __post_init__(self) -> None:
         self.gate = threading.Event()
@@ -72,9 +74,15 @@ class FakeTranscriber:
     def busy(self) -> bool:
         return bool(self.running)
 
-    def step(self) -> StepOutcome:
+    def due_at(self, idle_since: float) -> float | None:
+        return idle_since if self.running else None
+
+    def finish(self, item: WorkItem, raw: Any) -> Any:
+        raise NotImplementedError
+
+    def step(self, idle_since: float = 0.0) -> StepOutcome:
         assert self.gate.wait(60)
-        outcome = StepOutcome(StepReport(admitted=1, running=len(self.running)), [], [])
+        outcome = StepOutcome(StepReport(admitted=1, running=len(self.running)))
         for each in list(self.running):
             if not each.item.open:
                 self.dropped += 1

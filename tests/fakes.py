@@ -6,9 +6,12 @@ from typing import Any
 
 import orjson
 
+from batching.batcher import DynamicBatcher
 from batching.errors import InvalidInput
-from batching.request_queue import WorkItem
-from worker.messages.protocol import ModelInfo
+from batching.request_queue import BatchLane, WorkItem
+from worker.messages.protocol import ModelInfo, Runner
+from worker.pipeline.engine import PipelineEngine
+from worker.registry import ServedModel
 
 INFO = ModelInfo("fill-mask", "fake", "cpu", "float32", 0, "packed")
 
@@ -30,6 +33,10 @@ class FakeRunner:
         self.healthy = True
         self.warm_ups = 0
         self.probing: Callable[[], object] = lambda: None
+
+    @property
+    def text_model(self) -> Any:
+        return self  # subclasses that are called by name have its attributes
 
     def prepare(self, item: WorkItem) -> None:
         text = item.payload.inputs
@@ -57,3 +64,11 @@ class FakeRunner:
         self.probing()
         if not self.healthy:
             raise RuntimeError("the worker is broken")
+
+
+def batched_model(
+    name: str, load: Callable[[], Runner], batcher: DynamicBatcher | None = None
+) -> ServedModel:
+    """Return an entry of the registry that serves a runner in batches."""
+    batcher = batcher or DynamicBatcher(max_size=8, max_tokens=100, max_wait_s=0.0)
+    return ServedModel(name, lambda: PipelineEngine(load(), batcher), BatchLane(name, 100))

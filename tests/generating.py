@@ -151,6 +151,7 @@ class Driver:
 
     def step(self) -> StepReport:
         outcome = self.generator.step()
+        assert isinstance(outcome.report, StepReport)
         for item, delta in outcome.deltas:
             served = self.served[item]
             assert item.open, "a delta for somebody who has gone"

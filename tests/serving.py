@@ -17,7 +17,7 @@ import uvicorn
 from server.app import create_app
 from server.core.settings import Settings
 from server.http.connections import LimitedH11, LimitedHttpTools
-from worker.messages.protocol import Generator, Runner, Stepped
+from worker.messages.protocol import Engine, Generator, Runner
 
 Parser = Literal["httptools", "h11"]
 # off the main thread the lifespan does not find uvicorn's server to set these
@@ -41,7 +41,7 @@ class Server:
         http: Parser,
         load_embedder: Callable[[], Runner] | None = None,
         load_reranker: Callable[[], Runner] | None = None,
-        load_transcriber: Callable[[], Stepped] | None = None,
+        load_transcriber: Callable[[], Engine] | None = None,
     ) -> None:
         loaders = load, load_chat, load_embedder, load_reranker, load_transcriber
         self.app = create_app(settings, *loaders)
@@ -84,7 +84,7 @@ def serving(
     http: Parser = "httptools",
     load_embedder: Callable[[], Runner] | None = None,
     load_reranker: Callable[[], Runner] | None = None,
-    load_transcriber: Callable[[], Stepped] | None = None,
+    load_transcriber: Callable[[], Engine] | None = None,
     **settings: Any,
 ) -> Iterator[Server]:
     """A started server; unless `ready` is false, one that answers /ready with 200.

@@ -1,15 +1,14 @@
-"""The worker: one dedicated thread that loads the models and gives them turns.
+"""The worker: one dedicated thread that loads the models and runs their engines' steps.
 
-    load → warm up → (receive → a turn for each busy model)* → stopped, or dead with a reason
+    load → warm up → (receive items → a step of each engine that has one due)* → stopped or dead
 
-A turn is an encoder batch or a step. All scheduling state belongs to this thread. It is
-sent items and a stop through its inbox; a pipeline's outputs go straight to the pool, and one
-report a turn to the event loop.
+All scheduling state belongs to this thread. Its inbox takes items and a stop. The listener gets one
+outcome per step.
 
-What is raised while working on an item fails that item; what belongs to none fails all that its
-model had in hand, and the warm-up input tells whether the model still works, or its breaker opens.
-Only a lost device ends the thread. What a batch or a step does is for models.py and the engines
-to say; HTTP, the asyncio queue and pre- and post-processing are server/core/worker_client.py's.
+An exception inside a step that belongs to one item fails that item, in the engine. Any other
+exception fails all items of that model. When a step yields nothing but failures, the warm-up input
+probes the model, and failed probes open its breaker. Only a lost device ends the thread. Steps are
+defined by the engines; HTTP, the asyncio queue and the pools are in server/core/worker_client.py.
 """
 
 import ctypes
@@ -19,39 +18,35 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from batching.errors import DeviceLost, ItemFailed, OnequeueError, WorkerDown
 from batching.request_queue import WorkItem
 from worker.cores import Cores, ThreadTuner, pin
 from worker.error_classification import failure_of
-from worker.messages.protocol import BatchReport, State, StepOutcome
-from worker.registry import Outcome, PipelineModel, SteppedModel
+from worker.messages.protocol import State, StepOutcome
+from worker.registry import ServedModel
 
 log = logging.getLogger("onequeue.worker")
 
-Model = PipelineModel | SteppedModel[Any]
 STATES: Sequence[State] = ("loading", "warming", "ready")  # in this order
 
-# When nothing has run for so long, what was freed goes back to the system. glibc would keep it, and
-# each thread's share apart: after a few large pictures or sounds hundreds of megabytes. With lower
-# thresholds (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD) it would hand back every tensor at once, and fetch
-# it anew in every layer.
+# After so long without a step, freed memory goes back to the system. glibc keeps it otherwise, in
+# one arena per thread: hundreds of megabytes after a few large images or recordings. With lower
+# thresholds (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD) it would return every tensor at once and fetch
+# the memory again in every layer.
 IDLE_S = 5.0
 trim_heap = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 class Listener(Protocol):
-    """`outputs` is called on the worker's thread, the others are posted to the event loop."""
+    """Receives events. `on_step` runs on the worker's thread; the others are posted to the event
+    loop."""
 
-    def outputs(self, outcomes: list[Outcome]) -> None: ...
-    def resolve(self, outcomes: list[Outcome]) -> None: ...
-    def on_batch(
-        self, model: PipelineModel, report: BatchReport, failed: list[Outcome]
-    ) -> None: ...
-    def on_step(self, model: SteppedModel[Any], outcome: StepOutcome) -> None: ...
+    def on_step(self, model: ServedModel, outcome: StepOutcome) -> None: ...
+    def on_failed(self, items: list[WorkItem], error: OnequeueError) -> None: ...
     def on_rejected(self, items: list[WorkItem]) -> None: ...
-    def on_breaker(self, model: Model, is_open: bool) -> None: ...
+    def on_breaker(self, model: ServedModel, is_open: bool) -> None: ...
     def on_state(self, state: State, error: Exception | None) -> None: ...
 
 
@@ -61,18 +56,18 @@ class Worker:
 
     def __init__(
         self,
-        models: Sequence[Model],
+        models: Sequence[ServedModel],
         clock: Callable[[], float] = time.monotonic,
         cores: Cores | None = None,
     ) -> None:
         self.models = {model.name: model for model in models}
         self.clock = clock
         self.cores = cores  # None: torch's own choice
-        self._free_cores = ThreadTuner(cores) if cores else None
+        self._thread_tuner = ThreadTuner(cores) if cores else None
         self.dead = False
         self.busy_since = float("inf")
-        self._free_since = float("-inf")  # when the last turn ended
-        self._tidy_at: float | None = None  # when memory is handed back, if nothing runs until then
+        self._idle_since = float("-inf")  # when the last step ended
+        self._trim_at: float | None = None  # when memory is returned, if no step runs until then
         self.inbox: queue.SimpleQueue[list[WorkItem] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name="worker", daemon=True)
 
@@ -80,18 +75,18 @@ class Worker:
 
     @property
     def state(self) -> State:
-        """That of the model which is furthest behind."""
+        """The state of the model that is furthest behind."""
         if self.dead:
             return "dead"
         return min((model.state for model in self.models.values()), key=STATES.index)
 
     @property
     def busy_s(self) -> float:
-        """How long the turn that runs has taken so far; minus infinity if none does."""
+        """The duration of the running step so far; minus infinity if none runs."""
         return self.clock() - self.busy_since
 
     def start(self, listener: Listener, post: Callable[..., None]) -> None:
-        """`post(function, *args)` runs a listener's method on the event loop."""
+        """Start the thread. `post(function, *args)` runs a listener's method on the event loop."""
         self._listener, self._post = listener, post
         self.thread.start()
 
@@ -108,23 +103,21 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            self._settle()
+            self._pin_thread()
             self._load()
             while self._receive():
-                free_cores, now = self._free_cores, self.clock()
-                if free_cores and now >= free_cores.look_at:
-                    free_cores.follow(now)
-                self._take_turns()
-                self._tidy()
+                self._tune_threads()
+                self._run_steps()
+                self._trim_memory()
         except BaseException as error:
             self._die(error)
 
-    def _settle(self) -> None:
-        """Before anything computes: OpenMP's threads inherit this one's cores."""
+    def _pin_thread(self) -> None:
+        """Before any computation: OpenMP's threads inherit this thread's cores."""
         if cores := self.cores:
             pin(cores)
-            kept = ",".join(map(str, sorted(cores.kept))) or "none"
-            log.info("compute threads=%d pinned=%s %s", cores.threads, kept, cores.why)
+            pinned = ",".join(map(str, sorted(cores.kept))) or "none"
+            log.info("compute threads=%d pinned=%s %s", cores.threads, pinned, cores.why)
 
     def _load(self) -> None:
         for model in self.models.values():
@@ -133,128 +126,114 @@ class Worker:
         self.busy_since = self.clock()
         try:
             for model in self.models.values():
-                model.loaded.warm_up()
+                model.engine.warm_up()
         except Exception as error:
             raise ItemFailed("the model failed on its warm-up input") from error
-        self._rest()
+        self._end_step()
         for model in self.models.values():
             model.state = "ready"
         self._post(self._listener.on_state, "ready", None)
 
     def _receive(self) -> bool:
-        """Wait for the inbox or for whatever is due first, then empty the inbox."""
+        """Wait for items or the next step's time, then empty the inbox. False: stop."""
         try:
             items = self.inbox.get(timeout=self._wait_s())
-            self._tidy_at = self.clock() + IDLE_S  # also when all its inputs were refused
+            self._trim_at = self.clock() + IDLE_S  # also if the pool has refused all of them
             while items is not None:
                 for item in items:
-                    self._hand_over(item)
+                    self._add(item)
                 items = self.inbox.get_nowait()
         except queue.Empty:
             return True
         return False
 
     def _wait_s(self) -> float | None:
-        due = [self._tidy_at]
+        due = [self._trim_at]
         for model in self.models.values():
-            if model.busy:
-                if not isinstance(model, PipelineModel):
-                    return 0.0
-                due.append(model.due_at(self._free_since))
+            if model.engine.busy:
+                due.append(model.engine.due_at(self._idle_since))
             due.append(model.breaker.probe_at)
-        known = [at for at in due if at is not None]
-        return max(0.0, min(known) - self.clock()) if known else None
+        times = [at for at in due if at is not None]
+        return max(0.0, min(times) - self.clock()) if times else None
 
-    def _hand_over(self, item: WorkItem) -> None:
+    def _add(self, item: WorkItem) -> None:
         try:
-            item.model.busy = True
-            item.model.line.add(item)
+            self.models[item.model].engine.add(item)
         except BaseException as error:
-            self._blame(item.model.name, [item], error)
+            self._fail(item.model, [item], error)
 
-    def _take_turns(self) -> None:
+    def _tune_threads(self) -> None:
+        if (tuner := self._thread_tuner) and (now := self.clock()) >= tuner.look_at:
+            tuner.follow(now)
+
+    def _run_steps(self) -> None:
+        """Run a step of each engine that has one due, and the probes that are due."""
         for model in self.models.values():
-            if model.breaker.probe_at is not None:
+            if model.breaker.is_open:
                 self._reject_waiting(model)
                 self._probe(model)
-            if not model.busy:
-                continue
-            try:
-                if not isinstance(model, PipelineModel):
-                    self._run_step(model)
-                else:
-                    self._run_batch(model)
-            except BaseException as error:  # it belongs to no item, so to all
-                self._blame(model.name, model.clear(), error)
-                self._probe(model)
+            if model.engine.busy:
+                self._run_step(model)
 
-    def _run_step(self, model: SteppedModel[Any]) -> None:
-        """One step, of which the model's engine has bisected and sorted out the failures."""
+    def _run_step(self, model: ServedModel) -> None:
+        outcome: StepOutcome | None = None
         self.busy_since = self.clock()
-        outcome = model.loaded.step()
-        model.busy = model.loaded.busy
-        self._rest()
-        self._post(self._listener.on_step, model, outcome)
-        self._judge(model, bool(outcome.deltas), outcome.done)
+        try:
+            outcome = model.engine.step(self._idle_since)
+            if outcome is None:
+                self.busy_since = float("inf")
+                return
+            self._end_step()
+            outcome.inbox_waiting = not self.inbox.empty()
+            self._listener.on_step(model, outcome)
+        except BaseException as error:  # it belongs to no single item
+            results = [*outcome.outputs, *outcome.done] if outcome else []
+            items = [*model.engine.clear(), *(item for item, _ in results)]
+            self._fail(model.name, items, error)
+            self._probe(model)
+        else:
+            self._judge(model, outcome)
 
-    def _run_batch(self, model: PipelineModel) -> None:
-        now = self.clock()
-        if not (batch := model.take(now, self._free_since)):
-            return
-        self.busy_since = now
-        run = model.run(self.clock)
-        finished = self._rest()
-        for item in batch:
-            item.finished_at = finished
-        self._listener.outputs(run.outputs)
-        for item, _ in run.outputs:
-            item.ran = True
-        report = model.report(run, more_wait=not self.inbox.empty())
-        self._post(self._listener.on_batch, model, report, run.failed)
-        model.batch = []
-        self._judge(model, bool(run.outputs or model.unfinished), run.failed)
-
-    def _rest(self) -> float:
-        """A turn has ended; says when."""
-        now = self._free_since = self.clock()
+    def _end_step(self) -> None:
+        self._idle_since = self.clock()
         self.busy_since = float("inf")
-        self._tidy_at = now + IDLE_S
-        return now
+        self._trim_at = self._idle_since + IDLE_S
 
-    def _tidy(self) -> None:
-        if self._tidy_at is not None and self.clock() >= self._tidy_at:
-            self._tidy_at = None
+    def _trim_memory(self) -> None:
+        if self._trim_at is not None and self.clock() >= self._trim_at:
+            self._trim_at = None
             if trim_heap is not None:
                 trim_heap(0)
 
     # ── failures ──
 
-    def _judge(self, model: Model, succeeded: bool, outcomes: Sequence[Outcome]) -> None:
-        """After a turn in which nothing succeeded: is it the inputs, or the model?"""
-        if succeeded:
-            if model.breaker.failures:
-                model.breaker.succeeded()
-        elif any(isinstance(error, ItemFailed) for _, error in outcomes):
-            self._probe(model)
-
-    def _blame(self, name: str, items: list[WorkItem], error: BaseException) -> None:
-        """Items fail by an error; a lost device is raised."""
+    def _fail(self, name: str, items: list[WorkItem], error: BaseException) -> None:
+        """Fail a model's items by an exception. A lost device is raised."""
         self.busy_since = float("inf")
-        if isinstance(failure_of(error), DeviceLost):
+        if isinstance(failure := failure_of(error), DeviceLost):
             raise error
         log.error("failed serves=%s items=%d", name, len(items), exc_info=error)
         error.with_traceback(None)  # its frames hold the items
-        self._post(self._listener.resolve, [(item, failure_of(error)) for item in items])
+        self._post(self._listener.on_failed, items, failure)
 
-    def _probe(self, model: Model) -> None:
-        """Run the warm-up input, if it is time to; the breaker counts how it went."""
+    def _judge(self, model: ServedModel, outcome: StepOutcome) -> None:
+        """Update the breaker after a step. A step of failures only leaves open whether the inputs
+        or the model are at fault: a probe decides."""
+        if outcome.succeeded:
+            if model.breaker.failures:
+                model.breaker.succeeded()
+        elif any(isinstance(error, ItemFailed) for _, error in outcome.done):
+            self._probe(model)
+
+    def _probe(self, model: ServedModel) -> None:
+        """Run the warm-up input, unless the breaker is cooling down, and record the result."""
         breaker = model.breaker
         if breaker.probe_at is not None and self.clock() < breaker.probe_at:
             return
         was_open = breaker.is_open
         self.busy_since = self.clock()
         try:
-            model.loaded.warm_up()
+            model.engine.warm_up()
         except BaseException as error:
             if isinstance(failure_of(error), DeviceLost):
                 raise
@@ -269,8 +248,8 @@ class Worker:
         if breaker.is_open:
             self._reject_waiting(model)
 
-    def _reject_waiting(self, model: Model) -> None:
-        if model.busy and (items := model.clear()):
+    def _reject_waiting(self, model: ServedModel) -> None:
+        if model.engine.busy and (items := model.engine.clear()):
             self._post(self._listener.on_rejected, items)
 
     def _die(self, error: BaseException) -> None:
@@ -278,9 +257,9 @@ class Worker:
         self.busy_since = float("inf")
         self.dead = True
         if not isinstance(reason := error, OnequeueError):
-            down = "the worker has died" if loaded else "the models could not be loaded"
-            reason = WorkerDown(down)
+            died = "the worker has died" if loaded else "the models could not be loaded"
+            reason = WorkerDown(died)
             reason.__cause__ = error
-        if loaded:  # a failed start is reported by whoever starts us
+        if loaded:  # a failed start is logged by server/lifespan.py
             log.critical("worker down: %s", error, exc_info=reason.__cause__)
         self._post(self._listener.on_state, "dead", reason)

@@ -1,19 +1,13 @@
-"""The worker's life as the event loop sees it: its states, whether it is stuck or dead.
+"""The event loop's side of the worker: work items go out, results come back to their futures.
 
-    loading → warming → ready → stopped, or dead with a reason
+    submit → drain task → prepare (pool) → worker: step → finish (pool) → future
+                                         → worker: step, step, … → stream, then the future
 
-Who waits for what will never come is answered here. What becomes of a request that is served is for
-the engine to say.
-
-A request's work items, from the loop to the worker's thread and back to their futures.
-
-    submit → drain task → prepare (pool) → worker: batch, forward → finish (pool) → future
-                                         → worker: step, step, … → stream, at the end the future
-
-The loop is not asked in between: a pool hands items to the worker, the worker hands outputs to the
-other, and each group of answers, or generation step, is one call into the loop. Every item is
-resolved once, on the loop, and let go by its Submission whatever becomes of it. Whether anything is
-accepted is not stored but asked: `refusal` looks at the worker as it is.
+The event loop is not involved in between: a pool hands items to the worker, the worker hands raw
+outputs to the other pool, and each group of results, or each step, is one call into the loop. Every
+item is resolved once, on the loop, and released by its Submission in any case. `refusal` decides
+whether anything is accepted by reading the worker's state; nothing is cached. A watchdog answers
+the items of a stuck or dead worker.
 """
 
 import asyncio
@@ -32,106 +26,28 @@ from typing import Any, Self
 from starlette.types import Receive
 
 from batching import errors
-from batching.errors import Draining, OnequeueError, WorkerDown
+from batching.errors import OnequeueError
 from batching.request_queue import RequestQueue, Stream, WorkItem
 from server.core.metrics import MAX_REPORTS, Metrics
 from worker.cores import compute_alone
-from worker.messages.protocol import BatchReport, Generator, Pending, State, StepOutcome, StepReport
-from worker.registry import GenerationModel, Outcome, PipelineModel, SteppedModel
-from worker.worker import Model, Worker
+from worker.messages.protocol import Generator, Pending, State, StepOutcome
+from worker.registry import ServedModel
+from worker.worker import Worker
 
 log = logging.getLogger("onequeue.worker_client")
 
-
-class Supervisor:
-    """A part of the Engine. `threads` prepare and finish what is accepted, once anything is."""
-
-    threads: Sequence[threading.Thread]
-
-    def __init__(
-        self, worker: Worker, queue: RequestQueue, metrics: Metrics, stuck_after_s: float
-    ) -> None:
-        self.worker = worker
-        self.models = worker.models
-        self.queue = queue
-        self.metrics = metrics
-        self.stuck_after_s = stuck_after_s
-        self.failure: Exception | None = None  # why the worker is dead
-        self.draining = False
-
-    def start(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.loaded: asyncio.Future[None] = self.loop.create_future()  # fails if there is no model
-        self._look()
-
-    def stop(self) -> None:
-        self.draining = True
-        self.give_up()
-        self.worker.stop()
-        for model in self.models.values():
-            model.close()
-        self._watchdog.cancel()
-
-    def give_up(self) -> None:
-        """Answer everything that still waits, wherever it is."""
-        fail(self.queue.waiting, Draining("the server has stopped", 5))
-
-    def _abandon(self, reason: str) -> None:
-        """Answer what the worker would still have to run; what has run is being finished."""
-        fail([i for i in self.queue.waiting if not i.ran], WorkerDown(reason, 60))
-
-    @property
-    def stuck(self) -> bool:
-        return self.worker.busy_s > self.stuck_after_s
-
-    def _look(self) -> None:
-        """Again when a turn may have taken too long; a stuck worker's clients get 503."""
-        left_s = self.stuck_after_s - max(0.0, self.worker.busy_s)
-        if left_s < 0:
-            log.critical("worker stuck for more than seconds=%g", self.stuck_after_s)
-            self._abandon("the worker is stuck")
-            left_s = self.stuck_after_s
-        self._watchdog = self.loop.call_later(left_s + 0.01, self._look)
-
-    # ── what the worker calls, on the loop ──
-
-    def on_breaker(self, model: Model, is_open: bool) -> None:
-        self.metrics.breaker_open.labels(model.name).set(is_open)
-        level = logging.ERROR if is_open else logging.INFO
-        log.log(level, "breaker serves=%s open=%s", model.name, is_open)
-
-    def on_state(self, state: State, error: Exception | None) -> None:
-        if state == "warming":
-            for model in self.models.values():
-                self.metrics.on_loaded(model.name, model.loaded.info)
-            for thread in self.threads:  # torch is there: each makes do with a core
-                thread.start()
-        elif state == "ready":
-            self.loaded.set_result(None)
-        elif state == "dead":
-            self.failure = error
-            self._abandon("the worker has died")
-            if error and not self.loaded.done():
-                self.loaded.set_exception(error)
-
-
-def fail(items: Iterable[WorkItem], error: OnequeueError) -> None:
-    """Answer what is not answered yet."""
-    for item in items:
-        item.resolve(error)
-
-
-log = logging.getLogger("onequeue.worker_client")
-
-# How long one call of a pool should take: well above a thread hop, well below a forward pass.
+# The target duration of one call in a pool: well above a thread switch, well below a forward pass.
 CALL_S = 0.004
 MAX_GROUP = 32
 
 
 class Pool:
-    """A few daemon threads that do one thing: a stuck call blocks no exit, and what is done leaves
-    however much is to be begun. Several items make one call, as on short texts a hop between
-    threads costs more than the work; images spread over the threads."""
+    """A few daemon threads that run one function on groups of items.
+
+    Daemon threads: a stuck call does not block the exit. A thread switch costs more than the work
+    on a short text, so several items share a call; images, which take long, spread over the
+    threads.
+    """
 
     def __init__(self, name: str, threads: int, work: Callable[[list[Any]], None]) -> None:
         self.work = work
@@ -141,7 +57,7 @@ class Pool:
         self.threads = [threading.Thread(target=self._run, name=n, daemon=True) for n in names]
 
     def put(self, items: list[Any]) -> None:
-        """From any thread."""
+        """Queue items. From any thread."""
         size = max(1, min(MAX_GROUP, round(CALL_S / self.item_s)))
         for first in range(0, len(items), size):
             self._groups.put(items[first : first + size])
@@ -156,13 +72,21 @@ class Pool:
             started = time.perf_counter()
             try:
                 self.work(group)
-            except BaseException:  # a panic in a tokenizer is none of Exception's
+            except BaseException:  # a panic in a Rust library is not an Exception
                 log.exception("bug in a pool items=%d", len(group))
             item_s = (time.perf_counter() - started) / len(group)
             self.item_s += 0.2 * (item_s - self.item_s)
 
 
-class WorkerClient(Supervisor):
+class WorkerClient:
+    """Submits work to the worker's thread and resolves its results. `start` and `stop` run on the
+    event loop, as do all methods without another note."""
+
+    loop: asyncio.AbstractEventLoop
+    loaded: asyncio.Future[None]  # resolved when the models are ready; fails if loading does
+    _drain_task: asyncio.Task[None]
+    _watchdog: asyncio.TimerHandle
+
     def __init__(
         self,
         worker: Worker,
@@ -171,35 +95,52 @@ class WorkerClient(Supervisor):
         pool_threads: int,
         stuck_after_s: float,
     ) -> None:
-        super().__init__(worker, queue, metrics, stuck_after_s)
+        self.worker = worker
+        self.models = worker.models
+        self.queue = queue
+        self.metrics = metrics
+        self.stuck_after_s = stuck_after_s
+        self.failure: Exception | None = None  # the cause of the worker's death
+        self.draining = False
         self.prepare = Pool("prepare", pool_threads, self._prepare_items)
         self.finish = Pool("finish", pool_threads, self._finish_items)
-        self.outputs = self.finish.put
-        self.threads = [*self.prepare.threads, *self.finish.threads]
 
     def start(self) -> None:
-        super().start()
+        self.loop = asyncio.get_running_loop()
+        self.loaded = self.loop.create_future()
+        self._check_stuck()
         self._drain_task = self.loop.create_task(self._drain_queue())
         self.worker.start(self, self._post)
 
     def stop(self) -> None:
-        super().stop()
+        self.draining = True
+        self.cancel_all()
+        self.worker.stop()
+        for model in self.models.values():
+            model.close()
+        self._watchdog.cancel()
         self.prepare.stop()
         self.finish.stop()
         self._drain_task.cancel()
 
+    def cancel_all(self) -> None:
+        """Answer all items with Draining, in whatever state they are."""
+        resolve_all(self.queue.items, errors.Draining("the server has stopped", 5))
+
     def _post(self, function: Callable[..., None], *args: Any) -> None:
-        """Call a function on the loop, from any thread; nobody is left to call once it closed."""
+        """Call a function on the event loop, from any thread. Nothing happens once it is closed."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(function, *args)
 
+    # ── requests ──
+
     def refusal(self, name: str | None = None) -> errors.Refused | None:
-        """Why nothing is accepted now, for any model or for one."""
+        """Return the reason for refusing all requests now, or those of one model."""
         if self.draining:
             return errors.Draining("the server is stopping", 5)
         if (state := self.worker.state) == "dead":
             return errors.WorkerDown("the model is not being served: the worker is down", 60)
-        if self.worker.busy_s > self.stuck_after_s:
+        if self.stuck:
             return errors.WorkerDown("the worker is stuck in a forward pass", 60)
         if state != "ready":
             return errors.NotReady(f"the model is {state}", 5)
@@ -216,128 +157,183 @@ class WorkerClient(Supervisor):
         stream: Stream | None = None,
         cache_namespace: bytes = b"",
     ) -> list[WorkItem]:
-        """Queue payloads for a model, or raise a Refused; their futures get the answers or the
-        errors, and `stream` what is generated, of all of them, as it comes."""
+        """Queue payloads for a model, or raise a Refused. The items' futures get the results or
+        errors; `stream` gets the deltas of all of them."""
         if (refusal := self.refusal(name)) is not None:
             raise refusal
         model = self.models[name]
-        lane = model.lanes[-1] if getattr(payloads[0], "background", False) else model.lane
-        return self.queue.accept(payloads, deadline, lane, model, stream, cache_namespace)
+        lane = model.lane
+        if model.background and payloads[0].background:
+            lane = model.background
+        return self.queue.accept(payloads, deadline, lane, name, stream, cache_namespace)
 
     @property
     def generator(self) -> Generator:
-        """The loaded language model; ask after `refusal` only."""
-        model = self.models["generation"]
-        assert isinstance(model, GenerationModel)
-        return model.loaded
+        """The language model's engine. Valid once `refusal` has returned None."""
+        generator = self.models["generation"].generator
+        assert generator, "generation is not a language model"
+        return generator
 
     async def _drain_queue(self) -> None:
         while True:
             self.prepare.put(await self.queue.take())
 
+    # ── in pool threads ──
+
     def _prepare_items(self, items: list[WorkItem]) -> None:
-        """In a pool thread: prepare items and send them on to the worker."""
+        """Prepare items and send them on to the worker."""
         prepared: list[WorkItem] = []
-        failed: list[Outcome] = []
+        failed: list[tuple[WorkItem, OnequeueError]] = []
         for item in items:
-            if not self._waits(item):
-                continue  # its client has left, or its timer answers
+            if not is_wanted(item):
+                continue
+            engine = self.models[item.model].engine
             try:
-                item.model.loaded.prepare(item)
+                engine.prepare(item)
             except Pending as pending:
-                pending.then(partial(self._waits, item), partial(self.prepare.put, [item]))
-            except errors.OnequeueError as error:
+                pending.then(partial(is_wanted, item), partial(self.prepare.put, [item]))
+            except OnequeueError as error:
                 failed.append((item, error))
             except MemoryError:
                 failed.append((item, errors.OutOfMemory("this input does not fit into memory")))
-            except BaseException as error:  # a panic in a tokenizer is no Exception
+            except BaseException as error:  # a panic in a Rust library is not an Exception
                 log.info("input refused error=%r", error)
-                task = item.model.loaded.info.task
-                unfit = errors.InvalidInput(f"the input does not fit the task {task}")
+                unfit = errors.InvalidInput(f"the input does not fit the task {engine.info.task}")
                 unfit.__cause__ = error
                 failed.append((item, unfit))
             else:
                 prepared.append(item)
-                item.lane.prepared(item)
+                item.lane.add_prepared(item)
         self.worker.submit(prepared)
         if failed:
-            self._post(self.resolve, failed)
+            self._post(resolve_each, failed)
 
-    def _waits(self, item: WorkItem) -> bool:
-        return item.open and item.deadline > time.monotonic()
-
-    def _finish_items(self, outcomes: list[Outcome]) -> None:
-        """In a pool thread: turn raw outputs into answers."""
-        answers: list[Outcome] = []
-        for item, raw in outcomes:
+    def _finish_items(self, outputs: list[tuple[WorkItem, Any]]) -> None:
+        """Turn raw outputs into responses."""
+        responses: list[tuple[WorkItem, Any]] = []
+        for item, raw in outputs:
             if not item.open:
                 continue
             try:
-                answers.append((item, item.model.loaded.finish(item, raw)))
+                responses.append((item, self.models[item.model].engine.finish(item, raw)))
             except BaseException as error:
                 log.warning("postprocessing failed error=%r", error)
                 unprocessed = "the model's output for this input could not be processed"
                 failure = errors.ItemFailed(unprocessed)
                 failure.__cause__ = error
-                answers.append((item, failure))
-        self._post(self.resolve, answers)
+                responses.append((item, failure))
+        self._post(resolve_each, responses)
 
-    # ── what the worker calls: `outputs` on its thread, the rest on the loop ──
+    # ── the worker's events (worker.worker.Listener) ──
 
-    def resolve(self, outcomes: list[Outcome]) -> None:
-        for item, outcome in outcomes:
-            item.resolve(outcome)
+    def on_step(self, model: ServedModel, outcome: StepOutcome) -> None:
+        """On the worker's thread: pass raw outputs to the pool, the rest to the event loop."""
+        if outcome.outputs:
+            self.finish.put(outcome.outputs)
+            for item, _ in outcome.outputs:
+                item.has_output = True
+        self._post(self._record_step, model, outcome)
 
-    def on_batch(self, model: PipelineModel, report: BatchReport, failed: list[Outcome]) -> None:
-        if report.saturated and report.size:
-            model.lane.record(report.size, report.tokens, report.total_s)
-        self._record(model.name, report)
-        self.resolve(failed)
-
-    def on_step(self, model: SteppedModel[Any], outcome: StepOutcome) -> None:
-        now, report = self.queue.clock(), outcome.report
-        self._record(model.name, report)
+    def _record_step(self, model: ServedModel, outcome: StepOutcome) -> None:
+        reports = self.metrics.reports
+        reports.append((model.name, outcome.report))
+        if len(reports) >= MAX_REPORTS:
+            self.metrics.collect()
         for item, _ in chain(outcome.deltas, outcome.done):
-            if not item.begun:  # those that failed have had their turn too
-                item.lane.begin(item)
+            if not item.started:
+                item.lane.start(item)
         for item, delta in outcome.deltas:
             if item.open and item.stream:
                 item.stream.push(delta)
-        for lane in model.lanes:  # of the background, all who wait go without
-            starved = report.starved if lane is model.lane else lane.ahead > 0
-            if lane.begun or starved != (lane.starved_since is not None):
-                lane.stepped(now, starved)
-        self.resolve(outcome.done)
+        now = self.queue.clock()
+        for lane in model.lanes:
+            lane.update(now, outcome.report, outcome.inbox_waiting)
+        resolve_each(outcome.done)
 
-    def _record(self, serves: str, report: BatchReport | StepReport) -> None:
-        reports = self.metrics.reports
-        reports.append((serves, report))
-        if len(reports) >= MAX_REPORTS:
-            self.metrics.collect()
+    def on_failed(self, items: list[WorkItem], error: OnequeueError) -> None:
+        resolve_all(items, error)
 
     def on_rejected(self, items: list[WorkItem]) -> None:
-        refusal = self.refusal(items[0].model.name)
-        fail(items, refusal or errors.BreakerOpen("the model keeps failing", 1))
+        refusal = self.refusal(items[0].model)
+        resolve_all(items, refusal or errors.BreakerOpen("the model keeps failing", 1))
+
+    def on_breaker(self, model: ServedModel, is_open: bool) -> None:
+        self.metrics.breaker_open.labels(model.name).set(is_open)
+        level = logging.ERROR if is_open else logging.INFO
+        log.log(level, "breaker serves=%s open=%s", model.name, is_open)
+
+    def on_state(self, state: State, error: Exception | None) -> None:
+        if state == "warming":
+            for model in self.models.values():
+                self.metrics.on_loaded(model.name, model.engine.info)
+            for thread in (*self.prepare.threads, *self.finish.threads):
+                thread.start()  # after torch was imported: each thread limits itself to one core
+        elif state == "ready":
+            self.loaded.set_result(None)
+        elif state == "dead":
+            self.failure = error
+            self._abandon("the worker has died")
+            if error and not self.loaded.done():
+                self.loaded.set_exception(error)
+
+    # ── a stuck worker ──
+
+    @property
+    def stuck(self) -> bool:
+        return self.worker.busy_s > self.stuck_after_s
+
+    def _check_stuck(self) -> None:
+        """Answer the items of a stuck worker with 503, and check again when a step may have become
+        too long."""
+        left_s = self.stuck_after_s - max(0.0, self.worker.busy_s)
+        if left_s < 0:
+            log.critical("worker stuck for more than seconds=%g", self.stuck_after_s)
+            self._abandon("the worker is stuck")
+            left_s = self.stuck_after_s
+        self._watchdog = self.loop.call_later(left_s + 0.01, self._check_stuck)
+
+    def _abandon(self, reason: str) -> None:
+        """Answer the items that the worker has not computed; the pool finishes the others."""
+        waiting = [item for item in self.queue.items if not item.has_output]
+        resolve_all(waiting, errors.WorkerDown(reason, 60))
+
+
+def is_wanted(item: WorkItem) -> bool:
+    return item.is_alive(time.monotonic())
+
+
+def resolve_each(outcomes: Iterable[tuple[WorkItem, Any]]) -> None:
+    """Resolve items, each with its own result or error."""
+    for item, outcome in outcomes:
+        item.resolve(outcome)
+
+
+def resolve_all(items: Iterable[WorkItem], error: OnequeueError) -> None:
+    """Resolve items with the same error."""
+    for item in items:
+        item.resolve(error)
 
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Monotonic seconds, infinite where there is no limit. For work that answers all at once,
-    `first` is all there is."""
+    """Monotonic seconds, infinite where there is no limit. Only streams have both."""
 
-    first: float  # until an answer begins
-    whole: float  # until it has ended
+    first: float  # for the start of the response
+    whole: float  # for its end
 
 
 class Submission:
-    """Work items for the model of that name in the registry, which keep their places as long as
-    the block lasts. Their futures get the answers, DeadlineExceeded, or ClientGone if the client
-    leaves. Raises a Refused if they are not accepted. Without `receive` no client waits."""
+    """A request's work items: a context manager that holds their slots.
+
+    Their futures get the results, DeadlineExceeded, or ClientGone if the client disconnects.
+    Raises a Refused if the items are not accepted. `receive` is None for a request without a
+    client.
+    """
 
     def __init__(
         self,
         worker_client: WorkerClient,
-        serves: str,
+        model: str,
         payloads: Sequence[Any],
         deadlines: Deadlines,
         receive: Receive | None,
@@ -346,9 +342,7 @@ class Submission:
     ) -> None:
         self.worker_client = worker_client
         self._timer: asyncio.TimerHandle | None = None
-        self.items = worker_client.submit(
-            serves, payloads, deadlines.first, stream, cache_namespace
-        )
+        self.items = worker_client.submit(model, payloads, deadlines.first, stream, cache_namespace)
         self._expire_at(min(deadlines.first, deadlines.whole))
         if receive:
             worker_client.loop.create_task(self._abort_on_disconnect(receive))  # receive() holds it
@@ -357,12 +351,12 @@ class Submission:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give the places back; what still runs is aborted."""
+        """Free the slots and abort the items that still run."""
         self._expire_at(math.inf)
-        self.worker_client.queue.forget(self.items)
+        self.worker_client.queue.release(self.items)
 
     def timing_headers(self) -> list[tuple[bytes, bytes]]:
-        """Where the time went, in milliseconds; of several items, the one that took longest."""
+        """Return the time per stage in milliseconds, of the item that finished last."""
         items = self.items
         item = items[0] if len(items) == 1 else max(items, key=lambda item: item.finished_at)
         timing = b"queue;dur=%.2f, batch;dur=%.2f, model;dur=%.2f" % (
@@ -373,7 +367,7 @@ class Submission:
         return [(b"server-timing", timing), (b"x-batch-size", b"%d" % item.batch_size)]
 
     def _expire_at(self, deadline: float) -> None:
-        """From now on this is the time limit."""
+        """Replace the time limit."""
         if self._timer:
             self._timer.cancel()
         if deadline < math.inf:
@@ -385,7 +379,7 @@ class Submission:
         self._fail(errors.DeadlineExceeded(late))
 
     async def _abort_on_disconnect(self, receive: Receive) -> None:
-        """After the answer, when that is reported too, this does nothing."""
+        """Cancel the items on a disconnect; one after the response has no effect."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self._fail(errors.ClientGone("the client has gone"))

@@ -12,7 +12,6 @@ from starlette.requests import Request
 from server import __version__
 from server.core.worker_client import WorkerClient
 from server.http.errors import HttpError
-from worker.registry import GenerationModel
 from worker.tasks import TASKS, Kind
 
 
@@ -63,9 +62,9 @@ async def ready(request: Request) -> Ready:
         raise unavailable("the models keep failing; they are tried again shortly")
     answer = Ready("ready", "off", failing=failing or UNSET)
     for name, model in worker_client.models.items():
-        info, generates = model.loaded.info, isinstance(model, GenerationModel)
-        if isinstance(model, GenerationModel):
-            answer.compile = model.loaded.compile_state
+        info, generates = model.engine.info, model.generator is not None
+        if model.generator:
+            answer.compile = model.generator.compile_state
         if name == "pipeline":
             answer.task, answer.model = "decision" if generates else info.task, info.model
             answer.takes, answer.mask_token = TASKS[answer.task].kind, info.mask or UNSET

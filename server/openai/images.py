@@ -19,7 +19,7 @@ from server.core.worker_client import WorkerClient
 from server.http.fetch import Fetcher
 from worker.media.data_urls import to_bytes
 from worker.messages.generation import Chat, ImageInput
-from worker.messages.protocol import Tokenizing
+from worker.messages.protocol import TextModel
 
 MOST_PICTURES = 20  # of a request
 Detail = Literal["auto", "low", "high", "original"]
@@ -41,7 +41,7 @@ def image_input(url: str, detail: Detail | None, path: str) -> ImageInput:
     return ImageInput(to_bytes(url, param), detail, param)
 
 
-def check_images(chat: Chat, model: Tokenizing) -> None:
+def check_images(chat: Chat, model: TextModel) -> None:
     """InvalidInput for images that the model does not see."""
     if chat.images and model.no_images:
         raise InvalidInput.at(chat.images[0].param, model.no_images)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
@@ -16,7 +16,7 @@ from server.http.errors import HttpError
 from server.http.json import JsonBodyParser, parse_json, to_json
 from server.http.request import JsonEndpoint, read_json_request
 from server.openai.request_fields import decode
-from worker.messages.protocol import Tokenizing
+from worker.messages.protocol import TextModel
 
 ANY_MODEL = ("", "dummy", "tgi")  # what clients send that have to send something
 
@@ -66,17 +66,19 @@ class ModelNames:
         self.called = partial(id_of, [self])  # what requests call it → its id
 
     @property
-    def loaded(self) -> Tokenizing:
-        """Ask after `refusal` only."""
-        return cast(Tokenizing, self.worker_client.models[self.serves].loaded)
+    def text_model(self) -> TextModel:
+        """Valid once the worker client's `refusal` has returned None."""
+        text_model = self.worker_client.models[self.serves].engine.text_model
+        assert text_model, f"{self.serves} takes no text"
+        return text_model
 
     def described(self) -> Model:
         if (refusal := self.worker_client.refusal()) is not None:
             raise refusal
         model = Model(self.id, "model", self.created, "onequeue", self.serves, ["audio"])
         if self.serves != "transcription":
-            model.input_modalities = ["text"] if self.loaded.no_images else ["text", "image"]
-            model.max_model_len = model.context_length = self.loaded.max_model_len
+            model.input_modalities = ["text"] if self.text_model.no_images else ["text", "image"]
+            model.max_model_len = model.context_length = self.text_model.max_model_len
         return model
 
 

@@ -22,7 +22,7 @@ from server.openai.models import ModelNames, id_of
 from server.openai.request_fields import TokenId, decode
 from server.openai.tools import Tools
 from worker.messages.generation import Chat
-from worker.messages.protocol import Tokenizing
+from worker.messages.protocol import TextModel
 
 THREADS = 2  # a long text delays other texts here, not what is being generated
 
@@ -49,7 +49,7 @@ class TokenizeRequest(Struct):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def text(self, model: Tokenizing) -> Chat | str:
+    def text(self, model: TextModel) -> Chat | str:
         if (self.prompt is None) == (self.messages is None):
             raise InvalidInput.at("prompt", "needs either this or messages")
         if self.messages is None:
@@ -61,7 +61,7 @@ class TokenizeRequest(Struct):
                 raise InvalidInput.at(each.param, "must be a data: URL: nothing is fetched")
         return chat
 
-    def answer(self, model: Tokenizing) -> Tokens:
+    def answer(self, model: TextModel) -> Tokens:
         special = True if self.add_special_tokens is None else self.add_special_tokens
         ids = model.encode(self.text(model), special)
         strings = [model.token(each) for each in ids] if self.return_token_strs else None
@@ -72,7 +72,7 @@ class DetokenizeRequest(Struct):
     tokens: list[TokenId]
     model: str | None = None
 
-    def answer(self, model: Tokenizing) -> Prompt:
+    def answer(self, model: TextModel) -> Prompt:
         if self.tokens:
             largest = max(self.tokens)
             try:
@@ -107,11 +107,11 @@ class TokenizerEndpoint:
         await send_json(send, await in_thread(self._answer, body, deadlines.first, self.threads))
 
     def _answer(self, body: bytes) -> Tokens | Prompt:
-        longest = max(each.loaded.max_model_len for each in self.models)
+        longest = max(each.text_model.max_model_len for each in self.models)
         try:
             request = decode(parse_json(body), self.kind, partial(id_of, self.models), longest)
             [names] = [each for each in self.models if each.id == request.model]
-            return request.answer(names.loaded)
+            return request.answer(names.text_model)
         except Exception:
             raise
         except BaseException as error:  # a panic in a tokenizer is no Exception

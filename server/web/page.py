@@ -116,7 +116,7 @@ class IndexPage:
             "pipeline" in self.worker_client.models
             and self.worker_client.refusal("pipeline") is None
         ):
-            mask = self.worker_client.models["pipeline"].loaded.info.mask or mask
+            mask = self.worker_client.models["pipeline"].engine.info.mask or mask
         lines = curl_examples(self.settings, address, mask)
         said = "\n\n".join(f"# {each.about}\n{each.command}" for each in lines)
         more = f"# In a browser there is a page: {address}/\n# All there is: {address}/openapi.json"

@@ -45,7 +45,7 @@ def test_leaving_while_running_frees_the_place_at_once() -> None:
         wait_until(lambda: server.worker_client.queue.pending == 0)
         runner.gate.set()
         assert httpx.post(server.url, content="x").status_code == 200
-        wait_until(lambda: not server.worker_client.queue.waiting)
+        wait_until(lambda: not server.worker_client.queue.items)
 
 
 def test_leaving_in_the_middle_of_the_body_leaves_nothing_behind() -> None:

@@ -201,7 +201,7 @@ def test_one_text_beside_four_long_lists_waits_for_two_batches() -> None:
 
 def in_hand(server: Server, model: Any) -> list[WorkItem]:
     """What has been sent on to the worker."""
-    return [item for item in list(server.worker_client.queue.waiting) if item.arrived_at]
+    return [item for item in list(server.worker_client.queue.items) if item.arrived_at]
 
 
 def test_a_client_that_leaves_drops_the_rest_of_its_list() -> None:

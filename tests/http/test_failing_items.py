@@ -153,7 +153,7 @@ def test_an_error_that_is_nobody_s_leaves_the_generator_working(
 def test_an_error_in_the_batcher_leaves_the_worker_working(
     stage: Stage, place: str, error: type[BaseException]
 ) -> None:
-    stage.raise_in(stage.model.batcher, place, error)
+    stage.raise_in(stage.model.engine.batcher, place, error)
     assert stage.pipeline().status_code == 500
 
 
@@ -169,10 +169,10 @@ def test_an_error_in_a_forward_fails_its_batch_of_one(
 def test_an_error_on_the_way_out_of_a_batch_leaves_nobody_waiting(
     stage: Stage, error: type[BaseException]
 ) -> None:
-    stage.raise_in(stage.model, "report", error)
+    stage.raise_in(stage.model.engine, "_report", error)
     assert stage.pipeline().status_code in (200, 500)
     stage.raised.clear()
-    stage.raise_in(stage.server.worker_client, "outputs", error)
+    stage.raise_in(stage.server.worker_client, "on_step", error)
     assert stage.pipeline().status_code == 500
 
 

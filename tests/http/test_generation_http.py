@@ -193,7 +193,7 @@ def test_a_server_that_gives_up_says_so_in_the_stream() -> None:
     with serving_fake() as (server, _), ThreadPoolExecutor(1) as pool:
         asked = pool.submit(chat, server, "long", stream=True)
         wait_until(lambda: metric(server, "onequeue_time_to_first_token_seconds_count") == 1)
-        server.worker_client.loop.call_soon_threadsafe(server.worker_client.give_up)
+        server.worker_client.loop.call_soon_threadsafe(server.worker_client.cancel_all)
         assert json.loads(frames(asked.result().text)[-2])["error"]["code"] == "draining"
 
 

@@ -15,12 +15,13 @@ from typing import Any
 import httpx
 import pytest
 
-from batching.request_queue import WorkItem
+from batching.request_queue import BatchLane, WorkItem
 from tests.event_streams import chat, open_stream, read_until
 from tests.fake_generator import FakeGenerator
 from tests.fakes import FakeRunner
 from tests.serving import Timers, metric, serving, wait_until
-from worker.registry import PipelineModel
+from worker.messages.protocol import BatchReport, StepOutcome
+from worker.registry import ServedModel
 
 
 def post(url: str, text: str, **headers: str) -> httpx.Response:
@@ -46,9 +47,9 @@ def test_full_queue_answers_503_at_once() -> None:
 def test_hopeless_deadline_is_refused_before_it_costs_anything() -> None:
     runner = FakeRunner()
     with serving(lambda: runner) as server, ThreadPoolExecutor(1) as pool:
-        model = server.worker_client.models["pipeline"]
-        assert isinstance(model, PipelineModel)
-        model.lane.record(1, 1, 10.0)
+        lane = server.worker_client.models["pipeline"].lane
+        assert isinstance(lane, BatchLane)
+        lane.record(1, 1, 10.0)
         runner.gate.clear()
         waiting = pool.submit(post, server.url, "ahead")
         assert runner.entered.acquire(timeout=60)
@@ -134,7 +135,7 @@ def test_a_stuck_worker_turns_health_red_and_everybody_is_answered() -> None:
         wait_until(lambda: server.worker_client.queue.pending == 2)
         server.worker_client.stuck_after_s = 0  # time has passed
         server.worker_client.loop.call_soon_threadsafe(
-            server.worker_client._look
+            server.worker_client._check_stuck
         )  # its timer goes off
         assert first.result().status_code == 503
         assert second.result().json()["error"]["code"] == "worker_down"
@@ -172,12 +173,14 @@ def test_a_stuck_worker_is_noticed_without_traffic_and_while_it_probes() -> None
 def test_light_load_does_not_make_a_burst_look_hopeless(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = FakeRunner()
     with serving(lambda: runner) as server, ThreadPoolExecutor(60) as pool:
-        told = server.worker_client.on_batch
-        monkeypatch.setattr(  # as if each batch had taken more than half of the limit
-            server.worker_client,
-            "on_batch",
-            lambda model, report, failed: told(model, replace(report, total_s=40.0), failed),
-        )
+        record = server.worker_client._record_step
+
+        def slow(model: ServedModel, outcome: StepOutcome) -> None:
+            assert isinstance(outcome.report, BatchReport)
+            record(model, replace(outcome, report=replace(outcome.report, total_s=40.0)))
+
+        # as if each batch had taken more than half of the limit
+        monkeypatch.setattr(server.worker_client, "_record_step", slow)
         for _ in range(5):
             post(server.url, "single")
         runner.gate.clear()
@@ -318,7 +321,7 @@ def check_storm(clients: int, in_flight: int) -> None:
         assert set(answers) <= {"200", "500", "503", "left"}
         assert answers["200"] > min(clients * 0.2, 300)
         wait_until(lambda: server.worker_client.queue.pending == 0)
-        wait_until(lambda: not server.worker_client.queue.waiting)
+        wait_until(lambda: not server.worker_client.queue.items)
         assert metric(server, "onequeue_queue_depth") == 0
         runner.before = lambda texts: None
         started = time.process_time()  # ours alone: the machine may have more to do

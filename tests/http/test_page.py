@@ -95,15 +95,15 @@ def test_files_are_kept_by_their_tags_and_have_heads(server: Server) -> None:
 
 def test_the_page_is_there_when_the_queue_is_full() -> None:
     with serving(Masks, max_queue_size=1) as server:
-        runner: Any = server.worker_client.models["pipeline"].loaded
-        runner.gate.clear()
+        engine: Any = server.worker_client.models["pipeline"].engine
+        engine.runner.gate.clear()
         waiting = threading.Thread(target=httpx.post, args=(server.url,), kwargs={"content": "a"})
         waiting.start()
         wait_until(lambda: metric(server, "onequeue_queue_depth") == 1)
         assert httpx.post(server.url, content="b").status_code == 503
         assert httpx.get(server.url, headers={"accept": BROWSER}).status_code == 200
         assert httpx.get(server.url).status_code == 200
-        runner.gate.set()
+        engine.runner.gate.set()
         waiting.join(60)
         posted = 'onequeue_requests_total{endpoint="/",status="200"}'
         wait_until(lambda: metric(server, posted) == 1)  # the page is counted apart

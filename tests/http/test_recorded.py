@@ -362,17 +362,17 @@ class PacedGenerator(FakeGenerator):
 
     loop: asyncio.AbstractEventLoop | None = None
 
-    def step(self) -> StepOutcome:
+    def step(self, idle_since: float = 0.0) -> StepOutcome:
         wait_for_readers(self.loop)
-        return super().step()
+        return super().step(idle_since)
 
 
 class PacedTranscriber(FakeTranscriber):
     loop: asyncio.AbstractEventLoop | None = None
 
-    def step(self) -> StepOutcome:
+    def step(self, idle_since: float = 0.0) -> StepOutcome:
         wait_for_readers(self.loop)
-        return super().step()
+        return super().step(idle_since)
 
 
 def wait_for_readers(loop: asyncio.AbstractEventLoop | None) -> None:
@@ -389,6 +389,10 @@ class FakeReranker:
     info = ModelInfo("text-ranking", "fake", "cpu", "float32", 0, "packed")
     max_model_len = 512
     no_images = "none"
+
+    @property
+    def text_model(self) -> Any:
+        return self
 
     def prepare(self, item: WorkItem) -> None:
         item.prepared = [len(document) for _, document in item.payload.pairs]

@@ -75,7 +75,7 @@ def test_one_model_for_both_is_loaded_once(name: str) -> None:
     with serving_both(folder(name)) as server:
         assert CLIENT.get(f"{server.url}/ready").json()["transcription_model"] == str(folder(name))
         models: Any = server.worker_client.models
-        recognizer, transcriber = models["pipeline"].loaded, models["transcription"].loaded
+        recognizer, transcriber = models["pipeline"].engine.runner, models["transcription"].engine
         assert transcriber.runner.model is recognizer.pipe.model
 
 

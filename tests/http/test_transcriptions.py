@@ -48,7 +48,7 @@ def server(spool: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def speaker(server: Server) -> Iterator[FakeTranscriber]:
-    made: Any = server.worker_client.models["transcription"].loaded
+    made: Any = server.worker_client.models["transcription"].engine
     made.payloads.clear()
     made.gate.set()
     yield made

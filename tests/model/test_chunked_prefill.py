@@ -1,6 +1,7 @@
 """Decoders that embed or rerank run prefill in chunks on paged memory, with a prefix cache."""
 
 import importlib
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,10 @@ from tests.tiny_embedders import checkpoint, load, write
 from worker.embedding import chunked_prefill
 from worker.embedding.chunked_prefill import ChunkedPrefillModel
 from worker.embedding.embedder import Embedder
-from worker.messages.protocol import UNFINISHED
+from worker.messages.protocol import UNFINISHED, StepOutcome
 from worker.messages.scoring import EmbeddingInput
 from worker.model.attention.kv_cache import BLOCK
-from worker.registry import PipelineModel
+from worker.pipeline.engine import PipelineEngine
 
 hf: Any = importlib.import_module("transformers")  # half of it is not annotated
 PROMPT = "the cat sat on the mat and a dog is in the city of light " * 3
@@ -201,98 +202,95 @@ def test_a_row_that_fails_in_a_later_chunk_fails_alone(
         return forward(batch)
 
     monkeypatch.setattr(rows.runner, "forward", failing)
-    model = entry(embedder, DynamicBatcher(8, 1000, 0.0))
+    engine = PipelineEngine(embedder, DynamicBatcher(8, 1000, 0.0))
     bad, good = item_of(embedder, "a cow says moo " * 5 + "paris"), item_of(embedder, "moo " * 60)
     for item in (bad, good):
-        model.line.add(item)
+        engine.add(item)
     failed: list[WorkItem] = []
-    through: list[WorkItem] = []
-    for _ in range(20):
-        if model.take(1.0, 0.0):
-            run = model.run(lambda: 0.0)
-            failed += [item for item, _ in run.failed]
-            through += [item for item, _ in run.outputs]
-    assert (failed, through) == ([bad], [good])
+    finished: list[WorkItem] = []
+    while engine.busy:
+        outcome = engine.step(math.inf)
+        assert outcome
+        failed += [item for item, _ in outcome.done]
+        finished += [item for item, _ in outcome.outputs]
+    assert (failed, finished) == ([bad], [good])
 
 
-# ── the registry's entry ──
+# ── the engine ──
 
 
 class Slow(FakeRunner):
-    """Needs as many batches for a text as it has words."""
+    """Each text takes as many batches as it has words, and each batch a second."""
+
+    now = 1.0
 
     def forward(self, prepared: list[Any]) -> list[Any]:
-        self.batches.append([words[0] for words in prepared])
-        for words in prepared:
-            words.pop()
-        return [UNFINISHED if words else "done" for words in prepared]
+        self.now += 1.0
+        self.batches.append([each[0] for each in prepared])
+        for each in prepared:
+            each.pop()
+        return [UNFINISHED if each else "done" for each in prepared]
 
 
-def entry(runner: Any, batcher: DynamicBatcher | None = None) -> Any:
-    batcher = batcher or DynamicBatcher(8, 100, 0.0)
-    model = PipelineModel("pipeline", lambda: runner, 10, batcher)
-    model.load()
-    return model
+def slow_engine() -> tuple[PipelineEngine, Slow]:
+    runner = Slow()
+    return PipelineEngine(runner, DynamicBatcher(8, 100, 0.0), lambda: runner.now), runner
 
 
-def arrived(model: PipelineModel, text: str) -> WorkItem:
+def arrived(engine: PipelineEngine, text: str) -> WorkItem:
     item = WorkItem(None, float("inf"), 0.0)
     item.prepared = text.split()
-    model.line.add(item)
+    engine.add(item)
     return item
 
 
-def test_unfinished_items_continue_and_others_join_them() -> None:
-    runner = Slow()
-    model = entry(runner)
-    long = arrived(model, "long long long")
-    assert model.take(1.0, 0.0) == [long]
-    assert model.run(lambda: 0.0).outputs == []
-    short = arrived(model, "short")
-    assert model.busy
-    assert model.due_at(1.0) == 1.0
-    assert model.take(1.0, 1.0) == [long, short]
-    run = model.run(lambda: 0.0)
-    assert run.outputs == [(short, "done")]
-    assert model.report(run, more_wait=False).size == 1
-    assert model.take(1.0, 1.0) == [long]
-    assert model.run(lambda: 0.0).outputs == [(long, "done")]
-    assert not model.busy
-    assert model.due_at(1.0) is None
+def step(engine: PipelineEngine) -> StepOutcome:
+    outcome = engine.step(1.0)
+    assert outcome
+    return outcome
 
 
-def test_the_time_of_an_unfinished_item_is_reported_at_its_end() -> None:
-    model = entry(Slow())
-    item = arrived(model, "long long long")
-    told = []
-    for now in (1.0, 2.0, 3.0):
-        assert model.take(now, 0.0) == [item]
-        run = model.run(lambda: 0.0)
-        item.finished_at = now + 1.0
-        report = model.report(run, more_wait=False)
-        told.append((report.size, report.total_s))
-    assert told == [(0, 1.0), (0, 2.0), (1, 3.0)]
+def test_an_unfinished_item_continues_in_the_next_batch_with_new_ones() -> None:
+    engine, runner = slow_engine()
+    long = arrived(engine, "long long long")
+    outcome = step(engine)
+    assert outcome.outputs == []
+    assert outcome.unfinished
+    short = arrived(engine, "short")
+    assert engine.busy
+    assert engine.due_at(1.0) == 1.0
+    outcome = step(engine)
+    assert outcome.outputs == [(short, "done")]
+    assert outcome.report.size == 1
+    assert step(engine).outputs == [(long, "done")]
+    assert runner.batches == [["long"], ["long", "short"], ["long"]]
+    assert not engine.busy
+    assert engine.due_at(1.0) is None
 
 
-def test_an_unfinished_item_whose_client_has_left_is_dropped() -> None:
-    model = entry(Slow())
-    left = arrived(model, "long long long")
-    model.take(1.0, 0.0)
-    model.run(lambda: 0.0)
-    model.batch = []
+def test_the_time_of_an_unfinished_item_is_reported_when_it_finishes() -> None:
+    engine, _ = slow_engine()
+    arrived(engine, "long long long")
+    reports = [step(engine).report for _ in range(3)]
+    assert [(report.size, report.total_s) for report in reports] == [(0, 1.0), (0, 2.0), (1, 3.0)]
+
+
+def test_a_cancelled_unfinished_item_is_dropped() -> None:
+    engine, runner = slow_engine()
+    left = arrived(engine, "long long long")
+    step(engine)
     left.open = False
-    assert model.take(1.0, 1.0) == []
-    assert not model.busy
+    assert engine.step(1.0) is None
+    assert len(runner.batches) == 1
+    assert not engine.busy
 
 
 def test_clear_returns_unfinished_items() -> None:
-    model = entry(Slow())
-    item = arrived(model, "long long")
-    model.take(1.0, 0.0)
-    model.run(lambda: 0.0)
-    model.batch = []
-    assert model.clear() == [item]
-    assert model.due_at(1.0) is None
+    engine, _ = slow_engine()
+    item = arrived(engine, "long long")
+    step(engine)
+    assert engine.clear() == [item]
+    assert engine.due_at(1.0) is None
 
 
 # ── over HTTP ──
@@ -312,7 +310,7 @@ def test_api_keys_and_cache_salts_share_no_prefixes(
         for path, (name, body) in asked.items():
             model: Any = server.worker_client.models[name]
             with monkeypatch.context() as patch:
-                steps, ran = record_steps(model.loaded.model, patch), []
+                steps, ran = record_steps(model.engine.runner.model, patch), []
                 for key, salt in (("one", {}), ("two", {}), ("one", {"cache_salt": "mine"})):
                     for _ in range(2):
                         steps.clear()
@@ -330,11 +328,11 @@ def test_long_texts_are_embedded_over_many_steps(tmp_path: Path) -> None:
     with serving(embedding_model=str(folder)) as server:
         whole = post(server, "/embed", {"inputs": texts}).json()
         model: Any = server.worker_client.models["embedding"]
-        rows = model.loaded.model
+        rows = model.engine.runner.model
         rows._reset()
         rows._budget.prompt_tokens = lambda streaming: 40
         np.testing.assert_allclose(
             post(server, "/embed", {"inputs": texts}).json(), whole, atol=1e-5
         )
         assert not rows._scheduler.pool.used
-        assert not model.unfinished
+        assert not model.engine.busy

@@ -11,7 +11,7 @@ import pytest
 from batching.errors import ItemFailed
 from batching.request_queue import WorkItem
 from tests.transcribing import accepted, engine, noise, saved, tokens_of, transcribed
-from worker.messages.protocol import Pending
+from worker.messages.protocol import Pending, StepReport
 from worker.messages.transcription import TranscriptDelta, TranscriptionInput
 from worker.speech.engine import SpeechEngine
 from worker.speech.features import BLOCK
@@ -61,6 +61,7 @@ def test_rows_are_bounded_and_recordings_take_turns(
     most, ended = 0, []
     while speaking.busy:
         outcome = speaking.step()
+        assert isinstance(outcome.report, StepReport)
         most = max(most, outcome.report.running)
         ended += [item for item, _ in outcome.done]
     assert most == 2

@@ -24,8 +24,7 @@ async def streaming() -> AsyncIterator[AnswerStream[str]]:
     def submit(
         name: str, payloads: list[str], deadline: float, stream: Any, cache_namespace: bytes
     ) -> Any:
-        model: Any = None
-        return queue.accept(payloads, deadline, StepLane(name, 10), model, stream, cache_namespace)
+        return queue.accept(payloads, deadline, StepLane(name, 10), name, stream, cache_namespace)
 
     worker_client: Any = SimpleNamespace(loop=loop, queue=queue, submit=submit)
     with AnswerStream[str](

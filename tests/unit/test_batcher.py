@@ -75,7 +75,7 @@ def test_items_that_waited_while_the_worker_was_busy_leave_at_once() -> None:
     b = batcher(wait_s=1.0)
     waited = item()
     arrive(b, waited, 10.0)
-    assert b.take(10.5, free_since=10.5) == [waited]
+    assert b.take(10.5, idle_since=10.5) == [waited]
 
 
 def test_zero_wait_never_waits() -> None:
@@ -141,7 +141,7 @@ def test_packed_batch_keeps_the_order_of_arrival() -> None:
 
 def test_out_of_memory_lowers_the_cap_to_what_fits_and_success_grows_it_back() -> None:
     b = batcher(size=8)
-    b.out_of_memory(fitted=2)
+    b.out_of_memory(largest_rows=2)
     assert b.cap == 2
     b.succeeded(1)  # not near the cap: says nothing about memory
     for _ in range(GROW_AFTER - 1):
@@ -159,7 +159,7 @@ def test_out_of_memory_lowers_the_cap_to_what_fits_and_success_grows_it_back() -
 
 def test_an_item_that_fits_nowhere_leaves_the_cap_alone() -> None:
     b = batcher(size=8)
-    b.out_of_memory(fitted=0)
+    b.out_of_memory(largest_rows=0)
     assert b.cap == 8
 
 

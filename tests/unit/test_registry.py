@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,12 +15,12 @@ from batching.request_queue import RequestQueue, WorkItem
 from server.core.metrics import Metrics
 from server.core.worker_client import WorkerClient
 from tests.fake_generator import FakeGenerator
-from tests.fakes import FakeRunner
+from tests.fakes import FakeRunner, batched_model
 from tests.serving import wait_until
 from worker.messages.deltas import Delta
 from worker.messages.generation import GenerationInput
 from worker.messages.protocol import BatchReport, PipelineInput, StepOutcome
-from worker.registry import GenerationModel, PipelineModel
+from worker.registry import language_model
 from worker.worker import Worker
 
 pytestmark = pytest.mark.anyio
@@ -53,10 +54,10 @@ class House:
         self.writer = self._writer()
         self.queue = RequestQueue(100, time.monotonic)
         served = [
-            PipelineModel(name, lambda r=r: r, 100, DynamicBatcher(1, 1000, 0))  # type: ignore[misc]
-            for name, r in self.runners.items()
+            batched_model(name, partial(self.runners.__getitem__, name), DynamicBatcher(1, 1000, 0))
+            for name in self.runners
         ]
-        self.worker = Worker([*served, GenerationModel("writer", lambda: self.writer, 100)])
+        self.worker = Worker([*served, language_model("writer", lambda: self.writer, 100)])
         self.worker_client = WorkerClient(self.worker, self.queue, Metrics(lambda: 0), 2, 60)
         self.handed_over: list[WorkItem] = []
         self._submit = self.worker.submit
@@ -73,9 +74,9 @@ class House:
         turns = self.turns
 
         class Writer(FakeGenerator):
-            def step(self) -> StepOutcome:
+            def step(self, idle_since: float = 0.0) -> StepOutcome:
                 turns.append("writer")
-                return super().step()
+                return super().step(idle_since)
 
         return Writer()
 
@@ -92,7 +93,7 @@ class House:
     async def ask(self, name: str, *texts: str) -> list[Any]:
         items = self.submit(name, *texts)
         answers = await asyncio.gather(*(i.future for i in items), return_exceptions=True)
-        self.queue.forget(items)
+        self.queue.release(items)
         return answers
 
 
@@ -135,7 +136,7 @@ async def test_each_model_that_has_something_due_gets_a_turn_in_each_round() -> 
         rounds = house.turns[1 : 1 + 8 * 3]
         for at in range(0, len(rounds), 3):
             assert sorted(rounds[at : at + 3]) == ["judge", "reader", "writer"], house.turns
-        house.queue.forget(items)
+        house.queue.release(items)
 
 
 async def test_a_breaker_of_one_leaves_the_others_alone() -> None:
@@ -153,15 +154,14 @@ async def test_a_breaker_of_one_leaves_the_others_alone() -> None:
         await asyncio.wait_for(stream.begun.wait(), 60)
         assert long.open  # what runs goes on
         assert house.runners["reader"].warm_ups == 1  # at its start
-        house.queue.forget([long])
+        house.queue.release([long])
 
 
 async def test_each_model_has_a_rate_of_its_own() -> None:
     async with serving() as house:
         model = house.worker_client.models["reader"]
-        assert isinstance(model, PipelineModel)
         slow = BatchReport(1, 1, 0, 10.0, 10.0, (0.0,), 0, 1, saturated=True)
-        house.worker_client.on_batch(model, slow, [])
+        house.worker_client._record_step(model, StepOutcome(slow))
         for runner in house.runners.values():
             runner.gate.clear()
         items = [item for name in PIPELINES for item in house.submit(name, "ahead")]
@@ -172,17 +172,17 @@ async def test_each_model_has_a_rate_of_its_own() -> None:
         for runner in house.runners.values():
             runner.gate.set()
         await asyncio.gather(*(item.future for item in items))
-        house.queue.forget(items)
+        house.queue.release(items)
 
 
 async def test_what_fails_one_model_s_items_fails_no_other_s() -> None:
     async with serving() as house:
-        batcher: Any = house.worker_client.models["judge"]
+        engine: Any = house.worker_client.models["judge"].engine
 
         def broken(*arguments: Any) -> Any:
             raise RecursionError("in the batcher")
 
-        batcher.batcher.take = broken
+        engine.batcher.take = broken
         spoken, stream = house.write("say a b c")
         texts = [f"t{n}" for n in range(5)]
         judged, read = await asyncio.gather(house.ask("judge", *texts), house.ask("reader", *texts))
@@ -190,4 +190,4 @@ async def test_what_fails_one_model_s_items_fails_no_other_s() -> None:
         assert read == [b'{"echo":"%s"}' % text.encode() for text in texts]
         await spoken.future
         assert stream.text == "a b c"
-        house.queue.forget([spoken])
+        house.queue.release([spoken])

@@ -15,7 +15,7 @@ from batching.errors import (
 from batching.request_queue import BatchLane, Lane, RequestQueue, WorkItem
 from batching.round_robin import RoundRobin
 from tests.fake_generator import FakeGenerator
-from worker.registry import GenerationModel
+from worker.registry import language_model
 
 pytestmark = pytest.mark.anyio
 
@@ -35,8 +35,7 @@ class Queue(RequestQueue):
     def admit(
         self, payloads: Sequence[Any], deadline: float, lane: Lane | None = None
     ) -> list[WorkItem]:
-        model: Any = None  # it is not looked at
-        return self.accept(payloads, deadline, lane or self.lane, model)
+        return self.accept(payloads, deadline, lane or self.lane, "model")
 
 
 def queue(capacity: int = 2) -> Queue:
@@ -49,9 +48,9 @@ async def test_places_are_bounded_and_come_back() -> None:
     with pytest.raises(QueueFull):
         q.admit(["c"], 200)
     assert q.pending == 2
-    q.forget(first)
+    q.release(first)
     q.admit(["c"], 200)
-    q.forget(second)
+    q.release(second)
     assert q.pending == 1
 
 
@@ -70,8 +69,8 @@ async def test_long_requests_leave_places_to_short_ones() -> None:
     with pytest.raises(QueueFull):
         q.admit(range(2), 200, lane)
     short = q.admit(["a"], 200, lane)
-    q.forget(short)
-    q.forget(list(q.waiting)[:4])
+    q.release(short)
+    q.release(list(q.items)[:4])
     with pytest.raises(QueueFull):
         q.admit(range(4), 200, lane)
     assert len(q.admit(range(3), 200, lane)) == 3
@@ -93,33 +92,34 @@ async def test_hopeless_deadline_is_refused_at_once_and_only_then() -> None:
     q = queue(100)
     ahead = q.admit(range(10), 101)  # nothing measured yet: no guess
     q.lane.record(items=10, tokens=10, seconds=5.0)
-    q.forget(q.admit(["x"], 100 + 5.1))
+    q.release(q.admit(["x"], 100 + 5.1))
     with pytest.raises(DeadlineHopeless):
         q.admit(["x"], 100 + 4.9)
-    q.forget(ahead)
+    q.release(ahead)
     q.admit(["x"], 100.001)  # an empty queue is never hopeless: it measures anew
 
 
 async def test_the_background_has_a_quarter_of_the_places_and_is_nobodys_wait() -> None:
-    q, model = queue(8), GenerationModel("generation", FakeGenerator, 8)
+    q, model = queue(8), language_model("generation", FakeGenerator, 8)
+    assert model.background
     behind = q.admit(["a", "b"], math.inf, model.background)
     with pytest.raises(QueueFull, match="background"):
         q.admit(["c"], math.inf, model.background)
-    assert (model.background.ahead, model.lane.ahead) == (2, 0)
+    assert (model.background.not_started, model.lane.not_started) == (2, 0)
     q.admit(range(6), 200, model.lane)
     with pytest.raises(QueueFull):
         q.admit(["x"], 200, model.lane)
-    q.forget(behind[:1])
+    q.release(behind[:1])
     q.admit(["c"], math.inf, model.background)
 
 
 async def test_a_model_may_have_a_share_of_the_places() -> None:
     q, small = queue(8), BatchLane("small", 2)
     items = q.admit(["a", "b"], 200, small)
-    with pytest.raises(QueueFull, match="the small is full: 2 of 2 places are taken"):
+    with pytest.raises(QueueFull, match="the small is full: 2 of 2 slots are in use"):
         q.admit(["c"], 200, small)
     q.admit(range(6), 200)
-    q.forget(items)
+    q.release(items)
     q.admit(["c"], 200, small)
 
 
@@ -130,14 +130,14 @@ async def test_items_resolve_once() -> None:
     assert not item.resolve("answer")
     with pytest.raises(DeadlineExceeded):
         await item.future
-    q.forget([item])
-    assert not q.waiting
+    q.release([item])
+    assert not q.items
 
 
 async def test_forgotten_items_count_as_gone() -> None:
     q = queue()
     (item,) = q.admit(["x"], 200)
-    q.forget([item])
+    q.release([item])
     assert not item.open
     assert isinstance(item.future.exception(), ClientGone)
 
@@ -150,13 +150,13 @@ async def test_take_hands_out_all_there_is_in_order() -> None:
 
 async def test_settled_waits_for_the_last_place() -> None:
     q = queue(10)
-    await q.settled.wait()
+    await q.drained.wait()
     (item,) = q.admit(["x"], 200)
-    waiting = asyncio.create_task(q.settled.wait())
+    waiting = asyncio.create_task(q.drained.wait())
     await asyncio.sleep(0)
     assert not waiting.done()
     item.resolve(Draining("stopping"))
     await asyncio.sleep(0)
     assert not waiting.done()
-    q.forget([item])
+    q.release([item])
     await waiting

@@ -22,11 +22,11 @@ def test_requests_take_turns_and_so_many_are_under_way() -> None:
     turns.add(items("b", 2), begun.append)
     assert [each.name for each in begun] == ["a0", "a1", "a2"]
     for _ in range(3):
-        turns.ended()
+        turns.finish()
     assert [each.name for each in begun[3:]] == ["a3", "b0", "b1"]
     for _ in range(3):
-        turns.ended()
-    assert turns.under_way == 0
+        turns.finish()
+    assert turns.running == 0
 
 
 def test_what_nobody_waits_for_is_passed_over() -> None:
@@ -37,5 +37,5 @@ def test_what_nobody_waits_for_is_passed_over() -> None:
     turns.add(stays, begun.append)
     for item in left:
         item.open = False
-    turns.ended()
+    turns.finish()
     assert [each.name for each in begun] == ["a0", "b0"]

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from batching.batcher import DynamicBatcher
-from batching.errors import ItemFailed, OutOfMemory, WorkerDown, WrongResultCount
+from batching.errors import ItemFailed, OnequeueError, OutOfMemory, WorkerDown, WrongResultCount
 from batching.request_queue import WorkItem
 from tests.fake_generator import FakeGenerator
-from tests.fakes import FakeRunner
+from tests.fakes import FakeRunner, batched_model
 from tests.serving import wait_until
 from worker.messages.generation import GenerationInput
 from worker.messages.protocol import UNFINISHED, BatchReport, PipelineInput, State, StepOutcome
-from worker.registry import Breaker, GenerationModel, Outcome, PipelineModel, SteppedModel
-from worker.worker import Model, Worker
+from worker.registry import Breaker, ServedModel, language_model
+from worker.worker import Worker
 
 
 class Recorder:
@@ -37,29 +37,30 @@ class Recorder:
         self.errors.append(error)
         self.states.append(state)
 
-    def on_breaker(self, model: Model, is_open: bool) -> None:
+    def on_breaker(self, model: ServedModel, is_open: bool) -> None:
         self.breaker.append((model.name, is_open))
 
-    def outputs(self, outcomes: list[Outcome]) -> None:
-        for item, outcome in outcomes:
-            self.outcomes.setdefault(item.payload.inputs, []).append(outcome)
-
-    def on_batch(self, model: PipelineModel, report: BatchReport, failed: list[Outcome]) -> None:
-        self.reports.append(report)
-        self.outputs(failed)
-
-    def on_step(self, model: SteppedModel[Any], outcome: StepOutcome) -> None:
-        self.steps.append(outcome)
+    def on_step(self, model: ServedModel, outcome: StepOutcome) -> None:
+        if isinstance(outcome.report, BatchReport):
+            self.reports.append(outcome.report)
+            for item, result in [*outcome.outputs, *outcome.done]:
+                self.resolve(item, result)
+        else:
+            self.steps.append(outcome)
 
     def on_rejected(self, items: list[WorkItem]) -> None:
         for item in items:
             if isinstance(item.payload, GenerationInput):
                 self.rejected.append(item.prepared)
             else:
-                self.outputs([(item, "rejected")])
+                self.resolve(item, "rejected")
 
-    def resolve(self, outcomes: list[Outcome]) -> None:
-        self.outputs(outcomes)
+    def on_failed(self, items: list[WorkItem], error: OnequeueError) -> None:
+        for item in items:
+            self.resolve(item, error)
+
+    def resolve(self, item: WorkItem, outcome: Any) -> None:
+        self.outcomes.setdefault(item.payload.inputs, []).append(outcome)
 
     def count(self) -> int:
         return sum(map(len, list(self.outcomes.values())))  # the worker's thread adds to it
@@ -74,8 +75,8 @@ class Bench:
         self.runner, self.recorder = runner, Recorder()
         self.batcher = DynamicBatcher(max_size=8, max_tokens=1000, max_wait_s=max_wait_s)
         self.generator = FakeGenerator()
-        self.pipeline = PipelineModel("pipeline", lambda: runner, 100, self.batcher)
-        self.generation = GenerationModel("generation", lambda: self.generator, 100)
+        self.pipeline = batched_model("pipeline", lambda: runner, self.batcher)
+        self.generation = language_model("generation", lambda: self.generator, 100)
         self.pipeline.breaker = Breaker(3, cooldown_s)
         self.generation.breaker = Breaker(3, cooldown_s)
         self.worker = Worker([self.pipeline, self.generation])
@@ -84,7 +85,7 @@ class Bench:
         items = []
         for text in texts:
             item = WorkItem(PipelineInput(text), 1e12, time.monotonic())
-            item.model = self.pipeline
+            item.model = "pipeline"
             self.runner.prepare(item)
             items.append(item)
             self.worker.submit([item])
@@ -92,7 +93,7 @@ class Bench:
 
     def generate(self, prompt: str) -> WorkItem:
         item = WorkItem(GenerationInput(prompt), 1e12, time.monotonic())
-        item.model = self.generation
+        item.model = "generation"
         self.generator.prepare(item)
         self.worker.submit([item])
         return item
@@ -328,7 +329,7 @@ def test_failed_loading_is_told_and_ends_the_thread() -> None:
         raise ItemFailed("no such model")
 
     recorder = Recorder()
-    worker = Worker([PipelineModel("pipeline", load, 100, DynamicBatcher(8, 100, 0))])
+    worker = Worker([batched_model("pipeline", load)])
     worker.start(recorder, lambda function, *args: function(*args))
     worker.thread.join(60)
     assert recorder.states == ["dead"]

@@ -18,7 +18,7 @@ from batching.request_queue import WorkItem
 from worker.embedding.pooling import PoolFunction
 from worker.embedding.tokenization import TextTokenizer, TokenRow
 from worker.messages.generation import TEXT_ALONE
-from worker.messages.protocol import UNFINISHED, Batching, ModelInfo
+from worker.messages.protocol import UNFINISHED, Batching, ModelInfo, TextModel
 
 
 class RowModel(Protocol):
@@ -39,7 +39,7 @@ class RowModel(Protocol):
 
 
 class PoolingRunner(ABC):
-    """Implements Runner and Tokenizing of worker.messages.protocol. `pool` is applied to the
+    """Implements Runner and TextModel of worker.messages.protocol. `pool` is applied to the
     states of a complete row."""
 
     warm_up_input: Any  # the smallest valid payload
@@ -53,6 +53,10 @@ class PoolingRunner(ABC):
         self.max_model_len = tokenizer.limit
         self.no_images = TEXT_ALONE
         self.encode, self.decode, self.token = tokenizer.encode, tokenizer.decode, tokenizer.token
+
+    @property
+    def text_model(self) -> TextModel:
+        return self
 
     def prepare(self, item: WorkItem) -> None:
         """Tokenize an item's payload and set its `prepared`, `rows`, `tokens` and `width`. Raises

@@ -108,7 +108,7 @@ class TextTokenizer:
             raise InvalidInput.at(param, f"has the token id {largest}; the model's end at {last}")
         return ids
 
-    # ── Tokenizing of worker.messages.protocol ──
+    # ── TextModel of worker.messages.protocol ──
 
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
         if isinstance(prompt, Chat):

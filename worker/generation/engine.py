@@ -19,7 +19,7 @@ from collections import Counter, abc
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -35,7 +35,7 @@ from worker.generation.speculation import Speculation
 from worker.grammar.bitmask import BitmaskComputer, MaskRequest, PendingMask
 from worker.messages.deltas import Delta
 from worker.messages.generation import Chat, SamplingDefaults
-from worker.messages.protocol import StepOutcome, StepReport
+from worker.messages.protocol import StepOutcome, StepReport, TextModel
 from worker.model.cached_runner import CachedRunner
 from worker.model.paged_runner import PagedRunner
 from worker.model.sampler import SampledToken, SamplerOutput, SamplingRow, sample
@@ -156,8 +156,15 @@ class GenerationEngine:
         return sequence
 
     @property
+    def text_model(self) -> TextModel:
+        return self
+
+    @property
     def busy(self) -> bool:
         return bool(self.live)
+
+    def due_at(self, idle_since: float) -> float | None:
+        return idle_since if self.live else None
 
     def clear(self) -> list[WorkItem]:
         """Drop all requests and the scheduler's state, which may be what is wrong."""
@@ -171,6 +178,9 @@ class GenerationEngine:
         self.scheduler = self._new_scheduler()
         self._encoder_scheduler = self._new_encoder_scheduler()
         return items
+
+    def finish(self, item: WorkItem, raw: Any) -> Any:
+        raise NotImplementedError("a step has deltas, no outputs")
 
     def warm_up(self) -> None:
         """Run two steps of a sequence, in a free block if there is one."""
@@ -190,7 +200,7 @@ class GenerationEngine:
 
     # ── a step ──
 
-    def step(self) -> StepOutcome:
+    def step(self, idle_since: float = 0.0) -> StepOutcome:
         self._step_started = time.monotonic()
         self._counts, self._deltas = Counter(), []
         self._drop_cancelled()
@@ -374,7 +384,7 @@ class GenerationEngine:
         self._failed.clear()
         if not self.live:
             self._in_flight = None  # it gives nothing that a request waits for
-        return StepOutcome(report, deltas, done)
+        return StepOutcome(report, deltas, done=done)
 
     def _report(self) -> StepReport:
         scheduler, admitted = self.scheduler, self.scheduler.admitted
@@ -387,7 +397,7 @@ class GenerationEngine:
             admitted=len(admitted),
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
-            starved=scheduler.starved,
+            saturated=scheduler.starved,
             blocks_used=scheduler.pool.used if paged else 0,
             blocks_total=scheduler.pool.num_blocks if paged else 0,
             total_s=time.monotonic() - self._step_started,

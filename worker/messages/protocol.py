@@ -1,4 +1,8 @@
-"""What crosses between the event loop, the pool and the worker thread. No torch here."""
+"""The interfaces between the event loop, the pool and the worker thread.
+
+Engines and runners implement the protocols; the dataclasses are the messages. The payloads of
+language models, scoring and transcription are in the modules beside this one. No torch.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,15 +15,17 @@ from worker.messages.generation import Chat, SamplingDefaults
 State = Literal["loading", "warming", "ready", "dead"]
 Batching = Literal["packed", "padded", "same shape", "single", "continuous", "static"]
 
-# In an output's place: its input goes on with the next batch.
+# Returned by `Runner.forward` for an input that continues in the next batch.
 UNFINISHED = object()
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineInput:
-    """One input of a pipeline task as the client sent it, and its call's parameters. `inputs` is
-    text, raw bytes (an image or a sound file), or a JSON value. Inputs of a list share a `budget`
-    of what is decoded."""
+    """One input of a pipeline task as the client sent it, and the request's parameters.
+
+    `inputs` is text, raw bytes (an image or an audio file), or a JSON value. The inputs of a list
+    share a `budget` for decoded media.
+    """
 
     inputs: Any
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -28,51 +34,67 @@ class PipelineInput:
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """What one trip through the worker was like. Times in seconds, one wait per item."""
+    """Measurements of one batch of a pipeline. Times in seconds; one wait per item."""
 
-    size: int
+    size: int  # items
     tokens: int
-    padding: float  # the share of what was run that was padding
+    padding: float  # the share of the computed tokens that was padding
     forward_s: float
     total_s: float
-    waits_s: tuple[float, ...]
-    out_of_memory: int
-    cap: int
-    saturated: bool  # full, or others waited meanwhile
+    waits_s: tuple[float, ...]  # from acceptance to the start of the batch
+    out_of_memory: int  # forward passes that ran out of memory
+    cap: int  # rows that a batch may have after this one
+    saturated: bool  # the batch was full, or other items waited
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one generation step was like. Times in seconds."""
+    """Measurements of one step of a language or speech model. Times in seconds."""
 
-    prefill_tokens: int = 0  # tokens of prompts (or of what was preempted) run in this step
+    prefill_tokens: int = 0  # prompt tokens run in this step, those of preempted sequences included
     decode_tokens: int = 0  # output tokens kept
-    cached_tokens: int = 0  # prompt tokens that the prefix cache saved
+    cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     drafted: int = 0  # tokens proposed by speculation
-    accepted: int = 0  # of them, how many the model agreed to
-    preempted: int = 0  # sequences put back to make room
-    admitted: int = 0  # sequences that began
-    running: int = 0  # sequences left running after the step
-    waiting: int = 0  # sequences that wait for room
-    starved: bool = False  # some that are not in the background had no part in the step
+    accepted: int = 0  # proposed tokens that the model accepted
+    preempted: int = 0  # sequences
+    admitted: int = 0  # sequences that started
+    running: int = 0  # sequences, after the step
+    waiting: int = 0  # sequences, after the step
+    saturated: bool = False  # foreground sequences had no room in the step
     blocks_used: int = 0
     blocks_total: int = 0
     total_s: float = 0.0
-    waits_s: tuple[float, ...] = ()  # acceptance to admission, of those admitted
+    waits_s: tuple[float, ...] = ()  # from acceptance to admission, one per admitted sequence
+
+    @property
+    def size(self) -> int:
+        return self.admitted
+
+    @property
+    def tokens(self) -> int:
+        return self.prefill_tokens + self.decode_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepOutcome:
-    """What a step gave to whom: new text, and the items that are done (None) or failed."""
+    """The results of one step of an engine, each with its item."""
 
-    report: StepReport
-    deltas: list[tuple[WorkItem, Any]]  # a Delta, or a TranscriptDelta
-    done: list[tuple[WorkItem, Exception | None]]
+    report: BatchReport | StepReport
+    deltas: list[tuple[WorkItem, Any]] = field(default_factory=list)  # for the items' streams
+    outputs: list[tuple[WorkItem, Any]] = field(default_factory=list)  # raw, for `finish`
+    done: list[tuple[WorkItem, Exception | None]] = field(default_factory=list)  # ended or failed
+    unfinished: bool = False  # some items of the batch continue in the next one
+    inbox_waiting: bool = False  # set by the worker: items arrived during the step
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the model computed something for at least one item."""
+        return bool(self.deltas or self.outputs or self.unfinished)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What was loaded, for logs, /ready and build info."""
+    """A loaded model, as shown in logs, /ready and metrics."""
 
     task: str
     model: str
@@ -81,82 +103,118 @@ class ModelInfo:
     parameters: int
     batching: Batching
     why: str = ""  # why not packed
-    mask: str = ""  # what stands for a word to be filled in
+    mask: str = ""  # the mask token of fill-mask
 
 
 class Pending(Exception):
-    """Something that `prepare` needs is being made. `then(wanted, again)` has `again` called, from
-    any thread, when it is worth preparing once more, as long as it is still `wanted`."""
+    """Raised by `prepare` when something that it needs is still being made.
+
+    `then(wanted, again)` registers `again`, which is called from any thread when `prepare` is worth
+    another call, as long as `wanted()` is true.
+    """
 
     def __init__(self, then: Callable[[Callable[[], bool], Callable[[], None]], object]) -> None:
         super().__init__()
         self.then = then
 
 
-class LoadedModel(Protocol):
-    """What the worker asks of models of both kinds."""
+class TextModel(Protocol):
+    """The text side of a model that requests call by name: its limits and its tokenizer. The
+    methods run in pool threads, several at once."""
 
-    info: ModelInfo
-
-    def prepare(self, item: WorkItem) -> None:
-        """Fill in `item.prepared`, and what batches go by (`rows`, `tokens`, `width`, `key`).
-
-        In pool threads, several at once. InvalidInput if the item cannot be served, Pending if
-        it takes more than a pool thread's time to tell."""
-
-    def warm_up(self) -> None:
-        """Run the smallest sound input through everything; raises if the model is broken."""
-
-
-class Tokenizing(Protocol):
-    """What is asked of a model that is called by its name. In pool threads, several at once."""
-
-    max_model_len: int  # tokens that it takes at most, output included
-    no_images: str  # why those of chats are refused; empty where they are taken
+    max_model_len: int  # tokens, output included
+    no_images: str  # why images in chats are refused; empty where they are accepted
 
     def encode(self, prompt: Chat | str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt; InvalidInput if the chat template refuses it."""
+        """Return a prompt's token ids. Raises InvalidInput if the chat template refuses it."""
 
     def decode(self, ids: list[int]) -> str: ...
 
     def token(self, token_id: int) -> str:
-        """The text of one token; InvalidInput if there is no such id."""
+        """Return the text of one token. Raises InvalidInput if the id does not exist."""
 
 
-class Runner(LoadedModel, Protocol):
-    """A loaded pipeline. `finish` runs in pool threads, `forward` on the worker's."""
+class Runner(Protocol):
+    """A loaded model that computes a batch at a time: a pipeline, an embedder or a reranker."""
+
+    info: ModelInfo
+
+    @property
+    def text_model(self) -> TextModel | None:
+        """See Engine."""
+
+    def prepare(self, item: WorkItem) -> None:
+        """See Engine."""
 
     def forward(self, prepared: list[Any]) -> list[Any]:
-        """One raw output for each prepared input, in order; UNFINISHED for those that have some way
-        to go, and are given again in the next batch if somebody still waits."""
+        """Run a batch on the worker's thread.
+
+        Returns one raw output per prepared input, in order. UNFINISHED marks an input that needs
+        more batches: it is passed again in the next one, unless its client has left.
+        """
 
     def finish(self, item: WorkItem, raw: Any) -> Any:
-        """The answer to an item, from its raw output."""
+        """See Engine."""
+
+    def warm_up(self) -> None:
+        """See Engine."""
 
 
-class Stepped(LoadedModel, Protocol):
-    """A loaded model that is served in steps: `add`, `step` and `clear` run on the worker's
-    thread."""
+class Engine(Protocol):
+    """A served model, with the items that wait for it and those that run.
+
+    `prepare` and `finish` run in pool threads, several at once; the rest on the worker's thread.
+    """
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    @property
+    def text_model(self) -> TextModel | None:
+        """The model's text side, for embedders, rerankers and language models."""
+
+    def prepare(self, item: WorkItem) -> None:
+        """Set `item.prepared`, and the sizes that batches are made by (`rows`, `tokens`, `width`,
+        `key`).
+
+        Raises InvalidInput for an input that cannot be served, and Pending if preparing takes
+        longer than a pool thread should be busy.
+        """
 
     def add(self, item: WorkItem) -> None:
-        """Take a prepared item into the waiting queue."""
+        """Queue a prepared item."""
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to step for."""
+        """Whether any item waits or runs."""
 
-    def step(self) -> StepOutcome:
-        """Drop who left, then one step for who is running; raises only what belongs to no item."""
+    def due_at(self, idle_since: float) -> float | None:
+        """Return when the next step should run, in monotonic seconds; None if there is none.
+
+        `idle_since`: when the worker's last step ended, of whichever model.
+        """
+
+    def step(self, idle_since: float) -> StepOutcome | None:
+        """Drop the items whose clients have left and run one step, if one is due.
+
+        Failures of items are in the outcome. An exception belongs to no single item.
+        """
+
+    def finish(self, item: WorkItem, raw: Any) -> Any:
+        """Return an item's response, from its raw output in StepOutcome.outputs."""
 
     def clear(self) -> list[WorkItem]:
-        """Drop everything, waiting and running, whatever state it is in; the items are returned."""
+        """Drop all items, in whatever state the engine is, and return those without a result."""
+
+    def warm_up(self) -> None:
+        """Run the smallest valid input through the model. Raises if the model is broken."""
 
     def close(self) -> None:
-        """End what runs beside; nothing is prepared any longer."""
+        """Stop the engine's own threads. Called on the event loop, after the last `prepare`."""
 
 
-class Generator(Stepped, Tokenizing, Protocol):
-    """A loaded causal language model."""
+class Generator(Engine, TextModel, Protocol):
+    """The engine of a language model."""
 
     @property
     def defaults(self) -> SamplingDefaults: ...
@@ -165,5 +223,5 @@ class Generator(Stepped, Tokenizing, Protocol):
     def compile_state(self) -> Literal["running", "done", "off"]: ...
 
     def call_id(self, name: str, index: int) -> str:
-        """For a call that an answer makes, its conversation's `index`-th: an id that the chat
-        template takes back. At once, from any thread."""
+        """Return an id for the conversation's `index`-th tool call that the chat template accepts
+        back. Does not block; from any thread."""

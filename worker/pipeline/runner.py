@@ -13,7 +13,7 @@ import threading
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import orjson
 import torch
@@ -64,6 +64,8 @@ class PipelineRunner:
     packing: Packing | None
     decode_limiter: DecodeLimiter
     max_rows: int
+
+    text_model: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         pipe, info = self.pipe, self.info

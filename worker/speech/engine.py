@@ -2,7 +2,7 @@
 
     drop who left → windows that are read join, or all that run say a token → judge those that ended
 
-Implements worker.messages.protocol.Stepped. A step is one batch through the encoder or one token of
+Implements worker.messages.protocol.Engine. A step is one batch through the encoder or one token of
 every window, so that other models have their turns between. Recordings take turns, a window each.
 How a window is run is for whisper.py and ctc.py to say; pool threads of the engine read recordings
 ahead, and look where words are.
@@ -43,6 +43,8 @@ Again = Callable[[], None]
 
 class SpeechEngine:
     """`prepare` runs in pool threads, the rest on the worker's."""
+
+    text_model = None
 
     def __init__(
         self,
@@ -113,6 +115,9 @@ class SpeechEngine:
         if work.audio and (work.error or not wanted()):
             work.audio.close()
 
+    def finish(self, item: WorkItem, raw: Any) -> Any:
+        raise NotImplementedError("a step has deltas, no outputs")
+
     def close(self) -> None:
         for pool in (self._pool, self._openers, self._scans):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -122,6 +127,9 @@ class SpeechEngine:
     @property
     def busy(self) -> bool:
         return bool(self.live)
+
+    def due_at(self, idle_since: float) -> float | None:
+        return idle_since if self.live else None
 
     def add(self, item: WorkItem) -> None:
         self.live[item] = item.prepared
@@ -149,7 +157,7 @@ class SpeechEngine:
             self.runner.leave(window)
         return window
 
-    def step(self) -> StepOutcome:
+    def step(self, idle_since: float = 0.0) -> StepOutcome:
         self._started = time.monotonic()
         self._deltas, self._done, self._waits = [], {}, []
         self._drop_closed()
@@ -278,9 +286,9 @@ class SpeechEngine:
             admitted=len(self._waits),
             running=running,
             waiting=len(self._waiting),
-            starved=bool(self._waiting) and running == self.runner.rows,
+            saturated=bool(self._waiting) and running == self.runner.rows,
             total_s=time.monotonic() - self._started,
             waits_s=tuple(self._waits),
         )
         deltas = [(item, delta) for item, delta in self._deltas if item not in failed]
-        return StepOutcome(report, deltas, list(self._done.items()))
+        return StepOutcome(report, deltas, done=list(self._done.items()))

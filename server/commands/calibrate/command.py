@@ -136,13 +136,10 @@ async def _calibrate(
                 worker_client, serves, options.words, options.tokens, options.file
             )
             model = worker_client.models[serves]
-            queue, lane = (
-                worker_client.queue,
-                model.lane,
-            )  # a full queue is not part of the measurement
+            queue, lane = worker_client.queue, model.lane  # refusals are not measured
             queue.capacity = max(queue.capacity, 2 * MAX_CLIENTS)
-            lane.places = max(lane.places, 2 * MAX_CLIENTS)
-            target = f"{requests.path} of {model.loaded.info.model}"
+            lane.slots = max(lane.slots, 2 * MAX_CLIENTS)
+            target = f"{requests.path} of {model.engine.info.model}"
             echo(f"{target}: the highest rate with 95 % within {options.p95_ms:g} ms")
             runner = StageRunner(app, requests, listener.getsockname()[1])
             return await _search(runner, options.p95_ms, echo)

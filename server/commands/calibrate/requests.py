@@ -67,7 +67,7 @@ def requests_for(
 def _pipeline_requests(
     worker_client: WorkerClient, texts: Iterator[str], file: bytes | None
 ) -> RequestGenerator:
-    info = worker_client.models["pipeline"].loaded.info
+    info = worker_client.models["pipeline"].engine.info
     task, media = TASKS[info.task], BYTES
     bodies: Iterator[bytes]
     if file is not None:

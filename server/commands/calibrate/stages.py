@@ -18,7 +18,6 @@ from server.commands.load_test.generator import LoadGenerator
 from server.commands.load_test.http_client import Client
 from server.commands.load_test.samples import Record, percentile
 from server.http.request import Application
-from worker.registry import PipelineModel
 
 MAX_CLIENTS = 128
 
@@ -56,7 +55,10 @@ class StageRunner:
 
     def _apply(self, limits: BatchLimits) -> None:
         """Set the batcher's limits; nothing waits or runs between stages."""
+        from worker.pipeline.engine import PipelineEngine
+
         model = self.app.worker_client.models[self.requests.serves]
-        if isinstance(model, PipelineModel):
-            model.batcher.max_size = model.batcher.cap = limits.cap
-            model.batcher.max_wait_s = limits.wait_ms / 1000
+        if isinstance(model.engine, PipelineEngine):
+            batcher = model.engine.batcher
+            batcher.max_size = batcher.cap = limits.cap
+            batcher.max_wait_s = limits.wait_ms / 1000

@@ -49,7 +49,7 @@ class DecisionEndpoint:
 
     def parse(self, body: bytes) -> tuple[DecisionBody, DecisionInput]:
         """In a pool thread: 400 questions take milliseconds."""
-        most = max(MOST_QUESTIONS, self.models.loaded.max_model_len)
+        most = max(MOST_QUESTIONS, self.models.text_model.max_model_len)
         request = decode(parse_json(body), self.kind, self.models.called, most)
         return request, request.decision_input()
 

@@ -173,7 +173,7 @@ class Responses(GenerationEndpoint[ResponsesResponseBuilder]):
         return True
 
     async def close(self) -> None:
-        self.worker_client.give_up()
+        self.worker_client.cancel_all()
         if self.jobs:
             await asyncio.wait([job.task for job in self.jobs.values()])
         await anyio.to_thread.run_sync(self.store.close)

@@ -1,0 +1,181 @@
+"""The engine of pipelines, embedders and rerankers: a step runs one dynamic batch.
+
+    prepare (pool) → add → step: take a batch, forward → finish (pool)
+
+DynamicBatcher decides which items form a batch and when it is due; a Runner computes it. A batch
+that raises is bisected until only the guilty items fail. Language and speech models have engines
+of their own.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from batching.batcher import DynamicBatcher
+from batching.errors import OnequeueError, OutOfMemory, WrongResultCount
+from batching.request_queue import WorkItem
+from worker.error_classification import run_in_halves
+from worker.messages.protocol import (
+    UNFINISHED,
+    BatchReport,
+    ModelInfo,
+    Runner,
+    StepOutcome,
+    TextModel,
+)
+
+log = logging.getLogger("onequeue.worker")
+
+
+@dataclass(slots=True)
+class BatchRun:
+    """The results of one batch, those of its halves included."""
+
+    outputs: list[tuple[WorkItem, Any]] = field(default_factory=list)
+    failed: list[tuple[WorkItem, Exception | None]] = field(default_factory=list)
+    forward_s: float = 0.0
+    out_of_memory: int = 0  # forward passes
+    largest_rows: int = 0  # rows of the largest part that succeeded
+
+
+class PipelineEngine:
+    """Implements Engine of worker.messages.protocol."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        batcher: DynamicBatcher,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        batcher.packs = runner.info.batching in ("packed", "continuous")
+        self.runner = runner
+        self.batcher = batcher
+        self.clock = clock
+        self._batch: list[WorkItem] = []  # the one that runs
+        self._unfinished: list[WorkItem] = []  # items of the last batch that join the next one
+        self._started_at = 0.0  # start of the time that the next report with items covers
+
+    @property
+    def info(self) -> ModelInfo:
+        return self.runner.info
+
+    @property
+    def text_model(self) -> TextModel | None:
+        return self.runner.text_model
+
+    # ── in pool threads ──
+
+    def prepare(self, item: WorkItem) -> None:
+        self.runner.prepare(item)
+
+    def finish(self, item: WorkItem, raw: Any) -> Any:
+        return self.runner.finish(item, raw)
+
+    # ── on the worker's thread ──
+
+    def add(self, item: WorkItem) -> None:
+        self.batcher.add(item)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._unfinished or self.batcher.waiting)
+
+    def due_at(self, idle_since: float) -> float | None:
+        return idle_since if self._unfinished else self.batcher.due_at(idle_since)
+
+    def step(self, idle_since: float) -> StepOutcome | None:
+        if not self._take_batch(idle_since):
+            return None
+        run = self._run_batch()
+        finished_at = self.clock()
+        for item in self._batch:
+            item.finished_at = finished_at
+        report = self._report(run, finished_at)
+        self._batch = []
+        return StepOutcome(
+            report, outputs=run.outputs, done=run.failed, unfinished=bool(self._unfinished)
+        )
+
+    def clear(self) -> list[WorkItem]:
+        items = (self._batch or self._unfinished) + self.batcher.clear()
+        self._batch, self._unfinished = [], []
+        return items
+
+    def warm_up(self) -> None:
+        self.runner.warm_up()
+
+    def close(self) -> None:
+        """Do nothing: runners have no threads."""
+
+    # ── a batch ──
+
+    def _take_batch(self, idle_since: float) -> bool:
+        """Continue the unfinished items and add the next batch, if one is due."""
+        now = self.clock()
+        self._batch = [item for item in self._unfinished if item.open]
+        if not self._batch:
+            self._started_at = now
+        self._unfinished = []
+        joining = self.batcher.take(now, idle_since)
+        self._batch += joining
+        rows = sum(item.rows for item in joining)
+        for item in joining:
+            item.started_at = now
+            item.batch_size = rows
+        return bool(self._batch)
+
+    def _run_batch(self) -> BatchRun:
+        run = BatchRun()
+
+        def forward(items: Sequence[WorkItem]) -> None:
+            rows, started_at = sum(item.rows for item in items), self.clock()
+            outputs = self.runner.forward([item.prepared for item in items])
+            run.forward_s += self.clock() - started_at
+            run.largest_rows = max(run.largest_rows, rows)
+            self.batcher.succeeded(rows)
+            if len(outputs) != len(items):
+                error = f"the model returned {len(outputs)} results for {len(items)} inputs"
+                log.error("%s", error)
+                run.failed += [(item, WrongResultCount(error)) for item in items]
+                return
+            for item, output in zip(items, outputs, strict=True):
+                if output is UNFINISHED:
+                    self._unfinished.append(item)
+                else:
+                    run.outputs.append((item, output))
+
+        def failed(items: Sequence[WorkItem], failure: OnequeueError) -> None:
+            run.out_of_memory += isinstance(failure, OutOfMemory)
+            if len(items) == 1:
+                log.warning("item failed error=%r", failure.__cause__ or failure)
+                run.failed.append((items[0], failure))
+
+        run_in_halves(self._batch, forward, failed, lambda item: item.open)
+        if run.out_of_memory:
+            self.batcher.out_of_memory(run.largest_rows)
+        return run
+
+    def _report(self, run: BatchRun, finished_at: float) -> BatchReport:
+        """Measure the batch. An unfinished item is counted in the batch that finishes it."""
+        unfinished, cap = set(self._unfinished), self.batcher.cap
+        batch = [item for item in self._batch if item not in unfinished]
+        tokens = sum(item.tokens for item in batch)
+        rows = sum(item.rows for item in batch)
+        widest = max((item.width for item in batch), default=0)
+        run_tokens = tokens if self.batcher.packs else rows * widest
+        started_at = self._started_at
+        if batch:
+            self._started_at = finished_at
+        return BatchReport(
+            size=len(batch),
+            tokens=tokens,
+            padding=max(0, run_tokens - tokens) / (run_tokens or 1),
+            forward_s=run.forward_s,
+            total_s=finished_at - started_at,
+            waits_s=tuple(item.started_at - item.accepted_at for item in batch),
+            out_of_memory=run.out_of_memory,
+            cap=cap,
+            saturated=rows >= cap or self.busy,
+        )
