@@ -1,21 +1,22 @@
 #!/usr/bin/env python3
-"""Measure this server beside what one would use instead, in one run on one machine.
+"""Compare this server with its alternatives in one run on one machine.
 
-    bench.py http                      an instant model behind the queue, beside a bare route (wrk)
-    bench.py direct   --model PATH     one client, beside calling the pipeline in a loop
-    bench.py pipeline --model PATH     1, 16 and 64 clients, beside the documentation's server,
-                                       LitServe and Mosec (scripts/peers/): docs litserve mosec
-    bench.py generation --model PATH   streaming chats, beside vLLM and transformers serve: vllm
-                                       transformers
-    bench.py vision                    streaming chats with a picture each, beside the same
+    bench.py http                      a model that takes no time, beside a bare route (needs wrk)
+    bench.py direct   --model PATH     one client, beside the pipeline called in a loop
+    bench.py pipeline --model PATH     1, 16 and 64 clients, beside the server of transformers'
+                                       documentation, LitServe and Mosec (scripts/peers/).
+                                       Servers: docs litserve mosec
+    bench.py generation --model PATH   streaming chats, beside vLLM and transformers serve.
+                                       Servers: vllm transformers
+    bench.py vision                    streaming chats with an image each, beside the same
     bench.py speech                    transcriptions, beside a server around the pipeline,
-                                       transformers serve and the pipeline: plain transformers
-                                       in-process
-    bench.py beside                    a chat's gaps while an hour of sound is transcribed
+                                       transformers serve and the pipeline in process.
+                                       Servers: plain transformers in-process
+    bench.py beside                    gaps in chats while an hour of audio is transcribed
 
-A change is measured beside the code before it: --servers onequeue onequeue@../other-checkout.
-Prints one JSON line a measurement, the last with the ratios; generation ends with a table. Without
---model a random-weight model of bert-base's shape is made. It judges no answers: the tests do that.
+To measure a change, compare two checkouts: --servers onequeue onequeue@../other-checkout.
+Each measurement is one JSON line; ratios come last, and generation ends with a table. Without
+--model, a model of bert-base's shape with random weights is used. Responses are not checked.
 """
 
 import argparse
@@ -30,19 +31,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import environment  # noqa: F401  # first: may start the script again with .venv
 from bench_beside import beside
 from bench_generation import generation
 from bench_pipeline import fill_mask, mixed_texts, pipeline
-from bench_servers import Launch, free_port, running, say
+from bench_servers import Launch, free_port, print_json, running
 from bench_speech import speech
 from bench_vision import vision
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
 T = TypeVar("T")
 TEXT = "The capital of France is [MASK]."
-SERVERS: dict[str, list[str]] = {  # each benchmark's own
+SERVERS: dict[str, list[str]] = {  # the defaults of each benchmark
     "http": [],
     "direct": [],
     "pipeline": [
@@ -80,15 +80,15 @@ def serve_bare(port: int) -> None:
     from starlette.responses import Response
     from starlette.routing import Route
 
-    async def answer(request: Request) -> Response:
+    async def echo(request: Request) -> Response:
         return Response(b'"' + await request.body() + b'"', media_type="application/json")
 
-    app = Starlette(routes=[Route("/", answer, methods=["POST"])])
+    app = Starlette(routes=[Route("/", echo, methods=["POST"])])
     uvicorn.run(app, port=port, access_log=False)
 
 
 class InstantRunner:
-    """Answers with the text itself: what is left is what the server costs."""
+    """Returns the input text, so that only the server's own cost remains."""
 
     text_model = None
 
@@ -114,10 +114,10 @@ class InstantRunner:
 
 
 def http(arguments: argparse.Namespace) -> None:
-    """Requests per second of each server in turn, `rounds` times, under wrk.
+    """Measure requests per second of each server in turn with wrk, `rounds` times.
 
-    With as many clients as this, every batch of an instant model waits out its deadline: once
-    more without one.
+    With so few clients each batch of an instant model waits for its full MAX_BATCH_WAIT_MS, so it
+    is measured without that wait too.
     """
     if not shutil.which("wrk"):
         raise SystemExit("wrk is needed: apt-get install wrk")
@@ -133,24 +133,25 @@ def http(arguments: argparse.Namespace) -> None:
                 command = [sys.executable, __file__, "serve-" + program, str(port)]
                 ready = "/ready" if program == "instant" else "/"
                 launch = Launch(command, port, ready, {"MAX_BATCH_WAIT_MS": wait_ms})
-                with running(name, launch) as server, server.awake():
+                with running(name, launch) as server, server.resumed():
                     rates[name].append(wrk(script.name, port))
-                say(bench="http", server=name, clients=16, requests_per_s=rates[name][-1])
+                print_json(bench="http", server=name, clients=16, requests_per_s=rates[name][-1])
     bare = rates.pop("bare")
-    for name, found in rates.items():
-        ratios = [ours / theirs for ours, theirs in zip(found, bare, strict=True)]
-        say(bench="http", server=name, ratio=round(statistics.median(ratios), 3), target=0.5)
+    for name, measured in rates.items():
+        ratios = [ours / theirs for ours, theirs in zip(measured, bare, strict=True)]
+        print_json(bench="http", server=name, ratio=round(statistics.median(ratios), 3), target=0.5)
 
 
 def wrk(script: str, port: int) -> float:
-    load = ["wrk", "-t1", "-c16", "-d5", "-s", script, f"http://127.0.0.1:{port}/"]
-    done = subprocess.run(load, capture_output=True, text=True, check=True)
+    """Return requests per second with 16 connections over 5 seconds."""
+    command = ["wrk", "-t1", "-c16", "-d5", "-s", script, f"http://127.0.0.1:{port}/"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
     return float(next(line for line in lines if line.startswith("Requests/sec")).split()[1])
 
 
 def direct(arguments: argparse.Namespace) -> None:
-    """The median latency of one client, beside the pipeline called in a loop in a process."""
+    """Measure the median latency of one client, beside the pipeline called in a loop."""
     code = (
         "import json,sys,time,random,statistics; sys.path.insert(0,'.')\n"
         "from server.commands.load_test.request_bodies import WORDS\n"
@@ -169,17 +170,17 @@ def direct(arguments: argparse.Namespace) -> None:
             cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         loops.append(float(done.stdout))
-        say(bench="direct", server="loop", p50_ms=round(loops[-1], 1))
+        print_json(bench="direct", server="loop", p50_ms=round(loops[-1], 1))
         name = "onequeue:DTYPE=float32"
-        with running(name, fill_mask(name, arguments.model)) as server, server.awake():
+        with running(name, fill_mask(name, arguments.model)) as server, server.resumed():
             ours.append(mixed_texts(server.port, "/", 1, 1, None)["latency_ms"]["p50"])
-        say(bench="direct", server="onequeue", p50_ms=ours[-1])
+        print_json(bench="direct", server="onequeue", p50_ms=ours[-1])
     ratio = statistics.median(ours) / statistics.median(loops)
-    say(bench="direct", p50_ratio=round(ratio, 3), target=1.03)
+    print_json(bench="direct", p50_ratio=round(ratio, 3), target=1.03)
 
 
 def make_model() -> str:
-    """A random-weight model of bert-base's shape with the demo's tokenizer."""
+    """Save a model of bert-base's shape with random weights and the demo's tokenizer."""
     from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 
     folder = Path(tempfile.gettempdir()) / "onequeue-bench-bert-base"
@@ -198,37 +199,41 @@ def main() -> None:
     add = parser.add_argument
     add("bench", choices=list(SERVERS))
     add("--model", help="a checkpoint: fill-mask with [MASK], or a chat model")
-    add("--servers", nargs="+", help="of those above; onequeue[@CHECKOUT][:SETTING=VALUE,…]")
+    add("--servers", nargs="+", help="names from above; onequeue[@CHECKOUT][:SETTING=VALUE,…]")
     add("--rounds", type=int, default=3)
     add(
         "--peer-python",
         default=sys.executable,
-        help="a python that has litserve and mosec, or in whose folder transformers is",
+        help="a Python with litserve and mosec, or in the folder of the transformers command",
     )
-    add("--chat-model", default="demo", help="that streams beside the recording")
+    add("--chat-model", default="demo", help="beside: the model that streams")
     chats = parser.add_argument_group("generation")
     add = chats.add_argument
-    add("--vllm", default="vllm", help="the program")
-    add("--dtype", default="bfloat16", help="of every server")
-    add("--temperature", type=several(float), default=[1, 0], metavar="N,…", help="1,0")
-    add("--clients", type=several(int), default=[1, 8, 16], metavar="N,…", help="1,8,16")
-    add("--prompt-words", type=several(int), default=[64], metavar="N,…", help="64")
-    add("--tokens", type=int, default=32, help="of each answer")
-    add("--requests", type=int, default=3, help="a client in each sweep")
-    add("--shared-prompt", action="store_true", help="also one that sixteen chats share")
-    add("--json", metavar="FILE", help="write all figures")
-    add("--side", type=int, default=512, help="vision: pixels of a picture's sides")
+    add("--vllm", default="vllm", help="the vllm command")
+    add("--dtype", default="bfloat16", help="of all servers")
+    add("--temperature", type=list_of(float), default=[1, 0], metavar="N,…", help="1,0")
+    add("--clients", type=list_of(int), default=[1, 8, 16], metavar="N,…", help="1,8,16")
+    add("--prompt-words", type=list_of(int), default=[64], metavar="N,…", help="64")
+    add("--tokens", type=int, default=32, help="of each response")
+    add("--requests", type=int, default=3, help="per client in each sweep")
+    add(
+        "--shared-prompt",
+        action="store_true",
+        help="also measure a prompt that sixteen chats share",
+    )
+    add("--json", metavar="FILE", help="write all measurements")
+    add("--side", type=int, default=512, help="vision: pixels of an image's sides")
     arguments = parser.parse_args()
     arguments.servers = arguments.servers or SERVERS[arguments.bench]
     if arguments.bench in ("direct", "pipeline") and not arguments.model:
         arguments.model = make_model()
     benches = {"http": http, "direct": direct, "pipeline": pipeline, "generation": generation}
     benches |= {"speech": speech, "vision": vision, "beside": beside}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are stopped on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the exits that stop servers
     benches[arguments.bench](arguments)
 
 
-def several(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
+def list_of(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
     return lambda text: [kind(part) for part in text.split(",")]
 
 

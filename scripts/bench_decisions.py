@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Questions about one input over HTTP beside transformers' `decision` pipeline, on one machine.
+"""Compare decisions over HTTP with transformers' `decision` pipeline, on one machine.
 
     bench_decisions.py --model PATH [--servers onequeue onequeue@../other]
 
-Choices and scores about an input of random words, another in each round: one request with all of
-them, and a call of the pipeline in process with as many threads, in turns. A server that is not
-measured stands still. Ends with a table of medians and the largest difference of probabilities.
+Each round asks choices and scores about a new input of random words: one request with all
+questions, then one call of the pipeline in process with as many threads. A server that is not being
+measured is suspended. Ends with a table of medians and the largest difference of probabilities.
 """
 
 import argparse
@@ -17,13 +17,15 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
+import environment  # noqa: F401  # first: may start the script again with .venv
 import torch
 from bench_generation import cpu
-from bench_servers import Server, free_port, onequeue, running, say
+from bench_servers import Server, free_port, onequeue, print_json, running
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 from transformers.decision import DecisionConfig
 
@@ -32,7 +34,7 @@ from server.commands.load_test.request_bodies import WORDS
 
 LEVELS = ("not at all", "a little", "much")
 
-Questions = Mapping[str, Mapping[str, Any]]  # as the pipeline takes them
+Questions = Mapping[str, Mapping[str, Any]]  # in the pipeline's form
 Probabilities = Mapping[str, Sequence[float]]
 
 
@@ -40,57 +42,65 @@ def words(rng: random.Random, count: int) -> str:
     return " ".join(rng.choices(WORDS.split(), k=count))
 
 
-def text_of(rng: random.Random, tokenizer: Any, tokens: int) -> str:
+def random_text(rng: random.Random, tokenizer: Any, tokens: int) -> str:
     ids = tokenizer(words(rng, tokens))["input_ids"][:tokens]
     text: str = tokenizer.decode(ids, skip_special_tokens=True)
     return text
 
 
-def questions_of(rng: random.Random, count: int) -> Questions:
-    asked: dict[str, Mapping[str, Any]] = {}
+def random_questions(rng: random.Random, count: int) -> Questions:
+    questions: dict[str, Mapping[str, Any]] = {}
     for n in range(count):
         question = {"instructions": f"Is it about {words(rng, 8)}?"}
         if n % 2:
             options = dict.fromkeys(rng.sample(WORDS.split(), k=4))
-            asked[f"q{n}"] = {"type": "choice", "criteria": options, **question}
+            questions[f"q{n}"] = {"type": "choice", "criteria": options, **question}
         else:
-            asked[f"q{n}"] = {"type": "score", "criteria": list(LEVELS), **question}
-    return asked
+            questions[f"q{n}"] = {"type": "score", "criteria": list(LEVELS), **question}
+    return questions
 
 
-# ── the two ──
+# ── the server and the pipeline ──
 
 
-def served(server: Server, state: str, asked: Questions) -> Probabilities:
-    body = {"input": state, "questions": [openai(name, each) for name, each in asked.items()]}
+def ask_server(server: Server, state: str, questions: Questions) -> Probabilities:
+    body = {
+        "input": state,
+        "questions": [to_openai(name, question) for name, question in questions.items()],
+    }
     url = urlsplit(f"http://127.0.0.1:{server.port}/v1/decisions")
 
-    async def ask() -> bytes:
+    async def post() -> bytes:
         http = Client(url, {"content-type": "application/json"})
-        answer = await http.post(json.dumps(body).encode(), None)
+        response = await http.post(json.dumps(body).encode(), None)
         http.close()
-        if answer.status != 200:
-            raise SystemExit(answer.body.decode())
-        return answer.body
+        if response.status != 200:
+            raise SystemExit(response.body.decode())
+        return response.body
 
-    with server.awake():
-        answers = json.loads(asyncio.run(ask()))["answers"]
+    with server.resumed():
+        answers = json.loads(asyncio.run(post()))["answers"]
     return {
-        each["name"]: [option["probability"] for option in each["probabilities"]]
-        for each in answers
+        answer["name"]: [option["probability"] for option in answer["probabilities"]]
+        for answer in answers
     }
 
 
-def openai(name: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-    field, key = ("choices", "value") if asked["type"] == "choice" else ("levels", "label")
-    options = [{key: option} for option in asked["criteria"]]
-    common = {"type": asked["type"], "name": name, "instructions": asked["instructions"]}
+def to_openai(name: str, question: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a question to the form of /v1/decisions."""
+    field, key = ("choices", "value") if question["type"] == "choice" else ("levels", "label")
+    options = [{key: option} for option in question["criteria"]]
+    common = {
+        "type": question["type"],
+        "name": name,
+        "instructions": question["instructions"],
+    }
     return common | {field: options}
 
 
-def piped(decide: Any, state: str, asked: Questions) -> Probabilities:
-    answers = decide({"state": state, "questions": asked})
-    return {name: list(each["probabilities"].values()) for name, each in answers.items()}
+def ask_pipeline(decide: Any, state: str, questions: Questions) -> Probabilities:
+    answers = decide({"state": state, "questions": questions})
+    return {name: list(answer["probabilities"].values()) for name, answer in answers.items()}
 
 
 def decision_pipeline(model: str) -> Any:
@@ -102,37 +112,41 @@ def decision_pipeline(model: str) -> Any:
     )
 
 
-# ── measuring ──
+# ── measurements ──
 
 
-def difference(one: Probabilities, other: Probabilities) -> float:
+def max_difference(one: Probabilities, other: Probabilities) -> float:
     pairs = ((one[name], other[name]) for name in one)
-    return max(abs(a - b) for each in pairs for a, b in zip(*each, strict=True))
+    return max(abs(a - b) for pair in pairs for a, b in zip(*pair, strict=True))
 
 
 def measure(servers: Sequence[Server], arguments: argparse.Namespace) -> tuple[Any, float]:
-    """Seconds of each, a list of rounds, and by how much they differ at most. A first round warms
-    up the servers; the library has a short one."""
+    """Return the seconds of each per round, and the largest difference of a probability. A first
+    round warms up the servers; the pipeline has a short warm-up of its own."""
     rng, decide = random.Random(1), decision_pipeline(arguments.model)
-    piped(decide, words(rng, 20), questions_of(rng, 2))
+    ask_pipeline(decide, words(rng, 20), random_questions(rng, 2))
     seconds: dict[str, list[float]] = {}
-    worst = 0.0
-    for turn in range(arguments.rounds + 1):
-        state = text_of(rng, decide.tokenizer, arguments.tokens)
-        asked, found = questions_of(rng, arguments.questions), {}
-        works = {each.name: (served, each) for each in servers} | {"library": (piped, decide)}
-        for name, (work, asker) in works.items():
-            if not turn and name == "library":
+    difference = 0.0
+    for round_ in range(arguments.rounds + 1):
+        state = random_text(rng, decide.tokenizer, arguments.tokens)
+        questions, results = random_questions(rng, arguments.questions), {}
+        asks: dict[str, Callable[[], Probabilities]] = {
+            server.name: partial(ask_server, server, state, questions) for server in servers
+        }
+        asks["library"] = partial(ask_pipeline, decide, state, questions)
+        for name, ask in asks.items():
+            if not round_ and name == "library":
                 continue
             started = time.perf_counter()
-            found[name] = work(asker, state, asked)
+            results[name] = ask()
             took = time.perf_counter() - started
-            say(bench="decisions", what=name, seconds=round(took, 3), counts=bool(turn))
-            if turn:
+            print_json(bench="decisions", what=name, seconds=round(took, 3), counts=bool(round_))
+            if round_:
                 seconds.setdefault(name, []).append(took)
-        if turn:
-            worst = max(difference(found["library"], each) for each in found.values())
-    return seconds, worst
+        if round_:
+            library = results["library"]
+            difference = max(max_difference(library, other) for other in results.values())
+    return seconds, difference
 
 
 def main() -> None:
@@ -145,19 +159,19 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are stopped on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the exits that stop servers
     settings = {"PIPELINE_MODEL": "none", "EMBEDDING_MODEL": "none", "CHAT_MODEL": arguments.model}
     with contextlib.ExitStack() as stack:
-        launches = [(name, onequeue(name, free_port(), settings)) for name in arguments.servers]
-        servers = [stack.enter_context(running(*each)) for each in launches]
-        seconds, worst = measure(servers, arguments)
+        launches = {name: onequeue(name, free_port(), settings) for name in arguments.servers}
+        servers = [stack.enter_context(running(*pair)) for pair in launches.items()]
+        seconds, difference = measure(servers, arguments)
     library = statistics.median(seconds["library"])
-    asked = f"{arguments.questions} questions on {arguments.tokens} tokens"
-    print(f"\n{cpu()}, {torch.get_num_threads()} threads, {asked}")
-    print(f"probabilities differ by {worst:.1e} at most")
+    questions = f"{arguments.questions} questions on {arguments.tokens} tokens"
+    print(f"\n{cpu()}, {torch.get_num_threads()} threads, {questions}")
+    print(f"probabilities differ by {difference:.1e} at most")
     print("\n| | seconds | the library takes so many times as long |\n| --- | ---: | ---: |")
-    for name, each in seconds.items():
-        median = statistics.median(each)
+    for name, values in seconds.items():
+        median = statistics.median(values)
         print(f"| {name} | {median:.2f} | {library / median:.1f} |")
 
 

@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
-"""Embeddings and reranking over HTTP beside sentence-transformers in process, on one machine.
+"""Compare embeddings and reranking over HTTP with sentence-transformers, on one machine.
 
     bench_embeddings.py --model PATH [--reranker PATH] [--servers onequeue onequeue@../other]
                         [--peers BIN/infinity_emb BIN/vllm]
 
-Texts of 4 to 200 words: clients with one text each under way, and one that sends all of them as a
-list; beside `SentenceTransformer.encode` of 32 texts at a time, in order of arrival, and of the
-whole list, which it sorts by length. Then 100 documents in one request beside
-`CrossEncoder.predict` of as many pairs. Peers are programs that serve embeddings, infinity_emb's or
-vllm's. All take turns, a server that is not measured stands still. Ends with a table of medians.
-Needs sentence-transformers, which the server does not.
+Texts of 4 to 200 words are sent by clients with one text per request, and by one client in one
+list; in process `SentenceTransformer.encode` gets 32 texts at a time in order of arrival, and the
+whole list, which it sorts by length. Then 100 documents are reranked in one request, beside
+`CrossEncoder.predict`. Peers are the commands of infinity_emb or vllm. A server that is not being
+measured is suspended. Ends with a table of medians. Needs sentence-transformers.
 """
 
 import argparse
@@ -28,37 +27,38 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import environment  # noqa: F401  # first: may start the script again with .venv
 from bench_generation import cpu
-from bench_servers import Launch, Server, free_port, onequeue, running, say
+from bench_servers import Launch, Server, free_port, onequeue, print_json, running
 
 from server.commands.load_test.http_client import Client
 from server.commands.load_test.request_bodies import WORDS
 
-ARRIVAL = 32  # texts that `encode` is given at a time, which is its own batch size
+BATCH_SIZE = 32  # of `encode` by default
 DOCUMENTS = 100
 QUERY = "which morning keeps the quiet garden beside the river"
 
-Measured = Mapping[str, Callable[[], object]]  # what is timed, by the name of its row
+Tasks = Mapping[str, Callable[[], object]]  # functions to time, by the name of their row
 
 
-def texts_of(count: int, seed: int) -> list[str]:
+def random_texts(count: int, seed: int) -> list[str]:
     rng = random.Random(seed)
     return [" ".join(rng.choices(WORDS.split(), k=rng.randint(4, 200))) for _ in range(count)]
 
 
-# ── the server ──
+# ── servers ──
 
 
-async def ask(port: int, path: str, bodies: Sequence[Any], clients: int) -> None:
-    """Each client has one request under way."""
+async def post_all(port: int, path: str, bodies: Sequence[Any], clients: int) -> None:
+    """Post all bodies, one at a time per client."""
     http = Client(urlsplit(f"http://127.0.0.1:{port}{path}"), {"content-type": "application/json"})
-    rest = iter(bodies)
+    remaining = iter(bodies)
 
     async def client() -> None:
-        for body in rest:
-            answer = await http.post(json.dumps(body).encode(), None)
-            if answer.status != 200:
-                raise SystemExit(answer.body.decode())
+        for body in remaining:
+            response = await http.post(json.dumps(body).encode(), None)
+            if response.status != 200:
+                raise SystemExit(response.body.decode())
 
     async with asyncio.TaskGroup() as group:
         for _ in range(clients):
@@ -66,16 +66,18 @@ async def ask(port: int, path: str, bodies: Sequence[Any], clients: int) -> None
     http.close()
 
 
-def served(server: Server, path: str, bodies: Sequence[Any], clients: int) -> Callable[[], None]:
-    def work() -> None:
-        with server.awake():
-            asyncio.run(ask(server.port, path, bodies, clients))
+def posting(server: Server, path: str, bodies: Sequence[Any], clients: int) -> Callable[[], None]:
+    """Return a function that posts all bodies to a server."""
 
-    return work
+    def task() -> None:
+        with server.resumed():
+            asyncio.run(post_all(server.port, path, bodies, clients))
+
+    return task
 
 
-def peer(program: str, port: int, model: str) -> Launch:
-    """One that serves the model's embeddings as OpenAI does, in float32 on a CPU."""
+def launch_peer(program: str, port: int, model: str) -> Launch:
+    """Return how to launch a peer with OpenAI's embeddings endpoint, in float32 on a CPU."""
     path = f"{Path(program).parent}:{os.environ['PATH']}"
     environ = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "PATH": path}
     if Path(program).name == "vllm":
@@ -88,54 +90,55 @@ def peer(program: str, port: int, model: str) -> Launch:
     return Launch([*command, "--port", str(port)], port, "/health", environ)
 
 
-def embedding(servers: Sequence[Server], model: str, texts: list[str], clients: int) -> Measured:
+def embedding_tasks(servers: Sequence[Server], model: str, texts: list[str], clients: int) -> Tasks:
     oracle: Any = importlib.import_module("sentence_transformers")
-    options = {"encoding_format": "base64", "model": model}  # which OpenAI's clients ask for
+    options = {"encoding_format": "base64", "model": model}  # as OpenAI's clients request
     singles = [{"input": text, **options} for text in texts]
-    works: dict[str, Callable[[], object]] = {}
+    tasks: dict[str, Callable[[], object]] = {}
     for server in servers:
-        of = served(server, "/v1/embeddings", singles, clients)
-        works[f"{server.name}, {clients} clients, a text each"] = of
-        of = served(server, "/v1/embeddings", [{"input": texts, **options}], 1)
-        works[f"{server.name}, a list of all"] = of
+        singly = posting(server, "/v1/embeddings", singles, clients)
+        tasks[f"{server.name}, {clients} clients, a text each"] = singly
+        whole = posting(server, "/v1/embeddings", [{"input": texts, **options}], 1)
+        tasks[f"{server.name}, a list of all"] = whole
     encode = oracle.SentenceTransformer(model, device="cpu").float().encode
-    arrivals = [texts[at : at + ARRIVAL] for at in range(0, len(texts), ARRIVAL)]
-    works[f"`encode` of {ARRIVAL} as they arrive"] = lambda: [encode(each) for each in arrivals]
-    works["`encode` of all, sorted"] = lambda: encode(texts)
-    return works
+    batches = [texts[start : start + BATCH_SIZE] for start in range(0, len(texts), BATCH_SIZE)]
+    tasks[f"`encode` of {BATCH_SIZE} as they arrive"] = lambda: [encode(batch) for batch in batches]
+    tasks["`encode` of all, sorted"] = lambda: encode(texts)
+    return tasks
 
 
-def reranking(servers: Sequence[Server], model: str) -> Measured:
+def reranking_tasks(servers: Sequence[Server], model: str) -> Tasks:
     oracle: Any = importlib.import_module("sentence_transformers")
-    documents = texts_of(DOCUMENTS, seed=2)
+    documents = random_texts(DOCUMENTS, seed=2)
     body = {"query": QUERY, "documents": documents}
-    works: dict[str, Callable[[], object]]
-    works = {f"{each.name}, rerank": served(each, "/rerank", [body], 1) for each in servers}
+    tasks: dict[str, Callable[[], object]] = {
+        f"{server.name}, rerank": posting(server, "/rerank", [body], 1) for server in servers
+    }
     predict = oracle.CrossEncoder(model, device="cpu").predict
     pairs = [(QUERY, document) for document in documents]
-    works["`CrossEncoder.predict`"] = lambda: predict(pairs)
-    return works
+    tasks["`CrossEncoder.predict`"] = lambda: predict(pairs)
+    return tasks
 
 
-# ── measuring ──
+# ── measurements ──
 
 
-def measure(works: Measured, rounds: int, texts: int) -> dict[str, float]:
-    """Texts per second of each, the median over the rounds; a first round warms up."""
-    rates: dict[str, list[float]] = {name: [] for name in works}
-    for turn in range(rounds + 1):
-        for name, work in works.items():
+def measure(tasks: Tasks, rounds: int, texts: int) -> dict[str, float]:
+    """Return the texts per second of each, medians over the rounds. A first round warms up."""
+    rates: dict[str, list[float]] = {name: [] for name in tasks}
+    for round_ in range(rounds + 1):
+        for name, task in tasks.items():
             started = time.perf_counter()
-            work()
+            task()
             rate = texts / (time.perf_counter() - started)
-            if turn:
+            if round_:
                 rates[name].append(rate)
-                say(bench="embeddings", what=name, texts_per_s=round(rate, 2))
-    return {name: statistics.median(found) for name, found in rates.items()}
+                print_json(bench="embeddings", what=name, texts_per_s=round(rate, 2))
+    return {name: statistics.median(values) for name, values in rates.items()}
 
 
 def table(rates: Mapping[str, float], beside: str) -> Iterator[str]:
-    """Markdown; the last column is how many times as fast as `beside`."""
+    """Yield Markdown lines; the last column is the speed relative to the row `beside`."""
     yield f"| | texts/s | times {beside} |"
     yield "| --- | ---: | ---: |"
     for name, rate in rates.items():
@@ -154,22 +157,25 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are stopped on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the exits that stop servers
     settings = {"PIPELINE_MODEL": "none", "CHAT_MODEL": "none", "DTYPE": "float32"}
     settings |= {"EMBEDDING_MODEL": arguments.model, "RERANK_MODEL": arguments.reranker}
     with contextlib.ExitStack() as stack:
-        launches = [(name, onequeue(name, free_port(), settings)) for name in arguments.servers]
-        servers = [stack.enter_context(running(*each)) for each in launches]
-        others = [
-            (Path(each).name, peer(each, free_port(), arguments.model)) for each in arguments.peers
-        ]
-        peers = [stack.enter_context(running(*each)) for each in others]
-        texts = texts_of(arguments.texts, seed=1)
-        works = embedding([*servers, *peers], arguments.model, texts, arguments.clients)
-        rates = measure(works, arguments.rounds, len(texts))
-        lines = list(table(rates, f"`encode` of {ARRIVAL} as they arrive"))
+        launches = {name: onequeue(name, free_port(), settings) for name in arguments.servers}
+        servers = [stack.enter_context(running(*pair)) for pair in launches.items()]
+        peer_launches = {
+            Path(program).name: launch_peer(program, free_port(), arguments.model)
+            for program in arguments.peers
+        }
+        peers = [stack.enter_context(running(*pair)) for pair in peer_launches.items()]
+        texts = random_texts(arguments.texts, seed=1)
+        tasks = embedding_tasks([*servers, *peers], arguments.model, texts, arguments.clients)
+        rates = measure(tasks, arguments.rounds, len(texts))
+        lines = list(table(rates, f"`encode` of {BATCH_SIZE} as they arrive"))
         if arguments.reranker != "none":
-            rates = measure(reranking(servers, arguments.reranker), arguments.rounds, DOCUMENTS)
+            rates = measure(
+                reranking_tasks(servers, arguments.reranker), arguments.rounds, DOCUMENTS
+            )
             lines += ["", *table(rates, "`CrossEncoder.predict`")]
     print(f"\n{cpu()}, float32\n\n" + "\n".join(lines))
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""What a decode step costs at least: all weights, read once, as fast as this machine reads them.
+"""The least time of a decode step: the time in which this machine reads all weights once.
 
-The bandwidth is that of large packed products of one row, in a process of its own: oneDNN's; in
-float32 where the CPU would emulate bfloat16. A model that fits into the CPU's cache may be faster
-than this.
+The memory bandwidth is that of oneDNN's packed matrix-vector products, measured in a process of
+its own, in float32 where the CPU would emulate bfloat16. A model that fits into the CPU's cache
+may be faster.
 """
 
 import json
@@ -19,7 +19,7 @@ SIDE, WEIGHTS, PASSES = 4096, 32, 12  # a gigabyte in bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    weight_bytes: int  # that a step reads
+    weight_bytes: int  # read by a step
     bytes_per_s: float
 
     @property
@@ -27,9 +27,9 @@ class Floor:
         return self.weight_bytes / self.bytes_per_s
 
     def share(self, tokens_per_s: float, clients: int) -> float:
-        """Of the tokens/s there could be, if a step did no more than read the weights and gave
-        each client one token. Prompts, and the products of many rows, are no part of it; drafted
-        tokens are tokens beyond it."""
+        """Return tokens/s relative to steps that only read the weights and give each client one
+        token. Prompts and the arithmetic of many rows cost time beyond that; accepted draft tokens
+        may raise the share above 1."""
         return tokens_per_s * self.step_s / clients
 
 
@@ -37,16 +37,16 @@ def measure_floor(model: Path, dtype: str) -> Floor:
     command = [sys.executable, __file__, dtype]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     measured = json.loads(done.stdout)
-    return Floor(weights(model) * measured["bytes_per_weight"], measured["bytes_per_s"])
+    return Floor(count_weights(model) * measured["bytes_per_weight"], measured["bytes_per_s"])
 
 
-def weights(model: Path) -> int:
-    """How many numbers of a checkpoint a step of a dense model reads: all but the embedding of one
-    whose output has weights of its own."""
+def count_weights(model: Path) -> int:
+    """Return how many weights a step of a dense model reads: all but an embedding that is not tied
+    to the output head."""
     shapes = {
-        name: tuple(each["shape"])
+        name: tuple(entry["shape"])
         for file in sorted(model.glob("*.safetensors"))
-        for name, each in header(file).items()
+        for name, entry in read_header(file).items()
         if name != "__metadata__"
     }
     output = shapes.get("lm_head.weight")
@@ -55,14 +55,16 @@ def weights(model: Path) -> int:
     )
 
 
-def header(file: Path) -> dict[str, Any]:
-    """Of a safetensors file: its length in 8 bytes, then JSON."""
+def read_header(file: Path) -> dict[str, Any]:
+    """Read the header of a safetensors file: its length in 8 bytes, then JSON."""
     with file.open("rb") as opened:
-        found: dict[str, Any] = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-    return found
+        length = int.from_bytes(opened.read(8), "little")
+        header: dict[str, Any] = json.loads(opened.read(length))
+    return header
 
 
 def measure_bandwidth(dtype_name: str) -> dict[str, float]:
+    """Return bytes per weight as stored and bytes per second as read."""
     import time
 
     import torch
@@ -72,15 +74,15 @@ def measure_bandwidth(dtype_name: str) -> dict[str, float]:
         dtype = torch.float32
     plain, row = torch.ones(SIDE, SIDE, dtype=dtype), torch.ones(1, SIDE, dtype=dtype)
     packed = [torch.ops.mkldnn._reorder_linear_weight(plain, 1) for _ in range(WEIGHTS)]
-    took = []
+    seconds = []
     for _ in range(PASSES):
         started = time.perf_counter()
         for weight in packed:
             torch.ops.mkldnn._linear_pointwise(row, weight, None, "none", [], "")
-        took.append(time.perf_counter() - started)
+        seconds.append(time.perf_counter() - started)
     size = SIDE * SIDE * WEIGHTS * dtype.itemsize
     stored = getattr(torch, dtype_name).itemsize
-    return {"bytes_per_weight": stored, "bytes_per_s": size / min(took)}
+    return {"bytes_per_weight": stored, "bytes_per_s": size / min(seconds)}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """`bench.py generation`: streaming chats on the same checkpoint, beside other servers.
 
-All servers are up and compiled before anything is measured, one awake at a time, and take turns
-under each load; where memory does not hold them together, they are started one after another. A
-prompt is sent to a server once: neither its prefix nor its answer is known from before.
+All servers start and compile before the first measurement. One runs at a time, in turn under each
+load. If memory does not hold all of them, they are started one after another. Each prompt is sent
+to a server once, so that no prefix or response is cached.
 """
 
 import argparse
@@ -23,17 +23,17 @@ from bench_servers import (
     Server,
     free_port,
     is_ours,
-    load,
     onequeue,
-    others_cpu_s,
+    other_cpu_seconds,
+    print_json,
+    run_load_test,
     running,
-    say,
 )
 from bench_table import Runs, Sweep, ratios, summaries, table
 
 SYSTEM = " ".join(f"Rule {n}: be brief." for n in range(330))  # some 2,000 tokens
 GB = 1e9
-QUIET = 0.1  # cores that others may use beside what is measured
+MAX_OTHER_CORES = 0.1  # that other processes may use during a measurement
 
 
 def generation(arguments: argparse.Namespace) -> None:
@@ -44,12 +44,12 @@ def generation(arguments: argparse.Namespace) -> None:
     runs: Runs = {}
     for names in groups(arguments.servers, floor.weight_bytes, free_memory()):
         with contextlib.ExitStack() as stack:
-            launches = [(name, launch(arguments, name, str(model))) for name in names]
-            servers = [stack.enter_context(running(*each)) for each in launches]
-            for turn in range(arguments.rounds):
+            launches = {name: launch(arguments, name, str(model)) for name in names}
+            servers = [stack.enter_context(running(*pair)) for pair in launches.items()]
+            for round_ in range(arguments.rounds):
                 for sweep in sweeps(arguments):
-                    for server in servers[turn % len(servers) :] + servers[: turn % len(servers)]:
-                        measure(runs, server, sweep, turn, arguments)
+                    for server in rotated(servers, round_):
+                        measure(runs, server, sweep, round_, arguments)
             for server in servers if arguments.shared_prompt else ():
                 if is_ours(server.name):
                     shared_prompt(server, str(model))
@@ -57,12 +57,20 @@ def generation(arguments: argparse.Namespace) -> None:
 
 
 def groups(names: list[str], weight_bytes: int, free_bytes: int) -> list[list[str]]:
-    """Those that are up together: all, if each can have its weights in three forms and 5 GB."""
+    """Return the servers that run together: all, if memory has three copies of the weights and
+    5 GB for each."""
     together = len(names) * (3 * weight_bytes + 5 * GB) < free_bytes
     return [names] if together else [[name] for name in names]
 
 
+def rotated(servers: list[Server], count: int) -> list[Server]:
+    """Return the servers in another order in each round."""
+    first = count % len(servers)
+    return servers[first:] + servers[:first]
+
+
 def free_memory() -> int:
+    """Return the available bytes."""
     with open("/proc/meminfo") as file:
         return next(int(line.split()[1]) * 1024 for line in file if "MemAvailable" in line)
 
@@ -72,8 +80,8 @@ def launch(arguments: argparse.Namespace, name: str, model: str) -> Launch:
     if name == "vllm":
         command = [arguments.vllm, "serve", model, "--port", str(port), "--dtype", dtype]
         path = f"{Path(arguments.vllm).parent}:{os.environ['PATH']}"
-        room = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "PATH": path}
-        return Launch([*command, "--max-model-len", "4096"], port, "/health", offline | room)
+        environ = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "PATH": path}
+        return Launch([*command, "--max-model-len", "4096"], port, "/health", offline | environ)
     if name == "transformers":
         program = str(Path(arguments.peer_python).parent / "transformers")
         command = [program, "serve", model, "--port", str(port), "--dtype", dtype]
@@ -81,7 +89,7 @@ def launch(arguments: argparse.Namespace, name: str, model: str) -> Launch:
         return Launch(command, port, "/health", offline)
     settings = {"CHAT_MODEL": model, "PIPELINE_MODEL": "none", "DTYPE": dtype, "KV_CACHE_GB": "2"}
     settings["EMBEDDING_MODEL"] = "none"
-    settings["REQUEST_TIMEOUT_S"] = "600"  # as patient as the load tester
+    settings["REQUEST_TIMEOUT_S"] = "600"  # as the load test's own
     return onequeue(name, port, settings)
 
 
@@ -92,9 +100,9 @@ def sweeps(arguments: argparse.Namespace) -> Iterator[Sweep]:
 
 
 def measure(
-    runs: Runs, server: Server, sweep: Sweep, turn: int, arguments: argparse.Namespace
+    runs: Runs, server: Server, sweep: Sweep, round_: int, arguments: argparse.Namespace
 ) -> None:
-    """One load on one server; its prompts are the same for each server, and new to it."""
+    """Run one load on one server. All servers get the same prompts, each prompt once."""
     tokens, clients = arguments.tokens, sweep.clients
     fields: dict[str, Any] = {"temperature": sweep.temperature, "ignore_eos": True}
     if server.name == "transformers":
@@ -108,20 +116,20 @@ def measure(
         "--words": sweep.words,
         "--concurrency": clients,
         "--requests": max(clients, 4) * arguments.requests,
-        "--warmup": 1 if turn else clients,
-        "--seed": hash((turn, sweep)) % 2**32,
+        "--warmup": 1 if round_ else clients,
+        "--seed": hash((round_, sweep)) % 2**32,
         "--timeout": 600,
         "--fields": json.dumps(fields),
     }
-    ours, started = {server.process.pid, os.getsid(0)}, time.perf_counter()
-    others_s = others_cpu_s(ours)
-    with server.awake():
+    own, started = {server.process.pid, os.getsid(0)}, time.perf_counter()
+    other_s = other_cpu_seconds(own)
+    with server.resumed():
         words = [str(word) for pair in flags.items() for word in pair]
-        run = load(server.port, "", "--stream", *words)
-    took_s = time.perf_counter() - started
-    run["others_cores"] = round((others_cpu_s(ours) - others_s) / took_s, 2)
+        run = run_load_test(server.port, "", "--stream", *words)
+    seconds = time.perf_counter() - started
+    run["others_cores"] = round((other_cpu_seconds(own) - other_s) / seconds, 2)
     runs.setdefault(sweep, {}).setdefault(server.name, []).append(run)
-    say(
+    print_json(
         bench="generation",
         server=server.name,
         **sweep._asdict(),
@@ -136,40 +144,44 @@ def report(runs: Runs, floor: Floor, arguments: argparse.Namespace) -> None:
     rate, size = floor.bytes_per_s / GB, floor.weight_bytes / GB
     cores, step_ms = len(os.sched_getaffinity(0)), 1000 * floor.step_s
     machine = f"{cpu()}, {cores} cores. {Path(arguments.model).name}, {arguments.dtype}"
-    about = f"{machine}: {size:.3f} GB of weights at {rate:.1f} GB/s, a step of {step_ms:.2f} ms."
-    found = summaries(runs, floor)
-    others = max(each["others_cores"] for of in found.values() for each in of.values())
-    if others > QUIET:
-        about += f" NOT QUIET: {others:.1f} cores were used by others."
-    for line in ratios(found):
-        say(bench="generation", **line)
-    print("\n" + about + "\n\n" + "\n".join(table(found)))
+    header = f"{machine}: {size:.3f} GB of weights at {rate:.1f} GB/s, a step of {step_ms:.2f} ms."
+    measured = summaries(runs, floor)
+    rows = [row for servers in measured.values() for row in servers.values()]
+    other_cores = max(row["others_cores"] for row in rows)
+    if other_cores > MAX_OTHER_CORES:
+        header += f" NOT QUIET: other processes used {other_cores:.1f} cores."
+    for line in ratios(measured):
+        print_json(bench="generation", **line)
+    print("\n" + header + "\n\n" + "\n".join(table(measured)))
     if arguments.json:
-        whole = {
+        document = {
             "machine": machine,
             "weight_bytes": floor.weight_bytes,
             "bytes_per_s": floor.bytes_per_s,
-            "figures": [sweep._asdict() | {"servers": of} for sweep, of in found.items()],
-            "ratios": ratios(found),
+            "figures": [
+                sweep._asdict() | {"servers": servers} for sweep, servers in measured.items()
+            ],
+            "ratios": ratios(measured),
         }
-        Path(arguments.json).write_text(json.dumps(whole, indent=1) + "\n")
+        Path(arguments.json).write_text(json.dumps(document, indent=1) + "\n")
 
 
 def cpu() -> str:
+    """Return the CPU's model name."""
     with open("/proc/cpuinfo") as file:
         names = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
         return next(names, sys.platform)
 
 
 def shared_prompt(server: Server, model: str) -> None:
-    """Sixteen chats at once that begin with the same long system message: prompt tokens run."""
-    with server.awake():
-        before = tokens(server.port)
+    """Count the prompt tokens that run for sixteen concurrent chats with one system message."""
+    with server.resumed():
+        before = token_counts(server.port)
         flags = ["--stream", "--model", model, "--max-tokens", "32", "--system", SYSTEM]
         chats = ["--concurrency", "16", "--requests", "16", "--timeout", "600"]
-        run = load(server.port, "", "--kind", "chat", *flags, *chats)
-        after = tokens(server.port)
-    say(
+        run = run_load_test(server.port, "", "--kind", "chat", *flags, *chats)
+        after = token_counts(server.port)
+    print_json(
         bench="generation, shared prompt",
         server=server.name,
         requests=16,
@@ -179,10 +191,11 @@ def shared_prompt(server: Server, model: str) -> None:
     )
 
 
-def tokens(port: int) -> dict[str, float]:
-    found = {}
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-        for line in answer.read().decode().splitlines():
+def token_counts(port: int) -> dict[str, float]:
+    """Return onequeue_tokens_total by kind."""
+    counts = {}
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
+        for line in response.read().decode().splitlines():
             if line.startswith("onequeue_tokens_total{"):
-                found[line.split('"')[1]] = float(line.rsplit(" ", 1)[1])
-    return found
+                counts[line.split('"')[1]] = float(line.rsplit(" ", 1)[1])
+    return counts

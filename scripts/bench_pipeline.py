@@ -1,4 +1,4 @@
-"""`bench.py pipeline`: POST / with a fill-mask model, beside what one would use instead."""
+"""`bench.py pipeline`: POST / with a fill-mask model, beside other servers."""
 
 import argparse
 import os
@@ -6,25 +6,25 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from bench_servers import Launch, free_port, is_ours, load, onequeue, running, say
+from bench_servers import Launch, free_port, is_ours, onequeue, print_json, run_load_test, running
 
-CLIENTS = {1: 30, 16: 192, 64: 256}  # clients: requests
+REQUESTS = {1: 30, 16: 192, 64: 256}  # by the number of clients
 
 
 def pipeline(arguments: argparse.Namespace) -> None:
-    """Every server in turn under every load, `rounds` times; medians and ratios at the end."""
+    """Measure every server in turn under every load, `rounds` times; print medians and ratios."""
     runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for turn in range(arguments.rounds):
+    for round_ in range(arguments.rounds):
         for name in arguments.servers:
             key, path = ("text", "/predict") if name == "litserve" else (None, "/")
             path = {"mosec": "/inference"}.get(name, path)
-            peer = not is_ours(name)
-            started = peer_server(arguments, name) if peer else fill_mask(name, arguments.model)
-            with running(name, started) as server, server.awake():
-                if peer:
-                    mixed_texts(server.port, path, 1, 0, key)  # they answer before they are warm
-                for clients in CLIENTS:
-                    run = mixed_texts(server.port, path, clients, 1 + turn, key)
+            is_peer = not is_ours(name)
+            launch = peer_server(arguments, name) if is_peer else fill_mask(name, arguments.model)
+            with running(name, launch) as server, server.resumed():
+                if is_peer:
+                    mixed_texts(server.port, path, 1, 0, key)  # peers have no warm-up
+                for clients in REQUESTS:
+                    run = mixed_texts(server.port, path, clients, 1 + round_, key)
                     runs.setdefault((name, clients), []).append(run)
                     report(name, clients, run)
     compare(runs)
@@ -44,14 +44,16 @@ def peer_server(arguments: argparse.Namespace, name: str) -> Launch:
 
 
 def mixed_texts(port: int, path: str, clients: int, seed: int, key: str | None) -> dict[str, Any]:
-    """Of 4 to 60 words, in a closed loop."""
-    flags = ["--concurrency", str(clients), "--requests", str(CLIENTS[clients])]
+    """Send texts of 4 to 60 words in a closed loop."""
+    flags = ["--concurrency", str(clients), "--requests", str(REQUESTS[clients])]
     flags += ["--words", "4-60", "--mask", "[MASK]", "--seed", str(seed), "--warmup", "4"]
-    return load(port, path, *flags, *(["--kind", "json", "--json-key", key] if key else []))
+    return run_load_test(
+        port, path, *flags, *(["--kind", "json", "--json-key", key] if key else [])
+    )
 
 
 def report(name: str, clients: int, run: dict[str, Any]) -> None:
-    say(
+    print_json(
         bench="pipeline",
         server=name,
         clients=clients,
@@ -62,7 +64,7 @@ def report(name: str, clients: int, run: dict[str, Any]) -> None:
 
 
 def compare(runs: dict[tuple[str, int], list[dict[str, Any]]]) -> None:
-    """Each of our configurations against the best peer, by medians over the rounds."""
+    """Compare each configuration of onequeue with the best peer, by medians over the rounds."""
 
     def median(name: str, clients: int, *path: str) -> float:
         values: list[Any] = list(runs[name, clients])
@@ -73,10 +75,10 @@ def compare(runs: dict[tuple[str, int], list[dict[str, Any]]]) -> None:
     names = list(dict.fromkeys(name for name, _ in runs))
     peers = [name for name in names if not name.startswith("onequeue")]
     for ours in (name for name in names if name.startswith("onequeue")):
-        for clients in CLIENTS if peers else ():
+        for clients in REQUESTS if peers else ():
             best = max(median(peer, clients, "ok_per_s") for peer in peers)
             fastest = min(median(peer, clients, "latency_ms", "p95") for peer in peers)
-            say(
+            print_json(
                 bench="pipeline",
                 server=ours,
                 clients=clients,

@@ -1,8 +1,8 @@
-"""The servers that the benchmarks compare, each a process of its own, on the same model.
+"""Start and stop the servers that the benchmarks compare, each in a process of its own.
 
-    onequeue[@CHECKOUT][:SETTING=VALUE,…]    this checkout or another one, with its defaults or not
+    onequeue[@CHECKOUT][:SETTING=VALUE,…]    this checkout or another one, with its settings
 
-A server that is up but not being measured stands still, so that it takes no processor time.
+A server that is not being measured is suspended, so that it uses no CPU time.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # for the scripts that import this module and the package
-START_S = 400  # compiling included
+START_TIMEOUT_S = 400  # compilation included
 
 
 class Launch(NamedTuple):
     command: list[str]
     port: int
-    ready: str  # the path that says that it is up; any status will do for a peer's
+    ready: str  # a path that answers once the server is up; a peer's may answer with any status
     environ: dict[str, str]
     folder: Path = ROOT
 
@@ -40,8 +40,8 @@ class Server(NamedTuple):
     process: "subprocess.Popen[bytes]"
 
     @contextmanager
-    def awake(self) -> Iterator[None]:
-        """Let it run meanwhile; otherwise it stands still."""
+    def resumed(self) -> Iterator[None]:
+        """Let the server run inside; otherwise it is suspended."""
         os.killpg(self.process.pid, signal.SIGCONT)
         try:
             yield
@@ -50,9 +50,10 @@ class Server(NamedTuple):
 
 
 def onequeue(name: str, port: int, settings: dict[str, str]) -> Launch:
-    where, _, changed = name.partition(":")
-    folder = Path(where.partition("@")[2] or ROOT).resolve()
-    pairs = (part.partition("=") for part in changed.split(",") if part)
+    """Return how to launch `onequeue[@CHECKOUT][:SETTING=VALUE,…]`; its settings come last."""
+    program, _, overrides = name.partition(":")
+    folder = Path(program.partition("@")[2] or ROOT).resolve()
+    pairs = (part.partition("=") for part in overrides.split(",") if part)
     settings = settings | {setting: value for setting, _, value in pairs}
     command = [sys.executable, "-m", "uvicorn", "server.app:app", "--port", str(port)]
     return Launch(command, port, "/ready", {"HF_HUB_OFFLINE": "1"} | settings, folder)
@@ -64,7 +65,7 @@ def is_ours(name: str) -> bool:
 
 @contextmanager
 def running(name: str, launch: Launch) -> Iterator[Server]:
-    """A server that has answered, and has compiled what it compiles; not awake."""
+    """Start a server, wait until it is up and has compiled, and suspend it; stop it at the end."""
     with tempfile.TemporaryFile() as log:
         child = subprocess.Popen(
             launch.command,
@@ -75,17 +76,17 @@ def running(name: str, launch: Launch) -> Iterator[Server]:
             start_new_session=True,
         )
         try:
-            deadline = time.monotonic() + START_S
+            deadline = time.monotonic() + START_TIMEOUT_S
             while not is_up(launch):
                 if child.poll() is not None or time.monotonic() > deadline:
                     log.seek(0)
-                    said = log.read().decode()[-2000:]
-                    raise SystemExit(f"{launch.command} did not start:\n{said}")
+                    output = log.read().decode()[-2000:]
+                    raise SystemExit(f"{launch.command} did not start:\n{output}")
                 time.sleep(0.2)
             os.killpg(child.pid, signal.SIGSTOP)
             yield Server(name, launch.port, child)
         finally:
-            with contextlib.suppress(ProcessLookupError):  # it may have died by itself
+            with contextlib.suppress(ProcessLookupError):  # it has exited already
                 os.killpg(child.pid, signal.SIGTERM)
                 os.killpg(child.pid, signal.SIGCONT)
                 try:
@@ -95,12 +96,12 @@ def running(name: str, launch: Launch) -> Iterator[Server]:
 
 
 def is_up(launch: Launch) -> bool:
-    """Peers have compiled when they answer; ours says whether it still does."""
+    """Return whether a server is ready. Peers compile before they answer; /ready reports it."""
     try:
         with urllib.request.urlopen(
             f"http://127.0.0.1:{launch.port}{launch.ready}", timeout=5
-        ) as answer:
-            return launch.ready != "/ready" or json.load(answer).get("compile") != "running"
+        ) as response:
+            return launch.ready != "/ready" or json.load(response).get("compile") != "running"
     except urllib.error.HTTPError:
         return launch.ready != "/ready"
     except OSError:
@@ -114,26 +115,26 @@ def free_port() -> int:
         return port
 
 
-def others_cpu_s(ours: set[int]) -> float:
-    """CPU seconds that all processes have used so far but those of these sessions."""
+def other_cpu_seconds(own_sessions: set[int]) -> float:
+    """Return the CPU seconds used so far by all processes outside these sessions."""
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            fields = stat.read_text().rpartition(")")[2].split()  # from the third on
-            ticks += 0 if int(fields[3]) in ours else int(fields[11]) + int(fields[12])
+        with contextlib.suppress(OSError):  # the process has exited
+            fields = stat.read_text().rpartition(")")[2].split()  # from the third field on
+            ticks += 0 if int(fields[3]) in own_sessions else int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def say(**measured: Any) -> None:
+def print_json(**measured: Any) -> None:
     print(json.dumps(measured), flush=True)
 
 
-def load(port: int, path: str, *flags: str) -> dict[str, Any]:
-    """What scripts/load_test.py measures; the benchmark ends where requests fail."""
+def run_load_test(port: int, path: str, *flags: str) -> dict[str, Any]:
+    """Return the measurements of scripts/load_test.py. Failed requests end the benchmark."""
     command = [sys.executable, "scripts/load_test.py", f"http://127.0.0.1:{port}{path}", *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     if measured["errors"]:
-        said = measured["first_errors"]
-        raise SystemExit(f"errors under load: {measured['statuses']} {said}")
+        errors = measured["first_errors"]
+        raise SystemExit(f"errors under load: {measured['statuses']} {errors}")
     return measured

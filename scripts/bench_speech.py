@@ -1,10 +1,10 @@
-"""Transcriptions over HTTP: clips of 3 to 60 seconds, one client and eight, beside a plain server
-around transformers' pipeline, `transformers serve`, and the pipeline called in process. All say
-each window once: ours is given thresholds that no attempt exceeds. `transformers serve` cuts a
-recording off after 30 seconds: seconds that a server does not hear are not counted for it.
+"""`bench.py speech`: transcriptions over HTTP beside a plain server around transformers' pipeline,
+`transformers serve`, and the pipeline in process. One client and eight, clips of 3 to 60 seconds.
 
-Without --model one of whisper-base's shape is made, of random weights, which says 100 tokens of
-each window: about what somebody who speaks does. Its clips are noise.
+All decode each window once: onequeue gets thresholds that never trigger temperature fallback.
+`transformers serve` truncates a recording after 30 seconds; the rest does not count for it. Without
+--model, a model of whisper-base's shape with random weights transcribes noise, 100 tokens per
+window, about as many as speech has.
 """
 
 import argparse
@@ -25,15 +25,15 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import soundfile
-from bench_servers import ROOT, Launch, Server, free_port, is_ours, onequeue, running, say
+from bench_servers import ROOT, Launch, Server, free_port, is_ours, onequeue, print_json, running
 
 from server.commands.load_test.http_client import Client
 
-RATE = 16000
+SAMPLING_RATE = 16000
 SECONDS = (3, 60, 6, 42, 10, 28, 15, 20)
 CLIENTS = (1, 8)
-TOKENS = 100  # of each window
-CUT_S = {"transformers": 30}  # of each recording, what a server hears
+TOKENS = 100  # per window
+MAX_TRANSCRIBED_S = {"transformers": 30}  # of each recording
 PATH = "/v1/audio/transcriptions"
 BOUNDARY = "onequeue-bench"
 IN_PROCESS = """
@@ -42,59 +42,60 @@ sys.path.insert(0, 'scripts')
 from bench_speech import clips
 from transformers import pipeline
 pipe = pipeline('automatic-speech-recognition', model=sys.argv[1], device='cpu')
-asked = {'num_beams': 1, 'language': 'en', 'task': 'transcribe'}
+options = {'num_beams': 1, 'language': 'en', 'task': 'transcribe'}
 def run(clip):
     samples, rate = soundfile.read(io.BytesIO(clip), dtype='float32')
-    pipe({'raw': samples, 'sampling_rate': rate}, return_timestamps=True, generate_kwargs=asked)
-given = clips()
-run(given[0])
+    pipe({'raw': samples, 'sampling_rate': rate}, return_timestamps=True, generate_kwargs=options)
+all_clips = clips()
+run(all_clips[0])
 started = time.perf_counter()
-for clip in given:
+for clip in all_clips:
     run(clip)
 print(time.perf_counter() - started)
 """
 
 
 def speech(arguments: argparse.Namespace) -> None:
-    """Seconds that a second of sound takes, of each server in turn."""
+    """Measure the real-time factor of each server in turn."""
     model = str(Path(arguments.model or make_model()).resolve())
     factors: dict[tuple[str, int], list[float]] = {}
     names = [name for name in arguments.servers if name != "in-process"]
     with ExitStack() as stack:
-        once = said_once(Path(model), stack)
-        launches = [(name, launch(arguments, name, model, once)) for name in names]
-        servers = [stack.enter_context(running(name, each)) for name, each in launches]
+        single_pass = without_fallback(Path(model), stack)
+        launches = {name: launch(arguments, name, model, single_pass) for name in names}
+        servers = [stack.enter_context(running(*pair)) for pair in launches.items()]
+        models = {name: single_pass if is_ours(name) else model for name in names}
         for server in servers:
-            measure(server, model_of(server.name, model, once), clips()[:1], 1)
+            measure(server, models[server.name], clips()[:1], 1)
         for _ in range(arguments.rounds):
             if "in-process" in arguments.servers:
-                note(factors, "in-process", 1, in_process(model))
+                record(factors, "in-process", 1, in_process(model))
             for server in servers:
                 for clients in CLIENTS:
-                    asked = model_of(server.name, model, once)
-                    note(factors, server.name, clients, measure(server, asked, clips(), clients))
-    middle = {key: statistics.median(each) for key, each in factors.items()}
-    for (name, clients), ours in middle.items():
+                    seconds = measure(server, models[server.name], clips(), clients)
+                    record(factors, server.name, clients, seconds)
+    medians = {key: statistics.median(values) for key, values in factors.items()}
+    for (name, clients), ours in medians.items():
         if name.startswith("onequeue"):
             ratios = {
                 f"{peer}, {count}": round(theirs / ours, 2)
-                for (peer, count), theirs in middle.items()
+                for (peer, count), theirs in medians.items()
                 if count == clients and peer != name
             }
-            say(bench="speech", server=name, clients=clients, times_as_fast_as=ratios)
+            print_json(bench="speech", server=name, clients=clients, times_as_fast_as=ratios)
 
 
-def note(
+def record(
     factors: dict[tuple[str, int], list[float]], name: str, clients: int, wall_s: float
 ) -> None:
-    heard = sum(min(seconds, CUT_S.get(name, seconds)) for seconds in SECONDS)
+    heard = sum(min(seconds, MAX_TRANSCRIBED_S.get(name, seconds)) for seconds in SECONDS)
     factors.setdefault((name, clients), []).append(wall_s / heard)
     factor = round(wall_s / heard, 4)
-    say(bench="speech", server=name, clients=clients, real_time_factor=factor, heard_s=heard)
+    print_json(bench="speech", server=name, clients=clients, real_time_factor=factor, heard_s=heard)
 
 
-def said_once(model: Path, stack: ExitStack) -> str:
-    """The checkpoint, with thresholds by which nothing is said again."""
+def without_fallback(model: Path, stack: ExitStack) -> str:
+    """Return a copy of the checkpoint whose thresholds never trigger temperature fallback."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     for file in model.iterdir():
         (folder / file.name).symlink_to(file)
@@ -106,11 +107,7 @@ def said_once(model: Path, stack: ExitStack) -> str:
     return str(folder)
 
 
-def model_of(name: str, model: str, once: str) -> str:
-    return once if is_ours(name) else model
-
-
-def launch(arguments: argparse.Namespace, name: str, model: str, once: str) -> Launch:
+def launch(arguments: argparse.Namespace, name: str, model: str, single_pass: str) -> Launch:
     port, offline = free_port(), {"HF_HUB_OFFLINE": "1"}
     if name == "plain":
         script = str(ROOT / "scripts" / "peers" / "serve_speech.py")
@@ -119,29 +116,29 @@ def launch(arguments: argparse.Namespace, name: str, model: str, once: str) -> L
         program = str(Path(arguments.peer_python).parent / "transformers")
         command = [program, "serve", model, "--port", str(port), "--device", "cpu"]
         return Launch(command, port, "/health", offline)
-    others = {f"{each}_MODEL": "none" for each in ("CHAT", "PIPELINE", "EMBEDDING", "RERANK")}
-    settings = {"TRANSCRIPTION_MODEL": once, "REQUEST_TIMEOUT_S": "600"}
+    others = {f"{kind}_MODEL": "none" for kind in ("CHAT", "PIPELINE", "EMBEDDING", "RERANK")}
+    settings = {"TRANSCRIPTION_MODEL": single_pass, "REQUEST_TIMEOUT_S": "600"}
     return onequeue(name, port, settings | others)
 
 
-def measure(server: Server, model: str, given: Sequence[bytes], clients: int) -> float:
-    """Seconds for all clips, of which each client has one under way."""
+def measure(server: Server, model: str, audio: Sequence[bytes], clients: int) -> float:
+    """Return the seconds for all clips, of which each client sends one at a time."""
     started = time.perf_counter()
-    with server.awake():
-        asyncio.run(ask(server.port, model, given, clients))
+    with server.resumed():
+        asyncio.run(transcribe_all(server.port, model, audio, clients))
     return time.perf_counter() - started
 
 
-async def ask(port: int, model: str, given: Sequence[bytes], clients: int) -> None:
-    kind = f"multipart/form-data; boundary={BOUNDARY}"
-    http = Client(urlsplit(f"http://127.0.0.1:{port}{PATH}"), {"content-type": kind})
-    rest = iter(given)
+async def transcribe_all(port: int, model: str, audio: Sequence[bytes], clients: int) -> None:
+    content_type = f"multipart/form-data; boundary={BOUNDARY}"
+    http = Client(urlsplit(f"http://127.0.0.1:{port}{PATH}"), {"content-type": content_type})
+    remaining = iter(audio)
 
     async def client() -> None:
-        for clip in rest:
-            answer = await http.post(form(model, clip), None)
-            if answer.status != 200:
-                raise SystemExit(answer.body.decode())
+        for clip in remaining:
+            response = await http.post(form(model, clip), None)
+            if response.status != 200:
+                raise SystemExit(response.body.decode())
 
     async with asyncio.TaskGroup() as group:
         for _ in range(clients):
@@ -169,19 +166,21 @@ def in_process(model: str) -> float:
 
 
 def clips() -> list[bytes]:
-    """WAV files of noise that changes twice a second."""
+    """Return WAV files of noise whose loudness changes twice a second."""
     random = np.random.default_rng(1)
-    made = []
+    files = []
     for seconds in SECONDS:
-        loud = random.uniform(0.02, 0.5, seconds * 2).repeat(RATE // 2)
+        loudness = random.uniform(0.02, 0.5, seconds * 2).repeat(SAMPLING_RATE // 2)
         file = io.BytesIO()
-        soundfile.write(file, loud * random.normal(size=loud.size) / 4, RATE, format="WAV")
-        made.append(file.getvalue())
-    return made
+        soundfile.write(
+            file, loudness * random.normal(size=loudness.size) / 4, SAMPLING_RATE, format="WAV"
+        )
+        files.append(file.getvalue())
+    return files
 
 
 def make_model() -> str:
-    """A random-weight model of whisper-base's shape and vocabulary."""
+    """Save a model of whisper-base's shape and vocabulary with random weights."""
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
@@ -200,12 +199,12 @@ def make_model() -> str:
     tokenizer.add_tokens(special, special_tokens=True)
     tokenizer.add_tokens([f"<|{number * 0.02:.2f}|>" for number in range(1501)])
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in special}
-    ends = {"pad_token_id": end, "bos_token_id": end, "eos_token_id": end}
-    ends |= {"decoder_start_token_id": start}
+    token_ids = {"pad_token_id": end, "bos_token_id": end, "eos_token_id": end}
+    token_ids |= {"decoder_start_token_id": start}
     sizes = {f"{side}_layers": 6 for side in ("encoder", "decoder")}
     sizes |= {f"{side}_attention_heads": 8 for side in ("encoder", "decoder")}
     sizes |= {f"{side}_ffn_dim": 2048 for side in ("encoder", "decoder")}
-    config = hf.WhisperConfig(vocab_size=len(tokenizer), d_model=512, **sizes, **ends)
+    config = hf.WhisperConfig(vocab_size=len(tokenizer), d_model=512, **sizes, **token_ids)
     model = hf.WhisperForConditionalGeneration(config)
     model.generation_config = hf.GenerationConfig(
         max_new_tokens=TOKENS,
@@ -214,7 +213,7 @@ def make_model() -> str:
         task_to_id={task: ids[f"<|{task}|>"] for task in ("translate", "transcribe")},
         no_timestamps_token_id=ids["<|notimestamps|>"],
         max_initial_timestamp_index=50,
-        **ends,
+        **token_ids,
     )
     for part in (model, tokenizer, hf.WhisperFeatureExtractor()):
         part.save_pretrained(folder)

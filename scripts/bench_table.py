@@ -1,4 +1,4 @@
-"""From what was measured to medians, ratios and a table for the README."""
+"""Medians, ratios and the Markdown table of `bench.py generation`."""
 
 import statistics
 from collections.abc import Iterator, Mapping
@@ -9,14 +9,14 @@ from bench_servers import is_ours
 
 
 class Sweep(NamedTuple):
-    """A load: prompts of so many words, a temperature, clients in a closed loop."""
+    """A load: words per prompt, temperature, clients in a closed loop."""
 
     words: int
     temperature: float
     clients: int
 
 
-Runs = dict[Sweep, dict[str, list[dict[str, Any]]]]  # by server, a run each round
+Runs = dict[Sweep, dict[str, list[dict[str, Any]]]]  # by server, one run per round
 Summaries = Mapping[Sweep, Mapping[str, Mapping[str, float]]]
 
 COLUMNS = {
@@ -33,17 +33,17 @@ COLUMNS = {
 
 
 def summaries(runs: Runs, floor: Floor) -> Summaries:
-    """Medians over the rounds."""
+    """Return medians over the rounds."""
     return {
-        sweep: {name: summary(each, sweep, floor) for name, each in servers.items()}
+        sweep: {name: summary(rounds, sweep, floor) for name, rounds in servers.items()}
         for sweep, servers in runs.items()
     }
 
 
 def summary(runs: list[dict[str, Any]], sweep: Sweep, floor: Floor) -> dict[str, float]:
     def median(key: str, part: str | None = None) -> float:
-        found = [run[key] if part is None else (run[key] or {}).get(part, 0.0) for run in runs]
-        return float(statistics.median(found))
+        values = [run[key] if part is None else (run[key] or {}).get(part, 0.0) for run in runs]
+        return float(statistics.median(values))
 
     rate = median("output_tokens_per_s")
     prompts = sum(run["prompt_tokens"] for run in runs) / sum(run["ok"] for run in runs)
@@ -59,9 +59,9 @@ def summary(runs: list[dict[str, Any]], sweep: Sweep, floor: Floor) -> dict[str,
     }
 
 
-def ratios(found: Summaries) -> list[dict[str, Any]]:
-    """Each of ours beside each server named after it: how many times its tokens/s, and which part
-    of its time to the first token."""
+def ratios(measured: Summaries) -> list[dict[str, Any]]:
+    """Compare each onequeue with each server named after it: `times` its tokens/s, and the ratio of
+    the times to the first token."""
     return [
         sweep._asdict()
         | {
@@ -70,34 +70,36 @@ def ratios(found: Summaries) -> list[dict[str, Any]]:
             "times": round(servers[name]["tokens_per_s"] / servers[other]["tokens_per_s"], 2),
             "ttft_ratio": round(servers[name]["ttft_p50_ms"] / servers[other]["ttft_p50_ms"], 2),
         }
-        for sweep, servers in found.items()
+        for sweep, servers in measured.items()
         for name, other in pairs(list(servers))
     ]
 
 
 def pairs(names: list[str]) -> Iterator[tuple[str, str]]:
-    for at, name in enumerate(names):
-        for other in names[at + 1 :] if is_ours(name) else ():
+    for index, name in enumerate(names):
+        for other in names[index + 1 :] if is_ours(name) else ():
             yield name, other
 
 
-def table(found: Summaries) -> Iterator[str]:
-    """Markdown; `ours, times` is the first of ours beside this server."""
+def table(measured: Summaries) -> Iterator[str]:
+    """Yield Markdown lines; `ours, times` compares the first onequeue with the server."""
     yield "| " + " | ".join(COLUMNS) + " |"
-    yield "| " + " | ".join("---:" if at == "right" else "---" for at in COLUMNS.values()) + " |"
-    for sweep, servers in found.items():
-        ours = next((of for name, of in servers.items() if is_ours(name)), None)
-        for name, of in servers.items():
-            times = ours and ours is not of and of["tokens_per_s"]
+    yield (
+        "| " + " | ".join("---:" if side == "right" else "---" for side in COLUMNS.values()) + " |"
+    )
+    for sweep, servers in measured.items():
+        ours = next((row for name, row in servers.items() if is_ours(name)), None)
+        for name, row in servers.items():
+            rate = ours and ours is not row and row["tokens_per_s"]
             cells = [
-                f"{of['prompt_tokens']:,.0f}",
+                f"{row['prompt_tokens']:,.0f}",
                 f"{sweep.temperature:g}",
                 str(sweep.clients),
                 name,
-                f"{of['tokens_per_s']:,.1f}",
-                f"{of['of_floor']:.0%}",
-                f"{of['ttft_p50_ms']:,.0f} ({of['ttft_p95_ms']:,.0f})",
-                f"{of['inter_token_p50_ms']:.1f} ({of['inter_token_p95_ms']:.1f})",
-                f"{ours['tokens_per_s'] / times:.2f}" if ours and times else "",
+                f"{row['tokens_per_s']:,.1f}",
+                f"{row['of_floor']:.0%}",
+                f"{row['ttft_p50_ms']:,.0f} ({row['ttft_p95_ms']:,.0f})",
+                f"{row['inter_token_p50_ms']:.1f} ({row['inter_token_p95_ms']:.1f})",
+                f"{ours['tokens_per_s'] / rate:.2f}" if ours and rate else "",
             ]
             yield "| " + " | ".join(cells) + " |"

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """serve_docs.py MODEL PORT: the queue server of transformers' documentation page "Using pipelines
-for a webserver" around a fill-mask pipeline, with its dynamic batching: an item more as long as
-one comes within a millisecond. A peer for scripts/bench.py."""
+for a webserver" around a fill-mask pipeline, with its dynamic batching: a batch grows while items
+arrive within a millisecond of each other. A peer for scripts/bench.py."""
 
 import asyncio
 import contextlib
@@ -19,10 +19,10 @@ from transformers import pipeline
 waiting: asyncio.Queue[tuple[str, asyncio.Queue[Any]]] = asyncio.Queue()
 
 
-async def answer(request: Request) -> JSONResponse:
-    reply: asyncio.Queue[Any] = asyncio.Queue()
-    await waiting.put(((await request.body()).decode(), reply))
-    return JSONResponse(await reply.get())
+async def fill_mask(request: Request) -> JSONResponse:
+    result: asyncio.Queue[Any] = asyncio.Queue()
+    await waiting.put(((await request.body()).decode(), result))
+    return JSONResponse(await result.get())
 
 
 async def serve() -> None:
@@ -33,10 +33,10 @@ async def serve() -> None:
             while True:
                 batch.append(await asyncio.wait_for(waiting.get(), 0.001))
         outputs: Any = pipe([text for text, _ in batch], batch_size=len(batch))
-        if len(batch) == 1:  # fill-mask answers a list of one without the list
+        if len(batch) == 1:  # fill-mask returns one result without a list
             outputs = [outputs]
-        for (_, reply), output in zip(batch, outputs, strict=True):
-            await reply.put(output)
+        for (_, result), output in zip(batch, outputs, strict=True):
+            await result.put(output)
 
 
 @contextlib.asynccontextmanager
@@ -47,5 +47,5 @@ async def lifespan(app: Starlette) -> AsyncIterator[None]:
 
 
 if __name__ == "__main__":
-    app = Starlette(routes=[Route("/", answer, methods=["POST"])], lifespan=lifespan)
+    app = Starlette(routes=[Route("/", fill_mask, methods=["POST"])], lifespan=lifespan)
     uvicorn.run(app, port=int(sys.argv[2]), log_level="warning")

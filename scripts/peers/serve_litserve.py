@@ -10,7 +10,7 @@ import litserve
 from transformers import pipeline
 
 
-class Fill(litserve.LitAPI):  # type: ignore[misc]  # an untyped package
+class FillMask(litserve.LitAPI):  # type: ignore[misc]  # an untyped package
     def setup(self, device: str) -> None:
         self.pipe = pipeline("fill-mask", model=os.environ["PEER_MODEL"])
 
@@ -26,8 +26,8 @@ class Fill(litserve.LitAPI):  # type: ignore[misc]  # an untyped package
 
 
 if __name__ == "__main__":
-    os.environ["PEER_MODEL"] = sys.argv[1]  # its worker is a process of its own
-    api = Fill(max_batch_size=16, batch_timeout=0.01)
+    os.environ["PEER_MODEL"] = sys.argv[1]  # the worker runs in another process
+    api = FillMask(max_batch_size=16, batch_timeout=0.01)
     server = litserve.LitServer(api, accelerator="cpu")
     server.run(
         port=int(sys.argv[2]),

@@ -11,7 +11,7 @@ import orjson
 from transformers import pipeline
 
 
-class Fill(mosec.Worker):  # type: ignore[misc]  # an untyped package
+class FillMaskWorker(mosec.Worker):  # type: ignore[misc]  # an untyped package
     def __init__(self) -> None:
         self.pipe = pipeline("fill-mask", model=os.environ["PEER_MODEL"])
 
@@ -27,8 +27,8 @@ class Fill(mosec.Worker):  # type: ignore[misc]  # an untyped package
 
 
 if __name__ == "__main__":
-    os.environ["PEER_MODEL"], port = sys.argv[1:]  # its worker is a process of its own
+    os.environ["PEER_MODEL"], port = sys.argv[1:]  # the worker runs in another process
     sys.argv[1:] = ["--port", port, "--timeout", "60000"]
     server = mosec.Server()
-    server.append_worker(Fill, num=1, max_batch_size=16, max_wait_time=10)
+    server.append_worker(FillMaskWorker, num=1, max_batch_size=16, max_wait_time=10)
     server.run()

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""serve_speech.py MODEL PORT: a plain server around transformers' pipeline for speech, one
-recording at a time, as its documentation shows. A peer for scripts/bench.py."""
+"""serve_speech.py MODEL PORT: a plain server around transformers' speech pipeline, one recording at
+a time, as in its documentation. A peer for scripts/bench.py."""
 
 import io
 import sys
@@ -16,25 +16,25 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from transformers import pipeline
 
-ASKED = {"num_beams": 1, "language": "en", "task": "transcribe"}
+OPTIONS = {"num_beams": 1, "language": "en", "task": "transcribe"}
 
 
 def main() -> None:
     pipe: Any = pipeline("automatic-speech-recognition", model=sys.argv[1], device="cpu")
-    one = threading.Lock()
+    lock = threading.Lock()
 
     def transcribe(data: bytes) -> Any:
         samples, rate = soundfile.read(io.BytesIO(data), dtype="float32")
-        sound = {"raw": samples, "sampling_rate": rate}
-        with one:
-            return pipe(sound, return_timestamps=True, generate_kwargs=dict(ASKED))
+        audio = {"raw": samples, "sampling_rate": rate}
+        with lock:
+            return pipe(audio, return_timestamps=True, generate_kwargs=dict(OPTIONS))
 
-    async def answer(request: Request) -> JSONResponse:
+    async def transcriptions(request: Request) -> JSONResponse:
         form = await request.form()
         file: Any = form["file"]
         return JSONResponse(await run_in_threadpool(transcribe, await file.read()))
 
-    app = Starlette(routes=[Route("/v1/audio/transcriptions", answer, methods=["POST"])])
+    app = Starlette(routes=[Route("/v1/audio/transcriptions", transcriptions, methods=["POST"])])
     uvicorn.run(app, port=int(sys.argv[2]), log_level="warning")
 
 

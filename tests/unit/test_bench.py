@@ -1,8 +1,9 @@
-"""What scripts/bench.py makes of its measurements, and how it starts and stops servers."""
+"""scripts/bench.py summarizes its measurements, and starts, suspends and stops servers."""
 
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,17 +39,17 @@ def checkpoint(folder: Path, **shapes: list[int]) -> Path:
     return folder
 
 
-def test_a_step_reads_all_weights_of_a_model_whose_embedding_is_its_output(tmp_path: Path) -> None:
+def test_a_step_reads_all_weights_of_a_model_with_a_tied_embedding(tmp_path: Path) -> None:
     model = checkpoint(tmp_path, embed__weight=[100, 8], up__weight=[16, 8], norm=[8])
-    assert floors.weights(model) == 800 + 128 + 8
+    assert floors.count_weights(model) == 800 + 128 + 8
 
 
-def test_an_embedding_beside_an_output_head_is_not_read(tmp_path: Path) -> None:
+def test_a_step_does_not_read_an_untied_embedding(tmp_path: Path) -> None:
     shapes = {"embed__weight": [100, 8], "lm_head__weight": [100, 8], "up__weight": [16, 8]}
-    assert floors.weights(checkpoint(tmp_path, **shapes)) == 800 + 128
+    assert floors.count_weights(checkpoint(tmp_path, **shapes)) == 800 + 128
 
 
-def test_the_floor_is_weights_over_bandwidth_and_a_token_each_step() -> None:
+def test_the_floor_is_one_token_per_step_that_reads_all_weights() -> None:
     floor = floors.Floor(weight_bytes=1_000_000, bytes_per_s=100e6)
     assert floor.step_s == pytest.approx(0.01)
     assert floor.share(tokens_per_s=50, clients=1) == pytest.approx(0.5)
@@ -68,37 +69,37 @@ def measured(rate: float) -> dict[str, Any]:
 
 def summaries() -> Any:
     runs = {"onequeue": [150, 100, 200], "onequeue@old": [100], "vllm": [300]}
-    found = {name: [measured(rate) for rate in rates] for name, rates in runs.items()}
+    measurements = {name: [measured(rate) for rate in rates] for name, rates in runs.items()}
     floor = floors.Floor(weight_bytes=100, bytes_per_s=50_000)
-    return tables.summaries({tables.Sweep(64, 1, 1): found}, floor)
+    return tables.summaries({tables.Sweep(64, 1, 1): measurements}, floor)
 
 
-def test_figures_are_medians_over_the_rounds() -> None:
+def test_summaries_are_medians_over_the_rounds() -> None:
     (servers,) = summaries().values()
     assert servers["onequeue"]["tokens_per_s"] == 150
     assert servers["onequeue"]["of_floor"] == pytest.approx(0.3)
     assert servers["onequeue"]["prompt_tokens"] == 94
 
 
-def test_ours_are_compared_with_those_named_after_them() -> None:
+def test_each_onequeue_is_compared_with_the_servers_named_after_it() -> None:
     lines = tables.ratios(summaries())
-    found = {(line["server"], line["beside"]): line["times"] for line in lines}
-    assert found == {
+    ratios = {(line["server"], line["beside"]): line["times"] for line in lines}
+    assert ratios == {
         ("onequeue", "onequeue@old"): 1.5,
         ("onequeue", "vllm"): 0.5,
         ("onequeue@old", "vllm"): 0.33,
     }
 
 
-def test_the_table_is_markdown_with_a_row_a_server() -> None:
+def test_the_table_is_markdown_with_a_row_per_server() -> None:
     head, rule, *rows = tables.table(summaries())
     assert head.count("|") == rule.count("|")
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     assert cells[0][:6] == ["94", "1", "1", "onequeue", "150.0", "30%"]
-    assert [each[-1] for each in cells] == ["", "1.50", "0.50"]
+    assert [row[-1] for row in cells] == ["", "1.50", "0.50"]
 
 
-def test_a_server_of_another_checkout_and_with_other_settings(tmp_path: Path) -> None:
+def test_a_server_name_sets_the_checkout_and_settings(tmp_path: Path) -> None:
     launch = servers.onequeue(f"onequeue@{tmp_path}:COMPILE=off,DTYPE=float32", 1, {"DTYPE": "x"})
     assert launch.folder == tmp_path
     assert launch.environ["COMPILE"] == "off"
@@ -106,23 +107,23 @@ def test_a_server_of_another_checkout_and_with_other_settings(tmp_path: Path) ->
     assert servers.onequeue("onequeue", 1, {}).folder == SCRIPTS.parent
 
 
-def test_servers_that_do_not_fit_into_memory_together_take_turns() -> None:
+def test_servers_that_do_not_fit_into_memory_together_run_one_after_another() -> None:
     assert generation.groups(["a", "b"], 1 << 30, 16 << 30) == [["a", "b"]]
     assert generation.groups(["a", "b"], 4 << 30, 16 << 30) == [["a"], ["b"]]
 
 
-def test_a_server_runs_only_while_it_is_awake() -> None:
+def test_a_server_is_suspended_unless_it_is_resumed() -> None:
     port = servers.free_port()
     command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"]
     with servers.running("peer", servers.Launch(command, port, "/", {})) as server:
         assert state(server.process.pid) == "T"
-        with server.awake():
+        with server.resumed():
             assert servers.is_up(servers.Launch(command, port, "/", {}))
         assert state(server.process.pid) == "T"
     assert server.process.poll() == -signal.SIGTERM
 
 
-def test_processor_time_of_others_is_all_but_that_of_our_sessions() -> None:
+def test_cpu_time_of_other_processes_excludes_our_own_sessions() -> None:
     burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -130,11 +131,32 @@ def test_processor_time_of_others_is_all_but_that_of_our_sessions() -> None:
     ) as other:
         assert other.stdout
         other.stdout.readline()
-        known = servers.others_cpu_s({os.getsid(0), other.pid})
-        assert servers.others_cpu_s({os.getsid(0)}) - known >= 0.25
+        known = servers.other_cpu_seconds({os.getsid(0), other.pid})
+        assert servers.other_cpu_seconds({os.getsid(0)}) - known >= 0.25
         other.communicate(b"\n")
 
 
 def state(process: int) -> str:
     os.waitid(os.P_PID, process, os.WSTOPPED | os.WNOWAIT)
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+# ── the Python that runs a script ──
+
+OTHER_PYTHON = [str(Path(sys.base_prefix) / "bin" / "python3"), "-S"]  # without our packages
+
+
+def test_a_script_started_with_another_python_runs_with_the_packages_of_venv() -> None:
+    command = [*OTHER_PYTHON, str(SCRIPTS / "bench.py"), "--help"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "bench.py generation --model PATH" in output
+
+
+def test_a_script_without_venv_names_the_command_that_creates_it(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(SCRIPTS / "environment.py", tmp_path / "scripts")
+    command = [*OTHER_PYTHON, str(tmp_path / "scripts" / "environment.py")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr.strip().endswith("needs the packages in .venv: run scripts/install first")
+    assert result.stderr.count("\n") == 1
