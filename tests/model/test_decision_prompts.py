@@ -86,12 +86,12 @@ def test_what_all_questions_take_together_is_bounded(monkeypatch: pytest.MonkeyP
     asked = about(STATE, predicates(10))
     prompts = prompts_of(asked)
     whole = sum(map(len, prompts))
-    for name, most in (("MOST_OWN", 300), ("MOST_SEEN", whole - 1)):
+    for name, most in (("MAX_QUESTION_TOKENS", 300), ("MAX_PROMPT_TOKENS", whole - 1)):
         monkeypatch.setattr(decisions, name, most)
         error = refused(asked)
         assert str(error.param).startswith("questions[")
         monkeypatch.undo()
-    monkeypatch.setattr(decisions, "MOST_SEEN", whole)
+    monkeypatch.setattr(decisions, "MAX_PROMPT_TOKENS", whole)
     assert len(prompts_of(asked)) == 10
 
 
